@@ -1,0 +1,9 @@
+"""Row-sparse gradients and optimisers for large embedding tables in JAX."""
+
+from ._apply import apply_updates as apply_updates
+from ._rows import coalesce as coalesce
+from ._sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState
+from ._sparse_adam import scale_by_sparse_adam as scale_by_sparse_adam
+from ._sparse_adam import sparse_adam as sparse_adam
+
+__version__ = "0.1.0"

@@ -1,0 +1,76 @@
+"""Adds updates to parameters, row by row where the updates are row-sparse."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._rows import (
+    accumulator_dtype,
+    check_bcoo,
+    gather_rows,
+    is_bcoo,
+    is_leaf,
+    scatter_add_rows,
+    scatter_rows,
+    touched_rows,
+)
+
+
+@jax.jit
+def _add_rows(param: jax.Array, update: Any) -> jax.Array:
+    if jnp.promote_types(param.dtype, update.dtype) == param.dtype:
+        unique = update.unique_indices
+        return scatter_add_rows(param, update.indices, update.data, unique=unique)
+    # A table of lower precision than its updates: add, then round once.
+    dtype = accumulator_dtype(param.dtype, update.dtype)
+    rows = touched_rows(update, dtype)
+    old = gather_rows(param, rows.indices).astype(dtype)
+    return scatter_rows(param, rows.indices, old + rows.data)
+
+
+def _apply(param: Any, update: Any) -> Any:
+    if param is None or update is None:
+        return param
+    if is_bcoo(update):
+        return _add_rows(param, check_bcoo(update, jnp.shape(param)))
+    if jnp.shape(param) != jnp.shape(update):
+        raise ValueError(
+            "An update must have the shape of its parameter, got an update of shape "
+            f"{jnp.shape(update)} for a parameter of shape {jnp.shape(param)}."
+        )
+    return optax.apply_updates(param, update)
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """Adds updates to parameters; a row-sparse update touches only its rows.
+
+    Like `optax.apply_updates`, which under `jit` takes BCOO updates as well, and
+    besides: a `None` update leaves its parameter as it is, and a BCOO is checked. Under
+    `jit` with the parameters donated, the addition is one scatter in place.
+
+    Args:
+      params: Tree of arrays; `None` leaves stay `None`.
+      updates: The same tree with dense, BCOO or `None` leaves. Duplicate indices of a
+        BCOO add up, out-of-bounds indices are ignored.
+
+    Returns:
+      The parameters, each in its own type and shape.
+
+    Raises:
+      TypeError: If a BCOO has indices that are not integers.
+      ValueError: If an update has another shape than its parameter, or the trees have
+        different structures.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax.experimental.sparse import BCOO
+      >>> import optax_sparse_adam as osa
+      >>> params = {"table": jnp.zeros((4, 1)), "bias": jnp.zeros(1)}
+      >>> rows = BCOO((jnp.ones((2, 1)), jnp.array([[2], [2]])), shape=(4, 1))
+      >>> params = osa.apply_updates(params, {"table": rows, "bias": None})
+      >>> params["table"].ravel().tolist()
+      [0.0, 0.0, 2.0, 0.0]
+    """
+    return jax.tree.map(_apply, params, updates, is_leaf=is_leaf)
