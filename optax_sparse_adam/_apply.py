@@ -20,11 +20,11 @@ from ._rows import (
 
 @jax.jit
 def _add_rows(param: jax.Array, update: Any) -> jax.Array:
-    if jnp.promote_types(param.dtype, update.dtype) == param.dtype:
+    dtype = accumulator_dtype(param.dtype, update.dtype)
+    if param.dtype in (dtype, update.dtype):
         unique = update.unique_indices
         return scatter_add_rows(param, update.indices, update.data, unique=unique)
     # A table of lower precision than its updates: add, then round once.
-    dtype = accumulator_dtype(param.dtype, update.dtype)
     rows = touched_rows(update, dtype)
     old = gather_rows(param, rows.indices).astype(dtype)
     return scatter_rows(param, rows.indices, old + rows.data)

@@ -102,9 +102,14 @@ def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     )
 
 
+def _bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
+    """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
+    return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
+
+
 def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
-    bounds = np.asarray(shape[: indices.shape[1]], indices.dtype)
+    bounds = _bounds(shape, indices)
     return jnp.all((indices >= 0) & (indices < bounds), axis=1)
 
 
@@ -116,8 +121,7 @@ def _pad(
     Distinct, so that `unique_indices=True` is a promise that is kept; increasing, so
     that padding at the end keeps sorted indices sorted.
     """
-    bounds = np.asarray(shape[: indices.shape[1]], indices.dtype)
-    outside = bounds + slot.astype(indices.dtype)[:, None]
+    outside = _bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
     return jnp.where(valid[:, None], indices, outside)
 
 
@@ -161,8 +165,7 @@ def _group(
     else:
         # No integer type at hand holds the flat id: sort by all columns.
         slot = jnp.arange(nse, dtype=jnp.int32)
-        outside = np.asarray(shape[:n_sparse], indices.dtype)
-        padded = jnp.where(valid[:, None], indices, outside)
+        padded = jnp.where(valid[:, None], indices, _bounds(shape, indices))
         *keys, order = lax.sort((*padded.T, slot), num_keys=n_sparse)
         columns = jnp.stack(keys, axis=1)
         first = _changes(columns) & in_bounds(columns, shape)
@@ -221,7 +224,8 @@ def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
 
 def accumulator_dtype(*dtypes: Any) -> Any:
     """The type to compute in: at least float32."""
-    return jnp.promote_types(jnp.result_type(*dtypes), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # the user's setting may be strict
+        return jnp.result_type(*dtypes, jnp.float32)
 
 
 @jax.jit

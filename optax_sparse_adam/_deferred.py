@@ -1,0 +1,224 @@
+"""The two values that a table's gradient is made of, neither of them a table.
+
+A `Deferred` is a table-shaped value on the way *to* a lookup, such as a table cast to
+another type: it is computed at the rows that are looked up. A `RowSum` is a table-shaped
+value on the way *back* from lookups: a sum of rows.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.sparse import BCOO
+
+from ._rows import in_bounds, scatter_add_rows
+
+
+class Part(NamedTuple):
+    """Some rows: `indices` `[n, k]`, `data` `[n, *shape[k:]]`; they add up."""
+
+    indices: jax.Array
+    data: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """An elementwise function of table-shaped arrays, computed where it is needed.
+
+    Elementwise functions commute with lookups: `f(table)[ids] == f(table[ids])`.
+
+    Attributes:
+      shape: The table's shape.
+      dtype: Type of the value.
+      apply: `apply(shape, *operands)`; elementwise, so `shape` may be that of rows.
+      operands: Arrays of the table's shape or scalars, or values of this module.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    apply: Callable[..., jax.Array]
+    operands: tuple[Any, ...]
+
+    def select(self, take: Callable[[jax.Array], jax.Array], shape: Any) -> jax.Array:
+        """`take(self)` for a `take` that picks elements; `shape` is the result's."""
+
+        def one(operand: Any) -> Any:
+            if isinstance(operand, Deferred):
+                return operand.select(take, shape)
+            if isinstance(operand, RowSum):  # zeros: no other sum is deferred
+                return jnp.zeros(shape, operand.dtype)
+            return take(operand) if jnp.ndim(operand) else operand
+
+        return self.apply(shape, *map(one, self.operands))
+
+    @functools.cached_property
+    def dense(self) -> jax.Array:
+        return self.select(lambda x: x, self.shape)
+
+    @property
+    def is_table(self) -> bool:
+        return self.apply is _identity
+
+
+def _identity(shape: Any, table: jax.Array) -> jax.Array:
+    return table
+
+
+def _broadcast(shape: Any, scalar: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(scalar, shape)
+
+
+def table(array: jax.Array) -> Deferred:
+    return Deferred(jnp.shape(array), jnp.result_type(array), _identity, (array,))
+
+
+def fill(shape: tuple[int, ...], dtype: Any, scalar: jax.Array) -> Deferred:
+    return Deferred(shape, dtype, _broadcast, (scalar,))
+
+
+class DenseCarry(Exception):
+    """Raised where the unfinished sum that a loop carries is used as an array."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowSum:
+    """Zeros plus rows.
+
+    Attributes:
+      shape: The table's shape.
+      dtype: Type of the value.
+      parts: The rows; none for zeros.
+      carry: In the body of a loop, the carried sum that the rows are added to.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: tuple[Part, ...] = ()
+    carry: Any = None
+
+    @property
+    def is_zero(self) -> bool:
+        return not self.parts and self.carry is None
+
+    def map(self, function: Callable[[Part], jax.Array], dtype: Any) -> "RowSum":
+        """Applies a function of a part's data that is linear in each row."""
+        parts = tuple(Part(part.indices, function(part)) for part in self.parts)
+        return RowSum(self.shape, dtype, parts)
+
+    @functools.cached_property
+    def dense(self) -> jax.Array:
+        if self.carry is not None:
+            raise DenseCarry(self.carry)
+        total = jnp.zeros(self.shape, self.dtype)
+        for indices, data in self.parts:
+            total = scatter_add_rows(total, indices, data, unique=False)
+        return total
+
+
+def is_deferred(value: Any) -> bool:
+    return isinstance(value, Deferred | RowSum)
+
+
+def dense(value: Any) -> Any:
+    """The plain array of any value."""
+    return value.dense if is_deferred(value) else value
+
+
+def rows_of(value: Any, part: Part) -> Any:
+    """The rows of any table-shaped value, or scalar, that a part holds."""
+    n_sparse = part.indices.shape[1]
+
+    def take(array: jax.Array) -> jax.Array:
+        # Clipped, not filled: whatever the value at a row is, it is no new NaN.
+        columns = tuple(part.indices[:, axis] for axis in range(n_sparse))
+        return array.at[columns].get(mode="clip")
+
+    if isinstance(value, Deferred):
+        return value.select(take, part.data.shape)
+    return take(dense(value)) if jnp.ndim(value) else value
+
+
+def merged(total: RowSum) -> Part:
+    """All rows of a sum in one part, at most as many as the table has rows.
+
+    Where lookups of one table index a different number of axes, the smallest counts:
+    `table[i, j]` beside `table[i]` stands for row `i` with zeros around `j`.
+    """
+    depth = min(part.indices.shape[1] for part in total.parts)
+    parts = [_whole_rows(part, depth, total.shape) for part in total.parts]
+    dtype = jnp.result_type(*(part.indices.dtype for part in parts))
+    part = Part(
+        jnp.concatenate([part.indices.astype(dtype) for part in parts]),
+        jnp.concatenate([part.data for part in parts]),
+    )
+    if part.indices.shape[0] <= math.prod(total.shape[:depth]):
+        return part
+    touched = jnp.zeros(total.shape[:depth], bool)
+    whole = RowSum(total.shape, total.dtype, (part,))
+    return every_row(touched_by(touched, part), whole.dense)
+
+
+def touched_by(touched: jax.Array, part: Part) -> jax.Array:
+    """Marks the rows of a part in the flags `[*shape[:k]]`."""
+    columns = tuple(part.indices.T)
+    return touched.at[columns].set(True, mode="drop")
+
+
+def every_row(touched: jax.Array, total: jax.Array) -> Part:
+    """All rows of a table as one part, those not touched as padding."""
+    shape, size = touched.shape, touched.size
+    ids = jnp.indices(shape, jnp.int32, sparse=False).reshape(len(shape), size).T
+    slot = jnp.arange(size, dtype=jnp.int32)[:, None]
+    outside = jnp.asarray(shape, jnp.int32) + slot
+    indices = jnp.where(touched.reshape(size, 1), ids, outside)
+    return Part(indices, total.reshape(size, *total.shape[len(shape) :]))
+
+
+def padded(total: RowSum, number: int, depth: int) -> Part:
+    """All rows of a sum in one part of a given size."""
+    if not total.parts:
+        indices = jnp.zeros((0, depth), jnp.int32)
+        part = Part(indices, jnp.zeros((0, *total.shape[depth:]), total.dtype))
+    else:
+        part = _whole_rows(merged(total), depth, total.shape)
+    missing = number - part.indices.shape[0]
+    outside = jnp.asarray(total.shape[:depth], part.indices.dtype)
+    return Part(
+        jnp.concatenate([part.indices, jnp.tile(outside, (missing, 1))]),
+        jnp.pad(part.data, [(0, missing)] + [(0, 0)] * (part.data.ndim - 1)),
+    )
+
+
+def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
+    extra = part.indices.shape[1] - depth
+    if extra == 0:
+        return part
+    nse = part.indices.shape[0]
+    valid = in_bounds(part.indices, shape)
+    slot = jnp.arange(nse, dtype=part.indices.dtype)
+    place = jnp.concatenate([slot[:, None], part.indices[:, depth:]], axis=1)
+    zeros = jnp.zeros((nse, *shape[depth:]), part.data.dtype)
+    data = scatter_add_rows(zeros, place, part.data, unique=True)
+    outside = jnp.asarray(shape[:depth], part.indices.dtype)
+    return Part(jnp.where(valid[:, None], part.indices[:, :depth], outside), data)
+
+
+def to_bcoo(total: RowSum) -> BCOO:
+    """The row-sparse gradient that a sum stands for."""
+    if not total.parts:
+        empty = jnp.zeros((0, 1), jnp.int32)
+        data = jnp.zeros((0, *total.shape[1:]), total.dtype)
+        return BCOO((data, empty), shape=total.shape)
+    limit = math.prod(total.shape[: min(p.indices.shape[1] for p in total.parts)])
+    full = sum(part.indices.shape[0] for part in total.parts) > limit
+    part = merged(total)
+    return BCOO(
+        (part.data.astype(total.dtype), part.indices),
+        shape=total.shape,
+        unique_indices=full,
+    )

@@ -1,0 +1,236 @@
+"""`value_and_grad` and `grad` with row-sparse gradients for tables."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import jaxpr_as_fun, valid_jaxtype
+
+from ._deferred import RowSum, dense, table, to_bcoo
+from ._interpreter import Blame, Context, Verdict
+from ._rules import RULES
+
+KeyPath = tuple[Any, ...]
+Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    sparse: Sparse = True,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like `jax.value_and_grad`, with row-sparse gradients for embedding tables.
+
+    The model is not changed. A leaf whose gradient is made of row lookups only
+    (`table[ids]`, `jnp.take`, `flax.linen.Embed`, `flax.nnx.Embed`,
+    `equinox.nn.Embedding`, `haiku.Embed`, ...) comes back as a
+    `jax.experimental.sparse.BCOO` of the table's shape, with the meaning of `jax.grad`
+    to the letter: what a lookup clamps or drops out of bounds is clamped or dropped.
+    Every other leaf comes back as `jax.value_and_grad` gives it. Nothing of the size of
+    a row-sparse leaf is computed or stored.
+
+    The BCOO holds one entry for each row that was looked up, duplicates included, at
+    most as many as the table has rows: where a batch looks up more, the gradient comes
+    back added up, with `nse` the number of rows and the rows that were not touched as
+    padding. `coalesce` adds duplicates up at any time.
+
+    Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
+    functions with custom derivatives, and a table may be cast, scaled or passed through
+    any elementwise function before it is looked up. Any other use of a table, such as
+    tied output weights or weight decay in the loss, makes its gradient dense.
+
+    `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
+    of the differentiated arguments.
+
+    Args:
+      fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
+      argnums: Which positional argument or arguments to differentiate.
+      has_aux: Whether `fun` returns a pair.
+      sparse: `True` gives row-sparse leaves wherever possible, `False` nowhere. A tree
+        of booleans like the differentiated argument (a tuple of trees if `argnums` is a
+        sequence), or a prefix of it, or a predicate `sparse(path, leaf)` that returns a
+        boolean gives them exactly where it says so, or raises. A leaf named in this way
+        that the loss does not use gets a BCOO with `nse == 0`; with `True` it gets
+        dense zeros.
+
+    Returns:
+      A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
+
+    Raises:
+      TypeError: By the returned function; in `jax.value_and_grad`'s words for a loss
+        that is not a real scalar or an argument that is not real.
+      ValueError: By the returned function, if `sparse` does not fit the argument, or
+        names a leaf whose gradient cannot be row-sparse; it tells the operation in the
+        way.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> def loss(params, ids):
+      ...     return jnp.sum(params["table"][ids] @ params["w"])
+      >>> params = {"table": jnp.ones((1000, 4)), "w": jnp.ones((4, 2))}
+      >>> value, grads = osa.value_and_grad(loss)(params, jnp.array([3, 7, 3]))
+      >>> grads["table"]
+      BCOO(float32[1000, 4], nse=3, n_dense=1)
+      >>> grads["w"].shape
+      (4, 2)
+    """
+    reference = jax.value_and_grad(fun, argnums, has_aux)
+    if sparse is False:
+        return reference
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        numbers = tuple(map(operator.index, numbers))
+        if not all(-len(args) <= number < len(args) for number in numbers):
+            return reference(*args, **kwargs)  # raises, in JAX's words
+        chosen = [args[number] for number in numbers]
+        tree = chosen[0] if isinstance(argnums, int) else tuple(chosen)
+        leaves = jax.tree.leaves(tree)
+        if not all(map(valid_jaxtype, leaves)):
+            return reference(*args, **kwargs)  # raises, in JAX's words
+        wanted = _wanted(sparse, tree)
+        static_aux: list[Any] = []
+
+        def traced(*chosen: Any) -> tuple[Any, Any]:
+            values = list(args)
+            for number, value in zip(numbers, chosen, strict=True):
+                values[number] = value
+            result, grads = reference(*values, **kwargs)
+            outputs, structure = jax.tree.flatten(result)
+            arrays = [x for x in outputs if isinstance(x, jax.Array)]
+            static_aux[:] = [structure, outputs]
+            return arrays, grads
+
+        closed = jax.make_jaxpr(traced)(*chosen)
+        arrays, grads = _evaluate(closed, leaves, wanted, tree)
+        structure, outputs = static_aux
+        rest = iter(arrays)
+        outputs = [next(rest) if isinstance(x, jax.Array) else x for x in outputs]
+        result = jax.tree.unflatten(structure, outputs)
+        return result, jax.tree.unflatten(jax.tree.structure(tree), grads)
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    sparse: Sparse = True,
+) -> Callable[..., Any]:
+    """Like `jax.grad`, with row-sparse gradients for embedding tables.
+
+    `value_and_grad` without the value; see there.
+
+    Args:
+      fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
+      argnums: Which positional argument or arguments to differentiate.
+      has_aux: Whether `fun` returns a pair.
+      sparse: Which leaves are to be row-sparse.
+
+    Returns:
+      A function like `fun` that returns the gradients, or `(gradients, aux)`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table, ids = jnp.ones((1000, 4)), jnp.array([3, 7, 3])
+      >>> osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+      BCOO(float32[1000, 4], nse=3, n_dense=1)
+    """
+    both = value_and_grad(fun, argnums, has_aux, sparse=sparse)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        result, grads = both(*args, **kwargs)
+        return (grads, result[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
+    """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
+    if sparse is True:
+        return [None for _ in jax.tree.leaves(tree)]
+    if callable(sparse):
+        marks = jax.tree_util.tree_map_with_path(sparse, tree)
+        what = "The predicate `sparse` must return"
+    else:
+        try:
+            marks = jax.tree.broadcast(sparse, tree)
+        except ValueError as error:
+            raise ValueError(
+                "`sparse` must be a tree of booleans like the differentiated argument, "
+                f"or a prefix of it: {error}"
+            ) from None
+        what = "The leaves of `sparse` must be"
+    for path, mark in jax.tree_util.tree_leaves_with_path(marks):
+        if not isinstance(mark, bool):
+            raise ValueError(
+                f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
+                f"{_name(path)}."
+            )
+    return list(jax.tree.leaves(marks))
+
+
+def _name(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path) or "the differentiated argument"
+
+
+def _evaluate(
+    closed: Any, leaves: list[Any], wanted: list[bool | None], tree: Any
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates the jaxpr of `arrays, grads` with row-sparse gradients where wanted."""
+    number = len(leaves)
+    able = [mark is not False and jnp.ndim(x) > 0 for mark, x in zip(wanted, leaves)]
+    shapes = frozenset(jnp.shape(x) for x, can in zip(leaves, able) if can)
+    inputs: list[Verdict] = [Blame(None)] * number
+    verdicts = (
+        Context(shapes, RULES).judge(closed.jaxpr, inputs)[-number:] if number else []
+    )
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for path, mark, can, verdict in zip(paths, wanted, able, verdicts, strict=True):
+        if mark and (verdict is not None or not can):
+            raise ValueError(_refusal(path, verdict))
+    able = [
+        can and verdict is None for can, verdict in zip(able, verdicts, strict=True)
+    ]
+    if not any(able):
+        outputs = jaxpr_as_fun(closed)(*leaves)
+    else:
+        tables = frozenset(jnp.shape(x) for x, can in zip(leaves, able) if can)
+        args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
+        outputs = Context(tables, RULES).evaluate(closed, args)
+    results = len(outputs) - number
+    grads = []
+    for path, mark, total in zip(paths, wanted, outputs[results:], strict=True):
+        if isinstance(total, RowSum) and (mark or total.parts):
+            grads.append(to_bcoo(total))
+        elif mark:
+            raise ValueError(_refusal(path, None))
+        else:
+            grads.append(jnp.asarray(dense(total)))
+    return [jnp.asarray(dense(x)) for x in outputs[:results]], grads
+
+
+def _refusal(path: KeyPath, verdict: Verdict) -> str:
+    eqn = None if verdict is None else verdict.eqn
+    where = "a use other than a row lookup"
+    if eqn is not None:
+        line = source_info_util.summarize(eqn.source_info)
+        where = f"`{eqn.primitive.name}` at {line}"
+    return (
+        f"The gradient of {_name(path)} cannot be row-sparse, as `sparse` asks, because "
+        f"of {where}: its gradient must come from row lookups of the table only. Let "
+        "this leaf have a dense gradient; or stop the gradient of that use with "
+        "jax.lax.stop_gradient; or, if it is weight decay, leave it to the optimiser."
+    )

@@ -1,0 +1,120 @@
+"""Evaluates the jaxpr of a gradient without computing anything of a table's size.
+
+A gradient's jaxpr looks rows up on its way forward and ends, for each table, in
+`scatter-add(zeros, ids, rows)`, inside whatever the model wraps its lookups in. The
+interpreter walks it with the two stand-ins for tables of `_deferred` and a rule for each
+primitive that can treat them (`_rules`). A primitive without a rule gets plain arrays: it
+then costs what it costs under `jax.grad`, and is as right.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from ._deferred import dense, is_deferred
+
+
+class Blame(NamedTuple):
+    """Why a value is not a sum of rows: the equation in the way, `None` for an input."""
+
+    eqn: JaxprEqn | None
+
+
+# What `find_obstacles` knows of a value: `None` if it is a sum of rows.
+Verdict = Blame | None
+
+
+class Rule(NamedTuple):
+    """What to do with one primitive when tables are concerned.
+
+    Attributes:
+      apply: `apply(context, eqn, *args)` returns the list of results, or
+        `NotImplemented` to let JAX evaluate the equation on plain arrays.
+      judge: `judge(context, eqn, verdict_of)` returns a verdict for each result, given a
+        function that returns the verdict of an operand.
+    """
+
+    apply: Callable[..., Any]
+    judge: Callable[..., Sequence[Verdict]]
+
+
+class Context(NamedTuple):
+    """What holds for a whole evaluation.
+
+    Attributes:
+      shapes: Shapes of the tables whose gradients are to be sums of rows.
+      rules: The rule of each primitive, by name.
+    """
+
+    shapes: frozenset[tuple[int, ...]]
+    rules: dict[str, Rule]
+
+    def is_table(self, var: Any) -> bool:
+        shape = getattr(var.aval, "shape", None)
+        return shape in self.shapes and jnp.issubdtype(var.aval.dtype, jnp.floating)
+
+    def evaluate(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        """Evaluates a jaxpr; arguments and results may stand for tables."""
+        jaxpr: Jaxpr = closed.jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        # What no later equation reads is dropped, as it matters outside of jit.
+        live = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+        dead: list[set[Var]] = []
+        for eqn in reversed(jaxpr.eqns):
+            atoms = (*eqn.invars, *eqn.outvars)
+            dead.append({atom for atom in atoms if isinstance(atom, Var)} - live)
+            live |= dead[-1]
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self._evaluate_eqn(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+            for var in dead.pop():
+                del env[var]
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        rule = self.rules.get(eqn.primitive.name)
+        concerned = any(map(is_deferred, args)) or any(map(self.is_table, eqn.outvars))
+        if rule is not None and concerned:
+            results = rule.apply(self, eqn, *args)
+            if results is not NotImplemented:
+                return list(results)
+        # JAX evaluates the equation, and keeps its name and its source line.
+        atoms = zip(eqn.invars, args, strict=True)
+        values = {atom: dense(arg) for atom, arg in atoms if isinstance(atom, Var)}
+        single = Jaxpr((), list(values), eqn.outvars, [eqn])
+        return list(jaxpr_as_fun(ClosedJaxpr(single, ()))(*values.values()))
+
+    def judge(self, jaxpr: Jaxpr, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """Finds out which results of a jaxpr are sums of rows, and what is in the way.
+
+        Nothing is computed. Only values of a table's shape are followed.
+
+        Args:
+          jaxpr: The jaxpr.
+          verdicts: What is known of each of its inputs.
+        """
+        env: dict[Any, Verdict] = dict(zip(jaxpr.invars, verdicts, strict=True))
+
+        def verdict_of(atom: Any) -> Verdict:
+            return (
+                Blame(None) if isinstance(atom, Literal) else env.get(atom, Blame(None))
+            )
+
+        for eqn in jaxpr.eqns:
+            if not any(map(self.is_table, eqn.outvars)):
+                continue
+            rule = self.rules.get(eqn.primitive.name)
+            if rule is None:
+                results: Sequence[Verdict] = [Blame(eqn)] * len(eqn.outvars)
+            else:
+                results = rule.judge(self, eqn, verdict_of)
+            for var, verdict in zip(eqn.outvars, results, strict=True):
+                env[var] = Blame(eqn) if verdict == Blame(None) else verdict
+        return [verdict_of(atom) for atom in jaxpr.outvars]

@@ -1,0 +1,156 @@
+"""Lookups and their transposes: which rows a gather reads and a scatter adds to."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._deferred import Deferred, Part
+
+_Mode = lax.GatherScatterMode
+
+
+def _depth(window: tuple[int, ...], indexed: Any, shape: tuple[int, ...]) -> int:
+    """How many leading axes a lookup indexes one element at a time.
+
+    An axis of length one that is not the first counts as a part of the row.
+    """
+    depth = 0
+    for axis, size in enumerate(window):
+        if size != 1 or axis not in indexed or (axis and shape[axis] == 1):
+            break
+        depth += 1
+    return depth
+
+
+def _window(eqn: Any) -> tuple[int, ...]:
+    """Size along each axis of the table of what one index of a scatter-add adds to."""
+    operand, _, updates = (var.aval for var in eqn.invars)
+    numbers = eqn.params["dimension_numbers"]
+    sizes = iter(updates.shape[dim] for dim in numbers.update_window_dims)
+    inserted = numbers.inserted_window_dims
+    return tuple(1 if d in inserted else next(sizes) for d in range(operand.ndim))
+
+
+def is_scatter_of_rows(eqn: Any) -> bool:
+    """Whether a scatter-add adds to rows: the transpose of a row lookup."""
+    numbers = eqn.params["dimension_numbers"]
+    if numbers.operand_batching_dims or eqn.invars[0].aval.ndim == 0:
+        return False
+    indexed = numbers.scatter_dims_to_operand_dims
+    return _depth(_window(eqn), indexed, eqn.invars[0].aval.shape) > 0
+
+
+def is_update_of_rows(eqn: Any) -> bool:
+    """Whether a dynamic_update_slice writes some, not all, rows of a table."""
+    shape, window = (var.aval.shape for var in eqn.invars[:2])
+    return bool(shape) and (window[0] < shape[0] or shape[0] == 1)
+
+
+def _ids(indices: jax.Array) -> jax.Array:
+    """Integers in a type that holds every row id and whatever is clamped to one."""
+    wide = indices.dtype.itemsize == 8
+    return indices.astype(jnp.int64 if wide else jnp.int32)
+
+
+def _outside(ids: jax.Array, valid: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    bounds = np.asarray(shape[: ids.shape[1]], ids.dtype)
+    return jnp.where(valid[:, None], ids, bounds)
+
+
+def scatter_part(
+    eqn: Any, shape: tuple[int, ...], indices: jax.Array, updates: jax.Array
+) -> Part:
+    """The rows that a scatter-add adds to zeros, with the scatter's own meaning.
+
+    What mode "clip" clamps is clamped, what "drop" drops becomes padding.
+    """
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    window = _window(eqn)
+    axes = numbers.scatter_dims_to_operand_dims
+    depth = _depth(window, axes, shape)
+    number = math.prod(indices.shape[:-1])
+    indices = _ids(indices).reshape(number, len(axes))
+    limits = [shape[axis] - window[axis] for axis in axes]
+    if mode == _Mode.CLIP:
+        indices = jnp.clip(indices, 0, np.asarray(limits, indices.dtype))
+    inside = (indices >= 0) & (indices <= np.asarray(limits, indices.dtype))
+    ids = indices[:, np.asarray([axes.index(axis) for axis in range(depth)])]
+    ids = _outside(ids, jnp.all(inside, axis=1), shape)
+
+    batch = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    rows = jnp.transpose(updates, (*batch, *numbers.update_window_dims))
+    rows = rows.reshape(number, *window[depth:])
+    if window[depth:] == shape[depth:]:
+        return Part(ids, rows)
+    # Only a part of each row is added to: place it within the row.
+    rest = [axis for axis in range(depth, len(shape)) if axis in axes]
+    place = indices[:, np.asarray([axes.index(axis) for axis in rest], int)]
+    slot = jnp.arange(number, dtype=indices.dtype)[:, None]
+    placed = lax.scatter_add(
+        jnp.zeros((number, *shape[depth:]), updates.dtype),
+        jnp.concatenate([slot, place], axis=1),
+        rows,
+        lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(range(1, rows.ndim)),
+            inserted_window_dims=(0,),
+            scatter_dims_to_operand_dims=(0, *(1 + axis - depth for axis in rest)),
+        ),
+        mode=_Mode.FILL_OR_DROP,
+    )
+    return Part(ids, placed)
+
+
+def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
+    """The rows that a dynamic_update_slice of zeros holds; starts are clamped."""
+    window = update.shape
+    depth = max(1, _depth(window, range(len(shape)), shape))
+    number = window[0] if depth == 1 else 1
+    limits = [size - part for size, part in zip(shape, window, strict=True)]
+    first = [
+        jnp.clip(_ids(jnp.asarray(start)), 0, np.asarray(limit, np.int32))
+        for start, limit in zip(starts, limits, strict=True)
+    ]
+    ids = jnp.stack(first[:depth])[None, :]
+    ids = ids + jnp.arange(number, dtype=ids.dtype)[:, None]
+    rows = update.reshape(number, *window[depth:])
+    if rows.shape[1:] != shape[depth:]:
+        zeros = jnp.zeros((number, *shape[depth:]), update.dtype)
+        begin = (jnp.zeros([], ids.dtype), *first[depth:])
+        rows = lax.dynamic_update_slice(zeros, rows, begin)
+    return Part(ids, rows)
+
+
+def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
+    """A gather of a value that is computed at the gathered elements only.
+
+    Returns `None` where that would need a fill value that only the gather knows.
+    """
+    params = dict(eqn.params)
+    out = eqn.outvars[0].aval
+    filled = params["mode"] == _Mode.FILL_OR_DROP
+    value = params["fill_value"]
+    if filled:
+        if value is None and not jnp.issubdtype(out.dtype, jnp.inexact):
+            return None
+        params.update(mode=_Mode.CLIP, fill_value=None)
+
+    def take(array: jax.Array) -> jax.Array:
+        return eqn.primitive.bind(array, indices, **params)
+
+    result = table.select(take, out.shape)
+    if not filled:
+        return result
+    numbers = params["dimension_numbers"]
+    ids = _ids(indices)
+    axes = numbers.start_index_map
+    limits = [table.shape[axis] - params["slice_sizes"][axis] for axis in axes]
+    inside = jnp.all((ids >= 0) & (ids <= np.asarray(limits, ids.dtype)), axis=-1)
+    batch = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]
+    inside = lax.broadcast_in_dim(inside, out.shape, batch)
+    return jnp.where(
+        inside, result, jnp.asarray(jnp.nan if value is None else value, out.dtype)
+    )
