@@ -1,8 +1,8 @@
 """The two values that a table's gradient is made of, neither of them a table.
 
 A `Deferred` is a table-shaped value on the way *to* a lookup, such as a table cast to
-another type: it is computed at the rows that are looked up. A `RowSum` is a table-shaped
-value on the way *back* from lookups: a sum of rows.
+another type: it is computed at the rows that are looked up. A `RowSum` is a
+table-shaped value on the way *back* from lookups: a sum of rows.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.sparse import BCOO
 
 from ._rows import in_bounds, scatter_add_rows

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.sparse import BCOO
 from jax.extend import source_info_util
-from jax.extend.core import jaxpr_as_fun, valid_jaxtype
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, valid_jaxtype
 
 from ._deferred import RowSum, dense, table, to_bcoo
 from ._interpreter import Blame, Context, Verdict
@@ -110,7 +111,7 @@ def value_and_grad(
             return arrays, grads
 
         closed = jax.make_jaxpr(traced)(*chosen)
-        arrays, grads = _evaluate(closed, leaves, wanted, tree)
+        arrays, grads = _evaluate(closed, tree, wanted)
         structure, outputs = static_aux
         rest = iter(arrays)
         outputs = [next(rest) if isinstance(x, jax.Array) else x for x in outputs]
@@ -187,50 +188,83 @@ def _name(path: KeyPath) -> str:
 
 
 def _evaluate(
-    closed: Any, leaves: list[Any], wanted: list[bool | None], tree: Any
+    closed: ClosedJaxpr, tree: Any, wanted: list[bool | None]
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluates the jaxpr of `arrays, grads` with row-sparse gradients where wanted."""
-    number = len(leaves)
-    able = [mark is not False and jnp.ndim(x) > 0 for mark, x in zip(wanted, leaves)]
-    shapes = frozenset(jnp.shape(x) for x, can in zip(leaves, able) if can)
-    inputs: list[Verdict] = [Blame(None)] * number
-    verdicts = (
-        Context(shapes, RULES).judge(closed.jaxpr, inputs)[-number:] if number else []
-    )
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    for path, mark, can, verdict in zip(paths, wanted, able, verdicts, strict=True):
-        if mark and (verdict is not None or not can):
-            raise ValueError(_refusal(path, verdict))
-    able = [
-        can and verdict is None for can, verdict in zip(able, verdicts, strict=True)
-    ]
-    if not any(able):
-        outputs = jaxpr_as_fun(closed)(*leaves)
-    else:
-        tables = frozenset(jnp.shape(x) for x, can in zip(leaves, able) if can)
+    """Evaluates the jaxpr of `(results, gradients)`, row-sparse where wanted."""
+    paths, leaves = _with_paths(tree)
+    able = _able(closed, paths, leaves, wanted)
+    if any(able):
         args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
-        outputs = Context(tables, RULES).evaluate(closed, args)
-    results = len(outputs) - number
-    grads = []
-    for path, mark, total in zip(paths, wanted, outputs[results:], strict=True):
+        outputs = _context(leaves, able).evaluate(closed, args)
+    else:
+        outputs = jaxpr_as_fun(closed)(*leaves)
+    number = len(outputs) - len(leaves)
+    results = [jnp.asarray(dense(x)) for x in outputs[:number]]
+    grads: list[Any] = []
+    for path, mark, total in zip(paths, wanted, outputs[number:], strict=True):
         if isinstance(total, RowSum) and (mark or total.parts):
-            grads.append(to_bcoo(total))
+            grads.append(_after(to_bcoo(total), results))
         elif mark:
-            raise ValueError(_refusal(path, None))
+            raise ValueError(_refusal(path, Blame(None)))
         else:
             grads.append(jnp.asarray(dense(total)))
-    return [jnp.asarray(dense(x)) for x in outputs[:results]], grads
+    return results, grads
 
 
-def _refusal(path: KeyPath, verdict: Verdict) -> str:
-    eqn = None if verdict is None else verdict.eqn
-    where = "a use other than a row lookup"
-    if eqn is not None:
-        line = source_info_util.summarize(eqn.source_info)
-        where = f"`{eqn.primitive.name}` at {line}"
+def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [path for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _context(leaves: list[Any], able: list[bool]) -> Context:
+    shapes = [jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can]
+    return Context(frozenset(shapes), RULES)
+
+
+def _able(
+    closed: ClosedJaxpr,
+    paths: list[KeyPath],
+    leaves: list[Any],
+    wanted: list[bool | None],
+) -> list[bool]:
+    """Which leaves get a row-sparse gradient; raises where one is named in vain."""
+    able = [mark is not False for mark in wanted]
+    inputs: list[Verdict] = [Blame(None)] * len(leaves)
+    outputs = _context(leaves, able).judge(closed.jaxpr, inputs)
+    verdicts = outputs[len(outputs) - len(leaves) :]
+    for i, verdict in enumerate(verdicts):
+        if jnp.ndim(leaves[i]) == 0:
+            verdict = Blame(None)
+        if wanted[i] and verdict is not None:
+            raise ValueError(_refusal(paths[i], verdict))
+        able[i] = able[i] and verdict is None
+    return able
+
+
+def _after(grad: BCOO, results: list[jax.Array]) -> BCOO:
+    """Makes a gradient depend on the value of the loss, without changing it.
+
+    Where no gradient depends on what the loss looks up, as in a loss that is linear in
+    a table, XLA does not know that this lookup comes before the update in place, and
+    copies the table to be safe. No value is above infinity.
+    """
+    indices = grad.indices
+    for value in results:
+        if value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating):
+            indices = jnp.where(value > jnp.inf, -1, indices)
+    return BCOO(
+        (grad.data, indices), shape=grad.shape, unique_indices=grad.unique_indices
+    )
+
+
+def _refusal(path: KeyPath, verdict: Blame) -> str:
+    cause = "it has a use other than row lookups"
+    if verdict.eqn is not None:
+        line = source_info_util.summarize(verdict.eqn.source_info)
+        cause = f"of `{verdict.eqn.primitive.name}` at {line}"
     return (
-        f"The gradient of {_name(path)} cannot be row-sparse, as `sparse` asks, because "
-        f"of {where}: its gradient must come from row lookups of the table only. Let "
-        "this leaf have a dense gradient; or stop the gradient of that use with "
-        "jax.lax.stop_gradient; or, if it is weight decay, leave it to the optimiser."
+        f"`sparse` asks for a row-sparse gradient of {_name(path)}, which cannot be had "
+        f"because {cause}: such a gradient must be made of row lookups only. Let this "
+        "leaf have a dense gradient; or stop the gradient of that use with "
+        "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
     )

@@ -2,9 +2,9 @@
 
 A gradient's jaxpr looks rows up on its way forward and ends, for each table, in
 `scatter-add(zeros, ids, rows)`, inside whatever the model wraps its lookups in. The
-interpreter walks it with the two stand-ins for tables of `_deferred` and a rule for each
-primitive that can treat them (`_rules`). A primitive without a rule gets plain arrays: it
-then costs what it costs under `jax.grad`, and is as right.
+interpreter walks it with the two stand-ins for tables of `_deferred` and a rule for
+each primitive that can treat them (`_rules`). A primitive without a rule gets plain
+arrays: it then costs what it costs under `jax.grad`, and is as right.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from ._deferred import dense, is_deferred
 
 
 class Blame(NamedTuple):
-    """Why a value is not a sum of rows: the equation in the way, `None` for an input."""
+    """Why a value is no sum of rows: the equation in the way, `None` if unknown."""
 
     eqn: JaxprEqn | None
 
 
-# What `find_obstacles` knows of a value: `None` if it is a sum of rows.
-Verdict = Blame | None
+Verdict = Blame | None  # None: a sum of rows
+Results = Any  # what a rule returns: a list, or NotImplemented
 
 
 class Rule(NamedTuple):
@@ -32,8 +32,8 @@ class Rule(NamedTuple):
     Attributes:
       apply: `apply(context, eqn, *args)` returns the list of results, or
         `NotImplemented` to let JAX evaluate the equation on plain arrays.
-      judge: `judge(context, eqn, verdict_of)` returns a verdict for each result, given a
-        function that returns the verdict of an operand.
+      judge: `judge(context, eqn, verdict_of)` returns a verdict for each result, given
+        a function that returns the verdict of an operand.
     """
 
     apply: Callable[..., Any]

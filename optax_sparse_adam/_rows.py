@@ -94,7 +94,9 @@ def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     own = [indices.dtype] if indices.dtype.itemsize >= 4 else []
     for dtype in (*own, jnp.int32, jnp.uint32):
         if last <= jnp.iinfo(dtype).max:
-            # Negative ids turn into huge unsigned ones: out of bounds all the same.
+            if jnp.iinfo(indices.dtype).min < jnp.iinfo(dtype).min:
+                # As a uint32, -2e9 is a row of a table of 3e9 rows; -1 is never a row.
+                indices = jnp.maximum(indices, -1)
             return indices.astype(dtype)
     raise ValueError(
         f"Row ids of {indices.dtype} cannot index a table of shape {shape}. Enable "
@@ -297,6 +299,8 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads zeros."""
     n_sparse = indices.shape[1]
+    if 0 in table.shape:  # XLA gathers nothing from a table without rows
+        return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
     return lax.gather(
         table,
         indices,
