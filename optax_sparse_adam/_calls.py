@@ -17,7 +17,6 @@ from ._deferred import (
     dense,
     every_row,
     is_deferred,
-    merged,
     padded,
     touched_by,
 )
@@ -74,7 +73,9 @@ def scan(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     values = list(args)
     full: dict[int, int] = {}
     while True:
-        sums = [i for i in carried if isinstance(values[i], RowSum)]
+        sums = [
+            i for i in carried if isinstance(values[i], RowSum) and not values[i].axes
+        ]
         try:
             return _scan_sums(context, eqn, values, sums, full)
         except DenseCarry as error:
@@ -111,7 +112,7 @@ def _scan_sums(
         parts, new_totals = {}, {}
         for i in sums:
             total = results[i - first]
-            if not isinstance(total, RowSum) or total.carry != (eqn, i):
+            if not isinstance(total, RowSum) or total.carry != (eqn, i) or total.axes:
                 raise DenseCarry((eqn, i))
             if i in full:
                 new_totals[i] = _accumulate(totals[i], total.parts)
@@ -147,12 +148,9 @@ def _flatten_steps(stacked: jax.Array) -> jax.Array:
 
 
 def _check_rows(eqn: JaxprEqn, i: int, total: RowSum) -> None:
-    if not total.parts:
-        return
-    depth = min(part.indices.shape[1] for part in total.parts)
-    rows = eqn.params["length"] * sum(part.indices.shape[0] for part in total.parts)
-    if rows > math.prod(total.shape[:depth]):
-        raise _TooManyRows(eqn, i, depth)
+    rows = eqn.params["length"] * total.number
+    if rows > math.prod(total.shape[: total.depth]):
+        raise _TooManyRows(eqn, i, total.depth)
 
 
 def _nothing(total: RowSum, depth: int) -> tuple[jax.Array, jax.Array]:
@@ -181,22 +179,19 @@ def cond(context: Context, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     """Sums of rows get as many rows as the branch that has most, the rest padding."""
     branches = eqn.params["branches"]
 
-    def outputs(branch: ClosedJaxpr) -> list[Any]:
-        results = context.evaluate(branch, args)
-        return [
-            (merged(value) if value.parts else None)
-            if isinstance(value, RowSum) and value.carry is None
-            else dense(value)
-            for value in results
-        ]
+    layouts: list[list[Any]] = []
 
-    layouts = [jax.eval_shape(functools.partial(outputs, b)) for b in branches]
+    def look(branch: ClosedJaxpr) -> None:
+        layouts.append(context.evaluate(branch, args))
+
+    for branch in branches:
+        jax.eval_shape(functools.partial(look, branch))
     rows: dict[int, tuple[int, int]] = {}
     for i, column in enumerate(zip(*layouts, strict=True)):
-        if all(x is None or isinstance(x, Part) for x in column):
-            sizes = [x.indices.shape for x in column if x is not None]
-            depth = min((k for _, k in sizes), default=1)
-            rows[i] = (max((n for n, _ in sizes), default=0), depth)
+        if all(isinstance(value, RowSum) and value.is_plain for value in column):
+            depths = [value.depth for value in column if value.parts]
+            number = max(value.number for value in column)
+            rows[i] = (number, min(depths, default=1))
 
     def run(branch: ClosedJaxpr) -> list[Any]:
         results = context.evaluate(branch, args)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.sparse import BCOO
 
 from ._rows import in_bounds, scatter_add_rows
@@ -93,21 +94,43 @@ class RowSum:
       dtype: Type of the value.
       parts: The rows; none for zeros.
       carry: In the body of a loop, the carried sum that the rows are added to.
+      axes: Mesh axes over whose devices the rows are still to be summed.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     parts: tuple[Part, ...] = ()
     carry: Any = None
+    axes: frozenset[str] = frozenset()
 
     @property
     def is_zero(self) -> bool:
         return not self.parts and self.carry is None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows are all there is to it."""
+        return self.carry is None and not self.axes
+
+    @property
+    def depth(self) -> int:
+        """How many leading axes the indices cover.
+
+        Where lookups of one table index a different number of axes, the smallest
+        counts: `table[i, j]` beside `table[i]` stands for row `i`, zeros around `j`.
+        """
+        return min((part.indices.shape[1] for part in self.parts), default=1)
+
+    @property
+    def number(self) -> int:
+        """How many rows are stored: at most as many as the table has."""
+        rows = sum(part.indices.shape[0] for part in self.parts)
+        return min(rows, math.prod(self.shape[: self.depth]))
+
     def map(self, function: Callable[[Part], jax.Array], dtype: Any) -> "RowSum":
         """Applies a function of a part's data that is linear in each row."""
         parts = tuple(Part(part.indices, function(part)) for part in self.parts)
-        return RowSum(self.shape, dtype, parts)
+        return RowSum(self.shape, dtype, parts, axes=self.axes)
 
     @functools.cached_property
     def dense(self) -> jax.Array:
@@ -116,7 +139,7 @@ class RowSum:
         total = jnp.zeros(self.shape, self.dtype)
         for indices, data in self.parts:
             total = scatter_add_rows(total, indices, data, unique=False)
-        return total
+        return lax.psum(total, tuple(self.axes)) if self.axes else total
 
 
 def is_deferred(value: Any) -> bool:
@@ -142,14 +165,13 @@ def rows_of(value: Any, part: Part) -> Any:
     return take(dense(value)) if jnp.ndim(value) else value
 
 
-def merged(total: RowSum) -> Part:
-    """All rows of a sum in one part, at most as many as the table has rows.
-
-    Where lookups of one table index a different number of axes, the smallest counts:
-    `table[i, j]` beside `table[i]` stands for row `i` with zeros around `j`.
-    """
-    depth = min(part.indices.shape[1] for part in total.parts)
+def merged(total: RowSum, depth: int | None = None) -> Part:
+    """All rows of a sum in one part, at most as many as the table has rows."""
+    depth = total.depth if depth is None else depth
     parts = [_whole_rows(part, depth, total.shape) for part in total.parts]
+    if not parts:
+        empty = jnp.zeros((0, *total.shape[depth:]), total.dtype)
+        return Part(jnp.zeros((0, depth), jnp.int32), empty)
     dtype = jnp.result_type(*(part.indices.dtype for part in parts))
     part = Part(
         jnp.concatenate([part.indices.astype(dtype) for part in parts]),
@@ -157,9 +179,8 @@ def merged(total: RowSum) -> Part:
     )
     if part.indices.shape[0] <= math.prod(total.shape[:depth]):
         return part
-    touched = jnp.zeros(total.shape[:depth], bool)
-    whole = RowSum(total.shape, total.dtype, (part,))
-    return every_row(touched_by(touched, part), whole.dense)
+    touched = touched_by(jnp.zeros(total.shape[:depth], bool), part)
+    return every_row(touched, RowSum(total.shape, total.dtype, (part,)).dense)
 
 
 def touched_by(touched: jax.Array, part: Part) -> jax.Array:
@@ -179,13 +200,9 @@ def every_row(touched: jax.Array, total: jax.Array) -> Part:
 
 
 def padded(total: RowSum, number: int, depth: int) -> Part:
-    """All rows of a sum in one part of a given size."""
-    if not total.parts:
-        indices = jnp.zeros((0, depth), jnp.int32)
-        part = Part(indices, jnp.zeros((0, *total.shape[depth:]), total.dtype))
-    else:
-        part = _whole_rows(merged(total), depth, total.shape)
-    missing = number - part.indices.shape[0]
+    """All rows of a sum in one part of at least this many rows."""
+    part = merged(total, depth)
+    missing = max(0, number - part.indices.shape[0])
     outside = jnp.asarray(total.shape[:depth], part.indices.dtype)
     return Part(
         jnp.concatenate([part.indices, jnp.tile(outside, (missing, 1))]),
@@ -209,15 +226,10 @@ def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
 
 def to_bcoo(total: RowSum) -> BCOO:
     """The row-sparse gradient that a sum stands for."""
-    if not total.parts:
-        empty = jnp.zeros((0, 1), jnp.int32)
-        data = jnp.zeros((0, *total.shape[1:]), total.dtype)
-        return BCOO((data, empty), shape=total.shape)
-    limit = math.prod(total.shape[: min(p.indices.shape[1] for p in total.parts)])
-    full = sum(part.indices.shape[0] for part in total.parts) > limit
+    stored = sum(part.indices.shape[0] for part in total.parts)
     part = merged(total)
     return BCOO(
         (part.data.astype(total.dtype), part.indices),
         shape=total.shape,
-        unique_indices=full,
+        unique_indices=stored > total.number,
     )

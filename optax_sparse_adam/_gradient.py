@@ -263,8 +263,8 @@ def _refusal(path: KeyPath, verdict: Blame) -> str:
         line = source_info_util.summarize(verdict.eqn.source_info)
         cause = f"of `{verdict.eqn.primitive.name}` at {line}"
     return (
-        f"`sparse` asks for a row-sparse gradient of {_name(path)}, which cannot be had "
-        f"because {cause}: such a gradient must be made of row lookups only. Let this "
-        "leaf have a dense gradient; or stop the gradient of that use with "
+        f"`sparse` asks for a row-sparse gradient of {_name(path)}, which cannot be "
+        f"had because {cause}: it must be made of row lookups only. Let this leaf have "
+        "a dense gradient; or stop the gradient of that use with "
         "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from . import _calls
+from . import _calls, _shard_map
 from ._deferred import (
     Deferred,
     Part,
@@ -58,6 +58,11 @@ def _all_of(start: int = 0, stop: int | None = None) -> Judge:
         return [next((v for v in verdicts if v is not None), None)]
 
     return judge
+
+
+def _each_of(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
+    """Each result is a sum of rows if its operand is."""
+    return [verdict_of(atom) for atom in eqn.invars]
 
 
 def _any_of(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
@@ -121,6 +126,8 @@ def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
         return NotImplemented
     if left.carry is not None and right.carry is not None:
         return NotImplemented
+    if left.axes != right.axes:
+        return NotImplemented
     carry = right.carry if left.carry is None else left.carry
     parts: dict[int, Part] = {}
     for part in left.parts + right.parts:
@@ -128,7 +135,7 @@ def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
         same = parts.get(id(part.indices))
         data = part.data if same is None else same.data + part.data
         parts[id(part.indices)] = Part(part.indices, data)
-    return [RowSum(left.shape, left.dtype, tuple(parts.values()), carry)]
+    return [RowSum(left.shape, left.dtype, tuple(parts.values()), carry, left.axes)]
 
 
 def _subtract(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
@@ -138,7 +145,7 @@ def _subtract(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results
 
 
 def _select(context: Context, eqn: JaxprEqn, which: Any, *cases: Any) -> Results:
-    if not all(isinstance(case, RowSum) and case.carry is None for case in cases):
+    if not all(isinstance(case, RowSum) and case.is_plain for case in cases):
         return NotImplemented
 
     def chosen(i: int, part: Part) -> Part:
@@ -193,7 +200,7 @@ def _slice(context: Context, eqn: JaxprEqn, value: Any, *starts: Any) -> Results
 def _scatter_add(
     context: Context, eqn: JaxprEqn, total: Any, indices: Any, updates: Any
 ) -> Results:
-    if not isinstance(total, RowSum) or not is_scatter_of_rows(eqn):
+    if not isinstance(total, RowSum) or total.axes or not is_scatter_of_rows(eqn):
         return NotImplemented
     part = scatter_part(eqn, total.shape, dense(indices), dense(updates))
     return [RowSum(total.shape, total.dtype, (*total.parts, part), total.carry)]
@@ -233,6 +240,7 @@ RULES: dict[str, Rule] = {
     "add_any": Rule(_elementwise(_add), _all_of()),
     "sub": Rule(_elementwise(_subtract), _all_of()),
     "select_n": Rule(_elementwise(_select), _all_of(1)),
+    "pvary": Rule(_same_rows, _all_of()),
     "sharding_constraint": Rule(_same_rows, _all_of()),
     "broadcast_in_dim": Rule(_broadcast, _judge_broadcast),
     "gather": Rule(_gather, _never),
@@ -245,4 +253,7 @@ RULES: dict[str, Rule] = {
     "remat2": Rule(_calls.remat, _calls.call("jaxpr").judge),
     "scan": Rule(_calls.scan, _calls.judge_scan),
     "cond": Rule(_calls.cond, _calls.judge_cond),
+    "shard_map": Rule(_shard_map.shard_map, _shard_map.judge),
+    "psum": Rule(_shard_map.psum, _each_of),
+    "psum_invariant": Rule(_shard_map.psum, _each_of),
 }
