@@ -3,6 +3,7 @@
 from ._apply import apply_updates as apply_updates
 from ._gradient import grad as grad
 from ._gradient import value_and_grad as value_and_grad
+from ._lazy import lazy as lazy
 from ._rows import coalesce as coalesce
 from ._sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState
 from ._sparse_adam import scale_by_sparse_adam as scale_by_sparse_adam

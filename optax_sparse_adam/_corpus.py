@@ -63,22 +63,11 @@ class Batch(NamedTuple):
 
 
 def find_files(text: Path | None) -> list[Path]:
-    """The files of a text: one file, a folder, or Python's standard library.
-
-    Raises:
-      InputError: If there is no such file or folder.
-    """
+    """The files of a text: one file, a folder, or Python's standard library."""
     if text is None:
         root = Path(sysconfig.get_path("stdlib"))
         return [p for p in _walk(root, _SKIPPED) if p.suffix == ".py"]
-    if text.is_dir():
-        return list(_walk(text, set()))
-    if not text.exists():
-        raise InputError(
-            f"--text must be a file or a folder, got {str(text)!r}, which does not "
-            "exist; leave it out to train on Python's standard library"
-        )
-    return [text]
+    return list(_walk(text, set())) if text.is_dir() else [text]
 
 
 def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:

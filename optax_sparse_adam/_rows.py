@@ -224,6 +224,11 @@ def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
     )
 
 
+def keep_real(rows: Rows, data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`data` with zeros in the padding slots."""
+    return jnp.where(_expand(in_bounds(rows.indices, shape), data), data, 0)
+
+
 def accumulator_dtype(*dtypes: Any) -> Any:
     """The type to compute in: at least float32."""
     with jax.numpy_dtype_promotion("standard"):  # the user's setting may be strict
@@ -358,8 +363,7 @@ def map_rows(
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         old = tuple(gather_rows(table, rows.indices) for table in tables)
         out, new = middle(rows.data, old, *args)
-        real = in_bounds(rows.indices, tables[0].shape)
-        out = jnp.where(_expand(real, out), out, 0).astype(rows.data.dtype)
+        out = keep_real(rows, out, tables[0].shape).astype(rows.data.dtype)
         tables = tuple(
             scatter_rows(table, rows.indices, row)
             for table, row in zip(tables, new, strict=True)

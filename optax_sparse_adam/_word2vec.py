@@ -1,6 +1,7 @@
 """The model of the demo: skip-gram with negative sampling, and how it is trained."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,40 +96,36 @@ class Trainer:
 
 
 @contextmanager
-def _until_interrupted() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the function that it yields is called.
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Holds Ctrl-C back; yields a function that says whether it was pressed.
 
-    Amid a step the old tables are donated and the new ones not yet assigned: nothing
-    would be left to save. A second Ctrl-C does not wait.
+    Amid a step the old tables are donated and the new ones not yet assigned: there
+    would be nothing left to save.
     """
-    pressed = []
-
-    def handler(signum: int, frame: Any) -> None:
-        pressed.append(signum)
-        signal.signal(signal.SIGINT, previous)
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, handler)
+    pressed = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:
-        yield check
+        yield pressed.is_set
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
 def train(trainers: Sequence[Trainer], batches: Iterable[Batch], bar: Any) -> None:
-    """Lets trainers take each batch in turns; the bar shows the loss of the first."""
-    with _until_interrupted() as check, bar:
+    """Lets trainers take each batch in turns; the bar shows the loss of the first.
+
+    Raises:
+      KeyboardInterrupt: After the step during which the user pressed Ctrl-C.
+    """
+    with deferred_interrupt() as pressed, bar:
         for step, batch in enumerate(batches, 1):
             for trainer in trainers:
                 trainer.advance(batch)
-            check()
             if step % RECENT == 0:
                 loss = np.mean(trainers[0].losses[-RECENT:])
                 bar.set_postfix_str(f"loss={loss:.3f}", refresh=False)
             bar.update(len(batch.centers))
+            if pressed():
+                raise KeyboardInterrupt
 
 
 _loss = jax.jit(loss_fn)

@@ -1,0 +1,215 @@
+"""Any optax transformation, applied to the rows that a gradient holds."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._rows import (
+    Rows,
+    accumulator_dtype,
+    check_bcoo,
+    gather_rows,
+    is_bcoo,
+    is_leaf,
+    keep_real,
+    scatter_rows,
+    touched_rows,
+    with_rows,
+)
+
+# What cannot be right on some rows only, by the type of its state.
+_REFUSED = {
+    "FactoredState": "it takes means over all rows; use sparse_adafactor",
+    "MultiStepsState": "it would update the rows of the last micro-batch only; let one "
+    "gradient span the micro-batches, through a lax.scan in the loss",
+    "MuonState": "it works on whole matrices",
+    "ScaleByBacktrackingLinesearchState": "it searches along the whole gradient",
+    "ScaleByLBFGSState": "it works on the whole gradient",
+    "ScaleByZoomLinesearchState": "it searches along the whole gradient",
+}
+
+
+def _check_state(state: Any) -> None:
+    """Raises for the state of a transformation that some rows alone cannot feed."""
+
+    def check(node: Any) -> bool:
+        name = type(node).__name__
+        if name in _REFUSED:
+            raise ValueError(
+                f"lazy cannot apply the transformation with the state {name} to some "
+                f"rows of a table only: {_REFUSED[name]}."
+            )
+        return False
+
+    jax.tree.leaves(state, is_leaf=check)
+
+
+def _row_leaves(
+    inner: optax.GradientTransformation,
+    treedef: Any,
+    shapes: list[Any],
+    depths: dict[int, int],
+) -> list[int | None]:
+    """Says for each leaf of the state which parameter's rows it holds, if any.
+
+    Nothing but `inner.init` can tell: it is asked, abstractly, for the state of tables
+    with other numbers of rows.
+
+    Args:
+      inner: The transformation.
+      treedef: Structure of the parameters.
+      shapes: A `jax.ShapeDtypeStruct` or `None` for each parameter.
+      depths: For each table, by its position, how many leading axes number its rows.
+    """
+    used = {size for shape in shapes if shape is not None for size in shape.shape}
+    unused = (size for size in itertools.count(1009) if size not in used)
+    numbers = {i: next(unused) for i in depths}
+    others = list(shapes)
+    for i, depth in depths.items():
+        shape = (numbers[i], *shapes[i].shape[depth:])
+        others[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
+
+    def owner(path: Any, leaf: Any, other: Any) -> int:
+        if leaf.shape == other.shape:
+            return -1
+        for i, depth in depths.items():
+            full = (*shapes[i].shape[:depth], *other.shape[1:])
+            if other.shape[:1] == (numbers[i],) and leaf.shape == full:
+                return i
+        raise ValueError(
+            "lazy needs an inner state whose arrays hold the rows of a table along "
+            "their first axes, or do not depend on its number of rows; got shape "
+            f"{leaf.shape} at {jax.tree_util.keystr(path)} of the inner state."
+        )
+
+    states = (
+        jax.eval_shape(inner.init, treedef.unflatten(s)) for s in (shapes, others)
+    )
+    owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(owner, *states))
+    return [None if i < 0 else i for i in owners]
+
+
+def _shape(grad: Any, param: Any) -> Any:
+    value = param if grad is None else grad
+    return None if value is None else jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _touched(grad: Any, param: Any) -> Rows:
+    """The touched rows of a BCOO, and of `None`: no rows."""
+    if grad is None:
+        none = jnp.zeros([0, *param.shape[1:]], param.dtype)
+        return Rows(jnp.zeros([0, 1], jnp.int32), none, jnp.zeros([], jnp.int32))
+    rows = touched_rows(check_bcoo(grad), accumulator_dtype(grad.dtype))
+    return rows._replace(data=rows.data.astype(grad.dtype))
+
+
+def lazy(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optax transformation lazy: it reads and writes the touched rows only.
+
+    For each row-sparse gradient, the touched rows (duplicates added up) of the
+    parameter and of every array of the state that has the parameter's rows are
+    gathered, `inner.update` runs on these compact trees, and its results are scattered
+    back. Rows that the gradient does not hold keep their parameters and their state bit
+    for bit; scalars of the state, such as step counts, are shared by all rows. Dense
+    gradients pass through as they are, together with the compact ones, so a chain in
+    the middle sees all leaves: `lazy(optax.chain(optax.clip_by_global_norm(1.0),
+    optax.adamw(schedule)))` clips by the norm of the whole, summed gradient.
+
+    Padding of a gradient is zero rows to the inner transformation: sums and norms over
+    rows are right, means over rows are not. So a transformation whose rows are
+    independent or meet in sums and norms may be lifted; adaptive clipping by block, the
+    factored moments of Adafactor, trust ratios (the norm of the touched rows stands for
+    that of the table), muon and other whole-matrix methods, and line searches may
+    not. Those that can be told by their state are refused.
+
+    Weight decay inside `inner` decays the touched rows, once for each step that touches
+    them.
+
+    Args:
+      inner: The transformation, or a chain of them.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with the state of `inner`. `update`
+      returns a coalesced BCOO for a BCOO, `None` for `None`, which touches no row. It
+      raises `TypeError` and `ValueError` for gradients as `sparse_adam` does, and
+      `ValueError` for a state that is not made of rows.
+
+    Raises:
+      ValueError: By `init`, for a transformation that is known not to work.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_sparse_adam as osa
+      >>> table, ids = jnp.ones((1000, 4)), jnp.array([3, 3, 7])
+      >>> grad = osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+      >>> tx = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+      >>> update, state = tx.update(grad, tx.init(table), table)
+      >>> table = osa.apply_updates(table, update)
+      >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
+      [1.0, 0.999, 0.999]
+    """
+    transformation = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = transformation.init(params)
+        _check_state(state)
+        return state
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        olds = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+        rows = {
+            i: _touched(grad, param)
+            for i, (grad, param) in enumerate(zip(grads, olds, strict=True))
+            if is_bcoo(grad) or (grad is None and param is not None)
+        }
+        if not rows:
+            return transformation.update(updates, state, params, **extra_args)
+        shapes = [_shape(grad, param) for grad, param in zip(grads, olds, strict=True)]
+        depths = {i: touched.indices.shape[1] for i, touched in rows.items()}
+        owners = _row_leaves(transformation, treedef, shapes, depths)
+
+        def compact(leaf: Any, i: int | None) -> Any:
+            return leaf if i is None else gather_rows(leaf, rows[i].indices)
+
+        def restored(leaf: Any, new: Any, i: int | None) -> Any:
+            return new if i is None else scatter_rows(leaf, rows[i].indices, new)
+
+        small_grads = [
+            rows[i].data if i in rows else grad for i, grad in enumerate(grads)
+        ]
+        small_params = [
+            compact(x, i if i in rows and x is not None else None)
+            for i, x in enumerate(olds)
+        ]
+        structure: Any
+        leaves, structure = jax.tree.flatten(state)
+        small_state = map(compact, leaves, owners)
+        new_updates, new_state = transformation.update(
+            treedef.unflatten(small_grads),
+            structure.unflatten(small_state),
+            None if params is None else treedef.unflatten(small_params),
+            **extra_args,
+        )
+        results = treedef.flatten_up_to(new_updates)
+        for i, touched in rows.items():
+            grad, shape = grads[i], shapes[i].shape
+            new = keep_real(touched, results[i], shape)
+            results[i] = None if grad is None else with_rows(grad, touched, new)
+        new_leaves = structure.flatten_up_to(new_state)
+        full = map(restored, leaves, new_leaves, owners)
+        return treedef.unflatten(results), structure.unflatten(full)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
