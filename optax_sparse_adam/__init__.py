@@ -1,8 +1,8 @@
 """Row-sparse gradients and optimisers for large embedding tables in JAX."""
 
 from ._apply import apply_updates as apply_updates
-from ._gradient import grad as grad
-from ._gradient import value_and_grad as value_and_grad
+from ._gradients import grad as grad
+from ._gradients import value_and_grad as value_and_grad
 from ._lazy import lazy as lazy
 from ._rows import coalesce as coalesce
 from ._sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState

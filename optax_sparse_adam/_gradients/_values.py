@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from ._rows import in_bounds, scatter_add_rows
+from .._rows import in_bounds, scatter_add_rows
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from . import _calls, _shard_map
-from ._deferred import (
+from ._values import (
     Deferred,
     Part,
     RowSum,

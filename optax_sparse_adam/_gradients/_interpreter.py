@@ -2,7 +2,7 @@
 
 A gradient's jaxpr looks rows up on its way forward and ends, for each table, in
 `scatter-add(zeros, ids, rows)`, inside whatever the model wraps its lookups in. The
-interpreter walks it with the two stand-ins for tables of `_deferred` and a rule for
+interpreter walks it with the two stand-ins for tables of `_values` and a rule for
 each primitive that can treat them (`_rules`). A primitive without a rule gets plain
 arrays: it then costs what it costs under `jax.grad`, and is as right.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from ._deferred import dense, is_deferred
+from ._values import dense, is_deferred
 
 
 class Blame(NamedTuple):

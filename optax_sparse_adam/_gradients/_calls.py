@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ._deferred import (
+from ._values import (
     DenseCarry,
     Part,
     RowSum,

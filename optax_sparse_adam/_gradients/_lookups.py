@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._deferred import Deferred, Part
+from ._values import Deferred, Part
 
 _Mode = lax.GatherScatterMode
 
