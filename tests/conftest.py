@@ -6,3 +6,36 @@ import os
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The same examples in every run, and no database: a failure can be run again anywhere.
+hypothesis.settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,  # the first example of a shape compiles
+    max_examples=30,
+    # Fixtures here are settings, equal for all examples.
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(params=[False, True], ids=["x32", "x64"])
+def x64(request):
+    """The test runs without and with 64-bit types."""
+    with jax.enable_x64(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=["float32", "float32-x64", "float64-x64"])
+def dtype(request):
+    """The type of the parameters; float32 without and with 64-bit types."""
+    name, *x64 = request.param.split("-")
+    with jax.enable_x64(bool(x64)):
+        yield name

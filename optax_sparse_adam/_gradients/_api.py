@@ -11,9 +11,9 @@ from jax.experimental.sparse import BCOO
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, valid_jaxtype
 
-from ._values import RowSum, dense, table, to_bcoo
 from ._interpreter import Blame, Context, Verdict
 from ._rules import RULES
+from ._values import RowSum, dense, table, to_bcoo
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]

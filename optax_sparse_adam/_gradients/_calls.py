@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from ._interpreter import Blame, Context, Results, Rule, Verdict
 from ._values import (
     DenseCarry,
     Part,
@@ -20,7 +21,6 @@ from ._values import (
     padded,
     touched_by,
 )
-from ._interpreter import Blame, Context, Results, Rule, Verdict
 
 
 def _closed(jaxpr: Any) -> ClosedJaxpr:

@@ -13,6 +13,14 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from . import _calls, _shard_map
+from ._interpreter import Blame, Context, Results, Rule, Verdict
+from ._lookups import (
+    gather_from,
+    is_scatter_of_rows,
+    is_update_of_rows,
+    scatter_part,
+    update_part,
+)
 from ._values import (
     Deferred,
     Part,
@@ -22,14 +30,6 @@ from ._values import (
     is_deferred,
     rows_of,
     table,
-)
-from ._interpreter import Blame, Context, Results, Rule, Verdict
-from ._lookups import (
-    gather_from,
-    is_scatter_of_rows,
-    is_update_of_rows,
-    scatter_part,
-    update_part,
 )
 
 Judge = Callable[[Context, JaxprEqn, Callable[[Any], Verdict]], list[Verdict]]

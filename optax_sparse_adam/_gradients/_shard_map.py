@@ -14,9 +14,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from ._values import Deferred, Part, RowSum, dense, padded, table
-from ._interpreter import Blame, Context, Results, Verdict
 from .._rows import in_bounds
+from ._interpreter import Blame, Context, Results, Verdict
+from ._values import Deferred, Part, RowSum, dense, padded, table
 
 
 def psum(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
