@@ -1,5 +1,7 @@
 """Row-sparse gradients and optimisers for large embedding tables in JAX."""
 
+from ._adafactor import SparseAdafactorState as SparseAdafactorState
+from ._adafactor import sparse_adafactor as sparse_adafactor
 from ._apply import apply_updates as apply_updates
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad

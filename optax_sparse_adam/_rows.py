@@ -306,15 +306,17 @@ def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
-    return lax.gather(
+    # As mode="fill" does it, which without 64-bit types masks every row of a table of
+    # more than 2**31 rows: it compares int32 numbers.
+    rows = lax.gather(
         table,
         indices,
         _gather_numbers(table, n_sparse),
         slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
         unique_indices=True,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-        fill_value=0,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
+    return jnp.where(_expand(in_bounds(indices, table.shape), rows), rows, 0)
 
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:

@@ -30,60 +30,59 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, with row-sparse gradients for embedding tables.
 
-        The model is not changed. A leaf whose gradient is made of row lookups only
-        (`table[ids]`, `jnp.take`, `flax.linen.Embed`, `flax.nnx.Embed`,
-        `equinox.nn.Embedding`, `haiku.Embed`, ...) comes back as a
-        `jax.experimental.sparse.BCOO` of the table's shape, with the meaning of `jax.grad`
-        to the letter: what a lookup clamps or drops out of bounds is clamped or dropped.
-        Every other leaf comes back as `jax.value_and_grad` gives it. Nothing of the size of
-        a row-sparse leaf is computed or stored.
+    The model is not changed. A leaf whose gradient is made of row lookups only
+    (`table[ids]`, `jnp.take`, `flax.linen.Embed`, `flax.nnx.Embed`,
+    `equinox.nn.Embedding`, `haiku.Embed`, ...) comes back as a
+    `jax.experimental.sparse.BCOO` of the table's shape, with the meaning of `jax.grad`
+    to the letter: what a lookup clamps or drops out of bounds is clamped or dropped.
+    Every other leaf comes back as `jax.value_and_grad` gives it. Nothing of the size of
+    a row-sparse leaf is computed or stored.
 
-        The BCOO holds one entry for each row that was looked up, duplicates included, at
-        most as many as the table has rows: where a batch looks up more, the gradient comes
-        back added up, with `nse` the number of rows and the rows that were not touched as
-        padding. `coalesce` adds duplicates up at any time.
+    The BCOO holds one entry for each row that was looked up, duplicates included, at
+    most as many as the table has rows: where a batch looks up more, the gradient comes
+    back added up, with `nse` the number of rows and the rows that were not touched as
+    padding. `coalesce` adds duplicates up at any time.
 
-        Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
-        functions with custom derivatives, and a table may be cast, scaled or passed through
-        any elementwise function before it is looked up. Any other use of a table, such as
-        tied output weights or weight decay in the loss, makes its gradient dense.
+    Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
+    functions with custom derivatives, and a table may be cast, scaled or passed through
+    any elementwise function before it is looked up. Any other use of a table, such as
+    tied output weights or weight decay in the loss, makes its gradient dense.
 
-        `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
-        of the differentiated arguments.
+    `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
+    of the differentiated arguments.
 
-        Args:
-          fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
-          argnums: Which positional argument or arguments to differentiate.
-          has_aux: Whether `fun` returns a pair.
-          sparse: `True` gives row-sparse leaves wherever possible, `False` nowhere. A tree
-            of booleans like the differentiated argument (a tuple of trees if `argnums` is a
-            sequence), or a prefix of it, or a predicate `sparse(path, leaf)` that returns a
-            boolean gives them exactly where it says so, or raises. A leaf named in this way
-            that the loss does not use gets a BCOO with `nse == 0`; with `True` it gets
-            dense zeros.
+    Args:
+      fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
+      argnums: Which positional argument or arguments to differentiate.
+      has_aux: Whether `fun` returns a pair.
+      sparse: `True` gives row-sparse leaves wherever possible, `False` nowhere. A tree
+        of booleans like the differentiated argument (a tuple of trees if `argnums` is a
+        sequence), or a prefix of it, or a predicate `sparse(path, leaf)` that returns a
+        boolean gives them exactly where it says so, or raises. A leaf named in this way
+        that the loss does not use gets a BCOO with `nse == 0`; with `True` it gets
+        dense zeros.
 
-        Returns:
-          A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
+    Returns:
+      A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
 
-        Raises:
-          TypeError: By the returned function; in `jax.value_and_grad`'s words for a loss
-            that is not a real scalar or an argument that is not real.
-          ValueError: By the returned function, if `sparse` does not fit the argument, or
-            names a leaf whose gradient cannot be row-sparse; it tells the operation in the
-            way.
+    Raises:
+      TypeError: By the returned function; in `jax.value_and_grad`'s words for a loss
+        that is not a real scalar or an argument that is not real.
+      ValueError: By the returned function, if `sparse` does not fit the argument, or
+        names a leaf whose gradient cannot be row-sparse; it tells the operation in the
+        way.
 
-        Examples:
-          >>> import jax.numpy as jnp
-    import numpy as np
-          >>> import optax_sparse_adam as osa
-          >>> def loss(params, ids):
-          ...     return jnp.sum(params["table"][ids] @ params["w"])
-          >>> params = {"table": jnp.ones((1000, 4)), "w": jnp.ones((4, 2))}
-          >>> value, grads = osa.value_and_grad(loss)(params, jnp.array([3, 7, 3]))
-          >>> grads["table"]
-          BCOO(float32[1000, 4], nse=3, n_dense=1)
-          >>> grads["w"].shape
-          (4, 2)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> def loss(params, ids):
+      ...     return jnp.sum(params["table"][ids] @ params["w"])
+      >>> params = {"table": jnp.ones((1000, 4)), "w": jnp.ones((4, 2))}
+      >>> value, grads = osa.value_and_grad(loss)(params, jnp.array([3, 7, 3]))
+      >>> grads["table"]
+      BCOO(float32[1000, 4], nse=3, n_dense=1)
+      >>> grads["w"].shape
+      (4, 2)
     """
     reference = jax.value_and_grad(fun, argnums, has_aux)
     if sparse is False:
@@ -134,24 +133,23 @@ def grad(
 ) -> Callable[..., Any]:
     """Like `jax.grad`, with row-sparse gradients for embedding tables.
 
-        `value_and_grad` without the value; see there.
+    `value_and_grad` without the value; see there.
 
-        Args:
-          fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
-          argnums: Which positional argument or arguments to differentiate.
-          has_aux: Whether `fun` returns a pair.
-          sparse: Which leaves are to be row-sparse.
+    Args:
+      fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
+      argnums: Which positional argument or arguments to differentiate.
+      has_aux: Whether `fun` returns a pair.
+      sparse: Which leaves are to be row-sparse.
 
-        Returns:
-          A function like `fun` that returns the gradients, or `(gradients, aux)`.
+    Returns:
+      A function like `fun` that returns the gradients, or `(gradients, aux)`.
 
-        Examples:
-          >>> import jax.numpy as jnp
-    import numpy as np
-          >>> import optax_sparse_adam as osa
-          >>> table, ids = jnp.ones((1000, 4)), jnp.array([3, 7, 3])
-          >>> osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-          BCOO(float32[1000, 4], nse=3, n_dense=1)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table, ids = jnp.ones((1000, 4)), jnp.array([3, 7, 3])
+      >>> osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+      BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
     both = value_and_grad(fun, argnums, has_aux, sparse=sparse)
 
