@@ -11,9 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
 
 from ._values import dense, is_deferred
+
+_DEBUG_INFO = DebugInfo("value_and_grad", "equation", None, None)
 
 
 class Blame(NamedTuple):
@@ -88,7 +98,7 @@ class Context(NamedTuple):
         # JAX evaluates the equation, and keeps its name and its source line.
         atoms = zip(eqn.invars, args, strict=True)
         values = {atom: dense(arg) for atom, arg in atoms if isinstance(atom, Var)}
-        single = Jaxpr((), list(values), eqn.outvars, [eqn])
+        single = Jaxpr((), list(values), eqn.outvars, [eqn], debug_info=_DEBUG_INFO)
         return list(jaxpr_as_fun(ClosedJaxpr(single, ()))(*values.values()))
 
     def judge(self, jaxpr: Jaxpr, verdicts: Sequence[Verdict]) -> list[Verdict]:
