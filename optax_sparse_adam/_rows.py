@@ -104,15 +104,15 @@ def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     )
 
 
-def _bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
+def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
     """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
     return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
 
 
 def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
-    bounds = _bounds(shape, indices)
-    return jnp.all((indices >= 0) & (indices < bounds), axis=1)
+    inside = (indices >= 0) & (indices < row_bounds(shape, indices))
+    return jnp.all(inside, axis=1)
 
 
 def _pad(
@@ -123,7 +123,7 @@ def _pad(
     Distinct, so that `unique_indices=True` is a promise that is kept; increasing, so
     that padding at the end keeps sorted indices sorted.
     """
-    outside = _bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
+    outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
     return jnp.where(valid[:, None], indices, outside)
 
 
@@ -167,7 +167,7 @@ def _group(
     else:
         # No integer type at hand holds the flat id: sort by all columns.
         slot = jnp.arange(nse, dtype=jnp.int32)
-        padded = jnp.where(valid[:, None], indices, _bounds(shape, indices))
+        padded = jnp.where(valid[:, None], indices, row_bounds(shape, indices))
         *keys, order = lax.sort((*padded.T, slot), num_keys=n_sparse)
         columns = jnp.stack(keys, axis=1)
         first = _changes(columns) & in_bounds(columns, shape)
@@ -306,8 +306,8 @@ def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
-    # As mode="fill" does it, which without 64-bit types masks every row of a table of
-    # more than 2**31 rows: it compares int32 numbers.
+    # What mode="fill" does; but that compares int32 numbers where 64-bit types are off,
+    # and masks every row of a table of more than 2**31 rows. XLA clamps by itself.
     rows = lax.gather(
         table,
         indices,

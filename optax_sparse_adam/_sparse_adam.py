@@ -237,9 +237,9 @@ def sparse_adam(
 
     .. math::
 
-      m &\leftarrow m + (1 - b_1)(g - m) \
-      v &\leftarrow v + (1 - b_2)(g^2 - v) \
-      u &= - lpha_t rac{\sqrt{1 - b_2^t}}{1 - b_1^t} rac{m}{\sqrt{v} + \epsilon}
+      m &\leftarrow m + (1 - b_1)(g - m) \\
+      v &\leftarrow v + (1 - b_2)(g^2 - v) \\
+      u &= - \alpha_t \frac{\sqrt{1 - b_2^t}}{1 - b_1^t} \frac{m}{\sqrt{v} + \epsilon}
 
     These are the numbers of `torch.optim.SparseAdam`. Rows that the gradient does not
     hold keep their parameters and their moments bit for bit: this is lazy Adam, not

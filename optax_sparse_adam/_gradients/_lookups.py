@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._rows import row_bounds
 from ._values import Deferred, Part
 
 _Mode = lax.GatherScatterMode
@@ -56,9 +57,10 @@ def _ids(indices: jax.Array) -> jax.Array:
     return indices.astype(jnp.int64 if wide else jnp.int32)
 
 
-def _outside(ids: jax.Array, valid: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    bounds = np.asarray(shape[: ids.shape[1]], ids.dtype)
-    return jnp.where(valid[:, None], ids, bounds)
+def _starts_inside(starts: jax.Array, limits: list[int]) -> jax.Array:
+    """Whether each index `[..., depth]` starts a slice that lies in the table."""
+    last = np.asarray(limits, starts.dtype).reshape((1,) * (starts.ndim - 1) + (-1,))
+    return jnp.all((starts >= 0) & (starts <= last), axis=-1)
 
 
 def scatter_part(
@@ -76,10 +78,10 @@ def scatter_part(
     indices = _ids(indices).reshape(number, len(axes))
     limits = [shape[axis] - window[axis] for axis in axes]
     if mode == _Mode.CLIP:
-        indices = jnp.clip(indices, 0, np.asarray(limits, indices.dtype))
-    inside = (indices >= 0) & (indices <= np.asarray(limits, indices.dtype))
+        indices = jnp.clip(indices, 0, np.asarray([limits], indices.dtype))
+    inside = _starts_inside(indices, limits)[:, None]
     ids = indices[:, np.asarray([axes.index(axis) for axis in range(depth)])]
-    ids = _outside(ids, jnp.all(inside, axis=1), shape)
+    ids = jnp.where(inside, ids, row_bounds(shape, ids))
 
     batch = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
     rows = jnp.transpose(updates, (*batch, *numbers.update_window_dims))
@@ -145,10 +147,9 @@ def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | No
     if not filled:
         return result
     numbers = params["dimension_numbers"]
-    ids = _ids(indices)
     axes = numbers.start_index_map
     limits = [table.shape[axis] - params["slice_sizes"][axis] for axis in axes]
-    inside = jnp.all((ids >= 0) & (ids <= np.asarray(limits, ids.dtype)), axis=-1)
+    inside = _starts_inside(_ids(indices), limits)
     batch = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]
     inside = lax.broadcast_in_dim(inside, out.shape, batch)
     return jnp.where(

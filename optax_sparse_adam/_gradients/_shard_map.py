@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from .._rows import in_bounds
+from .._rows import in_bounds, row_bounds
 from ._interpreter import Blame, Context, Results, Verdict
 from ._values import Deferred, Part, RowSum, dense, padded, table
 
@@ -121,9 +120,8 @@ def _global_rows(
         lax.axis_index(_mesh_axes(entry)) * size if _mesh_axes(entry) else jnp.int32(0)
         for entry, size in zip(entries, value.shape, strict=False)
     ]
-    outside = np.asarray(shape[: value.depth], indices.dtype)
-    shifted = indices + jnp.stack(shifts).astype(indices.dtype)
-    return jnp.where(valid[:, None], shifted, outside), part.data
+    shifted = indices + jnp.stack(shifts).astype(indices.dtype)[None, :]
+    return jnp.where(valid[:, None], shifted, row_bounds(shape, indices)), part.data
 
 
 def judge(

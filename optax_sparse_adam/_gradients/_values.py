@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._rows import in_bounds, scatter_add_rows
+from .._rows import in_bounds, row_bounds, scatter_add_rows
 
 
 class Part(NamedTuple):
@@ -194,7 +195,7 @@ def every_row(touched: jax.Array, total: jax.Array) -> Part:
     shape, size = touched.shape, touched.size
     ids = jnp.indices(shape, jnp.int32, sparse=False).reshape(len(shape), size).T
     slot = jnp.arange(size, dtype=jnp.int32)[:, None]
-    outside = jnp.asarray(shape, jnp.int32) + slot
+    outside = row_bounds(shape, ids) + slot
     indices = jnp.where(touched.reshape(size, 1), ids, outside)
     return Part(indices, total.reshape(size, *total.shape[len(shape) :]))
 
@@ -203,9 +204,9 @@ def padded(total: RowSum, number: int, depth: int) -> Part:
     """All rows of a sum in one part of at least this many rows."""
     part = merged(total, depth)
     missing = max(0, number - part.indices.shape[0])
-    outside = jnp.asarray(total.shape[:depth], part.indices.dtype)
+    outside = row_bounds(total.shape, part.indices)
     return Part(
-        jnp.concatenate([part.indices, jnp.tile(outside, (missing, 1))]),
+        jnp.concatenate([part.indices, np.tile(outside, (missing, 1))]),
         jnp.pad(part.data, [(0, missing)] + [(0, 0)] * (part.data.ndim - 1)),
     )
 
@@ -220,8 +221,9 @@ def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
     place = jnp.concatenate([slot[:, None], part.indices[:, depth:]], axis=1)
     zeros = jnp.zeros((nse, *shape[depth:]), part.data.dtype)
     data = scatter_add_rows(zeros, place, part.data, unique=True)
-    outside = jnp.asarray(shape[:depth], part.indices.dtype)
-    return Part(jnp.where(valid[:, None], part.indices[:, :depth], outside), data)
+    indices = part.indices[:, :depth]
+    indices = jnp.where(valid[:, None], indices, row_bounds(shape, indices))
+    return Part(indices, data)
 
 
 def to_bcoo(total: RowSum) -> BCOO:

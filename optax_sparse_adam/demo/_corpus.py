@@ -8,7 +8,7 @@ import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     contexts: Ints
 
 
-def find_files(text: Path | None) -> list[Path]:
+def _find_files(text: Path | None) -> list[Path]:
     """The files of a text: one file, a folder, or Python's standard library."""
     if text is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -91,8 +91,10 @@ def _read_words(path: Path) -> Iterator[list[str]]:
             yield _WORD.findall("".join(lines))
 
 
-def read_corpus(files: Iterable[Path], min_count: int, max_words: int) -> Corpus:
-    """Reads text files; binary and unreadable ones are passed over.
+def read_corpus(text: Path | None, min_count: int, max_words: int) -> Corpus:
+    """Reads a file, a folder, or (`None`) the source of Python's standard library.
+
+    Binary and unreadable files are passed over.
 
     Raises:
       InputError: If fewer than ten different words are left.
@@ -101,7 +103,7 @@ def read_corpus(files: Iterable[Path], min_count: int, max_words: int) -> Corpus
     index.default_factory = index.__len__  # a new word gets the next number
     parts = [np.zeros(0, np.int32)]
     num_files = 0
-    for path in files:
+    for path in _find_files(text):
         before = len(parts)
         try:
             for words in _read_words(path):
@@ -115,10 +117,10 @@ def read_corpus(files: Iterable[Path], min_count: int, max_words: int) -> Corpus
     order = order[counts[order] >= min_count]
     if len(order) < _FEWEST_WORDS:
         raise InputError(
-            f"the text must hold at least {_FEWEST_WORDS} different words of two or "
-            f"more letters, each at least {min_count} times, got {len(order)} in "
-            f"{num_files} readable files; pass more text (UTF-8), or a lower "
-            "--min-count"
+            f"--text must hold at least {_FEWEST_WORDS} different words of two letters "
+            f"or more, each at least {min_count} times, got {len(order)} in "
+            f"{str(text or 'the standard library')!r} ({num_files} readable files); "
+            "pass more text (UTF-8), or a lower --min-count"
         )
     rank = np.full(len(index), -1, np.int32)
     rank[order] = np.arange(len(order))
@@ -225,7 +227,7 @@ class SkipGrams:
         pairs = self._pairs(self._pieces[::_HELD_OUT], rng)
         if not len(pairs):
             raise InputError(
-                f"the text must be long enough to hold out one part in {_HELD_OUT}, "
+                f"--text must be long enough to hold out one part in {_HELD_OUT}, "
                 f"got {sum(map(len, self._pieces))} tokens; pass more text"
             )
         size = (-(-num_pairs // self._batch), self._batch)

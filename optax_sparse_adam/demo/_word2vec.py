@@ -110,22 +110,26 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def train(trainers: Sequence[Trainer], batches: Iterable[Batch], bar: Any) -> None:
-    """Lets trainers take each batch in turns; the bar shows the loss of the first.
+def train(
+    trainers: Sequence[Trainer],
+    batches: Iterable[Batch],
+    bar: Any,
+    pressed: Callable[[], bool],
+) -> None:
+    """Lets trainers take each batch in turns; `bar` shows the loss of the first.
 
     Raises:
-      KeyboardInterrupt: After the step during which the user pressed Ctrl-C.
+      KeyboardInterrupt: After a step, if `pressed` says so.
     """
-    with deferred_interrupt() as pressed, bar:
-        for step, batch in enumerate(batches, 1):
-            for trainer in trainers:
-                trainer.advance(batch)
-            if step % RECENT == 0:
-                loss = np.mean(trainers[0].losses[-RECENT:])
-                bar.set_postfix_str(f"loss={loss:.3f}", refresh=False)
-            bar.update(len(batch.centers))
-            if pressed():
-                raise KeyboardInterrupt
+    for step, batch in enumerate(batches, 1):
+        for trainer in trainers:
+            trainer.advance(batch)
+        if step % RECENT == 0:
+            loss = np.mean(trainers[0].losses[-RECENT:])
+            bar.set_postfix_str(f"loss={loss:.3f}", refresh=False)
+        bar.update(len(batch.centers))
+        if pressed():
+            raise KeyboardInterrupt
 
 
 _loss = jax.jit(loss_fn)
