@@ -22,10 +22,18 @@ from ._rows import (
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
+    "ApplyEvery": "it would update the rows of the last micro-batch only; let one "
+    "gradient span the micro-batches, through a lax.scan in the loss",
+    "DifferentiallyPrivateAggregateState": "it needs a gradient for each example",
     "FactoredState": "it takes means over all rows; use sparse_adafactor",
+    "GaLoreState": "it works on whole matrices",
+    "HutchinsonState": "it differentiates the loss at all parameters",
+    "LookaheadState": "it synchronises all rows at once",
+    "MonitorState": "its state has no fixed structure; use optax.snapshot",
     "MultiStepsState": "it would update the rows of the last micro-batch only; let one "
     "gradient span the micro-batches, through a lax.scan in the loss",
     "MuonState": "it works on whole matrices",
+    "SAMState": "it takes two steps with one gradient's rows",
     "ScaleByBacktrackingLinesearchState": "it searches along the whole gradient",
     "ScaleByLBFGSState": "it works on the whole gradient",
     "ScaleByZoomLinesearchState": "it searches along the whole gradient",
@@ -52,6 +60,7 @@ def _row_leaves(
     treedef: Any,
     shapes: list[Any],
     depths: dict[int, int],
+    leaves: list[Any],
 ) -> list[int | None]:
     """Says for each leaf of the state which parameter's rows it holds, if any.
 
@@ -63,6 +72,7 @@ def _row_leaves(
       treedef: Structure of the parameters.
       shapes: A `jax.ShapeDtypeStruct` or `None` for each parameter.
       depths: For each table, by its position, how many leading axes number its rows.
+      leaves: The state.
     """
     used = {size for shape in shapes if shape is not None for size in shape.shape}
     unused = (size for size in itertools.count(1009) if size not in used)
@@ -82,12 +92,21 @@ def _row_leaves(
         raise ValueError(
             "lazy needs an inner state whose arrays hold the rows of a table along "
             "their first axes, or do not depend on its number of rows; got shape "
-            f"{leaf.shape} at {jax.tree_util.keystr(path)} of the inner state."
+            f"{leaf.shape} at {jax.tree_util.keystr(path)} of the inner state, and "
+            f"tables with {sorted(set(depths.values()))} sparse axes. Look rows up by "
+            "one id, or choose a state shaped like the parameters."
         )
 
-    states = (
+    states = [
         jax.eval_shape(inner.init, treedef.unflatten(s)) for s in (shapes, others)
-    )
+    ]
+    expected = [leaf.shape for leaf in jax.tree.leaves(states[0])]
+    if [jnp.shape(leaf) for leaf in leaves] != expected:
+        raise ValueError(
+            "lazy needs gradients of the shapes of the parameters, and the parameters "
+            "where a gradient is None; got gradients that belong to another state. "
+            "Call update(updates, state, params)."
+        )
     owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(owner, *states))
     return [None if i < 0 else i for i in owners]
 
@@ -101,8 +120,10 @@ def _touched(grad: Any, param: Any) -> Rows:
     """The touched rows of a BCOO, and of `None`: no rows."""
     if grad is None:
         none = jnp.zeros([0, *param.shape[1:]], param.dtype)
-        return Rows(jnp.zeros([0, 1], jnp.int32), none, jnp.zeros([], jnp.int32))
-    rows = touched_rows(check_bcoo(grad), accumulator_dtype(grad.dtype))
+        indices = jnp.zeros([0, min(1, param.ndim)], jnp.int32)
+        return Rows(indices, none, jnp.zeros([], jnp.int32))
+    check_bcoo(grad, None if param is None else jnp.shape(param))
+    rows = touched_rows(grad, accumulator_dtype(grad.dtype))
     return rows._replace(data=rows.data.astype(grad.dtype))
 
 
@@ -115,17 +136,21 @@ def lazy(
     parameter and of every array of the state that has the parameter's rows are
     gathered, `inner.update` runs on these compact trees, and its results are scattered
     back. Rows that the gradient does not hold keep their parameters and their state bit
-    for bit; scalars of the state, such as step counts, are shared by all rows. Dense
-    gradients pass through as they are, together with the compact ones, so a chain in
-    the middle sees all leaves: `lazy(optax.chain(optax.clip_by_global_norm(1.0),
-    optax.adamw(schedule)))` clips by the norm of the whole, summed gradient.
+    for bit; scalars of the state, such as step counts, are shared by all rows (but see
+    `per_row`). Dense gradients pass through as they are, together with the compact
+    ones, so a chain in the middle sees all leaves:
+    `lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))` clips by
+    the norm of the whole, summed gradient.
 
     Padding of a gradient is zero rows to the inner transformation: sums and norms over
-    rows are right, means over rows are not. So a transformation whose rows are
-    independent or meet in sums and norms may be lifted; adaptive clipping by block, the
-    factored moments of Adafactor, trust ratios (the norm of the touched rows stands for
-    that of the table), muon and other whole-matrix methods, and line searches may
-    not. Those that can be told by their state are refused.
+    rows are right, and run over the touched rows, which stand for the table in the
+    trust ratios of `lamb` and `lars` and in the distances of `dog` and `prodigy`. Means
+    over rows are not right (`clip_by_block_rms`, `scale_by_param_block_rms`). What
+    needs all rows at once is refused, as far as its state tells: `adafactor` (see
+    `sparse_adafactor`), `muon`, `galore`, `lbfgs` and line searches, `lookahead`,
+    `sam`, `sophia`, differentially private aggregation, `flatten`, `apply_every` and
+    `MultiSteps`. To accumulate gradients, let one gradient span the micro-batches:
+    `value_and_grad` of a loss that runs a `jax.lax.scan` over them.
 
     Weight decay inside `inner` decays the touched rows, once for each step that touches
     them.
@@ -175,11 +200,14 @@ def lazy(
             for i, (grad, param) in enumerate(zip(grads, olds, strict=True))
             if is_bcoo(grad) or (grad is None and param is not None)
         }
-        if not rows:
+        unknown = params is None and any(grad is None for grad in grads)
+        if not rows and not unknown:
             return transformation.update(updates, state, params, **extra_args)
         shapes = [_shape(grad, param) for grad, param in zip(grads, olds, strict=True)]
         depths = {i: touched.indices.shape[1] for i, touched in rows.items()}
-        owners = _row_leaves(transformation, treedef, shapes, depths)
+        structure: Any
+        leaves, structure = jax.tree.flatten(state)
+        owners = _row_leaves(transformation, treedef, shapes, depths, leaves)
 
         def compact(leaf: Any, i: int | None) -> Any:
             return leaf if i is None else gather_rows(leaf, rows[i].indices)
@@ -194,8 +222,6 @@ def lazy(
             compact(x, i if i in rows and x is not None else None)
             for i, x in enumerate(olds)
         ]
-        structure: Any
-        leaves, structure = jax.tree.flatten(state)
         small_state = map(compact, leaves, owners)
         new_updates, new_state = transformation.update(
             treedef.unflatten(small_grads),

@@ -149,15 +149,9 @@ def _group(
         key = jnp.zeros([nse], indices.dtype)
         for axis in range(n_sparse):
             key = key * np.asarray(shape[axis], key.dtype) + indices[:, axis]
-        signed = jnp.issubdtype(key.dtype, jnp.signedinteger)
-        if is_sorted and n_sparse == 1 and signed:
-            ordered = jnp.where(valid, key, jnp.where(key < 0, -1, size))
-        else:
-            is_sorted = False
-            key = jnp.where(valid, key, np.asarray(size, key.dtype))
-            ordered = jnp.sort(key)
-        real = (ordered >= 0) & (ordered < np.asarray(size, key.dtype))
-        first = _changes(ordered[:, None]) & real
+        key = jnp.where(valid, key, np.asarray(size, key.dtype))
+        ordered = key if is_sorted else jnp.sort(key)
+        first = _changes(ordered[:, None]) & (ordered < np.asarray(size, key.dtype))
         number = jnp.cumsum(first, dtype=jnp.int32) - 1
         if is_sorted:
             group = number
@@ -237,8 +231,9 @@ def accumulator_dtype(*dtypes: Any) -> Any:
 
 @jax.jit
 def _coalesce(grad: BCOO) -> BCOO:
-    if grad.unique_indices and not grad.indices_sorted:
-        grad = BCOO((grad.data, grad.indices), shape=grad.shape)
+    # Believed to be unique, it might still hold padding in front.
+    flags = {"indices_sorted": grad.indices_sorted, "unique_indices": False}
+    grad = BCOO((grad.data, grad.indices), shape=grad.shape, **flags)
     rows = touched_rows(grad, accumulator_dtype(grad.dtype))
     return with_rows(grad, rows, rows.data)
 

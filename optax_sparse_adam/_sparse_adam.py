@@ -36,7 +36,7 @@ class ScaleBySparseAdamState(NamedTuple):
     nu: optax.Updates
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """The scalars of one step, all of the type in which the step computes."""
 
     sign: jax.Array  # -1 to maximize
@@ -47,7 +47,7 @@ class _Factors(NamedTuple):
 
 
 def _adam_rows(
-    grad: jax.Array, moments: tuple[jax.Array, ...], factors: _Factors
+    grad: jax.Array, moments: tuple[jax.Array, ...], factors: Factors
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The formula: pure arithmetic on rows, or on a whole dense array."""
     grad = factors.sign * grad
@@ -58,8 +58,8 @@ def _adam_rows(
 
 
 @jax.jit
-def _update_sparse(
-    grad: BCOO, moments: tuple[jax.Array, ...], factors: _Factors
+def update_sparse(
+    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
 ) -> tuple[BCOO, tuple[jax.Array, ...]]:
     rows = touched_rows(grad, factors.scale.dtype)
     data, moments = map_rows(_adam_rows, rows, moments, factors)
@@ -67,8 +67,8 @@ def _update_sparse(
 
 
 @jax.jit
-def _update_dense(
-    grad: jax.Array, moments: tuple[jax.Array, ...], factors: _Factors
+def update_dense(
+    grad: jax.Array, moments: tuple[jax.Array, ...], factors: Factors
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     update, new = _adam_rows(grad.astype(factors.scale.dtype), moments, factors)
     mu, nu = (n.astype(m.dtype) for n, m in zip(new, moments, strict=True))
@@ -98,7 +98,7 @@ def _check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
         raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
 
 
-def _check_leaf(grad: Any, nu: Any) -> None:
+def check_leaf(grad: Any, nu: Any) -> None:
     if is_bcoo(grad):
         check_bcoo(grad, jnp.shape(nu))
     elif not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
@@ -127,11 +127,11 @@ def _sparse_adam(
     if mu_dtype is not None:
         mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
 
-    def factors(dtype: Any, count: jax.Array, count_inc: jax.Array) -> _Factors:
+    def factors(dtype: Any, count: jax.Array, count_inc: jax.Array) -> Factors:
         correction1 = _one_minus_power(b1, count_inc, dtype)
         correction2 = _one_minus_power(b2, count_inc, dtype)
         size = jnp.asarray(scale(count), dtype)
-        return _Factors(
+        return Factors(
             sign=jnp.asarray(-1 if maximize else 1, dtype),
             one_minus_b1=jnp.asarray(1 - b1, dtype),
             one_minus_b2=jnp.asarray(1 - b2, dtype),
@@ -165,15 +165,15 @@ def _sparse_adam(
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
         mus = treedef.flatten_up_to(state.mu)
         nus = treedef.flatten_up_to(state.nu)
-        cache: dict[Any, _Factors] = {}
+        cache: dict[Any, Factors] = {}
         for i, (grad, mu, nu) in enumerate(zip(grads, mus, nus, strict=True)):
             if grad is None:
                 continue
-            _check_leaf(grad, nu)
+            check_leaf(grad, nu)
             dtype = accumulator_dtype(grad.dtype, mu.dtype, nu.dtype)
             if dtype not in cache:
                 cache[dtype] = factors(dtype, state.count, count_inc)
-            one = _update_sparse if is_bcoo(grad) else _update_dense
+            one = update_sparse if is_bcoo(grad) else update_dense
             grads[i], (mus[i], nus[i]) = one(grad, (mu, nu), cache[dtype])
         updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
         return updates, ScaleBySparseAdamState(count_inc, mu, nu)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, valid_jaxtype
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun, valid_jaxtype
 
 from ._interpreter import Blame, Context, Verdict
 from ._rules import RULES
@@ -90,12 +90,11 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        numbers = tuple(map(operator.index, numbers))
+        numbers = _argnums(argnums)
         if not all(-len(args) <= number < len(args) for number in numbers):
             return reference(*args, **kwargs)  # raises, in JAX's words
         chosen = [args[number] for number in numbers]
-        tree = chosen[0] if isinstance(argnums, int) else tuple(chosen)
+        tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         leaves = jax.tree.leaves(tree)
         if not all(map(valid_jaxtype, leaves)):
             return reference(*args, **kwargs)  # raises, in JAX's words
@@ -161,6 +160,11 @@ def grad(
     return grad_fun
 
 
+def _argnums(argnums: Any) -> tuple[int, ...]:
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+    return tuple(map(operator.index, numbers))
+
+
 def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
     paths, leaves = _with_paths(tree)
@@ -197,9 +201,11 @@ def _evaluate(
     """Evaluates the jaxpr of `(results, gradients)`, row-sparse where wanted."""
     paths, leaves = _with_paths(tree)
     able = _able(closed, paths, leaves, wanted)
+    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    context = _context(leaves, able)
     if any(able):
         args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
-        outputs = _context(leaves, able).evaluate(closed, args)
+        outputs = context.evaluate(closed, args)
     else:
         outputs = jaxpr_as_fun(closed)(*leaves)
     number = len(outputs) - len(leaves)
@@ -209,7 +215,7 @@ def _evaluate(
         if isinstance(total, RowSum) and (mark or total.parts):
             grads.append(_after(to_bcoo(total), results))
         elif mark:
-            raise ValueError(_refusal(path, Blame(None)))
+            raise ValueError(_refusal(path, next(iter(context.blamed), None)))
         else:
             grads.append(jnp.asarray(dense(total)))
     return results, grads
@@ -222,7 +228,7 @@ def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
 
 def _context(leaves: list[Any], able: list[bool]) -> Context:
     shapes = [jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can]
-    return Context(frozenset(shapes), RULES)
+    return Context(frozenset(shapes), RULES, [])
 
 
 def _able(
@@ -240,7 +246,7 @@ def _able(
         if jnp.ndim(leaves[i]) == 0:
             verdict = Blame(None)
         if wanted[i] and verdict is not None:
-            raise ValueError(_refusal(paths[i], verdict))
+            raise ValueError(_refusal(paths[i], verdict.eqn, verdict.line))
         able[i] = able[i] and verdict is None
     return able
 
@@ -261,11 +267,11 @@ def _after(grad: BCOO, results: list[jax.Array]) -> BCOO:
     )
 
 
-def _refusal(path: KeyPath, verdict: Blame) -> str:
+def _refusal(path: KeyPath, eqn: JaxprEqn | None = None, line: str = "") -> str:
     cause = "it has a use other than row lookups"
-    if verdict.eqn is not None:
-        line = source_info_util.summarize(verdict.eqn.source_info)
-        cause = f"of `{verdict.eqn.primitive.name}` at {line}"
+    if eqn is not None:
+        line = line or source_info_util.summarize(eqn.source_info)
+        cause = f"of `{eqn.primitive.name}` at {line}"
     return (
         f"`sparse` asks for a row-sparse gradient of {_name(path)}, which cannot be "
         f"had because {cause}: it must be made of row lookups only. Let this leaf have "

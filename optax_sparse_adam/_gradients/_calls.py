@@ -83,6 +83,7 @@ def scan(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
             if i[0] is not eqn:
                 raise
             values[i[1]] = dense(values[i[1]])
+            context.blamed.append(eqn)
         except _TooManyRows as error:
             here, i, depth = error.args
             if here is not eqn:
@@ -161,7 +162,7 @@ def _accumulate(total: Any, parts: Sequence[Part]) -> tuple[jax.Array, jax.Array
     array, touched = total
     array = array + dense(RowSum(array.shape, array.dtype, tuple(parts)))
     for part in parts:
-        touched = touched_by(touched, part)
+        touched = touched_by(touched, part, array.shape)
     return array, touched
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -27,9 +28,15 @@ _DEBUG_INFO = DebugInfo("value_and_grad", "equation", None, None)
 
 
 class Blame(NamedTuple):
-    """Why a value is no sum of rows: the equation in the way, `None` if unknown."""
+    """Why a value is no sum of rows.
+
+    Attributes:
+      eqn: The equation in the way, `None` if unknown.
+      line: Where the user's code calls for it.
+    """
 
     eqn: JaxprEqn | None
+    line: str = ""
 
 
 Verdict = Blame | None  # None: a sum of rows
@@ -56,10 +63,12 @@ class Context(NamedTuple):
     Attributes:
       shapes: Shapes of the tables whose gradients are to be sums of rows.
       rules: The rule of each primitive, by name.
+      blamed: Equations that have made a sum of rows dense after all.
     """
 
     shapes: frozenset[tuple[int, ...]]
     rules: dict[str, Rule]
+    blamed: list[JaxprEqn]
 
     def is_table(self, var: Any) -> bool:
         shape = getattr(var.aval, "shape", None)
@@ -92,7 +101,8 @@ class Context(NamedTuple):
         rule = self.rules.get(eqn.primitive.name)
         concerned = any(map(is_deferred, args)) or any(map(self.is_table, eqn.outvars))
         if rule is not None and concerned:
-            results = rule.apply(self, eqn, *args)
+            with eqn.ctx.manager:
+                results = rule.apply(self, eqn, *args)
             if results is not NotImplemented:
                 return list(results)
         # JAX evaluates the equation, and keeps its name and its source line.
@@ -126,5 +136,9 @@ class Context(NamedTuple):
             else:
                 results = rule.judge(self, eqn, verdict_of)
             for var, verdict in zip(eqn.outvars, results, strict=True):
-                env[var] = Blame(eqn) if verdict == Blame(None) else verdict
+                if verdict is not None and not verdict.line:
+                    # What jnp functions hold inside has no line of its own.
+                    line = source_info_util.summarize(eqn.source_info)
+                    verdict = Blame(verdict.eqn or eqn, line)
+                env[var] = verdict
         return [verdict_of(atom) for atom in jaxpr.outvars]

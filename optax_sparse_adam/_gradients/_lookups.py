@@ -112,8 +112,10 @@ def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
     depth = max(1, _depth(window, range(len(shape)), shape))
     number = window[0] if depth == 1 else 1
     limits = [size - part for size, part in zip(shape, window, strict=True)]
+    starts = [_ids(jnp.asarray(start)) for start in starts]
+    dtype = max((start.dtype for start in starts), key=lambda d: d.itemsize)
     first = [
-        jnp.clip(_ids(jnp.asarray(start)), 0, np.asarray(limit, np.int32))
+        jnp.clip(start.astype(dtype), 0, np.asarray(limit, dtype))
         for start, limit in zip(starts, limits, strict=True)
     ]
     ids = jnp.stack(first[:depth])[None, :]

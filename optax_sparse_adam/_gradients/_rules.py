@@ -10,8 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import PartitionSpec
 
+from .._rows import in_bounds
 from . import _calls, _shard_map
 from ._interpreter import Blame, Context, Results, Rule, Verdict
 from ._lookups import (
@@ -28,6 +31,7 @@ from ._values import (
     dense,
     fill,
     is_deferred,
+    merged,
     rows_of,
     table,
 )
@@ -105,11 +109,26 @@ def _each_row(context: Context, eqn: JaxprEqn, total: RowSum, *rest: Any) -> Res
     """A linear function of one operand, such as a cast or a negation."""
     if not isinstance(total, RowSum) or total.carry is not None:
         return NotImplemented
+    if total.is_zero and not _keeps_zero(eqn, rest):
+        return NotImplemented
 
     def function(part: Part) -> Any:
         return _bind(eqn, part.data, *(rows_of(value, part) for value in rest))
 
     return [total.map(function, _out(eqn).dtype)]
+
+
+def _keeps_zero(eqn: JaxprEqn, factors: Any) -> bool:
+    """Whether zeros surely stay zeros; not if negated, or multiplied by infinity."""
+    name = eqn.primitive.name
+    if name in ("mul", "div"):
+        (factor,) = factors
+        if isinstance(factor, jax.Array) or is_deferred(factor):
+            return False
+        return bool(
+            np.isfinite(factor) and (factor > 0 or (name == "mul" and factor == 0))
+        )
+    return name != "neg"
 
 
 def _multiply(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
@@ -119,9 +138,6 @@ def _multiply(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results
 
 
 def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, RowSum) and one.is_zero and jnp.shape(other) == one.shape:
-            return [other]
     if not (isinstance(left, RowSum) and isinstance(right, RowSum)):
         return NotImplemented
     if left.carry is not None and right.carry is not None:
@@ -157,6 +173,20 @@ def _select(context: Context, eqn: JaxprEqn, which: Any, *cases: Any) -> Results
     return [RowSum(_out(eqn).shape, _out(eqn).dtype, tuple(parts))]
 
 
+def _reduce_sum(context: Context, eqn: JaxprEqn, total: Any) -> Results:
+    """A sum over all rows needs the stored ones only."""
+    if not isinstance(total, RowSum) or not total.is_plain or not total.parts:
+        return NotImplemented
+    axes = eqn.params["axes"]
+    if not all(axis in axes for axis in range(total.depth)):
+        return NotImplemented
+    part = merged(total)
+    rest = tuple(1 + axis - total.depth for axis in axes if axis >= total.depth)
+    valid = in_bounds(part.indices, total.shape)
+    valid = valid.reshape((-1,) + (1,) * (part.data.ndim - 1))
+    return [jnp.sum(jnp.where(valid, part.data, 0), axis=(0, *rest))]
+
+
 def _same_rows(context: Context, eqn: JaxprEqn, value: Any) -> Results:
     """What concerns where or how an array is kept, not what is in it."""
     if isinstance(value, RowSum):
@@ -166,6 +196,15 @@ def _same_rows(context: Context, eqn: JaxprEqn, value: Any) -> Results:
     return NotImplemented
 
 
+def _reshard(context: Context, eqn: JaxprEqn, value: Any) -> Results:
+    """The rows of a sum belong to no device in particular."""
+    if not isinstance(value, RowSum) or not value.is_plain:
+        return _same_rows(context, eqn, value)
+    whole = functools.partial(jax.reshard, out_shardings=PartitionSpec())
+    parts = tuple(Part(*map(whole, part)) for part in value.parts)
+    return [RowSum(value.shape, value.dtype, parts)]
+
+
 # Lookups, and the zeros that their transposes add to.
 
 
@@ -173,15 +212,20 @@ def _broadcast(context: Context, eqn: JaxprEqn, scalar: Any, *rest: Any) -> Resu
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
     if jnp.ndim(scalar) or not context.is_table(eqn.outvars[0]):
         return NotImplemented
-    if not isinstance(scalar, jax.Array) and scalar == 0:
+    if not isinstance(scalar, jax.Array) and _is_zero(scalar):
         return [RowSum(shape, dtype)]
     return [fill(shape, dtype, scalar)]
 
 
 def _judge_broadcast(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
     atom = eqn.invars[0]
-    zero = isinstance(atom, Literal) and jnp.ndim(atom.val) == 0 and atom.val == 0
+    zero = isinstance(atom, Literal) and not np.ndim(atom.val) and _is_zero(atom.val)
     return [None if zero else Blame(eqn)]
+
+
+def _is_zero(scalar: Any) -> bool:
+    """Zero, but not minus zero, which a sum of rows cannot keep."""
+    return bool(scalar == 0 and not np.signbit(scalar))
 
 
 def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Results:
@@ -241,6 +285,8 @@ RULES: dict[str, Rule] = {
     "sub": Rule(_elementwise(_subtract), _all_of()),
     "select_n": Rule(_elementwise(_select), _all_of(1)),
     "pvary": Rule(_same_rows, _all_of()),
+    "reduce_sum": Rule(_reduce_sum, _never),
+    "reshard": Rule(_reshard, _all_of()),
     "sharding_constraint": Rule(_same_rows, _all_of()),
     "broadcast_in_dim": Rule(_broadcast, _judge_broadcast),
     "gather": Rule(_gather, _never),
@@ -250,6 +296,8 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": Rule(_update_slice, _judge_lookup(is_update_of_rows)),
     "jit": _calls.call("jaxpr"),
     "closed_call": _calls.call("call_jaxpr"),
+    "custom_jvp_call": _calls.call("call_jaxpr"),
+    "custom_vjp_call": _calls.call("call_jaxpr"),
     "remat2": Rule(_calls.remat, _calls.call("jaxpr").judge),
     "scan": Rule(_calls.scan, _calls.judge_scan),
     "cond": Rule(_calls.cond, _calls.judge_cond),

@@ -180,14 +180,23 @@ def merged(total: RowSum, depth: int | None = None) -> Part:
     )
     if part.indices.shape[0] <= math.prod(total.shape[:depth]):
         return part
-    touched = touched_by(jnp.zeros(total.shape[:depth], bool), part)
+    touched = touched_by(jnp.zeros(total.shape[:depth], bool), part, total.shape)
     return every_row(touched, RowSum(total.shape, total.dtype, (part,)).dense)
 
 
-def touched_by(touched: jax.Array, part: Part) -> jax.Array:
+def touched_by(touched: jax.Array, part: Part, shape: tuple[int, ...]) -> jax.Array:
     """Marks the rows of a part in the flags `[*shape[:k]]`."""
-    columns = tuple(part.indices.T)
+    columns = tuple(_row_indices(part, touched.ndim, shape).T)
     return touched.at[columns].set(True, mode="drop")
+
+
+def _row_indices(part: Part, depth: int, shape: tuple[int, ...]) -> jax.Array:
+    """The leading columns of the indices; all out of bounds where one of them is."""
+    indices = part.indices[:, :depth]
+    if part.indices.shape[1] == depth:
+        return indices
+    valid = in_bounds(part.indices, shape)
+    return jnp.where(valid[:, None], indices, row_bounds(shape, indices))
 
 
 def every_row(touched: jax.Array, total: jax.Array) -> Part:
@@ -216,14 +225,11 @@ def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
     if extra == 0:
         return part
     nse = part.indices.shape[0]
-    valid = in_bounds(part.indices, shape)
     slot = jnp.arange(nse, dtype=part.indices.dtype)
     place = jnp.concatenate([slot[:, None], part.indices[:, depth:]], axis=1)
     zeros = jnp.zeros((nse, *shape[depth:]), part.data.dtype)
     data = scatter_add_rows(zeros, place, part.data, unique=True)
-    indices = part.indices[:, :depth]
-    indices = jnp.where(valid[:, None], indices, row_bounds(shape, indices))
-    return Part(indices, data)
+    return Part(_row_indices(part, depth, shape), data)
 
 
 def to_bcoo(total: RowSum) -> BCOO:

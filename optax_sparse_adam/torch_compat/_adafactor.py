@@ -1,0 +1,172 @@
+"""`Adafactor`, as `torch.optim.Adafactor`, for row-sparse gradients too."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._adafactor import check_gradient
+from .._adafactor_rows import step_numbers, update_dense, update_sparse
+from .._apply import apply_updates
+from .._rows import accumulator_dtype, is_bcoo
+from ._optimizer import (
+    Group,
+    Optimizer,
+    Params,
+    Table,
+    compile_for_groups,
+    learning_rate,
+    number,
+    one_number,
+)
+from ._parameter import Gradient, Parameter
+
+
+def _shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The arrays in the state of a parameter of this shape."""
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+
+
+def _update_table(table: Table, grad: Gradient, numbers: jax.Array) -> Table:
+    param, state = table
+    check_gradient(grad, param)
+    shapes = _shapes(param.shape)
+    if {key: x.shape for key, x in state.items()} != shapes:
+        raise ValueError(
+            f"The state of a parameter of shape {param.shape} must be {shapes}, got "
+            f"{ {key: x.shape for key, x in state.items()} }. Was a state_dict loaded "
+            "that was saved for other parameters?"
+        )
+    dtype = accumulator_dtype(grad.dtype, param.dtype)
+    sign, count, lr, decay, eps1, eps2, d, weight_decay = numbers.astype(dtype)
+    step = step_numbers(
+        count,
+        lr,
+        param.dtype,
+        dtype,
+        beta2_decay=decay,
+        eps=(eps1, eps2),
+        d=d,
+        weight_decay=weight_decay,
+        maximize=False,
+    )
+    moments: tuple[jax.Array, ...]
+    if param.ndim > 1:  # torch keeps the axes that it averages over
+        moments = state["row_var"].squeeze(-1), state["col_var"].squeeze(-2)
+    else:
+        moments = (state["variance"],)
+    update = update_sparse if is_bcoo(grad) else update_dense
+    delta, moments = update(grad, param, moments, step._replace(sign=sign))
+    new = zip(shapes.items(), moments, strict=True)
+    return apply_updates(param, delta), {key: x.reshape(s) for (key, s), x in new}
+
+
+class Adafactor(Optimizer):
+    """Adafactor: `torch.optim.Adafactor` on JAX arrays.
+
+    The same numbers as torch for dense gradients, by the formula of
+    `optax_sparse_adam.sparse_adafactor`, which see, also for what it means with
+    row-sparse gradients: torch refuses them.
+
+    Args:
+      params: Parameters, pairs `(name, parameter)` or groups; see `Optimizer`.
+      lr: Largest relative step, and factor of the weight decay, at least 0: a number,
+        an array with one element, or a schedule of optax.
+      beta2_decay: Exponent of the step in the decay of the second moment, at most 0.
+      eps: Lower bounds, at least 0: of the root of the second moment (`None`: the
+        machine epsilon of the parameter's type), and of the parameter's size.
+      d: Threshold of the update's root mean square, at least 1.
+      weight_decay: Decoupled, at least 0.
+      foreach: Has no effect: a group is always updated in one call.
+      maximize: Ascend instead of descend.
+
+    Raises:
+      ValueError: If an option is out of its range, or a parameter is sparse.
+      TypeError: If `params` is not an iterable of parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_sparse_adam.torch_compat import Adafactor, Parameter
+      >>> weight = Parameter(jnp.ones((3, 2)))
+      >>> optimizer = Adafactor([weight])
+      >>> weight.grad = jnp.ones((3, 2))
+      >>> optimizer.step()
+      >>> round(float(weight.data[0, 0]), 4)
+      0.99
+      >>> {key: x.shape for key, x in optimizer.state_dict()["state"][0].items()}
+      {'step': (), 'row_var': (3, 1), 'col_var': (1, 2)}
+    """
+
+    _arrays = ("row_var", "col_var", "variance")
+    _update_tables = staticmethod(compile_for_groups(_update_table))
+
+    def __init__(
+        self,
+        params: Params,
+        lr: Any = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        for rule, value, holds in (
+            ("Learning rate should be >= 0", lr, callable(lr) or one_number(lr) >= 0),
+            ("beta2_decay should be <= 0", beta2_decay, number(beta2_decay) <= 0),
+            ("epsilon1 should be >= 0", eps[0], eps[0] is None or number(eps[0]) >= 0),
+            ("epsilon2 should be >= 0", eps[1], number(eps[1]) >= 0),
+            ("Clipping threshold d should be >= 1", d, number(d) >= 1),
+            ("weight_decay should be >= 0", weight_decay, number(weight_decay) >= 0),
+        ):
+            if not holds:
+                raise ValueError(f"{rule} but is: {value}")
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+        self._refuse("Sparse", is_bcoo, "requires dense parameter tensors")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("foreach", None)
+        for param in self._params():
+            if saved := self.state.get(param):  # older ones have Python numbers
+                saved["step"] = self._as_step(saved["step"])
+
+    def _update(self, group: Group, params: list[Parameter]) -> None:
+        if any(jnp.iscomplexobj(param.data) for param in params):
+            raise RuntimeError("Adafactor does not support complex parameters")
+        super()._update(group, params)
+
+    def _as_step(self, step: Any) -> Any:
+        return np.array(step, np.float32)
+
+    def _init_state(self, param: Parameter) -> dict[str, Any]:
+        shapes = _shapes(param.shape).items()
+        arrays = {key: jnp.zeros(shape, param.dtype) for key, shape in shapes}
+        return {"step": self._as_step(0), **arrays}
+
+    def _numbers(self, group: Group, param: Parameter, step: int) -> list[float]:
+        eps1, eps2 = group["eps"]
+        return [
+            -1.0 if group["maximize"] else 1.0,
+            step,
+            learning_rate(group, step - 1),
+            number(group["beta2_decay"]),
+            float(jnp.finfo(param.dtype).eps) if eps1 is None else number(eps1),
+            number(eps2),
+            number(group["d"]),
+            number(group["weight_decay"]),
+        ]

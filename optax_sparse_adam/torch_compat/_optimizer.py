@@ -1,0 +1,287 @@
+"""`Optimizer`: parameter groups, the loop of a step, zero_grad."""
+
+import functools
+import math
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO
+
+from ._checkpoint import Checkpointed, scheduled
+from ._hooks import with_step_hooks
+from ._parameter import Gradient, Parameter
+
+Group = dict[str, Any]
+Params = Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[Group]
+# A parameter and the arrays of its state.
+Table = tuple[jax.Array, dict[str, jax.Array]]
+
+
+def compile_for_groups(
+    update_table: Callable[[Table, Gradient, jax.Array], Table],
+) -> Callable[[list[Table], list[Gradient | None], np.ndarray], list[Table]]:
+    """Compiles the update of one table into that of many, in place.
+
+    `update_table` gets the table, its gradient, and the numbers of this step: they are
+    not compiled in, so groups may change at each step.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update_tables(
+        tables: list[Table], grads: list[Any], numbers: jax.Array
+    ) -> list[Table]:
+        return list(map(update_table, tables, grads, numbers))
+
+    return update_tables
+
+
+class Optimizer(Checkpointed):
+    """Base of the optimisers: what is common to all of them in `torch.optim`.
+
+    A new optimiser overrides `step`, as in torch; hooks run around it. Those of this
+    package leave it and override the methods that it leads to.
+
+    Args:
+      params: Parameters, pairs `(name, parameter)`, or dicts with the key `"params"`
+        (one of these two, or a single parameter) and any options of the group's own.
+        Generators are fine, sets are not.
+      defaults: The options of groups that do not give their own.
+
+    Attributes:
+      param_groups: The groups, each a dict of options and a list `"params"`. Options
+        may be changed between steps; nothing is compiled again.
+      state: For each parameter, from its first step on, a dict of arrays. They are the
+        optimiser's own: like `Parameter.data`, they live until the next step.
+      defaults: The options of groups that do not give their own.
+
+    Raises:
+      TypeError: If `params` is not an iterable of these.
+      ValueError: If there are no parameters, if only some have names, or if a parameter
+        is in two groups. (Twice in one group is a warning: it is updated twice.)
+    """
+
+    defaults: dict[str, Any]
+    param_groups: list[Group]
+    state: defaultdict[Any, dict[str, Any]]
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        super().__init__()
+        self.defaults = defaults
+        if isinstance(params, (Parameter, jax.Array, np.ndarray, BCOO)):
+            raise TypeError(
+                "params argument given to the optimizer should be an iterable of "
+                f"Tensors or dicts, but got {_typename(params)}. Give a list."
+            )
+        self.state = defaultdict(dict)
+        self.param_groups = []
+        groups: list[Any] = list(params)
+        if not groups:
+            raise ValueError("optimizer got an empty parameter list")
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        for group in groups:
+            self.add_param_group(group)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a group, which takes the options that it does not give from `defaults`.
+
+        Args:
+          param_group: A dict with the key `"params"` and any options. The dict itself
+            becomes the group.
+
+        Raises:
+          TypeError: If this is not a dict, or its parameters are not parameters in a
+            collection with an order.
+          ValueError: If only some parameters have names, or one is in another group.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        params = param_group["params"]
+        if isinstance(params, set):
+            raise TypeError(
+                "optimizer parameters need to be organized in ordered collections, "
+                "but the ordering of tensors in sets will change between runs. "
+                "Please use a list instead."
+            )
+        params = [params] if isinstance(params, Parameter) else list(params)
+        names = [param[0] for param in params if isinstance(param, tuple)]
+        params = [param[1] if isinstance(param, tuple) else param for param in params]
+        if names and len(names) != len(params):
+            raise ValueError(
+                "all optimizer params should be with/without names. Some param names "
+                "are missing"
+            )
+        for param in params:
+            if not isinstance(param, Parameter):
+                raise TypeError(
+                    "optimizer can only optimize Tensors, but one of the params is "
+                    f"{_typename(param)}. Wrap arrays in Parameter."
+                )
+        param_group["params"] = params
+        if names:
+            param_group["param_names"] = names
+        for name, default in self.defaults.items():
+            param_group.setdefault(name, default)
+        if len(params) != len(set(params)):
+            warnings.warn(
+                "optimizer contains a parameter group with duplicate parameters; in "
+                "future, this will cause an error; see "
+                "github.com/pytorch/pytorch/issues/40967 for more information",
+                stacklevel=4,  # the line that makes a SparseAdam
+            )
+        self._check_against_groups(param_group)
+        self.param_groups.append(param_group)
+
+    def _check_against_groups(self, new: Group) -> None:
+        for group in self.param_groups:
+            if ("param_names" in new) != ("param_names" in group):
+                kind = "with" if "param_names" in new else "without"
+                raise ValueError(
+                    "all optimizer param groups should be with/without names. cannot "
+                    f"add param group {kind} names to the optimizer"
+                )
+        if not set(self._params()).isdisjoint(new["params"]):
+            raise ValueError("some parameters appear in more than one parameter group")
+
+    def _params(self) -> Iterator[Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    @with_step_hooks
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        A parameter whose gradient is `None` stays as it is, and its steps are not
+        counted. The parameters of a group are updated in one compiled call, in place.
+
+        Args:
+          closure: Called first, to compute the loss anew and to set the gradients.
+
+        Returns:
+          What `closure` returned, or `None`.
+        """
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for params in _calls([p for p in group["params"] if p.grad is not None]):
+                self._update(group, params)
+        return loss
+
+    _arrays: tuple[str, ...] = ()  # the keys of a state that hold arrays
+
+    def _init_state(self, param: Parameter) -> dict[str, Any]:
+        """The state before the first step, with `"step"` and some of `_arrays`."""
+        raise NotImplementedError
+
+    def _numbers(self, group: Group, param: Parameter, step: int) -> list[float]:
+        """The numbers of a group that go into the update, in their order there."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _update_tables(
+        tables: list[Table], grads: list[Gradient | None], numbers: np.ndarray, /
+    ) -> list[Table]:
+        """What `compile_for_groups` returned; `numbers` has a row for each table."""
+        raise NotImplementedError
+
+    def _update(self, group: Group, params: list[Parameter]) -> None:
+        """Updates these parameters, each listed once and with a gradient."""
+        tables, steps = [], []
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state.update(self._init_state(param))
+            arrays = {key: state[key] for key in self._arrays if key in state}
+            tables.append((param.data, arrays))
+            steps.append(int(state["step"]) + 1)
+        places = zip(params, steps, strict=True)
+        numbers = np.array([self._numbers(group, *place) for place in places])
+        tables = self._update_tables(tables, [p.grad for p in params], numbers)
+        for param, step, (data, arrays) in zip(params, steps, tables, strict=True):
+            param.adopt(data)
+            self.state[param].update(arrays, step=self._as_step(step))
+
+    def _as_step(self, step: Any) -> Any:
+        """A number of steps as the state holds it."""
+        return int(step)
+
+    def _refuse(self, kind: str, is_kind: Callable[[Any], bool], why: str) -> None:
+        """Raises if the arrays of some parameters are of this kind."""
+        places = [
+            [i, j]
+            for i, group in enumerate(self.param_groups)
+            for j, param in enumerate(group["params"])
+            if is_kind(param.data)
+        ]
+        if places:
+            name = type(self).__name__
+            raise ValueError(f"{kind} params at indices {places}: {name} {why}")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters.
+
+        Args:
+          set_to_none: If `False`, dense gradients become zeros, and row-sparse ones
+            become empty: the next step counts but changes nothing.
+        """
+        for param in self._params():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad = _zeros_like(param.grad)
+
+    def __repr__(self) -> str:
+        text = f"{type(self).__name__} ("
+        for i, group in enumerate(self.param_groups):
+            text += f"\nParameter Group {i}\n"
+            for key in sorted(key for key in group if key != "params"):
+                text += f"    {key}: {group[key]}\n"
+        return text + ")"
+
+
+def number(option: Any) -> Any:
+    """An option as a Python number; it may be an array with one element."""
+    return option.item() if hasattr(option, "item") else option
+
+
+def one_number(lr: Any) -> Any:
+    """A learning rate as a Python number."""
+    if math.prod(getattr(lr, "shape", ())) != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
+    return number(lr)
+
+
+def learning_rate(group: Group, count: int) -> Any:
+    """The learning rate of a group for the step after `count` steps."""
+    lr = group["lr"]
+    return scheduled(lr, count) if callable(lr) else number(lr)
+
+
+def _typename(value: Any) -> str:
+    cls = type(value)
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    return module + cls.__qualname__
+
+
+def _calls(params: list[Parameter]) -> Iterator[list[Parameter]]:
+    """Splits parameters into those that can go into one call: commonly, all of them.
+
+    One program runs on one set of devices, and overwrites each buffer once: a parameter
+    that is listed twice is updated twice, one after the other.
+    """
+    while params:
+        calls: defaultdict[Any, list[Parameter]] = defaultdict(list)
+        for param in dict.fromkeys(params):
+            calls[frozenset(param.data.devices())].append(param)
+        yield from calls.values()
+        params = list((Counter(params) - Counter(set(params))).elements())
+
+
+def _zeros_like(grad: Gradient) -> Gradient:
+    if isinstance(grad, BCOO):
+        return BCOO((grad.data[:0], grad.indices[:0]), shape=grad.shape)
+    return jnp.zeros_like(grad)

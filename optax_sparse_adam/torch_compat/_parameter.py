@@ -1,0 +1,145 @@
+"""`Parameter`: an array that the optimiser replaces, and its gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO
+
+Gradient = jax.Array | BCOO
+
+
+def is_array(value: Any) -> bool:
+    """Arrays of JAX, NumPy and torch; numbers of NumPy are numbers."""
+    return hasattr(value, "__array__") and not isinstance(value, np.generic)
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    """Any array, on any device, in memory that may be another's."""
+    if hasattr(value, "detach"):  # a torch tensor
+        value = value.detach().cpu()
+        try:
+            return np.asarray(value)
+        except TypeError:  # torch knows no NumPy type for bfloat16, JAX does
+            value = jax.dlpack.from_dlpack(value)
+    return np.asarray(value)
+
+
+def own(value: Any) -> jax.Array:
+    """A copy that nothing else holds.
+
+    The step overwrites its buffers in place, so they must not be a caller's; and the
+    memory of NumPy and torch, which JAX shares or reads later, may change at any time.
+    """
+    if isinstance(value, jax.Array):
+        return jnp.array(value)
+    return jnp.asarray(np.array(as_numpy(value)))
+
+
+class Parameter:
+    """An array that an optimiser trains.
+
+    JAX arrays do not change, so a parameter holds one array after the other: `data` is
+    the present one. Two parameters are equal only if they are the same object;
+    `jax.tree.map(lambda p: p.data, tree)` makes a tree of arrays of one of parameters.
+
+    The array is the parameter's own, a copy of what was given. `Optimizer.step` updates
+    it in place by donating its buffer, so an array taken from `data` lives until the
+    next step that updates the parameter; to use it afterwards raises JAX's
+    `RuntimeError: Array has been deleted`. Keep `jnp.copy(parameter.data)` instead. A
+    NumPy view of it (`np.asarray(parameter.data)`) stays valid and does not change.
+
+    Args:
+      data: An array of JAX, NumPy or torch, floating point or complex, any shape.
+
+    Raises:
+      RuntimeError: If `data` has integers.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax.experimental.sparse import BCOO
+      >>> from optax_sparse_adam.torch_compat import Parameter
+      >>> table = Parameter(jnp.zeros((1000, 4)))
+      >>> table.grad = BCOO((jnp.ones((2, 4)), jnp.array([[3], [7]])), shape=(1000, 4))
+      >>> table
+      Parameter(float32[1000, 4], grad=BCOO(float32[1000, 4], nse=2, n_dense=1))
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        if not jnp.issubdtype(self.dtype, jnp.inexact):
+            raise RuntimeError(
+                "Only Tensors of floating point and complex dtype can require "
+                f"gradients, got {self.dtype} of shape {self.shape}."
+            )
+
+    @property
+    def data(self) -> jax.Array:
+        """The present array, until the next step. To set it sets a copy."""
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        # A table that is sparse itself is held only to be refused, as in torch.
+        self._data = jax.tree.map(own, value) if isinstance(value, BCOO) else own(value)
+
+    @property
+    def grad(self) -> Gradient | None:
+        """The gradient: row-sparse, dense or `None`. To set it replaces, never adds.
+
+        Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
+        array of another shape or type than the parameter's.
+        """
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self._grad = None if value is None else self._check_grad(value)
+
+    _grad: Gradient | None = None
+
+    def _check_grad(self, grad: Any) -> Gradient:
+        if not isinstance(grad, (jax.Array, BCOO)):
+            if not is_array(grad):
+                raise TypeError(
+                    "assigned grad expected to be a Tensor or None but got grad of "
+                    f"type {type(grad).__name__}. Assign a BCOO, an array or None."
+                )
+            grad = own(grad)
+        if grad.shape != self.shape:
+            raise RuntimeError(
+                f"attempting to assign a gradient of size '{list(grad.shape)}' to a "
+                f"tensor of size '{list(self.shape)}'. Please ensure that the gradient "
+                "and the tensor are the same size"
+            )
+        if grad.dtype != self.dtype:
+            raise RuntimeError(
+                f"attempting to assign a gradient with dtype '{grad.dtype}' to a "
+                f"tensor of dtype '{self.dtype}'. Cast one of them with astype."
+            )
+        # A buffer cannot be overwritten and read in one step: the gradient of
+        # `sum(x**2) / 2` may well be `x` itself.
+        return jax.tree.map(lambda x: jnp.copy(x) if x is self._data else x, grad)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._data.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._data.dtype
+
+    def adopt(self, data: jax.Array) -> None:
+        """Sets `data` to an array that nothing else holds, without a copy."""
+        self._data = data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_data": self._data}  # as in torch, a copy starts without a gradient
+
+    def __repr__(self) -> str:
+        name = f"{self.dtype}{list(self.shape)}"
+        grad = self.grad
+        if grad is not None and not isinstance(grad, BCOO):
+            return f"Parameter({name}, grad={grad.dtype}{list(grad.shape)})"
+        return f"Parameter({name}, grad={grad})"
