@@ -18,13 +18,29 @@ from ._rows import (
 )
 
 
+def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
+    """Sets row 0 to NaN where a schedule of optax has turned all indices into 0.
+
+    optax.scale_by_schedule casts its factor to the type of what it scales: a learning
+    rate becomes the integer 0, and every row row 0. Unique indices cannot be equal, but
+    where optax.apply_if_finite skips a step, both indices and values are zeros.
+    """
+    indices = update.indices
+    equal = jnp.all(indices[0] == indices[1]) & jnp.any(update.data[0] != 0)
+    mark = jnp.where(equal, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
+    rows = jnp.broadcast_to(mark, (1, *param.shape[indices.shape[1] :]))
+    return scatter_add_rows(param, indices[:1], rows, unique=True)
+
+
 @jax.jit
 def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
-    if param.dtype in (dtype, update.dtype):
+    if param.dtype == dtype:
         unique = update.unique_indices
+        if unique and update.nse > 1:
+            param = _flag_scaled_indices(param, update)
         return scatter_add_rows(param, update.indices, update.data, unique=unique)
-    # A table of lower precision than its updates: add, then round once.
+    # A table of lower precision than the sums: add, then round once.
     rows = touched_rows(update, dtype)
     old = gather_rows(param, rows.indices).astype(dtype)
     return scatter_rows(param, rows.indices, old + rows.data)
@@ -53,7 +69,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Like `optax.apply_updates`, which under `jit` takes BCOO updates as well, and
     besides: a `None` update leaves its parameter as it is, and a BCOO is checked. Under
-    `jit` with the parameters donated, the addition is one scatter in place.
+    `jit` with the parameters donated, the addition is in place. A table whose updates
+    have lost their indices to a schedule of optax (see `scale_by_sparse_adam`) gets a
+    NaN in row 0.
 
     Args:
       params: Tree of arrays; `None` leaves stay `None`.

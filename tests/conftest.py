@@ -1,4 +1,4 @@
-"""Strict JAX for every test: nothing is promoted or broadcast in silence."""
+"""Strict JAX for every test, and eight devices."""
 
 import os
 
@@ -11,9 +11,6 @@ import hypothesis
 import jax
 import pytest
 
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
     "repeatable",
@@ -24,6 +21,13 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """Nothing is promoted or broadcast in silence."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @pytest.fixture(params=[False, True], ids=["x32", "x64"])

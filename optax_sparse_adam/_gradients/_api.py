@@ -46,10 +46,13 @@ def value_and_grad(
     Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
     functions with custom derivatives, and a table may be cast, scaled or passed through
     any elementwise function before it is looked up. Any other use of a table, such as
-    tied output weights or weight decay in the loss, makes its gradient dense.
+    tied output weights, weight decay in the loss, a slice with fixed bounds, or
+    `take_along_axis`, makes its gradient dense. Two things cost what they cost under
+    `jax.grad`: a nonlinear function of a table inside a branch of `lax.cond`, and a
+    `vmap` over the predicate of a `lax.cond` that looks a table up.
 
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
-    of the differentiated arguments.
+    that are computed in it.
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.

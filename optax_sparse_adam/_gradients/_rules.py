@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
@@ -205,6 +206,12 @@ def _reshard(context: Context, eqn: JaxprEqn, value: Any) -> Results:
     return [RowSum(value.shape, value.dtype, parts)]
 
 
+def _barrier(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
+    """Tables pass beside it."""
+    held = iter(lax.optimization_barrier([x for x in args if not is_deferred(x)]))
+    return [x if is_deferred(x) else next(held) for x in args]
+
+
 # Lookups, and the zeros that their transposes add to.
 
 
@@ -284,6 +291,7 @@ RULES: dict[str, Rule] = {
     "add_any": Rule(_elementwise(_add), _all_of()),
     "sub": Rule(_elementwise(_subtract), _all_of()),
     "select_n": Rule(_elementwise(_select), _all_of(1)),
+    "optimization_barrier": Rule(_barrier, _each_of),
     "pvary": Rule(_same_rows, _all_of()),
     "reduce_sum": Rule(_reduce_sum, _never),
     "reshard": Rule(_reshard, _all_of()),
