@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax.experimental.sparse import BCOO
 
+from ._map_rows import map_rows
 from ._rows import (
     accumulator_dtype,
     check_bcoo,
     is_bcoo,
     is_leaf,
-    map_rows,
     touched_rows,
     with_rows,
 )

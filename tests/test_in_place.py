@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _rows
+from optax_sparse_adam import _map_rows, _rows
 
 from ._support import assert_identical, bcoo, random_entries
 
@@ -67,7 +67,7 @@ def test_memory(apply, n_sparse, nse):
     # sort and to search, and four operands of a block: gradient, moments, update.
     sums = 0 if apply == "update" else nse * 64 * 4
     ids = nse * n_sparse * 4
-    block = min(nse * 64 * 4, _rows._BLOCK_BYTES)
+    block = min(nse * 64 * 4, _map_rows._BLOCK_BYTES)
     limit = sums + 8 * ids + 4 * block
     assert temporary[0] <= limit, f"{temporary[0]} bytes, more than {limit}"
 

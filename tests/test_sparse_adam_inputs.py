@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _rows
+from optax_sparse_adam import _map_rows, _rows
 
 from ._support import (
     TOLERANCE,
@@ -20,7 +20,7 @@ from ._support import (
 )
 
 # Rows of 512 float32 make blocks of 128 on a CPU.
-BLOCK = _rows._block_rows(jnp.zeros([1, 512]))
+BLOCK = _map_rows._block_rows(jnp.zeros([1, 512]))
 
 
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -93,7 +93,7 @@ def test_padding_is_zero_whatever_the_formula_gives(nse):
     values, indices = random_entries(rng, shape, 1, nse)
     indices[::3] = -1
     rows = _rows.touched_rows(bcoo(values, indices, shape), jnp.float32)
-    add_one = jax.jit(_rows.map_rows, static_argnums=0)(
+    add_one = jax.jit(_map_rows.map_rows, static_argnums=0)(
         lambda data, tables: (data + 1, tuple(table + 1 for table in tables)),
         rows,
         (jnp.zeros(shape), jnp.ones(shape)),

@@ -1,0 +1,80 @@
+"""Gather rows, update them, scatter them: in blocks on a CPU, else in one pass."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._rows import Rows, gather_rows, keep_real, pad, scatter_rows
+
+# Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
+# 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
+# slower. Larger blocks leave the second-level cache, smaller ones pay for the loop.
+_BLOCK_BYTES = 1 << 18
+
+
+def map_rows(
+    middle: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]],
+    rows: Rows,
+    tables: tuple[jax.Array, ...],
+    *args: Any,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Gathers rows, calls `middle(data, rows_of_tables, *args)`, scatters rows.
+
+    `middle` must treat each row alone: on a CPU it sees them in blocks.
+
+    Returns:
+      The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
+      tables with the touched rows replaced.
+    """
+
+    def one_pass(
+        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        old = tuple(gather_rows(table, rows.indices) for table in tables)
+        out, new = middle(rows.data, old, *args)
+        out = keep_real(rows, out, tables[0].shape).astype(rows.data.dtype)
+        tables = tuple(
+            scatter_rows(table, rows.indices, row)
+            for table, row in zip(tables, new, strict=True)
+        )
+        return out, tables
+
+    def blocks(
+        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        # Temporary memory above 32 MB is mapped and faulted in afresh at each call by
+        # the C library, which costs more than the arithmetic; a block stays in cache.
+        # The values are read and written with gather and scatter like every table: XLA
+        # copies a whole buffer in each iteration that both slices and updates it.
+        nse = rows.data.shape[0]
+        size = _block_rows(rows.data)
+        shape = tables[0].shape
+
+        def body(carry: Any) -> Any:
+            start, data, tables = carry
+            slot = start + jnp.arange(size, dtype=jnp.int32)
+            indices = gather_rows(rows.indices, slot[:, None])
+            indices = pad(indices, slot < nse, slot, shape)
+            part = Rows(indices, gather_rows(data, slot[:, None]), rows.stop)
+            out, tables = one_pass(part, tables, args)
+            return start + size, scatter_rows(data, slot[:, None], out), tables
+
+        def more(carry: Any) -> jax.Array:
+            return carry[0] < rows.stop
+
+        start = jnp.zeros([], rows.stop.dtype)
+        _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
+        return data, tables
+
+    if rows.data.shape[0] <= _block_rows(rows.data):
+        return one_pass(rows, tables, args)
+    return lax.platform_dependent(rows, tables, args, cpu=blocks, default=one_pass)
+
+
+def _block_rows(data: jax.Array) -> int:
+    row_bytes = math.prod(data.shape[1:]) * data.dtype.itemsize
+    return max(1, _BLOCK_BYTES // max(1, row_bytes))
