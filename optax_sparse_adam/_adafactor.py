@@ -9,7 +9,7 @@ import optax
 
 from ._adafactor_rows import step_numbers, update_dense, update_sparse
 from ._rows import accumulator_dtype, is_bcoo, is_leaf
-from ._sparse_adam import Scalar, check_leaf
+from ._sparse_adam import NUMBER, Scalar, check_leaf
 
 
 class SparseAdafactorState(NamedTuple):
@@ -47,7 +47,7 @@ def _check_hyperparameters(
         "weight_decay": (weight_decay, "at least 0", lambda x: x >= 0),
     }
     for name, (value, words, holds) in bounds.items():
-        if isinstance(value, (int, float)) and not holds(value):
+        if isinstance(value, NUMBER) and not holds(value):
             raise ValueError(f"Invalid {name}: {value}. It must be {words}.")
 
 
@@ -118,6 +118,9 @@ def sparse_adafactor(
 
     The averages are stored in float32 at least; in bfloat16, as torch keeps them for
     bfloat16 parameters, they would stand still after 1000 steps.
+
+    A NaN or an infinity in a gradient spreads to all rows of the batch, and through the
+    column averages to later ones.
 
     Parameters of one axis keep a whole second moment. Those of more than two have their
     last two axes factored, each such matrix alone, as in torch; for a row-sparse

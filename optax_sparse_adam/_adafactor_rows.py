@@ -62,7 +62,7 @@ def step_numbers(
 
 
 def _at_least(x: jax.Array, bound: jax.Array | float) -> jax.Array:
-    """`max`, where a NaN is the bound, as Python's is: one bad row stays alone."""
+    """`max`, where a NaN is the bound, as Python's is and so torch's Adafactor."""
     return jnp.where(x > bound, x, bound)
 
 

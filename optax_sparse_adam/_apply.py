@@ -12,6 +12,7 @@ from ._rows import (
     gather_rows,
     is_bcoo,
     is_leaf,
+    leaves_like,
     scatter_add_rows,
     scatter_rows,
     touched_rows,
@@ -19,26 +20,27 @@ from ._rows import (
 
 
 def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
-    """Sets row 0 to NaN where a schedule of optax has turned all indices into 0.
+    """Sets row 0 to NaN where optax has scaled the indices by 0 or less.
 
     optax.scale_by_schedule casts its factor to the type of what it scales: a learning
-    rate becomes the integer 0, and every row row 0. Unique indices cannot be equal, but
-    where optax.apply_if_finite skips a step, both indices and values are zeros.
+    rate becomes the integer 0, and every row row 0. No two unique rows, padding being
+    beyond the last row, have indices of at most 0. But where optax.apply_if_finite
+    skips a step, both indices and values are zeros.
     """
     indices = update.indices
-    equal = jnp.all(indices[0] == indices[1]) & jnp.any(update.data[0] != 0)
-    mark = jnp.where(equal, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
+    scaled = jnp.all(indices <= 0) & jnp.any(update.data[0] != 0)
+    mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
     rows = jnp.broadcast_to(mark, (1, *param.shape[indices.shape[1] :]))
-    return scatter_add_rows(param, indices[:1], rows, unique=True)
+    return scatter_add_rows(param, jnp.zeros_like(indices[:1]), rows, unique=True)
 
 
 @jax.jit
 def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
+    unique = update.unique_indices
+    if unique and update.nse > 1:
+        param = _flag_scaled_indices(param, update)
     if param.dtype == dtype:
-        unique = update.unique_indices
-        if unique and update.nse > 1:
-            param = _flag_scaled_indices(param, update)
         return scatter_add_rows(param, update.indices, update.data, unique=unique)
     # A table of lower precision than the sums: add, then round once.
     rows = touched_rows(update, dtype)
@@ -69,9 +71,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Like `optax.apply_updates`, which under `jit` takes BCOO updates as well, and
     besides: a `None` update leaves its parameter as it is, and a BCOO is checked. Under
-    `jit` with the parameters donated, the addition is in place. A table whose updates
-    have lost their indices to a schedule of optax (see `scale_by_sparse_adam`) gets a
-    NaN in row 0.
+    `jit` with the parameters donated, the addition is in place. Row 0 becomes NaN where
+    a transformation of optax has scaled the indices of two rows or more by 0 or less
+    (see `scale_by_sparse_adam`).
 
     Args:
       params: Tree of arrays; `None` leaves stay `None`.
@@ -96,4 +98,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
       >>> params["table"].ravel().tolist()
       [0.0, 0.0, 2.0, 0.0]
     """
-    return jax.tree.map(_apply, params, updates, is_leaf=is_leaf)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
+    changes = leaves_like(treedef, updates, "Updates", "parameters")
+    return treedef.unflatten(map(_apply, leaves, changes))

@@ -102,10 +102,16 @@ def _row_leaves(
     ]
     expected = [leaf.shape for leaf in jax.tree.leaves(states[0])]
     if [jnp.shape(leaf) for leaf in leaves] != expected:
+        if None in shapes:
+            raise ValueError(
+                "lazy needs the parameters where a gradient is None: only they tell "
+                "which rows to leave alone. Call update(updates, state, params)."
+            )
+        given = [jnp.shape(leaf) for leaf in leaves]
         raise ValueError(
-            "lazy needs gradients of the shapes of the parameters, and the parameters "
-            "where a gradient is None; got gradients that belong to another state. "
-            "Call update(updates, state, params)."
+            "lazy needs gradients of the shapes of the parameters; for such gradients "
+            f"the inner state would hold arrays of shapes {expected}, but it holds "
+            f"{given}."
         )
     owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(owner, *states))
     return [None if i < 0 else i for i in owners]

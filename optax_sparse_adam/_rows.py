@@ -39,6 +39,21 @@ def is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, BCOO)
 
 
+def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
+    """The parts of a tree at the leaves of another one.
+
+    Raises:
+      ValueError: If the tree does not have these places.
+    """
+    try:
+        return list(treedef.flatten_up_to(tree))
+    except ValueError as error:
+        raise ValueError(
+            f"{what} must have the tree structure of the {other}, {treedef}, got "
+            f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {error}"
+        ) from None
+
+
 def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
     """Raises unless `grad` is a row-sparse gradient of a table of this shape.
 

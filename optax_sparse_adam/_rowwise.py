@@ -6,7 +6,7 @@ import optax
 
 from ._lazy import lazy
 from ._scale_by_rowwise import scale_by_rowwise_adam, scale_by_rowwise_rss
-from ._sparse_adam import Scalar
+from ._sparse_adam import NUMBER, Scalar
 
 
 def _optimizer(
@@ -14,7 +14,7 @@ def _optimizer(
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: Scalar,
 ) -> optax.GradientTransformationExtraArgs:
-    decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
+    decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
     # Without weight decay, no parameters are needed; the states are the same.
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
     rate = optax.scale_by_learning_rate(learning_rate)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from ._rows import accumulator_dtype
-from ._sparse_adam import Scalar, _check_hyperparameters, _one_minus_power
+from ._sparse_adam import NUMBER, Scalar, check_hyperparameters, one_minus_power
 
 
 def _init_moment(params: optax.Params, value: Scalar) -> optax.Updates:
@@ -73,11 +73,11 @@ def scale_by_rowwise_rss(
       [1.342, 0.447]
     """
     start = initial_accumulator_value
-    if isinstance(start, (int, float)) and not start >= 0:
+    if isinstance(start, NUMBER) and not start >= 0:
         raise ValueError(
             f"Invalid initial_accumulator_value: {start}. It must be at least 0."
         )
-    if isinstance(eps, (int, float)) and not eps > 0:
+    if isinstance(eps, NUMBER) and not eps > 0:
         # Rows without a gradient, padding among them, would be zero over zero.
         raise ValueError(f"Invalid eps: {eps}. It must be above 0.")
 
@@ -150,7 +150,7 @@ def scale_by_rowwise_adam(
       >>> [round(float(u), 3) for u in update[0]]
       [1.342, 0.447]
     """
-    _check_hyperparameters(b1, b2, eps)
+    check_hyperparameters(b1, b2, eps)
     if mu_dtype is not None:
         mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
 
@@ -170,8 +170,8 @@ def scale_by_rowwise_adam(
         count = optax.safe_increment(state.count)
 
         def scale(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            m = m / _one_minus_power(b1, count, m.dtype)
-            v = v / _one_minus_power(b2, count, v.dtype)
+            m = m / one_minus_power(b1, count, m.dtype)
+            v = v / one_minus_power(b2, count, v.dtype)
             return _divide(m, v, eps).astype(g.dtype)
 
         mu = jax.tree.map(

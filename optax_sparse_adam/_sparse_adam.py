@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 
@@ -15,11 +16,13 @@ from ._rows import (
     check_bcoo,
     is_bcoo,
     is_leaf,
+    leaves_like,
     touched_rows,
     with_rows,
 )
 
 Scalar = float | jax.Array
+NUMBER = (int, float, np.number)  # what is known while tracing
 
 
 class ScaleBySparseAdamState(NamedTuple):
@@ -75,26 +78,26 @@ def update_dense(
     return update.astype(grad.dtype), (mu, nu)
 
 
-def _one_minus_power(b: Scalar, count: jax.Array, dtype: Any) -> jax.Array:
+def one_minus_power(b: Scalar, count: jax.Array, dtype: Any) -> jax.Array:
     """`1 - b**count` without the cancellation, which costs 1e-4 in float32.
 
     The logarithm of a Python number is taken in double precision.
     """
-    if isinstance(b, (int, float)):
+    if isinstance(b, NUMBER):
         log_b: Scalar = math.log(b) if b > 0 else -math.inf
     else:
         log_b = jnp.log(jnp.asarray(b, dtype))
     return -jnp.expm1(count.astype(dtype) * jnp.asarray(log_b, dtype))
 
 
-def _check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
+def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
     for index, b in enumerate((b1, b2)):
-        if isinstance(b, (int, float)) and not 0.0 <= b < 1.0:
+        if isinstance(b, NUMBER) and not 0.0 <= b < 1.0:
             raise ValueError(
                 f"Invalid beta parameter at index {index}: {b}. "
                 f"b{index + 1} must be at least 0 and below 1."
             )
-    if isinstance(eps, (int, float)) and not eps > 0.0:
+    if isinstance(eps, NUMBER) and not eps > 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
 
 
@@ -123,13 +126,13 @@ def _sparse_adam(
     maximize: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `scale(count)` multiplies the bias-corrected update."""
-    _check_hyperparameters(b1, b2, eps)
+    check_hyperparameters(b1, b2, eps)
     if mu_dtype is not None:
         mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
 
     def factors(dtype: Any, count: jax.Array, count_inc: jax.Array) -> Factors:
-        correction1 = _one_minus_power(b1, count_inc, dtype)
-        correction2 = _one_minus_power(b2, count_inc, dtype)
+        correction1 = one_minus_power(b1, count_inc, dtype)
+        correction2 = one_minus_power(b2, count_inc, dtype)
         size = jnp.asarray(scale(count), dtype)
         return Factors(
             sign=jnp.asarray(-1 if maximize else 1, dtype),
@@ -163,8 +166,8 @@ def _sparse_adam(
         count_inc = optax.safe_increment(state.count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        mus = treedef.flatten_up_to(state.mu)
-        nus = treedef.flatten_up_to(state.nu)
+        mus = leaves_like(treedef, state.mu, "The moments", "gradients")
+        nus = leaves_like(treedef, state.nu, "The moments", "gradients")
         cache: dict[Any, Factors] = {}
         for i, (grad, mu, nu) in enumerate(zip(grads, mus, nus, strict=True)):
             if grad is None:
@@ -263,6 +266,10 @@ def sparse_adam(
     donated the step is in place.
 
     Arithmetic is in float32 at least, the moments are stored in the parameter's type.
+    With `b2 = 0.999` a bfloat16 second moment soon stops moving, since a change of
+    0.1 % is below the precision of the type: keep such tables in float32, or use
+    `rowwise_adam`, whose second moment is float32.
+
     NaN and infinite gradients spread to their own rows only. Entries with an
     out-of-bounds index are ignored. An empty gradient changes nothing but `count`.
 
@@ -300,7 +307,7 @@ def sparse_adam(
       <https://arxiv.org/abs/1412.6980>`_, 2014; `torch.optim.SparseAdam
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html>`_.
     """
-    if isinstance(learning_rate, (int, float)) and not learning_rate > 0:
+    if isinstance(learning_rate, NUMBER) and not learning_rate > 0:
         raise ValueError(
             f"Invalid learning rate: {learning_rate}. A number must be above 0; a "
             "schedule may return 0."

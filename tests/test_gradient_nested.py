@@ -1,5 +1,7 @@
 """Row-sparse gradients inside other transformations, of second order, on devices."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,6 +213,32 @@ def test_inside_shard_map(check_vma):
     assert_same(jnp.sum(w, axis=0), EXPECTED[1]["w"])
     assert grad.data.shape == (32, 4)
     assert_same(BCOO((grad.data, grad.indices), shape=SHAPE), EXPECTED[1]["t"])
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_whole_gradient_on_every_device(check_vma, summed):
+    """As jax.grad has it: the gradient of a replicated table is summed over devices."""
+
+    def local_loss(p, ids):
+        value = loss(p, ids)
+        return lax.psum(value, "d") if summed else value
+
+    def gradient(lib, p, ids):
+        grad = lib.grad(local_loss)(p, ids)["t"]
+        return (grad.todense() if is_bcoo(grad) else grad)[None]
+
+    def on_mesh(lib):
+        function = partial(gradient, lib)
+        return jax.shard_map(
+            function,
+            mesh=mesh(AxisType.Auto),
+            in_specs=(WHOLE, ALONG),
+            out_specs=ALONG,
+            check_vma=check_vma,
+        )(PARAMS, MANY_IDS)
+
+    assert_same(on_mesh(osa), on_mesh(jax))
 
 
 def test_pmap():

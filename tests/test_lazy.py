@@ -230,7 +230,7 @@ def test_wrong_gradients():
     with pytest.raises(ValueError, match="shape of its table"):
         update(short, params["bias"])
     for table, bias in ((short, params["bias"]), (grad, None), (None, None)):
-        with pytest.raises(ValueError, match=r"Call update\(updates, state, params\)"):
+        with pytest.raises(ValueError, match=r"shapes of the parameters|Call update\("):
             update(table, bias, None)
 
 

@@ -180,10 +180,17 @@ def test_optax_after_ours(name, make, params, grads):
         osa.apply_updates(params, updates)
 
 
-def test_schedule_after_ours(make, params, grads):
-    """It casts the factor to integers: every index becomes 0, and row 0 NaN."""
-    schedule = optax.scale_by_schedule(optax.constant_schedule(0.5))
-    tx = optax.chain(make(0.1), schedule)
+INTEGERS = {
+    "a schedule": optax.scale_by_schedule(optax.constant_schedule(0.5)),
+    "a large schedule": optax.scale_by_schedule(optax.constant_schedule(-1.5)),
+    "a sign": optax.scale(-1),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_indices_scaled_to_integers(name, make, params, grads):
+    """No index is a float, so nothing raises; row 0 becomes NaN."""
+    tx = optax.chain(make(0.1), INTEGERS[name])
     updates, _ = tx.update(grads, tx.init(params), params)
     table = osa.apply_updates(params, updates)["table"]
     assert jnp.isnan(table[0]).all()

@@ -36,7 +36,8 @@ def value_and_grad(
     `jax.experimental.sparse.BCOO` of the table's shape, with the meaning of `jax.grad`
     to the letter: what a lookup clamps or drops out of bounds is clamped or dropped.
     Every other leaf comes back as `jax.value_and_grad` gives it. Nothing of the size of
-    a row-sparse leaf is computed or stored.
+    a row-sparse leaf is computed or stored. There is no `holomorphic`, no `allow_int`
+    and no `reduce_axes`.
 
     The BCOO holds one entry for each row that was looked up, duplicates included, at
     most as many as the table has rows: where a batch looks up more, the gradient comes
@@ -52,7 +53,8 @@ def value_and_grad(
     `vmap` over the predicate of a `lax.cond` that looks a table up.
 
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
-    that are computed in it.
+    that are computed in it. Call it inside of `jax.jit`; outside, each call traces
+    `fun` anew.
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.

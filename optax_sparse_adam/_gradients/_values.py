@@ -234,6 +234,12 @@ def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
 
 def to_bcoo(total: RowSum) -> BCOO:
     """The row-sparse gradient that a sum stands for."""
+    if total.axes:  # inside of shard_map: every device gets the rows of all
+        gather = functools.partial(
+            lax.all_gather, axis_name=tuple(total.axes), tiled=True, to="invarying"
+        )
+        parts = tuple(Part(*map(gather, part)) for part in total.parts)
+        total = RowSum(total.shape, total.dtype, parts)
     stored = sum(part.indices.shape[0] for part in total.parts)
     part = merged(total)
     return BCOO(
