@@ -10,6 +10,7 @@ from jax import lax
 from ._exchange import AxisName, Exchange, plan, rows_per_device
 from ._routes import Route, from_owners, make_route, take_rows, to_owners
 from ._rows import accumulator_dtype, group_rows, pad, scatter_add_rows
+from ._varying import vary, varying_axes
 
 
 def sharded_lookup(
@@ -158,29 +159,14 @@ def _row_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:
     return jnp.clip(jnp.where(ids < 0, ids + num_rows, ids), -1, num_rows)
 
 
-def _varies(x: jax.Array, axis: str) -> bool:
-    try:
-        lax.pcast(x, axis, to="varying")
-    except ValueError:
-        return True
-    return False
-
-
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
     """Arrays that all vary over each mesh axis over which one of them does.
 
     The cotangent of `_routed` varies as its table does; JAX then sums it over the axes
     over which the caller's table does not vary.
     """
-    result = list(arrays)
-    for axis in jax.sharding.get_abstract_mesh().manual_axes:
-        varies = [_varies(x, axis) for x in result]
-        if any(varies):
-            result = [
-                x if v else lax.pcast(x, axis, to="varying")
-                for x, v in zip(result, varies, strict=True)
-            ]
-    return result
+    axes = varying_axes(*arrays)
+    return [vary(x, axes) for x in arrays]
 
 
 def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
