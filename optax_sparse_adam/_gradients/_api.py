@@ -12,6 +12,7 @@ from jax.experimental.sparse import BCOO
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun, valid_jaxtype
 
+from .._varying import varying_axes
 from ._interpreter import Blame, Context, Verdict
 from ._rules import RULES
 from ._values import RowSum, dense, table, to_bcoo
@@ -261,11 +262,15 @@ def _after(grad: BCOO, results: list[jax.Array]) -> BCOO:
 
     Where no gradient depends on what the loss looks up, as in a loss that is linear in
     a table, XLA does not know that this lookup comes before the update in place, and
-    copies the table to be safe. No value is above infinity.
+    copies the table to be safe. No value is above infinity. Inside of shard_map, where
+    a gradient is the same on several devices, it stays so.
     """
     indices = grad.indices
+    axes = set(varying_axes(indices))
     for value in results:
-        if value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating):
+        if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
+            continue
+        if axes.issuperset(varying_axes(value)):
             indices = jnp.where(value > jnp.inf, -1, indices)
     return BCOO(
         (grad.data, indices), shape=grad.shape, unique_indices=grad.unique_indices
