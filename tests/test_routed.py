@@ -91,15 +91,15 @@ def test_gradient_outside(check_vma):
     @partial(osa.grad, sparse=lambda path, leaf: True)
     @on_mesh(mesh, (P("d"), along, along), P(), check_vma)
     def gradient(table, ids, weights):
-        loss, _ = weighted_loss(table, ids, weights, "d", capacity=9, max_rounds=2)
+        loss, _ = weighted_loss(table, ids, weights, "d", capacity=18, max_rounds=1)
         return lax.psum(loss, ("d", "e"))
 
     rng = np.random.default_rng(0)
     table, weights = exact(rng, (ROWS, WIDTH)), exact(rng, (NUMBER, WIDTH))
-    # Not more than 18 rows of an owner on any device: these fit into two rounds.
+    # Not more than 18 rows of an owner on any device: these fit into one round.
     ids = np.tile(np.arange(18) * 455, 22)[:NUMBER].astype(np.int32)
     grad = jax.jit(gradient)(table, ids, weights)
-    assert grad.nse == 8 * 4 * 9 * 2
+    assert grad.nse == 8 * 4 * 18
     expected = dense_gradient(table, ids, weights)
     np.testing.assert_array_equal(grad.todense(), expected)
 
@@ -112,8 +112,8 @@ def test_inside_checkpoint_and_scan():
     def gradient(table, ids, weights):
         def loss(table):
             def step(total, xs):
-                one = jax.checkpoint(partial(weighted_loss, axis_name="d", capacity=6))
-                return total + one(table, *xs)[0], None
+                one = partial(weighted_loss, axis_name="d", capacity=10, max_rounds=1)
+                return total + jax.checkpoint(one)(table, *xs)[0], None
 
             start = 0 * jnp.sum(weights)  # varies as the total will
             xs = ids.reshape(4, -1), weights.reshape(4, -1, WIDTH)
@@ -123,13 +123,13 @@ def test_inside_checkpoint_and_scan():
         return grad.todense()
 
     rng = np.random.default_rng(0)
-    table, weights = exact(rng, (ROWS, WIDTH)), exact(rng, (NUMBER, WIDTH))
-    ids = rng.integers(0, ROWS, NUMBER).astype(np.int32)
+    table, weights = exact(rng, (512, WIDTH)), exact(rng, (NUMBER, WIDTH))
+    ids = rng.integers(0, 512, NUMBER).astype(np.int32)
     expected = dense_gradient(table, ids, weights)
     np.testing.assert_array_equal(gradient(table, ids, weights), expected)
 
 
-@pytest.mark.parametrize("kind", ["int8", "uint32", "int64", "empty", "gathered"])
+@pytest.mark.parametrize("kind", ["uint32", "int64", "empty", "gathered"])
 def test_ids_of_any_shape_and_type(kind):
     dtype = kind if "int" in kind else "int32"
     shape = (8, 0, 2) if kind == "empty" else (8, 6, 2)
@@ -165,11 +165,11 @@ def test_ids_of_any_shape_and_type(kind):
 def test_too_few_rounds():
     """Rows that do not fit are NaN, and then the gradient; lookup_rounds tells."""
     mesh = make_mesh((8,), ("d",))
-    function = lookup_and_gradient(mesh, "d", capacity=7, max_rounds=2)
+    function = lookup_and_gradient(mesh, "d", capacity=14, max_rounds=1)
 
     @on_mesh(mesh, P("d"), P())
     def rounds(ids):
-        return osa.lookup_rounds(ids, ROWS, "d", capacity=7)
+        return osa.lookup_rounds(ids, ROWS, "d", capacity=14)
 
     rng = np.random.default_rng(0)
     table, weights = exact(rng, (ROWS, WIDTH)), exact(rng, (NUMBER, WIDTH))
@@ -179,7 +179,7 @@ def test_too_few_rounds():
         owners = [np.clip(np.unique(row) // (ROWS // 8), 0, 7) for row in wanted]
         fullest = max(np.bincount(owner).max() for owner in owners)
         ids = ids.astype(np.int32)
-        assert rounds(ids) == -(-fullest // 7), kind
+        assert rounds(ids) == -(-fullest // 14), kind
         rows, data, indices = jax.device_get(function(table, ids, weights))
         if fullest <= 14:
             assert_identical(rows, np.asarray(jnp.asarray(table)[ids]), kind)
