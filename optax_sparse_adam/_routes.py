@@ -44,7 +44,9 @@ def outgoing(exchange: Exchange, route: Route, turn: Any) -> jax.Array:
     """Which rows to send in this round: `[slots, 1]`, beyond the last where none."""
     begin = route.starts[:-1, None] + turn * exchange.capacity
     slot = begin + jnp.arange(exchange.capacity, dtype=jnp.int32)[None, :]
-    slot = jnp.where(slot < route.starts[1:, None], slot, exchange.number)
+    outside = exchange.number + jnp.arange(exchange.slots, dtype=jnp.int32)
+    inside = slot < route.starts[1:, None]
+    slot = jnp.where(inside, slot, outside.reshape(slot.shape))
     return slot.reshape(exchange.slots, 1)
 
 

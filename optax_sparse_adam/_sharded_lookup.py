@@ -44,11 +44,13 @@ def sharded_lookup(
     device and every device answers, sends `(d - 1) * n`. Where `capacity` is `n` or
     more, routing saves nothing, and the gathered form is used. The default suits rows
     that are spread evenly: where ids are sorted by frequency, the first shard owns the
-    hot ones, and an exchange takes several rounds, at most as many as make it as
-    expensive as the gathered form. Shuffle the ids of such a vocabulary once.
+    hot ones, and an exchange takes several rounds, at most as many as make it about as
+    expensive as the gathered form. Permute the rows of such a table once.
 
     Out of bounds, ids mean what they mean in `table[ids]`: negative ones count from the
-    end, the others read the nearest row and have no gradient.
+    end, the others read the nearest row and have no gradient. Reverse mode only, as of
+    any function with a custom derivative; under `vmap` the gradient is dense, so pass
+    ids of any shape instead.
 
     Args:
       table: `[num_rows / devices, ...]`, this device's rows. Cast the rows that come

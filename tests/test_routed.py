@@ -167,6 +167,20 @@ def test_ids_of_any_shape_and_type(kind):
         np.testing.assert_array_equal(grad.astype(np.float32)[:, 0, 0], counts)
 
 
+def test_all_that_an_owner_may_be_asked_for():
+    """Its rows, and one below or above the table: one round for each."""
+    mesh = make_mesh((8,), ("d",))
+
+    @on_mesh(mesh, (P("d"), P("d")), P("d"))
+    def lookup(table, ids):
+        return osa.sharded_lookup(table, ids, "d", capacity=1)
+
+    table = np.arange(16, dtype=np.float32)
+    for ids in ([-17, 1, 0, 5], [14, 15, 16, 17]):
+        rows = lookup(table, np.tile(np.int32(ids), 8))
+        np.testing.assert_array_equal(rows, np.tile(np.clip(ids, 0, 15), 8))
+
+
 def test_too_few_rounds():
     """Rows that do not fit are NaN, and then the gradient; lookup_rounds tells."""
     mesh = make_mesh((8,), ("d",))
