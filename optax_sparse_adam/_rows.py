@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
+from .native import _calls as native
+
 
 class Rows(NamedTuple):
     """The touched rows of a gradient, each once.
@@ -200,11 +202,24 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
 
     A gradient that says `unique_indices` is believed and keeps its order.
     """
-    nse = grad.nse
-    indices = _wide(grad.indices, grad.shape)
-    data = grad.data.astype(dtype)
-    slot = jnp.arange(nse, dtype=jnp.int32)
-    if grad.unique_indices or nse == 0:
+    grad = widened(grad, dtype)
+    return _sums_by_kernel(grad) if native.fits(grad) else _sums(grad)
+
+
+def widened(grad: BCOO, dtype: Any) -> BCOO:
+    """A gradient with values of this type, and indices that hold padding as well."""
+    return BCOO(
+        (grad.data.astype(dtype), _wide(grad.indices, grad.shape)),
+        shape=grad.shape,
+        indices_sorted=grad.indices_sorted,
+        unique_indices=grad.unique_indices,
+    )
+
+
+def _sums(grad: BCOO) -> Rows:
+    indices, data = grad.indices, grad.data
+    slot = jnp.arange(grad.nse, dtype=jnp.int32)
+    if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
         stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
         data = jnp.where(_expand(valid, data), data, 0)
@@ -214,6 +229,11 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
         zeros = jnp.zeros_like(data)
         data = scatter_add_rows(zeros, group[:, None], data, unique=False)
     return Rows(pad(indices, valid, slot, grad.shape), data, stop)
+
+
+@jax.jit
+def _sums_by_kernel(grad: BCOO) -> Rows:
+    return native.on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
 def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:

@@ -12,14 +12,17 @@ from jax.experimental.sparse import BCOO
 
 from ._map_rows import map_rows
 from ._rows import (
+    Rows,
     accumulator_dtype,
     check_bcoo,
     is_bcoo,
     is_leaf,
     leaves_like,
     touched_rows,
+    widened,
     with_rows,
 )
+from .native import _calls as native
 
 Scalar = float | jax.Array
 NUMBER = (int, float, np.number)  # what is known while tracing
@@ -64,9 +67,28 @@ def _adam_rows(
 def update_sparse(
     grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
 ) -> tuple[BCOO, tuple[jax.Array, ...]]:
-    rows = touched_rows(grad, factors.scale.dtype)
+    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
+    wide = widened(grad, factors.scale.dtype)
+    if native.fits(wide, *moments):
+        rows, moments = native.on_cpu(_by_kernel, _by_rows, wide, moments, factors)
+    else:
+        rows, moments = _by_rows(wide, moments, factors)
+    return with_rows(grad, rows, rows.data), moments
+
+
+def _by_rows(
+    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
+) -> tuple[Rows, tuple[jax.Array, ...]]:
+    rows = touched_rows(grad, grad.dtype)
     data, moments = map_rows(_adam_rows, rows, moments, factors)
-    return with_rows(grad, rows, data), moments
+    return rows._replace(data=data), moments
+
+
+def _by_kernel(
+    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
+) -> tuple[Rows, tuple[jax.Array, ...]]:
+    rows, moments = native.adam_rows(grad, moments, factors)
+    return Rows(*rows), moments
 
 
 @jax.jit
