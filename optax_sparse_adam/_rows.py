@@ -325,14 +325,14 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
     )
 
 
-def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """`table[indices]`; padding reads zeros."""
+def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads whatever row is next to it."""
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
-    # What mode="fill" does; but that compares int32 numbers where 64-bit types are off,
-    # and masks every row of a table of more than 2**31 rows. XLA clamps by itself.
-    rows = lax.gather(
+    # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
+    # index into a table of more than 2**31 rows. XLA clamps by itself.
+    return lax.gather(
         table,
         indices,
         _gather_numbers(table, n_sparse),
@@ -340,6 +340,11 @@ def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         unique_indices=True,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
+
+
+def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads zeros."""
+    rows = take_rows(table, indices)
     return jnp.where(_expand(in_bounds(indices, table.shape), rows), rows, 0)
 
 
