@@ -77,9 +77,7 @@ class Turns:
             first = number % len(self._group)
             for phase in PHASES:
                 for contestant in (*self._group[first:], *self._group[:first]):
-                    if phase in contestant.phases and self._takes_part(
-                        contestant, phase
-                    ):
+                    if self._takes_part(contestant, phase):
                         self._turn(contestant, phase, number)
 
     def stop(self) -> None:
@@ -88,9 +86,10 @@ class Turns:
             contestant.stop()
 
     def _takes_part(self, contestant: Contestant, phase: str) -> bool:
+        if phase not in contestant.phases or contestant.name in self.skipped:
+            return False
         taken = self.seconds[phase, contestant.name]
-        had_enough = len(taken) >= _FEWEST and sum(taken) > _ENOUGH_SECONDS
-        return not had_enough and contestant.name not in self.skipped
+        return len(taken) < _FEWEST or sum(taken) <= _ENOUGH_SECONDS
 
     def _turn(self, contestant: Contestant, phase: str, number: int) -> None:
         shift = PHASES.index(phase) * NUM_BATCHES // len(PHASES)

@@ -65,14 +65,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("zipf", "uniform"),
         nargs="+",
         default=["zipf"],
-        help="of the ids over the rows (default: zipf)",
+        metavar="NAME",
+        help="of the ids over the rows: zipf, uniform, or both (default: zipf)",
     )
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
         nargs="+",
         default=["float32"],
-        help="of the table and the moments (default: float32)",
+        metavar="TYPE",
+        help=f"of table and moments: {', '.join(_DTYPES)} (default: float32)",
     )
     parser.add_argument(
         "--optimizer",

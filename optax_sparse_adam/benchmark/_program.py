@@ -21,7 +21,8 @@ _FILES = ("json", "plot", "source")  # options that do not change what is measur
 
 
 def _contestants(args: argparse.Namespace, problem: Problem, torch: Any) -> Any:
-    found: list[Contestant] = [JaxContestant(name, problem) for name in args.optimizer]
+    names = dict.fromkeys(args.optimizer)
+    found: list[Contestant] = [JaxContestant(name, problem) for name in names]
     if torch is not None:
         platform = jax.devices()[0].platform
         found.append(TorchContestant(problem, torch, platform))

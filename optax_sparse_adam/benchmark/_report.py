@@ -1,7 +1,7 @@
 """The table on the terminal, and what it means in words."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +45,12 @@ def digits(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def _with_quartiles(value: Spread) -> str:
-    middle, low, high = (f"{x:.2f}" if x < 9.995 else digits(x) for x in value)
+def _hundredths(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else digits(value)
+
+
+def _with_quartiles(value: Spread, form: Callable[[float], str] = _hundredths) -> str:
+    middle, low, high = map(form, value)
     return f"{middle} [{low}, {high}]"
 
 
@@ -60,8 +64,8 @@ def header(run: Run) -> str:
         f"{there['os']}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v),
         "torch": there["torch"],
-        "copy": f"{digits(rate.middle)} GB/s [{digits(rate.low)}, "
-        f"{digits(rate.high)}] read and written, copying {run.copy_bytes / 2e6:.0f} MB",
+        "copy": f"{_with_quartiles(rate, digits)} GB/s read and written, copying "
+        f"{run.copy_bytes / 2e6:.0f} MB",
         "method": f"in turns in one process, {run.options['repeats']} rounds after "
         "some to warm up; medians [quartiles] in ms; ratios of medians [quartiles of "
         "the ratios of each round]; floor: what moving the bytes that must be moved "
@@ -81,13 +85,9 @@ def _find(result: Result, phase: str, name: str) -> Measurement | None:
     return None
 
 
-def _is_ours(measurement: Measurement) -> bool:
-    return measurement.name not in _RIVALS
-
-
 def _against(result: Result, ours: Measurement, rival: str) -> Spread | None:
     theirs = _find(result, ours.phase, rival)
-    if theirs is None or not _is_ours(ours):
+    if theirs is None or ours.name in _RIVALS:
         return None
     return ratio(ours.seconds, theirs.seconds)
 
@@ -111,6 +111,19 @@ def copy_rate(run: Run) -> float:
     return run.copy_bytes / spread(run.copy_seconds).middle
 
 
+def _remarks(run: Run, result: Result) -> Iterator[str]:
+    memory = {m.name: m.memory_bytes / 1e9 for m in result.measurements}
+    sizes = "; ".join(f"{name} {size:.3g}" for name, size in memory.items())
+    yield textwrap.fill(f"  memory in GB: {sizes}", _WIDTH, subsequent_indent=" " * 4)
+    for measured in result.measurements:
+        if len(measured.seconds) < run.options["repeats"]:
+            where = f"{measured.phase}, {measured.name}"
+            yield f"  {where}: {len(measured.seconds)} rounds only"
+    if len(result.groups) > 1:
+        parts = "; then ".join(", ".join(group) for group in result.groups)
+        yield f"  too large to take turns all together: {parts}"
+
+
 def table(run: Run, result: Result) -> str:
     """The times of a problem, who was left out, and who did not take turns."""
     lines = []
@@ -120,10 +133,8 @@ def table(run: Run, result: Result) -> str:
         head = (f"{result.touched:,} rows touched", *_HEAD)
         rows = [head, *(_line(result, measured, rate) for measured in ordered)]
         lines.append(columns(rows, str.rjust, gap="  "))
+        lines += _remarks(run, result)
     lines += [f"  {name}: left out, {why}" for name, why in result.skipped.items()]
-    if len(result.groups) > 1:
-        parts = "; then ".join(", ".join(group) for group in result.groups)
-        lines.append(f"  too large to take turns all together: {parts}")
     return "\n".join(lines)
 
 
@@ -155,6 +166,6 @@ def startup(times: dict[str, dict[str, list[float]]]) -> str:
     """What happens once: import, compilation, the first step."""
     rows = [("", *next(iter(times.values())), "ratio")]
     for what, pair in times.items():
-        cells = (_with_quartiles(spread(seconds)) for seconds in pair.values())
+        cells = (_with_quartiles(spread(x), digits) for x in pair.values())
         rows.append((f"{what}, s", *cells, _with_quartiles(ratio(*pair.values()))))
     return columns(rows, str.rjust)
