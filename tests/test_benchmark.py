@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 
 from optax_sparse_adam import benchmark
-from optax_sparse_adam.benchmark import _program, _results, _startup
+from optax_sparse_adam.benchmark import _environment, _program, _results, _startup
 from optax_sparse_adam.benchmark._problem import Problem
 
 OURS, TORCH, DENSE = "sparse_adam", "torch SparseAdam", "optax.adam, dense"
 SMALL = ["--rows", "3000", "--dim", "8", "--ids", "64", "--repeats", "4"]
+
+
+@pytest.fixture(autouse=True)
+def cheap_copies(monkeypatch):
+    monkeypatch.setattr(_environment, "_COPY_BYTES", 1 << 20)
 
 
 @pytest.fixture(autouse=True)
