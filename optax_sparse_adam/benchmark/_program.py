@@ -20,7 +20,9 @@ from ._torch import TorchContestant, load_torch
 _FILES = ("json", "plot", "source")  # options that do not change what is measured
 
 
-def _contestants(args: argparse.Namespace, problem: Problem, torch: Any) -> Any:
+def _contestants(
+    args: argparse.Namespace, problem: Problem, torch: Any
+) -> list[Contestant]:
     names = dict.fromkeys(args.optimizer)
     found: list[Contestant] = [JaxContestant(name, problem) for name in names]
     if torch is not None:
@@ -55,8 +57,6 @@ def _measure(args: argparse.Namespace, problem: Problem, torch: Any) -> _results
 
 
 def _start(args: argparse.Namespace) -> tuple[_results.Run, Any]:
-    # JAX would take most of a GPU's memory for itself, and leave little to torch.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     environment = describe()
     torch, place = None, "left out, --no-torch"
     if not args.no_torch:
@@ -105,4 +105,6 @@ def _measure_all(args: argparse.Namespace) -> _results.Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; the exit code is 0, 2 for bad input, 130 for Ctrl-C."""
+    # JAX would take most of a GPU's memory for itself, and leave little to torch.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return exit_code("benchmark", lambda: _run(parse_args(argv)))
