@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..native import available
+
 _PACKAGES = ("optax-sparse-adam", "jax", "jaxlib", "optax", "numpy", "torch")
 _COPY_BYTES = 1 << 28  # beyond every cache, and little memory
 
@@ -58,6 +60,7 @@ def describe() -> dict[str, Any]:
         "device": device.device_kind if device.platform != "cpu" else _processor(),
         "cores": num_cores(),
         "os": f"{platform.system()} {platform.machine()}",
+        "kernel": device.platform == "cpu" and available(),
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in _PACKAGES},
     }

@@ -14,6 +14,10 @@ from ._torch import NAME as TORCH
 _RIVALS = {TORCH: "torch", DENSE: "optax.adam"}
 _HEAD = ("median", "quartiles", "of torch's time", "of optax.adam's", "floor")
 _WIDTH = 100
+_KERNEL = {
+    True: "the compiled one of optax_sparse_adam.native",
+    False: "none, plain JAX (see optax_sparse_adam.native, for CPUs)",
+}
 
 
 class Spread(NamedTuple):
@@ -63,6 +67,7 @@ def header(run: Run) -> str:
         "device": f"{there['device']} ({there['platform']}), {there['cores']} cores, "
         f"{there['os']}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v),
+        "kernel": _KERNEL[there.get("kernel", False)],
         "torch": there["torch"],
         "copy": f"{_with_quartiles(rate, digits)} GB/s read and written, copying "
         f"{run.copy_bytes / 2e6:.0f} MB",

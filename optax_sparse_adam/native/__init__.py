@@ -12,3 +12,6 @@ where XLA contracts multiply and add: results differ by 1e-7 of their size.
 optax_sparse_adam.native --remove` deletes it. A program that uses it cannot be
 serialised by `jax.export`; turn it off for that.
 """
+
+from ._library import available as available
+from ._library import build as build
