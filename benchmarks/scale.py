@@ -1,0 +1,179 @@
+"""What a sharded training step sends and holds, from its compiled program.
+
+Compiles one step of `sparse_adam` for meshes of CPU devices, ahead of time and for
+abstract arrays: nothing of the size of the table is allocated, nothing runs. For each
+number of devices it prints what one device holds between the steps (parameters and
+optimiser state), what it holds besides during a step, and what it sends in a step.
+
+    python benchmarks/scale.py --devices 8 64 512
+
+The table is split by rows over all devices, the batch by examples; each device has the
+same share of the batch, however many devices there are. The forms:
+
+- partitioned: `jax.jit` over sharded arrays; XLA's partitioner chooses.
+- all-gather: in `jax.shard_map`, every device sees all ids, and adds up what it has.
+- routed: in `jax.shard_map` with `osa.sharded_lookup`; ids and rows travel between who
+  asks and who owns. With room for whatever ids there may be, or for one round only,
+  which is what ids that are spread evenly take, and what is counted for both.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+from hlo_bytes import sent_bytes
+
+FORMS = ("partitioned", "all-gather", "routed", "routed, one round")
+
+
+def compile_step(form, devices, rows, width, examples, ids_each):
+    """The compiled step for so many devices, of so many examples each."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import optax_sparse_adam as osa
+
+    tx = osa.sparse_adam(1e-3)
+    axis_types = (AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=axis_types)
+
+    def partitioned(table, ids):
+        return table[ids]
+
+    def all_gather(table, ids):
+        ids = jax.lax.all_gather(ids, "d", tiled=True)
+        mine = ids - jax.lax.axis_index("d") * len(table)
+        mine = jnp.where(mine < 0, len(table), mine)
+        found = table.at[mine].get(mode="fill", fill_value=0)
+        return jax.lax.psum_scatter(found, "d", tiled=True)
+
+    def routed(table, ids):
+        return osa.sharded_lookup(table, ids, "d")
+
+    def one_round(table, ids):
+        return osa.sharded_lookup(table, ids, "d", max_rounds=1)
+
+    lookups = (partitioned, all_gather, routed, one_round)
+    lookup = dict(zip(FORMS, lookups, strict=True))[form]
+
+    def loss(params, ids, labels):
+        vectors = lookup(params["table"], ids).mean(axis=1)
+        return jnp.sum(jnp.logaddexp(0, -labels * (vectors @ params["w"])))
+
+    def step(params, state, ids, labels):
+        grads = osa.grad(loss)(params, ids, labels)
+        updates, state = tx.update(grads, state, params)
+        return osa.apply_updates(params, updates), state
+
+    specs = {"table": P("d"), "w": P()}
+    state_specs = osa.ScaleBySparseAdamState(P(), specs, specs)
+    if form != "partitioned":
+        step = jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(specs, state_specs, P("d"), P("d")),
+            out_specs=(specs, state_specs),
+        )
+
+    def abstract(shape, dtype, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def like(x, spec):
+        return abstract(x.shape, x.dtype, spec)
+
+    params = {
+        "table": abstract((rows, width), "float32", specs["table"]),
+        "w": abstract((width,), "float32", specs["w"]),
+    }
+    state = jax.tree.map(like, jax.eval_shape(tx.init, params), state_specs)
+    ids = abstract((devices * examples, ids_each), "int32", P("d"))
+    labels = abstract((devices * examples,), "float32", P("d"))
+    kept = jax.tree.map(lambda x: x.sharding, (params, state))
+    program = jax.jit(step, donate_argnums=(0, 1), out_shardings=kept)
+    return program.lower(params, state, ids, labels).compile()
+
+
+def measure(form, devices, rows, width, examples, ids_each):
+    """One line of the table."""
+    start = time.perf_counter()
+    program = compile_step(form, devices, rows, width, examples, ids_each)
+    seconds = time.perf_counter() - start
+    memory = program.memory_analysis()
+    # Where a loop does not say how many trips it takes: the blocks of rows (_map_rows)
+    # that a whole batch of different ids makes; for the routed form, no round but the
+    # first, which stands before the loop.
+    rows_in_block = max(1, (1 << 18) // (4 * width))
+    blocks = -(-devices * examples * ids_each // rows_in_block)
+    loops = blocks if form == "partitioned" else 0
+    sent = sent_bytes(program.as_text(), devices, loops=loops)
+    return {
+        "form": form,
+        "devices": devices,
+        "state": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "sent": sent,
+        "seconds": seconds,
+    }
+
+
+def in_words(size):
+    units = ["B", "kB", "MB", "GB"]
+    while size >= 999.5 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.{max(0, 3 - len(f'{size:.0f}'))}f} {units[0]}"
+
+
+def line(row):
+    parts = ", ".join(
+        f"{kind} {in_words(n)}" for kind, n in sorted(row["sent"].items())
+    )
+    cells = [
+        row["form"],
+        row["devices"],
+        in_words(row["state"]),
+        in_words(row["temporary"]),
+        in_words(sum(row["sent"].values())),
+        parts,
+        f"{row['seconds']:.0f} s",
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+HEAD = "| form | devices | state | temporary | sent in a step | of it | compiled in |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--rows", type=int, default=1_000_000_000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--examples", type=int, default=1024, help="on each device")
+    parser.add_argument("--ids", type=int, default=8, help="of each example")
+    args = parser.parse_args()
+    if len(args.devices) == 1:  # the number of devices is set before JAX starts
+        devices = args.devices[0]
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        for form in args.forms:
+            row = measure(form, devices, args.rows, args.width, args.examples, args.ids)
+            print(line(row), flush=True)
+        return
+    print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
+    for devices in args.devices:
+        sizes = [
+            f"--{x}={getattr(args, x)}" for x in ("rows", "width", "examples", "ids")
+        ]
+        command = [sys.executable, __file__, "--devices", str(devices), *sizes]
+        subprocess.run([*command, "--forms", *args.forms], check=True)
+
+
+if __name__ == "__main__":
+    main()
