@@ -126,7 +126,7 @@ def in_words(size):
     while size >= 999.5 and len(units) > 1:
         size /= 1000
         units.pop(0)
-    return f"{size:.{max(0, 3 - len(f'{size:.0f}'))}f} {units[0]}"
+    return f"{size:.3g} {units[0]}"
 
 
 def line(row):
@@ -156,23 +156,23 @@ def main():
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--examples", type=int, default=1024, help="on each device")
     parser.add_argument("--ids", type=int, default=8, help="of each example")
+    parser.add_argument("--lines", action="store_true", help="print no head")
     args = parser.parse_args()
-    if len(args.devices) == 1:  # the number of devices is set before JAX starts
-        devices = args.devices[0]
-        flag = f"--xla_force_host_platform_device_count={devices}"
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        for form in args.forms:
-            row = measure(form, devices, args.rows, args.width, args.examples, args.ids)
-            print(line(row), flush=True)
+    if not args.lines:
+        print(HEAD + "\n" + "|---" * (HEAD.count("|") - 1) + "|", flush=True)
+        for devices in args.devices:
+            one = ["--lines", "--devices", str(devices)]  # the last ones count
+            command = [sys.executable, __file__, *sys.argv[1:], *one]
+            subprocess.run(command, check=True)
         return
-    print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|", flush=True)
-    for devices in args.devices:
-        sizes = [
-            f"--{x}={getattr(args, x)}" for x in ("rows", "width", "examples", "ids")
-        ]
-        command = [sys.executable, __file__, "--devices", str(devices), *sizes]
-        subprocess.run([*command, "--forms", *args.forms], check=True)
+    # How many devices there are is said before JAX starts.
+    (devices,) = args.devices
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    for form in args.forms:
+        row = measure(form, devices, args.rows, args.width, args.examples, args.ids)
+        print(line(row), flush=True)
 
 
 if __name__ == "__main__":

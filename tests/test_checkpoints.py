@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -13,9 +12,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from . import _checkpoint_worker as worker
-from ._support import assert_identical
-
-_ROOT = Path(__file__).parents[1]
+from ._support import assert_identical, program_environment
 
 # Before what, to which file: while the arrays are written; when they are, and their
 # folder gets its name; and when only the name of the checkpoint itself is missing.
@@ -40,8 +37,7 @@ def start():
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
 def test_killed_while_saving(tmp_path):
     """The last good checkpoint is readable, and the resumed run the uninterrupted."""
-    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    env = program_environment()
     uninterrupted = {0: start()()}
     for number in range(1, worker.STEPS + 1):
         last = uninterrupted[number - 1]

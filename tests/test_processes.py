@@ -1,22 +1,19 @@
 """Two processes of two devices each give one process's numbers."""
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from . import _process_worker as worker
-from ._support import TOLERANCE, assert_close, assert_identical
+from ._support import TOLERANCE, assert_close, assert_identical, program_environment
 
 _SECONDS = 120  # 8 where two cores are free
-_ROOT = Path(__file__).parents[1]
 
 
 def free_port():
@@ -27,8 +24,7 @@ def free_port():
 
 def run_processes(commands):
     """Runs all at once; stops all as soon as one fails or the time is over."""
-    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    env = program_environment()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with contextlib.ExitStack() as stack:
         processes = []
