@@ -1,10 +1,11 @@
 """Trains on a mesh: in one process, or as one of several processes, run as a program.
 
-python _process_worker.py ADDRESS PROCESSES PROCESS OUT
+python _process_worker.py ADDRESS PROCESSES PROCESS FOLDER
 """
 
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
 
 import optax_sparse_adam as osa
 
@@ -58,7 +60,7 @@ def train(form, devices, steps=STEPS):
     """Trains on these devices.
 
     Returns:
-      The parameters and the state of the optimiser, as NumPy arrays.
+      The parameters and the state of the optimiser.
     """
     tx = osa.sparse_adam(0.05)
     mesh = jax.make_mesh(
@@ -86,7 +88,7 @@ def train(form, devices, steps=STEPS):
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings
     )
     assert all(jax.tree.leaves(kept)), kept
-    return jax.tree.map(to_numpy, (params, state))
+    return params, state
 
 
 def share(sharding, array):
@@ -95,19 +97,22 @@ def share(sharding, array):
     return jax.make_array_from_process_local_data(sharding, part)
 
 
-def to_numpy(x):
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+def to_numpy(tree):
+    return jax.tree.map(
+        lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree
+    )
 
 
-def main(address, processes, process, out):
+def main(address, processes, process, folder):
     jax.config.update("jax_num_cpu_devices", DEVICES_EACH)
     jax.distributed.initialize(address, int(processes), int(process))
     assert jax.device_count() == DEVICES_EACH * jax.process_count()
-    results = {}
-    for form in FORMS:
-        for path, leaf in jax.tree.leaves_with_path(train(form, jax.devices())):
-            results[form + jax.tree_util.keystr(path)] = leaf
-    np.savez(out, **results)
+    trained = {form: train(form, jax.devices()) for form in FORMS}
+    with ocp.training.Checkpointer(Path(folder, "saved")) as saved:
+        saved.save(STEPS, trained)  # each process its part, into one checkpoint
+    leaves = jax.tree.leaves_with_path(to_numpy(trained))
+    arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    np.savez(Path(folder, process), **arrays)
     jax.distributed.shutdown()
 
 

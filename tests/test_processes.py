@@ -9,6 +9,10 @@ import time
 import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+
+import optax_sparse_adam as osa
 
 from . import _process_worker as worker
 from ._support import TOLERANCE, assert_close, assert_identical, program_environment
@@ -46,35 +50,50 @@ def run_processes(commands):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each of the two processes has at the end."""
+def folder(tmp_path_factory):
+    """What the two processes have left."""
     folder = tmp_path_factory.mktemp("processes")
-    address = f"127.0.0.1:{free_port()}"
-    outs = [folder / f"{i}.npz" for i in range(2)]
-    program = [sys.executable, worker.__file__, address, "2"]
-    run_processes([[*program, str(i), str(out)] for i, out in enumerate(outs)])
-    return [dict(np.load(out)) for out in outs]
+    program = [sys.executable, worker.__file__, f"127.0.0.1:{free_port()}", "2"]
+    run_processes([[*program, str(process), str(folder)] for process in range(2)])
+    return folder
 
 
-def of_form(result, form):
-    return {k.removeprefix(form): v for k, v in result.items() if k.startswith(form)}
+def of_process(folder, process):
+    return dict(np.load(folder / f"{process}.npz"))
 
 
 @pytest.mark.parametrize("form", worker.FORMS)
 @pytest.mark.parametrize("devices", [4, 1])
-def test_two_processes_are_one(results, form, devices):
-    expected = worker.train(form, jax.devices()[:devices])
-    actual = of_form(results[0], form)
-    assert_identical(of_form(results[1], form), actual, "the other process")
-    for path, leaf in jax.tree.leaves_with_path(expected):
+def test_two_processes_are_one(folder, form, devices):
+    actual = of_process(folder, 0)
+    expected = {form: worker.train(form, jax.devices()[:devices])}
+    for path, leaf in jax.tree.leaves_with_path(worker.to_numpy(expected)):
         name = jax.tree_util.keystr(path)
         if "exact" in name or "count" in name:
-            assert_identical(actual.pop(name), leaf, name)
+            assert_identical(actual[name], leaf, name)
         else:
             # Other orders of sums; and a sum of terms that cancel keeps their rounding.
             tol, largest = TOLERANCE["float32"].numpy, np.abs(leaf).max()
-            assert_close(actual.pop(name), leaf, tol, magnitude=largest, what=name)
-    assert not actual
+            assert_close(actual[name], leaf, tol, magnitude=largest, what=name)
+
+
+def test_two_processes_have_and_save_the_same(folder):
+    """Their common checkpoint is restored by one process on one device."""
+    arrays = of_process(folder, 0)
+    assert_identical(of_process(folder, 1), arrays, "the other process")
+    here = SingleDeviceSharding(jax.devices()[0])
+    like = {
+        form: (worker.start(), osa.sparse_adam(0.1).init(worker.start()))
+        for form in worker.FORMS
+    }
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), like
+    )
+    with ocp.training.Checkpointer(folder / "saved") as saved:
+        restored = saved.load(worker.STEPS, like)
+    leaves = jax.tree.leaves_with_path(restored)
+    restored = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    assert_identical(restored, arrays, "the checkpoint")
 
 
 def test_a_failing_process_stops_all():
