@@ -25,81 +25,11 @@ import time
 
 from hlo_bytes import sent_bytes
 
-FORMS = ("partitioned", "all-gather", "routed", "routed, one round")
-
-
-def compile_step(form, devices, rows, width, examples, ids_each):
-    """The compiled step for so many devices, of so many examples each."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import AxisType, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import optax_sparse_adam as osa
-
-    tx = osa.sparse_adam(1e-3)
-    axis_types = (AxisType.Auto,)
-    mesh = jax.make_mesh((devices,), ("d",), axis_types=axis_types)
-
-    def partitioned(table, ids):
-        return table[ids]
-
-    def all_gather(table, ids):
-        ids = jax.lax.all_gather(ids, "d", tiled=True)
-        mine = ids - jax.lax.axis_index("d") * len(table)
-        mine = jnp.where(mine < 0, len(table), mine)
-        found = table.at[mine].get(mode="fill", fill_value=0)
-        return jax.lax.psum_scatter(found, "d", tiled=True)
-
-    def routed(table, ids):
-        return osa.sharded_lookup(table, ids, "d")
-
-    def one_round(table, ids):
-        return osa.sharded_lookup(table, ids, "d", max_rounds=1)
-
-    lookups = (partitioned, all_gather, routed, one_round)
-    lookup = dict(zip(FORMS, lookups, strict=True))[form]
-
-    def loss(params, ids, labels):
-        vectors = lookup(params["table"], ids).mean(axis=1)
-        return jnp.sum(jnp.logaddexp(0, -labels * (vectors @ params["w"])))
-
-    def step(params, state, ids, labels):
-        grads = osa.grad(loss)(params, ids, labels)
-        updates, state = tx.update(grads, state, params)
-        return osa.apply_updates(params, updates), state
-
-    specs = {"table": P("d"), "w": P()}
-    state_specs = osa.ScaleBySparseAdamState(P(), specs, specs)
-    if form != "partitioned":
-        step = jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(specs, state_specs, P("d"), P("d")),
-            out_specs=(specs, state_specs),
-        )
-
-    def abstract(shape, dtype, spec):
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    def like(x, spec):
-        return abstract(x.shape, x.dtype, spec)
-
-    params = {
-        "table": abstract((rows, width), "float32", specs["table"]),
-        "w": abstract((width,), "float32", specs["w"]),
-    }
-    state = jax.tree.map(like, jax.eval_shape(tx.init, params), state_specs)
-    ids = abstract((devices * examples, ids_each), "int32", P("d"))
-    labels = abstract((devices * examples,), "float32", P("d"))
-    kept = jax.tree.map(lambda x: x.sharding, (params, state))
-    program = jax.jit(step, donate_argnums=(0, 1), out_shardings=kept)
-    return program.lower(params, state, ids, labels).compile()
-
 
 def measure(form, devices, rows, width, examples, ids_each):
     """One line of the table."""
+    from sharded_steps import compile_step  # imports JAX, which reads the flags
+
     start = time.perf_counter()
     program = compile_step(form, devices, rows, width, examples, ids_each)
     seconds = time.perf_counter() - start
@@ -151,7 +81,7 @@ HEAD = "| form | devices | state | temporary | sent in a step | of it | compiled
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--forms", nargs="+", help="all by default")
     parser.add_argument("--rows", type=int, default=1_000_000_000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--examples", type=int, default=1024, help="on each device")
@@ -170,7 +100,9 @@ def main():
     flag = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag
     os.environ["JAX_PLATFORMS"] = "cpu"
-    for form in args.forms:
+    from sharded_steps import FORMS
+
+    for form in args.forms or FORMS:
         row = measure(form, devices, args.rows, args.width, args.examples, args.ids)
         print(line(row), flush=True)
 
