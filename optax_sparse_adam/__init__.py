@@ -7,6 +7,7 @@ from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
 from ._lazy import lazy as lazy
 from ._per_row import per_row as per_row
+from ._psum_scatter import psum_scatter as psum_scatter
 from ._rows import coalesce as coalesce
 from ._rowwise import rowwise_adagrad as rowwise_adagrad
 from ._rowwise import rowwise_adam as rowwise_adam
@@ -14,6 +15,8 @@ from ._scale_by_rowwise import ScaleByRowwiseAdamState as ScaleByRowwiseAdamStat
 from ._scale_by_rowwise import ScaleByRowwiseRssState as ScaleByRowwiseRssState
 from ._scale_by_rowwise import scale_by_rowwise_adam as scale_by_rowwise_adam
 from ._scale_by_rowwise import scale_by_rowwise_rss as scale_by_rowwise_rss
+from ._sharded_lookup import lookup_rounds as lookup_rounds
+from ._sharded_lookup import sharded_lookup as sharded_lookup
 from ._sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState
 from ._sparse_adam import scale_by_sparse_adam as scale_by_sparse_adam
 from ._sparse_adam import sparse_adam as sparse_adam

@@ -99,7 +99,7 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
     return grad
 
 
-def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Casts indices to a type that holds every row id and `nse` ids past the last."""
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
     own = [indices.dtype] if indices.dtype.itemsize >= 4 else []
@@ -142,7 +142,7 @@ def _expand(flags: jax.Array, like: jax.Array) -> jax.Array:
     return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))
 
 
-def _group(
+def group_rows(
     indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Numbers the distinct rows in ascending order.
@@ -209,7 +209,7 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
 def widened(grad: BCOO, dtype: Any) -> BCOO:
     """A gradient with values of this type, and indices that hold padding as well."""
     return BCOO(
-        (grad.data.astype(dtype), _wide(grad.indices, grad.shape)),
+        (grad.data.astype(dtype), wide(grad.indices, grad.shape)),
         shape=grad.shape,
         indices_sorted=grad.indices_sorted,
         unique_indices=grad.unique_indices,
@@ -224,7 +224,7 @@ def _sums(grad: BCOO) -> Rows:
         stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
         data = jnp.where(_expand(valid, data), data, 0)
     else:
-        indices, stop, group = _group(indices, grad.shape, grad.indices_sorted)
+        indices, stop, group = group_rows(indices, grad.shape, grad.indices_sorted)
         valid = slot < stop
         zeros = jnp.zeros_like(data)
         data = scatter_add_rows(zeros, group[:, None], data, unique=False)

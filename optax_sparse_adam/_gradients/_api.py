@@ -1,5 +1,6 @@
 """`value_and_grad` and `grad` with row-sparse gradients for tables."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -8,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.sparse import BCOO
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun, valid_jaxtype
 
 from ._interpreter import Blame, Context, Verdict
 from ._rules import RULES
-from ._values import RowSum, dense, table, to_bcoo
+from ._values import Part, RowSum, dense, table, to_bcoo
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -218,7 +218,7 @@ def _evaluate(
     grads: list[Any] = []
     for path, mark, total in zip(paths, wanted, outputs[number:], strict=True):
         if isinstance(total, RowSum) and (mark or total.parts):
-            grads.append(_after(to_bcoo(total), results))
+            grads.append(to_bcoo(_after(total, results)))
         elif mark:
             raise ValueError(_refusal(path, next(iter(context.blamed), None)))
         else:
@@ -256,20 +256,25 @@ def _able(
     return able
 
 
-def _after(grad: BCOO, results: list[jax.Array]) -> BCOO:
+def _after(total: RowSum, results: list[jax.Array]) -> RowSum:
     """Makes a gradient depend on the value of the loss, without changing it.
 
     Where no gradient depends on what the loss looks up, as in a loss that is linear in
     a table, XLA does not know that this lookup comes before the update in place, and
-    copies the table to be safe. No value is above infinity.
+    copies the table to be safe. No value is above infinity. Inside shard_map, a value
+    that varies over more axes than the gradient would make it vary there as well.
     """
-    indices = grad.indices
-    for value in results:
-        if value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating):
-            indices = jnp.where(value > jnp.inf, -1, indices)
-    return BCOO(
-        (grad.data, indices), shape=grad.shape, unique_indices=grad.unique_indices
-    )
+
+    def after(part: Part) -> Part:
+        indices = part.indices
+        axes = jax.typeof(part.data).mat.varying | total.axes
+        for value in results:
+            scalar = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+            if scalar and jax.typeof(value).mat.varying <= axes:
+                indices = jnp.where(value > jnp.inf, -1, indices)
+        return part._replace(indices=indices)
+
+    return dataclasses.replace(total, parts=tuple(map(after, total.parts)))
 
 
 def _refusal(path: KeyPath, eqn: JaxprEqn | None = None, line: str = "") -> str:

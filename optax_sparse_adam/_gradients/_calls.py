@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._varying import vary, varying_axes
 from ._interpreter import Blame, Context, Results, Rule, Verdict
 from ._values import (
     DenseCarry,
@@ -49,9 +50,13 @@ def remat(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     flags = flags if isinstance(flags, tuple) else (flags,) * len(args)
     held = [i for i, flag in enumerate(flags) if flag and not is_deferred(args[i])]
     if eqn.params["differentiated"] and held:
-        barred = lax.optimization_barrier([values[i] for i in held])
-        for i, value in zip(held, barred, strict=True):
-            values[i] = value
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for i in held:  # one barrier would make all vary over the same mesh axes
+            groups.setdefault(varying_axes(values[i]), []).append(i)
+        for group in groups.values():
+            barred = lax.optimization_barrier([values[i] for i in group])
+            for i, value in zip(group, barred, strict=True):
+                values[i] = value
     return context.evaluate(_closed(eqn.params["jaxpr"]), values)
 
 
@@ -71,7 +76,7 @@ def scan(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     consts = eqn.params["num_consts"]
     carried = range(consts, consts + eqn.params["num_carry"])
     values = list(args)
-    full: dict[int, int] = {}
+    full: dict[int, Any] = {}
     while True:
         sums = [
             i for i in carried if isinstance(values[i], RowSum) and not values[i].axes
@@ -85,10 +90,10 @@ def scan(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
             values[i[1]] = dense(values[i[1]])
             context.blamed.append(eqn)
         except _TooManyRows as error:
-            here, i, depth = error.args
+            here, i, *layout = error.args
             if here is not eqn:
                 raise
-            full[i] = depth
+            full[i] = layout
 
 
 def _scan_sums(
@@ -96,7 +101,7 @@ def _scan_sums(
     eqn: JaxprEqn,
     args: Sequence[Any],
     sums: Sequence[int],
-    full: dict[int, int],
+    full: dict[int, Any],
 ) -> list[Any]:
     params, body = eqn.params, eqn.params["jaxpr"]
     first, number = params["num_consts"], params["num_carry"]
@@ -123,7 +128,7 @@ def _scan_sums(
         arrays = [dense(results[i - first]) for i in plain]
         return (arrays, new_totals), (parts, [dense(y) for y in results[number:]])
 
-    totals = {i: _nothing(args[i], full[i]) for i in sums if i in full}
+    totals = {i: _nothing(args[i], *full[i]) for i in sums if i in full}
     (arrays, totals), (parts, ys) = lax.scan(
         step,
         ([dense(args[i]) for i in plain], totals),
@@ -151,11 +156,15 @@ def _flatten_steps(stacked: jax.Array) -> jax.Array:
 def _check_rows(eqn: JaxprEqn, i: int, total: RowSum) -> None:
     rows = eqn.params["length"] * total.number
     if rows > math.prod(total.shape[: total.depth]):
-        raise _TooManyRows(eqn, i, total.depth)
+        axes = varying_axes(*(array for part in total.parts for array in part))
+        raise _TooManyRows(eqn, i, total.depth, axes)
 
 
-def _nothing(total: RowSum, depth: int) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros(total.shape, total.dtype), jnp.zeros(total.shape[:depth], bool)
+def _nothing(
+    total: RowSum, depth: int, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    zeros = jnp.zeros(total.shape, total.dtype)
+    return vary(zeros, axes), vary(jnp.zeros(total.shape[:depth], bool), axes)
 
 
 def _accumulate(total: Any, parts: Sequence[Part]) -> tuple[jax.Array, jax.Array]:

@@ -310,5 +310,6 @@ RULES: dict[str, Rule] = {
     "scan": Rule(_calls.scan, _calls.judge_scan),
     "cond": Rule(_calls.cond, _calls.judge_cond),
     "shard_map": Rule(_shard_map.shard_map, _shard_map.judge),
+    "psum": Rule(_shard_map.psum, _each_of),  # without check_vma
     "psum_invariant": Rule(_shard_map.psum, _each_of),
 }
