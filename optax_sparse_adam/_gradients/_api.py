@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun, valid_jaxtype
 
+from .._varying import varying_axes
 from ._interpreter import Blame, Context, Verdict
 from ._rules import RULES
 from ._values import Part, RowSum, dense, table, to_bcoo
@@ -267,10 +268,10 @@ def _after(total: RowSum, results: list[jax.Array]) -> RowSum:
 
     def after(part: Part) -> Part:
         indices = part.indices
-        axes = jax.typeof(part.data).mat.varying | total.axes
+        axes = total.axes.union(varying_axes(part.data))
         for value in results:
             scalar = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
-            if scalar and jax.typeof(value).mat.varying <= axes:
+            if scalar and axes.issuperset(varying_axes(value)):
                 indices = jnp.where(value > jnp.inf, -1, indices)
         return part._replace(indices=indices)
 
