@@ -7,6 +7,7 @@ axes not how. Away from a mesh nothing here adds an operation to a program.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.shard_alike import shard_alike
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 
@@ -71,6 +73,25 @@ def partitioned(
     )(*arrays)
 
 
+def full_along(
+    param: jax.Array, value: Any = 0, dtype: Any = None, axes: Any = None
+) -> jax.Array:
+    """An array full of a value, of the shape of these axes of a parameter, or all."""
+    axes = tuple(range(jnp.ndim(param))) if axes is None else axes
+    shape = tuple(jnp.shape(param)[axis] for axis in axes)
+    shape = None if shape == jnp.shape(param) else shape
+    return laid_like(param, jnp.full_like(param, value, dtype, shape), axes)
+
+
+_numbers = itertools.count()
+
+
+def _own(param: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` for this parameter only: equal constants would be one array for all."""
+    one, _ = lax.optimization_barrier((jnp.ones([], x.dtype), param))
+    return x * one
+
+
 def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """`x`, whose axes are these axes of a parameter, sharded as they are."""
     mesh = mesh_of(param)
@@ -79,7 +100,12 @@ def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     if mesh.auto_axes:
         # The sum is sharded like the rest of the parameter, and then not computed.
         others = tuple(axis for axis in range(param.ndim) if axis not in axes)
-        return shard_alike(jnp.sum(param, others) if others else param, x)[1]
+        like = jnp.sum(param, others) if others else param
+        # JAX lowers one shard_alike for all arrays of one shape and context, so that
+        # those of several parameters would all be alike.
+        x = _own(param, x)
+        with set_xla_metadata(laid_like=next(_numbers)):
+            return shard_alike(like, x)[1]
     return x
 
 
@@ -89,7 +115,7 @@ def laid_out(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     Only in a program can be said how a state is laid out, and without one it would be
     made on one device first.
     """
-    compiled = jax.jit(init)
+    compiled = jax.jit(init, keep_unused=True)  # they say which devices
 
     @functools.wraps(init)
     def init_fn(params: Any) -> Any:
