@@ -122,7 +122,8 @@ def _laid_like(
     params: optax.Params, inner: optax.GradientTransformation, state: optax.OptState
 ) -> optax.OptState:
     """On a mesh, lays out what holds the rows of a parameter as the parameter is."""
-    tables: list[Any]
+    treedef: Any
+    structure: Any
     tables, treedef = jax.tree.flatten(params)
     leaves, structure = jax.tree.flatten(state)
     if mesh_of(*tables).empty:

@@ -78,9 +78,10 @@ def full_along(
 ) -> jax.Array:
     """An array full of a value, of the shape of these axes of a parameter, or all."""
     axes = tuple(range(jnp.ndim(param))) if axes is None else axes
-    shape = tuple(jnp.shape(param)[axis] for axis in axes)
-    shape = None if shape == jnp.shape(param) else shape
-    return laid_like(param, jnp.full_like(param, value, dtype, shape), axes)
+    full = tuple(jnp.shape(param))
+    shape = tuple(full[axis] for axis in axes)
+    x = jnp.full_like(param, value, dtype, None if shape == full else shape)
+    return laid_like(param, x, axes)
 
 
 _numbers = itertools.count()
