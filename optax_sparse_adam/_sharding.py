@@ -49,6 +49,15 @@ def gathered(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
     return rows
 
 
+def rows_like(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows whose type has their columns sharded as the table's; over Explicit axes."""
+    mesh = mesh_of(table, rows)
+    if not mesh.explicit_axes:
+        return rows
+    columns = _spec(table, range(table.ndim - rows.ndim + 1, table.ndim))
+    return jax.reshard(rows, NamedSharding(mesh, PartitionSpec(None, *columns)))
+
+
 def partitioned(
     function: Callable[..., jax.Array],
     *arrays: jax.Array,
