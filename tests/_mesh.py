@@ -89,12 +89,14 @@ def step_of(tx, lookup):
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def specs_of(tree: Any, shape: tuple[int, int], spec: P) -> list[tuple[Any, P]]:
-    """The parts of a tree that belong to its table, and how they are to be sharded."""
+def specs_of(
+    tree: Any, shape: tuple[int, int], spec: P, name: str = "table"
+) -> list[tuple[Any, P]]:
+    """The parts of a tree that belong to a table, and how they are to be sharded."""
     rows, columns = (*spec, None, None)[:2]
     specs = {shape: P(rows, columns), shape[:1]: P(rows), shape[1:]: P(columns)}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(x, specs[x.shape]) for path, x in leaves if "table" in str(path)]
+    return [(x, specs[x.shape]) for path, x in leaves if f"'{name}'" in str(path)]
 
 
 _COLLECTIVE = re.compile(
@@ -117,9 +119,9 @@ def largest_collective(text):
     return max(map(size, _COLLECTIVE.findall(text)), default=0)
 
 
-def bytes_on_one_device(tree: Any) -> int:
+def bytes_on_one_device(arrays: Any) -> int:
     def size(x):
         shape = x.sharding.shard_shape(x.shape)
         return math.prod(shape) * x.dtype.itemsize
 
-    return sum(map(size, jax.tree.leaves(tree)))
+    return sum(map(size, arrays))
