@@ -22,7 +22,7 @@ def case_of(name, axis_type):
 
 
 def assert_laid_out(state, case, spec=None, name="table"):
-    parts = specs_of(state, SHAPE, spec or case.table, name)
+    parts = specs_of(state, SHAPE, case.table if spec is None else spec, name)
     assert parts
     for x, spec in parts:
         expected = NamedSharding(case.mesh, spec)
