@@ -48,7 +48,7 @@ def test_init(name, axis_type):
     assert_identical(traced, expected)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["sparse_adam", "per_row", "adafactor"])
 def test_abstract_init(name):
     """Over Explicit axes the sharding is part of the type."""
     case = case_of(name, AxisType.Explicit)

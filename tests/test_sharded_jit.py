@@ -23,7 +23,6 @@ CASES = [
     Case("sparse_adam", (8,), P("x", None), P("x")),
     Case("sparse_adam", (4, 2), P("x", "y"), P("y")),
     Case("sparse_adam", (2, 2, 2), P(("x", "y"), "z"), P(("x", "z"))),
-    Case("sparse_adam", (8,), P(), P("x")),
     Case("sparse_adam", (2, 2, 2), P("x", "y"), P(("z", "x")), EXPLICIT),
     Case("lazy", (4, 2), P("x", "y"), P(("x", "y"))),
     Case("lazy", (8,), P("x", None), P("x"), EXPLICIT),
@@ -31,7 +30,6 @@ CASES = [
     Case("adafactor", (4, 2), P("x", "y"), P("x")),
     Case("adafactor", (8,), P(None, "x"), P("x"), EXPLICIT),
     Case("rowwise_adam", (2, 2, 2), P("z", ("x", "y")), P("x")),
-    Case("rowwise_adagrad", (4, 2), P("x", "y"), P("x"), EXPLICIT),
 ]
 
 
