@@ -13,7 +13,6 @@ from jax.experimental.sparse import BCOO
 from ._rows import (
     check_bcoo,
     coalesce,
-    in_bounds,
     is_bcoo,
     is_leaf,
     pad,
@@ -200,6 +199,7 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
             f"{grad.shape[0]} rows (shape {grad.shape}) and {devices} devices along "
             f"{axis_name!r}. Give the table {padded} rows."
         )
+    # Of several sparse axes, padding may lie between the rows of one device.
     if not (grad.indices_sorted and grad.unique_indices and grad.n_sparse == 1):
         grad = coalesce(grad)
     touched = touched_rows(grad, grad.dtype)
@@ -208,7 +208,6 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     size = np.asarray(shape[0], ids.dtype)
     first = lax.axis_index(axis_name).astype(ids.dtype) * size
     mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
-    mine = mine & in_bounds(ids, grad.shape)
     # Sorted as they are, the rows of a device lie side by side.
     slot = jnp.arange(min(grad.nse, _number_of_rows(shape, grad)), dtype=jnp.int32)
     place = slot + jnp.argmax(mine).astype(slot.dtype)
