@@ -78,7 +78,7 @@ def loss_of(lookup):
     return loss
 
 
-def step_of(tx, lookup):
+def step_of(tx, lookup, out_shardings=None):
     """One step of training, the parameters and the state donated."""
 
     def step(params, state, ids):
@@ -86,7 +86,7 @@ def step_of(tx, lookup):
         updates, state = tx.update(grads, state, params)
         return osa.apply_updates(params, updates), state, value
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out_shardings)
 
 
 def specs_of(
