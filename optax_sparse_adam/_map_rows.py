@@ -17,6 +17,7 @@ from ._rows import (
     scatter_rows,
     take_rows,
 )
+from ._sharding import rows_like
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
@@ -83,6 +84,7 @@ def map_rows(
         _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
         return data, tables
 
+    rows = rows._replace(data=rows_like(tables[0], rows.data))
     if rows.data.shape[0] <= _block_rows(rows.data):
         return one_pass(rows, tables, args)
     return lax.platform_dependent(rows, tables, args, cpu=blocks, default=one_pass)

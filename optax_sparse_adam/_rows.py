@@ -6,7 +6,9 @@ array of shape `[nse, n_sparse]`, and a row that lies outside of the table is pa
 never gathered from, never scattered to.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
+from ._sharding import gathered, mesh_of, partitioned
 from .native import _calls as native
 
 
@@ -197,6 +200,12 @@ def _unflatten(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.stack([flat, *reversed(columns)], axis=1)
 
 
+def on_each_device(grad: BCOO) -> tuple[jax.Array, jax.Array]:
+    """The indices and the data of a gradient, on a mesh whole on every device."""
+    mesh = mesh_of(grad.data, grad.indices)
+    return gathered(grad.indices, mesh), gathered(grad.data, mesh)
+
+
 def touched_rows(grad: BCOO, dtype: Any) -> Rows:
     """The touched rows of a gradient, duplicates added up in `dtype`.
 
@@ -208,8 +217,9 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
 
 def widened(grad: BCOO, dtype: Any) -> BCOO:
     """A gradient with values of this type, and indices that hold padding as well."""
+    indices, data = on_each_device(grad)
     return BCOO(
-        (grad.data.astype(dtype), wide(grad.indices, grad.shape)),
+        (data.astype(dtype), wide(indices, grad.shape)),
         shape=grad.shape,
         indices_sorted=grad.indices_sorted,
         unique_indices=grad.unique_indices,
@@ -332,14 +342,15 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
     # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
     # index into a table of more than 2**31 rows. XLA clamps by itself.
-    return lax.gather(
-        table,
-        indices,
-        _gather_numbers(table, n_sparse),
+    gather = functools.partial(
+        lax.gather,
+        dimension_numbers=_gather_numbers(table, n_sparse),
         slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
         unique_indices=True,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
+    axes = (None, *range(n_sparse, table.ndim))
+    return partitioned(gather, table, indices, like=table, axes=axes)
 
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -350,25 +361,30 @@ def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    return lax.scatter(
-        table,
-        indices,
-        rows.astype(table.dtype),
-        _scatter_numbers(table, indices.shape[1]),
-        unique_indices=True,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
+    return _scatter(lax.scatter, table, indices, rows, unique=True)
 
 
 def scatter_add_rows(
     table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
 ) -> jax.Array:
     """`table.at[indices].add(rows)`; padding is dropped."""
-    return lax.scatter_add(
-        table,
-        indices,
-        rows.astype(table.dtype),
-        _scatter_numbers(table, indices.shape[1]),
+    return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
+
+
+def _scatter(
+    function: Callable[..., jax.Array],
+    table: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    *,
+    unique: bool,
+) -> jax.Array:
+    scatter = functools.partial(
+        function,
+        dimension_numbers=_scatter_numbers(table, indices.shape[1]),
         unique_indices=unique,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
+    rows = rows.astype(table.dtype)
+    axes = range(table.ndim)
+    return partitioned(scatter, table, indices, rows, like=table, axes=axes)

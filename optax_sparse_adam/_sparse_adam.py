@@ -1,5 +1,6 @@
 """Adam on the rows that a gradient holds, with the numbers of torch's SparseAdam."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ._rows import (
     widened,
     with_rows,
 )
+from ._sharding import full_along, laid_out
 from .native import _calls as native
 
 Scalar = float | jax.Array
@@ -174,8 +176,8 @@ def _sparse_adam(
                 )
         return ScaleBySparseAdamState(
             count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
-            nu=optax.tree.zeros_like(params),
+            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
+            nu=jax.tree.map(full_along, params),
         )
 
     def update_fn(
@@ -203,7 +205,7 @@ def _sparse_adam(
         updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
         return updates, ScaleBySparseAdamState(count_inc, mu, nu)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
 
 
 def scale_by_sparse_adam(

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
+from .._sharding import mesh_of
 from ._library import available
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
@@ -24,6 +25,7 @@ def fits(grad: BCOO, *tables: jax.Array) -> bool:
         and not grad.unique_indices
         and grad.nse > 0
         and math.prod(grad.shape) > 0
+        and mesh_of(grad.data, *tables).empty
         and available()
     )
 
