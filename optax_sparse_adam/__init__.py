@@ -3,6 +3,9 @@
 from ._adafactor import SparseAdafactorState as SparseAdafactorState
 from ._adafactor import sparse_adafactor as sparse_adafactor
 from ._apply import apply_updates as apply_updates
+from ._collectives import local_rows as local_rows
+from ._collectives import pmean as pmean
+from ._collectives import psum as psum
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
 from ._lazy import lazy as lazy

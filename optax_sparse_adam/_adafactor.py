@@ -9,6 +9,7 @@ import optax
 
 from ._adafactor_rows import step_numbers, update_dense, update_sparse
 from ._rows import accumulator_dtype, is_bcoo, is_leaf
+from ._sharding import full_along, laid_out
 from ._sparse_adam import NUMBER, Scalar, check_leaf
 
 
@@ -64,17 +65,18 @@ def check_gradient(grad: Any, param: Any) -> None:
 
 def _init_moment(param: jax.Array, mean_over: int | None) -> jax.Array | None:
     """Zeros for a parameter that has this moment: `v` of vectors has no mean."""
-    shape, dtype = list(jnp.shape(param)), jnp.result_type(param)
+    shape, dtype = jnp.shape(param), jnp.result_type(param)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(
             f"Adafactor does not support complex parameters, got {dtype} of shape "
-            f"{tuple(shape)}. Train the real and the imaginary part as two tables."
+            f"{shape}. Train the real and the imaginary part as two tables."
         )
     if (len(shape) > 1) == (mean_over is None):
         return None
+    axes = list(range(len(shape)))
     if mean_over is not None:
-        del shape[mean_over]
-    return jnp.zeros(shape, accumulator_dtype(dtype))
+        del axes[mean_over]
+    return full_along(param, 0, accumulator_dtype(dtype), tuple(axes))
 
 
 def sparse_adafactor(
@@ -216,4 +218,4 @@ def sparse_adafactor(
         )
         return updates, SparseAdafactorState(count, row, col, v)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)

@@ -13,6 +13,7 @@ from ._rows import (
     is_bcoo,
     is_leaf,
     leaves_like,
+    on_each_device,
     scatter_add_rows,
     scatter_rows,
     touched_rows,
@@ -41,7 +42,8 @@ def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     if unique and update.nse > 1:
         param = _flag_scaled_indices(param, update)
     if param.dtype == dtype:
-        return scatter_add_rows(param, update.indices, update.data, unique=unique)
+        indices, data = on_each_device(update)
+        return scatter_add_rows(param, indices, data, unique=unique)
     # A table of lower precision than the sums: add, then round once.
     rows = touched_rows(update, dtype)
     old = gather_rows(param, rows.indices).astype(dtype)

@@ -19,6 +19,7 @@ from ._rows import (
     touched_rows,
     with_rows,
 )
+from ._sharding import laid_like, laid_out, mesh_of
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
@@ -117,6 +118,28 @@ def _row_leaves(
     return [None if i < 0 else i for i in owners]
 
 
+def _laid_like(
+    params: optax.Params, inner: optax.GradientTransformation, state: optax.OptState
+) -> optax.OptState:
+    """On a mesh, lays out what holds the rows of a parameter as the parameter is."""
+    treedef: Any
+    structure: Any
+    tables, treedef = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten(state)
+    if mesh_of(*tables).empty:
+        return state
+    shapes = [_shape(None, table) for table in tables]
+    depths = {i: 1 for i, shape in enumerate(shapes) if shape.shape}
+    try:
+        owners = _row_leaves(inner, treedef, shapes, depths, leaves)
+    except ValueError:  # what lazy cannot lift, it cannot lay out
+        return state
+    for n, (leaf, i) in enumerate(zip(leaves, owners, strict=True)):
+        if i is not None and leaf.shape == shapes[i].shape[: leaf.ndim]:
+            leaves[n] = laid_like(tables[i], leaf, range(leaf.ndim))
+    return structure.unflatten(leaves)
+
+
 def _shape(grad: Any, param: Any) -> Any:
     value = param if grad is None else grad
     return None if value is None else jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -190,7 +213,7 @@ def lazy(
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
         _check_state(state)
-        return state
+        return _laid_like(params, transformation, state)
 
     def update_fn(
         updates: optax.Updates,
@@ -244,4 +267,4 @@ def lazy(
         full = map(restored, leaves, new_leaves, owners)
         return treedef.unflatten(results), structure.unflatten(full)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)

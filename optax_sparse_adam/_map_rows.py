@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._rows import Rows, gather_rows, keep_real, pad, scatter_rows
+from ._rows import (
+    Rows,
+    gather_rows,
+    in_bounds,
+    keep_real,
+    pad,
+    scatter_rows,
+    take_rows,
+)
+from ._sharding import rows_like
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
@@ -30,18 +39,22 @@ def map_rows(
       The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
       tables with the touched rows replaced.
     """
+    shape = tables[0].shape
+
+    def update(
+        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The picture itself; what comes out of padding has no meaning."""
+        old = tuple(take_rows(table, rows.indices) for table in tables)
+        out, new = middle(rows.data, old, *args)
+        pairs = zip(tables, new, strict=True)
+        return out, tuple(scatter_rows(old, rows.indices, new) for old, new in pairs)
 
     def one_pass(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        old = tuple(gather_rows(table, rows.indices) for table in tables)
-        out, new = middle(rows.data, old, *args)
-        out = keep_real(rows, out, tables[0].shape).astype(rows.data.dtype)
-        tables = tuple(
-            scatter_rows(table, rows.indices, row)
-            for table, row in zip(tables, new, strict=True)
-        )
-        return out, tables
+        out, tables = update(rows, tables, args)
+        return keep_real(rows, out, shape).astype(rows.data.dtype), tables
 
     def blocks(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
@@ -52,16 +65,17 @@ def map_rows(
         # copies a whole buffer in each iteration that both slices and updates it.
         nse = rows.data.shape[0]
         size = _block_rows(rows.data)
-        shape = tables[0].shape
 
         def body(carry: Any) -> Any:
             start, data, tables = carry
             slot = start + jnp.arange(size, dtype=jnp.int32)
             indices = gather_rows(rows.indices, slot[:, None])
             indices = pad(indices, slot < nse, slot, shape)
-            part = Rows(indices, gather_rows(data, slot[:, None]), rows.stop)
-            out, tables = one_pass(part, tables, args)
-            return start + size, scatter_rows(data, slot[:, None], out), tables
+            part = Rows(indices, take_rows(data, slot[:, None]), rows.stop)
+            out, tables = update(part, tables, args)
+            # Padding keeps its zeros. To drop it here spares a mask over the values.
+            target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
+            return start + size, scatter_rows(data, target[:, None], out), tables
 
         def more(carry: Any) -> jax.Array:
             return carry[0] < rows.stop
@@ -70,6 +84,7 @@ def map_rows(
         _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
         return data, tables
 
+    rows = rows._replace(data=rows_like(tables[0], rows.data))
     if rows.data.shape[0] <= _block_rows(rows.data):
         return one_pass(rows, tables, args)
     return lax.platform_dependent(rows, tables, args, cpu=blocks, default=one_pass)

@@ -6,7 +6,9 @@ array of shape `[nse, n_sparse]`, and a row that lies outside of the table is pa
 never gathered from, never scattered to.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
+
+from ._sharding import gathered, mesh_of, partitioned
+from .native import _calls as native
 
 
 class Rows(NamedTuple):
@@ -195,16 +200,36 @@ def _unflatten(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.stack([flat, *reversed(columns)], axis=1)
 
 
+def on_each_device(grad: BCOO) -> tuple[jax.Array, jax.Array]:
+    """The indices and the data of a gradient, on a mesh whole on every device."""
+    mesh = mesh_of(grad.data, grad.indices)
+    return gathered(grad.indices, mesh), gathered(grad.data, mesh)
+
+
 def touched_rows(grad: BCOO, dtype: Any) -> Rows:
     """The touched rows of a gradient, duplicates added up in `dtype`.
 
     A gradient that says `unique_indices` is believed and keeps its order.
     """
-    nse = grad.nse
-    indices = wide(grad.indices, grad.shape)
-    data = grad.data.astype(dtype)
-    slot = jnp.arange(nse, dtype=jnp.int32)
-    if grad.unique_indices or nse == 0:
+    grad = widened(grad, dtype)
+    return _sums_by_kernel(grad) if native.fits(grad) else _sums(grad)
+
+
+def widened(grad: BCOO, dtype: Any) -> BCOO:
+    """A gradient with values of this type, and indices that hold padding as well."""
+    indices, data = on_each_device(grad)
+    return BCOO(
+        (data.astype(dtype), wide(indices, grad.shape)),
+        shape=grad.shape,
+        indices_sorted=grad.indices_sorted,
+        unique_indices=grad.unique_indices,
+    )
+
+
+def _sums(grad: BCOO) -> Rows:
+    indices, data = grad.indices, grad.data
+    slot = jnp.arange(grad.nse, dtype=jnp.int32)
+    if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
         stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
         data = jnp.where(_expand(valid, data), data, 0)
@@ -214,6 +239,11 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
         zeros = jnp.zeros_like(data)
         data = scatter_add_rows(zeros, group[:, None], data, unique=False)
     return Rows(pad(indices, valid, slot, grad.shape), data, stop)
+
+
+@jax.jit
+def _sums_by_kernel(grad: BCOO) -> Rows:
+    return native.on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
 def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
@@ -305,45 +335,56 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
     )
 
 
-def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """`table[indices]`; padding reads zeros."""
+def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads whatever row is next to it."""
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
-    # What mode="fill" does; but that compares int32 numbers where 64-bit types are off,
-    # and masks every row of a table of more than 2**31 rows. XLA clamps by itself.
-    rows = lax.gather(
-        table,
-        indices,
-        _gather_numbers(table, n_sparse),
+    # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
+    # index into a table of more than 2**31 rows. XLA clamps by itself.
+    gather = functools.partial(
+        lax.gather,
+        dimension_numbers=_gather_numbers(table, n_sparse),
         slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
         unique_indices=True,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
+    axes = (None, *range(n_sparse, table.ndim))
+    return partitioned(gather, table, indices, like=table, axes=axes)
+
+
+def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads zeros."""
+    rows = take_rows(table, indices)
     return jnp.where(_expand(in_bounds(indices, table.shape), rows), rows, 0)
 
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    return lax.scatter(
-        table,
-        indices,
-        rows.astype(table.dtype),
-        _scatter_numbers(table, indices.shape[1]),
-        unique_indices=True,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
+    return _scatter(lax.scatter, table, indices, rows, unique=True)
 
 
 def scatter_add_rows(
     table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
 ) -> jax.Array:
     """`table.at[indices].add(rows)`; padding is dropped."""
-    return lax.scatter_add(
-        table,
-        indices,
-        rows.astype(table.dtype),
-        _scatter_numbers(table, indices.shape[1]),
+    return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
+
+
+def _scatter(
+    function: Callable[..., jax.Array],
+    table: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    *,
+    unique: bool,
+) -> jax.Array:
+    scatter = functools.partial(
+        function,
+        dimension_numbers=_scatter_numbers(table, indices.shape[1]),
         unique_indices=unique,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
+    rows = rows.astype(table.dtype)
+    axes = range(table.ndim)
+    return partitioned(scatter, table, indices, rows, like=table, axes=axes)

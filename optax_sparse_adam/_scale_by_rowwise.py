@@ -1,5 +1,6 @@
 """The row-wise second moments, as ordinary transformations of dense gradients."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ._rows import accumulator_dtype
+from ._sharding import full_along, laid_out
 from ._sparse_adam import NUMBER, Scalar, check_hyperparameters, one_minus_power
 
 
@@ -14,9 +16,9 @@ def _init_moment(params: optax.Params, value: Scalar) -> optax.Updates:
     """One number for each vector along the last axis, of float32 at least."""
 
     def init(param: jax.Array) -> jax.Array:
-        shape = jnp.shape(param)
-        shape = shape[:-1] if len(shape) > 1 else shape
-        return jnp.full(shape, value, accumulator_dtype(jnp.result_type(param)))
+        dtype = accumulator_dtype(jnp.result_type(param))
+        axes = range(max(1, jnp.ndim(param) - 1)) if jnp.ndim(param) else ()
+        return full_along(param, value, dtype, tuple(axes))
 
     return jax.tree.map(init, params)
 
@@ -100,7 +102,7 @@ def scale_by_rowwise_rss(
         )
         return updates, ScaleByRowwiseRssState(sums)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformation(laid_out(init_fn), update_fn)
 
 
 class ScaleByRowwiseAdamState(NamedTuple):
@@ -157,7 +159,7 @@ def scale_by_rowwise_adam(
     def init_fn(params: optax.Params) -> ScaleByRowwiseAdamState:
         return ScaleByRowwiseAdamState(
             count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
+            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
             nu=_init_moment(params, 0.0),
         )
 
@@ -187,4 +189,4 @@ def scale_by_rowwise_adam(
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
         return updates, ScaleByRowwiseAdamState(count, mu, nu)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformation(laid_out(init_fn), update_fn)

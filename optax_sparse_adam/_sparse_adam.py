@@ -1,5 +1,6 @@
 """Adam on the rows that a gradient holds, with the numbers of torch's SparseAdam."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,14 +13,18 @@ from jax.experimental.sparse import BCOO
 
 from ._map_rows import map_rows
 from ._rows import (
+    Rows,
     accumulator_dtype,
     check_bcoo,
     is_bcoo,
     is_leaf,
     leaves_like,
     touched_rows,
+    widened,
     with_rows,
 )
+from ._sharding import full_along, laid_out
+from .native import _calls as native
 
 Scalar = float | jax.Array
 NUMBER = (int, float, np.number)  # what is known while tracing
@@ -64,9 +69,28 @@ def _adam_rows(
 def update_sparse(
     grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
 ) -> tuple[BCOO, tuple[jax.Array, ...]]:
-    rows = touched_rows(grad, factors.scale.dtype)
+    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
+    wide = widened(grad, factors.scale.dtype)
+    if native.fits(wide, *moments):
+        rows, moments = native.on_cpu(_by_kernel, _by_rows, wide, moments, factors)
+    else:
+        rows, moments = _by_rows(wide, moments, factors)
+    return with_rows(grad, rows, rows.data), moments
+
+
+def _by_rows(
+    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
+) -> tuple[Rows, tuple[jax.Array, ...]]:
+    rows = touched_rows(grad, grad.dtype)
     data, moments = map_rows(_adam_rows, rows, moments, factors)
-    return with_rows(grad, rows, data), moments
+    return rows._replace(data=data), moments
+
+
+def _by_kernel(
+    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
+) -> tuple[Rows, tuple[jax.Array, ...]]:
+    rows, moments = native.adam_rows(grad, moments, factors)
+    return Rows(*rows), moments
 
 
 @jax.jit
@@ -152,8 +176,8 @@ def _sparse_adam(
                 )
         return ScaleBySparseAdamState(
             count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
-            nu=optax.tree.zeros_like(params),
+            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
+            nu=jax.tree.map(full_along, params),
         )
 
     def update_fn(
@@ -181,7 +205,7 @@ def _sparse_adam(
         updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
         return updates, ScaleBySparseAdamState(count_inc, mu, nu)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
 
 
 def scale_by_sparse_adam(

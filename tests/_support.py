@@ -1,5 +1,7 @@
 """What the tests share: comparisons that show numbers, references in plain NumPy."""
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -135,3 +137,10 @@ class NumpyAdam:
             self.mu[row] += (1 - self.b1) * (g - self.mu[row])
             self.nu[row] += (1 - self.b2) * (g * g - self.nu[row])
             self.table[row] -= size * self.mu[row] / (np.sqrt(self.nu[row]) + self.eps)
+
+
+def program_environment():
+    """For a program in a process of its own: this package, CPUs, no flags of tests."""
+    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return os.environ | settings | {"PYTHONPATH": os.pathsep.join(path)}

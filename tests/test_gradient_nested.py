@@ -241,6 +241,23 @@ def test_whole_gradient_on_every_device(check_vma, summed):
     assert_same(on_mesh(osa), on_mesh(jax))
 
 
+@pytest.mark.parametrize("ids_spec", [WHOLE, ALONG], ids=["whole", "along"])
+def test_replicated_gradient_leaves_shard_map(ids_spec):
+    """The value varies over devices, the gradient, summed over them, does not."""
+
+    def local(p, ids, labels):
+        return osa.grad(lambda p: loss(p, ids) + jnp.sum(labels))(p)["t"]
+
+    grad = jax.shard_map(
+        local,
+        mesh=mesh(AxisType.Auto),
+        in_specs=(WHOLE, ids_spec, ALONG),
+        out_specs=WHOLE,
+    )(PARAMS, MANY_IDS, jnp.ones(8))
+    times = 8 if ids_spec == WHOLE else 1
+    assert_same(grad.todense(), times * EXPECTED[1]["t"])
+
+
 def test_pmap():
     value, grads = jax.pmap(osa.value_and_grad(loss), in_axes=(None, 0))(
         PARAMS, MANY_IDS

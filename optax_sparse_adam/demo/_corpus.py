@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .._command_line import InputError
+
 Ints = NDArray[np.int32]
 
 # Identifiers stay whole and keep their case: ValueError is one word. One letter says
@@ -28,10 +30,6 @@ _FEWEST_WORDS = 10
 _PIECE = 1000  # tokens that stay in their order when the text is shuffled
 _CHUNK = 1000  # pieces whose pairs are in memory at a time
 _HELD_OUT = 20  # one piece in so many is never trained on
-
-
-class InputError(Exception):
-    """Something that the user passed cannot work; the message is one line for them."""
 
 
 class Corpus(NamedTuple):

@@ -1,12 +1,10 @@
 """The command line of the demo: options, and what is wrong with them, in one line."""
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
-from ._corpus import InputError
+from .._command_line import InputError, Parser, number_type, output_type
 
 _DESCRIPTION = """\
 Trains word vectors (word2vec: skip-gram with negative sampling) with sparse_adam on
@@ -20,30 +18,6 @@ example:
   python -m optax_sparse_adam.demo --text ~/books --min-count 5 --save vectors.npz"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see --help")
-
-
-def _number(option: str, default: float, low: float, high: float) -> Any:
-    kind = type(default)
-    name = "a whole number" if kind is int else "a number"
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if low <= value <= high:
-            return value
-        raise InputError(
-            f"{option} must be {name} from {low:,} to {high:,}, got {text!r}; leave it "
-            f"out for {default:,}"
-        )
-
-    return parse
-
-
 def _input(text: str) -> Path:
     path = Path(text)
     if text and path.exists():
@@ -54,39 +28,13 @@ def _input(text: str) -> Path:
     )
 
 
-def _output(option: str, *suffixes: str) -> Callable[[str], Path]:
-    """Finds out now, not after the training, that a file cannot be written."""
-
-    def parse(text: str) -> Path:
-        path = Path(text)
-        if path.suffix not in suffixes:
-            raise InputError(
-                f"{option} must end in {' or '.join(suffixes)}, got {text!r}; choose "
-                f"a name such as {path.stem or 'result'}{suffixes[0]}"
-            )
-        try:
-            is_new = not path.exists()
-            with path.open("ab"):
-                pass
-            if is_new:
-                path.unlink()
-        except OSError as error:
-            raise InputError(
-                f"{option} must be a file that can be written, got {text!r} "
-                f"({error.strerror}); choose another folder or name"
-            ) from None
-        return path
-
-    return parse
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line.
 
     Raises:
       InputError: If an option is unknown or its value cannot work.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="python -m optax_sparse_adam.demo",
         description=_DESCRIPTION,
         epilog=_EXAMPLE,
@@ -97,7 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     def number(option: str, default: float, low: float, high: float, text: str) -> None:
         parser.add_argument(
             option,
-            type=_number(option, default, low, high),
+            type=number_type(option, default, low, high),
             default=default,
             metavar="N" if isinstance(default, int) else "X",
             help=f"{text} (default: %(default)s)",
@@ -130,13 +78,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--plot",
-        type=_output("--plot", ".png", ".pdf", ".svg"),
+        type=output_type("--plot", ".png", ".pdf", ".svg"),
         metavar="loss.png",
         help="draw the losses (.png, .pdf or .svg)",
     )
     parser.add_argument(
         "--save",
-        type=_output("--save", ".npz"),
+        type=output_type("--save", ".npz"),
         metavar="vectors.npz",
         help="keep words, counts and both tables",
     )

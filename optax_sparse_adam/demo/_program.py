@@ -1,8 +1,6 @@
 """The program: prepares, trains with both optimisers, reports."""
 
 import argparse
-import importlib
-import io
 import itertools
 import platform
 import sys
@@ -17,7 +15,8 @@ import optax
 
 import optax_sparse_adam as osa
 
-from ._corpus import Batch, Corpus, InputError, SkipGrams, read_corpus
+from .._command_line import InputError, columns, exit_code, need
+from ._corpus import Batch, Corpus, SkipGrams, read_corpus
 from ._options import parse_args
 from ._word2vec import (
     Params,
@@ -34,16 +33,6 @@ _AMONG = 5_000  # only so many words, the most frequent ones, are shown as neigh
 _NEIGHBOURS = 5
 _SHOWN = "read,max,left,first,True,stdin,encode,hour,width,red,lock,socket"
 _NUM_SHOWN = 12
-
-
-def _need(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise InputError(
-            f"the demo needs {module.partition('.')[0]}, which is not installed; run "
-            'pip install "optax-sparse-adam[demo]"'
-        ) from None
 
 
 def _choose_words(corpus: Corpus, asked: str | None) -> list[int]:
@@ -165,14 +154,6 @@ def _plot(figure: Any, path: Path, trainers: dict[str, Trainer]) -> None:
     canvas.savefig(path)
 
 
-def _print_columns(rows: Sequence[Sequence[str]], justify: Callable[..., str]) -> None:
-    """Prints a table; `justify` places the cells right of the first column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = map(justify, rest, widths[1:])
-        print("   ".join(["  " + first.ljust(widths[0]), *cells]).rstrip())
-
-
 def _print_neighbours(corpus: Corpus, center: Any, shown: Sequence[int]) -> None:
     among = min(_AMONG, len(corpus.words))
     found = nearest(center, shown, _NEIGHBOURS, among)
@@ -183,7 +164,7 @@ def _print_neighbours(corpus: Corpus, center: Any, shown: Sequence[int]) -> None
         )
         table.append((corpus.words[word], *near))
     print(f"\nNearest of the {among:,} most frequent words, by cosine:")
-    _print_columns(table, str.ljust)
+    print(columns(table, str.ljust))
 
 
 def _print_results(rows: Sequence[tuple[str, ...]]) -> None:
@@ -192,12 +173,12 @@ def _print_results(rows: Sequence[tuple[str, ...]]) -> None:
         "for. The loss is that of a pair, in text that was held out. optax.adam moves\n"
         "all rows in every step, osa.sparse_adam those of the batch."
     )
-    _print_columns(rows, str.rjust)
+    print(columns(rows, str.rjust))
 
 
 def _run(args: argparse.Namespace) -> int:
-    tqdm = _need("tqdm").tqdm
-    figure = _need("matplotlib.figure") if args.plot else None
+    tqdm = need("demo", "tqdm").tqdm
+    figure = need("demo", "matplotlib.figure") if args.plot else None
     began = time.perf_counter()
     task = _prepare(args)
     _print_task(args, task.corpus)
@@ -237,14 +218,4 @@ def _run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo and returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # The text may hold words that the terminal or a pipe cannot encode.
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        return _run(parse_args(argv))
-    except (InputError, OSError) as error:
-        print(f"demo: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("demo: interrupted", file=sys.stderr)
-        return 130
+    return exit_code("demo", lambda: _run(parse_args(argv)))

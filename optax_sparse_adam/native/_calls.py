@@ -1,0 +1,76 @@
+"""The kernel's functions on JAX arrays."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.sparse import BCOO
+
+from .._sharding import mesh_of
+from ._library import available
+
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def fits(grad: BCOO, *tables: jax.Array) -> bool:
+    """Whether the kernel is there and knows these types; all of it is static."""
+    return (
+        {grad.dtype, *(table.dtype for table in tables)} == {jnp.dtype("float32")}
+        and grad.indices.dtype == jnp.int32
+        and grad.n_sparse == 1
+        and not grad.unique_indices
+        and grad.nse > 0
+        and math.prod(grad.shape) > 0
+        and mesh_of(grad.data, *tables).empty
+        and available()
+    )
+
+
+def sum_rows(grad: BCOO) -> Sums:
+    """Adds up duplicate rows.
+
+    Returns:
+      The touched rows `[nse, 1]` in ascending order, then `num_rows + slot`; their
+      sums, then zeros; and how many rows they are.
+    """
+    rows, data, stop = _call("sum_rows", grad, (), ())
+    return rows, data, stop
+
+
+def adam_rows(
+    grad: BCOO, moments: tuple[jax.Array, ...], factors: tuple[jax.Array, ...]
+) -> tuple[Sums, tuple[jax.Array, ...]]:
+    """Like `sum_rows`, with the update in place of the sums, and the new moments."""
+    numbers = (jnp.stack(factors),)
+    rows, data, stop, *moments_ = _call("adam_rows", grad, moments, numbers)
+    return (rows, data, stop), tuple(moments_)
+
+
+def _call(
+    name: str, grad: BCOO, tables: tuple[jax.Array, ...], others: tuple[jax.Array, ...]
+) -> Any:
+    """Calls the kernel, with the gradient and the tables updated in place."""
+    in_place = (grad.indices, grad.data, *tables)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
+    results.insert(2, jax.ShapeDtypeStruct((), jnp.int32))
+    call = jax.ffi.ffi_call(
+        f"optax_sparse_adam.{name}",
+        results,
+        input_output_aliases={i: i + (i > 1) for i in range(len(in_place))},
+        vmap_method="sequential",
+    )
+    num_rows, *row_shape = grad.shape
+    width = math.prod(row_shape)
+    sizes = {"num_rows": np.int64(num_rows), "width": np.int64(width)}
+    return call(*in_place, *others, **sizes)
+
+
+def on_cpu(native: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> Any:
+    """`native(*args)` on a CPU, else `pure(*args)`, which has the derivatives too."""
+    call = jax.custom_jvp(native)
+    call.defjvp(lambda primals, tangents: jax.jvp(pure, primals, tangents))
+    return lax.platform_dependent(*args, cpu=call, default=pure)

@@ -1,0 +1,243 @@
+// The sums of a row-sparse gradient, and Adam on the rows that it touches, for CPUs.
+//
+// What `touched_rows` and `map_rows` do in XLA, in one pass and in place: the gradient's
+// buffer becomes the sums, or the update. Sums are added in the order of the entries, so
+// they are those of XLA bit for bit, whatever the number of threads.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+// Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the
+// pool. A thread that comes late finds nothing left to do: nobody waits for its start,
+// so that there is no deadlock in a pool whose threads all wait here.
+void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
+              const std::function<void(int64_t, int64_t)>& body) {
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    int64_t done = 0;
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  const int64_t parts = (size + grain - 1) / grain;
+  auto shared = std::make_shared<Shared>();
+  auto work = [shared, parts, size, grain, &body] {
+    int64_t mine = 0;
+    for (int64_t part; (part = shared->next.fetch_add(1)) < parts; ++mine) {
+      body(part * grain, std::min(size, (part + 1) * grain));
+    }
+    if (mine == 0) return;  // `body` may be gone
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->done += mine;
+    if (shared->done == parts) shared->all_done.notify_one();
+  };
+  const int64_t helpers = std::min(pool.num_threads(), parts) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+  work();
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->all_done.wait(lock, [&] { return shared->done == parts; });
+}
+
+struct Entry {
+  uint32_t row, slot;
+};
+
+// The entries inside of the table by row, those of one row in their order: radix sort.
+std::vector<Entry> Sorted(const int32_t* indices, int64_t nse, int64_t num_rows) {
+  constexpr int kBits = 11;
+  std::vector<Entry> entries;
+  entries.reserve(nse);
+  for (int64_t slot = 0; slot < nse; ++slot) {
+    if (indices[slot] < 0 || indices[slot] >= num_rows) continue;
+    entries.push_back({uint32_t(indices[slot]), uint32_t(slot)});
+  }
+  std::vector<Entry> other(entries.size());
+  for (int shift = 0; (num_rows - 1) >> shift > 0; shift += kBits) {
+    const auto digit = [shift](const Entry& entry) {
+      return (entry.row >> shift) & ((1 << kBits) - 1);
+    };
+    uint32_t position[(1 << kBits) + 1] = {};
+    for (const Entry& entry : entries) ++position[digit(entry) + 1];
+    for (int i = 0; i < 1 << kBits; ++i) position[i + 1] += position[i];
+    for (const Entry& entry : entries) other[position[digit(entry)]++] = entry;
+    entries.swap(other);
+  }
+  return entries;
+}
+
+// Moves row `from[k]` to row `k` for all k, in place. No two rows are moved from one.
+void MoveRows(float* data, int64_t width, int64_t nse,
+              const std::vector<uint32_t>& from) {
+  const int64_t size = from.size();
+  const auto copy = [width](float* to, const float* row) {
+    std::memcpy(to, row, width * sizeof(float));
+  };
+  std::vector<char> needed(nse), moved(size);
+  for (uint32_t row : from) needed[row] = 1;
+  // Fills row `k`, then the hole that this leaves, and so on, up to `last`.
+  std::vector<float> spare(width);
+  const auto fill = [&](int64_t k, int64_t last) {
+    while (k < size) {
+      moved[k] = 1;
+      if (from[k] == last) return copy(data + k * width, spare.data());
+      copy(data + k * width, data + from[k] * width);
+      k = from[k];
+    }
+  };
+  for (int64_t k = 0; k < size; ++k) {
+    if (!needed[k]) fill(k, nse);
+  }
+  for (int64_t k = 0; k < size; ++k) {  // what is left are circles
+    if (moved[k] || from[k] == k) continue;
+    copy(spare.data(), data + k * width);
+    fill(k, k);
+  }
+}
+
+// Adds up the entries of each row, calls `middle(row, sums)`, and leaves in `data` what
+// it makes of the sums: touched rows first, in ascending order, then zeros.
+template <typename Middle>
+void ForEachRow(ffi::ThreadPool& pool, const int32_t* indices, int64_t nse,
+                int64_t width, int64_t num_rows, float* data, int32_t* rows,
+                int32_t* stop, const Middle& middle) {
+  constexpr int64_t kAhead = 4;  // rows to fetch ahead
+  const std::vector<Entry> entries = Sorted(indices, nse, num_rows);
+  std::vector<uint32_t> starts, from;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (i > 0 && entries[i].row == entries[i - 1].row) continue;
+    starts.push_back(i);
+    from.push_back(entries[i].slot);
+  }
+  const int64_t size = from.size();
+  starts.push_back(entries.size());
+  Parallel(pool, size, 256, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kAhead < size) {
+        middle.Prefetch(entries[starts[k + kAhead]].row);
+        const float* next = data + from[k + kAhead] * width;
+        for (int64_t j = 0; j < width; j += 16) __builtin_prefetch(next + j, 1);
+      }
+      float* __restrict__ sum = data + from[k] * width;
+      for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
+      for (uint32_t i = starts[k] + 1; i < starts[k + 1]; ++i) {
+        const float* __restrict__ addend = data + entries[i].slot * width;
+        for (int64_t j = 0; j < width; ++j) sum[j] += addend[j];
+      }
+      rows[k] = entries[starts[k]].row;
+      middle(rows[k], sum);
+    }
+  });
+  MoveRows(data, width, nse, from);
+  Parallel(pool, nse - size, 1024, [&](int64_t begin, int64_t end) {
+    const int64_t bytes = (end - begin) * width * sizeof(float);
+    std::memset(data + (size + begin) * width, 0, bytes);
+    for (int64_t k = size + begin; k < size + end; ++k) rows[k] = num_rows + k;
+  });
+  *stop = size;
+}
+
+struct Sum {
+  void Prefetch(int64_t) const {}
+  void operator()(int64_t, float*) const {}
+};
+
+// The formula of `_adam_rows`.
+struct Adam {
+  float *mu, *nu;
+  int64_t width;
+  float sign, one_minus_b1, one_minus_b2, eps, scale;
+
+  void Prefetch(int64_t row) const {
+    for (int64_t j = 0; j < width; j += 16) {
+      __builtin_prefetch(mu + row * width + j, 1);
+      __builtin_prefetch(nu + row * width + j, 1);
+    }
+  }
+
+  void operator()(int64_t row, float* __restrict__ grad) const {
+    float* __restrict__ m = mu + row * width;
+    float* __restrict__ v = nu + row * width;
+    for (int64_t j = 0; j < width; ++j) {
+      const float g = sign * grad[j];
+      m[j] += one_minus_b1 * (g - m[j]);
+      v[j] += one_minus_b2 * (g * g - v[j]);
+      grad[j] = scale * m[j] / (std::sqrt(v[j]) + eps);
+    }
+  }
+};
+
+template <typename Middle>
+ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, int64_t width,
+               int64_t num_rows, Floats& data, Ints& rows, ffi::BufferR0<ffi::S32>& stop,
+               const Middle& middle) {
+  try {
+    ForEachRow(pool, indices.typed_data(), indices.element_count(), width, num_rows,
+               data.typed_data(), rows.typed_data(), stop.typed_data(), middle);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
+  }
+  return ffi::Error::Success();
+}
+
+// The inputs but `indices` and `factors` are the buffers of outputs.
+ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats, Floats, Floats,
+                    Floats factors, int64_t num_rows, int64_t width,
+                    ffi::Result<Ints> rows, ffi::Result<Floats> data,
+                    ffi::Result<ffi::BufferR0<ffi::S32>> stop, ffi::Result<Floats> mu,
+                    ffi::Result<Floats> nu) {
+  const float* f = factors.typed_data();
+  const Adam adam{mu->typed_data(), nu->typed_data(), width, f[0], f[1], f[2],
+                  f[3], f[4]};
+  return Run(pool, indices, width, num_rows, *data, *rows, *stop, adam);
+}
+
+ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats, int64_t num_rows,
+                   int64_t width, ffi::Result<Ints> rows, ffi::Result<Floats> data,
+                   ffi::Result<ffi::BufferR0<ffi::S32>> stop) {
+  return Run(pool, indices, width, num_rows, *data, *rows, *stop, Sum{});
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adam_rows, AdamRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Ret<Ints>()
+                                  .Ret<Floats>()
+                                  .Ret<ffi::BufferR0<ffi::S32>>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(sum_rows, SumRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Ret<Ints>()
+                                  .Ret<Floats>()
+                                  .Ret<ffi::BufferR0<ffi::S32>>());

@@ -1,0 +1,125 @@
+"""Run by test_native.py with one CPU device: what a user's process does."""
+
+import json
+import os
+import re
+import sys
+
+if "--one-core" in sys.argv:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental.sparse import BCOO
+
+import optax_sparse_adam as osa
+
+SHAPE, NSE = (5000, 24), 3000
+
+
+def gradient(seed, shape=SHAPE, nse=NSE, n_sparse=1, dtype="float32", **flags):
+    rng = np.random.default_rng(seed)
+    data = rng.standard_normal((nse, *shape[n_sparse:])).astype(dtype)
+    columns = [rng.integers(-2, n + 2, nse) for n in shape[:n_sparse]]
+    indices = np.stack(columns, axis=1).astype("int32")
+    return BCOO((jnp.asarray(data), jnp.asarray(indices)), shape=shape, **flags)
+
+
+def stepper(tx):
+    def step(table, state, grad):
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def trained(tx, steps=5):
+    table = jnp.ones(SHAPE)
+    state = tx.init(table)
+    step = stepper(tx)
+    for seed in range(steps):
+        table, state = step(table, state, gradient(seed))
+    return [np.asarray(x).tobytes().hex() for x in jax.tree.leaves((table, state))]
+
+
+def lowered(shape, **kwargs):
+    tx = osa.sparse_adam(0.1)
+    grad = jax.eval_shape(lambda: gradient(0, shape, **kwargs))
+    table = jax.ShapeDtypeStruct(shape, grad.dtype)
+    return stepper(tx).trace(table, jax.eval_shape(tx.init, table), grad)
+
+
+def memory(rows):
+    program = lowered((rows, 64), nse=4096).lower().compile()
+    sizes = program.memory_analysis()
+    return sizes.temp_size_in_bytes, sizes.alias_size_in_bytes - 3 * rows * 64 * 4
+
+
+def targets(lowering):
+    return re.findall(r"@optax_sparse_adam\.(\w+)", lowering.as_text())
+
+
+def ensemble():
+    """Two tables at once under vmap, and one after the other."""
+    tx = osa.sparse_adam(0.1)
+    tables = jnp.ones((2, *SHAPE))
+    grads = [gradient(seed) for seed in (0, 1)]
+    both = jax.tree.map(lambda *x: jnp.stack(x), *[(g.data, g.indices) for g in grads])
+
+    def update(arrays, table):
+        grad = BCOO(tuple(arrays), shape=SHAPE)
+        return osa.apply_updates(table, tx.update(grad, tx.init(table))[0])
+
+    at_once = jax.jit(jax.vmap(update))(both, tables)
+    alone = [jax.jit(update)((g.data, g.indices), tables[0]) for g in grads]
+    return bool(jnp.array_equal(at_once, jnp.stack(alone)))
+
+
+def derivative():
+    """Of the loss after a step with respect to the learning rate."""
+
+    def loss(rate):
+        tx = osa.sparse_adam(rate)
+        grad = gradient(0)
+        table = jnp.ones(SHAPE)
+        updates, _ = tx.update(grad, tx.init(table))
+        return jnp.sum(osa.apply_updates(table, updates))
+
+    return float(jax.jvp(loss, (jnp.float32(0.1),), (jnp.float32(1.0),))[1])
+
+
+def main():
+    wide = {"unique_indices": True, "indices_sorted": True}
+    lazy = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)))
+    print(
+        json.dumps(
+            {
+                "uses": targets(lowered(SHAPE).lower()),
+                "uses on a GPU": targets(
+                    lowered(SHAPE).lower(lowering_platforms=("cuda",))
+                ),
+                "uses for others": [
+                    targets(lowered(*args, **kwargs).lower())
+                    for args, kwargs in (
+                        [(SHAPE,), {"dtype": "float16"}],
+                        [(SHAPE,), wide],
+                        [((50, 100, 24),), {"n_sparse": 2}],
+                        [(SHAPE,), {"nse": 0}],
+                        [((2**31 - 9, 1),), {}],
+                    )
+                ],
+                "memory": [memory(rows) for rows in (100_000, 10_000_000)],
+                "sparse_adam": trained(osa.sparse_adam(0.1, maximize=True)),
+                "lazy": trained(lazy),
+                "rowwise_adam": trained(osa.rowwise_adam(0.1)),
+                "ensemble": ensemble(),
+                "derivative": derivative(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
