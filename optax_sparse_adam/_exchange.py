@@ -11,7 +11,7 @@ import math
 import jax
 from jax import lax
 
-AxisName = str | tuple[str, ...]
+from ._collectives import AxisName
 
 
 def default_capacity(number: int, devices: int) -> int:

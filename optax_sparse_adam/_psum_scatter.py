@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from ._exchange import AxisName, Exchange, plan, rows_per_device
+from ._collectives import AxisName, local_rows, psum
+from ._exchange import plan, rows_per_device
 from ._routes import make_route, to_owners
-from ._rows import check_bcoo, coalesce, in_bounds, is_bcoo, is_leaf, wide
+from ._rows import check_bcoo, coalesce, in_bounds, is_bcoo, is_leaf
 
 
 def psum_scatter(
@@ -81,13 +82,13 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
     shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
     most = math.prod(shape[: grad.n_sparse])
     exchange = plan(axis_name, shape[0], most, grad.nse, *sizes)
-    if exchange.is_routed:
-        grad = coalesce(grad)
-        stop = jnp.sum(in_bounds(grad.indices, grad.shape), dtype=jnp.int32)
-        route = make_route(exchange, grad.indices, stop)
-        indices, data = to_owners(exchange, route, grad.data)
-    else:
-        indices, data = _gather_all(exchange, grad)
+    if not exchange.is_routed:
+        total: BCOO = local_rows(psum(grad, axis_name), axis_name)
+        return total
+    grad = coalesce(grad)
+    stop = jnp.sum(in_bounds(grad.indices, grad.shape), dtype=jnp.int32)
+    route = make_route(exchange, grad.indices, stop)
+    indices, data = to_owners(exchange, route, grad.data)
     total = coalesce(BCOO((data, indices), shape=shape))
     return BCOO(
         (total.data[:most], total.indices[:most]),  # the rest is padding
@@ -95,12 +96,3 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
         indices_sorted=True,
         unique_indices=True,
     )
-
-
-def _gather_all(exchange: Exchange, grad: BCOO) -> tuple[jax.Array, jax.Array]:
-    """The rows of all devices; those of other shards with an index out of bounds."""
-    indices, data = (
-        lax.all_gather(x, exchange.axis_name, tiled=True)
-        for x in (wide(grad.indices, grad.shape), grad.data)
-    )
-    return indices.at[:, 0].subtract(exchange.first_row().astype(indices.dtype)), data

@@ -102,7 +102,7 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
     return grad
 
 
-def wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Casts indices to a type that holds every row id and `nse` ids past the last."""
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
     own = [indices.dtype] if indices.dtype.itemsize >= 4 else []
@@ -219,7 +219,7 @@ def widened(grad: BCOO, dtype: Any) -> BCOO:
     """A gradient with values of this type, and indices that hold padding as well."""
     indices, data = on_each_device(grad)
     return BCOO(
-        (data.astype(dtype), wide(indices, grad.shape)),
+        (data.astype(dtype), _wide(indices, grad.shape)),
         shape=grad.shape,
         indices_sorted=grad.indices_sorted,
         unique_indices=grad.unique_indices,

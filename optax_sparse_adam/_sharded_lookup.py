@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._exchange import AxisName, Exchange, plan, rows_per_device
+from ._collectives import AxisName
+from ._exchange import Exchange, plan, rows_per_device
 from ._routes import Route, from_owners, make_route, take_rows, to_owners
 from ._rows import accumulator_dtype, group_rows, pad, scatter_add_rows
 from ._varying import vary, varying_axes
