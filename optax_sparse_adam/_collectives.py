@@ -143,8 +143,10 @@ def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
 
     .. warning::
 
-      A norm over the result is that of a shard. To clip by the global norm, clip the
-      whole gradient first, `clip = osa.lazy(optax.clip_by_global_norm(1.0))`.
+      A norm or a mean over the result is that of a shard. To clip by the global norm,
+      clip the whole gradient first, `clip = osa.lazy(optax.clip_by_global_norm(1.0))`;
+      `sparse_adafactor` trains each shard as a table of its own. Under `jit` of sharded
+      arrays, without `shard_map`, both see the whole table.
 
     Args:
       grads: A tree with dense, BCOO or `None` leaves; a BCOO is the gradient of the

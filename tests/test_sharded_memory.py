@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
+from optax_sparse_adam import _map_rows
 
 from ._mesh import Case, bytes_on_one_device, largest_collective, specs_of, step_of
 from ._support import bcoo
@@ -183,5 +184,6 @@ def test_blocks(case):
 
     program = jax.jit(step, donate_argnums=0).lower(state, values, ids).compile()
     text = program.as_text()
-    assert f"s32[{1024},1]" in text
+    block = _map_rows._BLOCK_BYTES // (WIDTH * 4)
+    assert f"s32[{block},1]" in text
     assert largest_collective(text) == nse * WIDTH * 4  # the gradient, gathered once
