@@ -1,0 +1,84 @@
+"""Rounding to low-precision numbers, at random and right on average."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+def _round(
+    how: Callable[[jax.Array], jax.Array], x: jax.Array, dtype: Any
+) -> jax.Array:
+    """Rounds float32 numbers to those of a type, as far as it had no largest one.
+
+    In float32, with powers of two, where all of this is exact: XLA may leave out a cast
+    to a type and back. Steps are at least 2**-126, since devices take smaller numbers
+    for 0; bfloat16, the only low type that has such numbers, loses some next to 0.
+
+    Args:
+      how: `jnp.floor`, `jnp.ceil`, or `jnp.round`, which is to even in the middle.
+      x: The numbers.
+      dtype: The type.
+    """
+    info = jnp.finfo(dtype)
+    exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
+    exponent = jnp.maximum(exponent, info.minexp + 127) - info.nmant
+    exponent = jnp.maximum(exponent, 1)
+    step, inverse = (
+        lax.bitcast_convert_type(e << 23, jnp.float32)
+        for e in (exponent, 254 - exponent)
+    )
+    return how(x * inverse) * step
+
+
+def _neighbours(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The largest number of a type that is at most `x`, the smallest at least `x`."""
+    largest = min(float(jnp.finfo(dtype).max), _LARGEST)
+    below, above = (_round(how, x, dtype) for how in (jnp.floor, jnp.ceil))
+    return jnp.clip(below, -largest, largest), jnp.clip(above, -largest, largest)
+
+
+def _nearest(x: jax.Array, dtype: Any) -> jax.Array:
+    near = _round(jnp.round, x, dtype)
+    beyond = jnp.abs(near) > min(float(jnp.finfo(dtype).max), _LARGEST)
+    return jnp.where(beyond, jnp.copysign(jnp.inf, near), near)
+
+
+def _choose(key: jax.Array, x: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
+    """True with probability `(x - lo) / (hi - lo)`, to 2**-32; False if hi is inf.
+
+    True, too, if there is no such number: where `lo == hi`, or `lo` is -inf.
+    """
+    share = (x - lo) / (hi - lo)
+    bits = jax.random.bits(key, x.shape, jnp.uint32)
+    return ~(share < 1) | (bits < (share * 2.0**32).astype(jnp.uint32))
+
+
+def round_value(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+    x = x.astype(jnp.float32)
+    below, above = _neighbours(x, dtype)
+    rounded = jnp.where(_choose(key, x, below, above), above, below)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+
+
+def round_update(
+    key: jax.Array, param: jax.Array, update: jax.Array, dtype: Any
+) -> jax.Array:
+    """An update of a type that, added and rounded to nearest, is right on average.
+
+    The sum is one of two numbers, next to `param + update` wherever updates of this
+    type reach those, which they do but where the parameter is far larger than the sum.
+    """
+    old = param.astype(jnp.float32)
+    x = old + update.astype(jnp.float32)
+    below, above = _neighbours(x, param.dtype)
+    down, up = _neighbours(below - old, dtype)[0], _neighbours(above - old, dtype)[1]
+    lo, hi = (_nearest(old + change, param.dtype) for change in (down, up))
+    rounded = jnp.where(_choose(key, x, lo, hi), up, down)
+    rounded = jnp.where(jnp.isfinite(x), rounded, x)
+    # -0.0 leaves every number as it is, itself included.
+    return jnp.where(x == old, -0.0, rounded).astype(dtype)
