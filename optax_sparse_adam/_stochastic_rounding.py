@@ -33,32 +33,6 @@ def _widened(x: Any, dtype: Any = jnp.float32) -> Any:
     return jnp.asarray(x, dtype) if _is_low(x) else x
 
 
-def _round_updates(
-    key: jax.Array, grads: list[Any], params: list[Any], updates: list[Any]
-) -> list[Any]:
-    return [
-        round_update(jax.random.fold_in(key, i), param, update, grad.dtype)
-        if grad is not None and _is_low(param)
-        else update
-        for i, (grad, param, update) in enumerate(
-            zip(grads, params, updates, strict=True)
-        )
-    ]
-
-
-def _round_state(key: jax.Array, old: optax.OptState, new: optax.OptState) -> Any:
-    structure: Any
-    leaves, structure = jax.tree.flatten(old)
-    return structure.unflatten(
-        round_value(jax.random.fold_in(key, i), value, leaf.dtype)
-        if _is_low(leaf) and value is not None
-        else value
-        for i, (leaf, value) in enumerate(
-            zip(leaves, structure.flatten_up_to(new), strict=True)
-        )
-    )
-
-
 def _init(
     init: Callable[[Any], Any], params: optax.Params, dtype: Any
 ) -> optax.OptState:
@@ -203,6 +177,7 @@ def stochastic_rounding(
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         treedef: Any
+        structure: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
         if params is None:
             raise ValueError(
@@ -220,18 +195,25 @@ def stochastic_rounding(
                 updates, state.inner_state, params, **extra_args
             )
             return updates, state._replace(inner_state=new)
-        key, update_key, state_key = jax.random.split(state.key, 3)
-        pairs = zip(grads, olds, strict=True)
+        leaves, structure = jax.tree.flatten(state.inner_state)
+        key, *keys = jax.random.split(state.key, 1 + len(grads) + len(leaves))
+        pairs = list(zip(grads, olds, strict=True))
         wide = [_widened(g) if _is_low(p) else g for g, p in pairs]
         updates, new_state = inner.update(
             treedef.unflatten(wide),
-            jax.tree.map(_widened, state.inner_state),
+            structure.unflatten(map(_widened, leaves)),
             treedef.unflatten(map(_widened, olds)),
             **extra_args,
         )
         results = treedef.flatten_up_to(updates)
-        results = _round_updates(update_key, grads, olds, results)
-        new_state = _round_state(state_key, state.inner_state, new_state)
-        return treedef.unflatten(results), StochasticRoundingState(key, new_state)
+        for i, (grad, old) in enumerate(pairs):
+            if grad is not None and _is_low(old):
+                results[i] = round_update(keys[i], old, results[i], grad.dtype)
+        news = structure.flatten_up_to(new_state)
+        for i, leaf in enumerate(leaves):
+            if news[i] is not None and _is_low(leaf):
+                news[i] = round_value(keys[len(grads) + i], news[i], leaf.dtype)
+        new_state = StochasticRoundingState(key, structure.unflatten(news))
+        return treedef.unflatten(results), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
