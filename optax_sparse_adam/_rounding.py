@@ -1,6 +1,6 @@
 """Rounding to low-precision numbers, at random and right on average."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -49,25 +49,43 @@ def _nearest(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(beyond, jnp.copysign(jnp.inf, near), near)
 
 
-def _choose(key: jax.Array, x: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
+def random_bits(keys: Iterator[jax.Array]) -> Callable[[tuple[int, ...]], jax.Array]:
+    """A function that draws 32 random bits for each element of an array of a shape.
+
+    Random bits are the larger part of the cost. A choice almost never looks at more
+    than the first 16 of them, so every second array of a shape gets those of the one
+    before with the halves exchanged: each is uniform, and all but independent of it.
+    """
+    spare: dict[tuple[int, ...], jax.Array] = {}
+
+    def draw(shape: tuple[int, ...]) -> jax.Array:
+        if shape in spare:
+            bits = spare.pop(shape)
+            return (bits << 16) | (bits >> 16)
+        spare[shape] = jax.random.bits(next(keys), shape, jnp.uint32)
+        return spare[shape]
+
+    return draw
+
+
+def _choose(bits: jax.Array, x: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
     """True with probability `(x - lo) / (hi - lo)`, to 2**-32; False if hi is inf.
 
     True, too, if there is no such number: where `lo == hi`, or `lo` is -inf.
     """
     share = (x - lo) / (hi - lo)
-    bits = jax.random.bits(key, x.shape, jnp.uint32)
     return ~(share < 1) | (bits < (share * 2.0**32).astype(jnp.uint32))
 
 
-def round_value(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+def round_value(bits: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
     x = x.astype(jnp.float32)
     below, above = _neighbours(x, dtype)
-    rounded = jnp.where(_choose(key, x, below, above), above, below)
+    rounded = jnp.where(_choose(bits, x, below, above), above, below)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
 
 
 def round_update(
-    key: jax.Array, param: jax.Array, update: jax.Array, dtype: Any
+    bits: jax.Array, param: jax.Array, update: jax.Array, dtype: Any
 ) -> jax.Array:
     """An update of a type that, added and rounded to nearest, is right on average.
 
@@ -79,7 +97,7 @@ def round_update(
     below, above = _neighbours(x, param.dtype)
     down, up = _neighbours(below - old, dtype)[0], _neighbours(above - old, dtype)[1]
     lo, hi = (_nearest(old + change, param.dtype) for change in (down, up))
-    rounded = jnp.where(_choose(key, x, lo, hi), up, down)
+    rounded = jnp.where(_choose(bits, x, lo, hi), up, down)
     rounded = jnp.where(jnp.isfinite(x), rounded, x)
     # -0.0 leaves every number as it is, itself included.
     return jnp.where(x == old, -0.0, rounded).astype(dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._rounding import round_update, round_value
+from ._rounding import random_bits, round_update, round_value
 from ._rows import is_bcoo, is_leaf, leaves_like
 
 
@@ -197,6 +197,7 @@ def stochastic_rounding(
             return updates, state._replace(inner_state=new)
         leaves, structure = jax.tree.flatten(state.inner_state)
         key, *keys = jax.random.split(state.key, 1 + len(grads) + len(leaves))
+        draw = random_bits(iter(keys))
         pairs = list(zip(grads, olds, strict=True))
         wide = [_widened(g) if _is_low(p) else g for g, p in pairs]
         updates, new_state = inner.update(
@@ -208,11 +209,12 @@ def stochastic_rounding(
         results = treedef.flatten_up_to(updates)
         for i, (grad, old) in enumerate(pairs):
             if grad is not None and _is_low(old):
-                results[i] = round_update(keys[i], old, results[i], grad.dtype)
+                bits = draw(old.shape)
+                results[i] = round_update(bits, old, results[i], grad.dtype)
         news = structure.flatten_up_to(new_state)
         for i, leaf in enumerate(leaves):
             if news[i] is not None and _is_low(leaf):
-                news[i] = round_value(keys[len(grads) + i], news[i], leaf.dtype)
+                news[i] = round_value(draw(leaf.shape), news[i], leaf.dtype)
         new_state = StochasticRoundingState(key, structure.unflatten(news))
         return treedef.unflatten(results), new_state
 
