@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
+from optax_sparse_adam import _rounding
 
 from ._support import assert_identical
 
@@ -151,9 +152,14 @@ def test_special_numbers(dtype):
     old = jnp.asarray([largest, largest, -largest, 1.0, 1.0, 1.0], dtype)
     update = [beyond, 1e-9, -beyond, jnp.inf, -jnp.inf, jnp.nan]
     end = [largest, largest, -largest, jnp.inf, -jnp.inf, jnp.nan]
+    expected = np.asarray(end).astype(dtype).astype(np.float64)
     n = len(every)
-    update = jnp.asarray([0.0] * n + [-0.0] * n + update)
-    params = jnp.concatenate([every, every, old])
+    # Updates just above what reaches the end: the sums must not go beyond.
+    small = every[(np.abs(every) > largest / 512) & (np.abs(every) < largest / 2)]
+    wide = small.astype(jnp.float32)
+    far = jnp.copysign(largest * (1 - beyond / largest / 3), wide) - wide
+    update = jnp.concatenate([jnp.asarray([0.0] * n + [-0.0] * n + update), far])
+    params = jnp.concatenate([every, every, old, small])
     tx = osa.stochastic_rounding(constant(update), 0)
 
     @jax.jit
@@ -165,5 +171,8 @@ def test_special_numbers(dtype):
         assert_identical(new[:n], every)
         assert_identical(new[n : 2 * n], every)
         actual = np.asarray(new[2 * n :]).astype(np.float64)
-        expected = np.asarray(end).astype(dtype).astype(np.float64)
-        np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(actual[: len(old)], expected)
+        assert np.isfinite(actual[len(old) :]).all()
+    state = jnp.asarray([largest + beyond, *end[1:]])
+    actual = _rounding.round_value(jnp.zeros(6, jnp.uint32), state, dtype)
+    np.testing.assert_array_equal(np.asarray(actual).astype(np.float64), expected)
