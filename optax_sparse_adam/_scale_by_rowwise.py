@@ -66,6 +66,7 @@ def scale_by_rowwise_rss(
 
     `rowwise_adagrad` without laziness, weight decay and learning rate; see there. An
     ordinary transformation for dense gradients; `lazy` lifts it to row-sparse ones.
+    A gradient of `None` changes nothing.
 
     Args:
       initial_accumulator_value: Starting value of the sums, at least 0.
@@ -143,6 +144,7 @@ def scale_by_rowwise_adam(
 
     `rowwise_adam` without laziness, weight decay and learning rate; see there. An
     ordinary transformation for dense gradients; `lazy` lifts it to row-sparse ones.
+    A gradient of `None` changes nothing.
 
     Args:
       b1: Decay of the moving average of the gradient.

@@ -84,8 +84,10 @@ def stochastic_rounding(
     random bits are drawn for the others only. The updates have the type of the
     gradient, and round the parameter when they are added to it, by `apply_updates`,
     `optax.apply_updates`, Flax's `TrainState` or `nnx.Optimizer`. It belongs around
-    all that changes the update: scaled afterwards, an update would round to another
-    value. Around `per_row`, not inside, where all rows would share their random bits.
+    all that changes the update: an update that is scaled afterwards leads elsewhere.
+    It belongs around `per_row`, too; inside, all rows would share their random bits.
+    And around `inject_hyperparams`, which else keeps the numbers in the parameters'
+    type: in bfloat16, 0.999 is 1.
 
     .. note::
 
@@ -95,8 +97,7 @@ def stochastic_rounding(
       largest number of the type become that number; infinities and NaN stay what they
       are (float8 types without infinities have NaN for both).
 
-    On a CPU the random bits take about as long as the update of the rows; keys of
-    `jax.random.key(0, impl="rbg")` are faster.
+    On a CPU the random bits and the rounding take longer than the update of the rows.
 
     Args:
       inner: The transformation, or a chain of them; learning rate included.
