@@ -124,9 +124,9 @@ def stochastic_rounding(
       >>> grad = osa.grad(lambda t: jnp.sum(t[ids]).astype(jnp.float32))(table)
       >>> for tx in (adam, osa.stochastic_rounding(adam, jax.random.key(0))):
       ...     tx = osa.lazy(tx)
-      ...     new, state = table, tx.init(table)
+      ...     new, state, update = table, tx.init(table), jax.jit(tx.update)
       ...     for _ in range(10):
-      ...         updates, state = tx.update(grad, state, new)
+      ...         updates, state = update(grad, state, new)
       ...         new = osa.apply_updates(new, updates)
       ...     print([round(float(new[i].astype(float).mean()), 3) for i in (2, 3)])
       [1.0, 1.0]
