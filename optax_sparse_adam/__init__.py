@@ -23,5 +23,7 @@ from ._sharded_lookup import sharded_lookup as sharded_lookup
 from ._sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState
 from ._sparse_adam import scale_by_sparse_adam as scale_by_sparse_adam
 from ._sparse_adam import sparse_adam as sparse_adam
+from ._stochastic_rounding import StochasticRoundingState as StochasticRoundingState
+from ._stochastic_rounding import stochastic_rounding as stochastic_rounding
 
 __version__ = "0.1.0"

@@ -15,15 +15,23 @@ def _over_rows(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., A
 
 def _together(treedef: Any, states: list[Any]) -> Any:
     """Makes one state, with a tree of arrays in each place, of one for each leaf."""
-    return jax.tree.map(lambda *arrays: treedef.unflatten(arrays), *states)
+    structure: Any = jax.tree.structure(
+        max(states, key=lambda s: len(jax.tree.leaves(s)))
+    )
+    places = zip(*map(structure.flatten_up_to, states), strict=True)
+    return structure.unflatten(map(treedef.unflatten, places))
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _alone(treedef: Any, state: Any, i: int) -> Any:
-    """The state of leaf `i` alone."""
+    """The state of leaf `i` alone; `None` counts as a leaf."""
     return jax.tree.map(
-        lambda tree: jax.tree.leaves(tree)[i],
+        lambda tree: treedef.flatten_up_to(tree)[i],
         state,
-        is_leaf=lambda tree: jax.tree.structure(tree) == treedef,
+        is_leaf=lambda tree: jax.tree.structure(tree, is_leaf=_is_none) == treedef,
     )
 
 
@@ -46,7 +54,8 @@ def per_row(
       goes outside, `lazy(optax.chain(optax.clip_by_global_norm(1.0),
       per_row(optax.scale_by_adam()), optax.scale_by_learning_rate(schedule)))`.
 
-    A row is one index of the first axis, for dense gradients too. The state is that of
+    A row is one index of the first axis, for dense gradients too; a gradient of `None`
+    changes nothing. The state is that of
     `inner`, but that each of its scalars becomes a tree like the parameters, of
     `[num_rows]` arrays: 4 bytes a row for a count.
 
@@ -84,15 +93,18 @@ def per_row(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any
-        grads, treedef = jax.tree.flatten(updates)
-        if not grads:
-            return inner.update(updates, state, params, **extra_args)
+        grads, treedef = jax.tree.flatten(updates, is_leaf=_is_none)
+        if all(grad is None for grad in grads):
+            return updates, state
         olds = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
         update = functools.partial(inner.update, **extra_args)
-        results = [
-            _over_rows(update, grad)(grad, _alone(treedef, state, i), old)
-            for i, (grad, old) in enumerate(zip(grads, olds, strict=True))
-        ]
+        results = []
+        for i, (grad, old) in enumerate(zip(grads, olds, strict=True)):
+            alone = _alone(treedef, state, i)
+            if grad is None:  # rows that stay, or no parameter at all
+                results.append((None, alone))
+            else:
+                results.append(_over_rows(update, grad)(grad, alone, old))
         updates = treedef.unflatten([update for update, _ in results])
         return updates, _together(treedef, [state for _, state in results])
 

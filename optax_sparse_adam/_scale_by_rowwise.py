@@ -33,6 +33,19 @@ def _divide(update: jax.Array, moment: jax.Array, eps: Scalar) -> jax.Array:
     return update / (divisor[..., None] if update.ndim > 1 else divisor)
 
 
+def _map_grads(
+    function: Any, old: optax.Updates, grads: optax.Updates, *rest: optax.Updates
+) -> Any:
+    """`function(old, grad, *rest)` for each leaf; `old` where the gradient is None."""
+    return jax.tree.map(
+        lambda grad, old, *rest: old if grad is None else function(old, grad, *rest),
+        grads,
+        old,
+        *rest,
+        is_leaf=lambda grad: grad is None,
+    )
+
+
 def _average(old: jax.Array, new: jax.Array, b: Scalar) -> jax.Array:
     return old + jnp.asarray(1 - b, old.dtype) * (new - old)
 
@@ -55,6 +68,7 @@ def scale_by_rowwise_rss(
 
     `rowwise_adagrad` without laziness, weight decay and learning rate; see there. An
     ordinary transformation for dense gradients; `lazy` lifts it to row-sparse ones.
+    A gradient of `None` changes nothing.
 
     Args:
       initial_accumulator_value: Starting value of the sums, at least 0.
@@ -92,11 +106,12 @@ def scale_by_rowwise_rss(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByRowwiseRssState]:
         del params
-        sums = jax.tree.map(
-            lambda g, s: s + _mean_square(g, s), updates, state.sum_of_squares
+        sums = _map_grads(
+            lambda s, g: s + _mean_square(g, s), state.sum_of_squares, updates
         )
-        updates = jax.tree.map(
-            lambda g, s: _divide(g.astype(s.dtype), s, eps).astype(g.dtype),
+        updates = _map_grads(
+            lambda g, _, s: _divide(g.astype(s.dtype), s, eps).astype(g.dtype),
+            updates,
             updates,
             sums,
         )
@@ -131,6 +146,7 @@ def scale_by_rowwise_adam(
 
     `rowwise_adam` without laziness, weight decay and learning rate; see there. An
     ordinary transformation for dense gradients; `lazy` lifts it to row-sparse ones.
+    A gradient of `None` changes nothing.
 
     Args:
       b1: Decay of the moving average of the gradient.
@@ -171,21 +187,21 @@ def scale_by_rowwise_adam(
         del params
         count = optax.safe_increment(state.count)
 
-        def scale(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        def scale(g: jax.Array, _: Any, m: jax.Array, v: jax.Array) -> jax.Array:
             m = m / one_minus_power(b1, count, m.dtype)
             v = v / one_minus_power(b2, count, v.dtype)
             return _divide(m, v, eps).astype(g.dtype)
 
-        mu = jax.tree.map(
-            lambda g, m, v: _average(m.astype(v.dtype), g.astype(v.dtype), b1),
-            updates,
+        mu = _map_grads(
+            lambda m, g, v: _average(m.astype(v.dtype), g.astype(v.dtype), b1),
             state.mu,
+            updates,
             state.nu,
         )
-        nu = jax.tree.map(
-            lambda g, v: _average(v, _mean_square(g, v), b2), updates, state.nu
+        nu = _map_grads(
+            lambda v, g: _average(v, _mean_square(g, v), b2), state.nu, updates
         )
-        updates = jax.tree.map(scale, updates, mu, nu)
+        updates = _map_grads(scale, updates, updates, mu, nu)
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
         return updates, ScaleByRowwiseAdamState(count, mu, nu)
 

@@ -291,8 +291,8 @@ def sparse_adam(
 
     Arithmetic is in float32 at least, the moments are stored in the parameter's type.
     With `b2 = 0.999` a bfloat16 second moment soon stops moving, since a change of
-    0.1 % is below the precision of the type: keep such tables in float32, or use
-    `rowwise_adam`, whose second moment is float32.
+    0.1 % is below the precision of the type, and small updates vanish in the parameter:
+    use `lazy(stochastic_rounding(sparse_adam(...), key))`.
 
     NaN and infinite gradients spread to their own rows only. Entries with an
     out-of-bounds index are ignored. An empty gradient changes nothing but `count`.

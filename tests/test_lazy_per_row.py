@@ -137,6 +137,23 @@ def test_extra_arguments_and_missing_parameters():
     )
 
 
+def test_none():
+    """A gradient of None leaves its parameter's state, and all of them everything."""
+    tx = osa.per_row(optax.chain(optax.scale_by_adam(), optax.scale(-0.1)))
+    params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 1)), "c": None, "d": None}
+    state = tx.init(params)
+    grads = params | {"a": None}
+    updates, new = tx.update(grads, state, params)
+    alone = {"b": params["b"]}
+    expected, alone_state = tx.update(alone, tx.init(alone), alone)
+    assert_identical(updates, expected | {"a": None, "c": None, "d": None})
+    for field in ("count", "mu", "nu"):
+        old, both = getattr(state[0], field), getattr(new[0], field)
+        assert_identical(both, old | getattr(alone_state[0], field))
+    nothing = dict.fromkeys("abcd")
+    assert_identical(tx.update(nothing, new, params), (nothing, new))
+
+
 def test_two_sparse_axes_are_refused():
     shape = (4, 3, 2)
     grad = bcoo(*random_entries(np.random.default_rng(0), shape, 2, 5), shape)

@@ -15,7 +15,8 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the kernel's own, in zmq
-def test_notebook_runs(path):
+def test_notebook_runs(path, monkeypatch):
+    monkeypatch.setenv("QUICK_NOTEBOOKS", "1")  # studies that take minutes take steps
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]

@@ -242,3 +242,17 @@ WRONG_NUMBERS = {
 def test_wrong_hyperparameters(words):
     with pytest.raises(ValueError, match=f"Invalid {words}.* must be"):
         WRONG_NUMBERS[words]()
+
+
+@pytest.mark.parametrize(
+    "tx", [osa.scale_by_rowwise_rss(), osa.scale_by_rowwise_adam()], ids=["rss", "adam"]
+)
+def test_none_changes_nothing(tx):
+    params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2)), "c": None}
+    state = tx.init(params)
+    updates, new = tx.update(params | {"a": None}, state, params)
+    alone = {"b": params["b"]}
+    expected, alone_state = tx.update(alone, tx.init(alone))
+    assert_identical(updates, expected | {"a": None, "c": None})
+    for old, both, one in zip(state, new, alone_state, strict=True):
+        assert_identical(both, old | one if isinstance(old, dict) else one)

@@ -27,10 +27,11 @@ def loss_fn(params: Params, batch: Batch) -> jax.Array:
     """Negative sampling, equation 4 of arXiv:1310.4546, summed over the batch.
 
     A sum, because word2vec takes a step for each pair. A mean would divide the gradient
-    of a row by the batch and bring it near to the `eps` of Adam.
+    of a row by the batch and bring it near to the `eps` of Adam. Computed in float32,
+    whatever the type of the tables.
     """
-    center = params["center"][batch.centers]
-    context = params["context"][batch.contexts]
+    center = params["center"][batch.centers].astype(jnp.float32)
+    context = params["context"][batch.contexts].astype(jnp.float32)
     scores = jnp.einsum("bd,bkd->bk", center, context)
     true, noise = scores[:, 0], scores[:, 1:]
     return -jnp.sum(jax.nn.log_sigmoid(true)) - jnp.sum(jax.nn.log_sigmoid(-noise))

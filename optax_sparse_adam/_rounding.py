@@ -1,0 +1,103 @@
+"""Rounding to low-precision numbers, at random and right on average."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+def _round(
+    how: Callable[[jax.Array], jax.Array], x: jax.Array, dtype: Any
+) -> jax.Array:
+    """Rounds float32 numbers to those of a type, as far as it had no largest one.
+
+    In float32, with powers of two, where all of this is exact: XLA may leave out a cast
+    to a type and back. Devices take numbers below 2**-126 for 0; so that differences of
+    these results and their 24 bits stay above, steps are at least 2**-102. Of the low
+    types only bfloat16 has smaller ones, below 2**-95 = 2.5e-29.
+
+    Args:
+      how: `jnp.floor`, `jnp.ceil`, or `jnp.round`, which is to even in the middle.
+      x: The numbers.
+      dtype: The type.
+    """
+    info = jnp.finfo(dtype)
+    exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
+    exponent = jnp.maximum(exponent, info.minexp + 127) - info.nmant
+    exponent = jnp.maximum(exponent, 127 - 102)
+    step, inverse = (
+        lax.bitcast_convert_type(e << 23, jnp.float32)
+        for e in (exponent, 254 - exponent)
+    )
+    return how(x * inverse) * step
+
+
+def _neighbours(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The largest number of a type that is at most `x`, the smallest at least `x`."""
+    largest = min(float(jnp.finfo(dtype).max), _LARGEST)
+    below, above = (_round(how, x, dtype) for how in (jnp.floor, jnp.ceil))
+    return jnp.clip(below, -largest, largest), jnp.clip(above, -largest, largest)
+
+
+def _nearest(x: jax.Array, dtype: Any) -> jax.Array:
+    near = _round(jnp.round, x, dtype)
+    beyond = jnp.abs(near) > min(float(jnp.finfo(dtype).max), _LARGEST)
+    return jnp.where(beyond, jnp.copysign(jnp.inf, near), near)
+
+
+def random_bits(keys: Iterator[jax.Array]) -> Callable[[tuple[int, ...]], jax.Array]:
+    """A function that draws 32 random bits for each element of an array of a shape.
+
+    Random bits are the larger part of the cost. A choice almost never looks at more
+    than the first 16 of them, so every second array of a shape gets those of the one
+    before with the halves exchanged: each is uniform, and all but independent of it.
+    """
+    spare: dict[tuple[int, ...], jax.Array] = {}
+
+    def draw(shape: tuple[int, ...]) -> jax.Array:
+        if shape in spare:
+            bits = spare.pop(shape)
+            return (bits << 16) | (bits >> 16)
+        spare[shape] = jax.random.bits(next(keys), shape, jnp.uint32)
+        return spare[shape]
+
+    return draw
+
+
+def _choose(bits: jax.Array, x: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
+    """True with probability `(x - lo) / (hi - lo)`, to 2**-32; False if hi is inf.
+
+    True, too, if there is no such number: where `lo == hi`, or `lo` is -inf.
+    """
+    share = (x - lo) / (hi - lo)
+    return ~(share < 1) | (bits < (share * 2.0**32).astype(jnp.uint32))
+
+
+def round_value(bits: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+    x = x.astype(jnp.float32)
+    below, above = _neighbours(x, dtype)
+    rounded = jnp.where(_choose(bits, x, below, above), above, below)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+
+
+def round_update(
+    bits: jax.Array, param: jax.Array, update: jax.Array, dtype: Any
+) -> jax.Array:
+    """An update of a type that, added and rounded to nearest, is right on average.
+
+    The sum is one of two numbers, next to `param + update` wherever updates of this
+    type reach those, which they do but where the parameter is far larger than the sum.
+    """
+    old = param.astype(jnp.float32)
+    x = old + update.astype(jnp.float32)
+    below, above = _neighbours(x, param.dtype)
+    down, up = _neighbours(below - old, dtype)[0], _neighbours(above - old, dtype)[1]
+    lo, hi = (_nearest(old + change, param.dtype) for change in (down, up))
+    rounded = jnp.where(_choose(bits, x, lo, hi), up, down)
+    rounded = jnp.where(jnp.isfinite(x), rounded, x)
+    # -0.0 leaves every number as it is, itself included.
+    return jnp.where(x == old, -0.0, rounded).astype(dtype)
