@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._exchange import default_capacity
+from optax_sparse_adam._collectives._exchange import default_capacity
 
 from ._routed import (
     FAST,

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._exchange import default_capacity
+from optax_sparse_adam._collectives._exchange import default_capacity
 
 from ._routed import FAST, P, make_mesh, on_mesh, weighted_loss
 from ._support import bcoo

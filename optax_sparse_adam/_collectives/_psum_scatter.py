@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from ._collectives import AxisName, local_rows, psum
+from .._rows import check_bcoo, coalesce, in_bounds, is_bcoo, is_leaf
 from ._exchange import plan, rows_per_device
 from ._routes import make_route, to_owners
-from ._rows import check_bcoo, coalesce, in_bounds, is_bcoo, is_leaf
+from ._sums import AxisName, local_rows, psum
 
 
 def psum_scatter(

@@ -11,7 +11,7 @@ import math
 import jax
 from jax import lax
 
-from ._collectives import AxisName
+from ._sums import AxisName
 
 
 def default_capacity(number: int, devices: int) -> int:

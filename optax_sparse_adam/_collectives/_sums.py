@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from ._rows import (
+from .._rows import (
     check_bcoo,
     coalesce,
     is_bcoo,

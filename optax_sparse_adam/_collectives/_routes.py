@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._rows import gather_rows
 from ._exchange import Exchange
-from ._rows import gather_rows
 
 
 class Route(NamedTuple):
@@ -150,7 +150,7 @@ def from_owners(
 
     def start(turn: Any) -> jax.Array:
         asked = incoming(exchange, route, outgoing(exchange, route, turn))
-        answers = exchange.swap(take_rows(table, asked[:, 0]))
+        answers = exchange.swap(read_rows(table, asked[:, 0]))
         mine = jnp.where(round_of == turn, place, exchange.slots)
         return answers.at[mine].get(mode="fill")
 
@@ -161,6 +161,6 @@ def from_owners(
     return in_rounds(exchange, route, start, step)
 
 
-def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """`table[ids]`, but a negative id is one below the table, not one from its end."""
     return table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._collectives import AxisName
+from .._rows import accumulator_dtype, group_rows, pad, scatter_add_rows
+from .._varying import vary, varying_axes
 from ._exchange import Exchange, plan, rows_per_device
-from ._routes import Route, from_owners, make_route, take_rows, to_owners
-from ._rows import accumulator_dtype, group_rows, pad, scatter_add_rows
-from ._varying import vary, varying_axes
+from ._routes import Route, from_owners, make_route, read_rows, to_owners
+from ._sums import AxisName
 
 
 def sharded_lookup(
@@ -86,7 +86,7 @@ def sharded_lookup(
     flat = _row_ids(ids, exchange).reshape(-1)
     table, flat = _alike(table, flat)
     if ids.size == 0:
-        rows = take_rows(table, flat)
+        rows = read_rows(table, flat)
     elif exchange.is_routed:
         rows = _routed(exchange, table, *_route(exchange, flat))
     else:
@@ -208,7 +208,7 @@ _routed.defvjp(_routed_fwd, _routed_bwd)
 def _gathered(exchange: Exchange, table: jax.Array, ids: jax.Array) -> jax.Array:
     """Every device gets all ids, and answers everyone, with garbage where not owner."""
     everyone = lax.all_gather(ids, exchange.axis_name, tiled=True)
-    rows = take_rows(table, everyone - exchange.first_row().astype(ids.dtype))
+    rows = read_rows(table, everyone - exchange.first_row().astype(ids.dtype))
     answers = exchange.swap(rows).reshape(exchange.devices, len(ids), *rows.shape[1:])
     owner = jnp.clip(ids // exchange.shard_rows, 0, exchange.devices - 1)
     return answers[owner, jnp.arange(len(ids), dtype=owner.dtype)]
