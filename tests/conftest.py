@@ -2,6 +2,8 @@
 
 import os
 
+# On CPUs, also where there is a GPU; test_gpu.py asks for that.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices, set before JAX starts; tests that need a mesh take what they need.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

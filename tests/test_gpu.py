@@ -1,0 +1,71 @@
+"""Numbers, memory, gradients and the shim on a GPU; skipped where there is none.
+
+The other tests run on CPU devices everywhere (see conftest.py). Those named here, which
+need one device only, run once more in a process in which JAX chooses the GPU.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+_FILES = (
+    "test_torch_parity.py",
+    "test_sparse_adam.py",
+    "test_sparse_adam_inputs.py",
+    "test_rows.py",
+    "test_in_place.py",
+    "test_apply_updates.py",
+    "test_lazy.py",
+    "test_lazy_memory.py",
+    "test_rowwise.py",
+    "test_adafactor_parity.py",
+    "test_gradient.py",
+    "test_gradient_cost.py",
+    "test_torch_compat_steps.py",
+    "test_torch_compat_checkpoints.py",
+)
+
+
+def why_not():
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not any(map(importlib.util.find_spec, plugins)):
+        return "JAX is installed without CUDA"
+    if not Path("/proc/driver/nvidia/version").exists():
+        return "there is no NVIDIA GPU"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def run(*command):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=os.environ | {"JAX_PLATFORMS": "cuda,cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_file(file):
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", _HERE / file)
+
+
+def test_a_step_holds_what_the_batch_needs_and_repeats():
+    """Peak memory at two heights; the bits of two runs on batches with duplicates."""
+    small, large = json.loads(run(_HERE / "_gpu_program.py"))
+    assert small["above the tables"] == large["above the tables"]
+    # Gradient, sums and update, 8,192 x 64 float32 each, ids, and what is rounded up.
+    assert large["above the tables"] <= 4 * 8192 * 64 * 4 + (1 << 21)
+    # Sums of multiples of 1/32 are exact in any order, as the atomics of a GPU add.
+    assert small["repeats"]
