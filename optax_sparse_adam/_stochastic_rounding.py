@@ -149,7 +149,10 @@ def stochastic_rounding(
             )
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
-        start = jax.random.key(key) if isinstance(key, int) else jnp.copy(key)
+        is_seed = not jnp.shape(key) and jnp.issubdtype(
+            jnp.result_type(key), jnp.integer
+        )
+        start = jax.random.key(key) if is_seed else jnp.copy(key)
         if not any(map(_is_low, jax.tree.leaves(params))):
             return StochasticRoundingState(start, inner.init(params))
         if state_dtype is None:

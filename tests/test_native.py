@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
 
 import hypothesis
@@ -175,6 +176,22 @@ def test_where_it_is_not_used(cache, tmp_path, monkeypatch):
         assert not available()
 
 
+def test_where_it_cannot_be_looked_for(tmp_path, monkeypatch):
+    """A user without a home, an unreadable cache, no CPU among jax_platforms."""
+    available = _library.available.__wrapped__
+    fails = {"side_effect": RuntimeError("Unknown backend: 'cpu'")}
+    monkeypatch.setattr(jax, "device_count", unittest.mock.Mock(**fails))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _library.path().parent.mkdir()
+    _library.path().touch()
+    assert not available()
+    monkeypatch.setenv("XDG_CACHE_HOME", "x" * 999)  # too long a name for a folder
+    assert not available()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", unittest.mock.Mock(**fails))
+    assert not available()
+
+
 def command(*args, **environment):
     return subprocess.run(
         [sys.executable, "-m", "optax_sparse_adam.native", *args],
@@ -195,6 +212,10 @@ def test_command(tmp_path):
     assert f"Compiled {library}" in done.stdout
     assert f"Deleted {library}" in command("--remove", **here).stdout
     assert f"There was no {library}" in command("--remove", **here).stdout
+    for args in ([], ["--remove"]):
+        done = command(*args, XDG_CACHE_HOME="x" * 999)
+        assert done.returncode == 1
+        assert done.stderr.startswith("[Errno ")
 
 
 def test_build_errors(tmp_path, monkeypatch):

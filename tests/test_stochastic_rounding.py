@@ -148,7 +148,8 @@ def test_keys():
 
     first, state = run(KEY)
     assert_identical(first, run(KEY)[0])
-    assert_identical(first, run(0)[0])  # a seed, as in optax.add_noise
+    for seed in (0, np.int64(0), jnp.int32(0)):  # as in optax.add_noise
+        assert_identical(first, run(seed)[0])
     assert_identical(first, run(jax.random.PRNGKey(0))[0])
     moments = state.inner_state[0]
     for arrays in (

@@ -15,14 +15,14 @@ def main() -> int:
     )
     parser.add_argument("--remove", action="store_true", help="delete it")
     remove = parser.parse_args().remove
-    library = _library.path()
-    if remove:
-        found = library.exists()
-        library.unlink(missing_ok=True)
-        print(f"{'Deleted' if found else 'There was no'} {library}")
-        return 0
     start = time.perf_counter()
     try:
+        library = _library.path()
+        if remove:
+            found = library.exists()
+            library.unlink(missing_ok=True)
+            print(f"{'Deleted' if found else 'There was no'} {library}")
+            return 0
         _library.build()
         _library.register(library)
     except (RuntimeError, OSError) as error:

@@ -41,6 +41,7 @@ def build() -> Path:
     """Compiles the library, in place of an older one.
 
     Raises:
+      OSError: Where the cache cannot be written.
       RuntimeError: Where there is no compiler, or where it fails.
     """
     command = compiler()
@@ -80,14 +81,19 @@ def available() -> bool:
     XLA's partitioner cannot look into the kernel: it would collect a sharded table on
     each device. So a process that has several CPU devices does without.
     """
-    library = path()
-    if os.environ.get("OPTAX_SPARSE_ADAM_NATIVE") == "0" or not library.exists():
+    if os.environ.get("OPTAX_SPARSE_ADAM_NATIVE") == "0":
         return False
-    if jax.device_count("cpu") > 1:
+    try:
+        library = path()
+        if not library.exists() or jax.device_count("cpu") > 1:
+            return False
+    except (ImportError, OSError, RuntimeError):
+        # Of jaxlib no version is known; the cache or the source cannot be read; there
+        # is no home folder; or `jax_platforms` leaves out the CPU.
         return False
     try:
         register(library)
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, RuntimeError) as error:
         warnings.warn(
             f"The kernel at {library} cannot be loaded ({error}); going on in plain "
             "JAX. Compile it anew: python -m optax_sparse_adam.native",
