@@ -9,8 +9,10 @@ the path in plain JAX. Sums are the same bit for bit. Adam rounds each operation
 where XLA contracts multiply and add: results differ by 1e-7 of their size.
 
 `OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, `python -m
-optax_sparse_adam.native --remove` deletes it. A program that uses it cannot be
-serialised by `jax.export`; turn it off for that.
+optax_sparse_adam.native --remove` deletes it; after an update of jaxlib, compile it
+anew. A program that uses it cannot be serialised by `jax.export`: turn it off for that.
+To see how many CPU devices there are starts JAX's backends, so call
+`jax.distributed.initialize` before a step is traced for the first time.
 """
 
 from ._library import available as available

@@ -13,15 +13,20 @@ def main() -> int:
         description="Compiles the optional kernel for CPUs with the C++ compiler of "
         "this machine (CXX, or the first of c++, g++, clang++).",
     )
-    parser.add_argument("--remove", action="store_true", help="delete it")
+    parser.add_argument(
+        "--remove", action="store_true", help="delete it, older versions included"
+    )
     remove = parser.parse_args().remove
     start = time.perf_counter()
     try:
         library = _library.path()
         if remove:
-            found = library.exists()
-            library.unlink(missing_ok=True)
-            print(f"{'Deleted' if found else 'There was no'} {library}")
+            found = sorted(library.parent.glob("rows-*.so"))
+            for old in found:
+                old.unlink()
+                print(f"Deleted {old}")
+            if not found:
+                print(f"There was none in {library.parent}")
             return 0
         _library.build()
         _library.register(library)

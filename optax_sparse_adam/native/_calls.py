@@ -37,8 +37,8 @@ def sum_rows(grad: BCOO) -> Sums:
       The touched rows `[nse, 1]` in ascending order, then `num_rows + slot`; their
       sums, then zeros; and how many rows they are.
     """
-    rows, data, stop = _call("sum_rows", grad, (), ())
-    return rows, data, stop
+    sums: Sums = _call("sum_rows", grad, (), ())
+    return sums
 
 
 def adam_rows(
@@ -46,8 +46,8 @@ def adam_rows(
 ) -> tuple[Sums, tuple[jax.Array, ...]]:
     """Like `sum_rows`, with the update in place of the sums, and the new moments."""
     numbers = (jnp.stack(factors),)
-    rows, data, stop, *moments_ = _call("adam_rows", grad, moments, numbers)
-    return (rows, data, stop), tuple(moments_)
+    rows, data, mu, nu, stop = _call("adam_rows", grad, moments, numbers)
+    return (rows, data, stop), (mu, nu)
 
 
 def _call(
@@ -56,11 +56,11 @@ def _call(
     """Calls the kernel, with the gradient and the tables updated in place."""
     in_place = (grad.indices, grad.data, *tables)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
-    results.insert(2, jax.ShapeDtypeStruct((), jnp.int32))
+    stop = jax.ShapeDtypeStruct((), jnp.int32)
     call = jax.ffi.ffi_call(
         f"optax_sparse_adam.{name}",
-        results,
-        input_output_aliases={i: i + (i > 1) for i in range(len(in_place))},
+        [*results, stop],
+        input_output_aliases={i: i for i in range(len(in_place))},
         vmap_method="sequential",
     )
     num_rows, *row_shape = grad.shape

@@ -81,7 +81,8 @@ def available() -> bool:
     XLA's partitioner cannot look into the kernel: it would collect a sharded table on
     each device. So a process that has several CPU devices does without.
     """
-    if os.environ.get("OPTAX_SPARSE_ADAM_NATIVE") == "0":
+    switch = os.environ.get("OPTAX_SPARSE_ADAM_NATIVE", "")
+    if switch.lower() in ("0", "false", "off", "no"):
         return False
     try:
         library = path()

@@ -195,12 +195,12 @@ ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, int64_t width,
   return ffi::Error::Success();
 }
 
-// The inputs but `indices` and `factors` are the buffers of outputs.
+// The inputs but `factors` are the buffers of the outputs, in their order.
 ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats, Floats, Floats,
                     Floats factors, int64_t num_rows, int64_t width,
                     ffi::Result<Ints> rows, ffi::Result<Floats> data,
-                    ffi::Result<ffi::BufferR0<ffi::S32>> stop, ffi::Result<Floats> mu,
-                    ffi::Result<Floats> nu) {
+                    ffi::Result<Floats> mu, ffi::Result<Floats> nu,
+                    ffi::Result<ffi::BufferR0<ffi::S32>> stop) {
   const float* f = factors.typed_data();
   const Adam adam{mu->typed_data(), nu->typed_data(), width, f[0], f[1], f[2],
                   f[3], f[4]};
@@ -227,9 +227,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(adam_rows, AdamRows,
                                   .Attr<int64_t>("width")
                                   .Ret<Ints>()
                                   .Ret<Floats>()
-                                  .Ret<ffi::BufferR0<ffi::S32>>()
                                   .Ret<Floats>()
-                                  .Ret<Floats>());
+                                  .Ret<Floats>()
+                                  .Ret<ffi::BufferR0<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(sum_rows, SumRows,
                               ffi::Ffi::Bind()
