@@ -329,8 +329,8 @@ def coalesce(grad: BCOO) -> BCOO:
     """
     if not is_bcoo(grad):
         raise TypeError(
-            f"coalesce takes a BCOO, got {type(grad).__name__}. A dense gradient has no "
-            "duplicates; of a tree, coalesce each BCOO."
+            f"coalesce takes a BCOO, got {type(grad).__name__}. A dense gradient has "
+            "no duplicates; of a tree, coalesce each BCOO."
         )
     return _coalesce(check_bcoo(grad))
 
