@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._rows import check_dense
+
 
 def _over_rows(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
     return jax.vmap(function) if jnp.ndim(leaf) else function
@@ -64,7 +66,8 @@ def per_row(
 
     Returns:
       An `optax.GradientTransformationExtraArgs`, an ordinary one for dense gradients;
-      `lazy` lifts it to row-sparse ones, of one sparse axis.
+      `lazy` lifts it to row-sparse ones, of one sparse axis; outside of `lazy` these
+      raise `TypeError`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -93,6 +96,7 @@ def per_row(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any
+        check_dense(updates, "per_row", "per_row(inner)")
         grads, treedef = jax.tree.flatten(updates, is_leaf=_is_none)
         if all(grad is None for grad in grads):
             return updates, state

@@ -53,10 +53,20 @@ def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
     try:
         return list(treedef.flatten_up_to(tree))
     except ValueError as error:
+        why = str(error).split(", got ")[0]  # JAX goes on with the values of an array
         raise ValueError(
             f"{what} must have the tree structure of the {other}, {treedef}, got "
-            f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {error}"
+            f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {why}"
         ) from None
+
+
+def check_dense(grads: Any, name: str, call: str) -> None:
+    """Raises `TypeError` if a leaf of the gradients is a BCOO."""
+    if any(map(is_bcoo, jax.tree.leaves(grads, is_leaf=is_bcoo))):
+        raise TypeError(
+            f"{name} takes dense gradients, got a BCOO. Put it inside lazy: "
+            f"optax_sparse_adam.lazy({call})."
+        )
 
 
 def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
@@ -303,7 +313,8 @@ def coalesce(grad: BCOO) -> BCOO:
       was narrower (`uint32` where `num_rows + nse` exceeds the `int32` range).
 
     Raises:
-      TypeError: If the indices are not integers or the values not floating point.
+      TypeError: If this is not a BCOO, the indices are not integers or the values not
+        floating point.
       ValueError: If the layout is not row-sparse.
 
     Examples:
@@ -316,6 +327,11 @@ def coalesce(grad: BCOO) -> BCOO:
       >>> grad.indices.ravel().tolist(), grad.data.ravel().tolist()
       ([3, 7, 12], [2.0, 5.0, 0.0])
     """
+    if not is_bcoo(grad):
+        raise TypeError(
+            f"coalesce takes a BCOO, got {type(grad).__name__}. A dense gradient has "
+            "no duplicates; of a tree, coalesce each BCOO."
+        )
     return _coalesce(check_bcoo(grad))
 
 

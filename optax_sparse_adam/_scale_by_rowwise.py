@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._rows import accumulator_dtype
+from ._rows import accumulator_dtype, check_dense
 from ._sharding import full_along, laid_out
 from ._sparse_adam import NUMBER, Scalar, check_hyperparameters, one_minus_power
 
@@ -106,6 +106,7 @@ def scale_by_rowwise_rss(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByRowwiseRssState]:
         del params
+        check_dense(updates, "scale_by_rowwise_rss", "scale_by_rowwise_rss()")
         sums = _map_grads(
             lambda s, g: s + _mean_square(g, s), state.sum_of_squares, updates
         )
@@ -185,6 +186,7 @@ def scale_by_rowwise_adam(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByRowwiseAdamState]:
         del params
+        check_dense(updates, "scale_by_rowwise_adam", "scale_by_rowwise_adam()")
         count = optax.safe_increment(state.count)
 
         def scale(g: jax.Array, _: Any, m: jax.Array, v: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ._rounding import random_bits, round_update, round_value
-from ._rows import is_bcoo, is_leaf, leaves_like
+from ._rows import check_dense, is_leaf, leaves_like
 
 
 class StochasticRoundingState(NamedTuple):
@@ -188,11 +188,7 @@ def stochastic_rounding(
                 "stochastic_rounding needs the parameters, which it rounds. Call "
                 "update(updates, state, params)."
             )
-        if any(map(is_bcoo, grads)):
-            raise TypeError(
-                "stochastic_rounding takes dense gradients, got a BCOO. Put it inside "
-                "lazy: optax_sparse_adam.lazy(stochastic_rounding(inner, key))."
-            )
+        check_dense(grads, "stochastic_rounding", "stochastic_rounding(inner, key)")
         olds = leaves_like(treedef, params, "Parameters", "gradients")
         if not any(map(_is_low, olds)):
             updates, new = inner.update(

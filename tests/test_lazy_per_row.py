@@ -160,3 +160,22 @@ def test_two_sparse_axes_are_refused():
     tx = osa.lazy(osa.per_row(optax.adam(0.1)))
     with pytest.raises(ValueError, match=r"tables with \[2\] sparse axes"):
         tx.update(grad, tx.init(jnp.ones(shape)))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        osa.per_row(optax.adam(0.1)),
+        osa.scale_by_rowwise_adam(),
+        osa.scale_by_rowwise_rss(),
+        osa.stochastic_rounding(optax.adam(0.1), 0),
+    ],
+    ids=["per_row", "scale_by_rowwise_adam", "scale_by_rowwise_rss", "rounding"],
+)
+def test_row_sparse_gradients_need_lazy(tx):
+    params = {"table": jnp.ones(SHAPE), "bias": jnp.ones(3)}
+    entries = random_entries(np.random.default_rng(0), SHAPE, 1, 6)
+    grads = {"table": bcoo(*entries, SHAPE), "bias": jnp.ones(3)}
+    with pytest.raises(TypeError, match=r"got a BCOO\. Put it inside lazy"):
+        tx.update(grads, tx.init(params), params)
+    osa.lazy(tx).update(grads, tx.init(params), params)

@@ -301,3 +301,15 @@ def test_empty_tables(shape):
         updates, state = tx.update(grad, tx.init(table))
         tree = osa.apply_updates(table, updates), state.mu, state.nu
         assert_identical(tree, (table,) * 3)
+
+
+def test_coalesce_of_a_dense_gradient():
+    with pytest.raises(TypeError, match="coalesce takes a BCOO, got ArrayImpl"):
+        osa.coalesce(jnp.ones((10, 2)))
+
+
+def test_errors_about_structures_show_no_values():
+    tx = osa.sparse_adam(1e-3)
+    state = tx.init(jnp.full((2, 2), 7.0))
+    with pytest.raises(ValueError, match=r"got PyTreeDef\(\*\): Expected tuple$"):
+        tx.update((jnp.ones(3), jnp.ones((2, 2))), state)

@@ -257,3 +257,17 @@ def test_torch_is_not_imported():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("to_sparse", [False, True], ids=["dense", "row-sparse"])
+def test_gradients_are_set_outside_of_jit(to_sparse):
+    param = Parameter(jnp.zeros((10, 2)))
+
+    def assign(data):
+        indices = jnp.array([[1], [3]])
+        shape = param.shape
+        param.grad = BCOO((data, indices), shape=shape) if to_sparse else data
+
+    with pytest.raises(RuntimeError, match="outside of jit"):
+        jax.jit(assign)(jnp.ones((2, 2) if to_sparse else (10, 2)))
+    assert param.grad is None

@@ -81,7 +81,8 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
 
     What data-parallel training asks for, where each device's loss is the mean over its
     part of the batch. The sum is divided by the number of all devices, whether or not
-    they store a row.
+    they store a row. With `check_vma` the warning of `psum` holds: the mean of what is
+    a sum already, on each device, is that sum.
 
     Args:
       grads: A tree with dense, BCOO or `None` leaves.

@@ -89,7 +89,7 @@ class Parameter:
         """The gradient: row-sparse, dense or `None`. To set it replaces, never adds.
 
         Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
-        array of another shape or type than the parameter's.
+        array of another shape or type than the parameter's, and inside of `jit`.
         """
         return self._grad
 
@@ -107,6 +107,12 @@ class Parameter:
                     f"type {type(grad).__name__}. Assign a BCOO, an array or None."
                 )
             grad = own(grad)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(grad)):
+            raise RuntimeError(
+                "a Parameter keeps its gradient after the function that sets it: set "
+                "it, and call step, outside of jit. Compile what computes it, "
+                "jax.jit(optax_sparse_adam.value_and_grad(loss))."
+            )
         if grad.shape != self.shape:
             raise RuntimeError(
                 f"attempting to assign a gradient of size '{list(grad.shape)}' to a "
