@@ -31,6 +31,7 @@ from ._values import (
     RowSum,
     dense,
     fill,
+    gathered,
     is_deferred,
     merged,
     rows_of,
@@ -144,7 +145,8 @@ def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
     if left.carry is not None and right.carry is not None:
         return NotImplemented
     if left.axes != right.axes:
-        return NotImplemented
+        # Of a table that some lookups only read in the same way on all devices.
+        left, right = gathered(left), gathered(right)
     carry = right.carry if left.carry is None else left.carry
     parts: dict[int, Part] = {}
     for part in left.parts + right.parts:
