@@ -57,6 +57,22 @@ def test_function_of_an_explicit_table(spec):
     np.testing.assert_array_equal(grad.todense(), expected)
 
 
+def test_sharded_by_jit_alone():
+    """Over Explicit axes, of arrays that lie on no mesh before."""
+    mesh = make_mesh(EXPLICIT)
+    _, (table, ids) = start(mesh, P("x"))
+    split, whole = NamedSharding(mesh, P("x")), P(None, None, None)
+
+    def loss(table, ids):
+        return jnp.sum(jnp.square(table.at[ids].get(out_sharding=whole)))
+
+    grad = osa.grad(loss, sparse=lambda path, leaf: True)
+    with jax.set_mesh(mesh):
+        grad = jax.jit(grad, in_shardings=(split, None))(table, ids)
+    expected = jax.grad(lambda table: jnp.sum(jnp.square(table[ids])))(table)
+    np.testing.assert_array_equal(grad.todense(), expected)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT], ids=str)
 def test_more_rows_than_the_table_out_of_shard_map(axis_type):
     def loss(table, ids):
