@@ -19,7 +19,7 @@ from ._rows import (
     touched_rows,
     with_rows,
 )
-from ._sharding import laid_like, laid_out, mesh_of
+from ._sharding import laid_like, laid_out, mesh_of, rows_like
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
@@ -153,7 +153,8 @@ def _touched(grad: Any, param: Any) -> Rows:
         return Rows(indices, none, jnp.zeros([], jnp.int32))
     check_bcoo(grad, None if param is None else jnp.shape(param))
     rows = touched_rows(grad, accumulator_dtype(grad.dtype))
-    return rows._replace(data=rows.data.astype(grad.dtype))
+    data = rows.data.astype(grad.dtype)
+    return rows._replace(data=data if param is None else rows_like(param, data))
 
 
 def lazy(

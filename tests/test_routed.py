@@ -132,18 +132,20 @@ def test_inside_checkpoint_and_scan():
     np.testing.assert_array_equal(gradient(table, ids, weights), expected)
 
 
-@pytest.mark.parametrize("kind", ["uint32", "int64", "empty", "gathered"])
+@pytest.mark.parametrize("kind", ["uint32", "uint64", "int64", "empty", "gathered"])
 def test_ids_of_any_shape_and_type(kind):
     dtype = kind if "int" in kind else "int32"
     shape = (8, 0, 2) if kind == "empty" else (8, 6, 2)
     mesh = make_mesh((8,), ("d",))
     capacity = 12 if kind == "gathered" else 9
-    with jax.enable_x64(kind == "int64"):
+    with jax.enable_x64("64" in kind):
         rng = np.random.default_rng(0)
-        low = 0 if kind == "uint32" else -100
+        low = 0 if "uint" in kind else -100
         ids = rng.integers(low, 127, shape).astype(dtype)
         if kind == "uint32":
             ids[0, 0] = 2**31 - 1, 2**32 - 1
+        if kind == "uint64":
+            ids[0, 0] = 2**63 - 1, 2**64 - 1
         if kind == "int64":
             ids[0, 0] = 2**40, -(2**40)
         table = rng.normal(size=(120, 2, 2)).astype("bfloat16")
@@ -160,7 +162,7 @@ def test_ids_of_any_shape_and_type(kind):
             return rows, grad
 
         rows, grad = both(table, ids)
-        wide = ids.astype(np.int64)
+        wide = np.clip(ids.astype(np.float64), -(2.0**62), 2.0**62).astype(np.int64)
         wrapped = np.where(wide < 0, wide + 120, wide)
         assert_identical(rows, table[np.clip(wrapped, 0, 119)])
         counts = np.bincount(wrapped[(wrapped >= 0) & (wrapped < 120)], minlength=120)

@@ -146,6 +146,25 @@ def test_local_rows_of_two_axes():
         assert_identical(add(jnp.zeros(shape), same), expected)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_nothing_stored(check_vma):
+    """As of a leaf named `sparse` that the loss does not use."""
+
+    def function():
+        grad = bcoo(np.zeros((0, 3), np.float32), np.zeros((0, 1), np.int32), SHAPE)
+        total = osa.psum(grad, "x"), osa.pmean(grad, "x")
+        parts = osa.local_rows(total[0], "x"), osa.psum_scatter(grad, "x")
+        assert [x.nse for x in (*total, *parts)] == [0] * 4
+        assert [len(x) for x in (*total, *parts)] == [24, 24, 3, 3]
+        return total, parts
+
+    mapped = jax.shard_map(
+        function, mesh=mesh_of((8,)), in_specs=(), out_specs=P(), check_vma=check_vma
+    )
+    for grad in jax.tree.leaves(jax.jit(mapped)()):
+        assert len(grad) == 0
+
+
 def test_indivisible():
     grad = bcoo(np.ones((1, 3), np.float32), [[0]], (10, 3))
     function = partial(osa.local_rows, axis_name="x")

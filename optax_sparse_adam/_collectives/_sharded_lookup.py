@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._rows import accumulator_dtype, group_rows, pad, scatter_add_rows
@@ -151,9 +152,11 @@ def _row_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:
     num_rows = exchange.devices * exchange.shard_rows
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"Row ids must be integers, got an array of type {ids.dtype}.")
-    if ids.dtype == jnp.uint32:
-        ids = jnp.minimum(ids, jnp.iinfo(jnp.int32).max)
-    ids = ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
+    signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
+    largest = jnp.iinfo(signed).max
+    if jnp.iinfo(ids.dtype).max > largest:
+        ids = jnp.minimum(ids, np.asarray(largest, ids.dtype))
+    ids = ids.astype(signed)
     if num_rows + 2 + ids.size > jnp.iinfo(ids.dtype).max:
         raise ValueError(
             f"Row ids of {ids.dtype} cannot index a sharded table of {num_rows} rows. "

@@ -127,6 +127,8 @@ def _number_of_rows(shape: tuple[int, ...], grad: BCOO) -> int:
 
 def _gathered(grad: BCOO, axis_name: AxisName) -> BCOO:
     def gather(x: jax.Array) -> jax.Array:
+        if x.shape[0] == 0:  # what XLA does not gather
+            return jnp.zeros(x.shape, x.dtype)
         return lax.all_gather(x, axis_name, tiled=True, to="invarying")
 
     arrays = (gather(grad.data), gather(grad.indices))
@@ -213,7 +215,8 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
     # Sorted as they are, the rows of a device lie side by side.
     slot = jnp.arange(min(grad.nse, _number_of_rows(shape, grad)), dtype=jnp.int32)
-    place = slot + jnp.argmax(mine).astype(slot.dtype)
+    begin = jnp.argmax(mine) if grad.nse else 0
+    place = slot + jnp.asarray(begin, slot.dtype)
     ids = ids.at[:, 0].add(-first)
     ids, data, mine = (
         x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._rows import in_bounds
 from . import _calls, _shard_map
@@ -31,6 +31,7 @@ from ._values import (
     RowSum,
     dense,
     fill,
+    gathered,
     is_deferred,
     merged,
     rows_of,
@@ -144,7 +145,8 @@ def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
     if left.carry is not None and right.carry is not None:
         return NotImplemented
     if left.axes != right.axes:
-        return NotImplemented
+        # Of a table that some lookups only read in the same way on all devices.
+        left, right = gathered(left), gathered(right)
     carry = right.carry if left.carry is None else left.carry
     parts: dict[int, Part] = {}
     for part in left.parts + right.parts:
@@ -201,7 +203,12 @@ def _reshard(context: Context, eqn: JaxprEqn, value: Any) -> Results:
     """The rows of a sum belong to no device in particular."""
     if not isinstance(value, RowSum) or not value.is_plain:
         return _same_rows(context, eqn, value)
-    whole = functools.partial(jax.reshard, out_shardings=PartitionSpec())
+    mesh = _out(eqn).sharding.mesh
+    if mesh.empty:  # back to a table that jit alone has laid out
+        whole = functools.partial(_bind, eqn)
+    else:
+        to = NamedSharding(mesh, PartitionSpec())
+        whole = functools.partial(jax.reshard, out_shardings=to)
     parts = tuple(Part(*map(whole, part)) for part in value.parts)
     return [RowSum(value.shape, value.dtype, parts)]
 

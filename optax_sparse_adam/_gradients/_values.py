@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._rows import in_bounds, row_bounds, scatter_add_rows
+from .._sharding import partitioned
 
 
 class Part(NamedTuple):
@@ -154,12 +155,14 @@ def dense(value: Any) -> Any:
 
 def rows_of(value: Any, part: Part) -> Any:
     """The rows of any table-shaped value, or scalar, that a part holds."""
-    n_sparse = part.indices.shape[1]
+
+    def gather(array: jax.Array, indices: jax.Array) -> jax.Array:
+        # Clipped, not filled: whatever the value at a row is, it is no new NaN.
+        return array.at[tuple(indices.T)].get(mode="clip")
 
     def take(array: jax.Array) -> jax.Array:
-        # Clipped, not filled: whatever the value at a row is, it is no new NaN.
-        columns = tuple(part.indices[:, axis] for axis in range(n_sparse))
-        return array.at[columns].get(mode="clip")
+        axes = range(part.data.ndim)
+        return partitioned(gather, array, part.indices, like=part.data, axes=axes)
 
     if isinstance(value, Deferred):
         return value.select(take, part.data.shape)
@@ -186,8 +189,12 @@ def merged(total: RowSum, depth: int | None = None) -> Part:
 
 def touched_by(touched: jax.Array, part: Part, shape: tuple[int, ...]) -> jax.Array:
     """Marks the rows of a part in the flags `[*shape[:k]]`."""
-    columns = tuple(_row_indices(part, touched.ndim, shape).T)
-    return touched.at[columns].set(True, mode="drop")
+
+    def mark(touched: jax.Array, indices: jax.Array) -> jax.Array:
+        return touched.at[tuple(indices.T)].set(True, mode="drop")
+
+    indices = _row_indices(part, touched.ndim, shape)
+    return partitioned(mark, touched, indices, like=touched, axes=range(touched.ndim))
 
 
 def _row_indices(part: Part, depth: int, shape: tuple[int, ...]) -> jax.Array:
@@ -232,14 +239,20 @@ def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
     return Part(_row_indices(part, depth, shape), data)
 
 
+def gathered(total: RowSum) -> RowSum:
+    """The same sum inside of shard_map, every device with the rows of all."""
+    if not total.axes:
+        return total
+    gather = functools.partial(
+        lax.all_gather, axis_name=tuple(total.axes), tiled=True, to="invarying"
+    )
+    parts = tuple(Part(*map(gather, part)) for part in total.parts)
+    return RowSum(total.shape, total.dtype, parts)
+
+
 def to_bcoo(total: RowSum) -> BCOO:
     """The row-sparse gradient that a sum stands for."""
-    if total.axes:  # inside of shard_map: every device gets the rows of all
-        gather = functools.partial(
-            lax.all_gather, axis_name=tuple(total.axes), tiled=True, to="invarying"
-        )
-        parts = tuple(Part(*map(gather, part)) for part in total.parts)
-        total = RowSum(total.shape, total.dtype, parts)
+    total = gathered(total)
     stored = sum(part.indices.shape[0] for part in total.parts)
     part = merged(total)
     return BCOO(
