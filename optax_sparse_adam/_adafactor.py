@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from ._adafactor_rows import step_numbers, update_dense, update_sparse
-from ._rows import accumulator_dtype, is_bcoo, is_leaf
+from ._checks import is_bcoo, is_leaf
+from ._rows import accumulator_dtype
 from ._sharding import full_along, laid_out
 from ._sparse_adam import NUMBER, Scalar, check_leaf
 

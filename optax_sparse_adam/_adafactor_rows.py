@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from ._rows import (
-    gather_rows,
-    in_bounds,
-    keep_real,
-    scatter_rows,
-    touched_rows,
-    with_rows,
-)
+from ._moves import gather_rows, in_bounds, scatter_rows
+from ._rows import keep_real, touched_rows, with_rows
 from ._sparse_adam import Scalar
 
 Moments = tuple[jax.Array, ...]

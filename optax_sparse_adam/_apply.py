@@ -6,18 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._rows import (
-    accumulator_dtype,
-    check_bcoo,
-    gather_rows,
-    is_bcoo,
-    is_leaf,
-    leaves_like,
-    on_each_device,
-    scatter_add_rows,
-    scatter_rows,
-    touched_rows,
-)
+from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
+from ._moves import gather_rows, scatter_add_rows, scatter_rows
+from ._rows import accumulator_dtype, on_each_device, touched_rows
 
 
 def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:

@@ -7,18 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._rows import (
-    Rows,
-    accumulator_dtype,
-    check_bcoo,
-    gather_rows,
-    is_bcoo,
-    is_leaf,
-    keep_real,
-    scatter_rows,
-    touched_rows,
-    with_rows,
-)
+from ._checks import check_bcoo, is_bcoo, is_leaf
+from ._moves import gather_rows, scatter_rows
+from ._rows import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
 from ._sharding import laid_like, laid_out, mesh_of, rows_like
 
 # What cannot be right on some rows only, by the type of its state.

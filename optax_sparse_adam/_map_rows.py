@@ -8,15 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._rows import (
-    Rows,
-    gather_rows,
-    in_bounds,
-    keep_real,
-    pad,
-    scatter_rows,
-    take_rows,
-)
+from ._moves import gather_rows, in_bounds, scatter_rows, take_rows
+from ._rows import Rows, keep_real, pad
 from ._sharding import rows_like
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of

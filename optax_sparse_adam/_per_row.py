@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._rows import check_dense
+from ._checks import check_dense
 
 
 def _over_rows(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:

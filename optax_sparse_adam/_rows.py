@@ -1,14 +1,10 @@
-"""Row arithmetic on BCOO gradients: check, coalesce, gather rows, scatter rows.
+"""The touched rows of a BCOO gradient, each once.
 
-Everything above this module is the picture *gather rows, inner update, scatter
-rows*; this module is the arithmetic of that picture. `indices` is always an integer
-array of shape `[nse, n_sparse]`, and a row that lies outside of the table is padding:
-never gathered from, never scattered to.
+`indices` is always an integer array of shape `[nse, n_sparse]`, and a row that lies
+outside of the table is padding: never gathered from, never scattered to.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +13,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from ._sharding import gathered, mesh_of, partitioned
+from ._checks import check_bcoo, is_bcoo
+from ._moves import expand, in_bounds, row_bounds, scatter_add_rows, scatter_rows
+from ._sharding import gathered, mesh_of
 from .native import _calls as native
 
 
@@ -33,83 +31,6 @@ class Rows(NamedTuple):
     indices: jax.Array
     data: jax.Array
     stop: jax.Array
-
-
-def is_bcoo(x: Any) -> bool:
-    return isinstance(x, BCOO)
-
-
-def is_leaf(x: Any) -> bool:
-    """What counts as one gradient: an array, a BCOO, or `None`."""
-    return x is None or isinstance(x, BCOO)
-
-
-def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
-    """The parts of a tree at the leaves of another one.
-
-    Raises:
-      ValueError: If the tree does not have these places.
-    """
-    try:
-        return list(treedef.flatten_up_to(tree))
-    except ValueError as error:
-        why = str(error).split(", got ")[0]  # JAX goes on with the values of an array
-        raise ValueError(
-            f"{what} must have the tree structure of the {other}, {treedef}, got "
-            f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {why}"
-        ) from None
-
-
-def check_dense(grads: Any, name: str, call: str) -> None:
-    """Raises `TypeError` if a leaf of the gradients is a BCOO."""
-    if any(map(is_bcoo, jax.tree.leaves(grads, is_leaf=is_bcoo))):
-        raise TypeError(
-            f"{name} takes dense gradients, got a BCOO. Put it inside lazy: "
-            f"optax_sparse_adam.lazy({call})."
-        )
-
-
-def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
-    """Raises unless `grad` is a row-sparse gradient of a table of this shape.
-
-    Every fault found here is static, so it is raised while tracing, never skipped.
-
-    Raises:
-      TypeError: If the indices or the data have the wrong kind of type.
-      ValueError: If the shape is not the table's, or the layout is not row-sparse.
-    """
-    if not jnp.issubdtype(grad.indices.dtype, jnp.integer):
-        raise TypeError(
-            "A row-sparse gradient must have integer indices, got indices of type "
-            f"{grad.indices.dtype} (shape {grad.shape}). A transformation that does "
-            "not know BCOO, such as optax.scale, has scaled them together with the "
-            "values. Put that chain inside lazy: "
-            "optax_sparse_adam.lazy(optax.chain(...))."
-        )
-    if not jnp.issubdtype(grad.dtype, jnp.floating):
-        raise TypeError(
-            "A row-sparse gradient must have floating-point values, got "
-            f"{grad.dtype} (shape {grad.shape}). Integer and complex tables cannot be "
-            "trained; leave them out of the parameters."
-        )
-    if grad.n_batch != 0 or grad.n_sparse < 1:
-        raise ValueError(
-            "A row-sparse gradient must have n_batch == 0 and n_sparse >= 1, got "
-            f"n_batch == {grad.n_batch} and n_sparse == {grad.n_sparse} (shape "
-            f"{grad.shape}). Use BCOO.update_layout(n_batch=0, n_dense=...) to convert."
-        )
-    if grad.data.shape[0] != grad.indices.shape[0]:
-        raise ValueError(
-            "A row-sparse gradient must hold one row of values for each index, got "
-            f"{grad.data.shape[0]} rows and {grad.indices.shape[0]} indices (shape "
-            f"{grad.shape})."
-        )
-    if shape is not None and tuple(grad.shape) != tuple(shape):
-        raise ValueError(
-            "A row-sparse gradient must have the shape of its table, got a gradient of "
-            f"shape {tuple(grad.shape)} for a table of shape {tuple(shape)}."
-        )
-    return grad
 
 
 def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -128,17 +49,6 @@ def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     )
 
 
-def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
-    """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
-    return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
-
-
-def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
-    inside = (indices >= 0) & (indices < row_bounds(shape, indices))
-    return jnp.all(inside, axis=1)
-
-
 def pad(
     indices: jax.Array, valid: jax.Array, slot: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
@@ -149,10 +59,6 @@ def pad(
     """
     outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
     return jnp.where(valid[:, None], indices, outside)
-
-
-def _expand(flags: jax.Array, like: jax.Array) -> jax.Array:
-    return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))
 
 
 def group_rows(
@@ -242,7 +148,7 @@ def _sums(grad: BCOO) -> Rows:
     if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
         stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
-        data = jnp.where(_expand(valid, data), data, 0)
+        data = jnp.where(expand(valid, data), data, 0)
     else:
         indices, stop, group = group_rows(indices, grad.shape, grad.indices_sorted)
         valid = slot < stop
@@ -269,7 +175,7 @@ def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
 
 def keep_real(rows: Rows, data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`data` with zeros in the padding slots."""
-    return jnp.where(_expand(in_bounds(rows.indices, shape), data), data, 0)
+    return jnp.where(expand(in_bounds(rows.indices, shape), data), data, 0)
 
 
 def accumulator_dtype(*dtypes: Any) -> Any:
@@ -333,74 +239,3 @@ def coalesce(grad: BCOO) -> BCOO:
             "no duplicates; of a tree, coalesce each BCOO."
         )
     return _coalesce(check_bcoo(grad))
-
-
-def _gather_numbers(table: jax.Array, n_sparse: int) -> lax.GatherDimensionNumbers:
-    return lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
-        collapsed_slice_dims=tuple(range(n_sparse)),
-        start_index_map=tuple(range(n_sparse)),
-    )
-
-
-def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNumbers:
-    return lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
-        inserted_window_dims=tuple(range(n_sparse)),
-        scatter_dims_to_operand_dims=tuple(range(n_sparse)),
-    )
-
-
-def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """`table[indices]`; padding reads whatever row is next to it."""
-    n_sparse = indices.shape[1]
-    if 0 in table.shape:  # XLA gathers nothing from a table without rows
-        return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
-    # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
-    # index into a table of more than 2**31 rows. XLA clamps by itself.
-    gather = functools.partial(
-        lax.gather,
-        dimension_numbers=_gather_numbers(table, n_sparse),
-        slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
-        unique_indices=True,
-        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-    )
-    axes = (None, *range(n_sparse, table.ndim))
-    return partitioned(gather, table, indices, like=table, axes=axes)
-
-
-def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """`table[indices]`; padding reads zeros."""
-    rows = take_rows(table, indices)
-    return jnp.where(_expand(in_bounds(indices, table.shape), rows), rows, 0)
-
-
-def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    return _scatter(lax.scatter, table, indices, rows, unique=True)
-
-
-def scatter_add_rows(
-    table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
-) -> jax.Array:
-    """`table.at[indices].add(rows)`; padding is dropped."""
-    return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
-
-
-def _scatter(
-    function: Callable[..., jax.Array],
-    table: jax.Array,
-    indices: jax.Array,
-    rows: jax.Array,
-    *,
-    unique: bool,
-) -> jax.Array:
-    scatter = functools.partial(
-        function,
-        dimension_numbers=_scatter_numbers(table, indices.shape[1]),
-        unique_indices=unique,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
-    rows = rows.astype(table.dtype)
-    axes = range(table.ndim)
-    return partitioned(scatter, table, indices, rows, like=table, axes=axes)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._rows import accumulator_dtype, check_dense
+from ._checks import check_dense
+from ._rows import accumulator_dtype
 from ._sharding import full_along, laid_out
 from ._sparse_adam import NUMBER, Scalar, check_hyperparameters, one_minus_power
 

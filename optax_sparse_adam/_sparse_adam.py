@@ -11,18 +11,9 @@ import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 
+from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from ._map_rows import map_rows
-from ._rows import (
-    Rows,
-    accumulator_dtype,
-    check_bcoo,
-    is_bcoo,
-    is_leaf,
-    leaves_like,
-    touched_rows,
-    widened,
-    with_rows,
-)
+from ._rows import Rows, accumulator_dtype, touched_rows, widened, with_rows
 from ._sharding import full_along, laid_out
 from .native import _calls as native
 

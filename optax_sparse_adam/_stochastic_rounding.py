@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._checks import check_dense, is_leaf, leaves_like
 from ._rounding import random_bits, round_update, round_value
-from ._rows import check_dense, is_leaf, leaves_like
 
 
 class StochasticRoundingState(NamedTuple):

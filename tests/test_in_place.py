@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _map_rows, _rows
+from optax_sparse_adam import _map_rows, _moves
 
 from ._support import assert_identical, bcoo, random_entries
 
@@ -213,7 +213,7 @@ def test_more_elements_than_int32_counts(shape, index_type):
     for _ in range(2):  # the second time, what is read is not zero
         table = add(table, grad)
     ids = jnp.asarray(np.array([rows - 1, rows - 2, rows - 3, 3, rows], index_type))
-    read = np.asarray(_rows.gather_rows(table, ids[:, None])).reshape(5, -1)
+    read = np.asarray(_moves.gather_rows(table, ids[:, None])).reshape(5, -1)
     expected = np.array([4, 2, 0, 2, 0], np.int8)
     assert_identical(read, np.repeat(expected[:, None], read.shape[1], axis=1))
     everything = np.asarray(table).reshape(-1)

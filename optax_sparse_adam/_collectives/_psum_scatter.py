@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._rows import check_bcoo, coalesce, in_bounds, is_bcoo, is_leaf
+from .._checks import check_bcoo, is_bcoo, is_leaf
+from .._moves import in_bounds
+from .._rows import coalesce
 from ._exchange import plan, rows_per_device
 from ._routes import make_route, to_owners
 from ._sums import AxisName, local_rows, psum

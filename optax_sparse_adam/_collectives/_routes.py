@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._rows import gather_rows
+from .._moves import gather_rows
 from ._exchange import Exchange
 
 

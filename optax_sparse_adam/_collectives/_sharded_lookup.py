@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._rows import accumulator_dtype, group_rows, pad, scatter_add_rows
+from .._moves import scatter_add_rows
+from .._rows import accumulator_dtype, group_rows, pad
 from .._varying import vary, varying_axes
 from ._exchange import Exchange, plan, rows_per_device
 from ._routes import Route, from_owners, make_route, read_rows, to_owners

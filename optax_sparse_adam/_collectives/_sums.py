@@ -10,14 +10,8 @@ import optax
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._rows import (
-    check_bcoo,
-    coalesce,
-    is_bcoo,
-    is_leaf,
-    pad,
-    touched_rows,
-)
+from .._checks import check_bcoo, is_bcoo, is_leaf
+from .._rows import coalesce, pad, touched_rows
 
 AxisName = str | tuple[str, ...]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._rows import row_bounds
+from .._moves import row_bounds
 from ._values import Deferred, Part
 
 _Mode = lax.GatherScatterMode

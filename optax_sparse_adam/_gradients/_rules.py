@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._rows import in_bounds
+from .._moves import in_bounds
 from . import _calls, _shard_map
 from ._interpreter import Blame, Context, Results, Rule, Verdict
 from ._lookups import (

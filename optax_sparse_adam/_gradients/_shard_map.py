@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from .._rows import in_bounds, row_bounds
+from .._moves import in_bounds, row_bounds
 from ._interpreter import Blame, Context, Results, Verdict
 from ._values import Deferred, Part, RowSum, dense, padded, table
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._rows import in_bounds, row_bounds, scatter_add_rows
+from .._moves import in_bounds, row_bounds, scatter_add_rows
 from .._sharding import partitioned
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from .._adafactor import check_gradient
 from .._adafactor_rows import step_numbers, update_dense, update_sparse
 from .._apply import apply_updates
-from .._rows import accumulator_dtype, is_bcoo
+from .._checks import is_bcoo
+from .._rows import accumulator_dtype
 from ._optimizer import (
     Group,
     Optimizer,

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from .._apply import apply_updates
-from .._rows import accumulator_dtype, is_bcoo
+from .._checks import is_bcoo
+from .._rows import accumulator_dtype
 from .._sparse_adam import (
     Factors,
     ScaleBySparseAdamState,

@@ -1,0 +1,84 @@
+"""What counts as a gradient, and what is raised for what does not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO
+
+
+def is_bcoo(x: Any) -> bool:
+    return isinstance(x, BCOO)
+
+
+def is_leaf(x: Any) -> bool:
+    """What counts as one gradient: an array, a BCOO, or `None`."""
+    return x is None or isinstance(x, BCOO)
+
+
+def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
+    """The parts of a tree at the leaves of another one.
+
+    Raises:
+      ValueError: If the tree does not have these places.
+    """
+    try:
+        return list(treedef.flatten_up_to(tree))
+    except ValueError as error:
+        why = str(error).split(", got ")[0]  # JAX goes on with the values of an array
+        raise ValueError(
+            f"{what} must have the tree structure of the {other}, {treedef}, got "
+            f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {why}"
+        ) from None
+
+
+def check_dense(grads: Any, name: str, call: str) -> None:
+    """Raises `TypeError` if a leaf of the gradients is a BCOO."""
+    if any(map(is_bcoo, jax.tree.leaves(grads, is_leaf=is_bcoo))):
+        raise TypeError(
+            f"{name} takes dense gradients, got a BCOO. Put it inside lazy: "
+            f"optax_sparse_adam.lazy({call})."
+        )
+
+
+def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
+    """Raises unless `grad` is a row-sparse gradient of a table of this shape.
+
+    Every fault found here is static, so it is raised while tracing, never skipped.
+
+    Raises:
+      TypeError: If the indices or the data have the wrong kind of type.
+      ValueError: If the shape is not the table's, or the layout is not row-sparse.
+    """
+    if not jnp.issubdtype(grad.indices.dtype, jnp.integer):
+        raise TypeError(
+            "A row-sparse gradient must have integer indices, got indices of type "
+            f"{grad.indices.dtype} (shape {grad.shape}). A transformation that does "
+            "not know BCOO, such as optax.scale, has scaled them together with the "
+            "values. Put that chain inside lazy: "
+            "optax_sparse_adam.lazy(optax.chain(...))."
+        )
+    if not jnp.issubdtype(grad.dtype, jnp.floating):
+        raise TypeError(
+            "A row-sparse gradient must have floating-point values, got "
+            f"{grad.dtype} (shape {grad.shape}). Integer and complex tables cannot be "
+            "trained; leave them out of the parameters."
+        )
+    if grad.n_batch != 0 or grad.n_sparse < 1:
+        raise ValueError(
+            "A row-sparse gradient must have n_batch == 0 and n_sparse >= 1, got "
+            f"n_batch == {grad.n_batch} and n_sparse == {grad.n_sparse} (shape "
+            f"{grad.shape}). Use BCOO.update_layout(n_batch=0, n_dense=...) to convert."
+        )
+    if grad.data.shape[0] != grad.indices.shape[0]:
+        raise ValueError(
+            "A row-sparse gradient must hold one row of values for each index, got "
+            f"{grad.data.shape[0]} rows and {grad.indices.shape[0]} indices (shape "
+            f"{grad.shape})."
+        )
+    if shape is not None and tuple(grad.shape) != tuple(shape):
+        raise ValueError(
+            "A row-sparse gradient must have the shape of its table, got a gradient of "
+            f"shape {tuple(grad.shape)} for a table of shape {tuple(shape)}."
+        )
+    return grad

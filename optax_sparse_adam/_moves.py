@@ -1,0 +1,97 @@
+"""Gathers rows of tables and scatters them; what lies outside of a table is padding."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._sharding import partitioned
+
+
+def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
+    """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
+    return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
+
+
+def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
+    inside = (indices >= 0) & (indices < row_bounds(shape, indices))
+    return jnp.all(inside, axis=1)
+
+
+def expand(flags: jax.Array, like: jax.Array) -> jax.Array:
+    return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))
+
+
+def _gather_numbers(table: jax.Array, n_sparse: int) -> lax.GatherDimensionNumbers:
+    return lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
+        collapsed_slice_dims=tuple(range(n_sparse)),
+        start_index_map=tuple(range(n_sparse)),
+    )
+
+
+def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNumbers:
+    return lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
+        inserted_window_dims=tuple(range(n_sparse)),
+        scatter_dims_to_operand_dims=tuple(range(n_sparse)),
+    )
+
+
+def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads whatever row is next to it."""
+    n_sparse = indices.shape[1]
+    if 0 in table.shape:  # XLA gathers nothing from a table without rows
+        return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
+    # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
+    # index into a table of more than 2**31 rows. XLA clamps by itself.
+    gather = functools.partial(
+        lax.gather,
+        dimension_numbers=_gather_numbers(table, n_sparse),
+        slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
+        unique_indices=True,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    axes = (None, *range(n_sparse, table.ndim))
+    return partitioned(gather, table, indices, like=table, axes=axes)
+
+
+def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads zeros."""
+    rows = take_rows(table, indices)
+    return jnp.where(expand(in_bounds(indices, table.shape), rows), rows, 0)
+
+
+def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
+    return _scatter(lax.scatter, table, indices, rows, unique=True)
+
+
+def scatter_add_rows(
+    table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
+) -> jax.Array:
+    """`table.at[indices].add(rows)`; padding is dropped."""
+    return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
+
+
+def _scatter(
+    function: Callable[..., jax.Array],
+    table: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    *,
+    unique: bool,
+) -> jax.Array:
+    scatter = functools.partial(
+        function,
+        dimension_numbers=_scatter_numbers(table, indices.shape[1]),
+        unique_indices=unique,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+    rows = rows.astype(table.dtype)
+    axes = range(table.ndim)
+    return partitioned(scatter, table, indices, rows, like=table, axes=axes)
