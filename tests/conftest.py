@@ -45,3 +45,17 @@ def dtype(request):
     name, *x64 = request.param.split("-")
     with jax.enable_x64(bool(x64)):
         yield name
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows with each compilation."""
+    seen = []
+
+    def listener(event, duration, **kwargs):
+        if event.endswith("backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listener)

@@ -156,20 +156,6 @@ def test_buffers_are_reused():
         assert pointers == tables
 
 
-@pytest.fixture
-def compilations():
-    """A list that grows with each compilation."""
-    seen = []
-
-    def listener(event, duration, **kwargs):
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listener)
-
-
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_one_compilation(compilations, way):
     """Other ids, other duplicates, nothing but padding: the same program."""

@@ -169,7 +169,7 @@ def test_indivisible():
     grad = bcoo(np.ones((1, 3), np.float32), [[0]], (10, 3))
     function = partial(osa.local_rows, axis_name="x")
     split = jax.shard_map(function, mesh=mesh_of((8,)), in_specs=P(), out_specs=P("x"))
-    with pytest.raises(ValueError, match=r"got 10 rows .* 8 devices.*Give .* 16 rows"):
+    with pytest.raises(ValueError, match=r"got 10 rows .* 8 devices.*Pad .* 16 rows"):
         split(grad)
 
 

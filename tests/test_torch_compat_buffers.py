@@ -155,20 +155,6 @@ def test_dense_gradients_on_request():
     assert not sparse.grad.data.any()
 
 
-@pytest.fixture
-def compilations():
-    """A list that grows with each compilation."""
-    seen = []
-
-    def listener(event, duration, **kwargs):
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listener)
-
-
 def test_groups_that_change_compile_nothing(compilations):
     optimizer, (param,) = stepped()
     schedule = optax.constant_schedule(0.1)

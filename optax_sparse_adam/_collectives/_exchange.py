@@ -94,18 +94,3 @@ def plan(
     return Exchange(
         axis_name, devices, shard_rows, number, capacity, rounds, rounds == enough
     )
-
-
-def rows_per_device(num_rows: int, axis_name: AxisName) -> int:
-    """The number of rows that each device owns.
-
-    Raises:
-      ValueError: If the rows do not divide evenly.
-    """
-    devices = lax.axis_size(axis_name)
-    if num_rows % devices:
-        raise ValueError(
-            "The rows of a table must divide evenly among the devices, got "
-            f"{num_rows} rows for {devices} devices along {axis_name!r}. Pad the table."
-        )
-    return num_rows // devices

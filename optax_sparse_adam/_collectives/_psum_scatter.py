@@ -11,9 +11,9 @@ from jax.experimental.sparse import BCOO
 from .._checks import check_bcoo, is_bcoo, is_leaf
 from .._moves import in_bounds
 from .._rows import coalesce
-from ._exchange import plan, rows_per_device
+from ._exchange import plan
 from ._routes import make_route, to_owners
-from ._sums import AxisName, local_rows, psum
+from ._sums import AxisName, local_rows, psum, rows_per_device
 
 
 def psum_scatter(

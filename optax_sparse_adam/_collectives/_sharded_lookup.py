@@ -11,9 +11,9 @@ from jax import lax
 from .._moves import scatter_add_rows
 from .._rows import accumulator_dtype, group_rows, pad
 from .._varying import vary, varying_axes
-from ._exchange import Exchange, plan, rows_per_device
+from ._exchange import Exchange, plan
 from ._routes import Route, from_owners, make_route, read_rows, to_owners
-from ._sums import AxisName
+from ._sums import AxisName, rows_per_device
 
 
 def sharded_lookup(

@@ -189,20 +189,28 @@ def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
     return jax.tree.map(one, grads, is_leaf=is_leaf)
 
 
-def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
+def rows_per_device(num_rows: int, axis_name: AxisName) -> int:
+    """The number of rows that each device owns.
+
+    Raises:
+      ValueError: If the rows do not divide evenly.
+    """
     devices = lax.axis_size(axis_name)
-    if grad.shape[0] % devices:
-        padded = grad.shape[0] + -grad.shape[0] % devices
+    if num_rows % devices:
         raise ValueError(
-            "local_rows needs a number of rows that the devices divide, got "
-            f"{grad.shape[0]} rows (shape {grad.shape}) and {devices} devices along "
-            f"{axis_name!r}. Give the table {padded} rows."
+            "The rows of a table must divide evenly among the devices, got "
+            f"{num_rows} rows for {devices} devices along {axis_name!r}. Pad the table "
+            f"to {num_rows + -num_rows % devices} rows."
         )
+    return num_rows // devices
+
+
+def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     # Of several sparse axes, padding may lie between the rows of one device.
     if not (grad.indices_sorted and grad.unique_indices and grad.n_sparse == 1):
         grad = coalesce(grad)
     touched = touched_rows(grad, grad.dtype)
-    shape = (grad.shape[0] // devices, *grad.shape[1:])
+    shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
     ids = touched.indices
     size = np.asarray(shape[0], ids.dtype)
     first = lax.axis_index(axis_name).astype(ids.dtype) * size
