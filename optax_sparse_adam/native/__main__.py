@@ -7,34 +7,45 @@ import time
 from . import _library
 
 
+def _remove() -> None:
+    found = sorted(_library.cache().glob("rows-*.so"))
+    for old in found:
+        old.unlink()
+        print(f"Deleted {old}")
+    if not found:
+        print(f"There was none in {_library.cache()}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m optax_sparse_adam.native",
         description="Compiles the optional kernel for CPUs with the C++ compiler of "
-        "this machine (CXX, or the first of c++, g++, clang++).",
+        "this machine (CXX, or the first of c++, g++, clang++), into the user's cache.",
     )
-    parser.add_argument(
-        "--remove", action="store_true", help="delete it, older versions included"
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--status", action="store_true", help="say whether it is used, and which one"
     )
-    remove = parser.parse_args().remove
+    choice.add_argument(
+        "--remove",
+        action="store_true",
+        help="delete what this command compiled, older versions included",
+    )
+    args = parser.parse_args()
     start = time.perf_counter()
     try:
-        library = _library.path()
-        if remove:
-            found = sorted(library.parent.glob("rows-*.so"))
-            for old in found:
-                old.unlink()
-                print(f"Deleted {old}")
-            if not found:
-                print(f"There was none in {library.parent}")
+        if args.remove:
+            _remove()
+        if args.status or args.remove:
+            print(_library.status())
             return 0
-        _library.build()
+        library = _library.build()
         _library.register(library)
     except (RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"Compiled {library} in {time.perf_counter() - start:.1f} s.")
-    print("It is used from now on, on CPUs. OPTAX_SPARSE_ADAM_NATIVE=0 turns it off.")
+    print(_library.status())
     return 0
 
 

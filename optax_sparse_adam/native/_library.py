@@ -1,105 +1,114 @@
-"""Compiles the kernel, finds it again, and registers it with XLA."""
+"""Finds the compiled kernel, and registers it with XLA."""
 
+import contextlib
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
+import re
 import warnings
-from importlib.metadata import version
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
+from . import _build
+
 TARGETS = ("adam_rows", "sum_rows")
-_SOURCE = Path(__file__).with_name("rows.cc")
-# No contraction of multiply and add, so that each compiler rounds alike; and sqrt need
-# not set errno, so that it is one instruction for several numbers.
-_FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fPIC -shared"
+INSTALLED = _build.SOURCE.parent  # where an installation leaves its library
 
 
-def path() -> Path:
-    """Where the library of this source, this jaxlib and this machine is or would be."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    key = f"{_FLAGS} {version('jaxlib')} {sys.platform} {platform.machine()}"
-    digest = hashlib.sha256(key.encode() + _SOURCE.read_bytes()).hexdigest()
-    return Path(cache, "optax_sparse_adam", f"rows-{digest[:16]}.so")
-
-
-def compiler() -> list[str]:
-    """The command of `CXX`, or the first C++ compiler on the path; empty if none."""
-    found = map(shutil.which, ("c++", "g++", "clang++"))
-    return shlex.split(os.environ.get("CXX", "")) or [*filter(None, found)][:1]
+def cache() -> Path:
+    """The folder of the libraries that the user compiles."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "optax_sparse_adam")
 
 
 def build() -> Path:
-    """Compiles the library, in place of an older one.
+    """Compiles the library into the user's cache; see `_build.compile_into`."""
+    return _build.compile_into(cache(), jax.ffi.include_dir())
 
-    Raises:
-      OSError: Where the cache cannot be written.
-      RuntimeError: Where there is no compiler, or where it fails.
-    """
-    command = compiler()
-    if not command:
-        raise RuntimeError(
-            "No C++ compiler found: looked for c++, g++ and clang++, and at the "
-            "variable CXX. Install one, or go on in plain JAX, which needs none."
-        )
-    target = path()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        output = Path(folder, target.name)
-        include = f"-isystem{jax.ffi.include_dir()}"
-        command += [*_FLAGS.split(), include, str(_SOURCE), "-o", str(output)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise RuntimeError(f"{command[0]} could not be run: {error}") from error
-        if done.returncode:
-            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
-        os.replace(output, target)  # never half written for those who look for it
-    return target
+
+def _found(newest: _build.Version) -> Iterator[tuple[_build.Version, Path]]:
+    """What XLA would take here: the user's own, then that of the installation."""
+    for folder in (cache, lambda: INSTALLED):
+        with contextlib.suppress(OSError, RuntimeError):  # no home, or not readable
+            yield from _build.libraries(folder(), newest)
 
 
 def register(library: Path) -> None:
     """Loads the library and makes its functions known to XLA."""
-    functions = ctypes.CDLL(str(library))
-    for name in TARGETS:
-        capsule = jax.ffi.pycapsule(getattr(functions, name))
+    loaded = ctypes.CDLL(str(library))
+    functions = {name: getattr(loaded, name) for name in TARGETS}
+    for name, function in functions.items():
+        capsule = jax.ffi.pycapsule(function)
         jax.ffi.register_ffi_target(f"optax_sparse_adam.{name}", capsule, "cpu")
 
 
 @functools.cache
+def loaded() -> Path | None:
+    """The library that was registered, if any; decided once in a process."""
+    errors = []
+    try:
+        newest = _build.interface(jax.ffi.include_dir())
+        found = [*_found(newest)]
+        if any(version != newest for version, _ in found):
+            # Before the backend starts, XLA's refusal would make its start fail.
+            jax.devices("cpu")
+    except (OSError, RuntimeError):
+        return None  # no headers, no source, or no CPU among `jax_platforms`
+    for _, library in found:
+        try:
+            register(library)
+            return library
+        except (OSError, AttributeError, RuntimeError) as error:
+            errors.append(f"{library} ({error})")
+    if errors:
+        warnings.warn(
+            f"The kernel cannot be loaded: {'; '.join(errors)}. Going on in plain JAX. "
+            "Compile it anew by python -m optax_sparse_adam.native, or do without it: "
+            "OPTAX_SPARSE_ADAM_NATIVE=0",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None
+
+
+def _one_device() -> bool:
+    """Whether this process has one CPU device, and shares it with no other process.
+
+    Asking JAX would start its backends, after which `jax.distributed.initialize` fails:
+    a step may be traced before that, if not run.
+    """
+    if jax.distributed.is_initialized():
+        return False
+    number = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    if number < 0:
+        flags = os.environ.get("XLA_FLAGS", "")
+        if flags.strip() and not flags.strip().startswith("-"):  # the name of a file
+            return jax.device_count("cpu") == 1
+        found = re.findall(r"xla_force_host_platform_device_count=(\d+)", flags)
+        number = int(found[-1]) if found else 1
+    return bool(number == 1)
+
+
 def available() -> bool:
-    """Whether the kernel may be used; decided once in a process.
+    """Whether the kernel may be used.
 
     XLA's partitioner cannot look into the kernel: it would collect a sharded table on
     each device. So a process that has several CPU devices does without.
     """
-    switch = os.environ.get("OPTAX_SPARSE_ADAM_NATIVE", "")
-    if switch.lower() in ("0", "false", "off", "no"):
-        return False
-    try:
-        library = path()
-        if not library.exists() or jax.device_count("cpu") > 1:
-            return False
-    except (ImportError, OSError, RuntimeError):
-        # Of jaxlib no version is known; the cache or the source cannot be read; there
-        # is no home folder; or `jax_platforms` leaves out the CPU.
-        return False
-    try:
-        register(library)
-    except (OSError, AttributeError, RuntimeError) as error:
-        warnings.warn(
-            f"The kernel at {library} cannot be loaded ({error}); going on in plain "
-            "JAX. Compile it anew: python -m optax_sparse_adam.native",
-            RuntimeWarning,
-            stacklevel=2,
+    return not _build.switched_off() and _one_device() and loaded() is not None
+
+
+def status() -> str:
+    """In words, what `available` says and why."""
+    if _build.switched_off():
+        return "Not used: OPTAX_SPARSE_ADAM_NATIVE turns it off."
+    if not _one_device():
+        return "Not used: this process has several CPU devices."
+    library = loaded()
+    if library is None:
+        return (
+            "Not there for this jaxlib: compile it by the same command without flags."
         )
-        return False
-    return True
+    return f"Used on CPUs: {library}"

@@ -48,7 +48,11 @@ void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
     if (shared->done == parts) shared->all_done.notify_one();
   };
   const int64_t helpers = std::min(pool.num_threads(), parts) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+  try {
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+  } catch (const std::bad_alloc&) {
+    // Those that have begun need `body`: do the rest here.
+  }
   work();
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->all_done.wait(lock, [&] { return shared->done == parts; });
@@ -215,6 +219,9 @@ ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats, int64_t num_rows,
 
 }  // namespace
 
+// All else is hidden by -fvisibility=hidden.
+#pragma GCC visibility push(default)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adam_rows, AdamRows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -241,3 +248,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(sum_rows, SumRows,
                                   .Ret<Ints>()
                                   .Ret<Floats>()
                                   .Ret<ffi::BufferR0<ffi::S32>>());
+
+#pragma GCC visibility pop

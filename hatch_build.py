@@ -1,0 +1,91 @@
+"""Compiles the kernel for CPUs while the package is built, where that can be done.
+
+Without a C++ compiler, without jaxlib's headers or with `OPTAX_SPARSE_ADAM_NATIVE=0`
+the package is the same without it, and runs in plain JAX.
+"""
+
+import importlib.util
+import os
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_NATIVE = Path(__file__).parent / "optax_sparse_adam" / "native"
+_OLDEST = (0, 3)  # the interface of the oldest jaxlib that the package runs with
+
+
+def _load_build() -> ModuleType:
+    """The module that compiles, without its package, which needs JAX."""
+    spec = importlib.util.spec_from_file_location("_build", _NATIVE / "_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_build = _load_build()
+
+
+def headers() -> Path | None:
+    """Those of the environment that is installed into, or else of the build's own."""
+    spec = importlib.util.find_spec("jaxlib")
+    own = spec.submodule_search_locations if spec else None
+    for jaxlib in (Path(sysconfig.get_path("platlib"), "jaxlib"), *(own or ())):
+        include = Path(jaxlib, "include")
+        try:
+            if _build.interface(include) >= _OLDEST:
+                return include
+        except RuntimeError:
+            continue
+    return None
+
+
+def wanted() -> bool:
+    """Whether to compile; on Windows nobody has tried."""
+    try:
+        found = bool(_build.compiler())
+    except ValueError:  # CXX with a quote that does not end
+        found = False
+    return found and os.name == "posix" and not _build.switched_off()
+
+
+class CustomBuildHook(BuildHookInterface[Any]):
+    """Adds the compiled library to a wheel, or puts it next to its source."""
+
+    def dependencies(self) -> list[str]:
+        if not wanted() or headers():
+            return []
+        required = self.metadata.core.dependencies
+        return [name for name in required if name.startswith("jaxlib")]
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        try:
+            self._compile(version == "editable", build_data)
+        except Exception as error:  # whatever it is, the package does without
+            self.app.display_warning(f"Built without the kernel for CPUs: {error}")
+
+    def _compile(self, editable: bool, build_data: dict[str, Any]) -> None:
+        include = headers()
+        if not wanted() or include is None:
+            raise RuntimeError(
+                "it needs a C++ compiler (CXX, c++, g++ or clang++), the headers of "
+                "jaxlib, and no OPTAX_SPARSE_ADAM_NATIVE=0"
+            )
+        if editable:
+            library = _build.compile_into(_NATIVE, include)
+            for old in {*_NATIVE.glob("rows-*.so")} - {library}:
+                old.unlink()
+            return
+        self._folder = tempfile.TemporaryDirectory()  # until the wheel is written
+        library = _build.compile_into(Path(self._folder.name), include)
+        place = f"optax_sparse_adam/native/{library.name}"
+        build_data["force_include"][str(library)] = place
+        # Of Python the library knows nothing.
+        system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{system}"
+        build_data["pure_python"] = False
