@@ -61,7 +61,6 @@ def _call(
         f"optax_sparse_adam.{name}",
         [*results, stop],
         input_output_aliases={i: i for i in range(len(in_place))},
-        vmap_method="sequential",
     )
     num_rows, *row_shape = grad.shape
     width = math.prod(row_shape)
@@ -70,7 +69,26 @@ def _call(
 
 
 def on_cpu(native: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> Any:
-    """`native(*args)` on a CPU, else `pure(*args)`, which has the derivatives too."""
-    call = jax.custom_jvp(native)
-    call.defjvp(lambda primals, tangents: jax.jvp(pure, primals, tangents))
-    return lax.platform_dependent(*args, cpu=call, default=pure)
+    """`native(*args)` on a CPU, else `pure(*args)`, which has the derivatives too.
+
+    And `vmap`: the kernel, called once for each of many tables, would copy them.
+    """
+    leaves, tree = jax.tree.flatten(args)
+
+    @jax.custom_batching.custom_vmap
+    def one(*leaves: jax.Array) -> Any:
+        return native(*tree.unflatten(leaves))
+
+    def default(*leaves: jax.Array) -> Any:
+        return pure(*tree.unflatten(leaves))
+
+    @one.def_vmap
+    def many(_: int, in_batched: list[bool], *leaves: jax.Array) -> Any:
+        axes = [0 if batched else None for batched in in_batched]
+        out = jax.vmap(default, axes)(*leaves)
+        return out, jax.tree.map(lambda _: True, out)
+
+    call = jax.custom_jvp(one)
+    # Values by `call`, too: under `vmap`, JAX takes their axes to be the same.
+    call.defjvp(lambda x, dx: (call(*x), jax.jvp(default, x, dx)[1]))
+    return lax.platform_dependent(*leaves, cpu=call, default=default)
