@@ -61,20 +61,37 @@ def targets(lowering):
     return re.findall(r"@optax_sparse_adam\.(\w+)", lowering.as_text())
 
 
-def ensemble():
-    """Two tables at once under vmap, and one after the other."""
+def many(nse=NSE):
+    """The update of two tables, to be called under vmap, and its arguments."""
     tx = osa.sparse_adam(0.1)
-    tables = jnp.ones((2, *SHAPE))
-    grads = [gradient(seed) for seed in (0, 1)]
+    grads = [gradient(seed, nse=nse) for seed in (0, 1)]
     both = jax.tree.map(lambda *x: jnp.stack(x), *[(g.data, g.indices) for g in grads])
 
-    def update(arrays, table):
-        grad = BCOO(tuple(arrays), shape=SHAPE)
+    def update(data, indices, table):
+        grad = BCOO((data, indices), shape=SHAPE)
         return osa.apply_updates(table, tx.update(grad, tx.init(table))[0])
 
-    at_once = jax.jit(jax.vmap(update))(both, tables)
-    alone = [jax.jit(update)((g.data, g.indices), tables[0]) for g in grads]
-    return bool(jnp.array_equal(at_once, jnp.stack(alone)))
+    return update, (*both, jnp.ones((2, *SHAPE)))
+
+
+def ensemble():
+    """How far two tables at once are from one after the other."""
+    update, args = many()
+    at_once = jax.jit(jax.vmap(update))(*args)
+    alone = [jax.jit(update)(*(x[i] for x in args)) for i in (0, 1)]
+    return float(jnp.max(jnp.abs(at_once - jnp.stack(alone))))
+
+
+def gradient_of_many():
+    """Through vmap, with respect to what has an axis and what has none."""
+    update, (data, indices, tables) = many(nse=30)
+
+    def loss(data, table):
+        out = jax.vmap(update, (0, None, None))(data, indices[0], table)
+        return jnp.sum(jnp.sin(out))
+
+    grads = jax.jit(jax.grad(loss, (0, 1)))(data, tables[0])
+    return [float(jnp.sum(jnp.abs(x))) for x in grads]
 
 
 def derivative():
@@ -114,7 +131,11 @@ def main():
                 "sparse_adam": trained(osa.sparse_adam(0.1, maximize=True)),
                 "lazy": trained(lazy),
                 "rowwise_adam": trained(osa.rowwise_adam(0.1)),
+                "uses under vmap": targets(
+                    jax.jit(jax.vmap(many()[0])).lower(*many()[1])
+                ),
                 "ensemble": ensemble(),
+                "gradient of many": gradient_of_many(),
                 "derivative": derivative(),
             }
         )

@@ -6,6 +6,7 @@ functions are called directly, and what users see is tested in processes of one 
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import unittest.mock
@@ -18,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import optax_sparse_adam as osa
 from optax_sparse_adam import _rows, _sparse_adam
-from optax_sparse_adam.native import _calls, _library
+from optax_sparse_adam.native import __main__, _build, _calls, _library
 
 from ._support import (
     TOLERANCE,
@@ -33,7 +33,7 @@ from ._support import (
 )
 
 needs_compiler = pytest.mark.skipif(
-    not _library.compiler(), reason="there is no C++ compiler"
+    not _build.compiler(), reason="there is no C++ compiler"
 )
 
 
@@ -109,18 +109,10 @@ def test_adam(cache, shape, nse, sign):
 
 
 def run(cache, *args, **environment):
-    program = Path(__file__).with_name("_native_program.py")
+    program = str(Path(__file__).with_name("_native_program.py"))
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
-    path = os.pathsep.join([os.getcwd(), *sys.path])
-    variables = {"XLA_FLAGS": flags, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": path}
-    result = subprocess.run(
-        [sys.executable, str(program), *args],
-        env=os.environ | variables | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    variables = {"XLA_FLAGS": flags, "XDG_CACHE_HOME": str(cache)} | environment
+    result = python(program, *args, **variables)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -146,8 +138,11 @@ def test_process_of_one_device(cache):
     assert_close(*nu, TOLERANCE["float32"].torch)
     for a, b in (table, mu):  # of terms up to 1 that cancel
         assert_close(a, b, TOLERANCE["float32"].torch, magnitude=np.abs(b) + 1)
-    assert with_it["ensemble"] is True
-    assert with_it["derivative"] == pytest.approx(without["derivative"], rel=1e-5)
+    # Many tables at once take the plain path: those of the kernel would be copied.
+    assert with_it["uses under vmap"] == []
+    assert with_it["ensemble"] < TOLERANCE["float32"].torch
+    for name in ("derivative", "gradient of many"):
+        assert with_it[name] == pytest.approx(without[name], rel=1e-5)
     small, large = with_it["memory"]
     assert small == large
     temporary, alias = small
@@ -158,44 +153,154 @@ def test_process_of_one_device(cache):
     assert on_one_core["sparse_adam"] == with_it["sparse_adam"]
 
 
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """Settings of a process with one CPU device, and nothing installed."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setattr(_library, "INSTALLED", tmp_path / "installed")
+    monkeypatch.setattr(_library, "loaded", _library.loaded.__wrapped__)
+    return tmp_path / "installed"
+
+
 @needs_compiler
-def test_where_it_is_not_used(cache, tmp_path, monkeypatch):
-    available = _library.available.__wrapped__
+def test_where_it_is_not_used(cache, alone, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    assert not available()  # eight devices
-    monkeypatch.setattr(jax, "device_count", lambda *args: 1)
-    assert available()
+    assert _library.available()
+    assert _library.status().startswith("Used on CPUs: ")
+    monkeypatch.setenv("XLA_FLAGS", "--a=b --xla_force_host_platform_device_count=2")
+    assert not _library.available()
+    assert "several CPU devices" in _library.status()
+    monkeypatch.setenv("XLA_FLAGS", "file")  # which JAX has read: eight devices
+    assert not _library.available()
+    monkeypatch.delenv("XLA_FLAGS")
+    assert _library.available()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.distributed, "is_initialized", lambda: True)
+        assert not _library.available()
     monkeypatch.setenv("OPTAX_SPARSE_ADAM_NATIVE", "0")
-    assert not available()
-    monkeypatch.delenv("OPTAX_SPARSE_ADAM_NATIVE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert not available()  # nothing there
-    _library.path().parent.mkdir()
-    _library.path().write_bytes(b"not a library")
-    with pytest.warns(RuntimeWarning, match=r"cannot be loaded .*Compile it anew"):
-        assert not available()
+    assert not _library.available()
+    assert "turns it off" in _library.status()
 
 
-def test_where_it_cannot_be_looked_for(tmp_path, monkeypatch):
-    """A user without a home, an unreadable cache, no CPU among jax_platforms."""
-    available = _library.available.__wrapped__
-    fails = {"side_effect": RuntimeError("Unknown backend: 'cpu'")}
-    monkeypatch.setattr(jax, "device_count", unittest.mock.Mock(**fails))
+@needs_compiler
+def test_which_library_is_taken(cache, alone, monkeypatch, tmp_path):
+    """The user's own, then the installed one; for this source and this interface."""
+    (compiled,) = cache.glob("*/rows-*.so")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _library.path().parent.mkdir()
-    _library.path().touch()
-    assert not available()
+    own, (major, minor) = _library.cache(), _build.interface(jax.ffi.include_dir())
+    assert compiled.name == _build.library_name((major, minor))
+    own.mkdir()
+    alone.mkdir()
+    for version in ((major, minor + 1), (major + 1, 0), (major + 1, minor)):
+        (own / _build.library_name(version)).write_bytes(b"not a library")
+    (own / compiled.name.replace("rows-", "rows-0")).write_bytes(b"of older source")
+    assert _library.loaded() is None
+    assert "Not there" in _library.status()
+    (alone / compiled.name).symlink_to(compiled)
+    assert _library.loaded() == alone / compiled.name
+    older = own / _build.library_name((major, minor - 1))
+    older.symlink_to(compiled)
+    assert _library.loaded() == older
+    (own / compiled.name).write_bytes(b"not a library")
+    assert _library.loaded() == older
+    older.unlink()
+    (alone / compiled.name).unlink()
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded: .*Compile it anew"):
+        assert not _library.available()
+
+
+OTHER_HEADERS = """
+import sys
+from pathlib import Path
+import jax
+from optax_sparse_adam.native import _build, _library
+folder = Path(sys.argv[1])
+for part in ("api.h", "c_api.h", "ffi.h"):
+    text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", part).read_text()
+    text = text.replace("XLA_FFI_API_MINOR 3", "XLA_FFI_API_MINOR 0")
+    path = folder / "include" / "xla" / "ffi" / "api" / part
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+library = _build.compile_into(_library.cache(), folder / "include")
+assert library.name.endswith("-0.0.so"), library
+"""
+REFUSED = """
+import warnings
+import jax.numpy as jnp
+from optax_sparse_adam.native import _library
+_library.INSTALLED = _library.cache() / "none"
+with warnings.catch_warnings(record=True) as caught:
+    assert not _library.available()
+(warning,) = caught
+assert "API version" in str(warning.message), warning
+assert jnp.ones(3).sum() == 3
+"""
+
+
+@needs_compiler
+def test_what_xla_refuses_does_not_stop_the_backend(tmp_path):
+    """In a process that has not started JAX; all of the interfaces since 0.1 work."""
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}
+    for code in (OTHER_HEADERS, REFUSED):
+        done = python("-c", code, str(tmp_path), **variables)
+        assert done.returncode == 0, done.stderr
+
+
+TRACED_FIRST = """
+import sys
+import jax
+from jax.experimental.sparse import BCOO
+import optax_sparse_adam as osa
+from optax_sparse_adam.native import available
+
+def update(data, indices, table):
+    grad = BCOO((data, indices), shape=table.shape)
+    tx = osa.sparse_adam(0.1)
+    return tx.update(grad, tx.init(table))
+
+array = jax.ShapeDtypeStruct
+args = array((3, 2), "float32"), array((3, 1), "int32"), array((9, 2), "float32")
+assert "adam_rows" in str(jax.jit(update).trace(*args).jaxpr)
+jax.distributed.initialize("localhost:" + sys.argv[1], num_processes=1, process_id=0)
+assert not available()  # other processes may hold parts of the tables
+"""
+
+
+@needs_compiler
+def test_tracing_starts_no_backend(cache):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"XDG_CACHE_HOME": str(cache), "XLA_FLAGS": ""}
+    done = python("-c", TRACED_FIRST, str(port), **variables)
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_it_cannot_be_looked_for(tmp_path, alone, monkeypatch):
+    """A user without a home, an unreadable cache, a jaxlib without headers."""
     monkeypatch.setenv("XDG_CACHE_HOME", "x" * 999)  # too long a name for a folder
-    assert not available()
+    assert not _library.available()
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", unittest.mock.Mock(**fails))
-    assert not available()
+    fails = {"side_effect": RuntimeError("Could not determine home directory.")}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "home", unittest.mock.Mock(**fails))
+        assert not _library.available()
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    assert not _library.available()
+    with pytest.raises(RuntimeError, match="jaxlib has no headers"):
+        _library.build()
+    (header,) = [tmp_path / "xla" / "ffi" / "api" / "c_api.h"]
+    header.parent.mkdir(parents=True)
+    header.touch()
+    with pytest.raises(RuntimeError, match="No version of XLA's interface"):
+        _library.build()
 
 
-def command(*args, **environment):
+def python(*args, **environment):
+    path = os.pathsep.join([os.getcwd(), *sys.path])
     return subprocess.run(
-        [sys.executable, "-m", "optax_sparse_adam.native", *args],
-        env=os.environ | environment,
+        [sys.executable, *args],
+        env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -203,22 +308,34 @@ def command(*args, **environment):
     )
 
 
+def command(monkeypatch, *args):
+    """What `python -m optax_sparse_adam.native` does, in this process."""
+    monkeypatch.setattr(sys, "argv", ["native", *args])
+    return __main__.main()
+
+
 @needs_compiler
-def test_command(tmp_path):
-    here = {"XDG_CACHE_HOME": str(tmp_path)}
-    done = command(**here)
+def test_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_library, "INSTALLED", tmp_path)
+    done = python("-m", "optax_sparse_adam.native", XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     (library,) = tmp_path.glob("optax_sparse_adam/*")
     assert f"Compiled {library}" in done.stdout
-    assert f"Deleted {library}" in command("--remove", **here).stdout
-    assert f"none in {library.parent}" in command("--remove", **here).stdout
+    assert f"Used on CPUs: {library}" in done.stdout
+    assert command(monkeypatch, "--status") == 0
+    assert capsys.readouterr().out == f"{_library.status()}\n"
+    assert command(monkeypatch, "--remove") == 0
+    assert f"Deleted {library}" in capsys.readouterr().out
+    assert command(monkeypatch, "--remove") == 0
+    assert f"none in {library.parent}" in capsys.readouterr().out
+    monkeypatch.setenv("XDG_CACHE_HOME", "x" * 999)
     for args in ([], ["--remove"]):
-        done = command(*args, XDG_CACHE_HOME="x" * 999)
-        assert done.returncode == 1
-        assert done.stderr.startswith("[Errno ")
+        assert command(monkeypatch, *args) == 1
+        assert capsys.readouterr().err.startswith("[Errno ")
 
 
-def test_build_errors(tmp_path, monkeypatch):
+def test_build_errors(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for compiler, words in {
         "no-such-compiler": "no-such-compiler could not be run",
@@ -232,13 +349,5 @@ def test_build_errors(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"No C\+\+ compiler found"):
         _library.build()
     assert [*tmp_path.glob("*/*")] == []
-    done = command(XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr.startswith("No C++ compiler found")
-
-
-def test_package_works_without_it(tmp_path, monkeypatch):
-    """No library, no compiler: nothing to see."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    grad = bcoo(np.ones((2, 3), np.float32), [[1], [1]], (4, 3))
-    assert osa.coalesce(grad).data[0].tolist() == [2.0, 2.0, 2.0]
+    assert command(monkeypatch) == 1
+    assert capsys.readouterr().err.startswith("No C++ compiler found")
