@@ -4,8 +4,10 @@ Without a C++ compiler, without jaxlib's headers or with `OPTAX_SPARSE_ADAM_NATI
 the package is the same without it, and runs in plain JAX.
 """
 
+import functools
 import importlib.util
 import os
+import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -57,6 +59,13 @@ def wanted() -> bool:
 class CustomBuildHook(BuildHookInterface[Any]):
     """Adds the compiled library to a wheel, or puts it next to its source."""
 
+    @functools.cached_property
+    def _folder(self) -> str:
+        return tempfile.mkdtemp()
+
+    def finalize(self, *_: Any) -> None:
+        shutil.rmtree(self._folder)
+
     def dependencies(self) -> list[str]:
         if not wanted() or headers():
             return []
@@ -81,8 +90,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
             for old in {*_NATIVE.glob("rows-*.so")} - {library}:
                 old.unlink()
             return
-        self._folder = tempfile.TemporaryDirectory()  # until the wheel is written
-        library = _build.compile_into(Path(self._folder.name), include)
+        library = _build.compile_into(Path(self._folder), include)
         place = f"optax_sparse_adam/native/{library.name}"
         build_data["force_include"][str(library)] = place
         # Of Python the library knows nothing.

@@ -77,10 +77,10 @@ def on_cpu(native: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> 
 
     @jax.custom_batching.custom_vmap
     def one(*leaves: jax.Array) -> Any:
-        return native(*tree.unflatten(leaves))
+        return native(*jax.tree.unflatten(tree, leaves))
 
     def default(*leaves: jax.Array) -> Any:
-        return pure(*tree.unflatten(leaves))
+        return pure(*jax.tree.unflatten(tree, leaves))
 
     @one.def_vmap
     def many(_: int, in_batched: list[bool], *leaves: jax.Array) -> Any:
