@@ -108,6 +108,9 @@ def derivative():
 
 
 def main():
+    if "--one-core" in sys.argv:
+        print(json.dumps({"sparse_adam": trained(osa.sparse_adam(0.1, maximize=True))}))
+        return
     wide = {"unique_indices": True, "indices_sorted": True}
     lazy = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)))
     print(
