@@ -209,6 +209,22 @@ def test_which_library_is_taken(cache, alone, monkeypatch, tmp_path):
         assert not _library.available()
 
 
+def test_name_says_what_a_library_was_compiled_from(tmp_path, monkeypatch):
+    names = {_build.library_name((0, 3)), _build.library_name((0, 4))}
+    other = tmp_path / "rows.cc"
+    other.write_text(_build.SOURCE.read_text() + "\n")
+    for target, value in {
+        "platform.machine": lambda: "other",
+        "sys.platform": "other",
+        "optax_sparse_adam.native._build.FLAGS": "-O0",
+        "optax_sparse_adam.native._build.SOURCE": other,
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(target, value)
+            names.add(_build.library_name((0, 3)))
+    assert len(names) == 6
+
+
 OTHER_HEADERS = """
 import sys
 from pathlib import Path
