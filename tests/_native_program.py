@@ -94,6 +94,17 @@ def gradient_of_many():
     return [float(jnp.sum(jnp.abs(x))) for x in grads]
 
 
+def exported(*targets):
+    """The error of `jax.export`, if any, when these targets are allowed for."""
+    checks = map(jax.export.DisabledSafetyCheck.custom_call, targets)
+    export = jax.export.export(jax.jit(osa.coalesce), disabled_checks=[*checks])
+    try:
+        export(gradient(0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def derivative():
     """Of the loss after a step with respect to the learning rate."""
 
@@ -137,6 +148,7 @@ def main():
                 "uses under vmap": targets(
                     jax.jit(jax.vmap(many()[0])).lower(*many()[1])
                 ),
+                "export": [exported(), exported("optax_sparse_adam.sum_rows")],
                 "ensemble": ensemble(),
                 "gradient of many": gradient_of_many(),
                 "derivative": derivative(),

@@ -140,7 +140,14 @@ class NumpyAdam:
 
 
 def program_environment():
-    """For a program in a process of its own: this package, CPUs, no flags of tests."""
+    """For a program in a process of its own: this package, CPUs, no flags of tests.
+
+    And no kernel, whether or not the installation has one: the tests' process has none.
+    """
     path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "OPTAX_SPARSE_ADAM_NATIVE": "0",
+    }
     return os.environ | settings | {"PYTHONPATH": os.pathsep.join(path)}

@@ -143,6 +143,10 @@ def test_process_of_one_device(cache):
     assert with_it["ensemble"] < TOLERANCE["float32"].torch
     for name in ("derivative", "gradient of many"):
         assert with_it[name] == pytest.approx(without[name], rel=1e-5)
+    refused, exported = with_it["export"]
+    assert "no compatibility guarantees" in refused
+    assert exported == ""
+    assert without["export"] == ["", ""]
     small, large = with_it["memory"]
     assert small == large
     temporary, alias = small

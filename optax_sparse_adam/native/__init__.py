@@ -1,19 +1,32 @@
-"""An optional kernel for CPUs: sums and Adam in one pass over the touched rows.
+"""A kernel for CPUs: sums and Adam in one pass over the touched rows.
 
-`python -m optax_sparse_adam.native` compiles it with the C++ compiler of the machine,
-once for each version of jaxlib, into the user's cache (`XDG_CACHE_HOME`, else
-`~/.cache`). From then on `coalesce`, `sparse_adam` and everything that lifts rows use
-it by themselves on CPUs, in processes with one CPU device, for tables of float32 with
-one sparse axis and `int32` ids; everything else, and every machine without it, takes
-the path in plain JAX. Sums are the same bit for bit. Adam rounds each operation once,
-where XLA contracts multiply and add: results differ by 1e-7 of their size.
+An installation from source compiles it where it finds a C++ compiler: `CXX`, or else
+c++, g++ or clang++; not on Windows. `python -m optax_sparse_adam.native` compiles it
+later, into the user's cache (`XDG_CACHE_HOME`, else `~/.cache`), and that one goes
+first. With `--status` it says whether the kernel is used, with `--remove` it empties
+the cache.
 
-`OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, `python -m
-optax_sparse_adam.native --remove` deletes it; after an update of jaxlib, compile it
-anew. A program that uses it cannot be serialised by `jax.export`: turn it off for that.
-To see how many CPU devices there are starts JAX's backends, so call
-`jax.distributed.initialize` before a step is traced for the first time.
+`coalesce`, `sparse_adam` and everything that lifts rows use it by themselves on CPUs,
+for tables of float32 with one sparse axis and `int32` ids, in processes that have one
+CPU device and have not called `jax.distributed.initialize`. Everything else, and every
+machine without it, takes the path in plain JAX; so do derivatives and `vmap`. Sums are
+the same bit for bit. Adam rounds each operation once, where XLA contracts multiply and
+add: results differ by 1e-7 of their size.
+
+A library serves each jaxlib whose version of XLA's foreign function interface is that
+of the headers it was compiled with, or a later one with the same major version: XLA
+takes older ones for 12 months at least. They are the headers of the jaxlib in the
+environment. Where a build cannot see it, they are those of the newest one, and for an
+older jaxlib the kernel may have to be compiled by the command.
+
+`OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, of an installation and of
+a process. `jax.export` raises for programs that use it, since their "custom calls have
+no compatibility guarantees": turn it off for that. Or, where it is there for those who
+load the program, too, and they call `available()` first, pass to `jax.export.export`
+`disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target) for target in
+("optax_sparse_adam.adam_rows", "optax_sparse_adam.sum_rows")]`.
 """
 
 from ._library import available as available
 from ._library import build as build
+from ._library import status as status
