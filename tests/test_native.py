@@ -176,6 +176,9 @@ def test_where_it_is_not_used(cache, alone, monkeypatch):
     assert "several CPU devices" in _library.status()
     monkeypatch.setenv("XLA_FLAGS", "file")  # which JAX has read: eight devices
     assert not _library.available()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_count", unittest.mock.Mock(side_effect=RuntimeError))
+        assert not _library.available()  # no CPU among `jax_platforms`
     monkeypatch.delenv("XLA_FLAGS")
     assert _library.available()
     with monkeypatch.context() as patch:

@@ -37,8 +37,8 @@ def _found(newest: _build.Version) -> Iterator[tuple[_build.Version, Path]]:
 
 def register(library: Path) -> None:
     """Loads the library and makes its functions known to XLA."""
-    loaded = ctypes.CDLL(str(library))
-    functions = {name: getattr(loaded, name) for name in TARGETS}
+    dll = ctypes.CDLL(str(library))
+    functions = {name: getattr(dll, name) for name in TARGETS}
     for name, function in functions.items():
         capsule = jax.ffi.pycapsule(function)
         jax.ffi.register_ffi_target(f"optax_sparse_adam.{name}", capsule, "cpu")
@@ -51,12 +51,13 @@ def loaded() -> Path | None:
     try:
         newest = _build.interface(jax.ffi.include_dir())
         found = [*_found(newest)]
-        if any(version != newest for version, _ in found):
-            # Before the backend starts, XLA's refusal would make its start fail.
-            jax.devices("cpu")
     except (OSError, RuntimeError):
-        return None  # no headers, no source, or no CPU among `jax_platforms`
-    for _, library in found:
+        return None  # no headers, or no source
+    for version, library in found:
+        # XLA may refuse what is older. Said before its backend starts, that would come
+        # to light then, and no backend would start.
+        if version != newest and _started_devices() == 0:
+            return None
         try:
             register(library)
             return library
@@ -73,6 +74,14 @@ def loaded() -> Path | None:
     return None
 
 
+def _started_devices() -> int:
+    """How many CPU devices there are; starts the backends."""
+    try:
+        return jax.device_count("cpu")
+    except RuntimeError:  # `jax_platforms` leaves it out
+        return 0
+
+
 def _one_device() -> bool:
     """Whether this process has one CPU device, and shares it with no other process.
 
@@ -85,7 +94,7 @@ def _one_device() -> bool:
     if number < 0:
         flags = os.environ.get("XLA_FLAGS", "")
         if flags.strip() and not flags.strip().startswith("-"):  # the name of a file
-            return jax.device_count("cpu") == 1
+            return _started_devices() == 1
         found = re.findall(r"xla_force_host_platform_device_count=(\d+)", flags)
         number = int(found[-1]) if found else 1
     return bool(number == 1)
@@ -105,7 +114,7 @@ def status() -> str:
     if _build.switched_off():
         return "Not used: OPTAX_SPARSE_ADAM_NATIVE turns it off."
     if not _one_device():
-        return "Not used: this process has several CPU devices."
+        return "Not used: this process has several CPU devices, or is one of several."
     library = loaded()
     if library is None:
         return (
