@@ -19,11 +19,10 @@ def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
     beyond the last row, have indices of at most 0. But where optax.apply_if_finite
     skips a step, both indices and values are zeros.
     """
-    indices = update.indices
-    scaled = jnp.all(indices <= 0) & jnp.any(update.data[0] != 0)
+    scaled = jnp.all(update.indices <= 0) & (update.data[:1] != 0)
     mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
-    rows = jnp.broadcast_to(mark, (1, *param.shape[indices.shape[1] :]))
-    return scatter_add_rows(param, jnp.zeros_like(indices[:1]), rows, unique=True)
+    first_row = jnp.zeros_like(update.indices[:1])
+    return scatter_add_rows(param, first_row, mark, unique=True)
 
 
 @jax.jit
