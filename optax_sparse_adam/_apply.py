@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
@@ -21,8 +22,12 @@ def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
     """
     scaled = jnp.all(update.indices <= 0) & (update.data[:1] != 0)
     mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
-    first_row = jnp.zeros_like(update.indices[:1])
-    return scatter_add_rows(param, first_row, mark, unique=True)
+    # Row 0 and one of padding. Of a single row XLA would make a dynamic slice, and for
+    # that gather a sharded table.
+    rows = np.zeros((2, update.n_sparse), np.int32)
+    rows[1] = -1
+    marks = jnp.concatenate([mark, mark])
+    return scatter_add_rows(param, jnp.asarray(rows), marks, unique=True)
 
 
 @jax.jit
