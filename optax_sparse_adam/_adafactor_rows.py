@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from ._moves import gather_rows, in_bounds, scatter_rows
+from ._moves import apart, gather_rows, in_bounds, scatter_rows
 from ._rows import keep_real, touched_rows, with_rows
 from ._sparse_adam import Scalar
 
@@ -133,7 +133,8 @@ def update_sparse(
         scatter_rows(old, rows.indices, one) if row else one.astype(old.dtype)
         for old, one, row in zip(moments, new, is_row, strict=False)
     )
-    return with_rows(grad, rows, keep_real(rows, update, grad.shape)), moments
+    update = apart(keep_real(rows, update, grad.shape))  # it comes from the parameter
+    return with_rows(grad, rows, update), moments
 
 
 @jax.jit

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
@@ -19,11 +20,14 @@ def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
     beyond the last row, have indices of at most 0. But where optax.apply_if_finite
     skips a step, both indices and values are zeros.
     """
-    indices = update.indices
-    scaled = jnp.all(indices <= 0) & jnp.any(update.data[0] != 0)
+    scaled = jnp.all(update.indices <= 0) & (update.data[:1] != 0)
     mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
-    rows = jnp.broadcast_to(mark, (1, *param.shape[indices.shape[1] :]))
-    return scatter_add_rows(param, jnp.zeros_like(indices[:1]), rows, unique=True)
+    # Row 0 and one of padding. Of a single row XLA would make a dynamic slice, and for
+    # that gather a sharded table.
+    rows = np.zeros((2, update.n_sparse), np.int32)
+    rows[1] = -1
+    marks = jnp.concatenate([mark, mark])
+    return scatter_add_rows(param, jnp.asarray(rows), marks, unique=True)
 
 
 @jax.jit

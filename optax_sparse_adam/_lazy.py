@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ._checks import check_bcoo, is_bcoo, is_leaf
-from ._moves import gather_rows, scatter_rows
+from ._moves import apart, gather_rows, scatter_rows
 from ._rows import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
 from ._sharding import laid_like, laid_out, mesh_of, rows_like
 
@@ -253,7 +253,7 @@ def lazy(
         results = treedef.flatten_up_to(new_updates)
         for i, touched in rows.items():
             grad, shape = grads[i], shapes[i].shape
-            new = keep_real(touched, results[i], shape)
+            new = apart(keep_real(touched, results[i], shape))
             results[i] = None if grad is None else with_rows(grad, touched, new)
         new_leaves = structure.flatten_up_to(new_state)
         full = map(restored, leaves, new_leaves, owners)

@@ -66,9 +66,18 @@ def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.where(expand(in_bounds(indices, table.shape), rows), rows, 0)
 
 
+def apart(rows: jax.Array) -> jax.Array:
+    """Keeps the computation of rows out of the kernel that scatters them.
+
+    A kernel of a GPU that reads rows of a table and writes others gets a copy of the
+    whole table to read from.
+    """
+    return lax.optimization_barrier(rows)
+
+
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    return _scatter(lax.scatter, table, indices, rows, unique=True)
+    return _scatter(lax.scatter, table, indices, apart(rows), unique=True)
 
 
 def scatter_add_rows(

@@ -25,7 +25,7 @@ def measure(rows):
 
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, rows // 100, IDS).astype(np.int32))
-    scale = jnp.asarray(rng.integers(-31, 32, (IDS, DIM)).astype(np.float32) / 32)
+    scale = jnp.asarray(rng.standard_normal((IDS, DIM)).astype(np.float32))
     program = jax.jit(step, donate_argnums=(0, 1))
     program = program.lower(
         *jax.eval_shape(

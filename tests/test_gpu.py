@@ -64,8 +64,10 @@ def test_file(file):
 def test_a_step_holds_what_the_batch_needs_and_repeats():
     """Peak memory at two heights; the bits of two runs on batches with duplicates."""
     small, large = json.loads(run(_HERE / "_gpu_program.py"))
-    assert small["above the tables"] == large["above the tables"]
-    # Gradient, sums and update, 8,192 x 64 float32 each, ids, and what is rounded up.
-    assert large["above the tables"] <= 4 * 8192 * 64 * 4 + (1 << 21)
-    # Sums of multiples of 1/32 are exact in any order, as the atomics of a GPU add.
+    above, above_large = small["above the tables"], large["above the tables"]
+    assert abs(above_large - above) <= 0.01 * above  # buffers are packed anew
+    # Sums and three operands of 8,192 x 64 float32 each, ids, and what is rounded up.
+    assert above_large <= 4 * 8192 * 64 * 4 + (1 << 21)
+    # Neighbours are added up in one order.
     assert small["repeats"]
+    assert large["repeats"]

@@ -15,7 +15,7 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam import _map_rows, _moves
 
-from ._support import assert_identical, bcoo, random_entries
+from ._support import assert_identical, assert_same_memory, bcoo, random_entries
 
 SMALL, LARGE = 100_000, 10_000_000
 
@@ -62,7 +62,9 @@ def test_memory(apply, n_sparse, nse):
         count = 4
         assert memory.alias_size_in_bytes == tables * rows * 64 * 4 + count
         temporary.append(memory.temp_size_in_bytes)
-    assert temporary[0] == temporary[1]
+    assert_same_memory(*temporary)
+    if jax.default_backend() != "cpu":
+        return  # test_compilers.py says how much a step holds there
     # The sums (which are the result where nothing is applied), some vectors of ids to
     # sort and to search, and four operands of a block: gradient, moments, update.
     sums = 0 if apply == "update" else nse * 64 * 4
@@ -75,7 +77,8 @@ def test_memory(apply, n_sparse, nse):
 BFLOAT16 = pytest.param(
     "bfloat16",
     marks=pytest.mark.xfail(
-        reason="XLA widens bfloat16 on CPUs: each scatter converts the whole table"
+        jax.default_backend() == "cpu",
+        reason="XLA widens bfloat16 on CPUs: each scatter converts the whole table",
     ),
 )
 
@@ -90,7 +93,7 @@ def test_memory_of_other_types(dtype, nse):
             grad = abstract_bcoo(shape, nse, 1, dtype)
             memory = compiled(shape, grad, apply=osa.apply_updates).memory_analysis()
             sizes.append(memory.temp_size_in_bytes)
-    assert sizes[0] == sizes[1]
+    assert_same_memory(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_memory_of_compositions(tx):
         grad = abstract_bcoo(shape, 1024, 1, **flags)
         memory = compiled(shape, grad, apply=osa.apply_updates, tx=tx).memory_analysis()
         sizes.append(memory.temp_size_in_bytes)
-    assert sizes[0] == sizes[1]
+    assert_same_memory(*sizes)
 
 
 def operations_on(text, shape):

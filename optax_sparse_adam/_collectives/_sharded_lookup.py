@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._groups import group_rows, sum_groups
 from .._moves import scatter_add_rows
-from .._rows import accumulator_dtype, group_rows, pad
+from .._rows import accumulator_dtype, pad
 from .._varying import vary, varying_axes
 from ._exchange import Exchange, plan
 from ._routes import Route, from_owners, make_route, read_rows, to_owners
@@ -199,8 +200,7 @@ def _routed_fwd(exchange: Exchange, table: jax.Array, *route: Any) -> Any:
 def _routed_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
     route, group = route
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
-    zeros = jnp.zeros_like(data)
-    data = scatter_add_rows(zeros, group[:, None], data, unique=False)
+    data = sum_groups(data, group)
     indices, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
     table = jnp.zeros((exchange.shard_rows, *rows.shape[1:]), rows.dtype)
     return scatter_add_rows(table, indices, rows, unique=False), None, None
