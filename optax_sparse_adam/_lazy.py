@@ -1,5 +1,6 @@
 """Any optax transformation, applied to the rows that a gradient holds."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -7,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._by_row import take_apart
 from ._checks import check_bcoo, is_bcoo, is_leaf
+from ._map_rows import in_blocks, map_rows
 from ._moves import gather_rows, scatter_rows
 from ._rows import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
 from ._sharding import laid_like, laid_out, mesh_of, rows_like
@@ -148,6 +151,16 @@ def _touched(grad: Any, param: Any) -> Rows:
     return rows._replace(data=data if param is None else rows_like(param, data))
 
 
+def _is_large(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
+    """Whether it is worth a proof that these tables can be updated in blocks.
+
+    Outside of a program, each loop over blocks would be compiled at each call. On a
+    mesh, JAX partitions the program as it is.
+    """
+    is_traced = isinstance(rows.indices, jax.core.Tracer)
+    return bool(tables) and in_blocks(rows) and is_traced and mesh_of(*tables).empty
+
+
 def lazy(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -230,33 +243,57 @@ def lazy(
         leaves, structure = jax.tree.flatten(state)
         owners = _row_leaves(transformation, treedef, shapes, depths, leaves)
 
-        def compact(leaf: Any, i: int | None) -> Any:
-            return leaf if i is None else gather_rows(leaf, rows[i].indices)
+        held = {i: [n for n, owner in enumerate(owners) if owner == i] for i in rows}
+        written = {i: tuple(leaves[n] for n in held[i]) for i in rows}
+        read: Any = {i: () if olds[i] is None else (olds[i],) for i in rows}
+        large = [i for i in rows if _is_large(rows[i], written[i])]
 
-        def restored(leaf: Any, new: Any, i: int | None) -> Any:
-            return new if i is None else scatter_rows(leaf, rows[i].indices, new)
+        def gathered(i: int) -> list[jax.Array]:
+            """Of the state, then of the parameter."""
+            tables = (*written[i], *read[i])
+            return [gather_rows(table, rows[i].indices) for table in tables]
 
-        small_grads = [
-            rows[i].data if i in rows else grad for i, grad in enumerate(grads)
-        ]
-        small_params = [
-            compact(x, i if i in rows and x is not None else None)
-            for i, x in enumerate(olds)
-        ]
-        small_state = map(compact, leaves, owners)
-        new_updates, new_state = transformation.update(
-            treedef.unflatten(small_grads),
-            structure.unflatten(small_state),
-            None if params is None else treedef.unflatten(small_params),
-            **extra_args,
-        )
-        results = treedef.flatten_up_to(new_updates)
+        others = {i: gathered(i) for i in rows if i not in large}
+
+        def compact(data: Any, old: Any) -> list[Any]:
+            """`inner.update` on compact trees."""
+            small_grads, small_params, small_leaves = [*grads], [*olds], [*leaves]
+            for i, taken in (others | old).items():
+                small_grads[i] = data.get(i, rows[i].data)
+                for n, new in zip(held[i], taken, strict=False):
+                    small_leaves[n] = new
+                if read[i]:
+                    small_params[i] = taken[-1]
+            new_updates, new_state = transformation.update(
+                treedef.unflatten(small_grads),
+                structure.unflatten(small_leaves),
+                None if params is None else treedef.unflatten(small_params),
+                **extra_args,
+            )
+            results = treedef.flatten_up_to(new_updates)
+            return [*results, *structure.flatten_up_to(new_state)]
+
+        data = {i: rows[i].data for i in large}
+        like = {i: jax.eval_shape(functools.partial(gathered, i)) for i in large}
+        middles, rest = take_apart(compact, [*range(len(grads)), *owners], data, like)
+        whole = {i: gathered(i) for i in large if i not in middles}
+        small, extra = rest(data, whole)
+        results, new_leaves = small[: len(grads)], small[len(grads) :]
         for i, touched in rows.items():
-            grad, shape = grads[i], shapes[i].shape
-            new = keep_real(touched, results[i], shape)
-            results[i] = None if grad is None else with_rows(grad, touched, new)
-        new_leaves = structure.flatten_up_to(new_state)
-        full = map(restored, leaves, new_leaves, owners)
-        return treedef.unflatten(results), structure.unflatten(full)
+            if i in middles:
+                new_data, news = map_rows(
+                    middles[i], touched, written[i], extra[i], read=read[i]
+                )
+            else:
+                new_data = keep_real(touched, results[i], shapes[i].shape)
+                news = tuple(
+                    scatter_rows(leaves[n], touched.indices, new_leaves[n])
+                    for n in held[i]
+                )
+            grad = grads[i]
+            results[i] = None if grad is None else with_rows(grad, touched, new_data)
+            for n, new in zip(held[i], news, strict=True):
+                new_leaves[n] = new
+        return treedef.unflatten(results), structure.unflatten(new_leaves)
 
     return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)

@@ -23,10 +23,12 @@ def map_rows(
     rows: Rows,
     tables: tuple[jax.Array, ...],
     *args: Any,
+    read: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gathers rows, calls `middle(data, rows_of_tables, *args)`, scatters rows.
 
-    `middle` must treat each row alone: on a CPU it sees them in blocks.
+    `middle` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
+    the tables in `read` behind those of `tables`, and returns new ones of `tables`.
 
     Returns:
       The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
@@ -38,8 +40,9 @@ def map_rows(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """The picture itself; what comes out of padding has no meaning."""
-        old = tuple(take_rows(table, rows.indices) for table in tables)
-        out, new = middle(rows.data, old, *args)
+        read, *rest = args
+        old = tuple(take_rows(table, rows.indices) for table in (*tables, *read))
+        out, new = middle(rows.data, old, *rest)
         pairs = zip(tables, new, strict=True)
         return out, tuple(scatter_rows(old, rows.indices, new) for old, new in pairs)
 
@@ -78,9 +81,15 @@ def map_rows(
         return data, tables
 
     rows = rows._replace(data=rows_like(tables[0], rows.data))
-    if rows.data.shape[0] <= _block_rows(rows.data):
+    args = (read, *args)
+    if not in_blocks(rows):
         return one_pass(rows, tables, args)
     return lax.platform_dependent(rows, tables, args, cpu=blocks, default=one_pass)
+
+
+def in_blocks(rows: Rows) -> bool:
+    """Whether these are so many rows that they make several blocks on a CPU."""
+    return rows.data.shape[0] > _block_rows(rows.data)
 
 
 def _block_rows(data: jax.Array) -> int:
