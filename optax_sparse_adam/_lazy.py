@@ -1,6 +1,5 @@
 """Any optax transformation, applied to the rows that a gradient holds."""
 
-import functools
 import itertools
 from typing import Any
 
@@ -151,6 +150,14 @@ def _touched(grad: Any, param: Any) -> Rows:
     return rows._replace(data=data if param is None else rows_like(param, data))
 
 
+def _taken(table: jax.Array, rows: Rows) -> Any:
+    """Shape and type of `gather_rows`."""
+    nse, depth = rows.indices.shape
+    shape = (nse, *table.shape[depth:])
+    weak_type = jax.typeof(table).weak_type
+    return jax.ShapeDtypeStruct(shape, table.dtype, weak_type=weak_type)
+
+
 def _is_large(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
     """Whether it is worth a proof that these tables can be updated in blocks.
 
@@ -249,7 +256,6 @@ def lazy(
         large = [i for i in rows if _is_large(rows[i], written[i])]
 
         def gathered(i: int) -> list[jax.Array]:
-            """Of the state, then of the parameter."""
             tables = (*written[i], *read[i])
             return [gather_rows(table, rows[i].indices) for table in tables]
 
@@ -274,8 +280,8 @@ def lazy(
             return [*results, *structure.flatten_up_to(new_state)]
 
         data = {i: rows[i].data for i in large}
-        like = {i: jax.eval_shape(functools.partial(gathered, i)) for i in large}
-        middles, rest = take_apart(compact, [*range(len(grads)), *owners], data, like)
+        old = {i: [_taken(x, rows[i]) for x in (*written[i], *read[i])] for i in large}
+        middles, rest = take_apart(compact, [*range(len(grads)), *owners], data, old)
         whole = {i: gathered(i) for i in large if i not in middles}
         small, extra = rest(data, whole)
         results, new_leaves = small[: len(grads)], small[len(grads) :]

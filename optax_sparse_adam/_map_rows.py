@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from ._moves import gather_rows, in_bounds, scatter_rows, take_rows
 from ._rows import Rows, keep_real, pad
 from ._sharding import rows_like
+from .native import _calls as native
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
@@ -52,6 +54,7 @@ def map_rows(
         out, tables = update(rows, tables, args)
         return keep_real(rows, out, shape).astype(rows.data.dtype), tables
 
+    @custom_vmap
     def blocks(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -80,11 +83,18 @@ def map_rows(
         _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
         return data, tables
 
+    @blocks.def_vmap
+    def _(size: int, batched: Any, *arrays: Any) -> Any:
+        # A loop over blocks would copy the tables in each iteration.
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+        out = jax.vmap(one_pass, in_axes=tuple(axes))(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
     rows = rows._replace(data=rows_like(tables[0], rows.data))
     args = (read, *args)
     if not in_blocks(rows):
         return one_pass(rows, tables, args)
-    return lax.platform_dependent(rows, tables, args, cpu=blocks, default=one_pass)
+    return native.on_cpu(blocks, one_pass, rows, tables, args)
 
 
 def in_blocks(rows: Rows) -> bool:
