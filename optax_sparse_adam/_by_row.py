@@ -18,16 +18,24 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
-from ._equations import ELEMENTWISE, evaluate_eqn
+from ._equations import ELEMENTWISE, Program
 
 _ALIKE = -1  # in place of the number of a table
 _NOBODY: frozenset[int] = frozenset()
 
-_REDUCTIONS = {f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or")}
-# The parameter of a primitive that says how many rows it makes.
-_SHAPES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
+_REDUCTIONS = [f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or")]
+# Which primitives make row r of rows r, if the results are as many rows; given their
+# parameters.
+_KEEPS_ROWS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    **dict.fromkeys(ELEMENTWISE, lambda params: True),
+    **dict.fromkeys(_REDUCTIONS, lambda params: 0 not in params["axes"]),
+    "broadcast_in_dim": lambda params: params["broadcast_dimensions"][:1] == (0,),
+    "reshape": lambda params: params["dimensions"] is None,
+    "squeeze": lambda params: 0 not in params["dimensions"],
+    "transpose": lambda params: params["permutation"][:1] == (0,),
+}
 
 Middle = Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]
 
@@ -50,14 +58,6 @@ class _Value(NamedTuple):
         return self.own | self.needs
 
 
-class _Step(NamedTuple):
-    """An equation whose operands and results are numbered."""
-
-    eqn: JaxprEqn
-    operands: list[int]
-    results: list[int]
-
-
 def _is_for_all(
     kind: int | None, operand: tuple[int, ...], shape: tuple[int, ...]
 ) -> bool:
@@ -69,119 +69,39 @@ def _is_for_all(
 def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     """The kind of the result, given those of the operands."""
     name, params = eqn.primitive.name, eqn.params
+    if name not in _KEEPS_ROWS:
+        return None
     avals: list[Any] = [atom.aval for atom in (eqn.outvars[0], *eqn.invars)]
     shape, *shapes = (aval.shape for aval in avals)
     pairs = zip(kinds, shapes, strict=True)
     apart = [pair for pair in pairs if not _is_for_all(*pair, shape)]
-    if name in ELEMENTWISE:
-        keeps = all(operand[:1] == shape[:1] for _, operand in apart)
-    elif name == "broadcast_in_dim":
+    if name == "broadcast_in_dim" and shape and kinds[0] in (None, _ALIKE):
         axes = params["broadcast_dimensions"]
-        is_one_row = not apart and axes[:1] == (0,)
-        if shape and (is_one_row or (kinds[0] is None and 0 not in axes)):
+        is_new = 0 not in axes and kinds[0] is None
+        if is_new or (not apart and axes[0] == 0):
             return _ALIKE
-        keeps = axes[:1] == (0,) and shapes[0][0] == shape[0]
-    elif name == "reshape":
-        keeps = params["dimensions"] is None and shapes[0][:1] == shape[:1]
-    elif name == "transpose":
-        keeps = params["permutation"][:1] == (0,)
-    elif name == "squeeze":
-        keeps = 0 not in params["dimensions"]
-    elif name in _REDUCTIONS:
-        keeps = 0 not in params["axes"]
-    else:
-        keeps = False
+    same_number = all(operand[:1] == shape[:1] for _, operand in apart)
     found = {kind for kind, _ in apart}
     tables = found - {_ALIKE}
-    if keeps and found and None not in tables and len(tables) <= 1:
-        return next(iter(tables), _ALIKE)
-    return None
+    if not (found and same_number and _KEEPS_ROWS[name](params)):
+        return None
+    return next(iter(tables), _ALIKE) if len(tables) <= 1 else None
 
 
-class _Program:
-    """The equations of a jaxpr, those of each `jit` inside of it included.
-
-    Values are numbered, the arguments first.
-    """
-
-    def __init__(self, closed: ClosedJaxpr):
-        self.steps: list[_Step] = []
-        self.maker: dict[int, int] = {}  # the step that makes a value
-        self.literals: dict[int, Any] = {}
-        self.consts: dict[int, Any] = {}
-        self.size = len(closed.jaxpr.invars)
-        self.inputs = list(range(self.size))
-        self.outputs = self._inline(closed, self.inputs)
-
-    def _new(self, known: dict[int, Any], value: Any = None) -> int:
-        number, self.size = self.size, self.size + 1
-        known[number] = value
-        return number
-
-    def _inline(self, closed: ClosedJaxpr, args: list[int]) -> list[int]:
-        numbers: dict[Any, int] = dict(zip(closed.jaxpr.invars, args, strict=True))
-        for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-            numbers[var] = self._new(self.consts, value)
-
-        def number(atom: Any) -> int:
-            is_literal = isinstance(atom, Literal)
-            return self._new(self.literals, atom.val) if is_literal else numbers[atom]
-
-        for eqn in closed.jaxpr.eqns:
-            operands = list(map(number, eqn.invars))
-            if eqn.primitive.name == "jit":
-                results = self._inline(eqn.params["jaxpr"], operands)
-            else:
-                step = len(self.steps)
-                results = [self._new(self.maker, step) for _ in eqn.outvars]
-                self.steps.append(_Step(eqn, operands, results))
-            numbers.update(zip(eqn.outvars, results, strict=True))
-        return list(map(number, closed.jaxpr.outvars))
-
-    def judge(self, inputs: dict[int, _Value]) -> list[_Value]:
-        values = [_Value()] * self.size
-        for number, value in inputs.items():
-            values[number] = value
-        for eqn, operands, results in self.steps:
-            args = [values[number] for number in operands]
-            own = _NOBODY.union(*(arg.own for arg in args))
-            needs = _NOBODY.union(*(arg.needs for arg in args))
-            kind = _kind(eqn, [arg.kind for arg in args])
-            plain = _Value(None, _NOBODY, own | needs)
-            for number in results:
-                values[number] = plain if kind is None else _Value(kind, own, needs)
-        return values
-
-    def slice(
-        self, wanted: Iterable[int], stop: Callable[[int], bool] = lambda number: False
-    ) -> tuple[list[int], list[int]]:
-        """The steps that lead to these values, and the values that they start from."""
-        todo, seen, steps, starts = list(wanted), set[int](), set[int](), list[int]()
-        while todo:
-            number = todo.pop()
-            if number in seen or number in self.literals:
-                continue
-            seen.add(number)
-            if number in self.maker and not stop(number):
-                steps.add(self.maker[number])
-                todo += self.steps[self.maker[number]].operands
-            else:
-                starts.append(number)
-        return sorted(steps), starts
-
-    def evaluate(
-        self, steps: list[int], given: dict[int, Any], rows: int | None = None
-    ) -> dict[int, Any]:
-        """All that these steps make of the given values; of so many rows, if said."""
-        env = self.literals | given
-        for eqn, operands, results in (self.steps[step] for step in steps):
-            name = _SHAPES.get(eqn.primitive.name)
-            if rows is not None and name is not None:
-                shape = (rows, *eqn.params[name][1:])
-                eqn = eqn.replace(params=eqn.params | {name: shape})
-            made = evaluate_eqn(eqn, [env[number] for number in operands])
-            env.update(zip(results, made, strict=True))
-        return env
+def _judge(program: Program, inputs: dict[int, _Value]) -> list[_Value]:
+    """What is known of each value, by its number, given that of the inputs."""
+    values = [_Value()] * program.size
+    for number, value in inputs.items():
+        values[number] = value
+    for eqn, operands, results in program.steps:
+        args = [values[number] for number in operands]
+        own = _NOBODY.union(*(arg.own for arg in args))
+        needs = _NOBODY.union(*(arg.needs for arg in args))
+        kind = _kind(eqn, [arg.kind for arg in args])
+        plain = _Value(None, _NOBODY, own | needs)
+        for number in results:
+            values[number] = plain if kind is None else _Value(kind, own, needs)
+    return values
 
 
 class Parts(NamedTuple):
@@ -216,14 +136,14 @@ def take_apart(
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(data, old)
     if closed.effects:  # they happen once, and in order
         return take_apart(update, owners, {}, {})
-    program = _Program(closed)
+    program = Program(closed)
     treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(shapes)
     data_at, old_at = treedefs[0].unflatten(program.inputs)
     results_at = treedefs[1].unflatten(program.outputs)
     given = {number: _Value(i) for i, number in data_at.items()}
     for i, numbers in old_at.items():
         given |= dict.fromkeys(numbers, _Value(i, own=frozenset([i])))
-    values = program.judge(given)
+    values = _judge(program, given)
     places: dict[int, list[int]] = {i: [] for i in data}
     for place, owner in enumerate(owners):
         if owner in places:
@@ -267,7 +187,7 @@ def take_apart(
 
 
 def _middle(
-    program: _Program, steps: list[int], inputs: list[int], outputs: list[int]
+    program: Program, steps: list[int], inputs: list[int], outputs: list[int]
 ) -> Middle:
     def middle(
         data: jax.Array, old: tuple[jax.Array, ...], extra: list[Any]
