@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _lazy, _map_rows
-from optax_sparse_adam._by_row import take_apart
+from optax_sparse_adam import _map_rows
 
+from ._blocks import at_once, lower
 from ._support import TOLERANCE, assert_close, bcoo
 
 # As many rows as columns, which a proof by shapes alone would confuse.
@@ -44,29 +44,6 @@ def gradient(shape=(ROWS, SIDE), nse=SIDE, n_sparse=1, dtype="float32", seed=0):
 def table(shape=(ROWS, SIDE), dtype="float32"):
     x = np.random.default_rng(1).integers(-31, 32, shape) / 32
     return jnp.asarray(x, dtype)
-
-
-class Program:
-    """The compiled update, and the leaves that it updates in blocks."""
-
-    def __init__(self, tx, grads, params, **extra):
-        taken = []
-
-        def recorded(*args):
-            taken.append(take_apart(*args))
-            return taken[-1]
-
-        state = jax.eval_shape(tx.init, params)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_lazy, "take_apart", recorded)
-            update = jax.jit(lambda *args: tx.update(*args, **extra))
-            lowered = update.lower(grads, state, params)
-        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-        names = [jax.tree_util.keystr(path, simple=True) for path, _ in leaves]
-        self.in_blocks = {names[i] for parts in taken for i in parts.middles}
-        loops = re.findall(rf"stablehlo\.while\(.*tensor<{ROWS}x", lowered.as_text())
-        assert len(loops) == len(self.in_blocks)
-        self.compile = lowered.compile
 
 
 def with_rows_of_state(function):
@@ -166,13 +143,15 @@ ALONE = {
 
 
 def check(tx, grads, params, in_blocks):
-    """These leaves are updated in blocks, and as without a program."""
+    """These leaves are updated in blocks, with the results of all rows at once."""
     tx = osa.lazy(tx)
-    program = Program(tx, grads, params)
-    assert program.in_blocks == set(in_blocks)
+    lowered, found = lower(tx, grads, params)
+    assert found == set(in_blocks)
+    loops = re.findall(rf"stablehlo\.while\(.*tensor<{ROWS}x", lowered.as_text())
+    assert len(loops) == len(found)
     state = tx.init(params)
-    actual = program.compile()(grads, state, params)
-    expected = tx.update(grads, state, params)  # op by op, all rows at once
+    actual = lowered.compile()(grads, state, params)
+    expected = at_once(tx.update, grads, state, params)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     expected, _ = jax.tree_util.tree_flatten_with_path(expected)
     for a, (path, e) in zip(jax.tree.leaves(actual), expected, strict=True):
