@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from ._equations import ELEMENTWISE, Program
@@ -181,7 +182,7 @@ def take_apart(
         numbers = data_at, {i: old_at[i] for i in old}
         given = zip(jax.tree.leaves(numbers), jax.tree.leaves((data, old)), strict=True)
         env = program.evaluate(steps, program.consts | dict(given))
-        return jax.tree.map(env.__getitem__, wanted)
+        return jax.tree.map(lambda number: jnp.asarray(env[number]), wanted)
 
     return Parts(middles, rest)
 

@@ -103,6 +103,7 @@ MIXED = {
     "transposed": lambda x: x.T,
     "plus transposed": lambda x: x + x.T,
     "row sums as columns": lambda x: x + x.sum(1),
+    "column sums as rows": lambda x: x + x.sum(0)[:, None],
     "row sums, reshaped": lambda x: x + x.sum(1).reshape(1, SIDE),
     "broadcast over columns": lambda x: jnp.broadcast_to(x.max(1), x.shape),
     "pairs of rows": lambda x: x.reshape(3, 2, SIDE)[:, ::-1].reshape(x.shape),
@@ -203,3 +204,14 @@ def test_two_tables(name):
     function, in_blocks = TWO[name]
     grads = {"a": gradient(), "b": gradient(seed=3)}
     check(two(function), grads, {"a": table(), "b": 2 * table()}, in_blocks)
+
+
+def test_the_update_of_another():
+    """Each table's state is its own; the updates change places."""
+
+    def update(g, s, p=None):
+        return {"a": g["b"], "b": g["a"]}, jax.tree.map(jnp.add, s, g)
+
+    tx = optax.GradientTransformation(lambda params: params, update)
+    grads = {"a": gradient(), "b": gradient(seed=3)}
+    check(tx, grads, {"a": table(), "b": table()}, "")
