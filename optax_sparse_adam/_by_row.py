@@ -59,12 +59,9 @@ class _Value(NamedTuple):
         return self.own | self.needs
 
 
-def _is_for_all(
-    kind: int | None, operand: tuple[int, ...], shape: tuple[int, ...]
-) -> bool:
-    """Whether an operand is the same for each row of a result of this shape."""
-    is_one_row = kind in (None, _ALIKE) and operand[:1] == (1,) != shape[:1]
-    return not operand or is_one_row
+def _is_for_all(kind: int | None, shape: tuple[int, ...]) -> bool:
+    """Whether an operand is the same for every row: a number, or one row for all."""
+    return not shape or (kind in (None, _ALIKE) and shape[0] == 1)
 
 
 def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
@@ -75,7 +72,7 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     avals: list[Any] = [atom.aval for atom in (eqn.outvars[0], *eqn.invars)]
     shape, *shapes = (aval.shape for aval in avals)
     pairs = zip(kinds, shapes, strict=True)
-    apart = [pair for pair in pairs if not _is_for_all(*pair, shape)]
+    apart = [pair for pair in pairs if not _is_for_all(*pair)]
     if name == "broadcast_in_dim" and shape and kinds[0] in (None, _ALIKE):
         axes = params["broadcast_dimensions"]
         is_new = 0 not in axes and kinds[0] is None
