@@ -14,6 +14,8 @@ from ._moves import gather_rows, scatter_rows
 from ._rows import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
 from ._sharding import laid_like, laid_out, mesh_of, rows_like
 
+_MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
+
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
     "ApplyEvery": "it would update the rows of the last micro-batch only; let one "
@@ -159,13 +161,19 @@ def _taken(table: jax.Array, rows: Rows) -> Any:
 
 
 def _is_large(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
-    """Whether it is worth a proof that these tables can be updated in blocks.
+    """Whether blocks are worth their while, for what can be updated in blocks.
 
     Outside of a program, each loop over blocks would be compiled at each call. On a
-    mesh, JAX partitions the program as it is.
+    mesh, JAX partitions the program as it is. One table of state, as of momentum, is
+    updated faster at once while the temporaries are below the size from which the C
+    library maps them afresh at each call; two, as of Adam, are not.
     """
     is_traced = isinstance(rows.indices, jax.core.Tracer)
-    return bool(tables) and in_blocks(rows) and is_traced and mesh_of(*tables).empty
+    if not tables or not in_blocks(rows) or not is_traced:
+        return False
+    gradient_bytes = rows.data.size * rows.data.dtype.itemsize
+    is_slow = len(tables) > 1 or (2 + len(tables)) * gradient_bytes > _MAPPED_BYTES
+    return is_slow and mesh_of(*tables).empty
 
 
 def lazy(
