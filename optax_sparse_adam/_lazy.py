@@ -204,12 +204,11 @@ def lazy(
     Weight decay inside `inner` decays the touched rows, once for each step that touches
     them.
 
-    In a compiled program on a CPU, tables with state for which `inner.update` provably
-    treats each row alone, norms over gradients aside, are updated in blocks of rows
-    that stay in the cache, as far as rows are touched: Adam and its kin, Adagrad,
-    RMSProp, momentum, Lion, `per_row`, with clipping and schedules around them. All
-    others, those on a mesh, and each table outside of `jit`, are updated at once; the
-    results are the same up to rounding.
+    Inside of `jit`, on a CPU, large gradients are worked off in blocks of rows, as far
+    as rows are touched, wherever `inner.update` provably treats each row of a table
+    alone, norms over gradients aside: Adam and its kin, Adagrad, RMSProp, momentum,
+    Lion, `per_row`, with clipping and schedules around them. Everything else, and every
+    table on a mesh, is updated at once; the results are the same up to rounding.
 
     Args:
       inner: The transformation, or a chain of them.
