@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._by_row import take_apart
 from ._checks import check_bcoo, is_bcoo, is_leaf
+from ._map_rows import in_blocks, map_rows
 from ._moves import apart, gather_rows, scatter_rows
 from ._rows import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
 from ._sharding import laid_like, laid_out, mesh_of, rows_like
+
+_MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
@@ -148,6 +152,30 @@ def _touched(grad: Any, param: Any) -> Rows:
     return rows._replace(data=data if param is None else rows_like(param, data))
 
 
+def _taken(table: jax.Array, rows: Rows) -> Any:
+    """Shape and type of `gather_rows`."""
+    nse, depth = rows.indices.shape
+    shape = (nse, *table.shape[depth:])
+    weak_type = jax.typeof(table).weak_type
+    return jax.ShapeDtypeStruct(shape, table.dtype, weak_type=weak_type)
+
+
+def _is_large(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
+    """Whether blocks are worth their while, for what can be updated in blocks.
+
+    Outside of a program, each loop over blocks would be compiled at each call. On a
+    mesh, JAX partitions the program as it is. One table of state, as of momentum, is
+    updated faster at once while the temporaries are below the size from which the C
+    library maps them afresh at each call; two, as of Adam, are not.
+    """
+    is_traced = isinstance(rows.indices, jax.core.Tracer)
+    if not tables or not in_blocks(rows) or not is_traced:
+        return False
+    gradient_bytes = rows.data.size * rows.data.dtype.itemsize
+    is_slow = len(tables) > 1 or (2 + len(tables)) * gradient_bytes > _MAPPED_BYTES
+    return is_slow and mesh_of(*tables).empty
+
+
 def lazy(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -175,6 +203,12 @@ def lazy(
 
     Weight decay inside `inner` decays the touched rows, once for each step that touches
     them.
+
+    Inside of `jit`, on a CPU, large gradients are worked off in blocks of rows, as far
+    as rows are touched, wherever `inner.update` provably treats each row of a table
+    alone, norms over gradients aside: Adam and its kin, Adagrad, RMSProp, momentum,
+    Lion, `per_row`, with clipping and schedules around them. Everything else, and every
+    table on a mesh, is updated at once; the results are the same up to rounding.
 
     Args:
       inner: The transformation, or a chain of them.
@@ -230,33 +264,56 @@ def lazy(
         leaves, structure = jax.tree.flatten(state)
         owners = _row_leaves(transformation, treedef, shapes, depths, leaves)
 
-        def compact(leaf: Any, i: int | None) -> Any:
-            return leaf if i is None else gather_rows(leaf, rows[i].indices)
+        held = {i: [n for n, owner in enumerate(owners) if owner == i] for i in rows}
+        written = {i: tuple(leaves[n] for n in held[i]) for i in rows}
+        read: Any = {i: () if olds[i] is None else (olds[i],) for i in rows}
+        large = [i for i in rows if _is_large(rows[i], written[i])]
 
-        def restored(leaf: Any, new: Any, i: int | None) -> Any:
-            return new if i is None else scatter_rows(leaf, rows[i].indices, new)
+        def gathered(i: int) -> list[jax.Array]:
+            tables = (*written[i], *read[i])
+            return [gather_rows(table, rows[i].indices) for table in tables]
 
-        small_grads = [
-            rows[i].data if i in rows else grad for i, grad in enumerate(grads)
-        ]
-        small_params = [
-            compact(x, i if i in rows and x is not None else None)
-            for i, x in enumerate(olds)
-        ]
-        small_state = map(compact, leaves, owners)
-        new_updates, new_state = transformation.update(
-            treedef.unflatten(small_grads),
-            structure.unflatten(small_state),
-            None if params is None else treedef.unflatten(small_params),
-            **extra_args,
-        )
-        results = treedef.flatten_up_to(new_updates)
+        others = {i: gathered(i) for i in rows if i not in large}
+
+        def compact(data: Any, old: Any) -> list[Any]:
+            """`inner.update` on compact trees."""
+            small_grads, small_params, small_leaves = [*grads], [*olds], [*leaves]
+            for i, taken in (others | old).items():
+                small_grads[i] = data.get(i, rows[i].data)
+                for n, new in zip(held[i], taken, strict=False):
+                    small_leaves[n] = new
+                if read[i]:
+                    small_params[i] = taken[-1]
+            new_updates, new_state = transformation.update(
+                treedef.unflatten(small_grads),
+                structure.unflatten(small_leaves),
+                None if params is None else treedef.unflatten(small_params),
+                **extra_args,
+            )
+            results = treedef.flatten_up_to(new_updates)
+            return [*results, *structure.flatten_up_to(new_state)]
+
+        data = {i: rows[i].data for i in large}
+        old = {i: [_taken(x, rows[i]) for x in (*written[i], *read[i])] for i in large}
+        middles, rest = take_apart(compact, [*range(len(grads)), *owners], data, old)
+        whole = {i: gathered(i) for i in large if i not in middles}
+        small, extra = rest(data, whole)
+        results, new_leaves = small[: len(grads)], small[len(grads) :]
         for i, touched in rows.items():
-            grad, shape = grads[i], shapes[i].shape
-            new = apart(keep_real(touched, results[i], shape))
-            results[i] = None if grad is None else with_rows(grad, touched, new)
-        new_leaves = structure.flatten_up_to(new_state)
-        full = map(restored, leaves, new_leaves, owners)
-        return treedef.unflatten(results), structure.unflatten(full)
+            if i in middles:
+                new_data, news = map_rows(
+                    middles[i], touched, written[i], extra[i], read=read[i]
+                )
+            else:
+                new_data = apart(keep_real(touched, results[i], shapes[i].shape))
+                news = tuple(
+                    scatter_rows(leaves[n], touched.indices, new_leaves[n])
+                    for n in held[i]
+                )
+            grad = grads[i]
+            results[i] = None if grad is None else with_rows(grad, touched, new_data)
+            for n, new in zip(held[i], news, strict=True):
+                new_leaves[n] = new
+        return treedef.unflatten(results), structure.unflatten(new_leaves)
 
     return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
-from ._moves import gather_rows, in_bounds, scatter_rows, take_rows
+from ._moves import apart, gather_rows, in_bounds, scatter_rows, take_rows
 from ._rows import Rows, keep_real, pad
 from ._sharding import rows_like
+from .native import _calls as native
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
@@ -23,10 +25,12 @@ def map_rows(
     rows: Rows,
     tables: tuple[jax.Array, ...],
     *args: Any,
+    read: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gathers rows, calls `middle(data, rows_of_tables, *args)`, scatters rows.
 
-    `middle` must treat each row alone: on a CPU it sees them in blocks.
+    `middle` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
+    the tables in `read` behind those of `tables`, and returns new ones of `tables`.
 
     Returns:
       The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
@@ -38,8 +42,9 @@ def map_rows(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """The picture itself; what comes out of padding has no meaning."""
-        old = tuple(take_rows(table, rows.indices) for table in tables)
-        out, new = middle(rows.data, old, *args)
+        also, *rest = args
+        old = tuple(take_rows(table, rows.indices) for table in (*tables, *also))
+        out, new = middle(rows.data, old, *rest)
         pairs = zip(tables, new, strict=True)
         return out, tuple(scatter_rows(old, rows.indices, new) for old, new in pairs)
 
@@ -47,8 +52,10 @@ def map_rows(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, tables = update(rows, tables, args)
-        return keep_real(rows, out, shape).astype(rows.data.dtype), tables
+        out = keep_real(rows, out, shape).astype(rows.data.dtype)
+        return (apart(out) if read else out), tables
 
+    @custom_vmap
     def blocks(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -77,10 +84,23 @@ def map_rows(
         _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
         return data, tables
 
+    @blocks.def_vmap
+    def _(size: int, batched: Any, *arrays: Any) -> Any:
+        # A loop over blocks would copy the tables in each iteration.
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+        out = jax.vmap(one_pass, in_axes=tuple(axes))(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
     rows = rows._replace(data=rows_like(tables[0], rows.data))
-    if rows.data.shape[0] <= _block_rows(rows.data):
+    args = (read, *args)
+    if not in_blocks(rows):
         return one_pass(rows, tables, args)
-    return lax.platform_dependent(rows, tables, args, cpu=blocks, default=one_pass)
+    return native.on_cpu(blocks, one_pass, rows, tables, args)
+
+
+def in_blocks(rows: Rows) -> bool:
+    """Whether these are so many rows that they make several blocks on a CPU."""
+    return rows.data.shape[0] > _block_rows(rows.data)
 
 
 def _block_rows(data: jax.Array) -> int:

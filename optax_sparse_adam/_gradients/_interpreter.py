@@ -12,19 +12,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from .._equations import evaluate_eqn
 from ._values import dense, is_deferred
-
-_DEBUG_INFO = DebugInfo("value_and_grad", "equation", None, None)
 
 
 class Blame(NamedTuple):
@@ -105,11 +96,7 @@ class Context(NamedTuple):
                 results = rule.apply(self, eqn, *args)
             if results is not NotImplemented:
                 return list(results)
-        # JAX evaluates the equation, and keeps its name and its source line.
-        atoms = zip(eqn.invars, args, strict=True)
-        values = {atom: dense(arg) for atom, arg in atoms if isinstance(atom, Var)}
-        single = Jaxpr((), list(values), eqn.outvars, [eqn], debug_info=_DEBUG_INFO)
-        return list(jaxpr_as_fun(ClosedJaxpr(single, ()))(*values.values()))
+        return evaluate_eqn(eqn, list(map(dense, args)))
 
     def judge(self, jaxpr: Jaxpr, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Finds out which results of a jaxpr are sums of rows, and what is in the way.

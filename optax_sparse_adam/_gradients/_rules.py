@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._equations import LINEAR, NONLINEAR
 from .._moves import in_bounds
 from . import _calls, _shard_map
 from ._interpreter import Blame, Context, Results, Rule, Verdict
@@ -280,18 +281,9 @@ def _judge_lookup(is_lookup: Callable[[JaxprEqn], bool]) -> Judge:
     return judge
 
 
-_ELEMENTWISE = (
-    "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma "
-    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min ne nextafter not or pow rem round rsqrt sign sin "
-    "sinh sqrt square stop_gradient tan tanh xor"
-)
-
-_LINEAR = "convert_element_type copy name neg reduce_precision"
-
 RULES: dict[str, Rule] = {
-    **{name: Rule(_elementwise(), _never) for name in _ELEMENTWISE.split()},
-    **{name: Rule(_elementwise(_each_row), _all_of()) for name in _LINEAR.split()},
+    **{name: Rule(_elementwise(), _never) for name in NONLINEAR.split()},
+    **{name: Rule(_elementwise(_each_row), _all_of()) for name in LINEAR.split()},
     "mul": Rule(_elementwise(_multiply), _any_of),
     "div": Rule(_elementwise(_each_row), _all_of(0, 1)),
     "add": Rule(_elementwise(_add), _all_of()),

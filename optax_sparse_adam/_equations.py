@@ -1,0 +1,119 @@
+"""What the two readers of jaxprs share, of gradients and of updates."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
+
+# Primitives of one result, each element of which is computed from the same element of
+# every operand, or from operands that are scalars.
+NONLINEAR = (
+    "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma "
+    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma "
+    "log log1p logistic lt max min ne nextafter not or pow rem round rsqrt sign sin "
+    "sinh sqrt square stop_gradient tan tanh xor"
+)
+LINEAR = "convert_element_type copy name neg reduce_precision"
+OTHERS = "mul div add add_any sub select_n"
+ELEMENTWISE = frozenset(f"{NONLINEAR} {LINEAR} {OTHERS}".split())
+
+# The parameter of a primitive that says how many rows it makes.
+_ROWS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
+
+_DEBUG_INFO = DebugInfo("optax_sparse_adam", "equation", None, None)
+
+
+def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """JAX evaluates the equation, and keeps its name and its source line."""
+    atoms = zip(eqn.invars, args, strict=True)
+    values = {atom: arg for atom, arg in atoms if isinstance(atom, Var)}
+    single = Jaxpr((), list(values), eqn.outvars, [eqn], debug_info=_DEBUG_INFO)
+    return list(jaxpr_as_fun(ClosedJaxpr(single, ()))(*values.values()))
+
+
+class Step(NamedTuple):
+    """An equation whose operands and results are numbered."""
+
+    eqn: JaxprEqn
+    operands: list[int]
+    results: list[int]
+
+
+class Program:
+    """The equations of a jaxpr, those of each `jit` inside of it included.
+
+    Values are numbered, the arguments first.
+    """
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.steps: list[Step] = []
+        self.maker: dict[int, int] = {}  # the step that makes a value
+        self.literals: dict[int, Any] = {}
+        self.consts: dict[int, Any] = {}
+        self.size = len(closed.jaxpr.invars)
+        self.inputs = list(range(self.size))
+        self.outputs = self._inline(closed, self.inputs)
+
+    def _new(self, known: dict[int, Any], value: Any = None) -> int:
+        number, self.size = self.size, self.size + 1
+        known[number] = value
+        return number
+
+    def _inline(self, closed: ClosedJaxpr, args: list[int]) -> list[int]:
+        numbers: dict[Any, int] = dict(zip(closed.jaxpr.invars, args, strict=True))
+        for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            numbers[var] = self._new(self.consts, value)
+
+        def number(atom: Any) -> int:
+            is_literal = isinstance(atom, Literal)
+            return self._new(self.literals, atom.val) if is_literal else numbers[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            operands = list(map(number, eqn.invars))
+            if eqn.primitive.name == "jit":
+                results = self._inline(eqn.params["jaxpr"], operands)
+            else:
+                step = len(self.steps)
+                results = [self._new(self.maker, step) for _ in eqn.outvars]
+                self.steps.append(Step(eqn, operands, results))
+            numbers.update(zip(eqn.outvars, results, strict=True))
+        return list(map(number, closed.jaxpr.outvars))
+
+    def slice(
+        self, wanted: Iterable[int], stop: Callable[[int], bool] = lambda number: False
+    ) -> tuple[list[int], list[int]]:
+        """The steps that lead to these values, and the values that they start from."""
+        todo, seen, steps, starts = list(wanted), set[int](), set[int](), list[int]()
+        while todo:
+            number = todo.pop()
+            if number in seen or number in self.literals:
+                continue
+            seen.add(number)
+            if number in self.maker and not stop(number):
+                steps.add(self.maker[number])
+                todo += self.steps[self.maker[number]].operands
+            else:
+                starts.append(number)
+        return sorted(steps), starts
+
+    def evaluate(
+        self, steps: list[int], given: dict[int, Any], rows: int | None = None
+    ) -> dict[int, Any]:
+        """All that these steps make of the given values; of so many rows, if said."""
+        env = self.literals | given
+        for eqn, operands, results in (self.steps[step] for step in steps):
+            name = _ROWS.get(eqn.primitive.name)
+            if rows is not None and name is not None:
+                shape = (rows, *eqn.params[name][1:])
+                eqn = eqn.replace(params=eqn.params | {name: shape})
+            made = evaluate_eqn(eqn, [env[number] for number in operands])
+            env.update(zip(results, made, strict=True))
+        return env
