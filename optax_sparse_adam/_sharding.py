@@ -103,7 +103,9 @@ def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     mesh = mesh_of(param)
     if mesh.explicit_axes:
         return jax.reshard(x, NamedSharding(mesh, _spec(param, axes)))
-    if mesh.auto_axes:
+    # Within shard_map over some axes only, what is alike would get the axes of the map
+        # twice, and XLA gives up.
+    if mesh.auto_axes and not mesh.manual_axes:
         # The sum is sharded like the rest of the parameter, and then not computed.
         others = tuple(axis for axis in range(param.ndim) if axis not in axes)
         like = jnp.sum(param, others) if others else param
