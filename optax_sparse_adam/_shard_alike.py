@@ -37,8 +37,9 @@ def _impl(like: jax.Array, x: jax.Array, **params: Any) -> jax.Array:
 
 
 def _lower(context: mlir.LoweringRuleContext, like: Any, x: Any, *, group: int) -> Any:
-    # The older partitioner is not told: it knows no groups.
-    if jax.config.jax_use_shardy_partitioner:
+    config: Any = jax.config
+    # The partitioner before Shardy, which JAX gives up, has no such operation.
+    if config.jax_use_shardy_partitioner:
         sdy.sharding_group(like, group)
         sdy.sharding_group(x, group)
     return [x]

@@ -103,8 +103,8 @@ def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     mesh = mesh_of(param)
     if mesh.explicit_axes:
         return jax.reshard(x, NamedSharding(mesh, _spec(param, axes)))
-    # Within shard_map over some axes only, what is alike would get the axes of the map
-        # twice, and XLA gives up.
+    # Within shard_map over some of the axes XLA gives up on a group, and chooses well
+    # without.
     if mesh.auto_axes and not mesh.manual_axes:
         # The sum is sharded like the rest of the parameter, and then not computed.
         others = tuple(axis for axis in range(param.ndim) if axis not in axes)
