@@ -18,8 +18,9 @@ from jax.extend.core import (
 NONLINEAR = (
     "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma "
     "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min ne nextafter not or pow rem round rsqrt sign sin "
-    "sinh sqrt square stop_gradient tan tanh xor"
+    "log log1p log2 logistic lt max min ne nextafter not one_minus_square or "
+    "polynomial pow rem round rsqrt sign sin sinh sqrt square stop_gradient tan tanh "
+    "xor"
 )
 LINEAR = "convert_element_type copy name neg reduce_precision"
 OTHERS = "mul div add add_any sub select_n"

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Casts indices to a type that holds every row id and `nse` ids past the last."""
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
-    own = [indices.dtype] if indices.dtype.itemsize >= 4 else []
+    own: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
     for dtype in (*own, jnp.int32, jnp.uint32):
         if last <= jnp.iinfo(dtype).max:
             if jnp.iinfo(indices.dtype).min < jnp.iinfo(dtype).min:

@@ -7,16 +7,15 @@ axes not how. Away from a mesh nothing here adds an operation to a program.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.shard_alike import shard_alike
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from ._shard_alike import shard_alike
 
 
 def mesh_of(*arrays: Any) -> AbstractMesh:
@@ -93,9 +92,6 @@ def full_along(
     return laid_like(param, x, axes)
 
 
-_numbers = itertools.count()
-
-
 def _own(param: jax.Array, x: jax.Array) -> jax.Array:
     """`x` for this parameter only: equal constants would be one array for all."""
     one, _ = lax.optimization_barrier((jnp.ones([], x.dtype), param))
@@ -107,15 +103,13 @@ def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     mesh = mesh_of(param)
     if mesh.explicit_axes:
         return jax.reshard(x, NamedSharding(mesh, _spec(param, axes)))
-    if mesh.auto_axes:
+    # Within shard_map over some of the axes XLA gives up on a group, and chooses well
+    # without.
+    if mesh.auto_axes and not mesh.manual_axes:
         # The sum is sharded like the rest of the parameter, and then not computed.
         others = tuple(axis for axis in range(param.ndim) if axis not in axes)
         like = jnp.sum(param, others) if others else param
-        # JAX lowers one shard_alike for all arrays of one shape and context, so that
-        # those of several parameters would all be alike.
-        x = _own(param, x)
-        with set_xla_metadata(laid_like=next(_numbers)):
-            return shard_alike(like, x)[1]
+        return shard_alike(like, _own(param, x))
     return x
 
 

@@ -151,6 +151,9 @@ FUNCTIONS = {
         )
         for function in (jnp.tanh, jnp.abs, jax.nn.relu, jax.nn.softplus, odd_square)
     },
+    "logarithm of the table": of_table(
+        lambda t: jnp.log2(1 + t * t), ROUNDED, touches_more=True
+    ),
     "clipped": of_table(lambda t: jnp.clip(t, -0.5, 0.5), touches_more=True),
     "cast, scaled, tanh": Case(
         lambda p, i: square(
@@ -191,3 +194,7 @@ FUNCTIONS = {
     ),
     "shape of the table, -0.0": Case(minus_zeros, 16, ids=ODD_IDS),
 }
+if hasattr(lax, "polynomial"):  # since JAX 0.12
+    FUNCTIONS["polynomial of the table"] = of_table(
+        lambda t: lax.polynomial(t, [1.0, 3.0, 2.0]), ROUNDED, touches_more=True
+    )

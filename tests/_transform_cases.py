@@ -115,6 +115,7 @@ UNDER = {
     "jit": Case(lambda p, i: jax.jit(jax.jit(loss))(p, i)),
     "jit of the lookup": of_table(jax.jit(lambda t: 2 * t)),
     "named call": Case(jax.named_call(loss)),
+    "traced before": Case(lambda p, i: jax.jit(loss).trace(p, i)(p, i)),
     # checkpoint
     **{
         f"checkpoint, {name}": Case(checkpointed(named, policy=policy))

@@ -29,6 +29,7 @@ SHORT, TALL = 30_011, 3_000_017
 HANDING_ON = {
     "closed_call",
     "cond",
+    "eval_jaxpr",
     "jit",
     "pvary",
     "remat2",

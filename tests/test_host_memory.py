@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compute_on import compute_on
+from jax.experimental import compute_on
 from jax.experimental.sparse import BCOO
 from jax.sharding import SingleDeviceSharding
 
@@ -104,7 +104,15 @@ def test_jax_looks_up_rows_in_pinned_host_memory(pinned):
         jax.grad(lambda table: jnp.sum(lookup(table, ids)))(table)
 
 
-@pytest.mark.parametrize("way", [jax.jit, compute_on("device_host")])
+# What JAX 0.10 calls compute_on2 is its compute_on since 0.11.
+on_the_host = partial(
+    getattr(compute_on, "compute_on2", compute_on.compute_on),
+    compute_type="device_host",
+    out_memory_spaces=jax.memory.Space.Host,
+)
+
+
+@pytest.mark.parametrize("way", [jax.jit, on_the_host])
 def test_jax_does_not_mix_constants_with_pinned_host_memory(pinned, way):
     """The constants of a function, as row numbers, are always in device memory."""
     table = jnp.ones((ROWS, WIDTH))

@@ -77,8 +77,8 @@ def test_memory(apply, n_sparse, nse):
 BFLOAT16 = pytest.param(
     "bfloat16",
     marks=pytest.mark.xfail(
-        jax.default_backend() == "cpu",
-        reason="XLA widens bfloat16 on CPUs: each scatter converts the whole table",
+        jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11),
+        reason="XLA widened bfloat16 on CPUs: each scatter converted the whole table",
     ),
 )
 

@@ -233,6 +233,7 @@ def test_name_says_what_a_library_was_compiled_from(tmp_path, monkeypatch):
 
 
 OTHER_HEADERS = """
+import re
 import sys
 from pathlib import Path
 import jax
@@ -240,7 +241,7 @@ from optax_sparse_adam.native import _build, _library
 folder = Path(sys.argv[1])
 for part in ("api.h", "c_api.h", "ffi.h"):
     text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", part).read_text()
-    text = text.replace("XLA_FFI_API_MINOR 3", "XLA_FFI_API_MINOR 0")
+    text = re.sub(r"XLA_FFI_API_MINOR \\d+", "XLA_FFI_API_MINOR 0", text)
     path = folder / "include" / "xla" / "ffi" / "api" / part
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

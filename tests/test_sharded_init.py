@@ -76,6 +76,56 @@ def test_tables_of_one_shape(name):
     assert "all-" not in program.as_text()
 
 
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy", "rowwise_adam"])
+def test_inside_shard_map_over_some_axes(name):
+    """The mesh has Manual and Auto axes then."""
+    case = case_of(name, AxisType.Auto)
+    table = case.put(np.ones(SHAPE, np.float32), case.table)
+
+    def init(table):
+        return [x for x in jax.tree.leaves(case.tx.init(table)) if x.ndim]
+
+    mapped = jax.shard_map(
+        init, mesh=case.mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
+    for x in jax.jit(mapped)(table):
+        np.testing.assert_array_equal(x, np.zeros_like(x))
+        assert x.sharding.spec[0] == "x"
+
+
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy"])
+def test_vmap(name):
+    """As for several models side by side."""
+    case = case_of(name, AxisType.Auto)
+    table = case.put(np.ones((3, *SHAPE), np.float32), P(None, *case.table))
+    states = jax.vmap(case.tx.init)({"table": table})
+    tables = [x for x in jax.tree.leaves(states) if x.shape == table.shape]
+    assert len(tables) == 2
+    for x in tables:
+        assert x.sharding.is_equivalent_to(table.sharding, x.ndim), x.sharding
+
+
+def test_without_jit():
+    case = case_of("sparse_adam", AxisType.Auto)
+    table = case.put(np.ones(SHAPE, np.float32), case.table)
+    with jax.disable_jit():
+        state = case.tx.init({"table": table})
+    assert_laid_out(state, case)
+
+
+def test_derivative():
+    """Of what comes after `init`; the state itself is constant."""
+    case = case_of("sparse_adam", AxisType.Auto)
+    table = case.put(np.ones(SHAPE, np.float32), case.table)
+
+    def of_state(table):
+        leaves = jax.tree.leaves(case.tx.init(table))
+        return sum(jnp.sum((x + 1) * table) for x in leaves if x.ndim)
+
+    grad = jax.jit(jax.grad(of_state))(table)
+    np.testing.assert_array_equal(grad, np.full(SHAPE, 2, np.float32))
+
+
 def test_values_are_kept():
     """What is laid out is what `init` of the inner transformation has made."""
     case = case_of("lazy", AxisType.Auto)

@@ -64,6 +64,22 @@ class _TooManyRows(Exception):
     """Raised where a loop would store more rows than the table has."""
 
 
+def _numbers(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried.
+
+    The rest have an axis more outside of the body. JAX's own note of it differs from
+    version to version.
+    """
+
+    def whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        pairs = zip(outer, inner, strict=True)
+        return sum(x.aval.shape == y.aval.shape for x, y in pairs)
+
+    body = eqn.params["jaxpr"].jaxpr
+    carry = whole(eqn.outvars, body.outvars)
+    return whole(eqn.invars, body.invars) - carry, carry
+
+
 def scan(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     """A carried sum of rows becomes the rows of all iterations.
 
@@ -73,8 +89,8 @@ def scan(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     """
     if not any(map(is_deferred, args)):
         return NotImplemented
-    consts = eqn.params["num_consts"]
-    carried = range(consts, consts + eqn.params["num_carry"])
+    consts, carry = _numbers(eqn)
+    carried = range(consts, consts + carry)
     values = list(args)
     full: dict[int, Any] = {}
     while True:
@@ -104,7 +120,7 @@ def _scan_sums(
     full: dict[int, Any],
 ) -> list[Any]:
     params, body = eqn.params, eqn.params["jaxpr"]
-    first, number = params["num_consts"], params["num_carry"]
+    first, number = _numbers(eqn)
     plain = [i for i in range(first, first + number) if i not in sums]
 
     def step(carry: Any, xs: Any) -> Any:
@@ -176,7 +192,7 @@ def _accumulate(total: Any, parts: Sequence[Part]) -> tuple[jax.Array, jax.Array
 
 
 def judge_scan(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
-    first, number = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, number = _numbers(eqn)
     verdicts = [verdict_of(atom) for atom in eqn.invars]
     xs = len(verdicts) - first - number
     inner = [*verdicts[: first + number], *[Blame(None)] * xs]

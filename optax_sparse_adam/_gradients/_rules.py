@@ -303,6 +303,7 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": Rule(_update_slice, _judge_lookup(is_update_of_rows)),
     "jit": _calls.call("jaxpr"),
     "closed_call": _calls.call("call_jaxpr"),
+    "eval_jaxpr": _calls.call("call_jaxpr"),  # what JAX 0.11 made of closed_call
     "custom_jvp_call": _calls.call("call_jaxpr"),
     "custom_vjp_call": _calls.call("call_jaxpr"),
     "remat2": Rule(_calls.remat, _calls.call("jaxpr").judge),

@@ -37,14 +37,9 @@ def shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     params, outer = eqn.params, list[Any](eqn.outvars)
     body = ClosedJaxpr(params["jaxpr"], ())
     is_table = [isinstance(arg, Deferred) and arg.is_table for arg in args]
-    local_shapes = [
-        var.aval.shape
-        for var, concerned in (
-            *zip(body.jaxpr.invars, is_table, strict=True),
-            *zip(body.jaxpr.outvars, map(context.is_table, outer), strict=True),
-        )
-        if concerned
-    ]
+    inner = list[Any](body.jaxpr.invars + body.jaxpr.outvars)
+    concerned = [*is_table, *map(context.is_table, outer)]
+    local_shapes = [x.aval.shape for x, c in zip(inner, concerned, strict=True) if c]
     local = context._replace(shapes=frozenset(local_shapes))
 
     def run(finish: Callable[[list[Any]], Any], out_specs: Any) -> Any:

@@ -219,7 +219,9 @@ def every_row(touched: jax.Array, total: jax.Array) -> Part:
 def padded(total: RowSum, number: int, depth: int) -> Part:
     """All rows of a sum in one part of at least this many rows."""
     part = merged(total, depth)
-    missing = max(0, number - part.indices.shape[0])
+    missing = number - part.indices.shape[0]
+    if missing <= 0:  # jaxlib 0.11.2 crashes on empty constants inside of shard_map
+        return part
     outside = row_bounds(total.shape, part.indices)
     return Part(
         jnp.concatenate([part.indices, np.tile(outside, (missing, 1))]),

@@ -155,7 +155,7 @@ def skip_grams(tokens: Ints, reach: Ints) -> Ints:
       `[num_pairs, 2]`: center and context.
     """
     pairs = [np.zeros((0, 2), np.int32)]
-    for offset in range(1, int(reach.max(initial=0)) + 1):
+    for offset in range(1, int(np.max(reach, initial=0)) + 1):
         left, right = tokens[:-offset], tokens[offset:]
         for center, context, far in (
             (left, right, reach[:-offset]),

@@ -157,7 +157,7 @@ def nearest(
       Row ids and cosines, `[len(ids), num]` each.
     """
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = vectors / np.maximum(norms, np.finfo(np.float32).tiny)
+    unit: Any = vectors / np.maximum(norms, np.finfo(np.float32).tiny)
     cosines = unit[list(ids)] @ unit[:among].T
     cosines[np.arange(min(among, len(unit))) == np.asarray(ids)[:, None]] = -np.inf
     rows = np.argsort(-cosines, axis=1)[:, :num]

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -90,7 +91,8 @@ def _one_device() -> bool:
     """
     if jax.distributed.is_initialized():
         return False
-    number = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    config: Any = jax.config  # not all of it has types in every version
+    number = config.jax_num_cpu_devices
     if number < 0:
         flags = os.environ.get("XLA_FLAGS", "")
         if flags.strip() and not flags.strip().startswith("-"):  # the name of a file
