@@ -20,7 +20,9 @@ def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
     beyond the last row, have indices of at most 0. But where optax.apply_if_finite
     skips a step, both indices and values are zeros.
     """
-    scaled = jnp.all(update.indices <= 0) & (update.data[:1] != 0)
+    # Of sorted rows the last is the largest; scaled, none is above 0.
+    indices = update.indices[-1:] if update.indices_sorted else update.indices
+    scaled = jnp.all(indices <= 0) & (update.data[:1] != 0)
     mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
     # Row 0 and one of padding. Of a single row XLA would make a dynamic slice, and for
     # that gather a sharded table.
