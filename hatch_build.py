@@ -51,7 +51,7 @@ def wanted() -> bool:
     """Whether to compile; on Windows nobody has tried."""
     try:
         found = bool(_build.compiler())
-    except ValueError:  # CXX with a quote that does not end
+    except RuntimeError:
         found = False
     return found and os.name == "posix" and not _build.switched_off()
 

@@ -4,6 +4,7 @@
 are compiled for tables with these numbers of rows.
 """
 
+import functools
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import topologies
+from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -52,23 +54,38 @@ def devices_of(platform):
     ).devices
 
 
-def compiled(case, rows, sharding_of, lookup=None):
+def plain(table, ids):
+    return table[ids]
+
+
+def laid_out(table, ids):
+    return table.at[ids].get(out_sharding=P("x", None))
+
+
+def gradient(table, ids, scale, lookup=plain):
+    def loss(table):
+        return jnp.sum(jnp.tanh(lookup(table, ids) * scale))
+
+    return osa.grad(loss)(table)
+
+
+def stored(table, ids, data):
+    return BCOO((data, ids[:, None]), shape=table.shape)
+
+
+def compiled(case, rows, sharding_of, gradient=gradient, number=IDS):
     """The step for a table with so many rows; `sharding_of` takes shapes."""
     tx, dtype, apply = case
 
-    def loss(table, ids, scale):
-        found = table[ids] if lookup is None else lookup(table, ids)
-        return jnp.sum(jnp.tanh(found * scale))
-
     def step(table, state, ids, scale):
-        grad = osa.grad(loss)(table, ids, scale)
+        grad = gradient(table, ids, scale)
         updates, state = tx.update(grad, state, table)
         return apply(table, updates), state
 
     def arguments():
         table = jnp.zeros((rows, WIDTH), dtype)
-        ids = jnp.zeros((IDS,), jnp.int32)
-        return table, tx.init(table), ids, jnp.zeros((IDS, WIDTH), dtype)
+        ids = jnp.zeros((number,), jnp.int32)
+        return table, tx.init(table), ids, jnp.zeros((number, WIDTH), dtype)
 
     def there(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x.shape))
@@ -79,19 +96,16 @@ def compiled(case, rows, sharding_of, lookup=None):
     return step.lower(*arguments).compile()
 
 
-def on_mesh(case, rows, devices, axis_type):
+def on_mesh(case, rows, devices, axis_type, *args, **options):
     """Table and batch split by rows over all devices."""
     mesh = Mesh(np.array(devices), ("x",), axis_types=(axis_type,))
 
     def sharding_of(shape):
-        return NamedSharding(mesh, P(*["x", None][: len(shape)]))
-
-    def lookup(table, ids):
-        return table.at[ids].get(out_sharding=P("x", None))
+        whole = shape in ((), (1,), (1, WIDTH))  # a number, or one row
+        return NamedSharding(mesh, P() if whole else P("x", *[None] * (len(shape) - 1)))
 
     with jax.set_mesh(mesh):
-        explicit = axis_type is AxisType.Explicit
-        return compiled(case, rows, sharding_of, lookup if explicit else None)
+        return compiled(case, rows, sharding_of, *args, **options)
 
 
 def report(program, rows):
@@ -119,8 +133,11 @@ def programs(devices, rows):
         yield name, compiled(case, rows, lambda shape: alone)
     for name in ("sparse_adam", "lazy"):
         for axis_type in (AxisType.Auto, AxisType.Explicit):
-            program = on_mesh(found[name], rows, devices, axis_type)
-            yield f"{name}, {axis_type.name}", program
+            explicit = axis_type is AxisType.Explicit
+            wanted = functools.partial(gradient, lookup=laid_out if explicit else plain)
+            on = functools.partial(on_mesh, found[name], rows, devices, axis_type)
+            yield f"{name}, {axis_type.name}", on(wanted)
+            yield f"{name}, {axis_type.name}, one row", on(stored, number=1)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def test_where_it_is_not_used(cache, alone, monkeypatch):
 
 @needs_compiler
 def test_which_library_is_taken(cache, alone, monkeypatch, tmp_path):
-    """The user's own, then the installed one; for this source and this interface."""
+    """The newest, then the user's own; for this source and this interface."""
     (compiled,) = cache.glob("*/rows-*.so")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     own, (major, minor) = _library.cache(), _build.interface(jax.ffi.include_dir())
@@ -207,13 +207,18 @@ def test_which_library_is_taken(cache, alone, monkeypatch, tmp_path):
     assert _library.loaded() == alone / compiled.name
     older = own / _build.library_name((major, minor - 1))
     older.symlink_to(compiled)
-    assert _library.loaded() == older
+    assert _library.loaded() == alone / compiled.name
     (own / compiled.name).write_bytes(b"not a library")
+    assert _library.loaded() == alone / compiled.name
+    (alone / compiled.name).unlink()
     assert _library.loaded() == older
     older.unlink()
-    (alone / compiled.name).unlink()
     with pytest.warns(RuntimeWarning, match=r"cannot be loaded: .*Compile it anew"):
         assert not _library.available()
+    (own / compiled.name).unlink()
+    for folder in (own, alone):
+        (folder / compiled.name).symlink_to(compiled)
+    assert _library.loaded() == own / compiled.name
 
 
 def test_name_says_what_a_library_was_compiled_from(tmp_path, monkeypatch):
@@ -363,6 +368,7 @@ def test_build_errors(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for compiler, words in {
         "no-such-compiler": "no-such-compiler could not be run",
+        'c++ "': "CXX=.* is not a command: No closing quotation",
         f"{sys.executable} -c 'import sys; sys.exit(\"no\")'": "failed:\nno",
     }.items():
         monkeypatch.setenv("CXX", compiler)

@@ -121,3 +121,23 @@ def test_bit_for_bit(case, eager):
         entries = [case.put(x, case.batch) for x in entries]
         many, many_state = step(many, many_state, *entries)
     assert_identical((many, many_state), (one, one_state))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT])
+@pytest.mark.parametrize("dtype", ["uint8", "int32"])
+def test_one_stored_entry(axis_type, dtype):
+    """To which padding is added on a mesh: as a uint8, its -1 would be row 255."""
+    case = Case("sparse_adam", (8,), P("x"), P(), axis_type)
+    table = np.random.default_rng(2).standard_normal((256, 3)).astype(np.float32)
+    ids, values = np.full((1, 1), 255, dtype), np.ones((1, 3), np.float32)
+
+    @jax.jit
+    def step(table, state, values, ids):
+        grad = bcoo(values, ids, table.shape, unique_indices=True)
+        update, state = case.tx.update(grad, state, table)
+        return osa.apply_updates(osa.apply_updates(table, update), grad), state
+
+    one, many = jnp.asarray(table), case.put(table, case.table)
+    expected = step(one, case.tx.init(one), values, ids)
+    entries = [case.put(x, P()) for x in (values, ids)]
+    assert_identical(step(many, case.tx.init(many), *entries), expected)

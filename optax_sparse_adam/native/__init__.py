@@ -3,8 +3,8 @@
 An installation from source compiles it where it finds a C++ compiler: `CXX`, or else
 c++, g++ or clang++; not on Windows. `python -m optax_sparse_adam.native` compiles it
 later, into the user's cache (`XDG_CACHE_HOME`, else `~/.cache`), and that one goes
-first. With `--status` it says whether the kernel is used, with `--remove` it empties
-the cache.
+first unless it is for an older jaxlib. With `--status` it says whether the kernel is
+used, with `--remove` it empties the cache.
 
 `coalesce`, `sparse_adam` and everything that lifts rows use it by themselves on CPUs,
 for tables of float32 with one sparse axis and `int32` ids, in processes that have one

@@ -32,9 +32,17 @@ def switched_off() -> bool:
 
 
 def compiler() -> list[str]:
-    """The command of `CXX`, or the first C++ compiler on the path; empty if none."""
+    """The command of `CXX`, or the first C++ compiler on the path; empty if none.
+
+    Raises:
+      RuntimeError: If `CXX` has a quote that does not end.
+    """
     found = map(shutil.which, ("c++", "g++", "clang++"))
-    return shlex.split(os.environ.get("CXX", "")) or [*filter(None, found)][:1]
+    command = os.environ.get("CXX", "")
+    try:
+        return shlex.split(command) or [*filter(None, found)][:1]
+    except ValueError as error:
+        raise RuntimeError(f"CXX={command} is not a command: {error}") from error
 
 
 def interface(include: str | Path) -> Version:

@@ -30,7 +30,7 @@ def build() -> Path:
 
 
 def _found(newest: _build.Version) -> Iterator[tuple[_build.Version, Path]]:
-    """What XLA would take here: the user's own, then that of the installation."""
+    """What XLA would take here: the user's own and that of the installation."""
     for folder in (cache, lambda: INSTALLED):
         with contextlib.suppress(OSError, RuntimeError):  # no home, or not readable
             yield from _build.libraries(folder(), newest)
@@ -51,7 +51,8 @@ def loaded() -> Path | None:
     errors = []
     try:
         newest = _build.interface(jax.ffi.include_dir())
-        found = [*_found(newest)]
+        # The newest, and of equal ones the user's own.
+        found = sorted(_found(newest), key=lambda x: x[0], reverse=True)
     except (OSError, RuntimeError):
         return None  # no headers, or no source
     for version, library in found:
