@@ -258,12 +258,12 @@ def test_vmap_of_cond():
 
     def step(is_taken):
         take = functools.partial(tx.update, grad, state)
-        return jax.lax.cond(is_taken, take, lambda: (grad, state))
+        return jax.tree.leaves(jax.lax.cond(is_taken, take, lambda: (grad, state)))
 
     actual = jax.jit(jax.vmap(step))(jnp.array([True, False]))
-    taken = at_once(tx.update, grad, state)
-    assert_all_close(jax.tree.map(lambda x: x[0], actual), taken)
-    assert_all_close(jax.tree.map(lambda x: x[1], actual), (grad, state))
+    taken, left = at_once(tx.update, grad, state), (grad, state)
+    for i, expected in enumerate((taken, left)):
+        assert_all_close([leaf[i] for leaf in actual], jax.tree.leaves(expected))
 
 
 @pytest.mark.parametrize("how", [lambda f, *x: jax.jit(f)(*x), at_once])
