@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from ._equations import ELEMENTWISE, Program
+from ._equations import ELEMENTWISE, Program, Step, evaluate
 
 _ALIKE = -1  # in place of the number of a table
 _NOBODY: frozenset[int] = frozenset()
@@ -171,27 +171,28 @@ def take_apart(
         steps, starts = program.slice(outputs, lambda n: values[n].kind is None)
         extra_at[i] = [n for n in starts if values[n].kind is None]
         inputs = [data_at[i], *old_at[i], *extra_at[i]]
-        middles[i] = _middle(program, steps, inputs, outputs)
+        middles[i] = _middle(steps, program.literals, inputs, outputs)
     wanted = without(by_row), extra_at
     steps, _ = program.slice(jax.tree.leaves(wanted))
 
     def rest(data: Any, old: Any) -> Any:
         numbers = data_at, {i: old_at[i] for i in old}
         given = zip(jax.tree.leaves(numbers), jax.tree.leaves((data, old)), strict=True)
-        env = program.evaluate(steps, program.consts | dict(given))
+        known = program.literals | program.consts
+        env = evaluate(steps, known | dict(given))
         return jax.tree.map(lambda number: jnp.asarray(env[number]), wanted)
 
     return Parts(middles, rest)
 
 
 def _middle(
-    program: Program, steps: list[int], inputs: list[int], outputs: list[int]
+    steps: list[Step], literals: dict[int, Any], inputs: list[int], outputs: list[int]
 ) -> Middle:
     def middle(
         data: jax.Array, old: tuple[jax.Array, ...], extra: list[Any]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         given = zip(inputs, (data, *old, *extra), strict=True)
-        env = program.evaluate(steps, dict(given), len(data))
+        env = evaluate(steps, literals | dict(given), len(data))
         update, *new = (env[number] for number in outputs)
         return update, tuple(new)
 

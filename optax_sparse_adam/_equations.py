@@ -51,7 +51,8 @@ class Step(NamedTuple):
 class Program:
     """The equations of a jaxpr, those of each `jit` inside of it included.
 
-    Values are numbered, the arguments first.
+    Values are numbered, the arguments first. Values of an outer trace, in `consts`, are
+    no part of the steps, which may outlive it.
     """
 
     def __init__(self, closed: ClosedJaxpr):
@@ -90,7 +91,7 @@ class Program:
 
     def slice(
         self, wanted: Iterable[int], stop: Callable[[int], bool] = lambda number: False
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[Step], list[int]]:
         """The steps that lead to these values, and the values that they start from."""
         todo, seen, steps, starts = list(wanted), set[int](), set[int](), list[int]()
         while todo:
@@ -103,18 +104,25 @@ class Program:
                 todo += self.steps[self.maker[number]].operands
             else:
                 starts.append(number)
-        return sorted(steps), starts
+        return [self.steps[step] for step in sorted(steps)], starts
 
-    def evaluate(
-        self, steps: list[int], given: dict[int, Any], rows: int | None = None
-    ) -> dict[int, Any]:
-        """All that these steps make of the given values; of so many rows, if said."""
-        env = self.literals | given
-        for eqn, operands, results in (self.steps[step] for step in steps):
-            name = _ROWS.get(eqn.primitive.name)
-            if rows is not None and name is not None:
-                shape = (rows, *eqn.params[name][1:])
-                eqn = eqn.replace(params=eqn.params | {name: shape})
-            made = evaluate_eqn(eqn, [env[number] for number in operands])
-            env.update(zip(results, made, strict=True))
-        return env
+
+def evaluate(
+    steps: list[Step], given: dict[int, Any], rows: int | None = None
+) -> dict[int, Any]:
+    """All that these steps make of the given values; of so many rows, if said."""
+    env = dict(given)
+    for eqn, operands, results in steps:
+        args = [env[number] for number in operands]
+        made = evaluate_eqn(eqn, args) if rows is None else _of_rows(rows, eqn, args)
+        env.update(zip(results, made, strict=True))
+    return env
+
+
+def _of_rows(rows: int, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """One result; JAX may check those of an equation against their old shapes."""
+    name, params = _ROWS.get(eqn.primitive.name), eqn.params
+    if name is not None:
+        params = params | {name: (rows, *params[name][1:])}
+    with eqn.ctx.manager:
+        return [eqn.primitive.bind(*args, **params)]

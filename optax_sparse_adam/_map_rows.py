@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from ._moves import apart, gather_rows, in_bounds, scatter_rows, take_rows
 from ._rows import Rows, keep_real, pad
@@ -53,14 +52,14 @@ def map_rows(
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, tables = update(rows, tables, args)
         out = keep_real(rows, out, shape).astype(rows.data.dtype)
-        return (apart(out) if read else out), tables
+        return (apart(out) if args[0] else out), tables
 
-    @custom_vmap
     def blocks(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         # Temporary memory above 32 MB is mapped and faulted in afresh at each call by
         # the C library, which costs more than the arithmetic; a block stays in cache.
+        # Under vmap, each iteration would copy the tables: on_cpu then takes one_pass.
         # The values are read and written with gather and scatter like every table: XLA
         # copies a whole buffer in each iteration that both slices and updates it.
         nse = rows.data.shape[0]
@@ -83,13 +82,6 @@ def map_rows(
         start = jnp.zeros([], rows.stop.dtype)
         _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
         return data, tables
-
-    @blocks.def_vmap
-    def _(size: int, batched: Any, *arrays: Any) -> Any:
-        # A loop over blocks would copy the tables in each iteration.
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-        out = jax.vmap(one_pass, in_axes=tuple(axes))(*arrays)
-        return out, jax.tree.map(lambda _: True, out)
 
     rows = rows._replace(data=rows_like(tables[0], rows.data))
     args = (read, *args)

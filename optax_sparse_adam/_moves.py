@@ -81,7 +81,8 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads zeros."""
     rows = take_rows(table, indices)
-    return jnp.where(expand(in_bounds(indices, table.shape), rows), rows, 0)
+    zero = jnp.zeros_like(rows, shape=())  # a 0 would make numbers of booleans
+    return jnp.where(expand(in_bounds(indices, table.shape), rows), rows, zero)
 
 
 def apart(rows: jax.Array) -> jax.Array:

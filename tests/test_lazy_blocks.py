@@ -1,5 +1,7 @@
 """`lazy` in blocks: which of optax's transformations, with what results and memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,3 +238,46 @@ def test_small_gradients_of_one_table_of_state(monkeypatch):
         grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
         _, tables = lower(osa.lazy(tx), grad, table, "trace")
         assert bool(tables) == is_taken
+
+
+def test_no_tracer_outlives_its_trace():
+    """And what JAX checks of each equation holds for those of a block, too."""
+    grads, params = trees({"table": (20, 6)})
+    tx = osa.lazy(optax.adamw(0.1))
+    arguments = grads, tx.init(params), params
+    with jax.checking_leaks(), jax.enable_checks(True):
+        lines = jax.jit(tx.update).lower(*arguments).as_text().splitlines()
+    assert any("stablehlo.while" in line and "20x6x" in line for line in lines)
+
+
+def test_vmap_of_cond():
+    """Where JAX makes batched operands of all that the branches close over."""
+    grads, params = trees({"table": (20, 6)})
+    grad, tx = osa.coalesce(grads["table"]), osa.lazy(optax.adam(0.1))
+    state = tx.init(params["table"])
+
+    def step(is_taken):
+        take = functools.partial(tx.update, grad, state)
+        return jax.tree.leaves(jax.lax.cond(is_taken, take, lambda: (grad, state)))
+
+    actual = jax.jit(jax.vmap(step))(jnp.array([True, False]))
+    taken, left = at_once(tx.update, grad, state), (grad, state)
+    for i, expected in enumerate((taken, left)):
+        assert_all_close([leaf[i] for leaf in actual], jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("how", [lambda f, *x: jax.jit(f)(*x), at_once])
+def test_booleans_of_rows(how):
+    """State that says of each element whether a gradient has been there."""
+
+    def update(updates, seen, params=None):
+        return jax.tree.map(jnp.multiply, updates, ~seen), jnp.ones_like(seen)
+
+    inner = optax.GradientTransformation(lambda p: jnp.zeros(p.shape, bool), update)
+    grads, params = trees({"table": (20, 6)})
+    tx, grad = osa.lazy(inner), osa.coalesce(grads["table"])
+    state, sums = tx.init(params["table"]), []
+    for _ in range(2):
+        new, state = how(tx.update, grad, state)
+        sums.append(np.abs(new.data).sum())
+    np.testing.assert_allclose(sums, [np.abs(grad.data).sum(), 0.0], rtol=1e-6)

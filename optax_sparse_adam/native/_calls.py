@@ -77,7 +77,9 @@ def on_cpu(native: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> 
 
     @jax.custom_batching.custom_vmap
     def one(*leaves: jax.Array) -> Any:
-        return native(*jax.tree.unflatten(tree, leaves))
+        # Compiled in its own right, it keeps its constants: as those of a `cond` under
+        # `vmap`, they would be batched, which `custom_vmap` refuses.
+        return jax.jit(native)(*jax.tree.unflatten(tree, leaves))
 
     def default(*leaves: jax.Array) -> Any:
         return pure(*jax.tree.unflatten(tree, leaves))
