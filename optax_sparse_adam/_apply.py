@@ -10,6 +10,7 @@ import optax
 from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from ._moves import gather_rows, scatter_add_rows, scatter_rows
 from ._rows import accumulator_dtype, on_each_device, touched_rows
+from ._sharding import gathered, mesh_of
 
 
 def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
@@ -28,7 +29,9 @@ def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
     # that gather a sharded table.
     rows = np.zeros((2, update.n_sparse), np.int32)
     rows[1] = -1
-    marks = jnp.concatenate([mark, mark])
+    # The rows of the gradient may be split over devices; were the marks, too, each
+    # device would scatter its own into a table.
+    marks = gathered(jnp.concatenate([mark, mark]), mesh_of(update.data))
     return scatter_add_rows(param, jnp.asarray(rows), marks, unique=True)
 
 
