@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from ._moves import gather_rows, scatter_add_rows, scatter_rows
+from ._moves import and_padding, gather_rows, scatter_add_rows, scatter_rows
 from ._rows import accumulator_dtype, on_each_device, touched_rows
 from ._sharding import gathered, mesh_of
 
@@ -25,14 +24,12 @@ def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
     indices = update.indices[-1:] if update.indices_sorted else update.indices
     scaled = jnp.all(indices <= 0) & (update.data[:1] != 0)
     mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
-    # Row 0 and one of padding. Of a single row XLA would make a dynamic slice, and for
-    # that gather a sharded table.
-    rows = np.zeros((2, update.n_sparse), np.int32)
-    rows[1] = -1
+    # Not alone, whatever `scatter_add_rows` knows of a mesh: see `and_padding`.
+    rows = and_padding(jnp.zeros((1, update.n_sparse), jnp.int32))
     # The rows of the gradient may be split over devices; were the marks, too, each
     # device would scatter its own into a table.
     marks = gathered(jnp.concatenate([mark, mark]), mesh_of(update.data))
-    return scatter_add_rows(param, jnp.asarray(rows), marks, unique=True)
+    return scatter_add_rows(param, rows, marks, unique=True)
 
 
 @jax.jit

@@ -43,15 +43,17 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
 
 
 def _is_single(table: jax.Array, indices: jax.Array) -> bool:
-    """Whether this is one row of a table that JAX's partitioner may have split.
-
-    Of one row XLA makes a dynamic slice, and for that gathers the table on a GPU.
-    """
+    """Whether this is one row of a table that JAX's partitioner may have split."""
     mesh = mesh_of(table)
     return len(indices) == 1 and bool(mesh.auto_axes or mesh.explicit_axes)
 
 
-def _and_padding(index: jax.Array) -> jax.Array:
+def and_padding(index: jax.Array) -> jax.Array:
+    """One row and one of padding, `[2, n_sparse]`.
+
+    Of one row alone XLA makes a dynamic slice, and for that gathers a sharded table on
+    a GPU or a TPU.
+    """
     if index.dtype.itemsize < 4:
         index = index.astype(jnp.int32)  # as a uint8, -1 may be a row
     outside = np.full(index.shape, -1).astype(index.dtype)
@@ -61,7 +63,7 @@ def _and_padding(index: jax.Array) -> jax.Array:
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads whatever row is next to it."""
     if _is_single(table, indices):
-        return take_rows(table, _and_padding(indices))[:1]
+        return take_rows(table, and_padding(indices))[:1]
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
@@ -115,7 +117,7 @@ def _scatter(
     unique: bool,
 ) -> jax.Array:
     if _is_single(table, indices):
-        indices, rows = _and_padding(indices), jnp.concatenate([rows, rows])
+        indices, rows = and_padding(indices), jnp.concatenate([rows, rows])
     scatter = functools.partial(
         function,
         dimension_numbers=_scatter_numbers(table, indices.shape[1]),

@@ -13,6 +13,7 @@ from jax.experimental.sparse import BCOO
 from ._checks import check_bcoo, is_bcoo
 from ._groups import sum_rows
 from ._moves import expand, in_bounds, row_bounds
+from ._on_cpu import on_cpu
 from ._sharding import gathered, mesh_of
 from .native import _calls as native
 
@@ -102,7 +103,7 @@ def _sums(grad: BCOO) -> Rows:
 
 @jax.jit
 def _sums_by_kernel(grad: BCOO) -> Rows:
-    return native.on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
+    return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
 def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:

@@ -13,6 +13,7 @@ from jax.experimental.sparse import BCOO
 
 from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from ._map_rows import map_rows
+from ._on_cpu import on_cpu
 from ._rows import Rows, accumulator_dtype, touched_rows, widened, with_rows
 from ._sharding import full_along, laid_out
 from .native import _calls as native
@@ -63,7 +64,7 @@ def update_sparse(
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
     wide = widened(grad, factors.scale.dtype)
     if native.fits(wide, *moments):
-        rows, moments = native.on_cpu(_by_kernel, _by_rows, wide, moments, factors)
+        rows, moments = on_cpu(_by_kernel, _by_rows, wide, moments, factors)
     else:
         rows, moments = _by_rows(wide, moments, factors)
     return with_rows(grad, rows, rows.data), moments

@@ -73,7 +73,7 @@ def stored(table, ids, data):
     return BCOO((data, ids[:, None]), shape=table.shape)
 
 
-def compiled(case, rows, sharding_of, gradient=gradient, number=IDS):
+def traced(case, rows, sharding_of, gradient=gradient, number=IDS):
     """The step for a table with so many rows; `sharding_of` takes shapes."""
     tx, dtype, apply = case
 
@@ -93,7 +93,11 @@ def compiled(case, rows, sharding_of, gradient=gradient, number=IDS):
     arguments = jax.tree.map(there, jax.eval_shape(arguments))
     shardings = jax.tree.map(lambda x: x.sharding, arguments[:2])
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
-    return step.lower(*arguments).compile()
+    return step.trace(*arguments)
+
+
+def compiled(*args, **options):
+    return traced(*args, **options).lower().compile()
 
 
 def on_mesh(case, rows, devices, axis_type, *args, **options):

@@ -11,12 +11,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from ._compiler_program import IDS, WIDTH
+from ._compiler_program import IDS, WIDTH, cases, traced
 from ._support import program_environment
 
 HEIGHTS = (1_000_000, 8_000_000)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_lowered_for_a_gpu(name):
+    """What JAX hands to the compiler; this needs no plugin."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        program = traced(cases()[name], 100_000, lambda shape: None)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" not in text
+    scatters = [line for line in text.splitlines() if '"stablehlo.scatter"' in line]
+    repeated = [line for line in scatters if "unique_indices = true" not in line]
+    assert len(scatters) >= 4
+    assert len(repeated) == (name == "optax.apply_updates")
+    # New rows of a table of state come from behind a barrier.
+    barriers = set(re.findall(r"(%\w+) = stablehlo.optimization_barrier", text))
+    rows = re.findall(r'"stablehlo.scatter"\([^,]+, [^,]+, (%\w+)', text)
+    assert len(barriers.intersection(rows)) >= len(scatters) - 2
 
 
 def compile_for(platform, folder, *heights):

@@ -1,13 +1,11 @@
 """The kernel's functions on JAX arrays."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._sharding import mesh_of
@@ -66,31 +64,3 @@ def _call(
     width = math.prod(row_shape)
     sizes = {"num_rows": np.int64(num_rows), "width": np.int64(width)}
     return call(*in_place, *others, **sizes)
-
-
-def on_cpu(native: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> Any:
-    """`native(*args)` on a CPU, else `pure(*args)`, which has the derivatives too.
-
-    And `vmap`: the kernel, called once for each of many tables, would copy them.
-    """
-    leaves, tree = jax.tree.flatten(args)
-
-    @jax.custom_batching.custom_vmap
-    def one(*leaves: jax.Array) -> Any:
-        # Compiled in its own right, it keeps its constants: as those of a `cond` under
-        # `vmap`, they would be batched, which `custom_vmap` refuses.
-        return jax.jit(native)(*jax.tree.unflatten(tree, leaves))
-
-    def default(*leaves: jax.Array) -> Any:
-        return pure(*jax.tree.unflatten(tree, leaves))
-
-    @one.def_vmap
-    def many(_: int, in_batched: list[bool], *leaves: jax.Array) -> Any:
-        axes = [0 if batched else None for batched in in_batched]
-        out = jax.vmap(default, axes)(*leaves)
-        return out, jax.tree.map(lambda _: True, out)
-
-    call = jax.custom_jvp(one)
-    # Values by `call`, too: under `vmap`, JAX takes their axes to be the same.
-    call.defjvp(lambda x, dx: (call(*x), jax.jvp(default, x, dx)[1]))
-    return lax.platform_dependent(*leaves, cpu=call, default=default)
