@@ -208,10 +208,15 @@ def _running_sums(data: jax.Array, number: jax.Array) -> jax.Array:
     # Without a barrier XLA would compute the sums anew wherever one is read.
     sums = lax.optimization_barrier(sums)
     if len(sums) > 1:
-        carried = _running_sums(sums[:, -1], number[:, -1])[:-1, None]
-        joined = number[1:] == number[:-1, -1:]
-        carried = jnp.where(expand(joined, carried), carried, 0)
-        sums = jnp.concatenate([sums[:1], sums[1:] + carried])
+        carried = _running_sums(sums[:, -1], number[:, -1])
+        block = jnp.arange(len(sums), dtype=jnp.int32)
+        # Read like this, rather than shifted by a slice, a GPU needs no branch for it.
+        before = jnp.maximum(block - 1, 0)[:, None]
+        joined = (block > 0)[:, None] & (
+            number == take_rows(number[:, -1], before)[:, None]
+        )
+        carried = take_rows(carried, before)[:, None]
+        sums = sums + jnp.where(expand(joined, carried), carried, 0)
     size = len(sums) * _NEIGHBOURS
     return sums.reshape(size, *data.shape[2:])[:nse]
 

@@ -1,13 +1,13 @@
 """Gather rows, update them, scatter them: in blocks on a CPU, else in one pass."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._in_place import Middle, update_rows
 from ._moves import apart, gather_rows, in_bounds, scatter_rows, take_rows
 from ._on_cpu import on_cpu
 from ._rows import Rows, keep_real, pad
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 1 << 18
 
 
 def map_rows(
-    middle: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]],
+    middle: Middle,
     rows: Rows,
     tables: tuple[jax.Array, ...],
     *args: Any,
@@ -37,20 +37,10 @@ def map_rows(
     """
     shape = tables[0].shape
 
-    def update(
-        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The picture itself; what comes out of padding has no meaning."""
-        also, *rest = args
-        old = tuple(take_rows(table, rows.indices) for table in (*tables, *also))
-        out, new = middle(rows.data, old, *rest)
-        pairs = zip(tables, new, strict=True)
-        return out, tuple(scatter_rows(old, rows.indices, new) for old, new in pairs)
-
     def one_pass(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        out, tables = update(rows, tables, args)
+        out, tables = update_rows(middle, rows.data, rows.indices, tables, *args)
         out = keep_real(rows, out, shape).astype(rows.data.dtype)
         return (apart(out) if args[0] else out), tables
 
@@ -70,8 +60,8 @@ def map_rows(
             slot = start + jnp.arange(size, dtype=jnp.int32)
             indices = gather_rows(rows.indices, slot[:, None])
             indices = pad(indices, slot < nse, slot, shape)
-            part = Rows(indices, take_rows(data, slot[:, None]), rows.stop)
-            out, tables = update(part, tables, args)
+            part = take_rows(data, slot[:, None])
+            out, tables = update_rows(middle, part, indices, tables, *args)
             # Padding keeps its zeros. To drop it here spares a mask over the values.
             target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
             return start + size, scatter_rows(data, target[:, None], out), tables

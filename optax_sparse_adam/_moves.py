@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._combiner import scatter_combining, takes_combiners
 from ._sharding import mesh_of, partitioned
 
 
@@ -99,6 +100,31 @@ def apart(rows: jax.Array) -> jax.Array:
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
     return _scatter(lax.scatter, table, indices, apart(rows), unique=True)
+
+
+def combine_rows(
+    table: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    formula: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """`table.at[indices].set(formula(table[indices], rows))`, in one operation.
+
+    The new rows are then nowhere but in the table, and padding costs nothing. For
+    unique indices, rows of the table's type, and a formula without arrays of its own.
+    """
+
+    def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        rows = formula(take_rows(table, indices), rows)
+        return scatter_rows(table, indices, rows)
+
+    @jax.custom_jvp
+    def combine(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        scatter = functools.partial(scatter_combining, formula)
+        return _scatter(scatter, table, indices, rows, unique=True)
+
+    combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(in_turn, x, dx)[1]))
+    return (combine if takes_combiners() else in_turn)(table, indices, rows)
 
 
 def scatter_add_rows(

@@ -9,14 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.sparse import BCOO
 
+from ._adam_rows import Factors, update_dense, update_sparse
 from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from ._map_rows import map_rows
-from ._on_cpu import on_cpu
-from ._rows import Rows, accumulator_dtype, touched_rows, widened, with_rows
+from ._rows import accumulator_dtype
 from ._sharding import full_along, laid_out
-from .native import _calls as native
 
 Scalar = float | jax.Array
 NUMBER = (int, float, np.number)  # what is known while tracing
@@ -34,64 +31,6 @@ class ScaleBySparseAdamState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # tuple has a method count
     mu: optax.Updates
     nu: optax.Updates
-
-
-class Factors(NamedTuple):
-    """The scalars of one step, all of the type in which the step computes."""
-
-    sign: jax.Array  # -1 to maximize
-    one_minus_b1: jax.Array
-    one_minus_b2: jax.Array
-    eps: jax.Array
-    scale: jax.Array  # of the update: step size and bias corrections
-
-
-def _adam_rows(
-    grad: jax.Array, moments: tuple[jax.Array, ...], factors: Factors
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The formula: pure arithmetic on rows, or on a whole dense array."""
-    grad = factors.sign * grad
-    mu, nu = (moment.astype(grad.dtype) for moment in moments)
-    mu = mu + factors.one_minus_b1 * (grad - mu)
-    nu = nu + factors.one_minus_b2 * (grad * grad - nu)
-    return factors.scale * mu / (jnp.sqrt(nu) + factors.eps), (mu, nu)
-
-
-@jax.jit
-def update_sparse(
-    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
-) -> tuple[BCOO, tuple[jax.Array, ...]]:
-    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
-    wide = widened(grad, factors.scale.dtype)
-    if native.fits(wide, *moments):
-        rows, moments = on_cpu(_by_kernel, _by_rows, wide, moments, factors)
-    else:
-        rows, moments = _by_rows(wide, moments, factors)
-    return with_rows(grad, rows, rows.data), moments
-
-
-def _by_rows(
-    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
-) -> tuple[Rows, tuple[jax.Array, ...]]:
-    rows = touched_rows(grad, grad.dtype)
-    data, moments = map_rows(_adam_rows, rows, moments, factors)
-    return rows._replace(data=data), moments
-
-
-def _by_kernel(
-    grad: BCOO, moments: tuple[jax.Array, ...], factors: Factors
-) -> tuple[Rows, tuple[jax.Array, ...]]:
-    rows, moments = native.adam_rows(grad, moments, factors)
-    return Rows(*rows), moments
-
-
-@jax.jit
-def update_dense(
-    grad: jax.Array, moments: tuple[jax.Array, ...], factors: Factors
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    update, new = _adam_rows(grad.astype(factors.scale.dtype), moments, factors)
-    mu, nu = (n.astype(m.dtype) for n, m in zip(new, moments, strict=True))
-    return update.astype(grad.dtype), (mu, nu)
 
 
 def one_minus_power(b: Scalar, count: jax.Array, dtype: Any) -> jax.Array:
@@ -146,6 +85,11 @@ def _sparse_adam(
     if mu_dtype is not None:
         mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
 
+    # Known while tracing, they need no operand of their own where rows are averaged.
+    weights = None
+    if isinstance(b1, NUMBER) and isinstance(b2, NUMBER):
+        weights = float(1 - b1), float(1 - b2)
+
     def factors(dtype: Any, count: jax.Array, count_inc: jax.Array) -> Factors:
         correction1 = one_minus_power(b1, count_inc, dtype)
         correction2 = one_minus_power(b2, count_inc, dtype)
@@ -193,7 +137,9 @@ def _sparse_adam(
             if dtype not in cache:
                 cache[dtype] = factors(dtype, state.count, count_inc)
             one = update_sparse if is_bcoo(grad) else update_dense
-            grads[i], (mus[i], nus[i]) = one(grad, (mu, nu), cache[dtype])
+            grads[i], (mus[i], nus[i]) = one(
+                grad, (mu, nu), cache[dtype], weights=weights
+            )
         updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
         return updates, ScaleBySparseAdamState(count_inc, mu, nu)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_sparse_adam import _rows, _sparse_adam
+from optax_sparse_adam import _adam_rows, _rows
 from optax_sparse_adam.native import __main__, _build, _calls, _library
 
 from ._support import (
@@ -90,7 +90,7 @@ def test_adam(cache, shape, nse, sign):
     expected.step({row: sign * value for row, value in rows.items()})
     size = np.sqrt(1 - 0.9) / (1 - 0.8)
     numbers = map(jnp.float32, (sign, 1 - 0.8, 1 - 0.9, 1e-3, -size))
-    factors = _sparse_adam.Factors(*numbers)
+    factors = _adam_rows.Factors(*numbers)
     grad = bcoo(values, indices, shape)
     (ids, update, stop), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
     assert stop == len(rows)

@@ -6,16 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._adam_rows import Factors, update_dense, update_sparse
 from .._apply import apply_updates
 from .._checks import is_bcoo
 from .._rows import accumulator_dtype
-from .._sparse_adam import (
-    Factors,
-    ScaleBySparseAdamState,
-    check_leaf,
-    update_dense,
-    update_sparse,
-)
+from .._sparse_adam import ScaleBySparseAdamState, check_leaf
 from ._optimizer import (
     Group,
     Optimizer,
