@@ -13,13 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from ._equations import ELEMENTWISE, Program, Step, evaluate
-from ._moves import combine_rows, scatter_rows, take_rows
+from ._moves import apart, combine_rows, scatter_rows, take_rows
 
 Tables = tuple[jax.Array, ...]
 Middle = Callable[..., tuple[jax.Array, Tables]]
-
-# In narrower types XLA's compilers may compute with a wider copy of the whole table.
-_TYPES = ("float32", "float64")
 
 
 class _Combination(NamedTuple):
@@ -63,7 +60,7 @@ def _combination(
     numbers = others | (avals.keys() & moving)
     like = avals[old[place]]
     if not (
-        table.dtype.name in _TYPES
+        jnp.issubdtype(table.dtype, jnp.floating)
         and avals[new].dtype == avals[other].dtype == table.dtype
         and all(avals[number].shape == like.shape for number in numbers)
         and all(step.eqn.primitive.name in ELEMENTWISE for step in path)
@@ -122,4 +119,7 @@ def update_rows(
     for i in places:
         if i not in combined:
             updated[i] = scatter_rows(tables[i], indices, jnp.asarray(env[new[i]]))
-    return jnp.asarray(env[out]), tuple(updated)
+    result = jnp.asarray(env[out])
+    if out in _made_from(program, program.inputs[1 + len(tables) : len(rows) + 1]):
+        result = apart(result)  # it reads the table that it will be added to
+    return result, tuple(updated)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._in_place import Middle, update_rows
-from ._moves import apart, gather_rows, in_bounds, scatter_rows, take_rows
+from ._moves import gather_rows, in_bounds, scatter_rows, take_rows
 from ._on_cpu import on_cpu
 from ._rows import Rows, keep_real, pad
 from ._sharding import rows_like
@@ -41,8 +41,7 @@ def map_rows(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, tables = update_rows(middle, rows.data, rows.indices, tables, *args)
-        out = keep_real(rows, out, shape).astype(rows.data.dtype)
-        return (apart(out) if args[0] else out), tables
+        return keep_real(rows, out, shape).astype(rows.data.dtype), tables
 
     def blocks(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
