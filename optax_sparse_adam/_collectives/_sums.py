@@ -131,7 +131,7 @@ def _gathered(grad: BCOO, axis_name: AxisName) -> BCOO:
     return _coalesced(total.data[:number], total.indices[:number], total.shape)
 
 
-def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
+def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
     """The rows of a whole gradient that belong to this device's shard of the table.
 
     For tables whose rows are sharded along mesh axes, `PartitionSpec(axis_name)`,
@@ -146,7 +146,7 @@ def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
       arrays, without `shard_map`, both see the whole table.
 
     Args:
-      grads: A tree with dense, BCOO or `None` leaves; a BCOO is the gradient of the
+      grad: A tree with dense, BCOO or `None` leaves; a BCOO is the gradient of the
         whole table, its indices those of the whole table, and the same on each device,
         as `psum` returns it.
       axis_name: The mesh axis along which rows are sharded, or several, in the order of
@@ -186,7 +186,7 @@ def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
     def one(leaf: Any) -> Any:
         return _local(check_bcoo(leaf), axis_name) if is_bcoo(leaf) else leaf
 
-    return jax.tree.map(one, grads, is_leaf=is_leaf)
+    return jax.tree.map(one, grad, is_leaf=is_leaf)
 
 
 def rows_per_device(num_rows: int, axis_name: AxisName) -> int:
