@@ -19,9 +19,9 @@ AxisName = str | tuple[str, ...]
 def psum(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
     """Sums gradients over the devices along mesh axes, inside `shard_map` or `pmap`.
 
-    As `jax.lax.psum`, for trees with row-sparse leaves. Of these, the rows of all
-    devices are gathered and coalesced on each: a device receives what the devices
-    store, `nse * (row_size + 1)` numbers from each. Every device gets the same bits.
+    As `jax.lax.psum`, for trees with row-sparse leaves; also along an axis of `vmap`.
+    The rows of all devices are gathered and coalesced on each: a device receives what
+    the devices store, `nse * (row_size + 1)` numbers from each, and all get the same.
 
     .. warning::
 
@@ -120,10 +120,15 @@ def _number_of_rows(shape: tuple[int, ...], grad: BCOO) -> int:
 
 
 def _gathered(grad: BCOO, axis_name: AxisName) -> BCOO:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    # Along an axis of vmap, JAX knows of nothing that does not vary.
+    on_mesh = set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
     def gather(x: jax.Array) -> jax.Array:
         if x.shape[0] == 0:  # what XLA does not gather
             return jnp.zeros(x.shape, x.dtype)
-        return lax.all_gather(x, axis_name, tiled=True, to="invarying")
+        to = "invarying" if on_mesh else "varying"
+        return lax.all_gather(x, axis_name, tiled=True, to=to)
 
     arrays = (gather(grad.data), gather(grad.indices))
     total = coalesce(BCOO(arrays, shape=grad.shape))
