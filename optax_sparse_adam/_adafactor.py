@@ -131,8 +131,8 @@ def sparse_adafactor(
 
     Args:
       learning_rate: :math:`\gamma`, at least 0: largest relative step and factor of the
-        weight decay; a number, an array, or a schedule, called with the number of steps
-        before this one.
+        weight decay; a number, an array with one element, or a schedule, called with
+        the number of steps before this one.
       beta2_decay: :math:`\tau`, at most 0.
       eps: :math:`\epsilon_1, \epsilon_2`, at least 0. `None` stands for the machine
         epsilon of the parameter's type.
@@ -203,6 +203,7 @@ def sparse_adafactor(
             if grad is None:
                 return grad, row, col, v
             check_gradient(grad, param)
+            param = jnp.asarray(param)  # may be a number
             dtype = accumulator_dtype(grad.dtype, param.dtype)
             step = numbers(count, rate, param.dtype, dtype)
             update = update_sparse if is_bcoo(grad) else update_dense

@@ -43,7 +43,7 @@ def step_numbers(
     """The numbers of step `count`, the first step being 1; all may be traced."""
     eps1 = jnp.finfo(param_dtype).eps if eps[0] is None else eps[0]
     count = count.astype(dtype)
-    rate = jnp.asarray(learning_rate, dtype)
+    rate = jnp.asarray(learning_rate, dtype).reshape(())
     return Step(
         sign=jnp.asarray(-1 if maximize else 1, dtype),
         weight=count ** jnp.asarray(beta2_decay, dtype),

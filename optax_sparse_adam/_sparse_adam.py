@@ -93,7 +93,7 @@ def _sparse_adam(
     def factors(dtype: Any, count: jax.Array, count_inc: jax.Array) -> Factors:
         correction1 = one_minus_power(b1, count_inc, dtype)
         correction2 = one_minus_power(b2, count_inc, dtype)
-        size = jnp.asarray(scale(count), dtype)
+        size = jnp.asarray(scale(count), dtype).reshape(())
         return Factors(
             sign=jnp.asarray(-1 if maximize else 1, dtype),
             one_minus_b1=jnp.asarray(1 - b1, dtype),
@@ -227,17 +227,18 @@ def sparse_adam(
     `optax.apply_updates` take both. Under `jit` with the state and the parameters
     donated the step is in place.
 
-    Arithmetic is in float32 at least, the moments are stored in the parameter's type.
-    With `b2 = 0.999` a bfloat16 second moment soon stops moving, since a change of
-    0.1 % is below the precision of the type, and small updates vanish in the parameter:
-    use `lazy(stochastic_rounding(sparse_adam(...), key))`.
+    Arithmetic is in float32 at least; the moments are stored in the parameter's type,
+    and an update has the type of its gradient. With `b2 = 0.999` a bfloat16 second
+    moment soon stops moving, since a change of 0.1 % is below the precision of the
+    type, and small updates vanish in the parameter: use
+    `lazy(stochastic_rounding(sparse_adam(...), key))`.
 
     NaN and infinite gradients spread to their own rows only. Entries with an
     out-of-bounds index are ignored. An empty gradient changes nothing but `count`.
 
     Args:
-      learning_rate: A number above 0, an array, or a schedule, called with the number
-        of steps before this one.
+      learning_rate: A number above 0, an array with one element, or a schedule, called
+        with the number of steps before this one.
       b1: Decay of the moving average of the gradient, in `[0, 1)`.
       b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
       eps: Added to the root of the uncorrected second moment; above 0.

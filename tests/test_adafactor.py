@@ -253,6 +253,17 @@ def test_rows_that_cannot_be_factored(shape, n_sparse):
         tx.update(grad, tx.init(table), table)
 
 
+def test_numbers_as_parameters():
+    """As in optax, which takes a Python number for an array."""
+    tx = osa.sparse_adafactor()
+    results = []
+    for params in ({"scale": 2.0}, {"scale": jnp.float32(2.0)}):
+        grads = osa.grad(lambda params: params["scale"] ** 2)(params)
+        results.append(tx.update(grads, tx.init(params), params))
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_wrong_inputs():
     tx = osa.sparse_adafactor()
     table = jnp.ones(SHAPE)

@@ -92,6 +92,27 @@ def test_psum(shape, axes, check_vma):
         assert grads["n"] is None
 
 
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_along_an_axis_of_vmap(way):
+    """As jax.lax.psum: eight shares of a batch on one device."""
+    values, indices = (x.reshape(8, 5, -1) for x in entries())
+
+    def function(values, indices):
+        grads = {"t": bcoo(values, indices, SHAPE), "w": values[0], "n": None}
+        total = osa.psum(grads, "x")
+        return total, osa.pmean(grads, "x"), osa.local_rows(total, "x")
+
+    total, mean, local = way(jax.vmap(function, axis_name="x"))(values, indices)
+    expected = dense_sum(*(x.reshape(40, -1) for x in (values, indices)))
+    whole = np.broadcast_to(expected, (8, *SHAPE)).astype(np.float32)
+    shards = expected.reshape(8, 3, 3).astype(np.float32)
+    for grads, tables in ((total, whole), (mean, whole / 8), (local, shards)):
+        actual = jax.vmap(lambda grad: grad.todense())(grads["t"])
+        assert_identical(actual, tables, "table")
+        assert grads["n"] is None
+    assert_identical(total["w"], np.broadcast_to(values[:, 0].sum(0), (8, 3)), "dense")
+
+
 @pytest.mark.parametrize("indices_dtype", ["int8", "int32"])
 @pytest.mark.parametrize("coalesced", [True, False])
 @pytest.mark.parametrize("axes", ["x", ("x", "y"), ("y", "x")])

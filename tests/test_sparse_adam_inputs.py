@@ -157,6 +157,33 @@ def test_mixed_precision():
     assert osa.apply_updates(low, updates).dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("make", [osa.sparse_adam, osa.sparse_adafactor])
+def test_learning_rates_of_one_element(make, shape):
+    """As in torch, they are numbers, and change no shape."""
+    params = {"table": jnp.ones((5, 2)), "bias": jnp.ones(3), "scalar": jnp.ones(())}
+    grads = params | {"table": bcoo(np.ones((2, 2)), np.array([[1], [3]]), (5, 2))}
+
+    def step(rate):
+        tx = make(rate)
+        return tx.update(grads, tx.init(params), params)
+
+    with jax.numpy_rank_promotion("allow"):
+        rate = jnp.full(shape, 0.1)
+        for updates, state in (
+            step(rate),
+            step(lambda count: rate),
+            jax.jit(step)(rate),
+        ):
+            pairs = zip(
+                *map(jax.tree.leaves, ((updates, state), step(0.1))), strict=True
+            )
+            for actual, expected in pairs:
+                assert_close(actual, expected, TOLERANCE["float32"].numpy)
+        with pytest.raises(TypeError, match=r"reshape.*\(2,\)"):
+            step(jnp.ones(2))
+
+
 BAD_NUMBERS = [
     ({"lr": 0.0}, "Invalid learning rate: 0.0"),
     ({"lr": -1}, "Invalid learning rate: -1"),

@@ -11,7 +11,16 @@ import pytest
 
 from optax_sparse_adam.torch_compat import Optimizer, Parameter, SparseAdam
 
-from .test_torch_compat import OURS, check, failure, gradient, seen, steps, table
+from .test_torch_compat import (
+    OURS,
+    TORCH,
+    check,
+    failure,
+    gradient,
+    seen,
+    steps,
+    table,
+)
 
 STORIES = []
 
@@ -95,6 +104,7 @@ def refused_options(world):
         {"betas": (0.5, 1.0)},
         {"betas": (0.5, float("nan"))},
         {"betas": (2.0, 3.0), "eps": -1},
+        {"betas": (0.5,)},
     ]
     return [failure(world.optim.SparseAdam, [table(world)], **x) for x in given]
 
@@ -109,6 +119,7 @@ def refused_parameters(world):
 
     log = [failure(world.parameter, np.ones(3, np.int32))]
     given = [[sparse()], [table(world), sparse()], [complex_()]]
+    given += [[world.parameter(gradient(TORCH, 0))]]
     given += [
         [
             {"params": [table(world), make()]},

@@ -2,8 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 
-from .test_torch_compat import check, failure, gradient, plain, seen, steps, table
+from .test_torch_compat import (
+    TORCH,
+    check,
+    failure,
+    gradient,
+    plain,
+    seen,
+    steps,
+    table,
+)
 
 STORIES = []
 
@@ -130,6 +140,21 @@ def a_dense_gradient(world):
     optimizer = world.optim.SparseAdam([other, param])
     param.grad = world.parameter(np.ones((6, 3), np.float32)).data
     return failure(optimizer.step)
+
+
+@STORIES.append
+def gradients_of_torch(world):
+    """Sparse ones, from an embedding or made by hand: ours takes them as they are."""
+    param = table(world)
+    optimizer = world.optim.SparseAdam([param])
+    log = []
+    for i in range(3):
+        made = torch.from_numpy(plain(table(world, i))).relu().to_sparse(1 + i % 2)
+        for grad in (gradient(TORCH, i), made):
+            param.grad = grad
+            optimizer.step()
+            log.append(seen(optimizer))
+    return log, failure(setattr, param, "grad", gradient(TORCH, 0, (5, 3)))
 
 
 @STORIES.append

@@ -19,9 +19,9 @@ AxisName = str | tuple[str, ...]
 def psum(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
     """Sums gradients over the devices along mesh axes, inside `shard_map` or `pmap`.
 
-    As `jax.lax.psum`, for trees with row-sparse leaves. Of these, the rows of all
-    devices are gathered and coalesced on each: a device receives what the devices
-    store, `nse * (row_size + 1)` numbers from each. Every device gets the same bits.
+    As `jax.lax.psum`, for trees with row-sparse leaves; also along an axis of `vmap`.
+    The rows of all devices are gathered and coalesced on each: a device receives what
+    the devices store, `nse * (row_size + 1)` numbers from each, and all get the same.
 
     .. warning::
 
@@ -120,10 +120,15 @@ def _number_of_rows(shape: tuple[int, ...], grad: BCOO) -> int:
 
 
 def _gathered(grad: BCOO, axis_name: AxisName) -> BCOO:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    # Along an axis of vmap, JAX knows of nothing that does not vary.
+    on_mesh = set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
     def gather(x: jax.Array) -> jax.Array:
         if x.shape[0] == 0:  # what XLA does not gather
             return jnp.zeros(x.shape, x.dtype)
-        return lax.all_gather(x, axis_name, tiled=True, to="invarying")
+        to = "invarying" if on_mesh else "varying"
+        return lax.all_gather(x, axis_name, tiled=True, to=to)
 
     arrays = (gather(grad.data), gather(grad.indices))
     total = coalesce(BCOO(arrays, shape=grad.shape))
@@ -131,7 +136,7 @@ def _gathered(grad: BCOO, axis_name: AxisName) -> BCOO:
     return _coalesced(total.data[:number], total.indices[:number], total.shape)
 
 
-def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
+def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
     """The rows of a whole gradient that belong to this device's shard of the table.
 
     For tables whose rows are sharded along mesh axes, `PartitionSpec(axis_name)`,
@@ -146,7 +151,7 @@ def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
       arrays, without `shard_map`, both see the whole table.
 
     Args:
-      grads: A tree with dense, BCOO or `None` leaves; a BCOO is the gradient of the
+      grad: A tree with dense, BCOO or `None` leaves; a BCOO is the gradient of the
         whole table, its indices those of the whole table, and the same on each device,
         as `psum` returns it.
       axis_name: The mesh axis along which rows are sharded, or several, in the order of
@@ -186,7 +191,7 @@ def local_rows(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
     def one(leaf: Any) -> Any:
         return _local(check_bcoo(leaf), axis_name) if is_bcoo(leaf) else leaf
 
-    return jax.tree.map(one, grads, is_leaf=is_leaf)
+    return jax.tree.map(one, grad, is_leaf=is_leaf)
 
 
 def rows_per_device(num_rows: int, axis_name: AxisName) -> int:

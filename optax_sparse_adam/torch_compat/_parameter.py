@@ -26,14 +26,20 @@ def as_numpy(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def own(value: Any) -> jax.Array:
-    """A copy that nothing else holds.
+def own(value: Any) -> Any:
+    """A copy that nothing else holds: an array, or a BCOO of what is sparse.
 
     The step overwrites its buffers in place, so they must not be a caller's; and the
     memory of NumPy and torch, which JAX shares or reads later, may change at any time.
     """
+    if isinstance(value, BCOO):
+        return jax.tree.map(own, value)
     if isinstance(value, jax.Array):
         return jnp.array(value)
+    if getattr(value, "is_sparse", False):  # a torch tensor
+        value = value.coalesce()
+        arrays = own(value.values()), own(value.indices().T)
+        return BCOO(arrays, shape=tuple(value.shape))
     return jnp.asarray(np.array(as_numpy(value)))
 
 
@@ -82,11 +88,13 @@ class Parameter:
     @data.setter
     def data(self, value: Any) -> None:
         # A table that is sparse itself is held only to be refused, as in torch.
-        self._data = jax.tree.map(own, value) if isinstance(value, BCOO) else own(value)
+        self._data = own(value)
 
     @property
     def grad(self) -> Gradient | None:
         """The gradient: row-sparse, dense or `None`. To set it replaces, never adds.
+
+        NumPy arrays and tensors of torch, sparse ones too, are copied.
 
         Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
         array of another shape or type than the parameter's, and inside of `jit`.

@@ -95,9 +95,9 @@ class SparseAdam(Optimizer):
             raise ValueError(f"Invalid learning rate: {number(lr)}")
         if not number(eps) > 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= number(beta) < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        for i in (0, 1):
+            if not 0.0 <= number(betas[i]) < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
         self.allow_dense = allow_dense
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
         super().__init__(params, defaults)

@@ -1,0 +1,66 @@
+"""The names that users write: what may be given by keyword, and the defaults."""
+
+import inspect
+
+import pytest
+import torch
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import torch_compat
+
+SIGNATURES = {
+    osa.value_and_grad: "(fun, argnums=0, has_aux=False, *, sparse=True)",
+    osa.grad: "(fun, argnums=0, has_aux=False, *, sparse=True)",
+    osa.coalesce: "(grad)",
+    osa.sparse_adam: "(learning_rate, b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None, "
+    "maximize=False)",
+    osa.scale_by_sparse_adam: "(b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None)",
+    osa.lazy: "(inner)",
+    osa.sparse_adafactor: "(learning_rate=0.01, beta2_decay=-0.8, eps=(None, 0.001), "
+    "d=1.0, weight_decay=0.0, *, maximize=False)",
+    osa.apply_updates: "(params, updates)",
+    osa.psum: "(grads, axis_name)",
+    osa.pmean: "(grads, axis_name)",
+    osa.local_rows: "(grad, axis_name)",
+}
+
+
+def signature(function, without=()):
+    """Names, kinds and defaults, without types."""
+    parameters = inspect.signature(function).parameters.values()
+    return inspect.Signature(
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in parameters
+        if parameter.name not in without
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    SIGNATURES.items(),
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_functions(function, expected):
+    assert str(signature(function)) == expected
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "Adafactor", "Optimizer"])
+def test_as_torch(name):
+    """All that torch's documentation lists; `allow_dense` is ours."""
+    ours, theirs = getattr(torch_compat, name), getattr(torch.optim, name)
+    assert signature(ours, ["allow_dense"]) == signature(theirs)
+    for method in (
+        "add_param_group",
+        "load_state_dict",
+        "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+        "register_state_dict_pre_hook",
+        "register_step_post_hook",
+        "register_step_pre_hook",
+        "state_dict",
+        "step",
+        "zero_grad",
+    ):
+        ours_, theirs_ = getattr(ours, method), getattr(theirs, method)
+        assert signature(ours_) == signature(theirs_), method
