@@ -99,7 +99,8 @@ def apart(rows: jax.Array) -> jax.Array:
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    return _scatter(lax.scatter, table, indices, apart(rows), unique=True)
+    rows = apart(rows.astype(table.dtype))
+    return _scatter(lax.scatter, table, indices, rows, unique=True)
 
 
 def combine_rows(
