@@ -6,7 +6,6 @@ the package is the same without it, and runs in plain JAX.
 
 import functools
 import importlib.util
-import os
 import shutil
 import sysconfig
 import tempfile
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import platform_tags
 
 _NATIVE = Path(__file__).parent / "optax_sparse_adam" / "native"
 _OLDEST = (0, 3)  # the interface of the oldest jaxlib that the package runs with
@@ -48,12 +48,12 @@ def headers() -> Path | None:
 
 
 def wanted() -> bool:
-    """Whether to compile; on Windows nobody has tried."""
+    """Whether to compile."""
     try:
         found = bool(_build.compiler())
     except RuntimeError:
         found = False
-    return found and os.name == "posix" and not _build.switched_off()
+    return found and not _build.switched_off()
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
@@ -83,7 +83,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
         if not wanted() or include is None:
             raise RuntimeError(
                 "it needs a C++ compiler (CXX, c++, g++ or clang++), the headers of "
-                "jaxlib, and no OPTAX_SPARSE_ADAM_NATIVE=0"
+                "jaxlib, no OPTAX_SPARSE_ADAM_NATIVE=0, and a system other than Windows"
             )
         if editable:
             library = _build.compile_into(_NATIVE, include)
@@ -93,7 +93,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
         library = _build.compile_into(Path(self._folder), include)
         place = f"optax_sparse_adam/native/{library.name}"
         build_data["force_include"][str(library)] = place
-        # Of Python the library knows nothing.
-        system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["tag"] = f"py3-none-{system}"
+        # Of Python the library knows nothing. On macOS it is for one processor and this
+        # version of the system, where Python itself may be for more.
+        plain = (x for x in platform_tags() if not x.startswith(("many", "musl")))
+        build_data["tag"] = f"py3-none-{next(plain)}"
         build_data["pure_python"] = False

@@ -91,7 +91,7 @@ def test_editable_installation_has_it_next_to_the_source(source):
     ("variable", "value", "words"),
     [
         ("PATH", "", "it needs a C++ compiler"),
-        ("CXX", "/bin/false", "/bin/false -std=c++17"),
+        ("CXX", "false", "false -std=c++17"),
         ("CXX", "no-such-compiler", "no-such-compiler could not be run"),
         ("CXX", 'c++ "', "it needs a C++ compiler"),
         ("OPTAX_SPARSE_ADAM_NATIVE", "0", "it needs a C++ compiler"),
@@ -109,6 +109,26 @@ def test_package_is_built_without_it(
     assert len(left(source)) == 1
     out = "".join(capsys.readouterr())
     assert out.count(f"Built without the kernel for CPUs: {words}") == 2
+
+
+def test_package_is_built_without_it_on_windows(source, monkeypatch, capsys):
+    monkeypatch.setattr("sys.platform", "win32")
+    assert wheel.WheelBuilder(str(source)).config.dependencies == []
+    path, files = build(source)
+    assert path.stem.endswith("-py3-none-any")
+    assert files == []
+    assert "a system other than Windows" in "".join(capsys.readouterr())
+
+
+@needs_compiler
+def test_wheel_is_for_one_processor_on_macos(source, monkeypatch):
+    """Also where Python, as those of python.org, is for both and for older systems."""
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-10.13-universal2")
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
+    path, files = build(source)
+    assert len(files) == 1
+    assert path.stem.endswith("-py3-none-macosx_15_0_arm64")
 
 
 def test_jaxlib_is_asked_for_only_where_it_is_of_use(source, monkeypatch):

@@ -1,10 +1,15 @@
 """A kernel for CPUs: sums and Adam in one pass over the touched rows.
 
-An installation from source compiles it where it finds a C++ compiler: `CXX`, or else
-c++, g++ or clang++; not on Windows. `python -m optax_sparse_adam.native` compiles it
-later, into the user's cache (`XDG_CACHE_HOME`, else `~/.cache`), and that one goes
-first unless it is for an older jaxlib. With `--status` it says whether the kernel is
-used, with `--remove` it empties the cache.
+An installation from source compiles it where it finds a C++ compiler: `CXX`, a command
+in which a path with blanks is quoted, or else c++, g++ or clang++.
+`python -m optax_sparse_adam.native` compiles it later, into the user's cache
+(`XDG_CACHE_HOME`, else `~/.cache`), and that one goes first unless it is for an older
+jaxlib. With `--status` it says whether the kernel is used, with `--remove` it empties
+the cache.
+
+It has run on Linux, compiled by GCC and by Clang: on x86-64, and on an emulated ARM
+processor. For macOS it compiles and links; nobody has run it there. There is none on
+Windows.
 
 `coalesce`, `sparse_adam` and everything that lifts rows use it by themselves on CPUs,
 for tables of float32 with one sparse axis and `int32` ids, in processes that have one

@@ -4,6 +4,7 @@ The name of a library says what it was compiled from and for, so that none of an
 source, of other flags or of another machine is ever loaded.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -31,12 +32,19 @@ def switched_off() -> bool:
     return switch.lower() in ("0", "false", "off", "no")
 
 
+def supported() -> bool:
+    """Whether the kernel is for this system: on Windows nobody has run it."""
+    return sys.platform != "win32"
+
+
 def compiler() -> list[str]:
     """The command of `CXX`, or the first C++ compiler on the path; empty if none.
 
     Raises:
       RuntimeError: If `CXX` has a quote that does not end.
     """
+    if not supported():
+        return []
     found = map(shutil.which, ("c++", "g++", "clang++"))
     command = os.environ.get("CXX", "")
     try:
@@ -94,8 +102,13 @@ def compile_into(folder: Path, include: str | Path) -> Path:
 
     Raises:
       OSError: Where the folder cannot be written.
-      RuntimeError: Where there is no compiler or no header, or where compiling fails.
+      RuntimeError: Where there is no compiler or no header, where compiling fails, or
+        where this process cannot load the result.
     """
+    if not supported():
+        raise RuntimeError(
+            "On Windows the kernel is not compiled; all runs in plain JAX."
+        )
     command = compiler()
     if not command:
         raise RuntimeError(
@@ -109,10 +122,20 @@ def compile_into(folder: Path, include: str | Path) -> Path:
         command += [*FLAGS.split(), f"-isystem{include}", str(SOURCE)]
         command += ["-o", str(output)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace"
+            )
         except OSError as error:
             raise RuntimeError(f"{command[0]} could not be run: {error}") from error
         if done.returncode or not output.exists():
             raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
+        try:
+            # That of another machine, say; once in place it would be met, and warned
+            # of, in every process.
+            ctypes.CDLL(str(output))
+        except OSError as error:
+            raise RuntimeError(
+                f"{shlex.join(command)} made what cannot be loaded: {error}"
+            ) from error
         os.replace(output, target)  # never half written for those who look for it
     return target

@@ -116,6 +116,8 @@ def status() -> str:
     """In words, what `available` says and why."""
     if _build.switched_off():
         return "Not used: OPTAX_SPARSE_ADAM_NATIVE turns it off."
+    if not _build.supported():
+        return "Not used: on Windows there is none."
     if not _one_device():
         return "Not used: this process has several CPU devices, or is one of several."
     library = loaded()
