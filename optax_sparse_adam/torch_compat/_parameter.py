@@ -37,6 +37,15 @@ def own(value: Any) -> jax.Array:
     return jnp.asarray(np.array(as_numpy(value)))
 
 
+def own_gradient(value: Any) -> Gradient:
+    """A copy of an array, or of a sparse tensor of torch, as `own`."""
+    if getattr(value, "is_sparse", False):
+        value = value.detach().coalesce()
+        arrays = own(value.values()), own(value.indices().T)
+        return BCOO(arrays, shape=tuple(value.shape))
+    return own(value)
+
+
 class Parameter:
     """An array that an optimiser trains.
 
@@ -88,6 +97,9 @@ class Parameter:
     def grad(self) -> Gradient | None:
         """The gradient: row-sparse, dense or `None`. To set it replaces, never adds.
 
+        What is set may be an array of JAX, NumPy or torch, a BCOO, or a sparse tensor
+        of torch.
+
         Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
         array of another shape or type than the parameter's, and inside of `jit`.
         """
@@ -106,7 +118,7 @@ class Parameter:
                     "assigned grad expected to be a Tensor or None but got grad of "
                     f"type {type(grad).__name__}. Assign a BCOO, an array or None."
                 )
-            grad = own(grad)
+            grad = own_gradient(grad)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(grad)):
             raise RuntimeError(
                 "a Parameter keeps its gradient after the function that sets it: set "
