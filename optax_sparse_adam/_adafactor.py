@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ._adafactor_rows import step_numbers, update_dense, update_sparse
-from ._checks import is_bcoo, is_leaf
+from ._checks import is_bcoo, is_leaf, leaves_like
 from ._rows import accumulator_dtype
 from ._sharding import full_along, laid_out
 from ._sparse_adam import NUMBER, Scalar, check_leaf
@@ -61,6 +61,21 @@ def check_gradient(grad: Any, param: Any) -> None:
             f"one sparse axis; got n_sparse == {grad.n_sparse} for a table of shape "
             f"{grad.shape}. Reshape the table to two axes, [num_rows, row_size], and "
             "look rows up by one id."
+        )
+
+
+def _check_moments(moments: tuple[jax.Array, ...], param: Any) -> None:
+    """Raises for the state of a table of another height, which would serve in silence.
+
+    Of rows that it lacks, a gather reads zeros, and a scatter stores nothing.
+    """
+    shape = jnp.shape(param)
+    expected = (shape[:-1], shape[:-2] + shape[-1:]) if len(shape) > 1 else (shape,)
+    given = tuple(map(jnp.shape, moments))
+    if given != expected:
+        raise ValueError(
+            "The moments must have the shapes that they have for their parameter, "
+            f"{expected} for shape {shape}, got {given}."
         )
 
 
@@ -208,13 +223,18 @@ def sparse_adafactor(
             step = numbers(count, rate, param.dtype, dtype)
             update = update_sparse if is_bcoo(grad) else update_dense
             moments = (row, col) if v is None else (v,)
+            _check_moments(moments, param)
             new, moments = update(grad, param, moments, step)
             return (new, *moments, None) if v is None else (new, None, None, *moments)
 
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        trees = map(treedef.flatten_up_to, (params, *state[1:]))
-        results = [one(*leaves) for leaves in zip(grads, *trees, strict=True)]
+        olds = leaves_like(treedef, params, "Parameters", "gradients")
+        trees = (
+            leaves_like(treedef, moments, "The moments", "gradients")
+            for moments in state[1:]
+        )
+        results = [one(*leaves) for leaves in zip(grads, olds, *trees, strict=True)]
         updates, row, col, v = (
             treedef.unflatten([result[i] for result in results]) for i in range(4)
         )

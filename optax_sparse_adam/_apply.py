@@ -52,11 +52,6 @@ def _apply(param: Any, update: Any) -> Any:
         return param
     if is_bcoo(update):
         return _add_rows(param, check_bcoo(update, jnp.shape(param)))
-    if not jax.tree_util.all_leaves([update]):
-        raise ValueError(
-            "Updates must have the tree structure of the parameters, got "
-            f"{jax.tree.structure(update)} for a parameter of shape {jnp.shape(param)}."
-        )
     if jnp.shape(param) != jnp.shape(update):
         raise ValueError(
             "An update must have the shape of its parameter, got an update of shape "

@@ -17,19 +17,27 @@ def is_leaf(x: Any) -> bool:
 
 
 def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
-    """The parts of a tree at the leaves of another one.
+    """The leaves of a tree, at those of another one.
 
     Raises:
-      ValueError: If the tree does not have these places.
+      ValueError: If the tree does not have these leaves.
     """
+    why = "a part of the tree stands where one leaf should"
     try:
-        return list(treedef.flatten_up_to(tree))
-    except ValueError as error:
-        why = str(error).split(", got ")[0]  # JAX goes on with the values of an array
-        raise ValueError(
-            f"{what} must have the tree structure of the {other}, {treedef}, got "
-            f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {why}"
-        ) from None
+        parts = list(treedef.flatten_up_to(tree))
+        if all(map(_is_one, parts)):
+            return parts
+    except ValueError as error:  # JAX goes on with the values of an array
+        why = str(error).split(", got ")[0].split("; value: ")[0]
+    raise ValueError(
+        f"{what} must have the tree structure of the {other}, {treedef}, got "
+        f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {why}"
+    )
+
+
+def _is_one(part: Any) -> bool:
+    structure = jax.tree.structure(part, is_leaf=is_leaf)
+    return jax.tree_util.treedef_is_leaf(structure)
 
 
 def check_dense(grads: Any, name: str, call: str) -> None:

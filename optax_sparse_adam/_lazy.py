@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from ._by_row import take_apart
-from ._checks import check_bcoo, is_bcoo, is_leaf
+from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from ._map_rows import in_blocks, map_rows
 from ._moves import apart, gather_rows, scatter_rows
 from ._row_state import check_state, row_leaves, shape_of, state_laid_like
@@ -126,7 +126,9 @@ def lazy(
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        olds = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+        olds: list[Any] = [None] * len(grads)
+        if params is not None:
+            olds = leaves_like(treedef, params, "Parameters", "gradients")
         rows = {
             i: _touched(grad, param)
             for i, (grad, param) in enumerate(zip(grads, olds, strict=True))

@@ -264,6 +264,17 @@ def test_numbers_as_parameters():
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("height", [SHAPE[0] - 2, SHAPE[0] + 2])
+def test_state_of_another_height_raises(height):
+    """Rows without a moment, in a table that has grown, would train in silence."""
+    tx = osa.sparse_adafactor()
+    table = jnp.ones(SHAPE)
+    state = tx.init(jnp.ones((height, *SHAPE[1:])))
+    for grad in (bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE), table):
+        with pytest.raises(ValueError, match="moments must have the shapes"):
+            tx.update(grad, state, table)
+
+
 def test_wrong_inputs():
     tx = osa.sparse_adafactor()
     table = jnp.ones(SHAPE)
@@ -278,5 +289,7 @@ def test_wrong_inputs():
         tx.update(jnp.ones((8, 4)), state, table)
     with pytest.raises(TypeError, match=r"inside lazy: optax_sparse_adam\.lazy"):
         tx.update(scaled, state, table)
+    with pytest.raises(ValueError, match="Parameters must have the tree structure"):
+        tx.update({"a": None}, tx.init({"a": {"b": table}}), {"a": {"b": table}})
     with pytest.raises(ValueError, match="complex parameters"):
         tx.init(jnp.ones(3, jnp.complex64))

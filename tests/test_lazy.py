@@ -234,6 +234,19 @@ def test_wrong_gradients():
             update(table, bias, None)
 
 
+@pytest.mark.parametrize("make", [osa.sparse_adam, lambda lr: osa.lazy(optax.adam(lr))])
+@pytest.mark.parametrize("is_none", [False, True], ids=["rows", "none"])
+def test_a_gradient_for_a_subtree(make, is_none):
+    """A model of Flax or Haiku keeps its table in a tree of its own."""
+    params = {"embed": {"table": jnp.ones(SHAPE)}, "bias": jnp.ones(3)}
+    tx = make(0.1)
+    grad = None if is_none else bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE)
+    with pytest.raises(ValueError, match=r"tree structure .* one leaf should"):
+        tx.update({"embed": grad, "bias": params["bias"]}, tx.init(params), params)
+    with pytest.raises(ValueError, match=r"tree structure .* mismatch"):
+        tx.update({"bias": params["bias"]}, tx.init(params), params)
+
+
 def test_state_that_is_not_made_of_rows():
     def flat(params):
         return jnp.zeros(sum(x.size for x in jax.tree.leaves(params)))

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from optax_sparse_adam import torch_compat
+
+from ._support import TOLERANCE, assert_close
 from .test_torch_compat import (
     TORCH,
     check,
@@ -169,3 +172,20 @@ def assigned_gradients(world):
 @pytest.mark.parametrize("story", STORIES)
 def test_as_torch(story):
     check(story)
+
+
+def test_gradient_of_a_torch_model():
+    """What `backward` leaves in a sparse embedding can be assigned as it is."""
+    embedding = torch.nn.Embedding(7, 3, sparse=True)
+    theirs = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
+    table = torch_compat.Parameter(embedding.weight)
+    ours = torch_compat.SparseAdam([table], lr=0.1)
+    for ids in ([5, 2, 5], [0, 5, 2]):
+        theirs.zero_grad()
+        embedding(torch.tensor(ids)).square().sum().backward()
+        table.grad = embedding.weight.grad
+        assert (table.grad.nse, table.grad.n_dense) == (len(set(ids)), 1)
+        theirs.step()
+        ours.step()
+    expected = embedding.weight.detach().numpy()
+    assert_close(table.data, expected, TOLERANCE["float32"].torch, magnitude=1.0)

@@ -94,7 +94,8 @@ class Parameter:
     def grad(self) -> Gradient | None:
         """The gradient: row-sparse, dense or `None`. To set it replaces, never adds.
 
-        NumPy arrays and tensors of torch, sparse ones too, are copied.
+        What is set may be an array of JAX, NumPy or torch, a BCOO, or a sparse tensor
+        of torch; those of NumPy and torch are copied.
 
         Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
         array of another shape or type than the parameter's, and inside of `jit`.
