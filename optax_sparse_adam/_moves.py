@@ -124,6 +124,7 @@ def _scatter(
         unique_indices=unique,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
-    rows = rows.astype(table.dtype)
+    if rows.dtype != table.dtype:  # random keys know no cast, not even to their own
+        rows = rows.astype(table.dtype)
     axes = range(table.ndim)
     return partitioned(scatter, table, indices, rows, like=table, axes=axes)
