@@ -7,8 +7,10 @@ to each owner, which is what a static shape allows.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from ._sums import AxisName
@@ -64,9 +66,10 @@ class Exchange:
         """Sends `x[p * capacity:(p + 1) * capacity]` to device `p`, for each `p`."""
         return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
 
-    def first_row(self) -> jax.Array:
+    def first_row(self, dtype: Any) -> jax.Array:
         """The first row that this device owns."""
-        return lax.axis_index(self.axis_name) * self.shard_rows
+        size = np.asarray(self.shard_rows, dtype)
+        return lax.axis_index(self.axis_name).astype(dtype) * size
 
 
 def plan(
