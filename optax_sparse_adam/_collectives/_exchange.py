@@ -10,9 +10,9 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
+from .._sharding import first_row
 from ._sums import AxisName
 
 
@@ -68,8 +68,7 @@ class Exchange:
 
     def first_row(self, dtype: Any) -> jax.Array:
         """The first row that this device owns."""
-        size = np.asarray(self.shard_rows, dtype)
-        return lax.axis_index(self.axis_name).astype(dtype) * size
+        return first_row(self.axis_name, self.shard_rows, dtype)
 
 
 def plan(
