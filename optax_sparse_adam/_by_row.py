@@ -14,7 +14,7 @@ rows. What has no rule only makes values plain, so a missing rule costs time, an
 rule is needed to be right.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -88,17 +88,21 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
 
 def _judge(program: Program, inputs: dict[int, _Value]) -> list[_Value]:
     """What is known of each value, by its number, given that of the inputs."""
-    values = [_Value()] * program.size
+    plain = _Value()
+    values = [plain] * program.size
     for number, value in inputs.items():
         values[number] = value
     for eqn, operands, results in program.steps:
         args = [values[number] for number in operands]
+        is_new = eqn.primitive.name == "broadcast_in_dim"  # of a number, may be alike
+        if not is_new and all(arg is plain for arg in args):
+            continue
         own = _NOBODY.union(*(arg.own for arg in args))
         needs = _NOBODY.union(*(arg.needs for arg in args))
         kind = _kind(eqn, [arg.kind for arg in args])
-        plain = _Value(None, _NOBODY, own | needs)
+        value = _Value(kind, own, needs)
         for number in results:
-            values[number] = plain if kind is None else _Value(kind, own, needs)
+            values[number] = _Value(needs=own | needs) if kind is None else value
     return values
 
 
@@ -106,14 +110,15 @@ class Parts(NamedTuple):
     """An update, taken apart.
 
     Attributes:
+      results: The results of the update. Those of the tables that are updated row by
+        row are not used, and then XLA computes nothing for them.
       middles: For each table that is updated row by row the middle for `map_rows`.
-      rest: `rest(data, old)`, with `old` for the other tables, returns the results of
-        the update, `None` in place of those of the middles; and for each middle the
-        values that it takes besides rows.
+      extra: For each of these the values that the middle takes besides rows.
     """
 
+    results: list[Any]
     middles: dict[int, Middle]
-    rest: Callable[..., tuple[list[Any], dict[int, Any]]]
+    extra: dict[int, list[jax.Array]]
 
 
 def take_apart(
@@ -126,22 +131,24 @@ def take_apart(
       owners: For each result of `update` the number of the table that it is of, or
         `None`: for each table its update, then new rows in the order of the old ones.
       data: For each table, by its number, the rows of its gradient.
-      old: For each table shapes and types of the rows that are gathered: those that it
-        gets new ones of, then those that are only read.
+      old: For each table the rows that are gathered: those that it gets new ones of,
+        then those that are only read.
     """
     if not data:
-        return Parts({}, lambda data, old: (update(data, old), {}))
-    closed, shapes = jax.make_jaxpr(update, return_shape=True)(data, old)
+        return Parts(update(data, old), {}, {})
+    compiled = jax.jit(update)  # of which JAX keeps the jaxpr for the second call
+    closed = jax.make_jaxpr(compiled)(data, old)
+    results = compiled(data, old)
     if closed.effects:  # they happen once, and in order
-        return take_apart(update, owners, {}, {})
+        return Parts(results, {}, {})
     program = Program(closed)
-    treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(shapes)
+    treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(results)
     data_at, old_at = treedefs[0].unflatten(program.inputs)
     results_at = treedefs[1].unflatten(program.outputs)
-    given = {number: _Value(i) for i, number in data_at.items()}
+    known = {number: _Value(i) for i, number in data_at.items()}
     for i, numbers in old_at.items():
-        given |= dict.fromkeys(numbers, _Value(i, own=frozenset([i])))
-    values = _judge(program, given)
+        known |= dict.fromkeys(numbers, _Value(i, own=frozenset([i])))
+    values = _judge(program, known)
     places: dict[int, list[int]] = {i: [] for i in data}
     for place, owner in enumerate(owners):
         if owner in places:
@@ -153,36 +160,26 @@ def take_apart(
             isinstance(results_at[place], int)
             and values[results_at[place]].kind in (i, _ALIKE)
             and not values[results_at[place]].needs
-            and shapes[place].shape == like.shape
+            and results[place].shape == like.shape
             for place, like in zip(places[i], (data[i], *old[i]), strict=False)
         )
 
-    def without(tables: Iterable[int]) -> list[Any]:
-        """Where the results are that are not of these tables."""
-        gone = {place for i in tables for place in places[i]}
-        return [None if n in gone else at for n, at in enumerate(results_at)]
-
-    by_row = [i for i in data if is_by_row(i)]
-    read = (values[number].reads for number in jax.tree.leaves(without(by_row)))
-    by_row = sorted(set(by_row).difference(*read))
+    by_row = {i for i in data if is_by_row(i)}
+    others = [at for at, i in zip(results_at, owners, strict=True) if i not in by_row]
+    read = (values[number].reads for number in jax.tree.leaves(others))
     middles, extra_at = {}, {}
-    for i in by_row:
+    for i in sorted(by_row.difference(*read)):
         outputs = [results_at[place] for place in places[i]]
         steps, starts = program.slice(outputs, lambda n: values[n].kind is None)
         extra_at[i] = [n for n in starts if values[n].kind is None]
         inputs = [data_at[i], *old_at[i], *extra_at[i]]
         middles[i] = _middle(steps, program.literals, inputs, outputs)
-    wanted = without(by_row), extra_at
-    steps, _ = program.slice(jax.tree.leaves(wanted))
-
-    def rest(data: Any, old: Any) -> Any:
-        numbers = data_at, {i: old_at[i] for i in old}
-        given = zip(jax.tree.leaves(numbers), jax.tree.leaves((data, old)), strict=True)
-        known = program.literals | program.consts
-        env = evaluate(steps, known | dict(given))
-        return jax.tree.map(lambda number: jnp.asarray(env[number]), wanted)
-
-    return Parts(middles, rest)
+    # Computed anew, among the results too; XLA makes one of equal operations.
+    steps, _ = program.slice(jax.tree.leaves(extra_at))
+    given = dict(zip(program.inputs, jax.tree.leaves((data, old)), strict=True))
+    env = evaluate(steps, program.literals | program.consts | given)
+    extra = jax.tree.map(lambda number: jnp.asarray(env[number]), extra_at)
+    return Parts(results, middles, extra)
 
 
 def _middle(

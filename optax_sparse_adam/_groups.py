@@ -23,6 +23,7 @@ from ._moves import (
     scatter_rows,
     take_rows,
 )
+from ._search import search
 
 # How many neighbours a round adds up. XLA makes one GPU kernel of it, which reads each
 # entry once from memory and this many times from the caches.
@@ -138,10 +139,7 @@ def _search_groups(
     number = jnp.cumsum(first, dtype=jnp.int32) - 1
     target = jnp.where(first, number, nse)[:, None]
     distinct = scatter_rows(jnp.zeros_like(columns), target, columns)
-    if is_sorted:
-        group = number
-    else:
-        group = number[jnp.searchsorted(ordered, key, method="scan")]
+    group = number if is_sorted else number[search(ordered, key)]
     return distinct, number[-1] + 1, jnp.where(in_bounds(indices, shape), group, nse)
 
 

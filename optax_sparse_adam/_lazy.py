@@ -29,14 +29,6 @@ def _touched(grad: Any, param: Any) -> Rows:
     return rows._replace(data=data if param is None else rows_like(param, data))
 
 
-def _taken(table: jax.Array, rows: Rows) -> Any:
-    """Shape and type of `gather_rows`."""
-    nse, depth = rows.indices.shape
-    shape = (nse, *table.shape[depth:])
-    weak_type = jax.typeof(table).weak_type
-    return jax.ShapeDtypeStruct(shape, table.dtype, weak_type=weak_type)
-
-
 def _is_large(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
     """Whether blocks are worth their while, for what can be updated in blocks.
 
@@ -150,16 +142,15 @@ def lazy(
         read: Any = {i: () if olds[i] is None else (olds[i],) for i in rows}
         large = [i for i in rows if _is_large(rows[i], written[i])]
 
-        def gathered(i: int) -> list[jax.Array]:
-            tables = (*written[i], *read[i])
-            return [gather_rows(table, rows[i].indices) for table in tables]
+        old = {
+            i: [gather_rows(x, touched.indices) for x in (*written[i], *read[i])]
+            for i, touched in rows.items()
+        }
 
-        others = {i: gathered(i) for i in rows if i not in large}
-
-        def compact(data: Any, old: Any) -> list[Any]:
+        def compact(data: Any, of_large: Any) -> list[Any]:
             """`inner.update` on compact trees."""
             small_grads, small_params, small_leaves = [*grads], [*olds], [*leaves]
-            for i, taken in (others | old).items():
+            for i, taken in (old | of_large).items():
                 small_grads[i] = data.get(i, rows[i].data)
                 for n, new in zip(held[i], taken, strict=False):
                     small_leaves[n] = new
@@ -174,11 +165,12 @@ def lazy(
             results = treedef.flatten_up_to(new_updates)
             return [*results, *structure.flatten_up_to(new_state)]
 
-        data = {i: rows[i].data for i in large}
-        old = {i: [_taken(x, rows[i]) for x in (*written[i], *read[i])] for i in large}
-        middles, rest = take_apart(compact, [*range(len(grads)), *owners], data, old)
-        whole = {i: gathered(i) for i in large if i not in middles}
-        small, extra = rest(data, whole)
+        small, middles, extra = take_apart(
+            compact,
+            [*range(len(grads)), *owners],
+            {i: rows[i].data for i in large},
+            {i: old[i] for i in large},
+        )
         results, new_leaves = small[: len(grads)], small[len(grads) :]
         for i, touched in rows.items():
             if i in middles:

@@ -56,9 +56,12 @@ def map_rows(
 
         def body(carry: Any) -> Any:
             start, data, tables = carry
-            slot = start + jnp.arange(size, dtype=jnp.int32)
+            place = jnp.arange(size, dtype=jnp.int32)
+            slot = start + place
             indices = gather_rows(rows.indices, slot[:, None])
-            indices = pad(indices, slot < nse, slot, shape)
+            # Padding of its own by place: for a slot beyond nse, num_rows + slot might
+            # not fit the type. Real slots of the last block are larger than any place.
+            indices = pad(indices, slot < nse, place, shape)
             part = take_rows(data, slot[:, None])
             out, tables = update_rows(middle, part, indices, tables, *args)
             # Padding keeps its zeros. To drop it here spares a mask over the values.

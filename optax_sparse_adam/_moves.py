@@ -97,9 +97,14 @@ def apart(rows: jax.Array) -> jax.Array:
     return lax.optimization_barrier(rows)
 
 
+def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
+    # Random keys know no cast, not even to their own type.
+    return rows if rows.dtype == table.dtype else rows.astype(table.dtype)
+
+
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    rows = apart(rows.astype(table.dtype))
+    rows = apart(_cast(rows, table))
     return _scatter(lax.scatter, table, indices, rows, unique=True)
 
 
@@ -151,6 +156,6 @@ def _scatter(
         unique_indices=unique,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
-    rows = rows.astype(table.dtype)
     axes = range(table.ndim)
+    rows = _cast(rows, table)
     return partitioned(scatter, table, indices, rows, like=table, axes=axes)

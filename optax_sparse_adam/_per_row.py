@@ -52,7 +52,8 @@ def per_row(
     .. warning::
 
       Everything in `inner` is by row: a schedule counts the row's steps, and
-      `clip_by_global_norm` clips each row by its own norm. What rows should share
+      `clip_by_global_norm` clips each row by its own norm, and a random key is the
+      same for all rows, which then get the same noise. What rows should share
       goes outside, `lazy(optax.chain(optax.clip_by_global_norm(1.0),
       per_row(optax.scale_by_adam()), optax.scale_by_learning_rate(schedule)))`.
 

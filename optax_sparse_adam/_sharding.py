@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -81,6 +82,13 @@ def partitioned(
     )(*arrays)
 
 
+def first_row(axis_name: Any, shard_rows: int, dtype: Any) -> jax.Array:
+    """The first row that this device owns of a table sharded along mesh axes."""
+    # JAX numbers the devices in int32, which not all rows need fit.
+    number = lax.axis_index(axis_name).astype(dtype)
+    return number * np.asarray(shard_rows, dtype)
+
+
 def full_along(
     param: jax.Array, value: Any = 0, dtype: Any = None, axes: Any = None
 ) -> jax.Array:
@@ -123,6 +131,13 @@ def laid_out(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(init)
     def init_fn(params: Any) -> Any:
-        return (init if mesh_of(*jax.tree.leaves(params)).empty else compiled)(params)
+        leaves = jax.tree.leaves(params)
+        if mesh_of(*leaves).empty:
+            return init(params)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            # JAX traces a function once for parameters of equal types, and the layouts
+            # of two of them in one program are no part of these: they would be one.
+            return jax.jit(lambda params: init(params))(params)
+        return compiled(params)
 
     return init_fn

@@ -1,6 +1,7 @@
 """`lazy` in blocks: which of optax's transformations, with what results and memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _lazy, _map_rows, _moves
+from optax_sparse_adam import _lazy, _map_rows
 
 from ._blocks import at_once, lower
 from ._identity import assert_identity, make_task
@@ -148,24 +149,22 @@ def test_trees_with_holes(with_params):
     assert_all_close(actual, at_once(tx.update, grads, state, kept))
 
 
-@pytest.mark.parametrize(
-    "table", [np.ones((9, 4), "float16"), jnp.full((9, 2, 3), 1.0)]
-)
-def test_types_of_rows(table):
-    """A proof is about the very types of gathered rows, weak ones too."""
-    grad = bcoo(np.ones((3, 4), np.float32), [[1], [2], [9]], (9, 4))
-    rows = jax.eval_shape(lambda: _lazy._touched(grad, None))
-    table = jnp.asarray(table)
-    expected = jax.eval_shape(_moves.gather_rows, table, rows.indices)
-    taken = _lazy._taken(table, rows)
-    assert taken == expected
-    assert taken.weak_type == expected.weak_type
+def test_what_rows_and_others_need_is_computed_once():
+    """Such as the norm of all gradients, which a block takes as a number."""
+    grads, params = trees({"table": (20, 6)})
+    for name in "abc":
+        grads[name] = params[name] = jnp.ones(7)
+    lowered, tables = lower(osa.lazy(FLAGSHIP), grads, params)
+    assert tables == {"table"}
+    sums = re.findall(r"= f32\[\]\S* reduce\(", lowered.compile().as_text())
+    assert len(sums) == len(grads)
 
 
 def test_what_a_transformation_says_it_says_once():
-    said = []
+    said, traced = [], []
 
     def update(updates, state, params=None):
+        traced.append("update")
         jax.debug.callback(lambda: said.append("updated"))
         return jax.tree.map(jnp.add, updates, state), state
 
@@ -177,6 +176,7 @@ def test_what_a_transformation_says_it_says_once():
     jax.block_until_ready(lowered.compile()(grads, tx.init(params), params))
     jax.effects_barrier()
     assert said == ["updated"]
+    assert traced == ["update"]
 
 
 def test_derivatives_and_vmap():

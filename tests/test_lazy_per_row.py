@@ -62,6 +62,9 @@ OPTIMIZERS = {
     "schedule": optax.adamw(optax.linear_schedule(0.5, 0.0, 4), weight_decay=0.1),
     "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)),
     "lamb": optax.lamb(0.1, weight_decay=0.1),
+    "random keys": optax.chain(
+        optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1, momentum=0.9)
+    ),
     "stateless": optax.sgd(0.1),
 }
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._collectives._exchange import default_capacity
+from optax_sparse_adam._collectives._exchange import Exchange, default_capacity
 
 from ._routed import (
     FAST,
@@ -290,6 +290,16 @@ def test_errors(name):
     )
     with pytest.raises(error, match=words):
         jax.eval_shape(lookup, struct((16, 2), jnp.float32), struct((8,), dtype))
+
+
+def test_first_rows_beyond_int32():
+    """With int64 ids a table may have more than 2**31 rows."""
+    exchange = Exchange("d", 8, 2**29, 1, 1, 1, True)
+    with jax.enable_x64():
+        first = on_mesh(make_mesh((8,), ("d",)), (), P("d"))(
+            lambda: exchange.first_row(jnp.int64)[None]
+        )
+        assert first().tolist() == [k * 2**29 for k in range(8)]
 
 
 def test_too_many_rows():

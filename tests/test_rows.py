@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _rows
+from optax_sparse_adam import _rows, _search
 
 from ._support import (
     TOLERANCE,
@@ -109,6 +109,20 @@ def test_index_types(index_type, result_type, rows):
         for gradient in (grad, out):
             table = osa.apply_updates(jnp.zeros_like(dense), gradient)
             assert_identical(np.asarray(table), dense, "table")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32", "int64"])
+@pytest.mark.parametrize("size", [1, 2, 3, 31, 32, 33, 100])
+def test_search(size, dtype):
+    types = np.iinfo(dtype)
+    rng = np.random.default_rng(size)
+    ordered = rng.integers(0, 60, size).astype(dtype)
+    ordered[size // 2 :] = types.max - ordered[size // 2 :]
+    ordered.sort()
+    keys = np.concatenate([ordered, ordered - 1, ordered + 1, [types.min, types.max]])
+    with jax.enable_x64(dtype == "int64"):
+        found = jax.jit(_search.search)(ordered, keys.astype(dtype))
+    np.testing.assert_array_equal(found, np.searchsorted(ordered, keys))
 
 
 LIMIT = 2**31 - 1

@@ -91,6 +91,25 @@ def test_more_rows_than_the_table_out_of_shard_map(axis_type):
     np.testing.assert_array_equal(grad.todense(), jax.grad(loss)(*one))
 
 
+@pytest.mark.parametrize("capacity", [1, 99], ids=["routed", "gathered"])
+def test_training_inside_shard_map_over_some_axes(capacity):
+    """The other axis splits the columns, and is left to JAX's partitioner."""
+    tx, mesh = osa.sparse_adam(0.1), make_mesh(AxisType.Auto)
+    many, one = start(mesh, P("x", "y"))
+
+    def step(lookup, table, ids):
+        grad = osa.grad(lambda table: jnp.sum(jnp.square(lookup(table, ids))))(table)
+        updates, _ = tx.update(grad, tx.init(table))
+        return osa.apply_updates(table, updates)
+
+    lookup = partial(osa.sharded_lookup, axis_name="x", capacity=capacity)
+    kwargs = {"in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
+    mapped = jax.shard_map(partial(step, lookup), mesh=mesh, **kwargs)
+    table = jax.jit(mapped)(*many)
+    expected = jax.jit(partial(step, lambda table, ids: table[ids]))(*one)
+    assert_close(table, expected, 1e-6)
+
+
 def test_rows_that_all_devices_look_up():
     """Beside those of the batch: only these are summed over the mesh axis `y`.
 

@@ -106,6 +106,22 @@ def test_padding_is_zero_whatever_the_formula_gives(nse):
     assert_identical(add_one, (expected, (touched, touched + 1)))
 
 
+def test_padding_of_the_last_block_does_not_wrap_around(monkeypatch):
+    """As it would near the 2**32 rows of uint32, here near the 256 of uint8."""
+    monkeypatch.setattr(_map_rows, "_BLOCK_BYTES", 16)
+    num_rows, data = 250, np.ones(5, np.float32)
+    for ids in ([7, 249, 100, 30, 9], [249, 251, 7, 253, 8]):
+        indices = jnp.asarray(ids, jnp.uint8)[:, None]
+        values = jnp.where(indices[:, 0] < num_rows, data, 0)
+        _, (table,) = jax.jit(_map_rows.map_rows, static_argnums=0)(
+            lambda data, tables: (data, (tables[0] + 1,)),
+            _rows.Rows(indices, values, jnp.int32(5)),
+            (jnp.zeros(num_rows),),
+        )
+        touched = [row for row in sorted(ids) if row < num_rows]
+        assert np.flatnonzero(table).tolist() == touched
+
+
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])
 def test_low_precision(low, sparse):

@@ -7,10 +7,12 @@ to each owner, which is what a static shape allows.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from jax import lax
 
+from .._sharding import first_row
 from ._sums import AxisName
 
 
@@ -64,9 +66,9 @@ class Exchange:
         """Sends `x[p * capacity:(p + 1) * capacity]` to device `p`, for each `p`."""
         return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
 
-    def first_row(self) -> jax.Array:
+    def first_row(self, dtype: Any) -> jax.Array:
         """The first row that this device owns."""
-        return lax.axis_index(self.axis_name) * self.shard_rows
+        return first_row(self.axis_name, self.shard_rows, dtype)
 
 
 def plan(

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._moves import gather_rows
+from .._search import search
 from ._exchange import Exchange
 
 
@@ -33,8 +34,8 @@ class Route(NamedTuple):
 def make_route(exchange: Exchange, indices: jax.Array, stop: jax.Array) -> Route:
     """The route of the first `stop` rows; padding beyond is above the table."""
     firsts = np.arange(1, exchange.devices) * exchange.shard_rows
-    inner = jnp.searchsorted(indices[:, 0], firsts.astype(indices.dtype))
-    ends = [jnp.zeros([1], jnp.int32), inner.astype(jnp.int32), stop.reshape(1)]
+    inner = search(indices[:, 0], jnp.asarray(firsts, indices.dtype))
+    ends = [jnp.zeros([1], jnp.int32), inner, stop.reshape(1)]
     starts = jnp.concatenate(ends)
     rounds = -(-jnp.max(jnp.diff(starts)) // exchange.capacity)
     return Route(indices, starts, lax.pmax(rounds, exchange.axis_name))
@@ -143,7 +144,7 @@ def from_owners(
     Returns:
       `[number, *row_shape]`; NaN where a row could not be asked for.
     """
-    owner = jnp.searchsorted(route.starts[1:], group, side="right").astype(jnp.int32)
+    owner = search(route.starts[1:], group + 1)
     rank = group - route.starts[owner]
     place = owner * exchange.capacity + rank % exchange.capacity
     round_of = rank // exchange.capacity

@@ -212,7 +212,7 @@ _routed.defvjp(_routed_fwd, _routed_bwd)
 def _gathered(exchange: Exchange, table: jax.Array, ids: jax.Array) -> jax.Array:
     """Every device gets all ids, and answers everyone, with garbage where not owner."""
     everyone = lax.all_gather(ids, exchange.axis_name, tiled=True)
-    rows = read_rows(table, everyone - exchange.first_row().astype(ids.dtype))
+    rows = read_rows(table, everyone - exchange.first_row(ids.dtype))
     answers = exchange.swap(rows).reshape(exchange.devices, len(ids), *rows.shape[1:])
     owner = jnp.clip(ids // exchange.shard_rows, 0, exchange.devices - 1)
     return answers[owner, jnp.arange(len(ids), dtype=owner.dtype)]

@@ -12,6 +12,7 @@ from jax.experimental.sparse import BCOO
 
 from .._checks import check_bcoo, is_bcoo, is_leaf
 from .._rows import coalesce, pad, touched_rows
+from .._sharding import first_row
 
 AxisName = str | tuple[str, ...]
 
@@ -218,7 +219,7 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
     ids = touched.indices
     size = np.asarray(shape[0], ids.dtype)
-    first = lax.axis_index(axis_name).astype(ids.dtype) * size
+    first = first_row(axis_name, shape[0], ids.dtype)
     mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
     # Sorted as they are, the rows of a device lie side by side.
     slot = jnp.arange(min(grad.nse, _number_of_rows(shape, grad)), dtype=jnp.int32)

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from .._moves import in_bounds, row_bounds
+from .._sharding import first_row
 from ._interpreter import Blame, Context, Results, Verdict
 from ._values import Deferred, Part, RowSum, dense, padded, table
 
@@ -112,10 +112,10 @@ def _global_rows(
     valid = in_bounds(indices, value.shape)
     entries = (*spec, *[None] * value.depth)[: value.depth]
     shifts = [
-        lax.axis_index(_mesh_axes(entry)) * size if _mesh_axes(entry) else jnp.int32(0)
+        first_row(_mesh_axes(entry), size, indices.dtype)
         for entry, size in zip(entries, value.shape, strict=False)
     ]
-    shifted = indices + jnp.stack(shifts).astype(indices.dtype)[None, :]
+    shifted = indices + jnp.stack(shifts)[None, :]
     return jnp.where(valid[:, None], shifted, row_bounds(shape, indices)), part.data
 
 
