@@ -19,23 +19,20 @@ Formula = Callable[[jax.Array, jax.Array], jax.Array]
 _COMBINER, _CONSTANTS = "update_jaxpr", "update_consts"
 
 
-def _equation(*arrays: Any, **options: Any) -> Any:
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    scatter = functools.partial(lax.scatter, **options)
-    (equation,) = jax.make_jaxpr(scatter)(*shapes).eqns
+@functools.cache
+def _equation() -> Any:
+    """The equation that JAX makes of `lax.scatter`."""
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+    scatter = functools.partial(lax.scatter, dimension_numbers=numbers)
+    row = jax.ShapeDtypeStruct((1,), "float32")
+    index = jax.ShapeDtypeStruct((1, 1), "int32")
+    (equation,) = jax.make_jaxpr(scatter)(row, index, row).eqns
     return equation
 
 
-@functools.cache
 def takes_combiners() -> bool:
-    """Whether the equation of this version of JAX has the parameter."""
-    shapes = [
-        jax.ShapeDtypeStruct((1,), "float32"),
-        jax.ShapeDtypeStruct((1, 1), "int32"),
-    ]
-    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
-    known = _equation(shapes[0], shapes[1], shapes[0], dimension_numbers=numbers).params
-    return _COMBINER in known and _CONSTANTS in known
+    """Whether this version of JAX has the parameter."""
+    return _equation().params.keys() >= {_COMBINER, _CONSTANTS}
 
 
 def scatter_combining(
@@ -43,16 +40,16 @@ def scatter_combining(
     table: jax.Array,
     indices: jax.Array,
     rows: jax.Array,
-    **options: Any,
+    **params: Any,
 ) -> jax.Array:
     """`lax.scatter`, but for `formula(old, new)` of each number in place of `new`.
 
-    A formula without arrays of its own; it has no derivative.
+    A formula without arrays of its own; it has no derivative. Further arguments are
+    parameters of the equation.
     """
     axes = varying_axes(table, indices, rows)
     arrays = [vary(x, axes) for x in (table, indices, rows)]
     number = jax.ShapeDtypeStruct((), table.dtype)
     combiner = jax.make_jaxpr(formula)(number, number)
-    equation = _equation(*arrays, **options)
-    params = equation.params | {_COMBINER: combiner.jaxpr, _CONSTANTS: ()}
-    return equation.primitive.bind(*arrays, **params)
+    params |= {_COMBINER: combiner.jaxpr, _CONSTANTS: ()}
+    return _equation().primitive.bind(*arrays, **_equation().params | params)
