@@ -12,7 +12,7 @@ from ._map_rows import in_blocks, map_rows
 from ._moves import apart, gather_rows, scatter_rows
 from ._row_state import check_state, row_leaves, shape_of, state_laid_like
 from ._rows import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
-from ._sharding import laid_out, mesh_of, rows_like
+from ._sharding import laid_out, rows_like
 
 _MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
 
@@ -32,17 +32,16 @@ def _touched(grad: Any, param: Any) -> Rows:
 def _is_large(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
     """Whether blocks are worth their while, for what can be updated in blocks.
 
-    Outside of a program, each loop over blocks would be compiled at each call. On a
-    mesh, JAX partitions the program as it is. One table of state, as of momentum, is
-    updated faster at once while the temporaries are below the size from which the C
-    library maps them afresh at each call; two, as of Adam, are not.
+    Outside of a program, each loop over blocks would be compiled at each call. One
+    table of state, as of momentum, is updated faster at once while the temporaries are
+    below the size from which the C library maps them afresh at each call; two, as of
+    Adam, are not.
     """
     is_traced = isinstance(rows.indices, jax.core.Tracer)
     if not tables or not in_blocks(rows) or not is_traced:
         return False
     gradient_bytes = rows.data.size * rows.data.dtype.itemsize
-    is_slow = len(tables) > 1 or (2 + len(tables)) * gradient_bytes > _MAPPED_BYTES
-    return is_slow and mesh_of(*tables).empty
+    return len(tables) > 1 or (2 + len(tables)) * gradient_bytes > _MAPPED_BYTES
 
 
 def lazy(

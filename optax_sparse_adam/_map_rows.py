@@ -75,7 +75,10 @@ def map_rows(
         _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
         return data, tables
 
-    rows = rows._replace(data=rows_like(tables[0], rows.data))
+    # Some state has no columns.
+    depth = rows.indices.shape[1] + rows.data.ndim - 1
+    for table in [x for x in (*tables, *read) if x.ndim == depth][:1]:
+        rows = rows._replace(data=rows_like(table, rows.data))
     args = (read, *args)
     if not in_blocks(rows):
         return one_pass(rows, tables, args)
