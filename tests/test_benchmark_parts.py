@@ -1,6 +1,8 @@
 """The parts of the benchmark: who, on what, in which order; what is said."""
 
+import collections
 import functools
+import itertools
 import math
 import sys
 
@@ -205,7 +207,7 @@ def test_turns_alternate():
     rounds = [log[2 + i : 6 + i] for i in range(0, len(log) - 4, 4)]
     assert len(rounds) == 3 + 2
     for number, one in enumerate(rounds, -3):
-        first, second = "ab" if number % 2 == 0 else "ba"
+        first, second = "ab" if number in (-1, 0) else "ba"
         batch, other = number % 8, (number + 4) % 8
         assert one == [
             (first, "update", batch),
@@ -214,6 +216,17 @@ def test_turns_alternate():
             (second, "step", other),
         ]
     assert all(len(seconds) == 2 for seconds in turns.seconds.values())
+
+
+def test_nobody_always_comes_after_the_same():
+    log = []
+    group = [Fake(name, log=log) for name in "abc"]
+    Turns(group, None).run(repeats=21)
+    names = [name for name, what, *_ in log if what in ("update", "step")]
+    pairs = list(itertools.pairwise(names))
+    for name in "abc":
+        before = collections.Counter(one for one, other in pairs if other == name)
+        assert all(before[other] > 10 for other in "abc" if other != name), before
 
 
 def test_who_runs_out_of_memory_leaves():

@@ -49,7 +49,9 @@ class Turns:
     """A group that runs in rounds.
 
     Args:
-      group: The contestants. Each round begins with another one.
+      group: The contestants. Each round begins with another one, and every other cycle
+        of rounds goes backwards, so that nobody always comes after the same one, which
+        may have emptied the caches.
       batches: What they run on, the next batch in each round. The step takes another
         one than the update, which would otherwise leave its rows in the caches.
       slow_dense: Measure a dense step however long it takes.
@@ -74,9 +76,10 @@ class Turns:
             except RuntimeError as error:
                 self._leave_out(contestant, str(error))
         for number in range(-_WARMUP, repeats):
-            first = number % len(self._group)
+            cycle, first = divmod(number, len(self._group))
+            order = (*self._group[first:], *self._group[:first])
             for phase in PHASES:
-                for contestant in (*self._group[first:], *self._group[:first]):
+                for contestant in order[:: -1 if cycle % 2 else 1]:
                     if self._takes_part(contestant, phase):
                         self._turn(contestant, phase, number)
 
