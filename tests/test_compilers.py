@@ -83,7 +83,7 @@ def check(reports):
     for what, report in reports.items():
         # The gradient, its sums, and where they are rounded what came before. On a mesh
         # also the gradient of all devices, and what is sent and received.
-        operands = 4.25 if "," in what[0] else 2.75
+        operands = 4.75 if "," in what[0] else 2.75
         assert report["temporary"] < operands * rows_of_values, what
         assert report["not in place"] <= 1024, what  # padded tuples and numbers
         assert report["copies"] == 0, what
