@@ -69,15 +69,10 @@ def _by_kernel(grad: BCOO, moments: Moments, factors: Factors) -> tuple[Rows, Mo
     return Rows(*rows), moments
 
 
-@functools.partial(jax.jit, static_argnames="weights")
+@jax.jit
 def update_dense(
-    grad: jax.Array,
-    moments: Moments,
-    factors: Factors,
-    *,
-    weights: Weights | None = None,
+    grad: jax.Array, moments: Moments, factors: Factors
 ) -> tuple[jax.Array, Moments]:
-    grad_wide = grad.astype(factors.scale.dtype)
-    update, new = _adam(grad_wide, moments, factors, weights)
+    update, new = _adam(grad.astype(factors.scale.dtype), moments, factors)
     mu, nu = (n.astype(m.dtype) for n, m in zip(new, moments, strict=True))
     return update.astype(grad.dtype), (mu, nu)

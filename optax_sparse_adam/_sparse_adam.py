@@ -136,10 +136,12 @@ def _sparse_adam(
             dtype = accumulator_dtype(grad.dtype, mu.dtype, nu.dtype)
             if dtype not in cache:
                 cache[dtype] = factors(dtype, state.count, count_inc)
-            one = update_sparse if is_bcoo(grad) else update_dense
-            grads[i], (mus[i], nus[i]) = one(
-                grad, (mu, nu), cache[dtype], weights=weights
-            )
+            one: Any = update_dense
+            if is_bcoo(grad):
+                # Alone, outside of a program, it would be compiled for each b1 and b2.
+                known = weights if isinstance(mu, jax.core.Tracer) else None
+                one = functools.partial(update_sparse, weights=known)
+            grads[i], (mus[i], nus[i]) = one(grad, (mu, nu), cache[dtype])
         updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
         return updates, ScaleBySparseAdamState(count_inc, mu, nu)
 

@@ -80,6 +80,7 @@ def test_torch_parity_of_steps(dtype):
         start = test_torch_parity.start_table(rng, shape, dtype)
         steps = [random_entries(rng, shape, 1, 40, dtype) for _ in range(20)]
         test_torch_parity.check(start, steps, hyper)
+        test_torch_parity.check(start, steps, hyper, compiled=True)
 
 
 def test_derivatives_and_batches():

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,21 +44,22 @@ def torch_steps(start, steps, hyper):
         yield tuple(x.detach().numpy().copy() for x in (table, *moments))
 
 
-def our_steps(start, steps, hyper):
+def our_steps(start, steps, hyper, compiled=False):
     tx = osa.sparse_adam(*hyper[:4], maximize=hyper.maximize)
     table = jnp.asarray(start)
     state = tx.init(table)
+    update = jax.jit(tx.update) if compiled else tx.update
     for values, indices in steps:
-        updates, state = tx.update(bcoo(values, indices, start.shape), state)
+        updates, state = update(bcoo(values, indices, start.shape), state)
         table = osa.apply_updates(table, updates)
         yield table, state.mu, state.nu
 
 
-def check(start, steps, hyper, padded=None):
+def check(start, steps, hyper, padded=None, compiled=False):
     tol = TOLERANCE[start.dtype.name].torch
     table, mu, nu = Magnitude(start), Magnitude(), Magnitude()
     theirs = torch_steps(start, steps, hyper)
-    ours = our_steps(start, padded or steps, hyper)
+    ours = our_steps(start, padded or steps, hyper, compiled)
     for t, (expected, actual) in enumerate(zip(theirs, ours, strict=True), 1):
         what = f"after {t} steps with {hyper}"
         mu.check(actual[1], expected[1], tol, what=f"exp_avg {what}")
@@ -94,6 +96,14 @@ def test_shapes(dtype, n_sparse, n_dense):
             for nse in rng.permutation([0, 1, 16] * 7)[:20]
         ]
         check(start_table(rng, shape, dtype), steps, hyper)
+
+
+@pytest.mark.parametrize("hyper", [HYPERS[0], HYPERS[4], HYPERS[5]], ids=str)
+def test_compiled(dtype, hyper):
+    """Under `jit` the moments are averaged in their tables; `b1` and `b2` are known."""
+    rng = np.random.default_rng(1)
+    steps = [random_entries(rng, (7, 5), 1, 16, dtype) for _ in range(20)]
+    check(start_table(rng, (7, 5), dtype), steps, hyper, compiled=True)
 
 
 betas = st.sampled_from([0.0, 0.5, 0.9, 0.999]) | st.floats(0.5, 0.9999)
