@@ -137,6 +137,7 @@ def scatter_add_rows(
     table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
 ) -> jax.Array:
     """`table.at[indices].add(rows)`; padding is dropped."""
+    rows = _cast(rows, table)
     return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
 
 
@@ -157,5 +158,4 @@ def _scatter(
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
     axes = range(table.ndim)
-    rows = _cast(rows, table)
     return partitioned(scatter, table, indices, rows, like=table, axes=axes)
