@@ -202,13 +202,14 @@ def test_inside_shard_map(check_vma):
         value, grads = osa.value_and_grad(loss)(p, ids)
         return value[None], grads["t"], grads["w"][None]
 
-    value, grad, w = jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=mesh(AxisType.Auto),
         in_specs=(WHOLE, ALONG),
         out_specs=ALONG,
         check_vma=check_vma,
-    )(PARAMS, MANY_IDS)
+    )
+    value, grad, w = jax.jit(mapped)(PARAMS, MANY_IDS)
     assert_same(jnp.sum(value), EXPECTED[0])
     assert_same(jnp.sum(w, axis=0), EXPECTED[1]["w"])
     assert grad.data.shape == (32, 4)
@@ -229,31 +230,35 @@ def test_whole_gradient_on_every_device(check_vma, summed):
         return (grad.todense() if is_bcoo(grad) else grad)[None]
 
     def on_mesh(lib):
-        function = partial(gradient, lib)
-        return jax.shard_map(
-            function,
+        mapped = jax.shard_map(
+            partial(gradient, lib),
             mesh=mesh(AxisType.Auto),
             in_specs=(WHOLE, ALONG),
             out_specs=ALONG,
             check_vma=check_vma,
-        )(PARAMS, MANY_IDS)
+        )
+        return jax.jit(mapped)(PARAMS, MANY_IDS)
 
     assert_same(on_mesh(osa), on_mesh(jax))
 
 
-@pytest.mark.parametrize("ids_spec", [WHOLE, ALONG], ids=["whole", "along"])
-def test_replicated_gradient_leaves_shard_map(ids_spec):
+# Outside of `jit`, where each operation is compiled by itself, too, but only once.
+@pytest.mark.parametrize(
+    ("ids_spec", "way"), [(WHOLE, jax.jit), (ALONG, lambda f: f)], ids=["whole", "along"]
+)
+def test_replicated_gradient_leaves_shard_map(ids_spec, way):
     """The value varies over devices, the gradient, summed over them, does not."""
 
     def local(p, ids, labels):
         return osa.grad(lambda p: loss(p, ids) + jnp.sum(labels))(p)["t"]
 
-    grad = jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=mesh(AxisType.Auto),
         in_specs=(WHOLE, ids_spec, ALONG),
         out_specs=WHOLE,
-    )(PARAMS, MANY_IDS, jnp.ones(8))
+    )
+    grad = way(mapped)(PARAMS, MANY_IDS, jnp.ones(8))
     times = 8 if ids_spec == WHOLE else 1
     assert_same(grad.todense(), times * EXPECTED[1]["t"])
 

@@ -88,8 +88,9 @@ HYPERS = [
 @pytest.mark.parametrize("n_dense", [0, 1, 2])
 @pytest.mark.parametrize("n_sparse", [1, 2, 3])
 def test_shapes(dtype, n_sparse, n_dense):
-    rng = np.random.default_rng(10 * n_sparse + n_dense)
-    for hyper in HYPERS:
+    number = 3 * (n_sparse - 1) + n_dense
+    rng = np.random.default_rng(number)
+    for hyper in HYPERS[number % 3 :: 3]:
         shape = (7, 3, 2)[:n_sparse] + (5, 2)[:n_dense]
         steps = [
             random_entries(rng, shape, n_sparse, nse, dtype)
