@@ -1,5 +1,6 @@
 """Strict JAX for every test, and eight devices."""
 
+import gc
 import os
 
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
@@ -23,6 +24,11 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_finish():
+    """What is imported stays; to go through it at each collection takes a tenth."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from ._support import assert_close, assert_identical, bcoo, random_entries, row_
 WAYS = pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64-x64"], indirect=True)
 @pytest.mark.parametrize("n_dense", [0, 1, 2])
 @pytest.mark.parametrize("n_sparse", [1, 2, 3])
 def test_equals_the_dense_sum(dtype, n_sparse, n_dense):

@@ -244,7 +244,9 @@ def test_whole_gradient_on_every_device(check_vma, summed):
 
 # Outside of `jit`, where each operation is compiled by itself, too, but only once.
 @pytest.mark.parametrize(
-    ("ids_spec", "way"), [(WHOLE, jax.jit), (ALONG, lambda f: f)], ids=["whole", "along"]
+    ("ids_spec", "way"),
+    [(WHOLE, jax.jit), (ALONG, lambda f: f)],
+    ids=["whole", "along"],
 )
 def test_replicated_gradient_leaves_shard_map(ids_spec, way):
     """The value varies over devices, the gradient, summed over them, does not."""

@@ -48,6 +48,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64-x64"], indirect=True)
 @pytest.mark.parametrize(("n_sparse", "shape"), SHAPES)
 def test_coalesce(dtype, n_sparse, shape):
     rng = np.random.default_rng(0)

@@ -85,6 +85,7 @@ HYPERS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64-x64"], indirect=True)
 @pytest.mark.parametrize("n_dense", [0, 1, 2])
 @pytest.mark.parametrize("n_sparse", [1, 2, 3])
 def test_shapes(dtype, n_sparse, n_dense):
