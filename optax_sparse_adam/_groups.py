@@ -15,14 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._moves import (
-    expand,
-    in_bounds,
-    row_bounds,
-    scatter_add_rows,
-    scatter_rows,
-    take_rows,
-)
+from ._moves import expand, in_bounds, scatter_add_rows, scatter_rows, take_rows
 from ._search import search
 
 # How many neighbours a round adds up. XLA makes one GPU kernel of it, which reads each
@@ -34,21 +27,20 @@ class _Order(NamedTuple):
     """The entries of a gradient in the order of their rows.
 
     Attributes:
-      columns: `[nse, n_sparse]`, the row of each entry.
+      keys: `[nse, k]`, the row of each entry, as `_keys` has it.
       position: `[nse]`, where the entry was.
       number: `[nse]`, the number of its row in ascending order, `nse` for padding.
       last: `[nse]`, the place of the last entry of each row, by the row's number.
       rows: Scalar; how many rows there are.
     """
 
-    columns: jax.Array
+    keys: jax.Array
     position: jax.Array
     number: jax.Array
     last: jax.Array
     rows: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "is_sorted"))
 def group_rows(
     indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -59,14 +51,10 @@ def group_rows(
       meaning; how many they are; and for each entry the number of its row, `nse` for
       padding.
     """
-    return lax.platform_dependent(
-        indices,
-        cpu=lambda indices: _search_groups(indices, shape, is_sorted),
-        default=lambda indices: _order_groups(indices, shape, is_sorted),
-    )
+    keys, count, group = _group_keys(_keys(indices, shape), is_sorted=is_sorted)
+    return _rows_of(keys, shape[: indices.shape[1]]), count, group
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "is_sorted"))
 def sum_rows(
     indices: jax.Array, data: jax.Array, shape: tuple[int, ...], is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -76,19 +64,8 @@ def sum_rows(
       The distinct rows and how many they are, as `group_rows`; and their sums, then
       zeros.
     """
-
-    def scattered(indices: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
-        distinct, count, group = _search_groups(indices, shape, is_sorted)
-        zeros = jnp.zeros_like(data)
-        sums = scatter_add_rows(zeros, group[:, None], data, unique=False)
-        return distinct, count, sums
-
-    def neighbours(indices: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
-        found = _in_order(indices, shape, is_sorted)
-        ordered = data if is_sorted else take_rows(data, found.position[:, None])
-        return _distinct(found), found.rows, _sum_neighbours(ordered, found)
-
-    return lax.platform_dependent(indices, data, cpu=scattered, default=neighbours)
+    keys, count, sums = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
+    return _rows_of(keys, shape[: indices.shape[1]]), count, sums
 
 
 def sum_groups(data: jax.Array, group: jax.Array) -> jax.Array:
@@ -97,82 +74,116 @@ def sum_groups(data: jax.Array, group: jax.Array) -> jax.Array:
     return sums
 
 
-def _flat_rows(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
-    """One number for each row, the largest for padding; none where no type holds it."""
-    size = math.prod(shape[: indices.shape[1]])
-    if size > jnp.iinfo(indices.dtype).max:
-        return None
-    key = jnp.zeros(len(indices), indices.dtype)
-    for axis in range(indices.shape[1]):
-        key = key * np.asarray(shape[axis], key.dtype) + indices[:, axis]
-    return jnp.where(in_bounds(indices, shape), key, np.asarray(size, key.dtype))
+def _padding(keys: jax.Array) -> np.ndarray:
+    """What stands for padding: no row has the largest number of the type."""
+    return np.asarray(jnp.iinfo(keys.dtype).max, keys.dtype)
 
 
-def _unflatten(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """What tells rows apart, in their order, whatever the size of the table.
+
+    JAX then traces what follows once for tables of all sizes.
+
+    Returns:
+      `[nse, 1]`, one number for each row; or the indices themselves, `[nse, n_sparse]`,
+      where the type does not hold that.
+    """
+    sizes, keys = shape[: indices.shape[1]], indices
+    if math.prod(sizes) <= jnp.iinfo(indices.dtype).max:
+        keys = indices[:, :1]
+        for axis, size in enumerate(sizes[1:], 1):
+            bound = np.asarray(size, keys.dtype)
+            keys = keys * bound + indices[:, axis : axis + 1]
+    return jnp.where(in_bounds(indices, shape)[:, None], keys, _padding(keys))
+
+
+def _rows_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """The indices `[nse, n_sparse]` of rows from their keys."""
+    if keys.shape[1] == len(sizes):
+        return keys
     columns = []
-    for size in reversed(shape[1:]):
-        bound = np.asarray(max(size, 1), flat.dtype)
-        columns.append(flat % bound)
-        flat = flat // bound
-    return jnp.stack([flat, *reversed(columns)], axis=1)
+    for size in reversed(sizes[1:]):
+        bound = np.asarray(max(size, 1), keys.dtype)
+        columns.append(keys % bound)
+        keys = keys // bound
+    return jnp.concatenate([keys, *reversed(columns)], axis=1)
 
 
-def _changes(columns: jax.Array) -> jax.Array:
+def _changes(keys: jax.Array) -> jax.Array:
     """Says of each entry but the last whether the next one has another row."""
-    return jnp.any(columns[1:] != columns[:-1], axis=1)
+    return jnp.any(keys[1:] != keys[:-1], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames="is_sorted")
+def _group_keys(
+    keys: jax.Array, *, is_sorted: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return lax.platform_dependent(
+        keys,
+        cpu=lambda keys: _search_groups(keys, is_sorted),
+        default=lambda keys: _order_groups(keys, is_sorted),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="is_sorted")
+def _sum_keys(
+    keys: jax.Array, data: jax.Array, *, is_sorted: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def scattered(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+        distinct, count, group = _search_groups(keys, is_sorted)
+        zeros = jnp.zeros_like(data)
+        sums = scatter_add_rows(zeros, group[:, None], data, unique=False)
+        return distinct, count, sums
+
+    def neighbours(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+        found = _in_order(keys, is_sorted)
+        ordered = data if is_sorted else take_rows(data, found.position[:, None])
+        return _distinct(found), found.rows, _sum_neighbours(ordered, found)
+
+    return lax.platform_dependent(keys, data, cpu=scattered, default=neighbours)
 
 
 def _search_groups(
-    indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
+    keys: jax.Array, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`group_rows` for CPUs."""
-    nse = len(indices)
-    key = _flat_rows(indices, shape)
-    if key is None:
-        return _order_groups(indices, shape, is_sorted)
+    if keys.shape[1] > 1:
+        return _order_groups(keys, is_sorted)
+    nse, key = len(keys), keys[:, 0]
     # To sort the ids alone and to search them afterwards is three times faster on a CPU
     # than to carry the positions through the sort.
     ordered = key if is_sorted else jnp.sort(key)
-    columns = _unflatten(ordered, shape[: indices.shape[1]])
-    real = ordered < np.asarray(math.prod(shape[: indices.shape[1]]), key.dtype)
-    first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])]) & real
+    first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])])
+    first &= ordered != _padding(keys)
     number = jnp.cumsum(first, dtype=jnp.int32) - 1
     target = jnp.where(first, number, nse)[:, None]
-    distinct = scatter_rows(jnp.zeros_like(columns), target, columns)
+    distinct = scatter_rows(jnp.zeros_like(keys), target, ordered[:, None])
     group = number if is_sorted else number[search(ordered, key)]
-    return distinct, number[-1] + 1, jnp.where(in_bounds(indices, shape), group, nse)
+    return distinct, number[-1] + 1, jnp.where(key != _padding(keys), group, nse)
 
 
 def _order_groups(
-    indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
+    keys: jax.Array, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`group_rows` for all other devices."""
-    found = _in_order(indices, shape, is_sorted)
+    found = _in_order(keys, is_sorted)
     position = found.position[:, None]
     group = scatter_rows(jnp.zeros_like(found.number), position, found.number)
     return _distinct(found), found.rows, group
 
 
-def _in_order(indices: jax.Array, shape: tuple[int, ...], is_sorted: bool) -> _Order:
-    nse, n_sparse = indices.shape
-    slot = jnp.arange(nse, dtype=jnp.int32)
-    key = _flat_rows(indices, shape)
-    if is_sorted:
-        columns, position = indices, slot
-    elif key is None:
-        inside = in_bounds(indices, shape)[:, None]
-        padded = jnp.where(inside, indices, row_bounds(shape, indices))
-        *keys, position = lax.sort((*padded.T, slot), num_keys=n_sparse)
-        columns = jnp.stack(keys, axis=1)
-    else:
-        key, position = lax.sort((key, slot), num_keys=1)
-        columns = _unflatten(key, shape[:n_sparse])
-    real = in_bounds(columns, shape)
-    last = jnp.concatenate([_changes(columns), jnp.ones([1], bool)]) & real
+def _in_order(keys: jax.Array, is_sorted: bool) -> _Order:
+    nse = len(keys)
+    slot = position = jnp.arange(nse, dtype=jnp.int32)
+    if not is_sorted:
+        *columns, position = lax.sort((*keys.T, slot), num_keys=keys.shape[1])
+        keys = jnp.stack(columns, axis=1)
+    real = keys[:, 0] != _padding(keys)
+    last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
     target = jnp.where(last, before, nse)[:, None]
     return _Order(
-        columns=columns,
+        keys=keys,
         position=position,
         number=jnp.where(real, before, nse),
         last=scatter_rows(jnp.zeros_like(slot), target, slot),
@@ -181,7 +192,7 @@ def _in_order(indices: jax.Array, shape: tuple[int, ...], is_sorted: bool) -> _O
 
 
 def _distinct(found: _Order) -> jax.Array:
-    return take_rows(found.columns, found.last[:, None])
+    return take_rows(found.keys, found.last[:, None])
 
 
 def _sum_neighbours(data: jax.Array, found: _Order) -> jax.Array:

@@ -29,19 +29,20 @@ def _touched(grad: Any, param: Any) -> Rows:
     return rows._replace(data=data if param is None else rows_like(param, data))
 
 
-def _is_large(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
-    """Whether blocks are worth their while, for what can be updated in blocks.
+def _worth_proving(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
+    """Whether a table is updated by itself, in place, where it provably may be.
 
     Outside of a program, each loop over blocks would be compiled at each call. One
-    table of state, as of momentum, is updated faster at once while the temporaries are
-    below the size from which the C library maps them afresh at each call; two, as of
-    Adam, are not.
+    table of state, as of momentum, is updated faster with the others than in blocks
+    while the temporaries are below the size from which the C library maps them afresh
+    at each call; two, as of Adam, are not.
     """
-    is_traced = isinstance(rows.indices, jax.core.Tracer)
-    if not tables or not in_blocks(rows) or not is_traced:
-        return False
     gradient_bytes = rows.data.size * rows.data.dtype.itemsize
-    return len(tables) > 1 or (2 + len(tables)) * gradient_bytes > _MAPPED_BYTES
+    is_traced = isinstance(rows.indices, jax.core.Tracer)
+    if not (tables and gradient_bytes and is_traced):
+        return False
+    is_mapped = (2 + len(tables)) * gradient_bytes > _MAPPED_BYTES
+    return len(tables) > 1 or is_mapped or not in_blocks(rows)
 
 
 def lazy(
@@ -72,11 +73,11 @@ def lazy(
     Weight decay inside `inner` decays the touched rows, once for each step that touches
     them.
 
-    Inside of `jit`, on a CPU, large gradients are worked off in blocks of rows, as far
-    as rows are touched, wherever `inner.update` provably treats each row of a table
-    alone, norms over gradients aside: Adam and its kin, Adagrad, RMSProp, momentum,
-    Lion, `per_row`, with clipping and schedules around them. Everything else, and every
-    table on a mesh, is updated at once; the results are the same up to rounding.
+    Inside of `jit`, a table is updated by itself and its moments where they lie, on a
+    CPU in blocks of rows, as far as rows are touched, wherever `inner.update` provably
+    treats each row of it alone, norms over gradients aside: Adam and its kin, Adagrad,
+    RMSProp, momentum, Lion, `per_row`, with clipping and schedules around them. All
+    else is updated together; the results are the same up to rounding.
 
     Args:
       inner: The transformation, or a chain of them.
@@ -139,17 +140,17 @@ def lazy(
         held = {i: [n for n, owner in enumerate(owners) if owner == i] for i in rows}
         written = {i: tuple(leaves[n] for n in held[i]) for i in rows}
         read: Any = {i: () if olds[i] is None else (olds[i],) for i in rows}
-        large = [i for i in rows if _is_large(rows[i], written[i])]
+        alone = [i for i in rows if _worth_proving(rows[i], written[i])]
 
         old = {
             i: [gather_rows(x, touched.indices) for x in (*written[i], *read[i])]
             for i, touched in rows.items()
         }
 
-        def compact(data: Any, of_large: Any) -> list[Any]:
+        def compact(data: Any, of_alone: Any) -> list[Any]:
             """`inner.update` on compact trees."""
             small_grads, small_params, small_leaves = [*grads], [*olds], [*leaves]
-            for i, taken in (old | of_large).items():
+            for i, taken in (old | of_alone).items():
                 small_grads[i] = data.get(i, rows[i].data)
                 for n, new in zip(held[i], taken, strict=False):
                     small_leaves[n] = new
@@ -167,8 +168,8 @@ def lazy(
         small, middles, extra = take_apart(
             compact,
             [*range(len(grads)), *owners],
-            {i: rows[i].data for i in large},
-            {i: old[i] for i in large},
+            {i: rows[i].data for i in alone},
+            {i: old[i] for i in alone},
         )
         results, new_leaves = small[: len(grads)], small[len(grads) :]
         for i, touched in rows.items():

@@ -1,4 +1,4 @@
-"""Which tables `lazy` updates in blocks, and the same update without blocks."""
+"""Which tables `lazy` updates by themselves, and the same update at once."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from optax_sparse_adam._by_row import take_apart
 
 
 def lower(tx, grads, params, how="lower", donate=(), state=None, **extra):
-    """The lowered update, and the names of the leaves that it updates in blocks."""
+    """The lowered update, and which leaves are updated by themselves, by name."""
     taken = []
 
     def recorded(*args):
@@ -29,5 +29,5 @@ def lower(tx, grads, params, how="lower", donate=(), state=None, **extra):
 def at_once(function, *args):
     """The result of a program in which `lazy` updates all rows at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_lazy, "_is_large", lambda *args: False)
+        patch.setattr(_lazy, "_worth_proving", lambda *args: False)
         return jax.jit(lambda *args: function(*args))(*args)

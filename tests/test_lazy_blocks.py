@@ -144,7 +144,7 @@ def test_trees_with_holes(with_params):
     tx = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
     state, kept = tx.init(params), params if with_params else None
     lowered, tables = lower(tx, grads, kept, state=state)
-    assert tables == {"a", "b"}
+    assert tables == {"a", "b", "small"} if with_params else {"a", "b"}
     actual = lowered.compile()(grads, state, kept)
     assert_all_close(actual, at_once(tx.update, grads, state, kept))
 
@@ -223,21 +223,38 @@ def test_memory(monkeypatch):
     assert temporary[0] <= limit, f"{temporary[0]} bytes, more than {limit}"
 
 
-def test_small_gradients_of_one_table_of_state(monkeypatch):
-    """Are faster at once, and take a program without a loop."""
+def test_memory_of_many_tables(monkeypatch):
+    """Gradients and updates, and of what is between them not all at once."""
+    monkeypatch.undo()
+    number, nse, width = 8, 512, 32
+    tables = [jax.ShapeDtypeStruct((9999, width), "float32")] * number
+    data = jax.ShapeDtypeStruct((nse, width), "float32")
+    indices = jax.ShapeDtypeStruct((nse, 1), "int32")
+    grad = jax.eval_shape(lambda *x: bcoo(*x, tables[0].shape), data, indices)
+    lowered, taken = lower(osa.lazy(FLAGSHIP), [grad] * number, tables, donate=1)
+    assert len(taken) == number
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    gradients = number * nse * width * 4
+    assert temporary <= 2 * gradients, f"{temporary}, more than 2 * {gradients}"
+
+
+def test_small_gradients(monkeypatch):
+    """Take a program without a loop, and those of one table of state even longer."""
     monkeypatch.undo()
     table = jax.ShapeDtypeStruct((100_000, 64), "float32")
-    for nse, tx, is_taken in (
-        (16_384, optax.adagrad(0.1), False),
-        (65_536, optax.adagrad(0.1), True),
-        (16_384, optax.adam(0.1), True),
-        (1024, optax.adam(0.1), False),
+    for nse, tx, is_taken, has_loop in (
+        (1024, optax.adagrad(0.1), True, False),
+        (16_384, optax.adagrad(0.1), False, False),
+        (65_536, optax.adagrad(0.1), True, True),
+        (1024, optax.adam(0.1), True, False),
+        (16_384, optax.adam(0.1), True, True),
     ):
         data = jax.ShapeDtypeStruct((nse, 64), "float32")
         indices = jax.ShapeDtypeStruct((nse, 1), "int32")
         grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
-        _, tables = lower(osa.lazy(tx), grad, table, "trace")
+        traced, tables = lower(osa.lazy(tx), grad, table, "trace")
         assert bool(tables) == is_taken
+        assert (" while[" in str(traced.jaxpr)) == has_loop
 
 
 def test_no_tracer_outlives_its_trace():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _rows, _search
+from optax_sparse_adam import _groups, _rows, _search
 
 from ._support import (
     TOLERANCE,
@@ -56,6 +56,21 @@ def test_coalesce(dtype, n_sparse, shape):
     for nse, outside in itertools.product(sizes, (False, True)):
         entries = random_entries(rng, shape, n_sparse, nse, dtype, outside)
         check_coalesced(osa.coalesce(bcoo(*entries, shape)), *entries, shape)
+
+
+def test_tables_of_all_heights_are_traced_once(monkeypatch):
+    """Many tables, as of a recommender, would take seconds."""
+    search, traced = _groups._search_groups, []
+
+    def counted(*args):
+        traced.append(args)
+        return search(*args)
+
+    monkeypatch.setattr(_groups, "_search_groups", counted)
+    values, indices = random_entries(np.random.default_rng(0), (50, 3), 1, 37)
+    for rows in (50, 51, 1000):
+        jax.make_jaxpr(osa.coalesce)(bcoo(values, indices, (rows, 3)))
+    assert len(traced) == 1
 
 
 near = st.integers(-3, 8) | st.sampled_from([-(2**31), 2**31 - 1])

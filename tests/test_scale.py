@@ -1,4 +1,4 @@
-"""The table of benchmarks/scale.py: bytes counted by hand, and none for the rows."""
+"""The programs of benchmarks/: bytes counted by hand, and none for the rows."""
 
 import subprocess
 import sys
@@ -113,3 +113,21 @@ def test_script():
     assert {x.count("|") for x in (head, rule, *lines)} == {8}
     assert len(lines) == 1
     assert lines[0].startswith("| all-gather | 4 | 9.65 kB | ")
+
+
+def test_many_tables():
+    command = [sys.executable, str(_FOLDER / "many_tables.py"), "--tables=2"]
+    done = subprocess.run(
+        [*command, "--rows=50", "--dim=3", "--ids=4", "--repeats=1"],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    names = [
+        line.split(" ms")[0].rsplit(maxsplit=1)[0] for line in done.stdout.splitlines()
+    ]
+    assert names[:2] == ["sparse_adam", "lazy(clip, adamw)"]
+    assert names[-1] == "torch"
+    assert len(names) == 5
