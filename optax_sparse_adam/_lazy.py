@@ -8,13 +8,11 @@ import optax
 
 from ._by_row import take_apart
 from ._checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from ._map_rows import in_blocks, map_rows
+from ._map_rows import map_rows
 from ._moves import apart, gather_rows, scatter_rows
 from ._row_state import check_state, row_leaves, shape_of, state_laid_like
 from ._rows import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
 from ._sharding import laid_out, rows_like
-
-_MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
 
 
 def _touched(grad: Any, param: Any) -> Rows:
@@ -32,17 +30,10 @@ def _touched(grad: Any, param: Any) -> Rows:
 def _worth_proving(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
     """Whether a table is updated by itself, in place, where it provably may be.
 
-    Outside of a program, each loop over blocks would be compiled at each call. One
-    table of state, as of momentum, is updated faster with the others than in blocks
-    while the temporaries are below the size from which the C library maps them afresh
-    at each call; two, as of Adam, are not.
+    Not outside of a program, where each loop over blocks would be compiled anew.
     """
-    gradient_bytes = rows.data.size * rows.data.dtype.itemsize
     is_traced = isinstance(rows.indices, jax.core.Tracer)
-    if not (tables and gradient_bytes and is_traced):
-        return False
-    is_mapped = (2 + len(tables)) * gradient_bytes > _MAPPED_BYTES
-    return len(tables) > 1 or is_mapped or not in_blocks(rows)
+    return is_traced and rows.data.size > 0 and bool(tables)
 
 
 def lazy(

@@ -17,6 +17,7 @@ from ._sharding import rows_like
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
 # slower. Larger blocks leave the second-level cache, smaller ones pay for the loop.
 _BLOCK_BYTES = 1 << 18
+_MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
 
 
 def map_rows(
@@ -75,19 +76,25 @@ def map_rows(
         _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
         return data, tables
 
-    # Some state has no columns.
     depth = rows.indices.shape[1] + rows.data.ndim - 1
-    for table in [x for x in (*tables, *read) if x.ndim == depth][:1]:
+    with_columns = [x for x in (*tables, *read) if x.ndim == depth]
+    for table in with_columns[:1]:
         rows = rows._replace(data=rows_like(table, rows.data))
     args = (read, *args)
-    if not in_blocks(rows):
+    if not _in_blocks(rows, any(x.ndim == depth for x in tables)):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
 
 
-def in_blocks(rows: Rows) -> bool:
-    """Whether these are so many rows that they make several blocks on a CPU."""
-    return rows.data.shape[0] > _block_rows(rows.data)
+def _in_blocks(rows: Rows, has_columns: bool) -> bool:
+    """Whether there are several blocks on a CPU, and they are worth their while.
+
+    Where all state is one number a row, as of row-wise Adagrad, all rows at once are
+    faster while the temporaries (gradient, sums, updates) are below the size from which
+    the C library maps them afresh at each call.
+    """
+    is_mapped = 3 * rows.data.size * rows.data.dtype.itemsize > _MAPPED_BYTES
+    return len(rows.data) > _block_rows(rows.data) and (has_columns or is_mapped)
 
 
 def _block_rows(data: jax.Array) -> int:

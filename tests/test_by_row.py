@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import _lazy, _map_rows
+from optax_sparse_adam import _map_rows
 
 from ._blocks import at_once, lower
 from ._support import TOLERANCE, assert_close, bcoo
@@ -22,7 +22,7 @@ ROWS = 20
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of two rows or three, of the tables here."""
-    monkeypatch.setattr(_lazy, "_MAPPED_BYTES", 0)
+    monkeypatch.setattr(_map_rows, "_MAPPED_BYTES", 0)
     monkeypatch.setattr(_map_rows, "_BLOCK_BYTES", 60)
     with (
         jax.numpy_dtype_promotion("standard"),
