@@ -3,10 +3,11 @@
 `python benchmarks/many_tables.py [--tables 26] [--rows 50000] [--dim 32] [--ids 2048]`:
 each example looks one row of each table up, Zipf ids, and two dense layers follow. With
 torch installed, torch takes part. `OPTAX_SPARSE_ADAM_NATIVE=0` measures plain JAX.
+Torch's idle threads sleep, which its many small operations pay for: see also
+`OMP_WAIT_POLICY=ACTIVE python benchmarks/many_tables.py --only torch`.
 """
 
 import argparse
-import importlib.util
 import time
 
 import jax
@@ -15,6 +16,11 @@ import numpy as np
 import optax
 
 import optax_sparse_adam as osa
+from optax_sparse_adam.benchmark._measure import Turns
+from optax_sparse_adam.benchmark._problem import NUM_BATCHES
+from optax_sparse_adam.benchmark._torch import load_torch
+
+HIDDEN = 64
 
 
 def loss(params, ids):
@@ -23,53 +29,78 @@ def loss(params, ids):
     return jnp.mean(jnp.logaddexp(0, -hidden @ params["out"]))
 
 
-def jax_step(tx, lib, options, ids):
-    """A compiled step; how long it took to trace and to compile."""
-    params = {
-        "tables": [jnp.full((options.rows, options.dim), 0.01)] * options.tables,
-        "hidden": jnp.full((options.tables * options.dim, 64), 0.01),
-        "out": jnp.full(64, 0.01),
-    }
-    params = jax.tree.map(jnp.copy, params)
-    state = tx.init(params)
+class Contestant:
+    """One of those that take turns; see `optax_sparse_adam.benchmark`."""
 
-    def step(params, state, ids):
-        grads = lib.grad(loss)(params, ids)
-        updates, state = tx.update(grads, state, params)
+    phases = ("step",)
+
+    def __init__(self, name, options):
+        self.name, self.options, self.compiled = name, options, ""
+        self.layer = options.tables * options.dim, HIDDEN
+
+    def stop(self):
+        self.run = None
+
+
+class InJax(Contestant):
+    def __init__(self, name, options, tx, lib):
+        super().__init__(name, options)
+        self.tx, self.lib = tx, lib
+
+    def start(self, batches):
+        rows, dim = self.options.rows, self.options.dim
+        params = {
+            "tables": [jnp.full((rows, dim), 0.01) for _ in range(self.options.tables)],
+            "hidden": jnp.full(self.layer, 0.01),
+            "out": jnp.full(HIDDEN, 0.01),
+        }
+        self.train = params, self.tx.init(params)
+        self.ids = [jnp.asarray(ids) for ids in batches]
+        step = jax.jit(self.step, donate_argnums=0)
+        start = time.perf_counter()
+        self.program = step.lower(self.train, self.ids[0]).compile()
+        self.compiled = f", compiled in {time.perf_counter() - start:.2f} s"
+
+    def step(self, train, ids):
+        params, state = train
+        grads = self.lib.grad(loss)(params, ids)
+        updates, state = self.tx.update(grads, state, params)
         return osa.apply_updates(params, updates), state
 
-    start = time.perf_counter()
-    step = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, ids).compile()
-    seconds = time.perf_counter() - start
-
-    def run(ids):
-        nonlocal params, state
-        params, state = step(params, state, ids)
-        jax.block_until_ready(params)
-
-    return run, seconds
+    def run(self, phase, batch):
+        self.train = jax.block_until_ready(self.program(self.train, self.ids[batch]))
 
 
-def torch_step(options):
-    import torch
+class InTorch(Contestant):
+    def __init__(self, name, options, torch):
+        super().__init__(name, options)
+        self.torch = torch
 
-    shape = options.rows, options.dim
-    tables = [torch.nn.Embedding(*shape, sparse=True) for _ in range(options.tables)]
-    hidden = torch.nn.Parameter(torch.full((options.tables * options.dim, 64), 0.01))
-    out = torch.nn.Parameter(torch.full((64,), 0.01))
-    sparse = torch.optim.SparseAdam([table.weight for table in tables])
-    dense = torch.optim.Adam([hidden, out])
+    def start(self, batches):
+        torch, shape = self.torch, (self.options.rows, self.options.dim)
+        self.is_gpu = jax.default_backend() == "gpu"
+        torch.set_default_device("cuda" if self.is_gpu else "cpu")
+        number = range(self.options.tables)
+        self.tables = [torch.nn.Embedding(*shape, sparse=True) for _ in number]
+        self.hidden = torch.nn.Parameter(torch.full(self.layer, 0.01))
+        self.out = torch.nn.Parameter(torch.full((HIDDEN,), 0.01))
+        self.optimizers = (
+            torch.optim.SparseAdam([table.weight for table in self.tables]),
+            torch.optim.Adam([self.hidden, self.out]),
+        )
+        self.ids = [torch.tensor(ids) for ids in batches]
 
-    def run(ids):
-        sparse.zero_grad()
-        dense.zero_grad()
-        rows = [table(ids[:, i]) for i, table in enumerate(tables)]
-        scores = torch.relu(torch.cat(rows, 1) @ hidden) @ out
-        torch.nn.functional.softplus(-scores).mean().backward()
-        sparse.step()
-        dense.step()
-
-    return run, 0.0
+    def run(self, phase, batch):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        ids = self.ids[batch]
+        rows = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        scores = self.torch.relu(self.torch.cat(rows, 1) @ self.hidden) @ self.out
+        self.torch.nn.functional.softplus(-scores).mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.is_gpu:
+            self.torch.cuda.synchronize()
 
 
 def main():
@@ -78,38 +109,36 @@ def main():
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--ids", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--only", metavar="NAME", help="in a process of its own")
     options = parser.parse_args()
-    rng = np.random.default_rng(0)
-    size = options.repeats + 3, options.ids, options.tables
-    batches = (np.minimum(rng.zipf(1.1, size), options.rows) - 1).astype(np.int32)
+    size = NUM_BATCHES, options.ids, options.tables
+    drawn = np.random.default_rng(0).zipf(1.1, size)
+    batches = (np.minimum(drawn, options.rows) - 1).astype(np.int32)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    first = jnp.asarray(batches[0])
-    contestants = {
-        "sparse_adam": jax_step(osa.sparse_adam(1e-3), osa, options, first),
-        "lazy(clip, adamw)": jax_step(osa.lazy(clipped), osa, options, first),
-        "rowwise_adagrad": jax_step(osa.rowwise_adagrad(1e-2), osa, options, first),
-        "optax.adam, dense": jax_step(optax.adam(1e-3), jax, options, first),
-    }
-    put = dict.fromkeys(contestants, jnp.asarray)
-    if importlib.util.find_spec("torch"):
-        import torch
-
-        contestants["torch"], put["torch"] = torch_step(options), torch.from_numpy
-    times = {name: [] for name in contestants}
-    for number, ids in enumerate(batches):
-        # To and fro, so that nobody always follows the same neighbour.
-        for name in list(contestants)[:: 1 if number % 2 else -1]:
-            batch = jax.block_until_ready(put[name](ids))
-            start = time.perf_counter()
-            contestants[name][0](batch)
-            times[name].append(time.perf_counter() - start)
-    for name, (_, seconds) in contestants.items():
-        low, median, high = 1e3 * np.percentile(times[name][3:], [25, 50, 75])
-        print(
-            f"{name:18} {median:7.2f} ms a step ({low:.2f} to {high:.2f})",
-            f"compiled in {seconds:.2f} s" if seconds else "",
-        )
+    contestants = [
+        InJax("sparse_adam", options, osa.sparse_adam(1e-3), osa),
+        InJax("lazy(clip, adamw)", options, osa.lazy(clipped), osa),
+        InJax("rowwise_adagrad", options, osa.rowwise_adagrad(1e-2), osa),
+        InJax("optax.adam, dense", options, optax.adam(1e-3), jax),
+    ]
+    torch, where = load_torch(jax.default_backend())
+    print("torch:", where)
+    if torch:
+        contestants.append(InTorch("torch", options, torch))
+    if options.only:
+        contestants = [x for x in contestants if x.name == options.only]
+    turns = Turns(contestants, batches)
+    turns.run(options.repeats)
+    for contestant in contestants:
+        name = contestant.name
+        if name in turns.skipped:
+            print(f"{name:18} {turns.skipped[name]}")
+            continue
+        times = turns.seconds["step", name]
+        low, median, high = 1e3 * np.percentile(times, [25, 50, 75])
+        spread = f"({low:.2f} to {high:.2f})"
+        print(f"{name:18} {median:7.2f} ms a step {spread}{contestant.compiled}")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_trees_with_holes(with_params):
     tx = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
     state, kept = tx.init(params), params if with_params else None
     lowered, tables = lower(tx, grads, kept, state=state)
-    assert tables == {"a", "b", "small"} if with_params else {"a", "b"}
+    assert tables == ({"a", "b", "small"} if with_params else {"a", "b"})
     actual = lowered.compile()(grads, state, kept)
     assert_all_close(actual, at_once(tx.update, grads, state, kept))
 
