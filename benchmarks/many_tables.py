@@ -3,8 +3,6 @@
 `python benchmarks/many_tables.py [--tables 26] [--rows 50000] [--dim 32] [--ids 2048]`:
 each example looks one row of each table up, Zipf ids, and two dense layers follow. With
 torch installed, torch takes part. `OPTAX_SPARSE_ADAM_NATIVE=0` measures plain JAX.
-Torch's idle threads sleep, which its many small operations pay for: see also
-`OMP_WAIT_POLICY=ACTIVE python benchmarks/many_tables.py --only torch`.
 """
 
 import argparse

@@ -1,15 +1,17 @@
 """Takes turns and times them."""
 
+import time
 from collections.abc import Sequence
 
 from ._contestants import DENSE, PHASES, Contestant
 from ._environment import seconds
 from ._problem import NUM_BATCHES, Batches
 
-_WARMUP = 3
+_WARMUP = 2
+_REST_SECONDS = 0.05  # OpenMP threads spin for some milliseconds
 _FEWEST = 5
 # Who has run for so long in a phase drops out of it, after _FEWEST rounds.
-_ENOUGH_SECONDS = 20.0
+_ENOUGH_SECONDS = 10.0
 _TOO_SLOW_SECONDS = 5.0  # a dense step
 _SHARE = 0.9  # of the free memory; what the system and the compiler take is unknown
 
@@ -47,6 +49,11 @@ def groups(
 
 class Turns:
     """A group that runs in rounds.
+
+    Each turn is what a training loop of this contestant alone is: a run that is not
+    timed, after which its own threads are awake and its own rows in the caches, and one
+    that is. Then all rest until its threads, which wait for more work awake, have gone
+    to sleep: the next one needs the cores.
 
     Args:
       group: The contestants. Each round begins with another one, and every other cycle
@@ -96,12 +103,14 @@ class Turns:
 
     def _turn(self, contestant: Contestant, phase: str, number: int) -> None:
         shift = PHASES.index(phase) * NUM_BATCHES // len(PHASES)
-        batch = (number + shift) % NUM_BATCHES
+        batch = number + shift
         try:
-            taken = seconds(contestant.run, phase, batch)
+            contestant.run(phase, (batch - 1) % NUM_BATCHES)
+            taken = seconds(contestant.run, phase, batch % NUM_BATCHES)
         except RuntimeError as error:  # out of memory after all, or no such type
             self._leave_out(contestant, str(error))
             return
+        time.sleep(_REST_SECONDS)
         slow = contestant.name == DENSE and taken > _TOO_SLOW_SECONDS
         if number >= 0:
             self.seconds[phase, contestant.name].append(taken)

@@ -96,7 +96,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=number_type("--repeats", 30, 1, 10**6),
         default=30,
         metavar="N",
-        help="rounds that count (default: 30); a contestant drops out after 20 seconds "
+        help="rounds that count (default: 30); a contestant drops out after 10 seconds "
         "and five rounds",
     )
     parser.add_argument(

@@ -1,7 +1,6 @@
 """Who is measured, part two: torch, where it is installed."""
 
 import importlib
-import os
 from typing import Any
 
 import numpy as np
@@ -16,24 +15,18 @@ NAME = "torch SparseAdam"
 
 
 def load_torch(platform: str) -> tuple[Any, str]:
-    """Imports torch, set up to be measured beside JAX.
+    """Imports torch, with a thread for each core.
 
     Returns:
       The module or `None`, and where it runs, or why it does not.
     """
-    # torch's OpenMP threads spin for a while after each step of torch, and take the
-    # cores away from the step of JAX that follows. Read when OpenMP is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         torch = importlib.import_module("torch")
     except ImportError:
         return None, "not installed; to compare with it, pip install torch"
     if platform == "cpu":
         torch.set_num_threads(num_cores())
-        policy = os.environ["OMP_WAIT_POLICY"]
-        sleep = " (idle threads sleep)" if policy == "PASSIVE" else ""
-        threads = torch.get_num_threads()
-        return torch, f"cpu, {threads} threads, OMP_WAIT_POLICY={policy}{sleep}"
+        return torch, f"cpu, {torch.get_num_threads()} threads"
     if platform != "gpu":
         return None, f"not compared: JAX runs on a {platform}"
     if not torch.cuda.is_available():
