@@ -1,5 +1,6 @@
 """Lookups and their transposes: which rows a gather reads and a scatter adds to."""
 
+import functools
 import math
 from typing import Any
 
@@ -7,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from .._moves import row_bounds
+from .._on_cpu import on_cpu
+from ..native import _calls as native
 from ._values import Deferred, Part
 
 _Mode = lax.GatherScatterMode
@@ -126,6 +130,36 @@ def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
         begin = (jnp.zeros([], ids.dtype), *first[depth:])
         rows = lax.dynamic_update_slice(zeros, rows, begin)
     return Part(ids, rows)
+
+
+def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
+    """A gather of whole rows by the kernel, or `None` where XLA's is as good."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    whole = numbers.start_index_map == (0,) and sizes == (1, *table.shape[1:])
+    axes = range(eqn.outvars[0].aval.ndim)
+    last = numbers.offset_dims == tuple(axes[len(axes) - len(table.shape) + 1 :])
+    if not (whole and last and native.reads(table.dense, indices)):
+        return None
+    return _take_rows(eqn.primitive, (*eqn.params.items(),), table.dense, indices)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _take_rows(
+    gather: Primitive, items: Any, table: jax.Array, indices: jax.Array
+) -> jax.Array:
+    params = dict(items)
+    fill = None
+    if params["mode"] == _Mode.FILL_OR_DROP:
+        fill = math.nan if params["fill_value"] is None else params["fill_value"]
+
+    def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
+        return native.take_rows(table, indices[..., 0], fill)
+
+    def by_xla(table: jax.Array, indices: jax.Array) -> jax.Array:
+        rows: jax.Array = gather.bind(table, indices, **params)
+        return rows
+
+    return on_cpu(by_kernel, by_xla, table, indices)
 
 
 def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:

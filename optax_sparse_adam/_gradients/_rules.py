@@ -23,6 +23,7 @@ from ._lookups import (
     gather_from,
     is_scatter_of_rows,
     is_update_of_rows,
+    look_up,
     scatter_part,
     update_part,
 )
@@ -244,9 +245,10 @@ def _is_zero(scalar: Any) -> bool:
 
 
 def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Results:
-    if not isinstance(value, Deferred) or value.is_table:
+    if not isinstance(value, Deferred):
         return NotImplemented
-    rows = gather_from(eqn, value, dense(indices))
+    look = look_up if value.is_table else gather_from
+    rows = look(eqn, value, dense(indices))
     return NotImplemented if rows is None else [rows]
 
 

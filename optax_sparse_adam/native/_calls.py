@@ -13,6 +13,10 @@ from ._library import available
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 
+# Rows of so many numbers are read faster by the kernel, up to five times: XLA unrolls
+# its loop over them, and vectorizes it only if it is longer.
+_READ_WIDTHS = range(17, 80)
+
 
 def fits(grad: BCOO, *tables: jax.Array) -> bool:
     """Whether the kernel is there and knows these types; all of it is static."""
@@ -25,6 +29,39 @@ def fits(grad: BCOO, *tables: jax.Array) -> bool:
         and math.prod(grad.shape) > 0
         and mesh_of(grad.data, *tables).empty
         and available()
+    )
+
+
+def reads(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether the kernel is there and reads these rows faster; all of it is static."""
+    return (
+        table.dtype == jnp.float32
+        and ids.dtype == jnp.int32
+        and math.prod(table.shape[1:]) in _READ_WIDTHS
+        and ids.size > 0
+        and len(table) > 0
+        and mesh_of(table, ids).empty
+        and available()
+    )
+
+
+def take_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
+    """`table[ids]`, `[*ids.shape, *table.shape[1:]]`.
+
+    An id out of bounds reads `fill`, or if that is `None` the row that is next to it.
+    """
+    num_rows, *row_shape = table.shape
+    call = jax.ffi.ffi_call(
+        "optax_sparse_adam.take_rows",
+        jax.ShapeDtypeStruct((*ids.shape, *row_shape), table.dtype),
+    )
+    return call(
+        table,
+        ids,
+        num_rows=np.int64(num_rows),
+        width=np.int64(math.prod(row_shape)),
+        clamps=np.bool_(fill is None),
+        fill=np.float32(0 if fill is None else fill),
     )
 
 

@@ -217,6 +217,35 @@ ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats, int64_t num_rows,
   return Run(pool, indices, width, num_rows, *data, *rows, *stop, Sum{});
 }
 
+// `table[indices]`. An index outside of the table reads the row that is next to it, or
+// `fill` in place of a row.
+ffi::Error TakeRows(ffi::ThreadPool pool, Floats table, Ints indices, int64_t num_rows,
+                    int64_t width, bool clamps, float fill,
+                    ffi::Result<Floats> rows) {
+  constexpr int64_t kAhead = 8;  // rows to fetch ahead
+  const int64_t size = indices.element_count();
+  const int32_t* index = indices.typed_data();
+  const auto row = [&](int64_t k) {
+    return std::clamp<int64_t>(index[k], 0, num_rows - 1);
+  };
+  const float* data = table.typed_data();
+  float* out = rows->typed_data();
+  Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kAhead < size) {
+        const float* next = data + row(k + kAhead) * width;
+        for (int64_t j = 0; j < width; j += 16) __builtin_prefetch(next + j);
+      }
+      if (clamps || row(k) == index[k]) {
+        std::memcpy(out + k * width, data + row(k) * width, width * sizeof(float));
+      } else {
+        std::fill_n(out + k * width, width, fill);
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // All else is hidden by -fvisibility=hidden.
@@ -248,5 +277,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(sum_rows, SumRows,
                                   .Ret<Ints>()
                                   .Ret<Floats>()
                                   .Ret<ffi::BufferR0<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(take_rows, TakeRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Attr<bool>("clamps")
+                                  .Attr<float>("fill")
+                                  .Ret<Floats>());
 
 #pragma GCC visibility pop
