@@ -2,14 +2,17 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from ._moves import apart, gather_rows, in_bounds, scatter_rows
-from ._rows import keep_real, touched_rows, with_rows
+from ._map_rows import map_rows, reduce_rows
+from ._moves import in_bounds
+from ._rows import touched_rows, with_rows
+from ._sharding import rows_like
 from ._sparse_adam import Scalar
 
 Moments = tuple[jax.Array, ...]
@@ -65,45 +68,89 @@ def _average(old: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
     return (1 - weight) * old + weight * new
 
 
-def _factored(
-    square: jax.Array, moments: Moments, step: Step, height: Any
+def _first_sums(grad: jax.Array, rows: Moments, step: Step) -> Moments:
+    """Sums over rows that the direction, or the size of the step, depends on."""
+    *moments, param = rows
+    squares = jnp.sum(param.astype(grad.dtype) ** 2)
+    if grad.ndim != 2:  # moments of other rows do not matter to a row
+        return (squares,)
+    square = grad * grad
+    v_row = _average(moments[0], jnp.mean(square, axis=-1), step.weight)
+    return squares, jnp.sum(square, axis=0), jnp.sum(v_row)
+
+
+def _direction(
+    grad: jax.Array, moments: Moments, shared: Moments, step: Step
 ) -> tuple[jax.Array, Moments]:
-    """Estimates the second moment from its means over the last two axes."""
-    v_row, v_col = moments
-    v_row = _average(v_row, jnp.mean(square, axis=-1), step.weight)
-    v_col = _average(v_col, jnp.sum(square, axis=-2) / height, step.weight)
-    mean = jnp.sum(v_row, axis=-1, keepdims=True) / height
-    share = v_row / jnp.maximum(mean, step.eps1)
-    return share[..., :, None] * v_col[..., None, :], (v_row, v_col)
+    """The gradient over the root of the second moment, and the new moments of rows.
+
+    Estimates the second moment from its means over the last two axes, of which that
+    over the rows of a table, and the mean of the others, are what all rows share.
+    """
+    square = grad * grad
+    if grad.ndim < 2:
+        estimate = _average(moments[0], square, step.weight)
+        moments = (estimate,)
+    else:
+        v_row = _average(moments[0], jnp.mean(square, axis=-1), step.weight)
+        if shared:
+            v_col, mean = shared
+            moments = (v_row,)
+        else:
+            v_col = _average(moments[1], jnp.mean(square, axis=-2), step.weight)
+            mean = jnp.mean(v_row, axis=-1, keepdims=True)
+            moments = v_row, v_col
+        share = v_row / jnp.maximum(mean, step.eps1)
+        estimate = share[..., :, None] * v_col[..., None, :]
+    root = jax.lax.rsqrt(jnp.maximum(estimate, step.eps1 * step.eps1))
+    # Zero over zero is zero: in padding, and with eps1 = 0.
+    return jnp.where(grad == 0, 0, step.sign * grad * root), moments
+
+
+def _squares(grad: jax.Array, rows: Moments, shared: Moments, step: Step) -> jax.Array:
+    return jnp.sum(_direction(grad, rows[:-1], shared, step)[0] ** 2)
+
+
+def _last(
+    grad: jax.Array, rows: Moments, shared: Moments, step: Step, size: jax.Array
+) -> tuple[jax.Array, Moments]:
+    """The update and the new moments of rows."""
+    direction, moments = _direction(grad, rows[:-1], shared, step)
+    return size * direction - step.decay * rows[-1].astype(grad.dtype), moments
 
 
 def _adafactor_rows(
-    grad: jax.Array, param: jax.Array, moments: Moments, step: Step, num_rows: Any
+    reduce: Callable[..., Any],
+    change: Callable[..., Any],
+    moments: Moments,
+    step: Step,
+    num_rows: jax.Array,
+    row_size: int,
 ) -> tuple[jax.Array, Moments]:
     """The formula, on a whole array or on touched rows.
 
     Args:
-      grad: `[rows, ...]`, zero in rows that are padding.
-      param: The same rows of the parameter, zero in padding.
-      moments: `(v_row, v_col)` or `(v,)`, zero in padding.
+      reduce: `reduce(terms, *args)` adds up `terms(grad, (*moments, param), *args)`
+        over the rows.
+      change: `change(function, *args)` returns what
+        `function(grad, (*moments, param), *args)` returns, and the moments changed.
+      moments: What all rows share: `(v_col,)` of a table of vectors, else nothing.
       step: The numbers of the step.
-      num_rows: How many of the rows are not padding, at least 1.
+      num_rows: How many rows there are, at least 1.
+      row_size: Numbers in a row.
     """
-    size = num_rows * math.prod(grad.shape[1:])
-    grad = step.sign * grad
-    square = grad * grad
-    if grad.ndim > 1:
-        height = num_rows if grad.ndim == 2 else grad.shape[-2]
-        estimate, moments = _factored(square, moments, step, height)
-    else:
-        estimate = _average(moments[0], square, step.weight)
-        moments = (estimate,)
-    root = jax.lax.rsqrt(jnp.maximum(estimate, step.eps1 * step.eps1))
-    # Zero over zero is zero: in padding, and with eps1 = 0.
-    update = jnp.where(grad == 0, 0, grad * root)
-    relative = _at_least(jnp.sqrt(jnp.sum(param * param) / size), step.eps2)
-    clip = _at_least(jnp.sqrt(jnp.sum(update * update) / size) / step.d, 1.0)
-    return -relative * step.size / clip * update - step.decay * param, moments
+    squares, *sums = reduce(_first_sums, step)
+    shared: Moments = ()
+    if sums:
+        columns, v_row = sums
+        v_col = _average(moments[0], columns / num_rows, step.weight)
+        shared = v_col, v_row / num_rows
+    size = num_rows * row_size
+    relative = _at_least(jnp.sqrt(squares / size), step.eps2)
+    root = jnp.sqrt(reduce(_squares, shared, step) / size)
+    factor = -relative * step.size / _at_least(root / step.d, 1.0)
+    update, new = change(_last, shared, step, factor)
+    return update, (*new, *shared[:1])
 
 
 @jax.jit
@@ -111,30 +158,30 @@ def update_sparse(
     grad: BCOO, param: jax.Array, moments: Moments, step: Step
 ) -> tuple[BCOO, Moments]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
-    dtype = step.size.dtype
-    rows = touched_rows(grad, dtype)
-    # Only the columns of one matrix are shared by its rows.
-    is_row = (True, grad.ndim > 2)
-
-    def compact(table: jax.Array) -> jax.Array:
-        return gather_rows(table, rows.indices).astype(dtype)
-
-    num_rows = jnp.sum(in_bounds(rows.indices, grad.shape)).astype(dtype)
+    rows = touched_rows(grad, step.size.dtype)
+    rows = rows._replace(data=rows_like(param, rows.data))
+    num_rows = jnp.sum(in_bounds(rows.indices, grad.shape)).astype(step.size.dtype)
     # The columns' average does not move where no row was touched.
     step = step._replace(weight=jnp.where(num_rows > 0, step.weight, 0))
-    small = tuple(
-        compact(moment) if row else moment.astype(dtype)
-        for moment, row in zip(moments, is_row, strict=False)
-    )
+    # Only the columns of one matrix are shared by its rows.
+    number = 1 if grad.ndim == 2 else len(moments)
+    tables, shared = moments[:number], moments[number:]
+
+    def reduce(terms: Any, *args: Any) -> Any:
+        return reduce_rows(terms, rows, (*tables, param), *args)
+
+    def change(function: Any, *args: Any) -> Any:
+        return map_rows(function, rows, tables, *args, read=(param,))
+
     update, new = _adafactor_rows(
-        rows.data, compact(param), small, step, jnp.maximum(num_rows, 1)
+        reduce,
+        change,
+        shared,
+        step,
+        jnp.maximum(num_rows, 1),
+        math.prod(rows.data.shape[1:]),
     )
-    moments = tuple(
-        scatter_rows(old, rows.indices, one) if row else one.astype(old.dtype)
-        for old, one, row in zip(moments, new, is_row, strict=False)
-    )
-    update = apart(keep_real(rows, update, grad.shape))  # it comes from the parameter
-    return with_rows(grad, rows, update), moments
+    return with_rows(grad, rows, update), new
 
 
 @jax.jit
@@ -142,10 +189,15 @@ def update_dense(
     grad: jax.Array, param: jax.Array, moments: Moments, step: Step
 ) -> tuple[jax.Array, Moments]:
     """One leaf with a dense gradient: every row is touched."""
-    dtype = step.size.dtype
-    num_rows = jnp.asarray(max(1, math.prod(grad.shape[:1])), dtype)
-    arrays = (grad, param, tuple(moments))
-    grad_, param, old = jax.tree.map(lambda x: x.astype(dtype), arrays)
-    update, new = _adafactor_rows(grad_, param, old, step, num_rows)
-    new = tuple(n.astype(m.dtype) for n, m in zip(new, moments, strict=True))
+    number = 1 if grad.ndim == 2 else len(moments)
+    array = grad.astype(step.size.dtype)
+
+    def whole(function: Any, *args: Any) -> Any:
+        return function(array, (*moments[:number], param), *args)
+
+    num_rows = jnp.asarray(max(1, math.prod(grad.shape[:1])), array.dtype)
+    row_size = math.prod(grad.shape[1:])
+    update, new = _adafactor_rows(
+        whole, whole, moments[number:], step, num_rows, row_size
+    )
     return update.astype(grad.dtype), new

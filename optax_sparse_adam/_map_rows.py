@@ -1,6 +1,7 @@
 """Gather rows, update them, scatter them: in blocks on a CPU, else in one pass."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,12 +58,7 @@ def map_rows(
 
         def body(carry: Any) -> Any:
             start, data, tables = carry
-            place = jnp.arange(size, dtype=jnp.int32)
-            slot = start + place
-            indices = gather_rows(rows.indices, slot[:, None])
-            # Padding of its own by place: for a slot beyond nse, num_rows + slot might
-            # not fit the type. Real slots of the last block are larger than any place.
-            indices = pad(indices, slot < nse, place, shape)
+            slot, indices = _block(rows, start, size, shape)
             part = take_rows(data, slot[:, None])
             out, tables = update_rows(middle, part, indices, tables, *args)
             # Padding keeps its zeros. To drop it here spares a mask over the values.
@@ -86,7 +82,57 @@ def map_rows(
     return on_cpu(blocks, one_pass, rows, tables, args)
 
 
-def _in_blocks(rows: Rows, has_columns: bool) -> bool:
+def reduce_rows(
+    terms: Callable[..., Any], rows: Rows, tables: tuple[jax.Array, ...], *args: Any
+) -> Any:
+    """Adds up `terms(data, rows_of_tables, *args)`, a tree of sums over rows.
+
+    On a CPU it sees them in blocks. Padding is rows of zeros, whose terms must be zero.
+    """
+    shape = tables[0].shape
+
+    def one_pass(rows: Rows, tables: tuple[jax.Array, ...], args: Any) -> Any:
+        read = tuple(gather_rows(x, rows.indices) for x in tables)
+        return terms(rows.data, read, *args)
+
+    def blocks(rows: Rows, tables: tuple[jax.Array, ...], args: Any) -> Any:
+        size = _block_rows(rows.data)
+
+        def block(start: jax.Array) -> Any:
+            slot, indices = _block(rows, start, size, shape)
+            part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.stop)
+            return one_pass(part, tables, args)
+
+        def body(carry: Any) -> Any:
+            start, sums = carry
+            return start + size, jax.tree.map(jnp.add, sums, block(start))
+
+        def more(carry: Any) -> jax.Array:
+            return carry[0] < rows.stop
+
+        start = jnp.zeros([], rows.stop.dtype)
+        # Zeros to begin with would have to lie on a mesh as the sums do.
+        _, sums = lax.while_loop(more, body, (start + size, block(start)))
+        return sums
+
+    if not _in_blocks(rows, writes_columns=False):
+        return one_pass(rows, tables, args)
+    return on_cpu(blocks, one_pass, rows, tables, args)
+
+
+def _block(
+    rows: Rows, start: jax.Array, size: int, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The slots of a block of rows, and their indices."""
+    place = jnp.arange(size, dtype=jnp.int32)
+    slot = start + place
+    indices = gather_rows(rows.indices, slot[:, None])
+    # Padding of its own by place: for a slot beyond nse, num_rows + slot might not fit
+    # the type. Real slots of the last block are larger than any place.
+    return slot, pad(indices, slot < len(rows.data), place, shape)
+
+
+def _in_blocks(rows: Rows, writes_columns: bool) -> bool:
     """Whether there are several blocks on a CPU, and they are worth their while.
 
     Where all state is one number a row, as of row-wise Adagrad, all rows at once are
@@ -94,7 +140,7 @@ def _in_blocks(rows: Rows, has_columns: bool) -> bool:
     the C library maps them afresh at each call.
     """
     is_mapped = 3 * rows.data.size * rows.data.dtype.itemsize > _MAPPED_BYTES
-    return len(rows.data) > _block_rows(rows.data) and (has_columns or is_mapped)
+    return len(rows.data) > _block_rows(rows.data) and (writes_columns or is_mapped)
 
 
 def _block_rows(data: jax.Array) -> int:

@@ -22,12 +22,14 @@ OPTIMIZERS = {
     "rmsprop": osa.lazy(optax.rmsprop(0.01, momentum=0.9)),
     "per_row": osa.lazy(osa.per_row(optax.adam(0.01))),
     "rowwise_adam": osa.rowwise_adam(0.01),
+    "sparse_adafactor": osa.sparse_adafactor(0.01),
 }
 
 
 @pytest.fixture(autouse=True)
-def promotion():
-    """That of optax's own transformations."""
+def in_blocks_and_as_optax_expects(monkeypatch):
+    """Whatever the state, in blocks."""
+    monkeypatch.setattr(_map_rows, "_MAPPED_BYTES", 0)
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -76,8 +78,8 @@ def test_as_on_one_device(name, spec, axis_type):
     with jax.set_mesh(mesh):
         table, state = train(OPTIMIZERS[name], put)
     assert table.sharding.spec == spec
-    # Means over the columns are added up over the devices that hold them.
-    if name == "rowwise_adam" and spec[1]:
+    # Means over what several devices hold are added up over them.
+    if name == "sparse_adafactor" or (name == "rowwise_adam" and spec[1]):
         jax.tree.map(
             lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7),
             (table, state),
