@@ -183,12 +183,14 @@ def sparse_adafactor(
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html>`_.
     """
     _check_hyperparameters(learning_rate, beta2_decay, eps, d, weight_decay)
+    # Parameters that do not decay are not read for it.
+    decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
     numbers = functools.partial(
         step_numbers,
         beta2_decay=beta2_decay,
         eps=eps,
         d=d,
-        weight_decay=weight_decay,
+        weight_decay=weight_decay if decays else None,
         maximize=maximize,
     )
 

@@ -24,7 +24,7 @@ class Step(NamedTuple):
     sign: jax.Array  # -1 to maximize
     weight: jax.Array  # of the new squares in their moving averages
     size: jax.Array  # of the step, relative to the parameter's
-    decay: jax.Array  # of the parameter: learning rate times weight decay
+    decay: jax.Array | None  # of the parameter: learning rate times weight decay
     eps1: jax.Array
     eps2: jax.Array
     d: jax.Array
@@ -40,7 +40,7 @@ def step_numbers(
     beta2_decay: Scalar,
     eps: tuple[Scalar | None, Scalar],
     d: Scalar,
-    weight_decay: Scalar,
+    weight_decay: Scalar | None,
     maximize: bool,
 ) -> Step:
     """The numbers of step `count`, the first step being 1; all may be traced."""
@@ -51,7 +51,7 @@ def step_numbers(
         sign=jnp.asarray(-1 if maximize else 1, dtype),
         weight=count ** jnp.asarray(beta2_decay, dtype),
         size=jnp.minimum(rate, jax.lax.rsqrt(count)),
-        decay=rate * jnp.asarray(weight_decay, dtype),
+        decay=None if weight_decay is None else rate * jnp.asarray(weight_decay, dtype),
         eps1=jnp.asarray(eps1, dtype),
         eps2=jnp.asarray(eps[1], dtype),
         d=jnp.asarray(d, dtype),
@@ -108,15 +108,18 @@ def _direction(
 
 
 def _squares(grad: jax.Array, rows: Moments, shared: Moments, step: Step) -> jax.Array:
-    return jnp.sum(_direction(grad, rows[:-1], shared, step)[0] ** 2)
+    return jnp.sum(_direction(grad, rows, shared, step)[0] ** 2)
 
 
 def _last(
     grad: jax.Array, rows: Moments, shared: Moments, step: Step, size: jax.Array
 ) -> tuple[jax.Array, Moments]:
     """The update and the new moments of rows."""
-    direction, moments = _direction(grad, rows[:-1], shared, step)
-    return size * direction - step.decay * rows[-1].astype(grad.dtype), moments
+    direction, moments = _direction(grad, rows, shared, step)
+    update = size * direction
+    if step.decay is not None:
+        update = update - step.decay * rows[-1].astype(grad.dtype)
+    return update, moments
 
 
 def _adafactor_rows(
@@ -133,7 +136,8 @@ def _adafactor_rows(
       reduce: `reduce(terms, *args)` adds up `terms(grad, (*moments, param), *args)`
         over the rows.
       change: `change(function, *args)` returns what
-        `function(grad, (*moments, param), *args)` returns, and the moments changed.
+        `function(grad, (*moments, param), *args)` returns, and the moments changed;
+        the parameter is there if it decays.
       moments: What all rows share: `(v_col,)` of a table of vectors, else nothing.
       step: The numbers of the step.
       num_rows: How many rows there are, at least 1.
@@ -171,7 +175,8 @@ def update_sparse(
         return reduce_rows(terms, rows, (*tables, param), *args)
 
     def change(function: Any, *args: Any) -> Any:
-        return map_rows(function, rows, tables, *args, read=(param,))
+        read = () if step.decay is None else (param,)
+        return map_rows(function, rows, tables, *args, read=read, is_reduced=True)
 
     update, new = _adafactor_rows(
         reduce,

@@ -27,11 +27,13 @@ def map_rows(
     tables: tuple[jax.Array, ...],
     *args: Any,
     read: tuple[jax.Array, ...] = (),
+    is_reduced: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gathers rows, calls `middle(data, rows_of_tables, *args)`, scatters rows.
 
     `middle` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
     the tables in `read` behind those of `tables`, and returns new ones of `tables`.
+    Where `reduce_rows` has gone through the same rows, `is_reduced` says so.
 
     Returns:
       The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
@@ -77,7 +79,7 @@ def map_rows(
     for table in with_columns[:1]:
         rows = rows._replace(data=rows_like(table, rows.data))
     args = (read, *args)
-    if not _in_blocks(rows, any(x.ndim == depth for x in tables)):
+    if not _in_blocks(rows, is_reduced or any(x.ndim == depth for x in tables)):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
 
@@ -115,7 +117,7 @@ def reduce_rows(
         _, sums = lax.while_loop(more, body, (start + size, block(start)))
         return sums
 
-    if not _in_blocks(rows, writes_columns=False):
+    if not _in_blocks(rows, is_much=True):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
 
@@ -132,15 +134,15 @@ def _block(
     return slot, pad(indices, slot < len(rows.data), place, shape)
 
 
-def _in_blocks(rows: Rows, writes_columns: bool) -> bool:
+def _in_blocks(rows: Rows, is_much: bool) -> bool:
     """Whether there are several blocks on a CPU, and they are worth their while.
 
-    Where all state is one number a row, as of row-wise Adagrad, all rows at once are
-    faster while the temporaries (gradient, sums, updates) are below the size from which
-    the C library maps them afresh at each call.
+    Where there is not much to do, one pass and all state one number a row, as in
+    row-wise Adagrad, all rows at once are faster while the temporaries (gradient, sums,
+    updates) are below the size from which the C library maps them afresh at each call.
     """
     is_mapped = 3 * rows.data.size * rows.data.dtype.itemsize > _MAPPED_BYTES
-    return len(rows.data) > _block_rows(rows.data) and (writes_columns or is_mapped)
+    return len(rows.data) > _block_rows(rows.data) and (is_much or is_mapped)
 
 
 def _block_rows(data: jax.Array) -> int:

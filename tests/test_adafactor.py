@@ -109,7 +109,6 @@ def test_touched_rows_are_a_table(shape, rows):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of two rows or three, of the tables here."""
-    monkeypatch.setattr(_map_rows, "_MAPPED_BYTES", 0)
     monkeypatch.setattr(_map_rows, "_BLOCK_BYTES", 60)
     update_sparse.clear_cache()
     yield

@@ -27,9 +27,8 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(autouse=True)
-def in_blocks_and_as_optax_expects(monkeypatch):
-    """Whatever the state, in blocks."""
-    monkeypatch.setattr(_map_rows, "_MAPPED_BYTES", 0)
+def promotion():
+    """That of optax's own transformations."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
