@@ -15,6 +15,7 @@ import optax
 from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
+from optax_sparse_adam.native import available
 
 SHAPE, NSE = (5000, 24), 3000
 
@@ -51,9 +52,36 @@ def lowered(shape, **kwargs):
     return stepper(tx).trace(table, jax.eval_shape(tx.init, table), grad)
 
 
-def memory(rows):
-    program = lowered((rows, 64), nse=4096).lower().compile()
-    sizes = program.memory_analysis()
+def squares(table, ids):
+    return jnp.sum(jnp.square(table[ids]))
+
+
+def training(shape=SHAPE, nse=NSE):
+    """A step with lookups, traced."""
+    tx = osa.sparse_adam(0.1)
+
+    def step(table, state, ids):
+        grad = osa.grad(squares)(table, ids)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    table = jax.ShapeDtypeStruct(shape, jnp.float32)
+    ids = jax.ShapeDtypeStruct((nse,), jnp.int32)
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted.trace(table, jax.eval_shape(tx.init, table), ids)
+
+
+def looked_up():
+    """A gradient that is twice the rows, some of ids out of bounds."""
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal(SHAPE).astype("float32")
+    ids = rng.integers(-2, SHAPE[0], 50).astype("int32")
+    grad = jax.jit(osa.grad(squares))(table, ids)
+    return np.asarray(grad.data).tobytes().hex()
+
+
+def memory(traced, rows):
+    sizes = traced((rows, 64), nse=4096).lower().compile().memory_analysis()
     return sizes.temp_size_in_bytes, sizes.alias_size_in_bytes - 3 * rows * 64 * 4
 
 
@@ -123,6 +151,8 @@ def main():
         print(json.dumps({"sparse_adam": trained(osa.sparse_adam(0.1, maximize=True))}))
         return
     wide = {"unique_indices": True, "indices_sorted": True}
+    # The memory of the plain path is tested without a process of its own.
+    heights = (100_000, 10_000_000) if available() else ()
     lazy = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)))
     print(
         json.dumps(
@@ -141,7 +171,13 @@ def main():
                         [((2**31 - 9, 1),), {}],
                     )
                 ],
-                "memory": [memory(rows) for rows in (100_000, 10_000_000)],
+                "memory": [memory(lowered, rows) for rows in heights],
+                "training uses": targets(training().lower()),
+                "training uses on a GPU": targets(
+                    training().lower(lowering_platforms=("cuda",))
+                ),
+                "training memory": [memory(training, rows) for rows in heights],
+                "looked up": looked_up(),
                 "sparse_adam": trained(osa.sparse_adam(0.1, maximize=True)),
                 "lazy": trained(lazy),
                 "rowwise_adam": trained(osa.rowwise_adam(0.1)),

@@ -14,6 +14,8 @@ import hypothesis
 import jax
 import pytest
 
+from optax_sparse_adam.native import _library
+
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
     "repeatable",
@@ -65,3 +67,22 @@ def compilations():
     jax.monitoring.register_event_duration_secs_listener(listener)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """A cache folder with the compiled library in it, known to XLA."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        _library.register(_library.build())
+    return folder
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """Settings of a process with one CPU device, and nothing installed."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setattr(_library, "INSTALLED", tmp_path / "installed")
+    monkeypatch.setattr(_library, "loaded", _library.loaded.__wrapped__)
+    return tmp_path / "installed"

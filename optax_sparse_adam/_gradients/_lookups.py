@@ -134,26 +134,35 @@ def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
 
 def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
     """A gather of whole rows by the kernel, or `None` where XLA's is as good."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    whole = numbers.start_index_map == (0,) and sizes == (1, *table.shape[1:])
-    axes = range(eqn.outvars[0].aval.ndim)
-    last = numbers.offset_dims == tuple(axes[len(axes) - len(table.shape) + 1 :])
+    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    axes = numbers.start_index_map
+    # A scalar id under `vmap` indexes all axes; clamped, the others begin at zero.
+    rest_is_clamped = eqn.params["mode"] != _Mode.FILL_OR_DROP
+    whole = 0 in axes and (len(axes) == 1 or rest_is_clamped)
+    whole = whole and eqn.params["slice_sizes"] == (1, *table.shape[1:])
+    last = numbers.offset_dims == tuple(range(indices.ndim - 1, out.ndim))
     if not (whole and last and native.reads(table.dense, indices)):
         return None
-    return _take_rows(eqn.primitive, (*eqn.params.items(),), table.dense, indices)
+    items = (*eqn.params.items(),)
+    return _take_rows(eqn.primitive, items, out.shape, table.dense, indices)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _take_rows(
-    gather: Primitive, items: Any, table: jax.Array, indices: jax.Array
+    gather: Primitive,
+    items: Any,
+    shape: tuple[int, ...],
+    table: jax.Array,
+    indices: jax.Array,
 ) -> jax.Array:
     params = dict(items)
+    column = params["dimension_numbers"].start_index_map.index(0)
     fill = None
     if params["mode"] == _Mode.FILL_OR_DROP:
         fill = math.nan if params["fill_value"] is None else params["fill_value"]
 
     def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
-        return native.take_rows(table, indices[..., 0], fill)
+        return native.take_rows(table, indices[..., column], fill).reshape(shape)
 
     def by_xla(table: jax.Array, indices: jax.Array) -> jax.Array:
         rows: jax.Array = gather.bind(table, indices, **params)

@@ -1,4 +1,4 @@
-"""A kernel for CPUs: sums and Adam in one pass over the touched rows.
+"""A kernel for CPUs: sums and Adam in one pass over the touched rows, and lookups.
 
 An installation from source compiles it where it finds a C++ compiler: `CXX`, a command
 in which a path with blanks is quoted, or else c++, g++ or clang++.
@@ -13,10 +13,13 @@ Windows.
 
 `coalesce`, `sparse_adam` and everything that lifts rows use it by themselves on CPUs,
 for tables of float32 with one sparse axis and `int32` ids, in processes that have one
-CPU device and have not called `jax.distributed.initialize`. Everything else, and every
-machine without it, takes the path in plain JAX; so do derivatives and `vmap`. Sums are
-the same bit for bit. Adam rounds each operation once, where XLA contracts multiply and
-add: results differ by 1e-7 of their size.
+CPU device and have not called `jax.distributed.initialize`. `value_and_grad` and `grad`
+use it there to look up whole rows of 17 to 79 numbers, by one `int32` id each, in
+tables whose gradient is row-sparse: XLA copies such rows one number at a time.
+Everything else, and every machine without it, takes the path in plain JAX; so do
+derivatives and `vmap` of all this. Rows and sums are the same bit for bit. Adam rounds
+each operation once, where XLA contracts multiply and add: results differ by 1e-7 of
+their size.
 
 A library serves each jaxlib whose version of XLA's foreign function interface is that
 of the headers it was compiled with, or a later one with the same major version: XLA
@@ -29,7 +32,8 @@ a process. `jax.export` raises for programs that use it, since their "custom cal
 no compatibility guarantees": turn it off for that. Or, where it is there for those who
 load the program, too, and they call `available()` first, pass to `jax.export.export`
 `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target) for target in
-("optax_sparse_adam.adam_rows", "optax_sparse_adam.sum_rows")]`.
+("optax_sparse_adam.adam_rows", "optax_sparse_adam.sum_rows",
+"optax_sparse_adam.take_rows")]`.
 """
 
 from ._library import available as available

@@ -36,6 +36,7 @@ def reads(table: jax.Array, ids: jax.Array) -> bool:
     """Whether the kernel is there and reads these rows faster; all of it is static."""
     return (
         table.dtype == jnp.float32
+        and not jax.typeof(table).weak_type  # which the kernel's rows would not have
         and ids.dtype == jnp.int32
         and math.prod(table.shape[1:]) in _READ_WIDTHS
         and ids.size > 0

@@ -1,8 +1,10 @@
-// The sums of a row-sparse gradient, and Adam on the rows that it touches, for CPUs.
+// Lookups of rows, the sums of a row-sparse gradient, and Adam on the rows that it
+// touches, for CPUs.
 //
-// What `touched_rows` and `map_rows` do in XLA, in one pass and in place: the gradient's
-// buffer becomes the sums, or the update. Sums are added in the order of the entries, so
-// they are those of XLA bit for bit, whatever the number of threads.
+// Lookups copy each row as a whole. The rest is what `touched_rows` and `map_rows` do in
+// XLA, in one pass and in place: the gradient's buffer becomes the sums, or the update.
+// Sums are added in the order of the entries, so they are those of XLA bit for bit,
+// whatever the number of threads.
 
 #include <algorithm>
 #include <atomic>
