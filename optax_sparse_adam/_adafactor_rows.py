@@ -71,7 +71,7 @@ def _average(old: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
 def _first_sums(grad: jax.Array, rows: Moments, step: Step) -> Moments:
     """Sums over rows that the direction, or the size of the step, depends on."""
     *moments, param = rows
-    squares = jnp.sum(param.astype(grad.dtype) ** 2)
+    squares = jnp.sum(param * param)
     if grad.ndim != 2:  # moments of other rows do not matter to a row
         return (squares,)
     square = grad * grad
@@ -108,7 +108,8 @@ def _direction(
 
 
 def _squares(grad: jax.Array, rows: Moments, shared: Moments, step: Step) -> jax.Array:
-    return jnp.sum(_direction(grad, rows, shared, step)[0] ** 2)
+    direction, _ = _direction(grad, rows, shared, step)
+    return jnp.sum(direction * direction)
 
 
 def _last(
@@ -118,7 +119,7 @@ def _last(
     direction, moments = _direction(grad, rows, shared, step)
     update = size * direction
     if step.decay is not None:
-        update = update - step.decay * rows[-1].astype(grad.dtype)
+        update = update - step.decay * rows[-1]
     return update, moments
 
 
@@ -157,6 +158,22 @@ def _adafactor_rows(
     return update, (*new, *shared[:1])
 
 
+def _cast(arrays: Moments, like: jax.Array | Moments) -> Moments:
+    likes = like if isinstance(like, tuple) else (like,) * len(arrays)
+    return tuple(x.astype(y.dtype) for x, y in zip(arrays, likes, strict=True))
+
+
+def _on_cast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a function with the rows of tables in the type in which it computes."""
+    return lambda grad, rows, *args: function(grad, _cast(rows, grad), *args)
+
+
+def _split(moments: Moments, grad: BCOO | jax.Array) -> tuple[Moments, Moments]:
+    """Moments of rows; and what is shared by all: the columns of one matrix."""
+    number = 1 if grad.ndim == 2 else len(moments)
+    return moments[:number], moments[number:]
+
+
 @jax.jit
 def update_sparse(
     grad: BCOO, param: jax.Array, moments: Moments, step: Step
@@ -167,26 +184,25 @@ def update_sparse(
     num_rows = jnp.sum(in_bounds(rows.indices, grad.shape)).astype(step.size.dtype)
     # The columns' average does not move where no row was touched.
     step = step._replace(weight=jnp.where(num_rows > 0, step.weight, 0))
-    # Only the columns of one matrix are shared by its rows.
-    number = 1 if grad.ndim == 2 else len(moments)
-    tables, shared = moments[:number], moments[number:]
+    tables, shared = _split(moments, grad)
 
     def reduce(terms: Any, *args: Any) -> Any:
-        return reduce_rows(terms, rows, (*tables, param), *args)
+        return reduce_rows(_on_cast(terms), rows, (*tables, param), *args)
 
     def change(function: Any, *args: Any) -> Any:
         read = () if step.decay is None else (param,)
+        function = _on_cast(function)
         return map_rows(function, rows, tables, *args, read=read, is_reduced=True)
 
     update, new = _adafactor_rows(
         reduce,
         change,
-        shared,
+        _cast(shared, step.size),
         step,
         jnp.maximum(num_rows, 1),
         math.prod(rows.data.shape[1:]),
     )
-    return with_rows(grad, rows, update), new
+    return with_rows(grad, rows, update), _cast(new, moments)
 
 
 @jax.jit
@@ -194,15 +210,18 @@ def update_dense(
     grad: jax.Array, param: jax.Array, moments: Moments, step: Step
 ) -> tuple[jax.Array, Moments]:
     """One leaf with a dense gradient: every row is touched."""
-    number = 1 if grad.ndim == 2 else len(moments)
     array = grad.astype(step.size.dtype)
+    of_rows, shared = _split(moments, grad)
 
     def whole(function: Any, *args: Any) -> Any:
-        return function(array, (*moments[:number], param), *args)
+        return _on_cast(function)(array, (*of_rows, param), *args)
 
-    num_rows = jnp.asarray(max(1, math.prod(grad.shape[:1])), array.dtype)
-    row_size = math.prod(grad.shape[1:])
     update, new = _adafactor_rows(
-        whole, whole, moments[number:], step, num_rows, row_size
+        whole,
+        whole,
+        _cast(shared, array),
+        step,
+        jnp.asarray(max(1, math.prod(grad.shape[:1])), array.dtype),
+        math.prod(grad.shape[1:]),
     )
-    return update.astype(grad.dtype), new
+    return update.astype(grad.dtype), _cast(new, moments)

@@ -269,6 +269,24 @@ def test_low_precision():
     assert_identical(*results)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_gradients_wider_than_the_parameters(dense):
+    """The moments keep their type, which a second step relies on."""
+    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
+        table = jnp.ones(SHAPE, jnp.float32)
+        values = np.full((2, SHAPE[1]), 0.5)
+        grad = bcoo(values, np.int32([[3], [4]]), SHAPE)
+        grad = grad.todense() if dense else grad
+        assert grad.dtype == jnp.float64
+        tx = osa.sparse_adafactor(weight_decay=0.1)
+        state = tx.init(table)
+        for _ in range(2):
+            _, new = tx.update(grad, state, table)
+            types = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (new, state)]
+            assert types[0] == types[1]
+            state = new
+
+
 def test_schedule_and_traced_hyperparameters():
     """Numbers in the state: the same results, and no second compilation."""
     values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 12)
