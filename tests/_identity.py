@@ -52,12 +52,17 @@ def make_task(rows, shape=(13, 5), steps=3, dtype="float64", only=("table", "bia
     return Task(rows, chosen(params), grads, chosen(sub_params), sub_grads)
 
 
-def train(tx, params, grads, **extra):
+def train(tx, params, grads, *, compiled=False, **extra):
     tx = optax.with_extra_args_support(tx)
+
+    def step(params, state, grad):
+        updates, state = tx.update(grad, state, params, **extra)
+        return osa.apply_updates(params, updates), state
+
+    step = jax.jit(step) if compiled else step
     state = tx.init(params)
     for grad in grads:
-        updates, state = tx.update(grad, state, params, **extra)
-        params = osa.apply_updates(params, updates)
+        params, state = step(params, state, grad)
     return params, state
 
 

@@ -96,7 +96,9 @@ def test_touched_rows_are_a_table(rows, shape):
     tx = osa.per_row(optax.adam(0.1))
     with jax.enable_x64():
         task = make_task(rows, shape)
-        assert_identity(osa.lazy(tx), tx, task, TOLERANCE["float64"].numpy)
+        assert_identity(
+            osa.lazy(tx), tx, task, TOLERANCE["float64"].numpy, compiled=True
+        )
 
 
 def test_what_rows_share_goes_outside():

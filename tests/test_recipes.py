@@ -104,6 +104,7 @@ def test_a_table_that_grows(name, table):
     """The old rows go on as if nothing had happened, the new ones start."""
     tx = OPTIMIZERS[name](0.1)
 
+    @jax.jit
     def step(table, state, ids):
         grad = osa.grad(lambda table: jnp.sum(jnp.sin(table[ids])))(table)
         updates, state = tx.update(grad, state, table)

@@ -1,6 +1,7 @@
 """Many rows at a time on a mesh: updated in blocks and in place, as on one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -62,16 +63,27 @@ def on_one_device(name):
     return train(OPTIMIZERS[name], lambda x, _: jnp.asarray(x))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("x", None), P(None, "x")], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+ROWS, COLUMNS = P("x", None), P(None, "x")
+CASES = [
+    *itertools.product(("adam", "sparse_adafactor"), (ROWS, COLUMNS), (AUTO, EXPLICIT)),
+    ("rmsprop", ROWS, AUTO),
+    ("rmsprop", COLUMNS, EXPLICIT),
+    ("per_row", ROWS, EXPLICIT),
+    ("per_row", COLUMNS, AUTO),
+    ("rowwise_adam", ROWS, AUTO),
+    ("rowwise_adam", COLUMNS, EXPLICIT),
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "axis_type"), CASES, ids=str)
 def test_as_on_one_device(name, spec, axis_type):
     expected = on_one_device(name)
     assert _map_rows._block_rows(jnp.zeros((NSE, SHAPE[1]))) < NSE
     mesh = jax.make_mesh((8,), ("x",), (axis_type,))
 
     def put(x, is_table):
-        rows = P("x" if spec[0] and axis_type is AxisType.Auto else None)
+        rows = P("x" if spec[0] and axis_type is AUTO else None)
         return jax.device_put(x, NamedSharding(mesh, spec if is_table else rows))
 
     with jax.set_mesh(mesh):

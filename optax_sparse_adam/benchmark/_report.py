@@ -72,9 +72,10 @@ def header(run: Run) -> str:
         "copy": f"{_with_quartiles(rate, digits)} GB/s read and written, copying "
         f"{run.copy_bytes / 2e6:.0f} MB",
         "method": f"in turns in one process, {run.options['repeats']} rounds after "
-        "some to warm up; medians [quartiles] in ms; ratios of medians [quartiles of "
-        "the ratios of each round]; floor: what moving the bytes that must be moved "
-        "would take, at the rate of the copy, as a share of the time",
+        "some to warm up; a turn is two runs, the second timed; medians [quartiles] in "
+        "ms; ratios of medians [quartiles of the ratios of each round]; floor: what "
+        "moving the bytes that must be moved would take, at the rate of the copy, as a "
+        "share of the time",
     }
     indent = " " * 10
     return "\n".join(
