@@ -137,9 +137,9 @@ def _block(
 def _in_blocks(rows: Rows, is_much: bool) -> bool:
     """Whether there are several blocks on a CPU, and they are worth their while.
 
-    Where there is not much to do, one pass and all state one number a row, as in
-    row-wise Adagrad, all rows at once are faster while the temporaries (gradient, sums,
-    updates) are below the size from which the C library maps them afresh at each call.
+    Where there is not much to do, that is one pass over a state of one number a row, as
+    in row-wise Adagrad, all rows at once are faster while the temporaries (gradient,
+    sums, updates) stay below the size that the C library maps afresh at each call.
     """
     is_mapped = 3 * rows.data.size * rows.data.dtype.itemsize > _MAPPED_BYTES
     return len(rows.data) > _block_rows(rows.data) and (is_much or is_mapped)

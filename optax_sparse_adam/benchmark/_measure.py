@@ -50,10 +50,10 @@ def groups(
 class Turns:
     """A group that runs in rounds.
 
-    Each turn is what a training loop of this contestant alone is: a run that is not
-    timed, after which its own threads are awake and its own rows in the caches, and one
-    that is. Then all rest until its threads, which wait for more work awake, have gone
-    to sleep: the next one needs the cores.
+    Each turn is like a training loop of this contestant alone: a run on the batch
+    before, not timed, which wakes its threads and brings its data into the caches, and
+    the one that is timed. Then all rest until its threads, which spin for a while after
+    their work, have gone to sleep: the next one needs the cores.
 
     Args:
       group: The contestants. Each round begins with another one, and every other cycle
