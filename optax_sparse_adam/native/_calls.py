@@ -40,7 +40,7 @@ def reads(table: jax.Array, ids: jax.Array) -> bool:
         and ids.dtype == jnp.int32
         and math.prod(table.shape[1:]) in _READ_WIDTHS
         and ids.size > 0
-        and len(table) > 0
+        and table.size > 0
         and mesh_of(table, ids).empty
         and available()
     )
