@@ -12,13 +12,12 @@ import pytest
 
 from optax_sparse_adam.native import _build
 
+from ._native import needs_compiler
+
 wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not there")
 
 _ROOT = Path(__file__).parents[1]
 _NEEDED = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore")
-needs_compiler = pytest.mark.skipif(
-    not _build.compiler(), reason="there is no C++ compiler"
-)
 
 
 @pytest.fixture
