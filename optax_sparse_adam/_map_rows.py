@@ -58,21 +58,17 @@ def map_rows(
         nse = rows.data.shape[0]
         size = _block_rows(rows.data)
 
-        def body(carry: Any) -> Any:
-            start, data, tables = carry
+        def block(start: jax.Array, carry: Any) -> Any:
+            data, tables = carry
             slot, indices = _block(rows, start, size, shape)
             part = take_rows(data, slot[:, None])
             out, tables = update_rows(middle, part, indices, tables, *args)
             # Padding keeps its zeros. To drop it here spares a mask over the values.
             target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
-            return start + size, scatter_rows(data, target[:, None], out), tables
-
-        def more(carry: Any) -> jax.Array:
-            return carry[0] < rows.stop
+            return scatter_rows(data, target[:, None], out), tables
 
         start = jnp.zeros([], rows.stop.dtype)
-        _, data, tables = lax.while_loop(more, body, (start, rows.data, tables))
-        return data, tables
+        return _for_blocks(rows, start, block, (rows.data, tables))
 
     depth = rows.indices.shape[1] + rows.data.ndim - 1
     with_columns = [x for x in (*tables, *read) if x.ndim == depth]
@@ -100,26 +96,34 @@ def reduce_rows(
     def blocks(rows: Rows, tables: tuple[jax.Array, ...], args: Any) -> Any:
         size = _block_rows(rows.data)
 
-        def block(start: jax.Array) -> Any:
+        def of_block(start: jax.Array) -> Any:
             slot, indices = _block(rows, start, size, shape)
             part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.stop)
             return one_pass(part, tables, args)
 
-        def body(carry: Any) -> Any:
-            start, sums = carry
-            return start + size, jax.tree.map(jnp.add, sums, block(start))
-
-        def more(carry: Any) -> jax.Array:
-            return carry[0] < rows.stop
+        def block(start: jax.Array, sums: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, of_block(start))
 
         start = jnp.zeros([], rows.stop.dtype)
         # Zeros to begin with would have to lie on a mesh as the sums do.
-        _, sums = lax.while_loop(more, body, (start + size, block(start)))
-        return sums
+        return _for_blocks(rows, start + size, block, of_block(start))
 
     if not _in_blocks(rows, is_much=True):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
+
+
+def _for_blocks(
+    rows: Rows, start: jax.Array, block: Callable[[jax.Array, Any], Any], carry: Any
+) -> Any:
+    """`carry = block(start, carry)` for each block that has rows, from `start` on."""
+    size = _block_rows(rows.data)
+    _, carry = lax.while_loop(
+        lambda state: state[0] < rows.stop,
+        lambda state: (state[0] + size, block(*state)),
+        (start, carry),
+    )
+    return carry
 
 
 def _block(
