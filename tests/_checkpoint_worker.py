@@ -37,7 +37,7 @@ def loss(params, ids):
     return jnp.sum((params["table"][ids].sum(axis=1) @ params["w"] - 1) ** 2)
 
 
-@jax.jit
+@jax.jit(donate_argnums=0)
 def step(train, ids):
     def one(tx, params, state):
         updates, state = tx.update(osa.grad(loss)(params, ids), state, params)

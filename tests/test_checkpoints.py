@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -38,10 +39,10 @@ def start():
 def test_killed_while_saving(tmp_path):
     """The last good checkpoint is readable, and the resumed run the uninterrupted."""
     env = program_environment()
-    uninterrupted = {0: start()()}
+    train, uninterrupted = start()(), {}
     for number in range(1, worker.STEPS + 1):
-        last = uninterrupted[number - 1]
-        uninterrupted[number] = worker.step(last, worker.batch(number))
+        train = worker.step(train, worker.batch(number))
+        uninterrupted[number] = jax.tree.map(np.array, train)
     for number, (event, name) in enumerate(MOMENTS, 1):
         command = [sys.executable, worker.__file__, str(tmp_path), event, name]
         done = subprocess.run(

@@ -32,11 +32,15 @@ _FILES = (
 )
 
 
+_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
+# Of the driver; of the device, which some containers show alone; of Windows under WSL.
+_DRIVERS = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
+
+
 def why_not():
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    if not any(map(importlib.util.find_spec, plugins)):
+    if not any(map(importlib.util.find_spec, _PLUGINS)):
         return "JAX is installed without CUDA"
-    if not Path("/proc/driver/nvidia/version").exists():
+    if not any(os.path.exists(path) for path in _DRIVERS):
         return "there is no NVIDIA GPU"
     return ""
 

@@ -47,6 +47,14 @@ def test_ci_runs_the_second_block():
     assert done.stdout == _SHELL[1]
 
 
+def test_every_training_step_is_in_place():
+    """Without donation a step costs what the table costs."""
+    steps = [code for code in _PYTHON if re.search(r"apply_updates|\.update\(m", code)]
+    assert len(steps) == 7
+    for code in steps:
+        assert "donate_argnums=" in code, code
+
+
 def test_every_public_name_that_the_readme_uses_exists():
     import optax_sparse_adam as osa
 
