@@ -1,9 +1,7 @@
 """Row-sparse gradients of unchanged models.
 
-A gradient's jaxpr (`_interpreter`) is evaluated with two values that stand for tables
-(`_values`), by rules (`_rules`; `_calls` and `_shard_map` for primitives with jaxprs
-inside) that know row lookups and their transposes (`_lookups`).
+`value_and_grad` traces a gradient to a jaxpr, and `interpreter` evaluates it with two
+symbolic values in the place of tables (`symbolic_values`). `rules` says what each
+primitive does with them: `rules_lookups` for gathers and their transposes,
+`rules_control_flow` and `rules_shard_map` for primitives with jaxprs inside.
 """
-
-from ._api import grad as grad
-from ._api import value_and_grad as value_and_grad

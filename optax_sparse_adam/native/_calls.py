@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from .._sharding import mesh_of
+from .._jax_extras.sharding import mesh_of
 from ._library import available
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._adafactor import check_gradient
-from .._adafactor_rows import step_numbers, update_dense, update_sparse
-from .._apply import apply_updates
-from .._checks import is_bcoo
-from .._rows import accumulator_dtype
+from .._optimizers.adafactor_rows import step_numbers, update_dense, update_sparse
+from .._optimizers.sparse_adafactor import check_gradient
+from .._rows.apply_updates import apply_updates
+from .._rows.checks import is_bcoo
+from .._rows.coalesce import accumulator_dtype
 from ._optimizer import (
     Group,
     Optimizer,

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._adam_rows import Factors, update_dense, update_sparse
-from .._apply import apply_updates
-from .._checks import is_bcoo
-from .._rows import accumulator_dtype
-from .._sparse_adam import ScaleBySparseAdamState, check_leaf
+from .._optimizers.adam_rows import Factors, update_dense, update_sparse
+from .._optimizers.sparse_adam import ScaleBySparseAdamState, check_leaf
+from .._rows.apply_updates import apply_updates
+from .._rows.checks import is_bcoo
+from .._rows.coalesce import accumulator_dtype
 from ._optimizer import (
     Group,
     Optimizer,

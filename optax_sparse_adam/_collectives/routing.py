@@ -1,0 +1,167 @@
+"""Sends rows to the devices that own them, and asks them for rows, in rounds.
+
+A device that has rows for others, sorted, has them sorted by owner. All devices go on
+for as many rounds as the fullest pair of devices needs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._rows.binary_search import search
+from .._rows.gather_scatter import gather_rows
+from .exchange import Exchange
+
+
+class Route(NamedTuple):
+    """Which rows a device has for whom.
+
+    Attributes:
+      indices: `[number, n_sparse]` in the whole table; ascending, no duplicates.
+      starts: `[devices + 1]`; `indices[starts[p]:starts[p + 1]]` belong to device `p`.
+      rounds: How many rounds the fullest pair needs; the same on all devices.
+    """
+
+    indices: jax.Array
+    starts: jax.Array
+    rounds: jax.Array
+
+
+def make_route(exchange: Exchange, indices: jax.Array, stop: jax.Array) -> Route:
+    """The route of the first `stop` rows; padding beyond is above the table."""
+    firsts = np.arange(1, exchange.devices) * exchange.shard_rows
+    inner = search(indices[:, 0], jnp.asarray(firsts, indices.dtype))
+    ends = [jnp.zeros([1], jnp.int32), inner, stop.reshape(1)]
+    starts = jnp.concatenate(ends)
+    rounds = -(-jnp.max(jnp.diff(starts)) // exchange.capacity)
+    return Route(indices, starts, lax.pmax(rounds, exchange.axis_name))
+
+
+def outgoing(exchange: Exchange, route: Route, turn: Any) -> jax.Array:
+    """Which rows to send in this round: `[slots, 1]`, beyond the last where none."""
+    begin = route.starts[:-1, None] + turn * exchange.capacity
+    slot = begin + jnp.arange(exchange.capacity, dtype=jnp.int32)[None, :]
+    outside = exchange.number + jnp.arange(exchange.slots, dtype=jnp.int32)
+    inside = slot < route.starts[1:, None]
+    slot = jnp.where(inside, slot, outside.reshape(slot.shape))
+    return slot.reshape(exchange.slots, 1)
+
+
+def incoming(exchange: Exchange, route: Route, slot: jax.Array) -> jax.Array:
+    """What others send of the rows that this device owns: `[slots, n_sparse]`.
+
+    The first column counts from the first row of the shard; `shard_rows` for padding.
+    """
+    indices = gather_rows(route.indices, slot)
+    owner = np.repeat(np.arange(exchange.devices), exchange.capacity)[:, None]
+    local = indices[:, :1] - (owner * exchange.shard_rows).astype(indices.dtype)
+    local = jnp.where(slot < exchange.number, local, exchange.shard_rows)
+    return exchange.swap(jnp.concatenate([local, indices[:, 1:]], axis=1))
+
+
+def in_rounds(
+    exchange: Exchange,
+    route: Route,
+    start: Callable[[Any], Any],
+    step: Callable[[Any, Any], Any],
+) -> Any:
+    """Does the first round by `start(0)`, each other by `step(turn, result)`.
+
+    The first stands outside of the loop, where a compiler can overlap it with others.
+    """
+    result = start(0)
+    if exchange.max_rounds <= 1:
+        return result
+    rounds = jnp.minimum(route.rounds, exchange.max_rounds)
+
+    def more(carry: Any) -> jax.Array:
+        return carry[0] < rounds
+
+    def body(carry: Any) -> Any:
+        turn, result = carry
+        return turn + 1, step(turn, result)
+
+    return lax.while_loop(more, body, (jnp.ones([], jnp.int32), result))[1]
+
+
+def to_owners(
+    exchange: Exchange, route: Route, data: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Sends each row to its owner.
+
+    Args:
+      exchange: The static sizes.
+      route: Where the rows go.
+      data: `[number, *row_shape]`, the rows.
+
+    Returns:
+      Of all rows that this device has got, `max_rounds * slots` with padding: the
+      indices, counted from the first row of the shard and `shard_rows` for padding; and
+      the rows. They are NaN on all devices if some row could not be sent.
+    """
+
+    def receive(turn: Any) -> tuple[jax.Array, jax.Array]:
+        slot = outgoing(exchange, route, turn)
+        rows = exchange.swap(gather_rows(data, slot))
+        return incoming(exchange, route, slot), rows
+
+    def start(turn: Any) -> tuple[jax.Array, jax.Array]:
+        indices, rows = receive(turn)
+        missing = (exchange.max_rounds - 1) * exchange.slots
+        widths = [(0, missing), (0, 0)]
+        indices = jnp.pad(indices, widths, constant_values=exchange.shard_rows)
+        return indices, jnp.pad(rows, widths[:1] + [(0, 0)] * (rows.ndim - 1))
+
+    def step(turn: Any, buffers: tuple[jax.Array, jax.Array]) -> Any:
+        place = turn * exchange.slots
+        pairs = zip(buffers, receive(turn), strict=True)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(buffer, part, place, 0)
+            for buffer, part in pairs
+        )
+
+    indices, rows = in_rounds(exchange, route, start, step)
+    if not exchange.is_lossless:
+        rows = jnp.where(route.rounds > exchange.max_rounds, jnp.nan, rows)
+    return indices, rows
+
+
+def from_owners(
+    exchange: Exchange, route: Route, table: jax.Array, group: jax.Array
+) -> jax.Array:
+    """Asks the owners for rows.
+
+    Args:
+      exchange: The static sizes.
+      route: Which rows are asked for.
+      table: `[shard_rows, *row_shape]`, this device's shard.
+      group: `[number]`, for each row of the result its row of the route.
+
+    Returns:
+      `[number, *row_shape]`; NaN where a row could not be asked for.
+    """
+    owner = search(route.starts[1:], group + 1)
+    rank = group - route.starts[owner]
+    place = owner * exchange.capacity + rank % exchange.capacity
+    round_of = rank // exchange.capacity
+
+    def start(turn: Any) -> jax.Array:
+        asked = incoming(exchange, route, outgoing(exchange, route, turn))
+        answers = exchange.swap(read_rows(table, asked[:, 0]))
+        mine = jnp.where(round_of == turn, place, exchange.slots)
+        return answers.at[mine].get(mode="fill")
+
+    def step(turn: Any, rows: jax.Array) -> jax.Array:
+        now = (round_of == turn).reshape(-1, *[1] * (rows.ndim - 1))
+        return jnp.where(now, start(turn), rows)
+
+    return in_rounds(exchange, route, start, step)
+
+
+def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table[ids]`, but a negative id is one below the table, not one from its end."""
+    return table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -1,0 +1,218 @@
+"""Lookups of row-sharded tables: each row travels only to the device that asked."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._jax_extras.varying_axes import vary, varying_axes
+from .._rows.coalesce import accumulator_dtype, pad
+from .._rows.duplicates import group_rows, sum_groups
+from .._rows.gather_scatter import scatter_add_rows
+from .exchange import Exchange, plan
+from .psum import AxisName, rows_per_device
+from .routing import Route, from_owners, make_route, read_rows, to_owners
+
+
+def sharded_lookup(
+    table: jax.Array,
+    ids: jax.Array,
+    axis_name: AxisName,
+    *,
+    capacity: int | None = None,
+    max_rounds: int | None = None,
+) -> jax.Array:
+    """`table[ids]` for a table sharded by rows, inside of `jax.shard_map`.
+
+    Each device holds a block of consecutive rows, as JAX shards by `P(axis_name)`, and
+    asks for rows of the whole table. Duplicates are asked for once. The ids go to the
+    owners of their rows and the rows come back by `lax.all_to_all`, in rounds: in each,
+    at most `capacity` rows for each pair of devices. All devices go on for as many
+    rounds as the fullest pair needs, so nothing is lost, however skewed the ids are.
+
+    The gradient travels the same way back. To `value_and_grad` this is a lookup of the
+    local shard: inside of `shard_map` its gradient is a BCOO of the shard, for
+    `sparse_adam` and `apply_updates` there. It has `devices * capacity` rows for each
+    round that there may be, most of them padding: `ceil(n / capacity)` rounds for `n`
+    ids on a device, unless `max_rounds` says fewer. What does not fit is then NaN, in
+    the rows and in the whole gradient; see `lookup_rounds` to know before.
+
+    With `n` ids on each of `d` devices along `axis_name` and rows of `w` bytes, a
+    device sends in one round `(d - 1) * capacity` ids (4 bytes, as a rule) and as many
+    rows, and in the gradient once more; by default, `capacity` is
+    `ceil(n / d + 6 * sqrt(n / d))` or `n` if that is less. So it sends about
+    `n + 6 * sqrt(n * d)` rows, where the gathered form, in which every id goes to every
+    device and every device answers, sends `(d - 1) * n`. Where `capacity` is `n` or
+    more, routing saves nothing, and the gathered form is used. The default suits rows
+    that are spread evenly: where ids are sorted by frequency, the first shard owns the
+    hot ones, and an exchange takes several rounds, at most as many as make it about as
+    expensive as the gathered form. Permute the rows of such a table once.
+
+    Out of bounds, ids mean what they mean in `table[ids]`: negative ones count from the
+    end, the others read the nearest row and have no gradient. Reverse mode only, as of
+    any function with a custom derivative; under `vmap` the gradient is dense, so pass
+    ids of any shape instead.
+
+    Args:
+      table: `[num_rows / devices, ...]`, this device's rows. Cast the rows that come
+        back, not the table.
+      ids: Integers of any shape: rows of the whole table, this device's own share.
+      axis_name: Mesh axis along which the table is sharded, or a tuple of several.
+      capacity: Rows for each pair of devices in one round.
+      max_rounds: The most rounds to make room for; as many as the worst case needs by
+        default.
+
+    Returns:
+      `[*ids.shape, *table.shape[1:]]`.
+
+    Raises:
+      TypeError: If the ids are not integers.
+      ValueError: If `capacity` or `max_rounds` is below 1, or the table has too many
+        rows for the type of the ids.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> import optax_sparse_adam as osa
+      >>> mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+      ... def lookup(table, ids):
+      ...     return osa.sharded_lookup(table, ids, "d")
+      >>> lookup(jnp.arange(10.0).reshape(10, 1), jnp.array([7, 3, 7])).ravel().tolist()
+      [7.0, 3.0, 7.0]
+    """
+    ids = jnp.asarray(ids)
+    exchange = _plan(axis_name, table.shape[0], ids.size, capacity, max_rounds)
+    flat = _row_ids(ids, exchange).reshape(-1)
+    table, flat = _alike(table, flat)
+    if ids.size == 0:
+        rows = read_rows(table, flat)
+    elif exchange.is_routed:
+        rows = _routed(exchange, table, *_route(exchange, flat))
+    else:
+        rows = _gathered(exchange, table, flat)
+    return rows.reshape(*ids.shape, *table.shape[1:])
+
+
+def lookup_rounds(
+    ids: jax.Array,
+    num_rows: int,
+    axis_name: AxisName,
+    *,
+    capacity: int | None = None,
+) -> jax.Array:
+    """How many rounds `sharded_lookup` of these ids takes, inside of `jax.shard_map`.
+
+    A gradient with room for one round is `devices` times smaller than one with room for
+    the worst case. Where ids are read ahead, find out how much room they need, and
+    choose among steps compiled with a static `max_rounds`. (Choose in Python: a
+    `lax.cond` around whole steps would copy the tables.)
+
+    Args:
+      ids: As for `sharded_lookup`.
+      num_rows: Rows of the whole table.
+      axis_name: Mesh axis along which the table is sharded, or a tuple of several.
+      capacity: As for `sharded_lookup`.
+
+    Returns:
+      An `int32` scalar, the same on all devices along `axis_name`.
+
+    Raises:
+      TypeError: If the ids are not integers.
+      ValueError: As `sharded_lookup`; or if the rows do not divide evenly.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> import optax_sparse_adam as osa
+      >>> mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P())
+      ... def rounds(ids):
+      ...     return osa.lookup_rounds(ids, 10, "d", capacity=2)
+      >>> rounds(jnp.array([7, 3, 7, 1])).item()
+      2
+    """
+    ids = jnp.asarray(ids)
+    shard_rows = rows_per_device(num_rows, axis_name)
+    exchange = _plan(axis_name, shard_rows, ids.size, capacity, None)
+    if not exchange.is_routed:
+        return jnp.ones([], jnp.int32)
+    flat = _row_ids(ids, exchange).reshape(-1)
+    return _route(exchange, *_alike(flat))[0].rounds
+
+
+def _plan(axis_name: AxisName, shard_rows: int, *sizes: Any) -> Exchange:
+    # The first owner is asked for one row below the table too, the last for one above.
+    return plan(axis_name, shard_rows, shard_rows + 2, *sizes)
+
+
+def _row_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:
+    """Row ids as `table[ids]` reads them; one below or above the table if outside."""
+    num_rows = exchange.devices * exchange.shard_rows
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"Row ids must be integers, got an array of type {ids.dtype}.")
+    signed = jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32
+    largest = jnp.iinfo(signed).max
+    if jnp.iinfo(ids.dtype).max > largest:
+        ids = jnp.minimum(ids, np.asarray(largest, ids.dtype))
+    ids = ids.astype(signed)
+    if num_rows + 2 + ids.size > jnp.iinfo(ids.dtype).max:
+        raise ValueError(
+            f"Row ids of {ids.dtype} cannot index a sharded table of {num_rows} rows. "
+            "Enable 64-bit types (jax_enable_x64) and pass int64 ids."
+        )
+    return jnp.clip(jnp.where(ids < 0, ids + num_rows, ids), -1, num_rows)
+
+
+def _alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Arrays that all vary over each mesh axis over which one of them does.
+
+    The cotangent of `_routed` varies as its table does; JAX then sums it over the axes
+    over which the caller's table does not vary.
+    """
+    axes = varying_axes(*arrays)
+    return [vary(x, axes) for x in arrays]
+
+
+def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
+    """The distinct ids, and for each id its place among them."""
+    size = (exchange.devices * exchange.shard_rows + 2,)
+    shifted, stop, group = group_rows(ids[:, None] + 1, size, is_sorted=False)
+    slot = jnp.arange(len(ids), dtype=jnp.int32)
+    distinct = pad(shifted, slot < stop, slot, size) - 1
+    return make_route(exchange, distinct, stop), group
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _routed(
+    exchange: Exchange, table: jax.Array, route: Route, group: jax.Array
+) -> jax.Array:
+    return from_owners(exchange, route, table, group)
+
+
+def _routed_fwd(exchange: Exchange, table: jax.Array, *route: Any) -> Any:
+    return _routed(exchange, table, *route), route
+
+
+def _routed_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
+    route, group = route
+    data = cotangent.astype(accumulator_dtype(cotangent.dtype))
+    data = sum_groups(data, group)
+    indices, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
+    table = jnp.zeros((exchange.shard_rows, *rows.shape[1:]), rows.dtype)
+    return scatter_add_rows(table, indices, rows, unique=False), None, None
+
+
+_routed.defvjp(_routed_fwd, _routed_bwd)
+
+
+def _gathered(exchange: Exchange, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Every device gets all ids, and answers everyone, with garbage where not owner."""
+    everyone = lax.all_gather(ids, exchange.axis_name, tiled=True)
+    rows = read_rows(table, everyone - exchange.first_row(ids.dtype))
+    answers = exchange.swap(rows).reshape(exchange.devices, len(ids), *rows.shape[1:])
+    owner = jnp.clip(ids // exchange.shard_rows, 0, exchange.devices - 1)
+    return answers[owner, jnp.arange(len(ids), dtype=owner.dtype)]

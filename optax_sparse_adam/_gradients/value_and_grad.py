@@ -1,0 +1,291 @@
+"""`value_and_grad` and `grad` with row-sparse gradients for tables."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun, valid_jaxtype
+
+from .._jax_extras.varying_axes import varying_axes
+from .interpreter import Blame, Context, Verdict
+from .rules import RULES
+from .symbolic_values import Part, RowSum, dense, table, to_bcoo
+
+KeyPath = tuple[Any, ...]
+Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
+_ARRAY = object()
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    sparse: Sparse = True,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like `jax.value_and_grad`, with row-sparse gradients for embedding tables.
+
+    The model is not changed. A leaf whose gradient is made of row lookups only
+    (`table[ids]`, `jnp.take`, `flax.linen.Embed`, `flax.nnx.Embed`,
+    `equinox.nn.Embedding`, `haiku.Embed`, ...) comes back as a
+    `jax.experimental.sparse.BCOO` of the table's shape, with the meaning of `jax.grad`
+    to the letter: what a lookup clamps or drops out of bounds is clamped or dropped.
+    Every other leaf comes back as `jax.value_and_grad` gives it. Nothing of the size of
+    a row-sparse leaf is computed or stored. There is no `holomorphic`, no `allow_int`
+    and no `reduce_axes`.
+
+    The BCOO holds one entry for each row that was looked up, duplicates included, at
+    most as many as the table has rows: where a batch looks up more, the gradient comes
+    back added up, with `nse` the number of rows and the rows that were not touched as
+    padding. `coalesce` adds duplicates up at any time.
+
+    Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
+    functions with custom derivatives, and a table may be cast, scaled or passed through
+    any elementwise function before it is looked up. Any other use of a table, such as
+    tied output weights, weight decay in the loss, a slice with fixed bounds, or
+    `take_along_axis`, makes its gradient dense. Two things cost what they cost under
+    `jax.grad`: a nonlinear function of a table inside a branch of `lax.cond`, and a
+    `vmap` over the predicate of a `lax.cond` that looks a table up.
+
+    `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
+    that are computed in it. Call it inside of `jax.jit`; outside, each call traces
+    `fun` anew.
+
+    Args:
+      fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
+      argnums: Which positional argument or arguments to differentiate.
+      has_aux: Whether `fun` returns a pair.
+      sparse: `True` gives row-sparse leaves wherever possible, `False` nowhere. A tree
+        of booleans like the differentiated argument (a tuple of trees if `argnums` is a
+        sequence), or a prefix of it, or a predicate `sparse(path, leaf)` that returns a
+        boolean gives them exactly where it says so, or raises. A leaf named in this way
+        that the loss does not use gets a BCOO with `nse == 0`; with `True` it gets
+        dense zeros.
+
+    Returns:
+      A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
+
+    Raises:
+      TypeError: By the returned function; in `jax.value_and_grad`'s words for a loss
+        that is not a real scalar or an argument that is not real.
+      ValueError: By the returned function, if `sparse` does not fit the argument, or
+        names a leaf whose gradient cannot be row-sparse; it tells the operation in the
+        way.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> def loss(params, ids):
+      ...     return jnp.sum(params["table"][ids] @ params["w"])
+      >>> params = {"table": jnp.ones((1000, 4)), "w": jnp.ones((4, 2))}
+      >>> value, grads = osa.value_and_grad(loss)(params, jnp.array([3, 7, 3]))
+      >>> grads["table"]
+      BCOO(float32[1000, 4], nse=3, n_dense=1)
+      >>> grads["w"].shape
+      (4, 2)
+    """
+    reference = jax.value_and_grad(fun, argnums, has_aux)
+    if sparse is False:
+        return reference
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        numbers = _argnums(argnums)
+        if not all(-len(args) <= number < len(args) for number in numbers):
+            return reference(*args, **kwargs)  # raises, in JAX's words
+        chosen = [args[number] for number in numbers]
+        tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
+        leaves = jax.tree.leaves(tree)
+        if not all(map(valid_jaxtype, leaves)):
+            return reference(*args, **kwargs)  # raises, in JAX's words
+        wanted = _wanted(sparse, tree)
+        structure: Any = None
+        outputs: list[Any] = []
+
+        def traced(*chosen: Any) -> tuple[Any, Any]:
+            values = list(args)
+            for number, value in zip(numbers, chosen, strict=True):
+                values[number] = value
+            result, grads = reference(*values, **kwargs)
+            # An auxiliary output may be anything; arrays leave through the jaxpr.
+            nonlocal structure
+            leaves, structure = jax.tree.flatten(result)
+            outputs[:] = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
+            return [x for x in leaves if isinstance(x, jax.Array)], grads
+
+        closed = jax.make_jaxpr(traced)(*chosen)
+        arrays, grads = _evaluate(closed, tree, wanted)
+        rest = iter(arrays)
+        results = [next(rest) if x is _ARRAY else x for x in outputs]
+        result = jax.tree.unflatten(structure, results)
+        return result, jax.tree.unflatten(jax.tree.structure(tree), grads)
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    sparse: Sparse = True,
+) -> Callable[..., Any]:
+    """Like `jax.grad`, with row-sparse gradients for embedding tables.
+
+    `value_and_grad` without the value; see there.
+
+    Args:
+      fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
+      argnums: Which positional argument or arguments to differentiate.
+      has_aux: Whether `fun` returns a pair.
+      sparse: Which leaves are to be row-sparse.
+
+    Returns:
+      A function like `fun` that returns the gradients, or `(gradients, aux)`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table, ids = jnp.ones((1000, 4)), jnp.array([3, 7, 3])
+      >>> osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+      BCOO(float32[1000, 4], nse=3, n_dense=1)
+    """
+    both = value_and_grad(fun, argnums, has_aux, sparse=sparse)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        result, grads = both(*args, **kwargs)
+        return (grads, result[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def _argnums(argnums: Any) -> tuple[int, ...]:
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+    return tuple(map(operator.index, numbers))
+
+
+def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
+    """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
+    paths, leaves = _with_paths(tree)
+    if sparse is True:
+        return [None] * len(leaves)
+    if callable(sparse):
+        marks = [sparse(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        what = "The predicate `sparse` must return"
+    else:
+        try:
+            marks = jax.tree.leaves(jax.tree.broadcast(sparse, tree))
+        except ValueError as error:
+            raise ValueError(
+                "`sparse` must be a tree of booleans like the differentiated argument, "
+                f"or a prefix of it: {error}"
+            ) from None
+        what = "The leaves of `sparse` must be"
+    for path, mark in zip(paths, marks, strict=True):
+        if not isinstance(mark, bool | np.bool_):
+            raise ValueError(
+                f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
+                f"{_name(path)}."
+            )
+    return [bool(mark) for mark in marks]
+
+
+def _name(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path) or "the differentiated argument"
+
+
+def _evaluate(
+    closed: ClosedJaxpr, tree: Any, wanted: list[bool | None]
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates the jaxpr of `(results, gradients)`, row-sparse where wanted."""
+    paths, leaves = _with_paths(tree)
+    able = _able(closed, paths, leaves, wanted)
+    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    context = _context(leaves, able)
+    if any(able):
+        args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
+        outputs = context.evaluate(closed, args)
+    else:
+        outputs = jaxpr_as_fun(closed)(*leaves)
+    number = len(outputs) - len(leaves)
+    results = [jnp.asarray(dense(x)) for x in outputs[:number]]
+    grads: list[Any] = []
+    for path, mark, total in zip(paths, wanted, outputs[number:], strict=True):
+        if isinstance(total, RowSum) and (mark or total.parts):
+            grads.append(to_bcoo(_after(total, results)))
+        elif mark:
+            raise ValueError(_refusal(path, next(iter(context.blamed), None)))
+        else:
+            grads.append(jnp.asarray(dense(total)))
+    return results, grads
+
+
+def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [path for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _context(leaves: list[Any], able: list[bool]) -> Context:
+    shapes = [jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can]
+    return Context(frozenset(shapes), RULES, [])
+
+
+def _able(
+    closed: ClosedJaxpr,
+    paths: list[KeyPath],
+    leaves: list[Any],
+    wanted: list[bool | None],
+) -> list[bool]:
+    """Which leaves get a row-sparse gradient; raises where one is named in vain."""
+    able = [mark is not False for mark in wanted]
+    inputs: list[Verdict] = [Blame(None)] * len(leaves)
+    outputs = _context(leaves, able).judge(closed.jaxpr, inputs)
+    verdicts = outputs[len(outputs) - len(leaves) :]
+    for i, verdict in enumerate(verdicts):
+        if jnp.ndim(leaves[i]) == 0:
+            verdict = Blame(None)
+        if wanted[i] and verdict is not None:
+            raise ValueError(_refusal(paths[i], verdict.eqn, verdict.line))
+        able[i] = able[i] and verdict is None
+    return able
+
+
+def _after(total: RowSum, results: list[jax.Array]) -> RowSum:
+    """Makes a gradient depend on the value of the loss, without changing it.
+
+    Where no gradient depends on what the loss looks up, as in a loss that is linear in
+    a table, XLA does not know that this lookup comes before the update in place, and
+    copies the table to be safe. No value is above infinity. Inside shard_map, a value
+    that varies over more axes than the gradient would make it vary there as well.
+    """
+
+    def after(part: Part) -> Part:
+        indices = part.indices
+        axes = total.axes.union(varying_axes(part.data))
+        for value in results:
+            scalar = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+            if scalar and axes.issuperset(varying_axes(value)):
+                indices = jnp.where(value > jnp.inf, -1, indices)
+        return part._replace(indices=indices)
+
+    return dataclasses.replace(total, parts=tuple(map(after, total.parts)))
+
+
+def _refusal(path: KeyPath, eqn: JaxprEqn | None = None, line: str = "") -> str:
+    cause = "it has a use other than row lookups"
+    if eqn is not None:
+        line = line or source_info_util.summarize(eqn.source_info)
+        cause = f"of `{eqn.primitive.name}` at {line}"
+    return (
+        f"`sparse` asks for a row-sparse gradient of {_name(path)}, which cannot be "
+        f"had because {cause}: it must be made of row lookups only. Let this leaf have "
+        "a dense gradient; or stop the gradient of that use with "
+        "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
+    )

@@ -1,0 +1,1 @@
+"""What JAX does not offer as a function, each with the reason."""

@@ -1,0 +1,143 @@
+"""What tables on a mesh ask for beyond the row arithmetic.
+
+JAX partitions the programs; here it is told the two things that it cannot know. The
+rows of a gradient are few, so every device gets all of them; and a state is laid out as
+its parameter is. Whether an array lies on a mesh is part of its type, but over Auto
+axes not how. Away from a mesh nothing here adds an operation to a program.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from .shard_alike import shard_alike
+
+
+def mesh_of(*arrays: Any) -> AbstractMesh:
+    """The mesh that the arrays lie on, or the program runs on; it may be empty."""
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    found = next((mesh for mesh in meshes if not mesh.empty), None)
+    return jax.sharding.get_abstract_mesh() if found is None else found
+
+
+def _spec(x: jax.Array, axes: Sequence[int]) -> PartitionSpec:
+    """How the type says that these axes are sharded; over Explicit mesh axes only."""
+    spec = jax.typeof(x).sharding.spec
+    return PartitionSpec(*(spec[axis] for axis in axes))
+
+
+def gathered(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
+    """Gives every device all rows; the columns stay as they are.
+
+    Where a mesh axis splits the rows of a gradient but not the table, the partitioner
+    scatters each part into a table of zeros, and sums these tables over the axis.
+    """
+    spec = jax.typeof(rows).sharding.spec
+    if rows.ndim and spec[0] is not None:
+        whole = PartitionSpec(None, *spec[1:])
+        rows = jax.reshard(rows, NamedSharding(mesh, whole))
+    if rows.ndim and mesh.auto_axes:
+        free = [PartitionSpec.UNCONSTRAINED if s is None else None for s in spec[1:]]
+        whole = PartitionSpec(None, *free)
+        rows = lax.with_sharding_constraint(rows, NamedSharding(mesh, whole))
+    return rows
+
+
+def rows_like(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows whose type has their columns sharded as the table's; over Explicit axes."""
+    mesh = mesh_of(table, rows)
+    if not mesh.explicit_axes:
+        return rows
+    columns = _spec(table, range(table.ndim - rows.ndim + 1, table.ndim))
+    return jax.reshard(rows, NamedSharding(mesh, PartitionSpec(None, *columns)))
+
+
+def partitioned(
+    function: Callable[..., jax.Array],
+    *arrays: jax.Array,
+    like: jax.Array,
+    axes: Sequence[int | None],
+) -> jax.Array:
+    """Calls `function`, a gather or scatter, for which Explicit axes have no rule.
+
+    Args:
+      function: The operation.
+      *arrays: Its operands.
+      like: The array after which the result is laid out.
+      axes: For each axis of the result the axis of `like`, or `None` for unsharded.
+    """
+    mesh = mesh_of(*arrays)
+    if not mesh.explicit_axes:
+        return function(*arrays)
+    spec = jax.typeof(like).sharding.spec
+    out = PartitionSpec(*(None if axis is None else spec[axis] for axis in axes))
+    return jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, out)
+    )(*arrays)
+
+
+def first_row(axis_name: Any, shard_rows: int, dtype: Any) -> jax.Array:
+    """The first row that this device owns of a table sharded along mesh axes."""
+    # JAX numbers the devices in int32, which not all rows need fit.
+    number = lax.axis_index(axis_name).astype(dtype)
+    return number * np.asarray(shard_rows, dtype)
+
+
+def full_along(
+    param: jax.Array, value: Any = 0, dtype: Any = None, axes: Any = None
+) -> jax.Array:
+    """An array full of a value, of the shape of these axes of a parameter, or all."""
+    axes = tuple(range(jnp.ndim(param))) if axes is None else axes
+    full = tuple(jnp.shape(param))
+    shape = tuple(full[axis] for axis in axes)
+    x = jnp.full_like(param, value, dtype, None if shape == full else shape)
+    return laid_like(param, x, axes)
+
+
+def _own(param: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` for this parameter only: equal constants would be one array for all."""
+    one, _ = lax.optimization_barrier((jnp.ones([], x.dtype), param))
+    return x * one
+
+
+def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """`x`, whose axes are these axes of a parameter, sharded as they are."""
+    mesh = mesh_of(param)
+    if mesh.explicit_axes:
+        return jax.reshard(x, NamedSharding(mesh, _spec(param, axes)))
+    # Within shard_map over some of the axes XLA gives up on a group, and chooses well
+    # without.
+    if mesh.auto_axes and not mesh.manual_axes:
+        # The sum is sharded like the rest of the parameter, and then not computed.
+        others = tuple(axis for axis in range(param.ndim) if axis not in axes)
+        like = jnp.sum(param, others) if others else param
+        return shard_alike(like, _own(param, x))
+    return x
+
+
+def laid_out(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Compiles `init` for parameters on a mesh.
+
+    Only in a program can be said how a state is laid out, and without one it would be
+    made on one device first.
+    """
+    compiled = jax.jit(init, keep_unused=True)  # they say which devices
+
+    @functools.wraps(init)
+    def init_fn(params: Any) -> Any:
+        leaves = jax.tree.leaves(params)
+        if mesh_of(*leaves).empty:
+            return init(params)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            # JAX traces a function once for parameters of equal types, and the layouts
+            # of two of them in one program are no part of these: they would be one.
+            return jax.jit(lambda params: init(params))(params)
+        return compiled(params)
+
+    return init_fn

@@ -1,0 +1,183 @@
+"""Any optax transformation, applied to the rows that a gradient holds."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._jax_extras.sharding import laid_out, rows_like
+from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
+from .._rows.coalesce import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
+from .._rows.gather_scatter import apart, gather_rows, scatter_rows
+from .._rows.map_rows import map_rows
+from .lazy_row_analysis import take_apart
+from .lazy_state import check_state, row_leaves, shape_of, state_laid_like
+
+
+def _touched(grad: Any, param: Any) -> Rows:
+    """The touched rows of a BCOO, and of `None`: no rows."""
+    if grad is None:
+        none = jnp.zeros([0, *param.shape[1:]], param.dtype)
+        indices = jnp.zeros([0, min(1, param.ndim)], jnp.int32)
+        return Rows(indices, none, jnp.zeros([], jnp.int32))
+    check_bcoo(grad, None if param is None else jnp.shape(param))
+    rows = touched_rows(grad, accumulator_dtype(grad.dtype))
+    data = rows.data.astype(grad.dtype)
+    return rows._replace(data=data if param is None else rows_like(param, data))
+
+
+def _worth_proving(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
+    """Whether a table is updated by itself, in place, where it provably may be.
+
+    Not outside of a program, where each loop over blocks would be compiled anew.
+    """
+    is_traced = isinstance(rows.indices, jax.core.Tracer)
+    return is_traced and rows.data.size > 0 and bool(tables)
+
+
+def lazy(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optax transformation lazy: it reads and writes the touched rows only.
+
+    For each row-sparse gradient, the touched rows (duplicates added up) of the
+    parameter and of every array of the state that has the parameter's rows are
+    gathered, `inner.update` runs on these compact trees, and its results are scattered
+    back. Rows that the gradient does not hold keep their parameters and their state bit
+    for bit; scalars of the state, such as step counts, are shared by all rows (but see
+    `per_row`). Dense gradients pass through as they are, together with the compact
+    ones, so a chain in the middle sees all leaves:
+    `lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))` clips by
+    the norm of the whole, summed gradient.
+
+    Padding of a gradient is zero rows to the inner transformation: sums and norms over
+    rows are right, and run over the touched rows, which stand for the table in the
+    trust ratios of `lamb` and `lars` and in the distances of `dog` and `prodigy`. Means
+    over rows are not right (`clip_by_block_rms`, `scale_by_param_block_rms`). What
+    needs all rows at once is refused, as far as its state tells: `adafactor` (see
+    `sparse_adafactor`), `muon`, `galore`, `lbfgs` and line searches, `lookahead`,
+    `sam`, `sophia`, differentially private aggregation, `flatten`, `apply_every` and
+    `MultiSteps`. To accumulate gradients, let one gradient span the micro-batches:
+    `value_and_grad` of a loss that runs a `jax.lax.scan` over them.
+
+    Weight decay inside `inner` decays the touched rows, once for each step that touches
+    them.
+
+    Inside of `jit`, a table is updated by itself and its moments where they lie, on a
+    CPU in blocks of rows, as far as rows are touched, wherever `inner.update` provably
+    treats each row of it alone, norms over gradients aside: Adam and its kin, Adagrad,
+    RMSProp, momentum, Lion, `per_row`, with clipping and schedules around them. All
+    else is updated together; the results are the same up to rounding.
+
+    Args:
+      inner: The transformation, or a chain of them.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with the state of `inner`. `update`
+      returns a coalesced BCOO for a BCOO, `None` for `None`, which touches no row. It
+      raises `TypeError` and `ValueError` for gradients as `sparse_adam` does, and
+      `ValueError` for a state that is not made of rows.
+
+    Raises:
+      ValueError: By `init`, for a transformation that is known not to work.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_sparse_adam as osa
+      >>> table, ids = jnp.ones((1000, 4)), jnp.array([3, 3, 7])
+      >>> grad = osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+      >>> tx = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+      >>> update, state = tx.update(grad, tx.init(table), table)
+      >>> table = osa.apply_updates(table, update)
+      >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
+      [1.0, 0.999, 0.999]
+    """
+    transformation = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = transformation.init(params)
+        check_state(state)
+        return state_laid_like(params, transformation, state)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        olds: list[Any] = [None] * len(grads)
+        if params is not None:
+            olds = leaves_like(treedef, params, "Parameters", "gradients")
+        rows = {
+            i: _touched(grad, param)
+            for i, (grad, param) in enumerate(zip(grads, olds, strict=True))
+            if is_bcoo(grad) or (grad is None and param is not None)
+        }
+        unknown = params is None and any(grad is None for grad in grads)
+        if not rows and not unknown:
+            return transformation.update(updates, state, params, **extra_args)
+        shapes = [
+            shape_of(grad, param) for grad, param in zip(grads, olds, strict=True)
+        ]
+        depths = {i: touched.indices.shape[1] for i, touched in rows.items()}
+        structure: Any
+        leaves, structure = jax.tree.flatten(state)
+        owners = row_leaves(transformation, treedef, shapes, depths, leaves)
+
+        held = {i: [n for n, owner in enumerate(owners) if owner == i] for i in rows}
+        written = {i: tuple(leaves[n] for n in held[i]) for i in rows}
+        read: Any = {i: () if olds[i] is None else (olds[i],) for i in rows}
+        alone = [i for i in rows if _worth_proving(rows[i], written[i])]
+
+        old = {
+            i: [gather_rows(x, touched.indices) for x in (*written[i], *read[i])]
+            for i, touched in rows.items()
+        }
+
+        def compact(data: Any, of_alone: Any) -> list[Any]:
+            """`inner.update` on compact trees."""
+            small_grads, small_params, small_leaves = [*grads], [*olds], [*leaves]
+            for i, taken in (old | of_alone).items():
+                small_grads[i] = data.get(i, rows[i].data)
+                for n, new in zip(held[i], taken, strict=False):
+                    small_leaves[n] = new
+                if read[i]:
+                    small_params[i] = taken[-1]
+            new_updates, new_state = transformation.update(
+                treedef.unflatten(small_grads),
+                structure.unflatten(small_leaves),
+                None if params is None else treedef.unflatten(small_params),
+                **extra_args,
+            )
+            results = treedef.flatten_up_to(new_updates)
+            return [*results, *structure.flatten_up_to(new_state)]
+
+        small, middles, extra = take_apart(
+            compact,
+            [*range(len(grads)), *owners],
+            {i: rows[i].data for i in alone},
+            {i: old[i] for i in alone},
+        )
+        results, new_leaves = small[: len(grads)], small[len(grads) :]
+        for i, touched in rows.items():
+            if i in middles:
+                new_data, news = map_rows(
+                    middles[i], touched, written[i], extra[i], read=read[i]
+                )
+            else:
+                new_data = apart(keep_real(touched, results[i], shapes[i].shape))
+                news = tuple(
+                    scatter_rows(leaves[n], touched.indices, new_leaves[n])
+                    for n in held[i]
+                )
+            grad = grads[i]
+            results[i] = None if grad is None else with_rows(grad, touched, new_data)
+            for n, new in zip(held[i], news, strict=True):
+                new_leaves[n] = new
+        return treedef.unflatten(results), structure.unflatten(new_leaves)
+
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)

@@ -1,0 +1,285 @@
+"""Adam on the rows that a gradient holds, with the numbers of torch's SparseAdam."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._jax_extras.sharding import full_along, laid_out
+from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
+from .._rows.coalesce import accumulator_dtype
+from .adam_rows import Factors, update_dense, update_sparse
+
+Scalar = float | jax.Array
+NUMBER = (int, float, np.number)  # what is known while tracing
+
+
+class ScaleBySparseAdamState(NamedTuple):
+    """State of `scale_by_sparse_adam` and of `sparse_adam`.
+
+    Attributes:
+      count: Number of updates so far, an `int32` scalar. One clock for all rows.
+      mu: Tree like the parameters: moving average of the gradient.
+      nu: Tree like the parameters: moving average of the squared gradient.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method count
+    mu: optax.Updates
+    nu: optax.Updates
+
+
+def one_minus_power(b: Scalar, count: jax.Array, dtype: Any) -> jax.Array:
+    """`1 - b**count` without the cancellation, which costs 1e-4 in float32.
+
+    The logarithm of a Python number is taken in double precision.
+    """
+    if isinstance(b, NUMBER):
+        log_b: Scalar = math.log(b) if b > 0 else -math.inf
+    else:
+        log_b = jnp.log(jnp.asarray(b, dtype))
+    return -jnp.expm1(count.astype(dtype) * jnp.asarray(log_b, dtype))
+
+
+def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
+    for index, b in enumerate((b1, b2)):
+        if isinstance(b, NUMBER) and not 0.0 <= b < 1.0:
+            raise ValueError(
+                f"Invalid beta parameter at index {index}: {b}. "
+                f"b{index + 1} must be at least 0 and below 1."
+            )
+    if isinstance(eps, NUMBER) and not eps > 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
+
+
+def check_leaf(grad: Any, nu: Any) -> None:
+    if is_bcoo(grad):
+        check_bcoo(grad, jnp.shape(nu))
+    elif not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
+        raise TypeError(
+            "Gradients must be floating-point arrays, BCOO matrices or None, got "
+            f"{jnp.result_type(grad)} of shape {jnp.shape(grad)}. Integer and complex "
+            "parameters cannot be trained; give None for them."
+        )
+    elif jnp.shape(grad) != jnp.shape(nu):
+        raise ValueError(
+            "A gradient must have the shape of its parameter, got a gradient of shape "
+            f"{jnp.shape(grad)} for a parameter of shape {jnp.shape(nu)}."
+        )
+
+
+def _sparse_adam(
+    scale: Callable[[jax.Array], Scalar],
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    mu_dtype: Any,
+    maximize: bool,
+) -> optax.GradientTransformationExtraArgs:
+    """Both public forms; `scale(count)` multiplies the bias-corrected update."""
+    check_hyperparameters(b1, b2, eps)
+    if mu_dtype is not None:
+        mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
+
+    # Known while tracing, they need no operand of their own where rows are averaged.
+    weights = None
+    if isinstance(b1, NUMBER) and isinstance(b2, NUMBER):
+        weights = float(1 - b1), float(1 - b2)
+
+    def factors(dtype: Any, count: jax.Array, count_inc: jax.Array) -> Factors:
+        correction1 = one_minus_power(b1, count_inc, dtype)
+        correction2 = one_minus_power(b2, count_inc, dtype)
+        size = jnp.asarray(scale(count), dtype).reshape(())
+        return Factors(
+            sign=jnp.asarray(-1 if maximize else 1, dtype),
+            one_minus_b1=jnp.asarray(1 - b1, dtype),
+            one_minus_b2=jnp.asarray(1 - b2, dtype),
+            eps=jnp.asarray(eps, dtype),
+            scale=size * jnp.sqrt(correction2) / correction1,
+        )
+
+    def init_fn(params: optax.Params) -> ScaleBySparseAdamState:
+        for leaf in jax.tree.leaves(params):
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+                raise ValueError(
+                    "SparseAdam does not support complex parameters, got "
+                    f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Train the "
+                    "real and the imaginary part as two tables."
+                )
+        return ScaleBySparseAdamState(
+            count=jnp.zeros([], jnp.int32),
+            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
+            nu=jax.tree.map(full_along, params),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleBySparseAdamState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleBySparseAdamState]:
+        del params, extra_args
+        count_inc = optax.safe_increment(state.count)
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        mus = leaves_like(treedef, state.mu, "The moments", "gradients")
+        nus = leaves_like(treedef, state.nu, "The moments", "gradients")
+        cache: dict[Any, Factors] = {}
+        for i, (grad, mu, nu) in enumerate(zip(grads, mus, nus, strict=True)):
+            if grad is None:
+                continue
+            check_leaf(grad, nu)
+            dtype = accumulator_dtype(grad.dtype, mu.dtype, nu.dtype)
+            if dtype not in cache:
+                cache[dtype] = factors(dtype, state.count, count_inc)
+            one: Any = update_dense
+            if is_bcoo(grad):
+                # Alone, outside of a program, it would be compiled for each b1 and b2.
+                known = weights if isinstance(mu, jax.core.Tracer) else None
+                one = functools.partial(update_sparse, weights=known)
+            grads[i], (mus[i], nus[i]) = one(grad, (mu, nu), cache[dtype])
+        updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
+        return updates, ScaleBySparseAdamState(count_inc, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+
+
+def scale_by_sparse_adam(
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales row-sparse gradients by Adam, on the rows that they hold.
+
+    `sparse_adam` without the learning rate and the sign; see there for the formula.
+    A transformation of optax that follows this one in a chain sees BCOO updates, and
+    those that scale or clip take the indices for values. A constant learning rate turns
+    the indices into floats, which raises in the next step; a *schedule* casts its
+    factor to integers, and all indices become 0. Use `sparse_adam`, which takes the
+    learning rate itself, or put the chain inside `lazy`, where it sees plain rows:
+    `lazy(optax.chain(scale_by_sparse_adam(), optax.scale_by_learning_rate(schedule)))`.
+
+    Args:
+      b1: Decay of the moving average of the gradient, in `[0, 1)`.
+      b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
+      eps: Added to the root of the uncorrected second moment; above 0.
+      mu_dtype: Type of `mu`; the parameter's own by default.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with state `ScaleBySparseAdamState`.
+
+    Raises:
+      ValueError: If `b1`, `b2` or `eps` is a Python number out of its range.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax.experimental.sparse import BCOO
+      >>> import optax_sparse_adam as osa
+      >>> tx = osa.scale_by_sparse_adam()
+      >>> state = tx.init(jnp.zeros((1000, 2)))
+      >>> grad = BCOO((jnp.ones((1, 2)), jnp.array([[7]])), shape=(1000, 2))
+      >>> update, state = tx.update(grad, state)
+      >>> update.data.round(3).tolist(), int(state.count)
+      ([[1.0, 1.0]], 1)
+    """
+    return _sparse_adam(lambda count: 1.0, b1, b2, eps, mu_dtype, maximize=False)
+
+
+def sparse_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    mu_dtype: Any = None,
+    maximize: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam that reads and writes only the rows that a row-sparse gradient holds.
+
+    For each row in the gradient, duplicates added up, with `t` the number of this step
+    (one clock for all rows):
+
+    .. math::
+
+      m &\leftarrow m + (1 - b_1)(g - m) \\
+      v &\leftarrow v + (1 - b_2)(g^2 - v) \\
+      u &= - \alpha_t \frac{\sqrt{1 - b_2^t}}{1 - b_1^t} \frac{m}{\sqrt{v} + \epsilon}
+
+    These are the numbers of `torch.optim.SparseAdam`. Rows that the gradient does not
+    hold keep their parameters and their moments bit for bit: this is lazy Adam, not
+    Adam, where the moments of every row decay at each step.
+
+    .. warning::
+
+      `eps` is added to the root of the *uncorrected* second moment (the form above
+      section 2.1 of the paper), as in torch's SparseAdam, while `optax.adam` adds it to
+      the corrected one. At `t = 1` the same `eps` acts `1 / sqrt(1 - b2)`, 31.6 times,
+      as strongly here. `osa.lazy(optax.adam(learning_rate))` has optax's form.
+
+    A gradient leaf may be a row-sparse BCOO (see `value_and_grad`), a dense array, for
+    which every row counts as touched, or `None`: parameter and moments stay as they
+    are. The update of a BCOO leaf is a coalesced BCOO, with exactly the pytree
+    structure of the gradient if that was coalesced; `apply_updates` and
+    `optax.apply_updates` take both. Under `jit` with the state and the parameters
+    donated the step is in place.
+
+    Arithmetic is in float32 at least; the moments are stored in the parameter's type,
+    and an update has the type of its gradient. With `b2 = 0.999` a bfloat16 second
+    moment soon stops moving, since a change of 0.1 % is below the precision of the
+    type, and small updates vanish in the parameter: use
+    `lazy(stochastic_rounding(sparse_adam(...), key))`.
+
+    NaN and infinite gradients spread to their own rows only. Entries with an
+    out-of-bounds index are ignored. An empty gradient changes nothing but `count`.
+
+    Args:
+      learning_rate: A number above 0, an array with one element, or a schedule, called
+        with the number of steps before this one.
+      b1: Decay of the moving average of the gradient, in `[0, 1)`.
+      b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
+      eps: Added to the root of the uncorrected second moment; above 0.
+      mu_dtype: Type of `mu`; the parameter's own by default.
+      maximize: Ascend instead of descend.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with state `ScaleBySparseAdamState`.
+      Its `update` raises `TypeError` for gradients with indices that are not integers
+      or values that are not floating point, `ValueError` for gradients of another
+      shape than the parameter's; both while tracing.
+
+    Raises:
+      ValueError: If a hyper-parameter is a Python number out of its range.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table, ids = jnp.ones((1000, 4)), jnp.array([3, 3, 7])
+      >>> loss, grad = osa.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+      >>> tx = osa.sparse_adam(1e-3)
+      >>> update, state = tx.update(grad, tx.init(table))
+      >>> table = osa.apply_updates(table, update)
+      >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
+      [1.0, 0.999, 0.999]
+
+    References:
+      Kingma and Ba, `Adam: A Method for Stochastic Optimization
+      <https://arxiv.org/abs/1412.6980>`_, 2014; `torch.optim.SparseAdam
+      <https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html>`_.
+    """
+    if isinstance(learning_rate, NUMBER) and not learning_rate > 0:
+        raise ValueError(
+            f"Invalid learning rate: {learning_rate}. A number must be above 0; a "
+            "schedule may return 0."
+        )
+
+    def scale(count: jax.Array) -> Scalar:
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        return -1 * rate
+
+    return _sparse_adam(scale, b1, b2, eps, mu_dtype, maximize)

@@ -1,0 +1,1 @@
+"""Arithmetic on a few rows of a large table."""

@@ -1,0 +1,98 @@
+"""Adds updates to parameters, row by row where the updates are row-sparse."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._jax_extras.sharding import gathered, mesh_of
+from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
+from .coalesce import accumulator_dtype, on_each_device, touched_rows
+from .gather_scatter import and_padding, gather_rows, scatter_add_rows, scatter_rows
+
+
+def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
+    """Sets row 0 to NaN where optax has scaled the indices by 0 or less.
+
+    optax.scale_by_schedule casts its factor to the type of what it scales: a learning
+    rate becomes the integer 0, and every row row 0. No two unique rows, padding being
+    beyond the last row, have indices of at most 0. But where optax.apply_if_finite
+    skips a step, both indices and values are zeros.
+    """
+    # Of sorted rows the last is the largest; scaled, none is above 0.
+    indices = update.indices[-1:] if update.indices_sorted else update.indices
+    scaled = jnp.all(indices <= 0) & (update.data[:1] != 0)
+    mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
+    # Not alone, whatever `scatter_add_rows` knows of a mesh: see `and_padding`.
+    rows = and_padding(jnp.zeros((1, update.n_sparse), jnp.int32))
+    # The rows of the gradient may be split over devices; were the marks, too, each
+    # device would scatter its own into a table.
+    marks = gathered(jnp.concatenate([mark, mark]), mesh_of(update.data))
+    return scatter_add_rows(param, rows, marks, unique=True)
+
+
+@jax.jit
+def _add_rows(param: jax.Array, update: Any) -> jax.Array:
+    dtype = accumulator_dtype(param.dtype, update.dtype)
+    unique = update.unique_indices
+    if unique and update.nse > 1:
+        param = _flag_scaled_indices(param, update)
+    if param.dtype == dtype:
+        indices, data = on_each_device(update)
+        return scatter_add_rows(param, indices, data, unique=unique)
+    # A table of lower precision than the sums: add, then round once.
+    rows = touched_rows(update, dtype)
+    old = gather_rows(param, rows.indices).astype(dtype)
+    return scatter_rows(param, rows.indices, old + rows.data)
+
+
+def _apply(param: Any, update: Any) -> Any:
+    if param is None or update is None:
+        return param
+    if is_bcoo(update):
+        return _add_rows(param, check_bcoo(update, jnp.shape(param)))
+    if jnp.shape(param) != jnp.shape(update):
+        raise ValueError(
+            "An update must have the shape of its parameter, got an update of shape "
+            f"{jnp.shape(update)} for a parameter of shape {jnp.shape(param)}."
+        )
+    return optax.apply_updates(param, update)
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """Adds updates to parameters; a row-sparse update touches only its rows.
+
+    Like `optax.apply_updates`, which under `jit` takes BCOO updates as well, and
+    besides: a `None` update leaves its parameter as it is, and a BCOO is checked. Under
+    `jit` with the parameters donated, the addition is in place. Row 0 becomes NaN where
+    a transformation of optax has scaled the indices of two rows or more by 0 or less
+    (see `scale_by_sparse_adam`).
+
+    Args:
+      params: Tree of arrays; `None` leaves stay `None`.
+      updates: The same tree with dense, BCOO or `None` leaves. Duplicate indices of a
+        BCOO add up, out-of-bounds indices are ignored.
+
+    Returns:
+      The parameters, each in its own type and shape.
+
+    Raises:
+      TypeError: If a BCOO has indices that are not integers.
+      ValueError: If an update has another shape than its parameter, or the trees have
+        different structures.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax.experimental.sparse import BCOO
+      >>> import optax_sparse_adam as osa
+      >>> params = {"table": jnp.zeros((4, 1)), "bias": jnp.zeros(1)}
+      >>> rows = BCOO((jnp.ones((2, 1)), jnp.array([[2], [2]])), shape=(4, 1))
+      >>> params = osa.apply_updates(params, {"table": rows, "bias": None})
+      >>> params["table"].ravel().tolist()
+      [0.0, 0.0, 2.0, 0.0]
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
+    changes = leaves_like(treedef, updates, "Updates", "parameters")
+    return treedef.unflatten(map(_apply, leaves, changes))

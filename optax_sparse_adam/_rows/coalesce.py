@@ -1,0 +1,185 @@
+"""The touched rows of a BCOO gradient, each once.
+
+`indices` is always an integer array of shape `[nse, n_sparse]`, and a row that lies
+outside of the table is padding: never gathered from, never scattered to.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO
+
+from .._jax_extras.on_cpu import on_cpu
+from .._jax_extras.sharding import gathered, mesh_of
+from ..native import _calls as native
+from .checks import check_bcoo, is_bcoo
+from .duplicates import sum_rows
+from .gather_scatter import expand, in_bounds, row_bounds
+
+
+class Rows(NamedTuple):
+    """The touched rows of a gradient, each once.
+
+    Attributes:
+      indices: `[nse, n_sparse]`, unique. Padding is out of bounds and distinct.
+      data: `[nse, *row_shape]`. Zero where the index is padding.
+      stop: Scalar; every slot from here on is padding.
+    """
+
+    indices: jax.Array
+    data: jax.Array
+    stop: jax.Array
+
+
+def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Casts indices to a type that holds every row id and `nse` ids past the last."""
+    last = max(shape[: indices.shape[1]]) + indices.shape[0]
+    own: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
+    for dtype in (*own, jnp.int32, jnp.uint32):
+        if last <= jnp.iinfo(dtype).max:
+            if jnp.iinfo(indices.dtype).min < jnp.iinfo(dtype).min:
+                # As a uint32, -2e9 is a row of a table of 3e9 rows; -1 is never a row.
+                indices = jnp.maximum(indices, -1)
+            return indices.astype(dtype)
+    raise ValueError(
+        f"Row ids of {indices.dtype} cannot index a table of shape {shape}. Enable "
+        "64-bit types (jax_enable_x64) and pass int64 ids."
+    )
+
+
+def pad(
+    indices: jax.Array, valid: jax.Array, slot: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """Gives each padding slot an out-of-bounds index of its own.
+
+    Distinct, so that `unique_indices=True` is a promise that is kept; increasing, so
+    that padding at the end keeps sorted indices sorted.
+    """
+    outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
+    return jnp.where(valid[:, None], indices, outside)
+
+
+def on_each_device(grad: BCOO) -> tuple[jax.Array, jax.Array]:
+    """The indices and the data of a gradient, on a mesh whole on every device."""
+    mesh = mesh_of(grad.data, grad.indices)
+    return gathered(grad.indices, mesh), gathered(grad.data, mesh)
+
+
+def touched_rows(grad: BCOO, dtype: Any) -> Rows:
+    """The touched rows of a gradient, duplicates added up in `dtype`.
+
+    A gradient that says `unique_indices` is believed and keeps its order.
+    """
+    grad = widened(grad, dtype)
+    return _sums_by_kernel(grad) if native.fits(grad) else _sums(grad)
+
+
+def widened(grad: BCOO, dtype: Any) -> BCOO:
+    """A gradient with values of this type, and indices that hold padding as well."""
+    indices, data = on_each_device(grad)
+    return BCOO(
+        (data.astype(dtype), _wide(indices, grad.shape)),
+        shape=grad.shape,
+        indices_sorted=grad.indices_sorted,
+        unique_indices=grad.unique_indices,
+    )
+
+
+def _sums(grad: BCOO) -> Rows:
+    indices, data = grad.indices, grad.data
+    slot = jnp.arange(grad.nse, dtype=jnp.int32)
+    if grad.unique_indices or grad.nse == 0:
+        valid = in_bounds(indices, grad.shape)
+        stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
+        data = jnp.where(expand(valid, data), data, 0)
+    else:
+        indices, stop, data = sum_rows(
+            indices, data, grad.shape, is_sorted=grad.indices_sorted
+        )
+        valid = slot < stop
+    return Rows(pad(indices, valid, slot, grad.shape), data, stop)
+
+
+@jax.jit
+def _sums_by_kernel(grad: BCOO) -> Rows:
+    return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
+
+
+def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
+    """A BCOO like `grad` with these rows in place of its entries."""
+    return BCOO(
+        (data.astype(grad.dtype), rows.indices),
+        shape=grad.shape,
+        # touched_rows sorts what it coalesces and keeps the order of the rest.
+        indices_sorted=grad.indices_sorted or not grad.unique_indices,
+        unique_indices=True,
+    )
+
+
+def keep_real(rows: Rows, data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`data` with zeros in the padding slots."""
+    return jnp.where(expand(in_bounds(rows.indices, shape), data), data, 0)
+
+
+def accumulator_dtype(*dtypes: Any) -> Any:
+    """The type to compute in: at least float32."""
+    with jax.numpy_dtype_promotion("standard"):  # the user's setting may be strict
+        return jnp.result_type(*dtypes, jnp.float32)
+
+
+@jax.jit
+def _coalesce(grad: BCOO) -> BCOO:
+    # Believed to be unique, it might still hold padding in front.
+    flags = {"indices_sorted": grad.indices_sorted, "unique_indices": False}
+    grad = BCOO((grad.data, grad.indices), shape=grad.shape, **flags)
+    rows = touched_rows(grad, accumulator_dtype(grad.dtype))
+    return with_rows(grad, rows, rows.data)
+
+
+def coalesce(grad: BCOO) -> BCOO:
+    """Adds up the duplicates of a row-sparse gradient.
+
+    The number of stored entries stays as it is, so the result has a static shape: the
+    touched rows come first, in ascending order, and padding fills the rest. Padding
+    carries zero values and out-of-bounds indices, a different one in each slot, so that
+    the flags `indices_sorted` and `unique_indices`, both set, are true. Explicit zeros
+    stay: a row that is stored is touched, whatever its values, as in torch. Entries
+    whose index is out of bounds (negative ones included) become padding.
+
+    The optimisers of this package coalesce by themselves; call this to see or to keep
+    the summed gradient, or to give the updates the gradient's own pytree structure,
+    which `lax.cond` and with it `optax.apply_if_finite` ask for. It costs one sort of
+    the ids and one pass over the values: about 5 ms on two CPU cores for 65,536 ids and
+    rows of 64 float32.
+
+    Args:
+      grad: A BCOO with `n_batch == 0` and `n_sparse >= 1`; `data` of shape
+        `[nse, *row_shape]`, floating point, `indices` of shape `[nse, n_sparse]`,
+        integer.
+
+    Returns:
+      A BCOO of the same shape, type and `nse`. The index type becomes `int32` where it
+      was narrower (`uint32` where `num_rows + nse` exceeds the `int32` range).
+
+    Raises:
+      TypeError: If this is not a BCOO, the indices are not integers or the values not
+        floating point.
+      ValueError: If the layout is not row-sparse.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax.experimental.sparse import BCOO
+      >>> import optax_sparse_adam as osa
+      >>> data = jnp.array([[1.0], [2.0], [4.0]])
+      >>> indices = jnp.array([[7], [3], [7]])
+      >>> grad = osa.coalesce(BCOO((data, indices), shape=(10, 1)))
+      >>> grad.indices.ravel().tolist(), grad.data.ravel().tolist()
+      ([3, 7, 12], [2.0, 5.0, 0.0])
+    """
+    if not is_bcoo(grad):
+        raise TypeError(
+            f"coalesce takes a BCOO, got {type(grad).__name__}. A dense gradient has "
+            "no duplicates; of a tree, coalesce each BCOO."
+        )
+    return _coalesce(check_bcoo(grad))

@@ -1,0 +1,161 @@
+"""Gathers rows of tables and scatters them; what lies outside of a table is padding."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
+from .._jax_extras.sharding import mesh_of, partitioned
+
+
+def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
+    """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
+    return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
+
+
+def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
+    inside = (indices >= 0) & (indices < row_bounds(shape, indices))
+    return jnp.all(inside, axis=1)
+
+
+def expand(flags: jax.Array, like: jax.Array) -> jax.Array:
+    return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))
+
+
+def _gather_numbers(table: jax.Array, n_sparse: int) -> lax.GatherDimensionNumbers:
+    return lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
+        collapsed_slice_dims=tuple(range(n_sparse)),
+        start_index_map=tuple(range(n_sparse)),
+    )
+
+
+def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNumbers:
+    return lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
+        inserted_window_dims=tuple(range(n_sparse)),
+        scatter_dims_to_operand_dims=tuple(range(n_sparse)),
+    )
+
+
+def _is_single(table: jax.Array, indices: jax.Array) -> bool:
+    """Whether this is one row of a table that JAX's partitioner may have split."""
+    mesh = mesh_of(table)
+    return len(indices) == 1 and bool(mesh.auto_axes or mesh.explicit_axes)
+
+
+def and_padding(index: jax.Array) -> jax.Array:
+    """One row and one of padding, `[2, n_sparse]`.
+
+    Of one row alone XLA makes a dynamic slice, and for that gathers a sharded table on
+    a GPU or a TPU.
+    """
+    if index.dtype.itemsize < 4:
+        index = index.astype(jnp.int32)  # as a uint8, -1 may be a row
+    outside = np.full(index.shape, -1).astype(index.dtype)
+    return jnp.concatenate([index, outside])
+
+
+def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads whatever row is next to it."""
+    if _is_single(table, indices):
+        return take_rows(table, and_padding(indices))[:1]
+    n_sparse = indices.shape[1]
+    if 0 in table.shape:  # XLA gathers nothing from a table without rows
+        return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
+    # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
+    # index into a table of more than 2**31 rows. XLA clamps by itself.
+    gather = functools.partial(
+        lax.gather,
+        dimension_numbers=_gather_numbers(table, n_sparse),
+        slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
+        unique_indices=True,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    axes = (None, *range(n_sparse, table.ndim))
+    return partitioned(gather, table, indices, like=table, axes=axes)
+
+
+def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`table[indices]`; padding reads zeros."""
+    rows = take_rows(table, indices)
+    zero = jnp.zeros_like(rows, shape=())  # a 0 would make numbers of booleans
+    return jnp.where(expand(in_bounds(indices, table.shape), rows), rows, zero)
+
+
+def apart(rows: jax.Array) -> jax.Array:
+    """Keeps the computation of rows out of the kernel that scatters them.
+
+    A kernel of a GPU that reads rows of a table and writes others gets a copy of the
+    whole table to read from.
+    """
+    return lax.optimization_barrier(rows)
+
+
+def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
+    # Random keys know no cast, not even to their own type.
+    return rows if rows.dtype == table.dtype else rows.astype(table.dtype)
+
+
+def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
+    rows = apart(_cast(rows, table))
+    return _scatter(lax.scatter, table, indices, rows, unique=True)
+
+
+def combine_rows(
+    table: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    formula: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """`table.at[indices].set(formula(table[indices], rows))`, in one operation.
+
+    The new rows are then nowhere but in the table, and padding costs nothing. For
+    unique indices, rows of the table's type, and a formula without arrays of its own.
+    """
+
+    def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        rows = formula(take_rows(table, indices), rows)
+        return scatter_rows(table, indices, rows)
+
+    @jax.custom_jvp
+    def combine(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        scatter = functools.partial(scatter_combining, formula)
+        return _scatter(scatter, table, indices, rows, unique=True)
+
+    combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(in_turn, x, dx)[1]))
+    return (combine if takes_combiners() else in_turn)(table, indices, rows)
+
+
+def scatter_add_rows(
+    table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
+) -> jax.Array:
+    """`table.at[indices].add(rows)`; padding is dropped."""
+    rows = _cast(rows, table)
+    return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
+
+
+def _scatter(
+    function: Callable[..., jax.Array],
+    table: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    *,
+    unique: bool,
+) -> jax.Array:
+    if _is_single(table, indices):
+        indices, rows = and_padding(indices), jnp.concatenate([rows, rows])
+    scatter = functools.partial(
+        function,
+        dimension_numbers=_scatter_numbers(table, indices.shape[1]),
+        unique_indices=unique,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+    axes = range(table.ndim)
+    return partitioned(scatter, table, indices, rows, like=table, axes=axes)

@@ -1,0 +1,154 @@
+"""Gather rows, update them, scatter them: in blocks on a CPU, else in one pass."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._jax_extras.on_cpu import on_cpu
+from .._jax_extras.sharding import rows_like
+from .coalesce import Rows, keep_real, pad
+from .gather_scatter import gather_rows, in_bounds, scatter_rows, take_rows
+from .update_in_place import Middle, update_rows
+
+# Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
+# 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
+# slower. Larger blocks leave the second-level cache, smaller ones pay for the loop.
+_BLOCK_BYTES = 1 << 18
+_MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
+
+
+def map_rows(
+    middle: Middle,
+    rows: Rows,
+    tables: tuple[jax.Array, ...],
+    *args: Any,
+    read: tuple[jax.Array, ...] = (),
+    is_reduced: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Gathers rows, calls `middle(data, rows_of_tables, *args)`, scatters rows.
+
+    `middle` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
+    the tables in `read` behind those of `tables`, and returns new ones of `tables`.
+    Where `reduce_rows` has gone through the same rows, `is_reduced` says so.
+
+    Returns:
+      The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
+      tables with the touched rows replaced.
+    """
+    shape = tables[0].shape
+
+    def one_pass(
+        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        out, tables = update_rows(middle, rows.data, rows.indices, tables, *args)
+        return keep_real(rows, out, shape).astype(rows.data.dtype), tables
+
+    def blocks(
+        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        # Temporary memory above 32 MB is mapped and faulted in afresh at each call by
+        # the C library, which costs more than the arithmetic; a block stays in cache.
+        # Under vmap, each iteration would copy the tables: on_cpu then takes one_pass.
+        # The values are read and written with gather and scatter like every table: XLA
+        # copies a whole buffer in each iteration that both slices and updates it.
+        nse = rows.data.shape[0]
+        size = _block_rows(rows.data)
+
+        def block(start: jax.Array, carry: Any) -> Any:
+            data, tables = carry
+            slot, indices = _block(rows, start, size, shape)
+            part = take_rows(data, slot[:, None])
+            out, tables = update_rows(middle, part, indices, tables, *args)
+            # Padding keeps its zeros. To drop it here spares a mask over the values.
+            target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
+            return scatter_rows(data, target[:, None], out), tables
+
+        start = jnp.zeros([], rows.stop.dtype)
+        return _for_blocks(rows, start, block, (rows.data, tables))
+
+    depth = rows.indices.shape[1] + rows.data.ndim - 1
+    with_columns = [x for x in (*tables, *read) if x.ndim == depth]
+    for table in with_columns[:1]:
+        rows = rows._replace(data=rows_like(table, rows.data))
+    args = (read, *args)
+    if not _in_blocks(rows, is_reduced or any(x.ndim == depth for x in tables)):
+        return one_pass(rows, tables, args)
+    return on_cpu(blocks, one_pass, rows, tables, args)
+
+
+def reduce_rows(
+    terms: Callable[..., Any], rows: Rows, tables: tuple[jax.Array, ...], *args: Any
+) -> Any:
+    """Adds up `terms(data, rows_of_tables, *args)`, a tree of sums over rows.
+
+    On a CPU it sees them in blocks. Padding is rows of zeros, whose terms must be zero.
+    """
+    shape = tables[0].shape
+
+    def one_pass(rows: Rows, tables: tuple[jax.Array, ...], args: Any) -> Any:
+        read = tuple(gather_rows(x, rows.indices) for x in tables)
+        return terms(rows.data, read, *args)
+
+    def blocks(rows: Rows, tables: tuple[jax.Array, ...], args: Any) -> Any:
+        size = _block_rows(rows.data)
+
+        def of_block(start: jax.Array) -> Any:
+            slot, indices = _block(rows, start, size, shape)
+            part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.stop)
+            return one_pass(part, tables, args)
+
+        def block(start: jax.Array, sums: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, of_block(start))
+
+        start = jnp.zeros([], rows.stop.dtype)
+        # Zeros to begin with would have to lie on a mesh as the sums do.
+        return _for_blocks(rows, start + size, block, of_block(start))
+
+    if not _in_blocks(rows, is_much=True):
+        return one_pass(rows, tables, args)
+    return on_cpu(blocks, one_pass, rows, tables, args)
+
+
+def _for_blocks(
+    rows: Rows, start: jax.Array, block: Callable[[jax.Array, Any], Any], carry: Any
+) -> Any:
+    """`carry = block(start, carry)` for each block that has rows, from `start` on."""
+    size = _block_rows(rows.data)
+    _, carry = lax.while_loop(
+        lambda state: state[0] < rows.stop,
+        lambda state: (state[0] + size, block(*state)),
+        (start, carry),
+    )
+    return carry
+
+
+def _block(
+    rows: Rows, start: jax.Array, size: int, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The slots of a block of rows, and their indices."""
+    place = jnp.arange(size, dtype=jnp.int32)
+    slot = start + place
+    indices = gather_rows(rows.indices, slot[:, None])
+    # Padding of its own by place: for a slot beyond nse, num_rows + slot might not fit
+    # the type. Real slots of the last block are larger than any place.
+    return slot, pad(indices, slot < len(rows.data), place, shape)
+
+
+def _in_blocks(rows: Rows, is_much: bool) -> bool:
+    """Whether there are several blocks on a CPU, and they are worth their while.
+
+    Where there is not much to do, that is one pass over a state of one number a row, as
+    in row-wise Adagrad, all rows at once are faster while the temporaries (gradient,
+    sums, updates) stay below the size that the C library maps afresh at each call.
+    """
+    is_mapped = 3 * rows.data.size * rows.data.dtype.itemsize > _MAPPED_BYTES
+    return len(rows.data) > _block_rows(rows.data) and (is_much or is_mapped)
+
+
+def _block_rows(data: jax.Array) -> int:
+    row_bytes = math.prod(data.shape[1:]) * data.dtype.itemsize
+    return max(1, _BLOCK_BYTES // max(1, row_bytes))

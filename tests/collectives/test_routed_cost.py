@@ -1,0 +1,149 @@
+"""What devices send and hold, from the compiled programs."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import optax_sparse_adam as osa
+from optax_sparse_adam._collectives.exchange import default_capacity
+
+from ..helpers.routed import FAST, P, make_mesh, on_mesh, weighted_loss
+from ..helpers.support import bcoo
+
+SHARE, WIDTH = 1000, 16  # ids on each device, numbers in each row
+ID, ROW = 4, 4 * WIDTH  # bytes
+SHORT, TALL = 80_000, 8_000_000
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)\S*\("
+)
+
+
+def collectives(text):
+    """`(outside of loops, inside)`: lists of (operation, bytes of its result)."""
+    found, outside = ([], []), False
+    for line in text.splitlines():
+        if re.match(r"(ENTRY )?%?[\w.-]+ \(.*\{$", line):
+            outside = line.startswith("ENTRY")
+        match = COLLECTIVE.search(line)
+        if match:
+            arrays = re.findall(r"[fs]32\[([\d,]*)\]", match[1])
+            numbers = [np.prod([int(x) for x in a.split(",") if x]) for a in arrays]
+            found[not outside].append((match[2], 4 * int(sum(numbers))))
+    return tuple(map(sorted, found))
+
+
+def compiled(function, mesh, rows, tables=1):
+    """For a table of this many rows and others like it, ids, and a row for each id."""
+
+    def abstract(shape, dtype):
+        sharding = NamedSharding(mesh, P("d"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    number = SHARE * mesh.size
+    table = abstract((rows, WIDTH), jnp.float32)
+    ids, weights = (
+        abstract((number,), jnp.int32),
+        abstract((number, WIDTH), jnp.float32),
+    )
+    return function.lower(*[table] * tables, ids, weights).compile()
+
+
+def gradient(mesh, **sizes):
+    @on_mesh(mesh, P("d"), P("d"))
+    def function(table, ids, weights):
+        loss = partial(weighted_loss, axis_name="d", **sizes)
+        (value, _), grad = osa.value_and_grad(loss, has_aux=True)(table, ids, weights)
+        return value[None], grad.data, grad.indices
+
+    return function
+
+
+def scattered(mesh, **sizes):
+    @on_mesh(mesh, P("d"), P("d"))
+    def function(table, ids, weights):
+        grad = bcoo(weights, ids[:, None], (len(table) * mesh.size, WIDTH))
+        grad = osa.psum_scatter(grad, "d", **sizes)
+        return grad.data, grad.indices
+
+    return function
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_bytes_sent_grow_with_the_share(devices):
+    """In one round, hardly more than the share, on however many devices."""
+    mesh = make_mesh((devices,), ("d",))
+    slots = devices * default_capacity(SHARE, devices)
+    assert slots <= 1.6 * SHARE
+    program = compiled(gradient(mesh, max_rounds=1), mesh, SHORT)
+    outside, loops = collectives(program.as_text())
+    assert outside == [
+        ("all-reduce", 4),  # how many rounds
+        ("all-to-all", slots * ID),
+        ("all-to-all", slots * ROW),
+        ("all-to-all", slots * ROW),  # the gradient
+    ]
+    assert loops == []
+
+
+def test_step_costs_nothing_for_the_table():
+    """A whole step with room for all rounds; further rounds cost what the first did."""
+    mesh = make_mesh((8,), ("d",))
+    tx = osa.sparse_adam(0.1)
+    state = osa.ScaleBySparseAdamState(P(), P("d"), P("d"))
+
+    @partial(jax.jit, donate_argnums=(0, 1, 2), compiler_options=FAST)
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=(P("d"), state))
+    def step(table, mu, nu, ids, weights):
+        loss = partial(weighted_loss, axis_name="d")
+        grad, _ = osa.grad(loss, has_aux=True)(table, ids, weights)
+        state = osa.ScaleBySparseAdamState(jnp.zeros([], jnp.int32), mu, nu)
+        updates, state = tx.update(grad, state)
+        return osa.apply_updates(table, updates), state
+
+    programs = [compiled(step, mesh, rows, tables=3) for rows in (SHORT, TALL)]
+    short, tall = (program.memory_analysis() for program in programs)
+    assert short.temp_size_in_bytes == tall.temp_size_in_bytes
+    assert tall.alias_size_in_bytes == 3 * TALL // 8 * ROW
+    slots = 8 * default_capacity(SHARE, 8)
+    for program in programs:
+        outside, loops = collectives(program.as_text())
+        once = [("all-to-all", slots * ID), ("all-to-all", slots * ROW)]
+        assert outside == [("all-reduce", 4), *once, once[1]]
+        assert loops == sorted(2 * once)
+
+
+@pytest.mark.parametrize("capacity", [SHARE, None])
+def test_bytes_of_sums(capacity):
+    """Gathered, each device gets all rows of all; routed, as much as it has itself."""
+    mesh = make_mesh((8,), ("d",))
+    program = compiled(scattered(mesh, capacity=capacity), mesh, TALL)
+    outside, loops = collectives(program.as_text())
+    everything = 8 * SHARE
+    if capacity is None:
+        slots = 8 * default_capacity(SHARE, 8)
+        once = [("all-to-all", slots * ID), ("all-to-all", slots * ROW)]
+        assert outside == [("all-reduce", 4), *once]
+        assert loops == once
+    else:
+        assert outside == [
+            ("all-gather", everything * ID),
+            ("all-gather", everything * ROW),
+        ]
+        assert loops == []
+    assert program.memory_analysis().temp_size_in_bytes < 10 * everything * ROW
+
+
+def test_bytes_of_gathered_lookups():
+    """The other form: as many times the share as there are devices."""
+    mesh = make_mesh((8,), ("d",))
+    program = compiled(gradient(mesh, capacity=SHARE), mesh, TALL)
+    outside, loops = collectives(program.as_text())
+    everything = 8 * SHARE
+    rows = ("all-to-all", everything * ROW)
+    assert outside == [("all-gather", everything * ID), rows, rows]
+    assert loops == []

@@ -1,0 +1,154 @@
+"""Row-sparse gradients on meshes, against the same gradients on one device."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental.sparse import BCOO
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+
+from ..helpers.routed import exact
+from ..helpers.support import assert_close
+
+ROWS, WIDTH = 16, 4
+EXPLICIT = AxisType.Explicit
+
+
+def start(mesh, spec):
+    """A table and ids, on the mesh and on one device; products of them are exact."""
+    rng = np.random.default_rng(0)
+    table = exact(rng, (ROWS, WIDTH))
+    ids = rng.integers(0, ROWS, (8, 3)).astype(np.int32)  # more ids than rows
+    many = jax.device_put(table, NamedSharding(mesh, spec))
+    return (many, jax.device_put(ids, NamedSharding(mesh, P("x")))), (table, ids)
+
+
+def make_mesh(axis_type):
+    return jax.make_mesh((4, 2), ("x", "y"), (axis_type,) * 2)
+
+
+def sparse_grad(loss):
+    """Raises where the gradient would be dense."""
+    return jax.jit(osa.grad(loss, sparse=lambda path, leaf: True))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P("x", "y")], ids=str)
+def test_function_of_an_explicit_table(spec):
+    """Its derivative is computed at the rows that are looked up."""
+
+    def loss(lookup, table, ids):
+        return jnp.sum(lookup(table * table, ids))
+
+    def lookup(table, ids):
+        return table.at[ids].get(out_sharding=P("x", None, None))
+
+    mesh = make_mesh(EXPLICIT)
+    many, one = start(mesh, spec)
+    with jax.set_mesh(mesh):
+        grad = sparse_grad(partial(loss, lookup))(*many)
+    expected = jax.grad(partial(loss, lambda table, ids: table[ids]))(*one)
+    np.testing.assert_array_equal(grad.todense(), expected)
+
+
+def test_sharded_by_jit_alone():
+    """Over Explicit axes, of arrays that lie on no mesh before."""
+    mesh = make_mesh(EXPLICIT)
+    _, (table, ids) = start(mesh, P("x"))
+    split, whole = NamedSharding(mesh, P("x")), P(None, None, None)
+
+    def loss(table, ids):
+        return jnp.sum(jnp.square(table.at[ids].get(out_sharding=whole)))
+
+    grad = osa.grad(loss, sparse=lambda path, leaf: True)
+    with jax.set_mesh(mesh):
+        grad = jax.jit(grad, in_shardings=(split, None))(table, ids)
+    expected = jax.grad(lambda table: jnp.sum(jnp.square(table[ids])))(table)
+    np.testing.assert_array_equal(grad.todense(), expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT], ids=str)
+def test_more_rows_than_the_table_out_of_shard_map(axis_type):
+    def loss(table, ids):
+        return jnp.sum(jnp.square(table[ids]))
+
+    mesh = make_mesh(axis_type)
+    many, one = start(mesh, P())
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    def total(table, ids):
+        return lax.psum(loss(table, ids), "x")
+
+    with jax.set_mesh(mesh):
+        grad = sparse_grad(total)(*many)
+    assert grad.nse == ROWS
+    np.testing.assert_array_equal(grad.todense(), jax.grad(loss)(*one))
+
+
+@pytest.mark.parametrize("capacity", [1, 99], ids=["routed", "gathered"])
+def test_training_inside_shard_map_over_some_axes(capacity):
+    """The other axis splits the columns, and is left to JAX's partitioner."""
+    tx, mesh = osa.sparse_adam(0.1), make_mesh(AxisType.Auto)
+    many, one = start(mesh, P("x", "y"))
+
+    def step(lookup, table, ids):
+        grad = osa.grad(lambda table: jnp.sum(jnp.square(lookup(table, ids))))(table)
+        updates, _ = tx.update(grad, tx.init(table))
+        return osa.apply_updates(table, updates)
+
+    lookup = partial(osa.sharded_lookup, axis_name="x", capacity=capacity)
+    kwargs = {"in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
+    mapped = jax.shard_map(partial(step, lookup), mesh=mesh, **kwargs)
+    table = jax.jit(mapped)(*many)
+    expected = jax.jit(partial(step, lambda table, ids: table[ids]))(*one)
+    assert_close(table, expected, 1e-6)
+
+
+def test_rows_that_all_devices_look_up():
+    """Beside those of the batch: only these are summed over the mesh axis `y`.
+
+    A gradient that became dense would move rows which the batch does not hold.
+    """
+
+    def loss(lookup, table, ids):
+        always = lookup(table, jnp.arange(2, dtype=jnp.int32))
+        return jnp.sum(jnp.square(lookup(table, ids))) + ids.size * jnp.sum(always)
+
+    mesh = make_mesh(AxisType.Auto)
+    _, (table, ids) = start(mesh, P("x"))
+
+    @jax.jit
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("x"), P(("x", "y"))), out_specs=P("x")
+    )
+    def gradient(table, ids):
+        lookup = partial(osa.sharded_lookup, axis_name="x")
+        grad = osa.grad(partial(loss, lookup))(table, ids)
+        assert isinstance(grad, BCOO)
+        return grad.todense()
+
+    expected = jax.grad(partial(loss, lambda table, ids: table[ids]))(table, ids)
+    np.testing.assert_array_equal(gradient(table, ids), expected)
+
+
+def test_apply_if_finite_inside_lazy():
+    """Over Explicit axes both of its branches need rows of one type."""
+    mesh = make_mesh(EXPLICIT)
+    (table, _), (same, _) = start(mesh, P(None, "y"))
+    tx = osa.lazy(optax.apply_if_finite(optax.adam(0.1), 3))
+    grad = BCOO((jnp.ones((2, WIDTH)), jnp.array([[3], [5]])), shape=(ROWS, WIDTH))
+
+    def step(table):
+        updates, _ = tx.update(grad, tx.init(table), table)
+        return osa.apply_updates(table, updates)
+
+    with jax.numpy_dtype_promotion("standard"):
+        expected = jax.jit(step)(jnp.asarray(same))
+        with jax.set_mesh(mesh):
+            assert_close(jax.jit(step)(table), expected, 1e-6)

@@ -1,0 +1,147 @@
+"""The state lies on a mesh as its parameters do, however `init` is called."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+
+from ..helpers.mesh import OPTIMIZERS, Case, specs_of
+from ..helpers.support import assert_identical
+
+SHAPE = (64, 16)
+AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
+
+
+def case_of(name, axis_type):
+    return Case(name, (4, 2), P("x", "y"), P(), axis_type)
+
+
+def assert_laid_out(state, case, spec=None, name="table"):
+    parts = specs_of(state, SHAPE, case.table if spec is None else spec, name)
+    assert parts
+    for x, spec in parts:
+        expected = NamedSharding(case.mesh, spec)
+        assert x.sharding.is_equivalent_to(expected, x.ndim), (x.shape, x.sharding)
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_init(name, axis_type):
+    case = case_of(name, axis_type)
+    host = {"table": np.ones(SHAPE, np.float32), "w": np.ones(16, np.float32)}
+    params = {
+        "table": case.put(host["table"], case.table),
+        "w": case.put(host["w"], P()),
+    }
+    state = case.tx.init(params)
+    assert_laid_out(state, case)
+    with jax.set_mesh(case.mesh):
+        traced = jax.jit(case.tx.init)(params)
+    assert_laid_out(traced, case)
+    expected = case.tx.init(jax.tree.map(jnp.asarray, host))
+    assert_identical(state, expected)
+    assert_identical(traced, expected)
+
+
+@pytest.mark.parametrize("name", ["sparse_adam", "per_row", "adafactor"])
+def test_abstract_init(name):
+    """Over Explicit axes the sharding is part of the type."""
+    case = case_of(name, AxisType.Explicit)
+    params = {"table": case.struct(SHAPE, "float32", case.table)}
+    state = jax.eval_shape(case.tx.init, params)
+    for x, spec in specs_of(state, SHAPE, case.table):
+        assert x.sharding.spec == spec
+
+
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy", "adafactor"])
+def test_tables_of_one_shape(name):
+    """Their zeros are equal, and lie on the mesh in different ways; nothing is sent."""
+    specs = {"a": P("x", "y"), "b": P("y", None), "c": P(None, ("x", "y")), "d": P()}
+    case = case_of(name, AxisType.Auto)
+    params = {name: case.struct(SHAPE, "float32", s) for name, s in specs.items()}
+    program = jax.jit(case.tx.init).lower(params).compile()
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(case.tx.init, params),
+        program.output_shardings,
+    )
+    for key, spec in specs.items():
+        assert_laid_out(state, case, spec, key)
+    assert program.memory_analysis().temp_size_in_bytes == 0
+    assert "all-" not in program.as_text()
+
+
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy", "rowwise_adagrad"])
+def test_several_inits_in_one_program(name):
+    """Of tables of one type, each laid out in its own way."""
+    case = case_of(name, AxisType.Auto)
+    specs = [P("x", "y"), P("y", None), P(None, ("x", "y"))]
+    tables = [{"table": case.put(np.ones(SHAPE, np.float32), spec)} for spec in specs]
+    states = jax.jit(lambda tables: [case.tx.init(table) for table in tables])(tables)
+    for state, spec in zip(states, specs, strict=True):
+        assert_laid_out(state, case, spec)
+
+
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy", "rowwise_adam"])
+def test_inside_shard_map_over_some_axes(name):
+    """The mesh has Manual and Auto axes then."""
+    case = case_of(name, AxisType.Auto)
+    table = case.put(np.ones(SHAPE, np.float32), case.table)
+
+    def init(table):
+        return [x for x in jax.tree.leaves(case.tx.init(table)) if x.ndim]
+
+    mapped = jax.shard_map(
+        init, mesh=case.mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
+    for x in jax.jit(mapped)(table):
+        np.testing.assert_array_equal(x, np.zeros_like(x))
+        assert x.sharding.spec[0] == "x"
+
+
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy"])
+def test_vmap(name):
+    """As for several models side by side."""
+    case = case_of(name, AxisType.Auto)
+    table = case.put(np.ones((3, *SHAPE), np.float32), P(None, *case.table))
+    states = jax.vmap(case.tx.init)({"table": table})
+    tables = [x for x in jax.tree.leaves(states) if x.shape == table.shape]
+    assert len(tables) == 2
+    for x in tables:
+        assert x.sharding.is_equivalent_to(table.sharding, x.ndim), x.sharding
+
+
+def test_without_jit():
+    case = case_of("sparse_adam", AxisType.Auto)
+    table = case.put(np.ones(SHAPE, np.float32), case.table)
+    with jax.disable_jit():
+        state = case.tx.init({"table": table})
+    assert_laid_out(state, case)
+
+
+def test_derivative():
+    """Of what comes after `init`; the state itself is constant."""
+    case = case_of("sparse_adam", AxisType.Auto)
+    table = case.put(np.ones(SHAPE, np.float32), case.table)
+
+    def of_state(table):
+        leaves = jax.tree.leaves(case.tx.init(table))
+        return sum(jnp.sum((x + 1) * table) for x in leaves if x.ndim)
+
+    grad = jax.jit(jax.grad(of_state))(table)
+    np.testing.assert_array_equal(grad, np.full(SHAPE, 2, np.float32))
+
+
+def test_values_are_kept():
+    """What is laid out is what `init` of the inner transformation has made."""
+    case = case_of("lazy", AxisType.Auto)
+    table = case.put(np.zeros(SHAPE, np.float32), case.table)
+    tx = osa.lazy(optax.adagrad(0.1, initial_accumulator_value=0.3))
+    state = tx.init({"table": table})
+    assert_laid_out(state, case)
+    assert_identical(state, tx.init({"table": jnp.zeros(SHAPE)}))

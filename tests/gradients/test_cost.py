@@ -1,0 +1,266 @@
+"""Nothing of a table's size is computed, held or written for a row-sparse leaf."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import optax_sparse_adam as osa
+
+from ..helpers.function_cases import FUNCTIONS
+from ..helpers.gradients import is_bcoo
+from ..helpers.lookup_cases import LOOKUPS
+from ..helpers.transform_cases import UNDER
+from .test_models import IDS, MODELS
+
+CASES = {**LOOKUPS, **UNDER, **FUNCTIONS}
+CASES = {name: case for name, case in CASES.items() if case.has_table}
+
+# The loss itself computes something of the table's size.
+OWN_ARITHMETIC = {"stopped norm", "stopped output weights", "two tables, one dense"}
+# A branch hands out what its derivative needs, which is of the size of the table.
+OWN_ARITHMETIC |= {"branches of tanh"}
+# No other number of the tests.
+SHORT, TALL = 30_011, 3_000_017
+
+# Equations that hand tables through, or stand for the equations inside them.
+HANDING_ON = {
+    "closed_call",
+    "cond",
+    "eval_jaxpr",
+    "jit",
+    "pvary",
+    "remat2",
+    "scan",
+    "shard_map",
+    "stop_gradient",
+}
+
+
+def inner_jaxprs(eqn):
+    for value in eqn.params.values():
+        for jaxpr in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(jaxpr, ClosedJaxpr):
+                yield jaxpr.jaxpr
+            elif isinstance(jaxpr, Jaxpr):
+                yield jaxpr
+
+
+def table_sized(jaxpr, rows):
+    """The operations of a jaxpr, and inside it, with a result of this many rows."""
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            yield from table_sized(inner, rows)
+        shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
+        if any(rows in shape for shape in shapes):
+            yield eqn.primitive.name
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OWN_ARITHMETIC])
+def test_no_table_sized_operation(name):
+    """Whatever XLA makes of it: this is also what runs without `jit`."""
+    case = CASES[name]
+    function = osa.value_and_grad(case.loss)
+    jaxpr = jax.make_jaxpr(function)(*case.abstract(SHORT))
+    found = set(table_sized(jaxpr.jaxpr, SHORT)) - HANDING_ON
+    assert found == set(), f"table-sized results of {found}"
+
+
+def materialised(text, rows):
+    """The instructions of a compiled program with an array of this many rows."""
+    instruction = re.compile(
+        r"^\s*(?:ROOT )?%?\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(", re.M
+    )
+    found = {op for shape, op in instruction.findall(text) if f"{rows}" in shape}
+    return found - {"parameter", "bitcast", "get-tuple-element"}
+
+
+def assert_costs_nothing(function_of, inputs_of):
+    """The same memory at both heights, and no array of the table's height."""
+    memory = []
+    for rows in (SHORT, TALL):
+        compiled = jax.jit(function_of(rows)).lower(*inputs_of(rows)).compile()
+        analysis = compiled.memory_analysis()
+        memory.append((analysis.temp_size_in_bytes, analysis.output_size_in_bytes))
+    assert memory[0] == memory[1], f"(temporary, output) bytes: {memory}"
+    found = materialised(compiled.as_text(), TALL)
+    assert found == set(), f"arrays of the table's size: {found}"
+
+
+COMPILED = [
+    "matrix of ids",
+    "take None",
+    "take clip",
+    "rank 3, i j",
+    "i :k",
+    "i and i j",
+    "dynamic_slice of a scaled table",
+    "two tables",
+    "jit",
+    "checkpoint, nothing",
+    "checkpoint of tanh",
+    "scan",
+    "scan, table carried",
+    "scan of cast",
+    "scan of tanh",
+    "scan of checkpoint",
+    "branches, fewer ids",
+    "branches of scaling",
+    "vmap",
+    "vmap of scan",
+    "shard_map",
+    "custom_vjp with segment_sum",
+    "cast of rows",
+    "times a traced number",
+    "times a parameter",
+    "softplus of the table",
+    "product of tables",
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    case = CASES[name]
+    function = osa.value_and_grad(case.loss)
+    assert_costs_nothing(lambda rows: function, case.abstract)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linen",
+        "linen, bfloat16",
+        "linen, remat",
+        "linen, scan",
+        "nnx, split and merge",
+        "nnx, bfloat16",
+        "equinox, two vmaps",
+        "haiku",
+    ],
+)
+def test_compiled_models(name):
+    make, _ = MODELS[name]
+
+    def abstract(params):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        made = {rows: make(rows) for rows in (SHORT, TALL)}
+        inputs = {rows: (abstract(made[rows][1]), IDS) for rows in made}
+        functions = {rows: osa.value_and_grad(made[rows][0]) for rows in made}
+        assert_costs_nothing(functions.get, inputs.get)
+
+
+def test_dense_gradient_is_seen():
+    """The measures of this file find the dense gradient of JAX."""
+    case = LOOKUPS["matrix of ids"]
+    function = jax.value_and_grad(case.loss)
+    jaxpr = jax.make_jaxpr(function)(*case.abstract(SHORT))
+    assert set(table_sized(jaxpr.jaxpr, SHORT)) >= {"broadcast_in_dim", "scatter-add"}
+    compiled = jax.jit(function).lower(*case.abstract(TALL)).compile()
+    assert "scatter" in materialised(compiled.as_text(), TALL)
+    assert compiled.memory_analysis().output_size_in_bytes > 4 * 4 * TALL
+
+
+def transformer(p, ids, layers, scanned):
+    """A compact language model: embeddings, attention and MLP blocks, a head."""
+
+    def block(x, layer):
+        q, k, v = (x @ layer[name] for name in ("q", "k", "v"))
+        scores = jnp.einsum("bqd,bkd->bqk", q, k) / 4.0
+        x = x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v) @ layer["o"]
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return x + jax.nn.gelu(x * scale @ layer["up"]) @ layer["down"], None
+
+    x = p["table"][ids] + p["position"][jnp.arange(ids.shape[1])][None]
+    if scanned:
+        x, _ = jax.lax.scan(block, x, p["layers"])
+    else:
+        for i in range(layers):
+            x, _ = block(x, jax.tree.map(lambda a, i=i: a[i], p["layers"]))
+    logits = x @ p["head"]
+    picked = jnp.take_along_axis(logits, ids[..., None], axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked[..., 0])
+
+
+def transformer_inputs(layers, rows=1000, width=16, batch=2, length=8):
+    struct = jax.ShapeDtypeStruct
+    square, wide = (layers, width, width), (layers, width, 4 * width)
+    shapes = dict.fromkeys(("q", "k", "v", "o"), square)
+    shapes |= {"up": wide, "down": (layers, 4 * width, width)}
+    return {
+        "table": struct((rows, width), jnp.float32),
+        "position": struct((length * 2, width), jnp.float32),
+        "head": struct((width, rows), jnp.float32),
+        "layers": {name: struct(shape, jnp.float32) for name, shape in shapes.items()},
+    }, struct((batch, length), jnp.int32)
+
+
+def equations(jaxpr):
+    return sum(1 + sum(map(equations, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_transformer_traces_to_as_much(scanned):
+    """The interpreter adds a few equations a table, and none a layer."""
+    params, ids = transformer_inputs(24)
+
+    def loss(p, ids):
+        return transformer(p, ids, 24, scanned)
+
+    ours = jax.make_jaxpr(osa.value_and_grad(loss))(params, ids)
+    theirs = jax.make_jaxpr(jax.value_and_grad(loss))(params, ids)
+    grads = jax.eval_shape(osa.grad(loss), params, ids)
+    assert is_bcoo(grads["table"])
+    assert is_bcoo(grads["position"])
+    assert (grads["table"].nse, grads["position"].nse) == (16, 8)
+    extra = equations(ours.jaxpr) - equations(theirs.jaxpr)
+    assert extra <= 100, f"{extra} equations more than {equations(theirs.jaxpr)}"
+
+
+def test_checkpoint_still_saves_memory():
+    """The activations that JAX does not hold are not held under our gradient either."""
+
+    def layer(p, x):
+        return jnp.sin(jnp.sin(jnp.sin(x @ p["m"])))
+
+    def loss(wrap):
+        def function(p, ids):
+            step = wrap(lambda x, i: (layer(p, x + p["t"][i]), None))
+            return jnp.sum(jax.lax.scan(step, p["t"][ids[0]], ids)[0])
+
+        return function
+
+    params = {
+        "t": jax.ShapeDtypeStruct((SHORT, 64), jnp.float32),
+        "m": jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    }
+    ids = jax.ShapeDtypeStruct((16, 256), jnp.int32)
+
+    def temporary(lib, wrap):
+        lowered = jax.jit(lib.grad(loss(wrap))).lower(params, ids)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    held, plain = temporary(osa, jax.checkpoint), temporary(osa, lambda f: f)
+    reference = temporary(jax, jax.checkpoint)
+    assert held < 0.5 * plain, f"{held} bytes with checkpoint, {plain} without"
+    assert held < 1.1 * reference, f"{held} bytes, {reference} under jax.grad"
+
+
+def test_checkpoint_keeps_its_barriers():
+    """One for each checkpoint, or XLA would undo the rematerialization."""
+
+    def loss(p, ids):
+        x = jnp.ones((3, 4))
+        for _ in range(3):
+            x = jax.checkpoint(lambda t, x: jnp.sin(jnp.sin(t[ids] * x)))(p["t"], x)
+        return jnp.sum(x)
+
+    params = {"t": jnp.ones((16, 4))}
+    counts = [
+        jax.jit(lib.grad(loss)).lower(params, jnp.arange(3)).as_text().count("barrier")
+        for lib in (osa, jax)
+    ]
+    assert counts == [3, 3]

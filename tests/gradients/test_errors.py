@@ -1,0 +1,304 @@
+"""What `osa.value_and_grad` refuses, in whose words, and what `sparse=` asks for."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import optax_sparse_adam as osa
+
+from ..helpers.gradients import Case, assert_row_sparse, assert_same, is_bcoo, square
+
+PARAMS, IDS = Case(None).inputs()
+TABLE, WEIGHTS = PARAMS["t"], PARAMS["w"]
+SHAPE, DTYPE = TABLE.shape, TABLE.dtype
+INTEGERS = jnp.arange(4)
+
+
+def loss(p, ids):
+    return square(p["t"][ids], p["w"])
+
+
+# What JAX refuses, we refuse in its words: (function, keyword arguments, arguments).
+LIKE_JAX = {
+    "loss is an array": (lambda p, i: p["t"][i], {}, (PARAMS, IDS)),
+    "loss is an integer": (lambda p, i: i[0, 0], {}, (PARAMS, IDS)),
+    "loss is complex": (lambda p, i: lax.complex(loss(p, i), 1.0), {}, (PARAMS, IDS)),
+    "loss is None": (lambda p, i: None, {}, (PARAMS, IDS)),
+    "integer leaf": (loss, {}, ({**PARAMS, "w": INTEGERS}, IDS)),
+    "boolean leaf": (loss, {}, ({**PARAMS, "w": True}, IDS)),
+    "text leaf": (loss, {}, ({**PARAMS, "name": "x"}, IDS)),
+    "function leaf": (loss, {}, ({**PARAMS, "f": jnp.sum}, IDS)),
+    "key leaf": (loss, {}, ({**PARAMS, "key": jax.random.key(0)}, IDS)),
+    "argnums too large": (loss, {"argnums": 2}, (PARAMS, IDS)),
+    "argnums too small": (loss, {"argnums": -3}, (PARAMS, IDS)),
+    "one of argnums too large": (loss, {"argnums": (0, 5)}, (PARAMS, IDS)),
+    "argnums is a number": (loss, {"argnums": 0.5}, (PARAMS, IDS)),
+    "argnums is text": (loss, {"argnums": "p"}, (PARAMS, IDS)),
+    "argnums is None": (loss, {"argnums": None}, (PARAMS, IDS)),
+    "argnums is empty": (loss, {"argnums": ()}, (PARAMS, IDS)),
+    "no arguments": (loss, {}, ()),
+    "not a function": (3, {}, (PARAMS, IDS)),
+    "wrong number of arguments": (loss, {}, (PARAMS, IDS, IDS)),
+    "has_aux of a number": (loss, {"has_aux": True}, (PARAMS, IDS)),
+    "has_aux of three": (
+        lambda p, i: (loss(p, i), 1, 2),
+        {"has_aux": True},
+        (PARAMS, IDS),
+    ),
+    "loss raises": (lambda p, i: loss(p, i) / (1 // 0), {}, (PARAMS, IDS)),
+}
+
+
+def raised(lib, function, kwargs, args):
+    with pytest.raises(Exception) as info:  # noqa: PT011 - compared below
+        lib.value_and_grad(function, **kwargs)(*args)
+    # Tracers print in their own ways.
+    message = re.sub(r"(with value|Output was) .*", r"\1", str(info.value))
+    return type(info.value), re.sub(r"<class '.*Tracer'>", "a tracer", message)
+
+
+@pytest.mark.parametrize("name", LIKE_JAX)
+def test_refused_like_jax(name):
+    expected = raised(jax, *LIKE_JAX[name])
+    assert raised(osa, *LIKE_JAX[name]) == expected
+    assert expected[0] in (TypeError, ValueError, ZeroDivisionError)
+
+
+def test_complex_leaf():
+    """JAX gives the conjugate gradient of a complex leaf; so do we, and it is dense."""
+    table = lax.complex(TABLE, TABLE)
+
+    def real(t):
+        return jnp.sum(jnp.square(t[IDS]).real)
+
+    value, grad = osa.value_and_grad(real)(table)
+    expected_value, expected = jax.value_and_grad(real)(table)
+    np.testing.assert_array_equal(value, expected_value)
+    assert isinstance(grad, jax.Array)
+    np.testing.assert_array_equal(grad, expected)
+
+
+# `sparse=` that does not fit: (sparse, words of the message).
+MASKS = {
+    "leaf missing": ({"t": True}, ["tree of booleans", "prefix"]),
+    "leaf too many": ({"t": True, "w": False, "x": True}, ["tree of booleans"]),
+    "other container": ([True, False], ["tree of booleans", "list"]),
+    "None": (None, ["tree of booleans", "NoneType"]),
+    "None leaf": ({"t": True, "w": None}, ["tree of booleans", "['w']"]),
+    "text": ("t", ["booleans", "'t'", "str"]),
+    "integer leaf": ({"t": 1, "w": 0}, ["booleans", "1", "int", "['t']"]),
+    "array leaf": ({"t": False, "w": jnp.array(True)}, ["booleans", "Array", "['w']"]),
+    "predicate gives an array": (
+        lambda path, leaf: jnp.max(leaf) > 0,
+        ["predicate", "booleans", "Array", "['t']"],
+    ),
+    "predicate gives None": (
+        lambda path, leaf: None,
+        ["predicate", "booleans", "None"],
+    ),
+    "predicate gives a pair": (
+        lambda path, leaf: (True, False),
+        ["predicate", "booleans", "tuple", "['t']"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_refused(name):
+    sparse, words = MASKS[name]
+    with pytest.raises(ValueError, match="sparse") as info:
+        osa.value_and_grad(loss, sparse=sparse)(PARAMS, IDS)
+    assert [word for word in words if word not in str(info.value)] == []
+
+
+def tied(p, i):
+    return jnp.sum(p["t"][i] @ p["t"].T)  # stands in the way: transpose
+
+
+def decay(p, i):
+    penalty = jnp.sum(p["t"])  # stands in the way: broadcast_in_dim
+    return loss(p, i) + penalty
+
+
+def decay_in_scan(p, ids):
+    def step(total, i):
+        penalty = jnp.sum(p["t"])  # stands in the way: broadcast_in_dim
+        return total + square(p["t"][i], p["w"]) + penalty, None
+
+    return lax.scan(step, 0.0, ids)[0]
+
+
+def decay_in_branch(p, i):
+    def taken():
+        return jnp.sum(p["t"])  # stands in the way: broadcast_in_dim
+
+    return lax.cond(i[0, 0] == 0, taken, lambda: loss(p, i))
+
+
+def decay_in_checkpoint(p, i):
+    @jax.checkpoint
+    def both(t):
+        return square(t[i], p["w"]) + jnp.sum(t)  # stands in the way: broadcast_in_dim
+
+    return both(p["t"])
+
+
+def static_slice(p, i):
+    return square(p["t"][2:5], p["w"])  # stands in the way: pad
+
+
+def columns(p, i):
+    return jnp.sum(p["t"][:, i % 4])  # stands in the way: scatter-add
+
+
+def row_set(p, i):
+    return square(p["t"].at[0].set(0.0)[i], p["w"])  # stands in the way: scatter
+
+
+def product(p, i):
+    return jnp.sum((p["t"] @ jnp.diag(p["w"]))[i])  # stands in the way: dot_general
+
+
+def rows_of_scan(p, i):
+    step = lambda c, row: (c + square(row, p["w"]), None)  # noqa: E731
+    return lax.scan(step, 0.0, p["t"])[0]  # stands in the way: scan
+
+
+def halved(p, ids):
+    step = lambda t, i: (t / 2, t[i])  # noqa: E731
+    return jnp.sum(lax.scan(step, p["t"], ids)[1])  # stands in the way: scan
+
+
+def rolled(p, i):
+    return square(jnp.roll(p["t"], 1, axis=0)[i], p["w"])  # stands in the way: pad
+
+
+def summed(p, i):
+    return square(jnp.cumsum(p["t"], axis=0)[i], p["w"])  # stands in the way: cumsum
+
+
+DENSE_USES = [
+    tied,
+    decay,
+    decay_in_scan,
+    decay_in_branch,
+    decay_in_checkpoint,
+    static_slice,
+    columns,
+    row_set,
+    product,
+    rows_of_scan,
+    halved,
+    rolled,
+    summed,
+]
+
+
+def obstacle(function):
+    """The operation and the line that a comment in the function's source names."""
+    lines, start = inspect.getsourcelines(function)
+    for number, line in enumerate(lines, start):
+        if "# stands in the way: " in line:
+            return line.split(": ")[-1].strip(), number
+    raise AssertionError(f"{function.__name__} says nothing")
+
+
+@pytest.mark.parametrize("function", DENSE_USES, ids=lambda f: f.__name__)
+def test_dense_use_refused(function):
+    """The message names the leaf, the operation, its line here, and the ways out."""
+    operation, line = obstacle(function)
+    params = {"model": {"embed": PARAMS}}
+    mask = {"model": {"embed": {"t": True, "w": False}}}
+    with pytest.raises(ValueError, match="sparse") as info:
+        osa.value_and_grad(lambda p, i: function(p["model"]["embed"], i), sparse=mask)(
+            params, IDS
+        )
+    message = str(info.value)
+    assert "['model']['embed']['t']" in message
+    assert f"`{operation}`" in message
+    assert f"{__file__}:{line}" in message
+    for way_out in ("dense gradient", "jax.lax.stop_gradient", "weight decay"):
+        assert way_out in message
+
+
+def test_bare_table_refused():
+    with pytest.raises(ValueError, match="the differentiated argument"):
+        osa.grad(lambda t: jnp.sum(t @ t.T), sparse=lambda path, leaf: True)(TABLE)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_scalar_leaf_refused(used):
+    def scaled(p, i):
+        return loss(p, i) * p["s"] if used else loss(p, i)
+
+    params = {**PARAMS, "s": jnp.float32(2)}
+    with pytest.raises(ValueError, match=r"sparse.*\['s'\]"):
+        osa.grad(scaled, sparse={"t": True, "w": False, "s": True})(params, IDS)
+
+
+# `sparse=` that fits: (sparse, whether the table's gradient is row-sparse).
+FITTING = {
+    "True": (True, True),
+    "False": (False, False),
+    "mask": ({"t": True, "w": False}, True),
+    "mask, other way": ({"t": False, "w": False}, False),
+    "NumPy boolean": ({"t": np.bool_(True), "w": False}, True),
+    "predicate on path": (lambda path, leaf: path[0].key == "t", True),
+    "predicate on leaf": (lambda path, leaf: leaf.ndim == 2, True),
+    "predicate, nowhere": (lambda path, leaf: False, False),
+}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_masks_met(name):
+    sparse, expected = FITTING[name]
+    for lift in (jax.jit, lambda f: f):
+        grads = lift(osa.grad(loss, sparse=sparse))(PARAMS, IDS)
+        assert is_bcoo(grads["t"]) == expected
+        assert not is_bcoo(grads["w"])
+        assert_same(grads["t"], jax.grad(loss)(PARAMS, IDS)["t"])
+
+
+def test_prefix():
+    def two_tables(p, i):
+        return loss({"t": p["a"]["t"] * p["a"]["s"], "w": p["w"]}, i)
+
+    params = {"a": {"t": TABLE, "s": TABLE}, "w": WEIGHTS}
+    for mark in (True, False):
+        grads = osa.grad(two_tables, sparse={"a": mark, "w": False})(params, IDS)
+        assert [is_bcoo(grads["a"][name]) for name in "ts"] == [mark, mark]
+
+
+def test_tuple_of_masks():
+    grad = osa.grad(lambda t, i, w: square(t[i], w), (0, 2), sparse=(True, False))
+    grads = grad(TABLE, IDS, WEIGHTS)
+    assert list(map(is_bcoo, grads)) == [True, False]
+    with pytest.raises(ValueError, match=r"\[1\].*`dot_general`"):
+        osa.grad(lambda t, w: square(t[IDS], w), (0, 1), sparse=(True, True))(
+            TABLE, WEIGHTS
+        )
+
+
+def test_unused_leaf():
+    """Named, it is row-sparse with nothing stored; else as JAX gives it."""
+
+    def unused(p, i):
+        return jnp.sum(p["w"])
+
+    grads = osa.grad(unused, sparse={"t": True, "w": False})(PARAMS, IDS)
+    assert_row_sparse(grads["t"], SHAPE, DTYPE, 0)
+    assert_same(grads["t"], jnp.zeros_like(TABLE))
+    grads = osa.grad(unused)(PARAMS, IDS)
+    assert isinstance(grads["t"], jax.Array)
+    assert_same(grads["t"], jnp.zeros_like(TABLE))
+
+
+def test_python_control_flow():
+    """As under `jax.jit`, and as the documentation says."""
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        osa.grad(lambda t: jnp.sum(t[IDS]) if t[0, 0] > 0 else 0.0)(TABLE)

@@ -1,0 +1,328 @@
+"""Row-sparse gradients of the embedding layers of four libraries, as they are."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optax_sparse_adam as osa
+
+from ..helpers.gradients import (
+    ROUNDED,
+    THROUGH_BFLOAT16,
+    assert_row_sparse,
+    assert_same,
+    dense,
+    is_bcoo,
+)
+
+# The libraries promote types and ranks as JAX does by default.
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+
+@pytest.fixture
+def default_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+KEY = jax.random.key(0)
+IDS = jnp.asarray([[0, 3, 15], [3, 7, 0]])
+
+
+def mean_square(x):
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+# Each function returns a loss of `(params, ids)` and its parameters, for a table of
+# `rows` rows of four.
+
+
+def linen(rows, embed=nn.Embed, **kwargs):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.Dense(3)(embed(rows, 4, **kwargs)(ids))
+
+    model = Model()
+    variables = model.init(KEY, IDS)
+    return lambda v, ids: mean_square(model.apply(v, ids)), variables
+
+
+def linen_scan(rows):
+    class Cell(nn.Module):
+        @nn.compact
+        def __call__(self, carry, ids):
+            carry = jnp.tanh(carry + nn.Embed(rows, 4)(ids))
+            return carry, carry
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            scan = nn.scan(
+                Cell, variable_broadcast="params", split_rngs={"params": False}
+            )
+            return scan()(jnp.zeros((3, 4)), ids)[1]
+
+    model = Model()
+    variables = model.init(KEY, IDS)
+    return lambda v, ids: mean_square(model.apply(v, ids)), variables
+
+
+def linen_tied(rows):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            embed = nn.Embed(rows, 4)
+            return embed.attend(embed(ids))
+
+    model = Model()
+    variables = model.init(KEY, IDS)
+    return lambda v, ids: mean_square(model.apply(v, ids)), variables
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs, rows=16, **kwargs):
+        self.embed = nnx.Embed(rows, 4, rngs=rngs, **kwargs)
+        self.dense = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.dense(self.embed(ids))
+
+
+def nnx_split(rows, call=lambda model, ids: model(ids), **kwargs):
+    graph, state = nnx.split(NnxModel(nnx.Rngs(0), rows, **kwargs))
+    return lambda s, ids: mean_square(call(nnx.merge(graph, s), ids)), state
+
+
+def nnx_module(rows):
+    return lambda model, ids: mean_square(model(ids)), NnxModel(nnx.Rngs(0), rows)
+
+
+def nnx_pure_dict(rows):
+    graph, state = nnx.split(NnxModel(nnx.Rngs(0), rows))
+    state = nnx.to_pure_dict(state)
+    return lambda s, ids: mean_square(nnx.merge(graph, s)(ids)), state
+
+
+class EqxModel(eqx.Module):
+    embed: eqx.nn.Embedding
+    dense: eqx.nn.Linear
+    activation: object
+
+    def __init__(self, rows=16):
+        self.embed = eqx.nn.Embedding(rows, 4, key=KEY)
+        self.dense = eqx.nn.Linear(4, 3, key=KEY)
+        self.activation = jax.nn.tanh
+
+    def __call__(self, id_):
+        return self.activation(self.dense(self.embed(id_)))
+
+
+def equinox(rows, call=lambda model, ids: jax.vmap(jax.vmap(model))(ids)):
+    params, static = eqx.partition(EqxModel(rows), eqx.is_inexact_array)
+    return lambda p, ids: mean_square(call(eqx.combine(p, static), ids)), params
+
+
+def haiku(rows, wrap=lambda f: f, **kwargs):
+    def model(ids):
+        return hk.Linear(3)(wrap(hk.Embed(rows, 4, **kwargs))(ids))
+
+    model = hk.without_apply_rng(hk.transform(model))
+    return lambda p, ids: mean_square(model.apply(p, ids)), model.init(KEY, IDS)
+
+
+# (what makes the loss and its parameters, entries of the table or `None` where its
+# gradient is dense)
+MODELS = {
+    "linen": (linen, 6),
+    "linen, bfloat16": (lambda rows: linen(rows, dtype=jnp.bfloat16), 6),
+    "linen, remat": (lambda rows: linen(rows, nn.remat(nn.Embed)), 6),
+    "linen, partitioned": (
+        lambda rows: linen(
+            rows,
+            embedding_init=nn.with_partitioning(nn.initializers.normal(), ("v", "d")),
+        ),
+        6,
+    ),
+    "linen, scan": (linen_scan, 6),
+    "linen, tied": (linen_tied, None),
+    "nnx, split and merge": (nnx_split, 6),
+    "nnx, bfloat16": (lambda rows: nnx_split(rows, dtype=jnp.bfloat16), 6),
+    "nnx, remat": (lambda rows: nnx_split(rows, nnx.remat(lambda m, ids: m(ids))), 6),
+    "nnx, jit": (lambda rows: nnx_split(rows, nnx.jit(lambda m, ids: m(ids))), 6),
+    "nnx, module as it is": (nnx_module, 6),
+    "nnx, pure dict": (nnx_pure_dict, 6),
+    "equinox, two vmaps": (equinox, 6),
+    "equinox, one vmap": (
+        lambda rows: equinox(rows, lambda m, ids: jax.vmap(m)(ids[0])),
+        3,
+    ),
+    "equinox, filter_vmap": (
+        lambda rows: equinox(rows, lambda m, ids: eqx.filter_vmap(m)(ids[0])),
+        3,
+    ),
+    "equinox, filter_checkpoint": (
+        lambda rows: equinox(
+            rows, lambda m, ids: jax.vmap(eqx.filter_checkpoint(m))(ids[0])
+        ),
+        3,
+    ),
+    "haiku": (haiku, 6),
+    "haiku, remat": (lambda rows: haiku(rows, hk.remat), 6),
+    "haiku, one hot": (lambda rows: haiku(rows, lookup_style="ONE_HOT"), None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_as_jax(name):
+    make, nse = MODELS[name]
+    loss, params = make(16)
+    ulps = THROUGH_BFLOAT16 if "bfloat16" in name else ROUNDED
+    expected_value, expected = jax.jit(jax.value_and_grad(loss))(params, IDS)
+    for lift in (jax.jit, lambda f: f):
+        value, grads = lift(osa.value_and_grad(loss))(params, IDS)
+        assert_same(value, expected_value, ulps, "value")
+        leaves = jax.tree.leaves(grads, is_leaf=is_bcoo)
+        assert jax.tree.structure(dense(grads)) == jax.tree.structure(expected)
+        for leaf, like in zip(leaves, jax.tree.leaves(expected), strict=True):
+            assert_same(leaf, like, ulps)
+            if nse is not None and like.shape == (16, 4):
+                assert_row_sparse(leaf, like.shape, like.dtype, nse)
+            else:
+                assert isinstance(leaf, jax.Array), f"{leaf} is not dense"
+        assert sum(map(is_bcoo, leaves)) == (nse is not None)
+
+
+def test_table_of_one_row_is_broadcast():
+    """`nn.Embed` looks nothing up when it has one row: a dense gradient, as JAX's."""
+    model = nn.Embed(1, 4)
+    variables = model.init(KEY, 0 * IDS)
+    grads = osa.grad(lambda v: mean_square(model.apply(v, 0 * IDS)))(variables)
+    assert grads["params"]["embedding"].shape == (1, 4)
+    assert not is_bcoo(grads["params"]["embedding"])
+
+
+def test_nnx_with_state_of_its_own():
+    """Dropout and batch statistics: random keys and counts are no leaves."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(16, 4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, ids):
+            return self.norm(self.dropout(self.embed(ids)))
+
+    graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, rest, ids):
+        model = nnx.merge(graph, params, rest, copy=True)
+        value = mean_square(model(ids) - 1)
+        return value, nnx.state(model, nnx.Not(nnx.Param))
+
+    result = jax.jit(osa.value_and_grad(loss, has_aux=True))(params, rest, IDS)
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, rest, IDS)
+    assert_row_sparse(result[1]["embed"]["embedding"][...], (16, 4), "float32", 6)
+    assert jax.tree.structure(dense(result)) == jax.tree.structure(expected)
+    for leaf, like in zip(
+        jax.tree.leaves(dense(result)), jax.tree.leaves(expected), strict=True
+    ):
+        if jnp.issubdtype(like.dtype, jnp.floating):
+            assert_same(leaf, like, ROUNDED)
+
+
+TOUCHED = [0, 3, 7, 15]
+
+
+class Table(NamedTuple):
+    """What a table was before a training step, and where."""
+
+    values: np.ndarray
+    pointer: int
+
+    @classmethod
+    def of(cls, array):
+        return cls(np.array(array), array.unsafe_buffer_pointer())
+
+    def check(self, after, is_donated=True):
+        after = Table.of(after)
+        moved = np.any(self.values != after.values, axis=1)
+        np.testing.assert_array_equal(np.flatnonzero(moved), TOUCHED)
+        assert self.pointer == after.pointer or not is_donated
+
+
+DONATED = nnx.jit(donate_argnums=(0, 1))
+
+
+@pytest.mark.parametrize("jit", [DONATED, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("how", ["split", "module"])
+def test_nnx_optimizer(how, jit):
+    """A training step as the `nnx` guides write it, with two names changed."""
+    model = NnxModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, osa.sparse_adam(0.1), wrt=nnx.Param)
+
+    @jit
+    def step(model, optimizer, ids):
+        if how == "module":
+            grads = osa.grad(lambda model: mean_square(model(ids)))(model)
+        else:
+            graph, params = nnx.split(model, nnx.Param)
+            grads = osa.grad(lambda p: mean_square(nnx.merge(graph, p)(ids)))(params)
+        optimizer.update(model, grads)
+
+    before, bias = Table.of(model.embed.embedding[...]), np.array(model.dense.bias[...])
+    for _ in range(2):
+        step(model, optimizer, IDS)
+        before.check(model.embed.embedding[...], is_donated=jit is DONATED)
+    assert np.all(bias != np.asarray(model.dense.bias[...]))
+
+
+def test_linen_train_state():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.Dense(3)(nn.Embed(16, 4, name="embed")(ids))
+
+    model = Model()
+    state = TrainState.create(
+        apply_fn=model.apply,
+        params=model.init(KEY, IDS)["params"],
+        tx=osa.sparse_adam(optax.constant_schedule(0.1)),
+    )
+
+    @jax.jit(donate_argnums=0)
+    def step(state, ids):
+        def loss(params):
+            return mean_square(state.apply_fn({"params": params}, ids))
+
+        return state.apply_gradients(grads=osa.grad(loss)(state.params))
+
+    before = Table.of(state.params["embed"]["embedding"])
+    before.check(step(state, IDS).params["embed"]["embedding"])
+
+
+def test_equinox_training_step():
+    params, static = eqx.partition(EqxModel(), eqx.is_inexact_array)
+    optimizer = osa.sparse_adam(0.1)
+
+    @eqx.filter_jit(donate="all")
+    def step(params, state, ids):
+        def loss(params):
+            return mean_square(jax.vmap(jax.vmap(eqx.combine(params, static)))(ids))
+
+        updates, state = optimizer.update(osa.grad(loss)(params), state, params)
+        return osa.apply_updates(params, updates), state
+
+    before = Table.of(params.embed.weight)
+    after, _ = step(params, optimizer.init(params), jnp.array(IDS))
+    before.check(after.embed.weight)

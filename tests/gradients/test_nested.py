@@ -1,0 +1,304 @@
+"""Row-sparse gradients inside other transformations, of second order, on devices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.sparse import BCOO
+from jax.sharding import AxisType, PartitionSpec
+
+import optax_sparse_adam as osa
+
+from ..helpers.gradients import (
+    Case,
+    assert_row_sparse,
+    assert_same,
+    dense,
+    is_bcoo,
+    square,
+)
+
+PARAMS, IDS = Case(None).inputs()
+SHAPE, DTYPE = PARAMS["t"].shape, PARAMS["t"].dtype
+
+
+def loss(p, ids):
+    return square(p["t"][ids], p["w"])
+
+
+def squared_gradient(lib, read=dense):
+    """The squared norm of the gradient."""
+
+    def function(p, ids):
+        grads = read(lib.grad(loss)(p, ids))
+        return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))
+
+    return function
+
+
+def test_gradient_of_gradient():
+    """Of either library over either; row-sparse where the outer one is ours."""
+    expected = jax.grad(squared_gradient(jax))(PARAMS, IDS)
+    for outer, inner in ((jax, osa), (osa, jax), (osa, osa)):
+        for lift in (jax.jit, lambda f: f):
+            grads = lift(outer.grad(squared_gradient(inner)))(PARAMS, IDS)
+            assert_same(grads["t"], expected["t"])
+            assert_same(grads["w"], expected["w"])
+            assert is_bcoo(grads["t"]) == (outer is osa)
+
+
+def test_gradient_through_stored_rows():
+    """`.data` is an array like any other: the rows' gradients, duplicates apart."""
+
+    def ours(p, ids):
+        return jnp.sum(jnp.square(osa.grad(loss)(p, ids)["t"].data))
+
+    def theirs(p, ids):
+        return jnp.sum(jnp.square(jax.grad(square)(p["t"][ids], p["w"])))
+
+    expected = jax.grad(theirs)(PARAMS, IDS)
+    for lib in (jax, osa):
+        grads = lib.grad(ours)(PARAMS, IDS)
+        assert_same(grads["t"], expected["t"])
+        assert_same(grads["w"], expected["w"])
+    # The gradient and the gradient of its rows look the same ids up, once each.
+    assert_row_sparse(osa.grad(ours)(PARAMS, IDS)["t"], SHAPE, DTYPE, 6)
+
+
+def test_forward_over_reverse():
+    tangents = jax.tree.map(jnp.ones_like, PARAMS)
+    actual, moved = jax.jvp(lambda p: osa.grad(loss)(p, IDS), (PARAMS,), (tangents,))
+    expected, expected_moved = jax.jvp(
+        lambda p: jax.grad(loss)(p, IDS), (PARAMS,), (tangents,)
+    )
+    assert_row_sparse(actual["t"], SHAPE, DTYPE, 6)
+    assert_same(actual["t"], expected["t"])
+    assert_same(moved["w"], expected_moved["w"])
+    # The tangent of a BCOO has tangents for indices; its rows are those of the primal.
+    tangent = BCOO((moved["t"].data, actual["t"].indices), shape=SHAPE)
+    assert_same(tangent, expected_moved["t"])
+
+
+def test_hessian_vector_product():
+    vector = PARAMS["t"]
+
+    def product(lib, table):
+        def inner(t):
+            return dense(lib.grad(loss)({**PARAMS, "t": t}, IDS)["t"])
+
+        return jax.vjp(inner, table)[1](vector)[0]
+
+    expected = product(jax, PARAMS["t"])
+    assert_same(product(osa, PARAMS["t"]), expected)
+
+
+@pytest.mark.parametrize("rows", [16, 2], ids=["few ids", "more ids than rows"])
+def test_vmap(rows):
+    """One gradient an example, as a batched BCOO."""
+    params = {**PARAMS, "t": PARAMS["t"][:rows]}
+    ids = IDS % rows
+    values, grads = jax.vmap(osa.value_and_grad(loss), (None, 0))(params, ids)
+    expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, ids)
+    assert_same(values, expected[0])
+    assert_same(grads["w"], expected[1]["w"])
+    assert_same(grads["t"], expected[1]["t"])
+    layout = (grads["t"].shape, grads["t"].nse, grads["t"].n_batch)
+    assert layout == ((2, rows, 4), min(3, rows), 1)
+    # One row-sparse gradient of the batch.
+    flat = BCOO(
+        (grads["t"].data.reshape(-1, 4), grads["t"].indices.reshape(-1, 1)),
+        shape=params["t"].shape,
+    )
+    assert_same(flat, jax.grad(loss)(params, ids)["t"])
+
+
+def test_vmap_over_parameters():
+    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    grads = jax.vmap(osa.grad(loss), (0, None))(params, IDS)
+    expected = jax.vmap(jax.grad(loss), (0, None))(params, IDS)
+    assert_same(grads["t"], expected["t"])
+    assert_same(grads["w"], expected["w"])
+
+
+def test_scan_collects():
+    """Micro-batches in a scan: the stacked rows are one gradient."""
+
+    def step(total, ids):
+        value, grads = osa.value_and_grad(loss)(PARAMS, ids)
+        total = jax.tree.map(jnp.add, total, {"value": value, "w": grads["w"]})
+        return total, (grads["t"].data, grads["t"].indices)
+
+    start = {"value": jnp.zeros([]), "w": jnp.zeros_like(PARAMS["w"])}
+    total, (data, indices) = jax.jit(lambda: lax.scan(step, start, IDS))()
+    grad = BCOO((data.reshape(-1, 4), indices.reshape(-1, 1)), shape=SHAPE)
+    value, expected = jax.value_and_grad(loss)(PARAMS, IDS)
+    assert_same(total["value"], value)
+    assert_same(total["w"], expected["w"])
+    assert_same(grad, expected["t"])
+
+
+def test_training_inside_scan():
+    """A whole training loop in one scan equals the loop in Python."""
+    optimizer = osa.sparse_adam(0.1)
+
+    def step(carry, ids):
+        params, state = carry
+        value, grads = osa.value_and_grad(loss)(params, ids)
+        updates, state = optimizer.update(grads, state, params)
+        return (osa.apply_updates(params, updates), state), value
+
+    start = (PARAMS, optimizer.init(PARAMS))
+    (params, _), values = jax.jit(lambda carry: lax.scan(step, carry, IDS))(start)
+    carry, expected = start, []
+    for ids in IDS:
+        carry, value = jax.jit(step)(carry, ids)
+        expected.append(value)
+    assert_same(values, jnp.stack(expected), 4)
+    assert_same(params["t"], carry[0]["t"], 4)
+
+
+def test_branches_of_gradients():
+    """Gradients of one structure can be chosen between."""
+    choose = jax.jit(
+        lambda flag: lax.cond(
+            flag,
+            lambda: osa.grad(loss)(PARAMS, IDS),
+            lambda: osa.grad(loss)(PARAMS, IDS + 1),
+        )
+    )
+    for flag, ids in ((True, IDS), (False, IDS + 1)):
+        expected = jax.grad(loss)(PARAMS, ids)
+        assert_same(choose(flag)["t"], expected["t"])
+
+
+def test_jit_and_checkpoint_around():
+    expected = jax.grad(squared_gradient(jax))(PARAMS, IDS)
+    function = jax.checkpoint(jax.jit(squared_gradient(osa)))
+    grads = jax.jit(jax.grad(function))(PARAMS, IDS)
+    assert_same(grads["t"], expected["t"])
+    assert_same(grads["w"], expected["w"])
+
+
+def test_abstract():
+    value, grads = jax.eval_shape(osa.value_and_grad(loss), PARAMS, IDS)
+    assert value == jax.ShapeDtypeStruct((), DTYPE)
+    assert (grads["t"].shape, grads["t"].dtype, grads["t"].nse) == (SHAPE, DTYPE, 6)
+
+
+# On devices.
+
+MANY_IDS = jnp.arange(32).reshape(8, 4) * 3 % 16
+EXPECTED = jax.value_and_grad(loss)(PARAMS, MANY_IDS)
+ALONG, WHOLE = PartitionSpec("d"), PartitionSpec()
+
+
+def mesh(axis_type):
+    return jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    """Each device's rows side by side are the rows of the batch."""
+
+    def local(p, ids):
+        if check_vma:  # no sum over devices in the gradient
+            p = jax.tree.map(lambda x: lax.pcast(x, "d", to="varying"), p)
+        value, grads = osa.value_and_grad(loss)(p, ids)
+        return value[None], grads["t"], grads["w"][None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh(AxisType.Auto),
+        in_specs=(WHOLE, ALONG),
+        out_specs=ALONG,
+        check_vma=check_vma,
+    )
+    value, grad, w = jax.jit(mapped)(PARAMS, MANY_IDS)
+    assert_same(jnp.sum(value), EXPECTED[0])
+    assert_same(jnp.sum(w, axis=0), EXPECTED[1]["w"])
+    assert grad.data.shape == (32, 4)
+    assert_same(BCOO((grad.data, grad.indices), shape=SHAPE), EXPECTED[1]["t"])
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_whole_gradient_on_every_device(check_vma, summed):
+    """As jax.grad has it: the gradient of a replicated table is summed over devices."""
+
+    def local_loss(p, ids):
+        value = loss(p, ids)
+        return lax.psum(value, "d") if summed else value
+
+    def gradient(lib, p, ids):
+        grad = lib.grad(local_loss)(p, ids)["t"]
+        return (grad.todense() if is_bcoo(grad) else grad)[None]
+
+    def on_mesh(lib):
+        mapped = jax.shard_map(
+            partial(gradient, lib),
+            mesh=mesh(AxisType.Auto),
+            in_specs=(WHOLE, ALONG),
+            out_specs=ALONG,
+            check_vma=check_vma,
+        )
+        return jax.jit(mapped)(PARAMS, MANY_IDS)
+
+    assert_same(on_mesh(osa), on_mesh(jax))
+
+
+# Outside of `jit`, where each operation is compiled by itself, too, but only once.
+@pytest.mark.parametrize(
+    ("ids_spec", "way"),
+    [(WHOLE, jax.jit), (ALONG, lambda f: f)],
+    ids=["whole", "along"],
+)
+def test_replicated_gradient_leaves_shard_map(ids_spec, way):
+    """The value varies over devices, the gradient, summed over them, does not."""
+
+    def local(p, ids, labels):
+        return osa.grad(lambda p: loss(p, ids) + jnp.sum(labels))(p)["t"]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh(AxisType.Auto),
+        in_specs=(WHOLE, ids_spec, ALONG),
+        out_specs=WHOLE,
+    )
+    grad = way(mapped)(PARAMS, MANY_IDS, jnp.ones(8))
+    times = 8 if ids_spec == WHOLE else 1
+    assert_same(grad.todense(), times * EXPECTED[1]["t"])
+
+
+def test_pmap():
+    value, grads = jax.pmap(osa.value_and_grad(loss), in_axes=(None, 0))(
+        PARAMS, MANY_IDS
+    )
+    data, indices = grads["t"].data, grads["t"].indices
+    assert (data.shape, indices.shape) == ((8, 4, 4), (8, 4, 1))
+    grad = BCOO((data.reshape(-1, 4), indices.reshape(-1, 1)), shape=SHAPE)
+    assert_same(jnp.sum(value), EXPECTED[0])
+    assert_same(grad, EXPECTED[1]["t"])
+
+
+@pytest.mark.parametrize("table_spec", [WHOLE, ALONG], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_partitioned(axis_type, table_spec):
+    """One program over a mesh, the batch along it."""
+    explicit = axis_type is AxisType.Explicit
+    with jax.set_mesh(mesh(axis_type)):
+        table = jax.device_put(PARAMS["t"], table_spec)
+        params = {"t": table, "w": jax.device_put(PARAMS["w"], WHOLE)}
+        ids = jax.device_put(MANY_IDS, ALONG)
+
+        def on_mesh(p, ids):
+            rows = p["t"].at[ids].get(out_sharding=ALONG if explicit else None)
+            return square(rows, p["w"])
+
+        value, grads = jax.jit(osa.value_and_grad(on_mesh))(params, ids)
+    value, grads = jax.device_get((value, grads))
+    np.testing.assert_array_equal(value, EXPECTED[0])
+    assert is_bcoo(grads["t"]), "the gradient of the table is dense"
+    assert_same(grads["t"], EXPECTED[1]["t"])

@@ -1,0 +1,33 @@
+"""Which tables `lazy` updates by themselves, and the same update at once."""
+
+import jax
+import pytest
+
+from optax_sparse_adam._optimizers import lazy
+from optax_sparse_adam._optimizers.lazy_row_analysis import take_apart
+
+
+def lower(tx, grads, params, how="lower", donate=(), state=None, **extra):
+    """The lowered update, and which leaves are updated by themselves, by name."""
+    taken = []
+
+    def recorded(*args):
+        taken.append(take_apart(*args))
+        return taken[-1]
+
+    state = jax.eval_shape(tx.init, params) if state is None else state
+    update = jax.jit(lambda *args: tx.update(*args, **extra), donate_argnums=donate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lazy, "take_apart", recorded)
+        lowered = getattr(update, how)(grads, state, params)
+    is_leaf = lazy.is_leaf
+    leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in leaves]
+    return lowered, {names[i] for parts in taken for i in parts.middles}
+
+
+def at_once(function, *args):
+    """The result of a program in which `lazy` updates all rows at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lazy, "_worth_proving", lambda *args: False)
+        return jax.jit(lambda *args: function(*args))(*args)

@@ -1,0 +1,200 @@
+"""Cases for the gradient tests: functions around a lookup, of rows and of tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .gradients import (
+    ROUNDED,
+    TABLES,
+    THROUGH_BFLOAT16,
+    THROUGH_FLOAT16,
+    Case,
+    R,
+    square,
+)
+from .transform_cases import loss, of_table
+
+
+def of_rows(function, ulps=0.0, **kwargs):
+    """The case of `function(table[ids])`."""
+    return Case(
+        lambda p, ids: square(function(p["t"][ids]), p["w"]), ulps=ulps, **kwargs
+    )
+
+
+@jax.custom_vjp
+def tripled(x):
+    return x
+
+
+tripled.defvjp(lambda x: (x, None), lambda _, g: (3 * g,))
+
+
+@jax.custom_jvp
+def odd_square(x):
+    return x * x
+
+
+odd_square.defjvps(lambda g, ans, x: 3 * g * x)
+
+
+@jax.custom_vjp
+def own_lookup(table, ids):
+    return table[ids]
+
+
+own_lookup.defvjp(
+    lambda table, ids: (table[ids], (table, ids)),
+    lambda saved, g: (jnp.zeros_like(saved[0]).at[saved[1]].add(3 * g), None),
+)
+
+
+@jax.custom_vjp
+def differences(table, ids):
+    return table[ids] - table[ids - 1]
+
+
+def scattered_differences(saved, g):
+    table, ids = saved
+    zeros = jnp.zeros_like(table)
+    return zeros.at[ids].add(g) - zeros.at[ids - 1].add(g), None
+
+
+differences.defvjp(
+    lambda table, ids: (differences(table, ids), (table, ids)), scattered_differences
+)
+
+
+@jax.custom_vjp
+def own_segments(table, ids):
+    return table[ids]
+
+
+def segments(saved, g):
+    table, ids = saved
+    ids = jnp.where(ids < 0, ids + len(table), ids)
+    return jax.ops.segment_sum(g.reshape(-1, 4), ids.ravel(), len(table)), None
+
+
+own_segments.defvjp(lambda table, ids: (table[ids], (table, ids)), segments)
+
+
+def graph(p, ids):
+    """Two rounds of messages along edges between nodes with embeddings."""
+    h = p["t"][ids[0]]
+    for _ in range(2):
+        h = jnp.zeros((16, 4)).at[ids[0]].add(h[ids[1]] * p["w"][None])
+    return square(h, p["w"])
+
+
+def minus_zeros(p, ids):
+    """The sign of a zero tells +infinity from -infinity."""
+    poles = jnp.ones((16, 4)) / lax.full((16, 4), -0.0)
+    return jnp.sum(jnp.clip(poles, -2, 2) * p["t"][ids])
+
+
+def residual(p, ids):
+    h = p["t"][ids]
+    for _ in range(2):
+        h = h + jax.nn.relu(h @ p["m"]) - jnp.where(h > 1, h, 0)
+    return square(h, p["w"])
+
+
+ODD_IDS = np.arange(16) * 3 % 16  # as many as the table of ROWS has rows
+EDGES = np.arange(32).reshape(2, 16) * 5 % 16
+
+FUNCTIONS = {
+    # custom derivatives
+    **{
+        f"{function.__name__} of rows": of_rows(function, ROUNDED, touches_more=True)
+        for function in (jax.nn.relu, jax.nn.softplus, jax.nn.gelu, odd_square, tripled)
+    },
+    "logsumexp of rows": Case(
+        lambda p, i: jnp.sum(jax.nn.logsumexp(p["t"][i], axis=-1)), ulps=ROUNDED
+    ),
+    "custom_vjp of the loss": Case(lambda p, i: tripled(loss(p, i))),
+    "custom_jvp of the loss": Case(lambda p, i: odd_square(loss(p, i))),
+    "custom_vjp of the lookup": Case(
+        lambda p, i: square(own_lookup(p["t"], i), p["w"])
+    ),
+    "custom_vjp with a difference": Case(
+        lambda p, i: square(differences(p["t"], i + 2), p["w"]), 12
+    ),
+    "custom_vjp with segment_sum": Case(
+        lambda p, i: square(own_segments(p["t"], i), p["w"])
+    ),
+    # a function of the table, then the lookup
+    "cast": of_table(
+        lambda t: t.astype(jnp.bfloat16).astype(jnp.float32), THROUGH_BFLOAT16
+    ),
+    "cast of rows": Case(
+        lambda p, i: square(p["t"].astype(jnp.float16)[i].astype(jnp.float32), p["w"]),
+        ulps=THROUGH_FLOAT16,
+    ),
+    "times a number": of_table(lambda t: t * 2.0),
+    "times a square root": of_table(lambda t: t * np.sqrt(4.0).astype(np.float32)),
+    "divided": of_table(lambda t: t / 2),
+    "times a traced number": Case(
+        lambda p, i: square((p["t"] * i[0, 1].astype(float))[i], p["w"])
+    ),
+    "times a parameter": Case(lambda p, i: square((p["t"] * p["w"][0])[i], p["w"])),
+    "negated": of_table(lambda t: -t),
+    "affine": of_table(lambda t: 1 - 2 * t),
+    "squared": of_table(lambda t: t * t),
+    "cubed": of_table(lambda t: t**3),
+    "where": of_table(lambda t: jnp.where(t > 0.5, t, 2 * t)),
+    **{
+        f"{function.__name__} of the table": of_table(
+            function, ROUNDED, touches_more=True
+        )
+        for function in (jnp.tanh, jnp.abs, jax.nn.relu, jax.nn.softplus, odd_square)
+    },
+    "logarithm of the table": of_table(
+        lambda t: jnp.log2(1 + t * t), ROUNDED, touches_more=True
+    ),
+    "clipped": of_table(lambda t: jnp.clip(t, -0.5, 0.5), touches_more=True),
+    "cast, scaled, tanh": Case(
+        lambda p, i: square(
+            jnp.tanh(2 * p["t"].astype(jnp.bfloat16))[i].astype(jnp.float32), p["w"]
+        ),
+        ulps=2 * THROUGH_BFLOAT16,
+    ),
+    "sum of tables": Case(
+        lambda p, i: square((p["t"] + p["s"])[i], p["w"]), {"t": 6, "s": 6}, TABLES
+    ),
+    "product of tables": Case(
+        lambda p, i: square((p["t"] * p["s"])[i], p["w"]), {"t": 6, "s": 6}, TABLES
+    ),
+    # the table elsewhere, its gradient stopped
+    "stopped norm": Case(
+        lambda p, i: loss(p, i) + jnp.sum(jnp.square(lax.stop_gradient(p["t"])))
+    ),
+    "stopped lookup": Case(
+        lambda p, i: square(p["t"][i] * lax.stop_gradient(p["t"])[i], p["w"])
+    ),
+    "stopped output weights": Case(
+        lambda p, i: jnp.sum(jnp.square(p["t"][i] @ lax.stop_gradient(p["t"]).T))
+    ),
+    "straight through": of_table(
+        lambda t: t + lax.stop_gradient(jnp.round(t) - t), touches_more=True
+    ),
+    # activations that happen to have the shape of the table
+    "shape of the table": Case(
+        residual, 16, {"t": (R, 4), "m": (4, 4), "w": (4,)}, ODD_IDS
+    ),
+    "shape of the table, graph": Case(graph, 16, ids=EDGES, touches_more=True),
+    "shape of the table, recurrent": Case(
+        lambda p, ids: jnp.sum(
+            lax.scan(lambda h, i: (h / 2 + p["t"][i] * h, None), p["t"][ids[0]], ids)[0]
+        ),
+        16,
+        ids=EDGES,
+    ),
+    "shape of the table, -0.0": Case(minus_zeros, 16, ids=ODD_IDS),
+}
+if hasattr(lax, "polynomial"):  # since JAX 0.12
+    FUNCTIONS["polynomial of the table"] = of_table(
+        lambda t: lax.polynomial(t, [1.0, 3.0, 2.0]), ROUNDED, touches_more=True
+    )

@@ -1,0 +1,268 @@
+"""Cases for the gradient tests: every kind of lookup, and uses that are no lookups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .gradients import FAR_IDS, ROUNDED, SMALL_IDS, SMALL_TABLE, TABLES, Case, R, square
+
+
+def lookup(function, nse=6, **kwargs):
+    """The case of `function(table, ids)`."""
+    return Case(lambda p, ids: square(function(p["t"], ids), p["w"]), nse, **kwargs)
+
+
+def no_nan(rows):
+    """Rows that a lookup fills with NaN, as zeros."""
+    return jnp.where(jnp.isnan(rows), 0, rows)
+
+
+def mixed(p, ids):
+    """Rows and single elements of one table."""
+    return square(p["t"][ids], p["w"]) + jnp.sum(jnp.square(p["t"][ids[0], 2]))
+
+
+VECTOR = {"t": (R,), "w": (3,)}
+DEEP = {"t": (R, 2, 4), "w": (4,)}
+MANY = np.arange(20) % 7  # more ids than a table of ROWS has rows
+PAIRS = [[1, 2, 1], [0, -1, 0]]
+
+LOOKUPS = {
+    # ids
+    "scalar id": lookup(lambda t, i: t[i], 1, ids=3),
+    "negative scalar id": lookup(lambda t, i: t[i], 1, ids=-2),
+    "vector of ids": lookup(lambda t, i: t[i], 3, ids=[1, 5, 1]),
+    "matrix of ids": lookup(lambda t, i: t[i]),
+    "ids of rank 3": lookup(
+        lambda t, i: t[i], 12, ids=np.arange(12).reshape(2, 3, 2) % 5
+    ),
+    "constant ids": lookup(lambda t, i: t[np.array([1, 2])], 2),
+    **{
+        f"{dtype} ids": lookup(
+            lambda t, i: t[i], 3, ids=[1, 5, 1], id_dtype=dtype, params=SMALL_TABLE
+        )
+        for dtype in ("int8", "uint8", "int16", "uint16", "uint32")
+    },
+    "as many ids as rows": lookup(lambda t, i: t[i], 16, ids=np.arange(16) % 7),
+    "more ids than rows": lookup(
+        lambda t, i: t[i], 16, ids=MANY, params={"t": (16, 4), "w": (4,)}
+    ),
+    "two lookups of more ids than rows": Case(
+        lambda p, i: square(p["t"][i] * p["t"][i - 1], p["w"]),
+        5,
+        SMALL_TABLE,
+        SMALL_IDS,
+    ),
+    "table of one row": lookup(
+        lambda t, i: t[i], 1, ids=[0, 0], params={"t": (1, 4), "w": (4,)}
+    ),
+    # out of range, in every mode
+    "index out of range": lookup(lambda t, i: no_nan(t[i]), ids=FAR_IDS),
+    "index gives NaN": lookup(lambda t, i: t[i], ids=FAR_IDS, touches_more=True),
+    **{
+        f"take {mode}": lookup(
+            lambda t, i, mode=mode: no_nan(jnp.take(t, i, axis=0, mode=mode)),
+            ids=FAR_IDS,
+        )
+        for mode in (None, "clip", "fill", "wrap")
+    },
+    **{
+        f"get {mode}": lookup(
+            lambda t, i, mode=mode: no_nan(t.at[i].get(mode=mode)), ids=FAR_IDS
+        )
+        for mode in (None, "clip", "fill", "drop")
+    },
+    "take with fill_value": lookup(
+        lambda t, i: jnp.take(t, i, axis=0, mode="fill", fill_value=2.0), ids=FAR_IDS
+    ),
+    "get with fill_value": lookup(
+        lambda t, i: t.at[i].get(mode="fill", fill_value=2.0), ids=FAR_IDS
+    ),
+    "get without wrapping": lookup(
+        lambda t, i: no_nan(t.at[i].get(mode="fill", wrap_negative_indices=False)),
+        ids=FAR_IDS,
+    ),
+    "get promise_in_bounds": lookup(
+        lambda t, i: t.at[i].get(mode="promise_in_bounds"), ids=[[0, 3], [5, 3]], nse=4
+    ),
+    "get sorted and unique": lookup(
+        lambda t, i: t.at[i].get(indices_are_sorted=True, unique_indices=True),
+        3,
+        ids=[1, 4, 6],
+    ),
+    "fill of a scaled table": lookup(
+        lambda t, i: no_nan(jnp.take(2 * t, i, axis=0)), ids=FAR_IDS
+    ),
+    "fill_value of a scaled table": lookup(
+        lambda t, i: (2 * t).at[i].get(mode="fill", fill_value=1.0), ids=FAR_IDS
+    ),
+    # tables of other ranks, and more than one index
+    "rank 1": lookup(lambda t, i: t[i], params=VECTOR),
+    "rank 1, scalar id": Case(
+        lambda p, i: jnp.square(p["t"][i]), 1, params={"t": (R,)}, ids=4
+    ),
+    "rank 1, take": lookup(jnp.take, params=VECTOR),
+    "rank 3": lookup(lambda t, i: t[i], params=DEEP),
+    "rank 3, i j": lookup(
+        lambda t, i: t[i[0], i[1]], 3, params=DEEP, n_sparse=2, ids=PAIRS
+    ),
+    "rank 3, i j k": lookup(
+        lambda t, i: t[i[0], i[1], i[1]],
+        3,
+        params={**DEEP, "w": (3,)},
+        n_sparse=3,
+        ids=PAIRS,
+    ),
+    "rank 3, i column": lookup(lambda t, i: t[i, 1], params=DEEP, n_sparse=2),
+    "rank 3, i : j": lookup(
+        lambda t, i: t[i[0], :, i[1]], 3, params={"t": (R, 4, 3), "w": (4,)}, ids=PAIRS
+    ),
+    "rank 3, width one": lookup(
+        lambda t, i: t[i, 0], params={"t": (R, 1, 4), "w": (4,)}
+    ),
+    "i j": lookup(
+        lambda t, i: t[i[0], i[1]],
+        3,
+        params={"t": (R, 4), "w": (3,)},
+        n_sparse=2,
+        ids=PAIRS,
+    ),
+    **{
+        f"i j out of range, {mode}": lookup(
+            lambda t, i, mode=mode: no_nan(t.at[i[0], i[1]].get(mode=mode)),
+            4,
+            n_sparse=2,
+            ids=[[1, 2, 10**7, 1], [0, 9, 0, -9]],
+            touches_more=True,
+        )
+        for mode in ("clip", "fill")
+    },
+    "i column": lookup(
+        lambda t, i: t[i, 1], params={"t": (R, 4), "w": (3,)}, n_sparse=2
+    ),
+    "more i j than elements": lookup(
+        lambda t, i: t[i[0], i[1]],
+        12,
+        params={"t": (3, 4), "w": (20,)},
+        n_sparse=2,
+        ids=[np.arange(20) % 2, np.arange(20) % 3],
+    ),
+    "i :k": lookup(lambda t, i: t[i, :2], params={"t": (R, 4), "w": (2,)}),
+    "i k:l": lookup(lambda t, i: t[i, 1:3], params={"t": (R, 4), "w": (2,)}),
+    "i ::2": lookup(
+        lambda t, i: t[i, ::2], 12, params={"t": (R, 4), "w": (2,)}, n_sparse=2
+    ),
+    "i None": lookup(lambda t, i: t[i, None]),
+    "i and i j": Case(mixed, 9),
+    "i and i j, more than rows": Case(mixed, 5, SMALL_TABLE, SMALL_IDS),
+    # other ways to read rows
+    "dynamic_slice": lookup(lambda t, i: lax.dynamic_slice_in_dim(t, i, 3), 3, ids=4),
+    "dynamic_slice past the end": lookup(
+        lambda t, i: lax.dynamic_slice_in_dim(t, i, 3), 3, ids=10**7
+    ),
+    "dynamic_slice of columns": lookup(
+        lambda t, i: lax.dynamic_slice(t, (i, jnp.int32(1)), (3, 2)),
+        3,
+        params={"t": (R, 4), "w": (2,)},
+        ids=4,
+    ),
+    "dynamic_slice of a scaled table": lookup(
+        lambda t, i: lax.dynamic_slice_in_dim(2 * t, i, 3), 3, ids=4
+    ),
+    "dynamic_index": lookup(lambda t, i: lax.dynamic_index_in_dim(t, i), 1, ids=4),
+    "axis -2": lookup(lambda t, i: jnp.take(t, i, axis=-2)),
+    # several lookups and several tables
+    "two lookups": Case(lambda p, i: square(p["t"][i] * p["t"][i - 1], p["w"]), 12),
+    "masked rows": Case(
+        lambda p, i: square(jnp.where((i > 0)[..., None], p["t"][i], 0), p["w"]),
+        touches_more=True,
+    ),
+    "two tables": Case(
+        lambda p, i: square(p["t"][i] * p["s"][i - 1], p["w"]), {"t": 6, "s": 6}, TABLES
+    ),
+    "two tables, one small": Case(
+        lambda p, i: square(p["t"][i] * p["s"][i % 5], p["w"]),
+        {"t": 6, "s": 5},
+        {**TABLES, "s": (5, 4)},
+    ),
+    "two tables, one dense": Case(
+        lambda p, i: square(p["t"][i] * p["s"][i], p["w"]) + jnp.sum(p["s"] * p["s"]),
+        6,
+        TABLES,
+    ),
+    "low-rank correction": Case(
+        lambda p, i: square(p["t"][i] + p["a"][i] @ p["b"], p["w"]),
+        {"t": 6, "a": 6},
+        {"t": (R, 4), "a": (R, 2), "b": (2, 4), "w": (4,)},
+    ),
+    **{
+        f"{dtype} table": lookup(lambda t, i: t[i], dtype=dtype, ulps=4)
+        for dtype in ("bfloat16", "float16")
+    },
+}
+
+SQUARE_TABLE = {"t": (4, 4), "w": (4,)}
+SQUARE_IDS = [0, 1, 3]
+
+
+def carry_halved(p, ids):
+    return jnp.sum(lax.scan(lambda t, i: (t / 2, t[i]), p["t"], ids)[1])
+
+
+DENSE = {
+    "tied output weights": lambda p, i: jnp.sum(jnp.square(p["t"][i] @ p["t"].T)),
+    "weight decay": lambda p, i: square(p["t"][i], p["w"]) + jnp.sum(p["t"] * p["t"]),
+    "norm": lambda p, i: square(p["t"][i], p["w"]) * jnp.linalg.norm(p["t"]),
+    "mean": lambda p, i: square(p["t"][i], p["w"]) + jnp.mean(p["t"]),
+    "whole": lambda p, i: jnp.sum(p["t"] @ p["w"]),
+    "static slice": lambda p, i: square(p["t"][2:5], p["w"]),
+    "static stride": lambda p, i: square(p["t"][::2], p["w"]),
+    "static index": lambda p, i: square(p["t"][3], p["w"]),
+    "columns": lambda p, i: jnp.sum(jnp.square(p["t"][:, i % 4])),
+    "matmul, then lookup": lambda p, i: square((p["t"] @ jnp.diag(p["w"]))[i], p["w"]),
+    "reshape": lambda p, i: square(p["t"].reshape(-1, 2, 4)[i % 8], p["w"]),
+    "transpose": lambda p, i: square(p["t"].T[i % 4, :4], p["w"]),
+    "one-hot product": lambda p, i: square(jax.nn.one_hot(i, 16) @ p["t"], p["w"]),
+    "row appended": lambda p, i: square(
+        jnp.concatenate([p["t"], jnp.zeros((1, 4))])[i], p["w"]
+    ),
+    "row set": lambda p, i: square(p["t"].at[0].set(0.0)[i], p["w"]),
+    "centred": lambda p, i: square((p["t"] - p["t"].mean(0, keepdims=True))[i], p["w"]),
+    "rolled": lambda p, i: square(jnp.roll(p["t"], 1, axis=0)[i], p["w"]),
+    "cumsum": lambda p, i: square(jnp.cumsum(p["t"], axis=0)[i], p["w"]),
+    "carried and halved": carry_halved,
+    "decay in a scan": lambda p, ids: lax.scan(
+        lambda c, i: (c + square(p["t"][i], p["w"]) + jnp.sum(p["t"]), None), 0.0, ids
+    )[0],
+    "rows as the input of a scan": lambda p, ids: lax.scan(
+        lambda c, row: (c + square(row, p["w"]), None), 0.0, p["t"]
+    )[0],
+    "decay in a branch": lambda p, i: lax.cond(
+        i[0, 0] == 0, lambda: jnp.sum(p["t"]), lambda: square(p["t"][i], p["w"])
+    ),
+    "decay under checkpoint": lambda p, i: jax.checkpoint(
+        lambda t: square(t[i], p["w"]) + jnp.sum(t)
+    )(p["t"]),
+    "no use": lambda p, i: jnp.sum(p["w"]),
+    "stopped": lambda p, i: square(lax.stop_gradient(p["t"])[i], p["w"]),
+}
+DENSE = {name: Case(loss, None, ulps=ROUNDED) for name, loss in DENSE.items()}
+DENSE["stack of tables"] = Case(
+    lambda p, i: square(jax.vmap(lambda t, j: t[j])(p["t"], i), p["w"]),
+    None,
+    {"t": (2, R, 4), "w": (4,)},
+)
+# A square table keeps its shape through what moves its rows.
+for name, function in {
+    "transpose": jnp.transpose,
+    "flip": lambda t: jnp.flip(t, 0),
+    "reshape": lambda t: t.reshape(2, 8).reshape(4, 4),
+    "sort": lambda t: jnp.sort(t, axis=0),
+}.items():
+    DENSE[f"{name} of a square table"] = lookup(
+        lambda t, i, function=function: function(t)[i],
+        None,
+        params=SQUARE_TABLE,
+        ids=SQUARE_IDS,
+    )

@@ -1,0 +1,201 @@
+"""The optional kernel: the numbers of the plain path, in place, and only where it may.
+
+The tests' process has eight devices, so nothing in it uses the kernel by itself: the
+functions are called directly, and what users see is tested in processes of one device.
+"""
+
+import json
+import os
+import socket
+import unittest.mock
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_sparse_adam._optimizers import adam_rows
+from optax_sparse_adam._rows import coalesce
+from optax_sparse_adam.native import _calls, _library
+
+from ..helpers.native import needs_compiler, python
+from ..helpers.support import (
+    TOLERANCE,
+    NumpyAdam,
+    assert_close,
+    assert_identical,
+    bcoo,
+    random_entries,
+    row_sums,
+)
+
+
+def sums(grad):
+    return coalesce.Rows(*_calls.sum_rows(grad))
+
+
+@st.composite
+def gradients(draw):
+    """Tables of one to three radix digits, few and many duplicates, all ranks."""
+    num_rows = draw(st.sampled_from([1, 2, 7, 2048, 2049, 5_000_000]))
+    row_shape = draw(st.sampled_from([(), (1,), (5,), (64,), (2, 3)]))
+    nse = draw(st.sampled_from([1, 2, 40, 700]))
+    seed = draw(st.integers(0, 999))
+    used = draw(st.sampled_from([1, 30, num_rows]))
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((nse, *row_shape)).astype(np.float32)
+    values[rng.random(nse) < 0.2] = draw(st.sampled_from([0.0, -0.0, np.inf, np.nan]))
+    low, high = draw(st.sampled_from([(0, 0), (-3, 3)]))
+    indices = rng.integers(low, min(used, num_rows) + high, (nse, 1)).astype(np.int32)
+    return bcoo(values, indices, (num_rows, *row_shape))
+
+
+@needs_compiler
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(gradients())
+def test_sums_are_those_of_the_plain_path(cache, grad):
+    assert_identical(jax.jit(sums)(grad), jax.jit(coalesce._sums)(grad), "sums")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("shape", "nse"), [((60, 5), 700), ((9, 2, 64), 3000)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_adam(cache, shape, nse, sign):
+    """Against the formula in float64; rows that are not touched bit for bit."""
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal(shape).astype(np.float32)
+    expected = NumpyAdam(np.zeros(shape), lr=1.0, b1=0.8, b2=0.9, eps=1e-3)
+    mu, nu = start, np.square(start)
+    expected.mu, expected.nu = np.float64(mu), np.float64(nu)
+    values, indices = random_entries(rng, shape, 1, nse, outside=True)
+    indices[indices == 4] = 5
+    rows = row_sums(values, indices, shape)
+    expected.step({row: sign * value for row, value in rows.items()})
+    size = np.sqrt(1 - 0.9) / (1 - 0.8)
+    numbers = map(jnp.float32, (sign, 1 - 0.8, 1 - 0.9, 1e-3, -size))
+    factors = adam_rows.Factors(*numbers)
+    grad = bcoo(values, indices, shape)
+    (ids, update, stop), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
+    assert stop == len(rows)
+    assert ids[: len(rows), 0].tolist() == [row for (row,) in rows]
+    assert_identical(
+        ids[len(rows) :, 0], np.arange(len(rows), nse, dtype=np.int32) + shape[0]
+    )
+    tol = TOLERANCE["float32"].numpy
+    # A sum of two numbers is rounded relative to the larger one.
+    assert_close(moments[0], expected.mu, tol, magnitude=np.abs(start) + 1)
+    assert_close(moments[1], expected.nu, tol)
+    touched = [row for (row,) in rows]
+    assert_close(update[: len(rows)], expected.table[touched], 3 * tol, magnitude=5.0)
+    assert not np.asarray(update[len(rows) :]).any()
+    assert_identical((moments[0][4], moments[1][4]), (start[4], np.square(start[4])))
+
+
+def run(cache, *args, **environment):
+    program = str(Path(__file__).parents[1] / "helpers" / "native_program.py")
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    variables = {"XLA_FLAGS": flags, "XDG_CACHE_HOME": str(cache)} | environment
+    result = python(program, *args, **variables)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def arrays(hexes):
+    return [np.frombuffer(bytes.fromhex(x), np.float32) for x in hexes]
+
+
+@needs_compiler
+def test_process_of_one_device(cache):
+    """What it does by itself, and that it changes nothing but the time."""
+    with_it = run(cache)
+    without = run(cache, OPTAX_SPARSE_ADAM_NATIVE="0")
+    assert with_it["uses"] == ["adam_rows"]
+    assert with_it["training uses"] == ["take_rows", "adam_rows"]
+    assert with_it["looked up"] == without["looked up"]
+    for name in ("uses", "training uses"):
+        assert without[name] == with_it[f"{name} on a GPU"] == []
+    # The sums of float16 values are float32, its moments are not.
+    assert with_it["uses for others"] == [["sum_rows"], [], [], [], []]
+    assert with_it["lazy"] == without["lazy"]
+    assert with_it["rowwise_adam"] == without["rowwise_adam"]
+    pairs = zip(*(arrays(x["sparse_adam"]) for x in (with_it, without)), strict=True)
+    table, count, mu, nu = pairs
+    assert_identical(*count)
+    assert_close(*nu, TOLERANCE["float32"].torch)
+    for a, b in (table, mu):  # of terms up to 1 that cancel
+        assert_close(a, b, TOLERANCE["float32"].torch, magnitude=np.abs(b) + 1)
+    # Many tables at once take the plain path: those of the kernel would be copied.
+    assert with_it["uses under vmap"] == []
+    assert with_it["ensemble"] < TOLERANCE["float32"].torch
+    for name in ("derivative", "gradient of many"):
+        assert with_it[name] == pytest.approx(without[name], rel=1e-5)
+    refused, exported = with_it["export"]
+    assert "no compatibility guarantees" in refused
+    assert exported == ""
+    assert without["export"] == ["", ""]
+    small, large = with_it["memory"]
+    assert small == large
+    assert len({*map(tuple, with_it["training memory"])}) == 1
+    temporary, alias = small
+    assert alias == 4  # the count; the three tables are subtracted
+    # The gradient's buffer, which becomes the update; its indices; some vectors of ids.
+    assert temporary <= 4096 * (64 * 4 + 3 * 4) + 1024
+    if hasattr(os, "sched_setaffinity"):
+        on_one_core = run(cache, "--one-core")  # no deadlock, the same bits
+        assert on_one_core["sparse_adam"] == with_it["sparse_adam"]
+
+
+@needs_compiler
+def test_where_it_is_not_used(cache, alone, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert _library.available()
+    assert _library.status().startswith("Used on CPUs: ")
+    monkeypatch.setenv("XLA_FLAGS", "--a=b --xla_force_host_platform_device_count=2")
+    assert not _library.available()
+    assert "several CPU devices" in _library.status()
+    monkeypatch.setenv("XLA_FLAGS", "file")  # which JAX has read: eight devices
+    assert not _library.available()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_count", unittest.mock.Mock(side_effect=RuntimeError))
+        assert not _library.available()  # no CPU among `jax_platforms`
+    monkeypatch.delenv("XLA_FLAGS")
+    assert _library.available()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.distributed, "is_initialized", lambda: True)
+        assert not _library.available()
+    monkeypatch.setenv("OPTAX_SPARSE_ADAM_NATIVE", "0")
+    assert not _library.available()
+    assert "turns it off" in _library.status()
+
+
+TRACED_FIRST = """
+import sys
+import jax
+from jax.experimental.sparse import BCOO
+import optax_sparse_adam as osa
+from optax_sparse_adam.native import available
+
+def update(data, indices, table):
+    grad = BCOO((data, indices), shape=table.shape)
+    tx = osa.sparse_adam(0.1)
+    return tx.update(grad, tx.init(table))
+
+array = jax.ShapeDtypeStruct
+args = array((3, 2), "float32"), array((3, 1), "int32"), array((9, 2), "float32")
+assert "adam_rows" in str(jax.jit(update).trace(*args).jaxpr)
+jax.distributed.initialize("localhost:" + sys.argv[1], num_processes=1, process_id=0)
+assert not available()  # other processes may hold parts of the tables
+"""
+
+
+@needs_compiler
+def test_tracing_starts_no_backend(cache):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"XDG_CACHE_HOME": str(cache), "XLA_FLAGS": ""}
+    done = python("-c", TRACED_FIRST, str(port), **variables)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,211 @@
+"""All optimisers of this package as parts of optax and Flax programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optax_sparse_adam as osa
+
+from ..helpers.identity import train
+from ..helpers.support import (
+    TOLERANCE,
+    assert_close,
+    assert_identical,
+    bcoo,
+    random_entries,
+)
+
+SHAPE = (9, 4)
+LABELS = {"table": "rows", "bias": "dense"}
+
+# How each is made from a learning rate.
+OPTIMIZERS = {
+    "sparse_adam": osa.sparse_adam,
+    "lazy": lambda learning_rate: osa.lazy(
+        optax.chain(optax.clip_by_global_norm(9.0), optax.adamw(learning_rate))
+    ),
+    "per_row": lambda learning_rate: osa.lazy(osa.per_row(optax.adam(learning_rate))),
+    "rowwise_adagrad": osa.rowwise_adagrad,
+    "rowwise_adam": osa.rowwise_adam,
+    "sparse_adafactor": osa.sparse_adafactor,
+}
+
+
+@pytest.fixture(autouse=True)
+def as_optax_expects():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make(request):
+    return OPTIMIZERS[request.param]
+
+
+@pytest.fixture
+def params():
+    return {"table": jnp.ones(SHAPE), "bias": jnp.ones(3)}
+
+
+@pytest.fixture
+def grads():
+    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 6)
+    values[values == 0] = 1
+    grad = osa.coalesce(bcoo(values, indices, SHAPE))
+    return {"table": grad, "bias": jnp.arange(1.0, 4.0)}
+
+
+def assert_trees_close(actual, expected, what="result"):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected), what
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_close(a, e, TOLERANCE["float32"].numpy, magnitude=1.0, what=what)
+
+
+def combine(kind, make):
+    tx = make(0.1)
+    return {
+        "chain": lambda: optax.chain(tx, optax.identity()),
+        "named_chain": lambda: optax.named_chain(("rows", tx)),
+        "partition": lambda: optax.partition({"rows": tx, "dense": make(0.1)}, LABELS),
+        "multi_transform": lambda: optax.multi_transform(
+            {"rows": tx, "dense": tx}, LABELS
+        ),
+        "masked": lambda: optax.chain(
+            optax.masked(tx, {"table": True, "bias": False}),
+            optax.masked(make(0.1), {"table": False, "bias": True}),
+        ),
+        "inject_hyperparams": lambda: optax.inject_hyperparams(make)(learning_rate=0.1),
+        "apply_if_finite": lambda: optax.apply_if_finite(tx, 3),
+        "conditionally_transform": lambda: optax.conditionally_transform(
+            tx, lambda step: step < 9
+        ),
+        "with_extra_args_support": lambda: optax.with_extra_args_support(tx),
+        "schedule": lambda: make(optax.constant_schedule(0.1)),
+    }[kind]()
+
+
+KINDS = (
+    "chain named_chain partition multi_transform masked inject_hyperparams "
+    "apply_if_finite conditionally_transform with_extra_args_support schedule"
+)
+
+
+# Clipping and the means of Adafactor run over the leaves of one partition.
+@pytest.mark.parametrize("kind", KINDS.split())
+def test_inside_optax(kind, make, params, grads):
+    """Each way to wrap an optimiser leaves its numbers, and untouched rows, alone."""
+    expected, _ = train(make(0.1), params, [grads] * 2)
+    actual, _ = train(combine(kind, make), params, [grads] * 2)
+    assert_trees_close(actual, expected)
+    untouched = np.setdiff1d(np.arange(SHAPE[0]), grads["table"].indices)
+    assert len(untouched) > 2
+    assert_identical(actual["table"][untouched], params["table"][untouched])
+
+
+def test_apply_if_finite_skips(make, params, grads):
+    tx = optax.apply_if_finite(make(0.1), 3)
+    bad = grads | {"bias": grads["bias"] * np.nan}
+    state = tx.init(params)
+    updates, new = tx.update(bad, state, params)
+    assert_identical(osa.apply_updates(params, updates), params)
+    assert_identical(new.inner_state, state.inner_state)
+
+
+def test_inside_scan(make, params, grads):
+    """A training loop inside of one program."""
+    tx = make(0.1)
+
+    def body(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (osa.apply_updates(params, updates), state), None
+
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), grads["bias"])
+
+    def table_step(carry, bias):
+        return body(carry, {"table": grads["table"], "bias": bias})
+
+    actual, _ = jax.lax.scan(table_step, (params, tx.init(params)), stacked)
+    assert_trees_close(actual, train(tx, params, [grads] * 3))
+
+
+def test_flax_train_state(make, params, grads):
+    state = TrainState.create(apply_fn=None, params=params, tx=make(0.1))
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for _ in range(2):
+        state = step(state, grads)
+    expected = train(make(0.1), params, [grads] * 2)
+    assert_trees_close((state.params, state.opt_state), expected)
+
+
+def test_nnx_optimizer(make, grads):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(*SHAPE, rngs=nnx.Rngs(0))
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, make(0.1), wrt=nnx.Param)
+    table = jnp.array(model.embed.embedding[...])
+
+    @nnx.jit
+    def step(model, optimizer, grad):
+        tree = jax.tree.map(lambda _: grad, nnx.state(model, nnx.Param))
+        optimizer.update(model, tree)
+
+    for _ in range(2):
+        step(model, optimizer, grads["table"])
+    expected, _ = train(make(0.1), table, [grads["table"]] * 2)
+    assert_trees_close(model.embed.embedding[...], expected)
+
+
+# What scales the indices of a BCOO with its values; ours is the next to see it.
+STOCK = {
+    "clip": optax.clip(0.5),
+    "scale": optax.scale(0.5),
+    "scale_by_learning_rate": optax.scale_by_learning_rate(0.5),
+}
+MESSAGE = r"integer indices.*inside lazy: optax_sparse_adam\.lazy"
+
+
+@pytest.mark.parametrize("name", ["clip", "scale", "scale_by_learning_rate"])
+def test_optax_before_ours(name, make, params, grads):
+    tx = optax.chain(STOCK[name], make(0.1))
+    with pytest.raises(TypeError, match=MESSAGE):
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("name", ["scale", "scale_by_learning_rate"])
+def test_optax_after_ours(name, make, params, grads):
+    tx = optax.chain(make(0.1), STOCK[name])
+    updates, _ = tx.update(grads, tx.init(params), params)
+    with pytest.raises(TypeError, match=MESSAGE):
+        osa.apply_updates(params, updates)
+
+
+INTEGERS = {
+    "a schedule": optax.scale_by_schedule(optax.constant_schedule(0.5)),
+    "a large schedule": optax.scale_by_schedule(optax.constant_schedule(-1.5)),
+    "a sign": optax.scale(-1),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_indices_scaled_to_integers(name, make, params, grads):
+    """No index is a float, so nothing raises; row 0 becomes NaN."""
+    tx = optax.chain(make(0.1), INTEGERS[name])
+    updates, _ = tx.update(grads, tx.init(params), params)
+    table = osa.apply_updates(params, updates)["table"]
+    assert jnp.isnan(table[0]).all()
+    np.testing.assert_array_equal(table[1:], params["table"][1:])
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_multi_steps(every, make, params, grads):
+    """Its sums are dense: it refuses BCOO by itself. A scan in the loss accumulates."""
+    tx = optax.MultiSteps(make(0.1), every)
+    with pytest.raises(ValueError, match="BCOO"):
+        tx.update(grads, tx.init(params), params)

@@ -1,0 +1,273 @@
+"""`lazy(inner)`: what it does to touched rows, to other leaves, and to wrong input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+
+from ..helpers.identity import assert_identity, make_task, train
+from ..helpers.support import (
+    TOLERANCE,
+    assert_close,
+    assert_identical,
+    bcoo,
+    random_entries,
+)
+
+SHAPE = (9, 4)
+
+
+@pytest.fixture(autouse=True)
+def as_optax_expects():
+    """optax promotes integers and weak types."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def scale_by_extra():
+    """A transformation with an argument of its own."""
+
+    def update(updates, state, params=None, *, factor, **extra_args):
+        del params, extra_args
+        return jax.tree.map(lambda u: factor * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), update
+    )
+
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.5, 2, 5)
+CHAINS = {
+    "clip_by_global_norm": optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(SCHEDULE, weight_decay=0.1)
+    ),
+    "clip": optax.chain(optax.clip(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "coupled decay": optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1)),
+    "nested": optax.chain(
+        optax.chain(optax.zero_nans(), optax.clip(1.0)),
+        optax.named_chain(("a", optax.scale_by_adam()), ("b", optax.scale(-0.1))),
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(SCHEDULE, b1=0.5),
+    "partition": optax.partition(
+        {"a": optax.adamw(0.1), "b": optax.sgd(0.1)}, {"table": "a", "bias": "b"}
+    ),
+    "masked": optax.masked(optax.adam(0.1), {"table": True, "bias": False}),
+    "masked decay": optax.adamw(0.1, mask={"table": False, "bias": True}),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "extra arguments": optax.chain(scale_by_extra(), optax.adam(0.1)),
+    "low precision moment": optax.adam(0.1, mu_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("rows", [(2, 5, 7, 11), range(13)], ids=["some", "all"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_touched_rows_are_a_table(name, rows):
+    """A chain sees the rows of all leaves together; other rows keep every bit."""
+    tx, task = CHAINS[name], make_task(rows, dtype="float32")
+    # Sums over rows in another order: one rounding, of bfloat16 if that is stored.
+    tol = 1e-2 if name == "low precision moment" else 3 * TOLERANCE["float32"].numpy
+    assert_identity(osa.lazy(tx), tx, task, tol, factor=0.5)
+
+
+def test_jit_is_the_same():
+    tx = osa.lazy(CHAINS["clip_by_global_norm"])
+    task = make_task((2, 5, 7, 11), dtype="float32")
+    state = tx.init(task.params)
+    assert_identical(jax.jit(tx.init)(task.params), state)
+    for grad in task.grads:
+        expected, expected_state = tx.update(grad, state, task.params)
+        actual, actual_state = jax.jit(tx.update)(grad, state, task.params)
+        pairs = (actual, expected), (actual_state, expected_state)
+        for pair in pairs:
+            assert jax.tree.structure(pair[0]) == jax.tree.structure(pair[1])
+            for a, e in zip(*map(jax.tree.leaves, pair), strict=True):
+                assert_close(a, e, TOLERANCE["float32"].numpy, magnitude=1.0)
+        state = expected_state
+
+
+def test_norm_of_the_summed_gradient():
+    """Duplicates add up before they are measured, and dense leaves count."""
+    tx = osa.lazy(optax.clip_by_global_norm(1.0))
+    values = np.array([[3.0, 0.0], [0.0, 4.0], [9.0, 9.0]], np.float32)
+    table = bcoo(values, np.array([[5], [5], [9]]), (9, 2))
+    params = {"table": jnp.zeros((9, 2)), "bias": jnp.zeros(1)}
+    grads = {"table": table, "bias": jnp.array([12.0])}
+    updates, _ = tx.update(grads, tx.init(params))
+    assert_close(updates["bias"], [12 / 13], TOLERANCE["float32"].numpy)
+    assert_close(updates["table"].data[0], [3 / 13, 4 / 13], TOLERANCE["float32"].numpy)
+
+
+def test_a_tree_is_its_leaves_alone():
+    """Where leaves do not meet: dense, row-sparse and no gradients in one tree."""
+    tx = osa.lazy(optax.adamw(0.1, weight_decay=0.1))
+    rng = np.random.default_rng(0)
+    shapes = {"a": SHAPE, "b": (5,), "dense": (3, 2), "scalar": (), "none": SHAPE}
+    params = {
+        k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()
+    }
+    grads = {
+        "a": bcoo(*random_entries(rng, SHAPE, 1, 7, outside=True), SHAPE),
+        "b": bcoo(*random_entries(rng, (5,), 1, 3), (5,)),
+        "dense": jnp.ones((3, 2)),
+        "scalar": jnp.ones(()),
+        "none": None,
+    }
+    together, state = train(tx, params, [grads] * 2)
+    assert_identical(together["none"], params["none"])
+    assert_identical(state[0].mu["none"], jnp.zeros(SHAPE))
+    for name in ("a", "b", "dense", "scalar"):
+        alone, alone_state = train(tx, params[name], [grads[name]] * 2)
+        # optax compiles some functions for the tree; XLA may round these otherwise.
+        tol = TOLERANCE["float32"].numpy
+        assert_close(together[name], alone, tol, magnitude=1.0, what=name)
+        assert_close(state[0].nu[name], alone_state[0].nu, tol, what=name)
+
+
+def test_dense_trees_are_left_to_the_inner_transformation():
+    tx = optax.adamw(0.1)
+    params = {"table": jnp.ones(SHAPE), "bias": jnp.ones(3)}
+    lifted = osa.lazy(tx)
+    assert_identical(lifted.init(params), tx.init(params))
+    expected = tx.update(params, tx.init(params), params)
+    assert_identical(lifted.update(params, lifted.init(params), params), expected)
+
+
+@pytest.mark.parametrize("n_sparse", [1, 2, 3])
+def test_sparse_axes(n_sparse):
+    shape = (5, 3, 2)
+    rng = np.random.default_rng(0)
+    size = int(np.prod(shape[:n_sparse]))
+    flat = (size, *shape[n_sparse:])
+    strides = np.cumprod((1, *shape[1:n_sparse][::-1]))[::-1]
+    values, indices = random_entries(rng, shape, n_sparse, 7)
+    ids = (indices @ strides).astype(np.int32)[:, None]
+    tx = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
+    table = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    params, state = train(tx, table, [bcoo(values, indices, shape)] * 2)
+    expected = train(tx, table.reshape(flat), [bcoo(values, ids, flat)] * 2)
+    assert_identical(params.reshape(flat), expected[0])
+    assert_identical(state[1][0].nu.reshape(flat), expected[1][1][0].nu)
+
+
+@pytest.mark.parametrize("nse", [0, 3])
+def test_nothing_touched(nse):
+    tx = osa.lazy(optax.adamw(0.1))
+    values, indices = np.ones((nse, 4), np.float32), np.full((nse, 1), -1, np.int32)
+    params, state = train(tx, jnp.ones(SHAPE), [bcoo(values, indices, SHAPE)] * 2)
+    assert_identical(params, jnp.ones(SHAPE))
+    assert_identical(state[0], tx.init(params)[0]._replace(count=jnp.int32(2)))
+
+
+def test_updates_of_a_coalesced_gradient_keep_its_structure():
+    """Which lax.cond, lax.scan and with them apply_if_finite ask for."""
+    grad = osa.coalesce(
+        bcoo(*random_entries(np.random.default_rng(0), SHAPE, 1, 12), SHAPE)
+    )
+    tx = osa.lazy(optax.adam(0.1))
+    updates, _ = tx.update(grad, tx.init(jnp.ones(SHAPE)))
+    assert jax.tree.structure(updates) == jax.tree.structure(grad)
+    assert_identical(updates.indices, grad.indices)
+
+
+def test_low_precision():
+    """bfloat16: the duplicates add up in float32, the rest is optax's."""
+    values = np.full((4, 4), 1.0, np.float32)
+    values[1:] = 2.0**-8
+    grad = bcoo(jnp.asarray(values, jnp.bfloat16), np.full((4, 1), 3), SHAPE)
+    tx = osa.lazy(optax.sgd(1.0, momentum=0.9))
+    params = jnp.zeros(SHAPE, jnp.bfloat16)
+    updates, state = tx.update(grad, tx.init(params), params)
+    assert updates.dtype == state[0].trace.dtype == jnp.bfloat16
+    # 1 + 2**-8 is 1 in bfloat16; 1 + 3 * 2**-8 is 1 + 2**-6 rounded to even.
+    assert_identical(state[0].trace[3], jnp.full(4, 1 + 2.0**-6, jnp.bfloat16))
+
+
+def test_micro_batches():
+    """One gradient through a lax.scan over micro-batches is that of all of them."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=SHAPE), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 5, (3, 4)), jnp.int32)
+    targets = jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)
+
+    def loss(table, ids, targets):
+        return jnp.mean((table[ids] - targets) ** 2)
+
+    def accumulated(table):
+        def one(total, batch):
+            return total + loss(table, *batch) / len(ids), None
+
+        return jax.lax.scan(one, jnp.float32(0), (ids, targets))[0]
+
+    tx = osa.lazy(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)))
+
+    @jax.jit
+    def step(table, state):
+        value, grad = osa.value_and_grad(accumulated)(table)
+        updates, state = tx.update(grad, state, table)
+        return value, osa.apply_updates(table, updates), grad
+
+    value, actual, grad = step(table, tx.init(table))
+    assert grad.nse <= min(ids.size, SHAPE[0])
+    whole = ids.reshape(-1), targets.reshape(-1, 4)
+    expected_value, whole_grad = osa.value_and_grad(loss)(table, *whole)
+    assert_close(value, expected_value, TOLERANCE["float32"].numpy)
+    expected, _ = train(tx, table, [whole_grad])
+    assert_close(actual, expected, TOLERANCE["float32"].numpy, magnitude=1.0)
+    untouched = np.setdiff1d(np.arange(SHAPE[0]), ids)
+    assert_identical(actual[untouched], table[untouched])
+
+
+def test_wrong_gradients():
+    tx = osa.lazy(optax.adam(0.1))
+    params = {"table": jnp.ones(SHAPE), "bias": jnp.ones(3)}
+    state = tx.init(params)
+    grad = bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE)
+    short = bcoo(np.ones((1, 4), np.float32), [[0]], (8, 4))
+    scaled = jax.tree.map(jnp.float32, grad)
+
+    def update(table, bias, params=params):
+        tx.update({"table": table, "bias": bias}, state, params)
+
+    with pytest.raises(TypeError, match=r"inside lazy: optax_sparse_adam\.lazy"):
+        update(scaled, params["bias"])
+    with pytest.raises(ValueError, match="shape of its table"):
+        update(short, params["bias"])
+    for table, bias in ((short, params["bias"]), (grad, None), (None, None)):
+        with pytest.raises(ValueError, match=r"shapes of the parameters|Call update\("):
+            update(table, bias, None)
+
+
+@pytest.mark.parametrize("make", [osa.sparse_adam, lambda lr: osa.lazy(optax.adam(lr))])
+@pytest.mark.parametrize("is_none", [False, True], ids=["rows", "none"])
+def test_a_gradient_for_a_subtree(make, is_none):
+    """A model of Flax or Haiku keeps its table in a tree of its own."""
+    params = {"embed": {"table": jnp.ones(SHAPE)}, "bias": jnp.ones(3)}
+    tx = make(0.1)
+    grad = None if is_none else bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE)
+    with pytest.raises(ValueError, match=r"tree structure .* one leaf should"):
+        tx.update({"embed": grad, "bias": params["bias"]}, tx.init(params), params)
+    with pytest.raises(ValueError, match=r"tree structure .* mismatch"):
+        tx.update({"bias": params["bias"]}, tx.init(params), params)
+
+
+def test_state_that_is_not_made_of_rows():
+    def flat(params):
+        return jnp.zeros(sum(x.size for x in jax.tree.leaves(params)))
+
+    tx = osa.lazy(optax.GradientTransformation(flat, lambda g, s, p=None: (g, s)))
+    grad = bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE)
+    with pytest.raises(ValueError, match=r"rows of a table .* got shape \(36,\)"):
+        tx.update(grad, tx.init(jnp.ones(SHAPE)))
+
+
+def test_multi_steps_is_refused():
+    """Of both kinds: the class, and the transformation that it makes."""
+    steps = optax.MultiSteps(
+        optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+    )
+    for tx in (steps, steps.gradient_transformation()):
+        with pytest.raises(ValueError, match=r"lax\.scan in the loss"):
+            osa.lazy(tx).init(jnp.ones(SHAPE))

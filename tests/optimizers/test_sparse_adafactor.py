@@ -1,0 +1,313 @@
+"""`sparse_adafactor` on rows: what its means run over, its state, its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+
+from ..helpers.identity import assert_identity, make_task, train
+from ..helpers.support import (
+    TOLERANCE,
+    Magnitude,
+    assert_close,
+    assert_identical,
+    bcoo,
+    random_entries,
+    row_sums,
+)
+
+SHAPE = (9, 4)
+
+
+class NumpyAdafactor:
+    """The formula in float64, in loops over touched rows and over columns."""
+
+    def __init__(self, table, lr=1e-2, decay=-0.8, eps=(1e-7, 1e-3), d=1.0, wd=0.0):
+        self.table = np.array(table, np.float64)
+        rows, columns = self.table.shape
+        self.v_row, self.v_col = np.zeros(rows), np.zeros(columns)
+        self.lr, self.decay, self.eps, self.d, self.wd = lr, decay, eps, d, wd
+        self.count = 0
+
+    def step(self, sums):
+        self.count += 1
+        if not sums:
+            return
+        rows = [row for (row,) in sums]
+        grad = np.stack([sums[row,] for row in rows])
+        weight = self.count**self.decay
+        for row, g in zip(rows, grad, strict=True):
+            self.v_row[row] += weight * (np.mean(g * g) - self.v_row[row])
+        for j, g in enumerate(grad.T):
+            self.v_col[j] += weight * (np.mean(g * g) - self.v_col[j])
+        mean = max(np.mean(self.v_row[rows]), self.eps[0])
+        update = grad.copy()
+        for i, row in enumerate(rows):
+            for j in range(len(self.v_col)):
+                estimate = self.v_row[row] * self.v_col[j] / mean
+                update[i, j] /= max(np.sqrt(estimate), self.eps[0])
+        old = self.table[rows]
+        size = max(self.eps[1], np.sqrt(np.mean(old**2)))
+        size *= min(self.lr, self.count**-0.5)
+        size /= max(1.0, np.sqrt(np.mean(update**2)) / self.d)
+        self.table[rows] -= self.lr * self.wd * old + size * update
+
+
+HYPERS = [
+    {},
+    {"lr": 0.5, "wd": 0.1},
+    {"lr": 1.0, "eps": (0.1, 0.5), "d": 2.0},
+    {"lr": 0.1, "decay": -0.4, "eps": (1e-3, 0.0)},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64-x64"], indirect=True)
+@pytest.mark.parametrize("hyper", HYPERS, ids=str)
+def test_means_run_over_touched_rows(dtype, hyper):
+    """Other rows in each step, duplicates, explicit zeros, padding, nothing at all."""
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=SHAPE).astype(dtype)
+    names = {"decay": "beta2_decay", "wd": "weight_decay", "lr": "learning_rate"}
+    ours = {names.get(name, name): value for name, value in hyper.items()}
+    expected = NumpyAdafactor(start, **hyper)
+    tx = osa.sparse_adafactor(**{"eps": (1e-7, 1e-3), **ours})
+    table = jnp.asarray(start)
+    state = tx.init(table)
+    largest = Magnitude(start), Magnitude(), Magnitude()
+    for inside in (12, 12, 1, 0, 5, 12):
+        values, indices = random_entries(rng, SHAPE, 1, 12, dtype, outside=True)
+        indices[inside:] = -1
+        expected.step(row_sums(values, indices, SHAPE))
+        updates, state = tx.update(bcoo(values, indices, SHAPE), state, table)
+        table = osa.apply_updates(table, updates)
+        pairs = zip(
+            (table, state.v_row, state.v_col),
+            (expected.table, expected.v_row, expected.v_col),
+            strict=True,
+        )
+        for (actual, exact), magnitude in zip(pairs, largest, strict=True):
+            # A few roundings more than in Adam: of the sums, and of two roots.
+            tol = 5 * TOLERANCE[dtype].numpy
+            magnitude.check(actual, exact, tol, f"after {expected.count} steps")
+
+
+@pytest.mark.parametrize("shape", [(13,), (13, 5), (13, 3, 5), (13, 2, 3, 5)], ids=str)
+@pytest.mark.parametrize("rows", [(2, 5, 7, 11), range(13)], ids=["some", "all"])
+def test_touched_rows_are_a_table(shape, rows):
+    """With all rows touched: row-sparse gradients do what dense ones do."""
+    with jax.enable_x64():
+        tx = osa.sparse_adafactor(0.3, weight_decay=0.1)
+        task = make_task(rows, shape)
+        assert_identity(tx, tx, task, TOLERANCE["float64"].numpy)
+
+
+def test_two_sparse_axes():
+    """A row that holds the last two axes is a matrix of its own."""
+    shape, flat = (4, 3, 2, 5), (12, 2, 5)
+    rng = np.random.default_rng(0)
+    values, indices = random_entries(rng, shape, 2, 7, outside=True)
+    inside = np.all((indices >= 0) & (indices < shape[:2]), axis=1)
+    ids = np.where(inside, indices @ np.array([3, 1]), -1).astype(np.int32)[:, None]
+    tx = osa.sparse_adafactor(0.3)
+    table = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    params, state = train(tx, table, [bcoo(values, indices, shape)] * 2)
+    flat_grads = [bcoo(values, ids, flat)] * 2
+    flat_params, flat_state = train(tx, table.reshape(flat), flat_grads)
+    assert_identical(params.reshape(flat), flat_params)
+    assert_identical(state.v_row.reshape(12, 2), flat_state.v_row)
+    assert_identical(state.v_col.reshape(12, 5), flat_state.v_col)
+
+
+def test_state():
+    shapes = {"scalar": (), "bias": (7,), "table": (1000, 64), "stack": (5, 3, 2)}
+    params = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    params["none"] = None
+    tx = osa.sparse_adafactor()
+    state = tx.init(params)
+    assert type(state) is osa.SparseAdafactorState
+    assert state._fields == ("count", "v_row", "v_col", "v")
+    assert_identical(state.count, jnp.int32(0))
+    none = dict.fromkeys((*shapes, "none"))
+    row = {"table": (1000,), "stack": (5, 3)}
+    col = {"table": (64,), "stack": (5, 2)}
+    whole = {"scalar": (), "bias": (7,)}
+    trees = (state.v_row, row), (state.v_col, col), (state.v, whole)
+    for tree, expected in trees:
+        zeros = {name: jnp.zeros(s, jnp.float32) for name, s in expected.items()}
+        assert_identical(tree, none | zeros)
+    abstract = jax.eval_shape(tx.init, params)
+    assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, state)
+
+
+@pytest.mark.parametrize("nse", [0, 3])
+def test_nothing_touched(nse):
+    """The shared columns do not decay; only the count moves on."""
+    tx = osa.sparse_adafactor(0.5, weight_decay=0.5)
+    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 6)
+    table, state = train(tx, jnp.ones(SHAPE), [bcoo(values, indices, SHAPE)])
+    empty = bcoo(np.ones((nse, 4), np.float32), np.full((nse, 1), -1, np.int32), SHAPE)
+    updates, new = tx.update(empty, state, table)
+    assert_identical(osa.apply_updates(table, updates), table)
+    assert_identical(new, state._replace(count=jnp.int32(2)))
+
+
+def test_none_gradient():
+    params = {"table": jnp.ones(SHAPE), "bias": jnp.ones(3)}
+    tx = osa.sparse_adafactor()
+    state = tx.init(params)
+    updates, new = tx.update({"table": None, "bias": None}, state, params)
+    assert updates == {"table": None, "bias": None}
+    assert_identical(new, state._replace(count=jnp.int32(1)))
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
+def test_squares_of_squares_do_not_overflow(scale):
+    """The product of row and column averages would; torch's does."""
+    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 12)
+    tx = osa.sparse_adafactor(eps=(0.0, 1e-3))
+    table = jnp.ones(SHAPE)
+    plain, scaled = (
+        train(tx, table, [bcoo(values * np.float32(s), indices, SHAPE)])[0]
+        for s in (1.0, scale)
+    )
+    assert np.any(np.asarray(plain) != 1)
+    assert_close(scaled, plain, TOLERANCE["float32"].numpy)
+
+
+def test_zero_gradients_without_epsilon():
+    tx = osa.sparse_adafactor(eps=(0.0, 1e-3))
+    grad = bcoo(np.zeros((3, 4), np.float32), np.array([[1], [2], [99]]), SHAPE)
+    table, state = train(tx, jnp.ones(SHAPE), [grad, grad])
+    assert_identical(table, jnp.ones(SHAPE))
+    assert_identical(state, tx.init(table)._replace(count=jnp.int32(2)))
+
+
+def test_low_precision():
+    """bfloat16 parameters: computed and kept in float32; the update is rounded."""
+    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 12)
+    start = np.random.default_rng(1).normal(size=SHAPE)
+    results = []
+    for dtype in ("bfloat16", "float32"):
+        table = jnp.asarray(start, jnp.bfloat16).astype(dtype)
+        grad = bcoo(jnp.asarray(values, dtype), indices, SHAPE)
+        tx = osa.sparse_adafactor(eps=(1e-6, 1e-3))
+        updates, state = tx.update(grad, tx.init(table), table)
+        assert updates.dtype == table.dtype
+        results.append((updates.data.astype(jnp.bfloat16), state))
+    assert_identical(*results)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_gradients_wider_than_the_parameters(dense):
+    """The moments keep their type, which a second step relies on."""
+    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
+        table = jnp.ones(SHAPE, jnp.float32)
+        values = np.full((2, SHAPE[1]), 0.5)
+        grad = bcoo(values, np.int32([[3], [4]]), SHAPE)
+        grad = grad.todense() if dense else grad
+        assert grad.dtype == jnp.float64
+        tx = osa.sparse_adafactor(weight_decay=0.1)
+        state = tx.init(table)
+        for _ in range(2):
+            _, new = tx.update(grad, state, table)
+            types = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (new, state)]
+            assert types[0] == types[1]
+            state = new
+
+
+def test_schedule_and_traced_hyperparameters():
+    """Numbers in the state: the same results, and no second compilation."""
+    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 12)
+    grads = [bcoo(values, indices, SHAPE)] * 3
+    traces = 0
+
+    def make(learning_rate, beta2_decay=-0.8, d=1.0, weight_decay=0.1):
+        nonlocal traces
+        traces += 1
+        return osa.sparse_adafactor(
+            learning_rate, beta2_decay, (1e-6, 0.1), d, weight_decay
+        )
+
+    rates = jnp.array([0.5, 0.25, 0.125])
+    scheduled, _ = train(make(lambda count: rates[count]), jnp.ones(SHAPE), grads)
+    tx = optax.inject_hyperparams(make)(learning_rate=0.5)
+    assert set(tx.init(jnp.ones(SHAPE)).hyperparams) >= {"beta2_decay", "weight_decay"}
+    state, table = tx.init(jnp.ones(SHAPE)), jnp.ones(SHAPE)
+    update = jax.jit(tx.update)
+    traces = 0
+    for rate, grad in zip(rates, grads, strict=True):
+        state.hyperparams["learning_rate"] = rate
+        updates, state = update(grad, state, table)
+        table = osa.apply_updates(table, updates)
+    assert traces == 1
+    assert_close(table, scheduled, TOLERANCE["float32"].numpy)
+
+
+WRONG_NUMBERS = {
+    "learning_rate": {"learning_rate": -1e-3},
+    "beta2_decay": {"beta2_decay": 0.1},
+    r"eps\[0\]": {"eps": (-1e-9, 1e-3)},
+    r"eps\[1\]": {"eps": (None, -1e-9)},
+    "d": {"d": 0.9},
+    "weight_decay": {"weight_decay": float("nan")},
+}
+
+
+@pytest.mark.parametrize("words", WRONG_NUMBERS)
+def test_wrong_hyperparameters(words):
+    with pytest.raises(ValueError, match=rf"Invalid {words}: .* must be"):
+        osa.sparse_adafactor(**WRONG_NUMBERS[words])
+
+
+@pytest.mark.parametrize(("shape", "n_sparse"), [((5, 3), 2), ((5, 3, 2), 2)])
+def test_rows_that_cannot_be_factored(shape, n_sparse):
+    grad = bcoo(*random_entries(np.random.default_rng(0), shape, n_sparse, 4), shape)
+    tx = osa.sparse_adafactor()
+    table = jnp.ones(shape)
+    with pytest.raises(ValueError, match=r"n_sparse == 2.*Reshape the table"):
+        tx.update(grad, tx.init(table), table)
+
+
+def test_numbers_as_parameters():
+    """As in optax, which takes a Python number for an array."""
+    tx = osa.sparse_adafactor()
+    results = []
+    for params in ({"scale": 2.0}, {"scale": jnp.float32(2.0)}):
+        grads = osa.grad(lambda params: params["scale"] ** 2)(params)
+        results.append(tx.update(grads, tx.init(params), params))
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("height", [SHAPE[0] - 2, SHAPE[0] + 2])
+def test_state_of_another_height_raises(height):
+    """Rows without a moment, in a table that has grown, would train in silence."""
+    tx = osa.sparse_adafactor()
+    table = jnp.ones(SHAPE)
+    state = tx.init(jnp.ones((height, *SHAPE[1:])))
+    for grad in (bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE), table):
+        with pytest.raises(ValueError, match="moments must have the shapes"):
+            tx.update(grad, state, table)
+
+
+def test_wrong_inputs():
+    tx = osa.sparse_adafactor()
+    table = jnp.ones(SHAPE)
+    state = tx.init(table)
+    short = bcoo(np.ones((1, 4), np.float32), [[0]], (8, 4))
+    scaled = jax.tree.map(jnp.float32, bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE))
+    with pytest.raises(ValueError, match=r"Call update\(updates, state, params\)"):
+        tx.update(table, state)
+    with pytest.raises(ValueError, match="shape of its table"):
+        tx.update(short, state, table)
+    with pytest.raises(ValueError, match="shape of its parameter"):
+        tx.update(jnp.ones((8, 4)), state, table)
+    with pytest.raises(TypeError, match=r"inside lazy: optax_sparse_adam\.lazy"):
+        tx.update(scaled, state, table)
+    with pytest.raises(ValueError, match="Parameters must have the tree structure"):
+        tx.update({"a": None}, tx.init({"a": {"b": table}}), {"a": {"b": table}})
+    with pytest.raises(ValueError, match="complex parameters"):
+        tx.init(jnp.ones(3, jnp.complex64))

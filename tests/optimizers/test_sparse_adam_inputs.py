@@ -1,0 +1,274 @@
+"""`sparse_adam`: what it takes (types, sizes, flags) and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import optax_sparse_adam as osa
+from optax_sparse_adam._rows import coalesce, map_rows
+
+from ..helpers.support import (
+    TOLERANCE,
+    NumpyAdam,
+    assert_close,
+    assert_identical,
+    bcoo,
+    random_entries,
+    row_sums,
+)
+
+# Rows of 512 float32 make blocks of 128 on a CPU.
+BLOCK = map_rows._block_rows(jnp.zeros([1, 512]))
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("nse", "distinct"),
+    [
+        (BLOCK - 1, 1000),
+        (BLOCK, 1000),
+        (BLOCK + 1, 1000),
+        (2 * BLOCK, 1000),
+        (5 * BLOCK + 7, 1000),
+        (5 * BLOCK + 7, 3),  # the first block holds all rows
+        (5 * BLOCK + 7, 0),  # nothing but padding
+    ],
+)
+def test_blocks(nse, distinct, way):
+    """More rows than the loop takes at once, with duplicates in different blocks."""
+    assert BLOCK == 128
+    rng = np.random.default_rng(nse)
+    shape = (1000, 512)
+    values, _ = random_entries(rng, shape, 1, nse)
+    # A hot row, rows that come up once or twice, and padding, everywhere.
+    indices = rng.integers(-1, max(distinct, 1) + 2, (nse, 1))
+    indices[rng.permutation(nse)[: nse // 20]] = 1 if distinct else -1
+    if not distinct:
+        indices[:] = rng.choice([-1, 1000, 2000], (nse, 1))
+    tx = osa.sparse_adam(0.1)
+    table = jnp.ones(shape)
+    state = tx.init(table)
+    expected = NumpyAdam(table, lr=0.1)
+    for _ in range(2):
+        updates, state = way(tx.update)(bcoo(values, indices, shape), state)
+        table = osa.apply_updates(table, updates)
+        expected.step(row_sums(values, indices, shape))
+    assert updates.nse == nse
+    ids = np.asarray(updates.indices).ravel()
+    assert len(np.unique(ids)) == nse
+    assert not np.asarray(updates.data)[ids >= 1000].any()
+    tol = TOLERANCE["float32"].numpy
+    for name in ("mu", "nu"):
+        actual, exact = getattr(state, name), getattr(expected, name)
+        assert_close(actual, exact, tol, what=name)
+    assert_close(table, expected.table, tol, what="table")
+
+
+def test_believed_order_in_blocks():
+    """Unique rows keep their order, with padding anywhere between them."""
+    rng = np.random.default_rng(0)
+    shape = (1000, 512)
+    indices = rng.permutation(1000)[: 3 * BLOCK + 5, None]
+    indices[::7] = 1000
+    values = rng.normal(size=(len(indices), 512)).astype(np.float32)
+    grad = bcoo(values, indices, shape, unique_indices=True)
+    tx = osa.sparse_adam(0.1)
+    state = tx.init(jnp.zeros(shape))
+    updates, new = tx.update(grad, state)
+    assert jax.tree.structure(updates) == jax.tree.structure(grad)
+    real = indices[:, 0] < 1000
+    assert_identical(np.asarray(updates.indices)[real], indices[real].astype(np.int32))
+    sorted_updates, sorted_new = tx.update(osa.coalesce(grad), state)
+    assert_identical(new, sorted_new)
+    tables = (osa.apply_updates(jnp.zeros(shape), u) for u in (updates, sorted_updates))
+    assert_identical(*tables)
+
+
+@pytest.mark.parametrize("nse", [10, 2 * BLOCK + 10])
+def test_padding_is_zero_whatever_the_formula_gives(nse):
+    rng = np.random.default_rng(0)
+    shape = (300, 512)
+    values, indices = random_entries(rng, shape, 1, nse)
+    indices[::3] = -1
+    rows = coalesce.touched_rows(bcoo(values, indices, shape), jnp.float32)
+    add_one = jax.jit(map_rows.map_rows, static_argnums=0)(
+        lambda data, tables: (data + 1, tuple(table + 1 for table in tables)),
+        rows,
+        (jnp.zeros(shape), jnp.ones(shape)),
+    )
+    sums = row_sums(values, indices, shape)
+    expected = np.zeros(values.shape, np.float32)
+    expected[: len(sums)] = np.stack(list(sums.values())) + 1
+    touched = np.zeros(shape, np.float32)
+    touched[[row for (row,) in sums]] = 1
+    assert_identical(add_one, (expected, (touched, touched + 1)))
+
+
+def test_padding_of_the_last_block_does_not_wrap_around(monkeypatch):
+    """As it would near the 2**32 rows of uint32, here near the 256 of uint8."""
+    monkeypatch.setattr(map_rows, "_BLOCK_BYTES", 16)
+    num_rows, data = 250, np.ones(5, np.float32)
+    for ids in ([7, 249, 100, 30, 9], [249, 251, 7, 253, 8]):
+        indices = jnp.asarray(ids, jnp.uint8)[:, None]
+        values = jnp.where(indices[:, 0] < num_rows, data, 0)
+        _, (table,) = jax.jit(map_rows.map_rows, static_argnums=0)(
+            lambda data, tables: (data, (tables[0] + 1,)),
+            coalesce.Rows(indices, values, jnp.int32(5)),
+            (jnp.zeros(num_rows),),
+        )
+        touched = [row for row in sorted(ids) if row < num_rows]
+        assert np.flatnonzero(table).tolist() == touched
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+def test_low_precision(low, sparse):
+    """Computed in float32 at least, rounded once, where it is stored."""
+    half_ulp = float(jnp.finfo(low).eps) / 2
+    tol = half_ulp + TOLERANCE["float32"].numpy
+    rng = np.random.default_rng(0)
+    shape = (9, 4)
+    tx = osa.sparse_adam(0.5, eps=1e-4)
+    table = jnp.asarray(rng.normal(size=shape).astype(low))
+    state = tx.init(table)
+    for _ in range(4):
+        before = NumpyAdam(np.zeros(shape), lr=0.5, eps=1e-4)
+        before.count = int(state.count)
+        before.mu, before.nu = (np.array(x, np.float64) for x in (state.mu, state.nu))
+        values, indices = random_entries(rng, shape, 1, 12, low)
+        if sparse:
+            grad = bcoo(values, indices, shape)
+            before.step(row_sums(values, indices, shape))
+        else:
+            grad = jnp.asarray(rng.normal(size=shape).astype(low))
+            before.step(np.asarray(grad, np.float64))
+        updates, state = tx.update(grad, state)
+        dense = osa.apply_updates(jnp.zeros(shape, low), updates)
+        results = updates, state.mu, state.nu, dense
+        assert [x.dtype for x in results] == [jnp.dtype(low)] * 4
+        assert_close(dense, before.table, tol, what="update")
+        assert_close(state.mu, before.mu, tol, what="mu")
+        # Below the smallest normal float16 the unit in the last place is fixed.
+        smallest = float(jnp.finfo(low).smallest_normal)
+        magnitude = np.where(before.nu > 0, np.maximum(before.nu, smallest), 0)
+        assert_close(state.nu, before.nu, tol, magnitude=magnitude, what="nu")
+
+
+def test_mixed_precision():
+    """The gradient's type is the update's, the moments keep their own."""
+    table = jnp.ones((5, 2))
+    values, indices = np.ones((3, 2), jnp.bfloat16), np.array([[1], [3], [1]])
+    tx = osa.sparse_adam(0.1)
+    for grad in (bcoo(values, indices, (5, 2)), jnp.ones((5, 2), jnp.bfloat16)):
+        updates, state = tx.update(grad, tx.init(table))
+        assert updates.dtype == "bfloat16"
+        assert (state.mu.dtype, state.nu.dtype) == ("float32", "float32")
+    low = jnp.ones((5, 2), jnp.bfloat16)
+    grad = bcoo(values.astype(np.float32), indices, (5, 2))
+    updates, state = tx.update(grad, tx.init(low))
+    assert updates.dtype == "float32"
+    assert (state.mu.dtype, state.nu.dtype) == ("bfloat16", "bfloat16")
+    assert osa.apply_updates(low, updates).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("make", [osa.sparse_adam, osa.sparse_adafactor])
+def test_learning_rates_of_one_element(make, shape):
+    """As in torch, they are numbers, and change no shape."""
+    params = {"table": jnp.ones((5, 2)), "bias": jnp.ones(3), "scalar": jnp.ones(())}
+    grads = params | {"table": bcoo(np.ones((2, 2)), np.array([[1], [3]]), (5, 2))}
+
+    def step(rate):
+        tx = make(rate)
+        return tx.update(grads, tx.init(params), params)
+
+    with jax.numpy_rank_promotion("allow"):
+        rate = jnp.full(shape, 0.1)
+        for updates, state in (
+            step(rate),
+            step(lambda count: rate),
+            jax.jit(step)(rate),
+        ):
+            pairs = zip(
+                *map(jax.tree.leaves, ((updates, state), step(0.1))), strict=True
+            )
+            for actual, expected in pairs:
+                assert_close(actual, expected, TOLERANCE["float32"].numpy)
+        with pytest.raises(TypeError, match=r"reshape.*\(2,\)"):
+            step(jnp.ones(2))
+
+
+BAD_NUMBERS = [
+    ({"lr": 0.0}, "Invalid learning rate: 0.0"),
+    ({"lr": -1}, "Invalid learning rate: -1"),
+    ({"lr": float("nan")}, "Invalid learning rate: nan"),
+    ({"eps": 0.0}, "Invalid epsilon value: 0.0"),
+    ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
+    ({"b1": 1.0}, "Invalid beta parameter at index 0: 1.0"),
+    ({"b1": -0.1}, "Invalid beta parameter at index 0: -0.1"),
+    ({"b2": 1.0}, "Invalid beta parameter at index 1: 1.0"),
+    ({"b2": float("nan")}, "Invalid beta parameter at index 1: nan"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_NUMBERS)
+def test_bad_numbers_with_the_words_of_torch(change, words):
+    numbers = {"lr": 0.1, "b1": 0.9, "b2": 0.999, "eps": 1e-8, **change}
+    lr, b1, b2, eps = numbers.values()
+    with pytest.raises(ValueError, match="Invalid") as theirs:
+        torch.optim.SparseAdam([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps)
+    with pytest.raises(ValueError, match="Invalid") as ours:
+        osa.sparse_adam(lr, b1, b2, eps)
+    assert str(theirs.value) == words
+    assert str(ours.value).startswith(words + ".")
+    if "lr" not in change:
+        with pytest.raises(ValueError, match=words):
+            osa.scale_by_sparse_adam(b1, b2, eps)
+
+
+def test_complex_parameters():
+    words = "SparseAdam does not support complex parameters"
+    with pytest.raises(ValueError, match=words):
+        torch.optim.SparseAdam([torch.zeros(1, dtype=torch.complex64)])
+    for init in (osa.sparse_adam(0.1).init, jax.jit(osa.sparse_adam(0.1).init)):
+        with pytest.raises(ValueError, match=words):
+            init({"a": jnp.zeros(2), "b": jnp.zeros(3, jnp.complex64)})
+
+
+BAD_GRADIENTS = [
+    # (gradient of a parameter of shape (5, 2), error, words)
+    (jnp.ones((5, 2), int), TypeError, r"got int32 of shape \(5, 2\).*give None"),
+    (jnp.ones((5, 2), jnp.complex64), TypeError, "got complex64"),
+    (jnp.ones((5, 3)), ValueError, r"shape \(5, 3\) for a parameter of shape \(5, 2\)"),
+    (jnp.ones(2), ValueError, r"shape \(2,\) for a parameter of shape \(5, 2\)"),
+    (
+        bcoo(np.ones((1, 2), np.float32), np.array([[0]]), (6, 2)),
+        ValueError,
+        r"shape \(6, 2\) for a table of shape \(5, 2\)",
+    ),
+    (
+        bcoo(np.ones(1, np.float32), np.array([[0]]), (5,)),
+        ValueError,
+        r"shape \(5,\) for a table of shape \(5, 2\)",
+    ),
+    ({"inner": jnp.ones((5, 2))}, ValueError, "Expected dict"),
+]
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(("grad", "error", "words"), BAD_GRADIENTS)
+def test_bad_gradients(way, grad, error, words):
+    tx = osa.sparse_adam(0.1)
+    state = tx.init({"a": jnp.ones((5, 2)), "b": jnp.ones(3)})
+    with pytest.raises(error, match=words):
+        way(tx.update)({"a": grad, "b": jnp.ones(3)}, state)
+
+
+@pytest.mark.parametrize("grads", [{"a": jnp.ones((5, 2))}, [None, None]])
+def test_another_tree(grads):
+    tx = osa.sparse_adam(0.1)
+    state = tx.init({"a": jnp.ones((5, 2)), "b": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"Expected|mismatch"):
+        tx.update(grads, state)

@@ -1,0 +1,371 @@
+"""`stochastic_rounding` as a transformation: state, keys, laziness, cost, company."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import assert_identical, bcoo, random_entries
+
+SHAPE = (40, 8)
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def as_optax_expects():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def rounded(inner=None, **kwargs):
+    return osa.stochastic_rounding(inner or optax.adam(1e-3), KEY, **kwargs)
+
+
+def make_grad(dtype="bfloat16", shape=SHAPE):
+    values, indices = random_entries(np.random.default_rng(0), shape, 1, 12)
+    return osa.coalesce(bcoo(values.astype(dtype), indices, shape))
+
+
+def step(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return osa.apply_updates(params, updates), state
+
+
+def train(tx, params, grads, steps=2):
+    """The parameters and the state after some steps with the same gradient."""
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = step(tx, params, state, grads)
+    return params, state
+
+
+def train_long(tx, params, state, grads):
+    """Three hundred of them, compiled."""
+
+    @jax.jit
+    def run(params, state):
+        return jax.lax.fori_loop(
+            0, 300, lambda i, carry: step(tx, *carry, grads), (params, state)
+        )
+
+    return run(params, state)
+
+
+def mean(x):
+    return np.asarray(x).astype(np.float64).mean()
+
+
+def test_small_updates_add_up():
+    """300 steps of 0.001 from 1.0, of which rounding to nearest makes nothing."""
+    params = jnp.ones(16_384, jnp.bfloat16)
+    tx = optax.sgd(1e-3)
+    assert_identical(train(tx, params, params)[0], params)
+    tx = rounded(tx)
+    new, _ = train_long(tx, params, tx.init(params), params)
+    # A step rounds by less than 2**-8, with a variance of at most a quarter of that.
+    deviation = 2.0**-9 * np.sqrt(300 / params.size)
+    assert abs(mean(new) - 0.7) < 5 * deviation < 1.5e-3
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.adam(0.0), osa.sparse_adam(1e-9)], ids=["optax", "sparse"]
+)
+def test_bfloat16_moments_follow_float32_ones(inner):
+    """With b2 = 0.999 a change of the second moment is below the type's precision."""
+    params = jnp.ones(4096, jnp.bfloat16)
+
+    def second_moment(tx):
+        filled = jax.tree.map(
+            lambda x: jnp.ones_like(x) if x.shape == params.shape else x,
+            tx.init(params),
+        )
+        state = train_long(tx, params, filled, jnp.zeros_like(params))[1]
+        return optax.tree.get(state, "nu")
+
+    expected = 0.999**300  # 0.74
+    narrow, wide = (second_moment(rounded(inner, state_dtype=t)) for t in (None, "f4"))
+    assert (narrow.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    assert abs(mean(wide) / expected - 1) < 1e-5
+    assert abs(mean(narrow) - expected) < 5 * 2.0**-9 * np.sqrt(300 / params.size)
+    assert mean(second_moment(inner)) == 1  # to nearest
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype"),
+    [(optax.adam(0.1), "float32"), (osa.rowwise_adam(0.1), "float64")],
+)
+def test_wide_parameters_are_handed_through(inner, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        params = {"a": jnp.ones(SHAPE, dtype), "b": jnp.ones(SHAPE, dtype)}
+        tx = rounded(inner, state_dtype="float32")
+        expected, state = inner.update(params, inner.init(params), params)
+        updates, new = tx.update(params, tx.init(params), params)
+        assert_identical(updates, expected)
+        assert_identical(new.inner_state, state)
+
+
+def test_mixed_tree():
+    """The wide leaves get the bits that they would get alone, `None` stays `None`."""
+    inner = optax.adam(1e-3)
+    params = {
+        "low": jnp.ones(SHAPE, jnp.bfloat16),
+        "wide": jnp.ones(SHAPE),
+        "none": None,
+    }
+    tx = rounded(inner)
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params)
+    alone, _ = inner.update(params["wide"], inner.init(params["wide"]))
+    assert_identical(updates["wide"], alone)
+    assert updates["none"] is None
+    assert {k: x.dtype for k, x in updates.items() if k != "none"} == {
+        "low": jnp.bfloat16,
+        "wide": jnp.float32,
+    }
+    # A None where there is a parameter, with an inner transformation that allows it.
+    tx = rounded(osa.sparse_adam(1e-3))
+    before = tx.init(params)
+    updates, after = tx.update(params | {"low": None}, before, params)
+    assert updates["low"] is None
+    assert_identical(after.inner_state.nu["low"], before.inner_state.nu["low"])
+
+
+def test_keys():
+    """The same key, the same bits; another one, or another leaf, other bits."""
+    one = jnp.full(SHAPE, 1.003, jnp.bfloat16)
+    params = dict.fromkeys("abc", one)
+
+    def run(key):
+        tx = osa.stochastic_rounding(optax.adam(1e-3), key)
+        return train(tx, params, params)
+
+    first, state = run(KEY)
+    assert_identical(first, run(KEY)[0])
+    for seed in (0, np.int64(0), jnp.int32(0)):  # as in optax.add_noise
+        assert_identical(first, run(seed)[0])
+    assert_identical(first, run(jax.random.PRNGKey(0))[0])
+    moments = state.inner_state[0]
+    for arrays in (
+        [*first.values(), run(jax.random.key(1))[0]["a"], one],
+        [*moments.mu.values(), *moments.nu.values()],
+    ):
+        assert len({np.asarray(x).tobytes() for x in arrays}) == len(arrays)
+    assert state.key.dtype == KEY.dtype
+    assert (jax.random.key_data(state.key) != jax.random.key_data(KEY)).any()
+    # The state is donated, the key that the user holds is not.
+    tx = rounded()
+    update = jax.jit(lambda g, s, p: tx.update(g, s, p)[1], donate_argnums=1)
+    for _ in range(2):
+        update(params, tx.init(params), params)
+    assert not KEY.is_deleted()
+
+
+LIFTED = {
+    "adam": rounded(),
+    "adam, float32 moments": rounded(state_dtype=jnp.float32),
+    "sparse_adam": rounded(osa.sparse_adam(1e-3)),
+    "chain": rounded(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))),
+    "rowwise": rounded(
+        optax.chain(osa.scale_by_rowwise_adam(), optax.scale_by_learning_rate(1e-3))
+    ),
+    "per_row": rounded(osa.per_row(optax.adam(1e-3))),
+    "noise": rounded(optax.chain(optax.add_noise(1e-3, 0.5, KEY), optax.adam(1e-3))),
+    "inject": rounded(optax.inject_hyperparams(optax.adam)(1e-3)),
+    "finite": rounded(optax.apply_if_finite(optax.adam(1e-3), 3)),
+}
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_lazy(name):
+    """The touched rows change as a table of their own; the others keep every bit."""
+    tx, grad = LIFTED[name], make_grad()
+    params = jax.random.normal(KEY, SHAPE).astype(jnp.bfloat16)
+    rows = np.unique(np.asarray(grad.indices))
+    rows = rows[rows < SHAPE[0]]
+    used = len(rows)
+    grad = bcoo(grad.data[:used], grad.indices[:used], SHAPE, unique_indices=True)
+    lifted = osa.lazy(tx)
+    new, state = train(lifted, params, grad)
+    sub, sub_state = train(tx, params[rows], grad.data)
+    assert_identical(np.asarray(new)[rows], np.asarray(sub))
+    others = np.setdiff1d(np.arange(SHAPE[0]), rows)
+    assert_identical(np.asarray(new)[others], np.asarray(params)[others])
+    moved = np.asarray(grad.data).any(axis=1)
+    assert (np.asarray(new)[rows[moved]] != np.asarray(params)[rows[moved]]).any()
+    start = jax.tree.leaves(lifted.init(params).inner_state)
+    leaves = map(jax.tree.leaves, (state.inner_state, sub_state.inner_state))
+    for a, b, s in zip(*leaves, start, strict=True):
+        assert a.dtype == b.dtype == s.dtype
+        if a.shape[:1] == SHAPE[:1]:
+            assert_identical(np.asarray(a)[rows], np.asarray(b))
+            assert_identical(np.asarray(a)[others], np.asarray(s)[others])
+
+
+def test_padding_and_none():
+    """Padding is harmless, and a gradient without rows changes no row."""
+    tx = osa.lazy(rounded())
+    params = dict.fromkeys("ab", jnp.ones(SHAPE, jnp.bfloat16))
+    nothing = bcoo(jnp.ones((4, 8), jnp.bfloat16), np.full((4, 1), 99), SHAPE)
+    grads = {"a": nothing, "b": None}
+    new, state = jax.jit(partial(step, tx))(params, tx.init(params), grads)
+    assert_identical(new, params)
+    for moment in (state.inner_state[0].mu, state.inner_state[0].nu):
+        assert_identical(moment, jax.tree.map(jnp.zeros_like, params))
+
+
+def test_scalars_stay_in_float32():
+    """In bfloat16, b2 = 0.999 is 1."""
+    params = jnp.ones(SHAPE, jnp.bfloat16)
+    for state_dtype in (None, jnp.bfloat16, jnp.float32):
+        tx = rounded(
+            optax.inject_hyperparams(optax.adam)(1e-3), state_dtype=state_dtype
+        )
+        state = tx.init(params).inner_state
+        assert float(state.hyperparams["b2"]) == np.float32(0.999)
+        assert state.inner_state[0].nu.dtype == (state_dtype or jnp.bfloat16)
+
+
+def size(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_init_makes_no_wide_table():
+    params = jnp.ones((1000, 64), jnp.bfloat16)
+    seen = []
+
+    def init(params):
+        seen.append((params.dtype, isinstance(params, jax.core.Tracer)))
+        return optax.scale_by_adam().init(params)
+
+    inner = optax.GradientTransformation(init, optax.scale_by_adam().update)
+    state = rounded(inner, state_dtype=jnp.float32).init(params)
+    assert seen == [(jnp.float32, True)]
+    assert state.inner_state.mu.dtype == jnp.float32
+    tx = rounded(optax.inject_hyperparams(optax.adam)(1e-3), state_dtype=jnp.float32)
+    memory = jax.jit(tx.init).lower(params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < size(params) / 8
+
+
+def test_init_keeps_the_devices():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    params = jax.device_put(jnp.ones(SHAPE, jnp.bfloat16), spec)
+    for state_dtype in (None, jnp.float32):
+        state = rounded(state_dtype=state_dtype).init(params).inner_state[0]
+        assert state.mu.sharding == state.nu.sharding == spec
+
+
+# The optimiser, and the bytes of state for a number of a table and for all of it. (On
+# CPUs, XLA widens bfloat16, and with it the table; float16 stands for both.)
+COSTS = {
+    "adam": (rounded(), 4, 4),
+    "adam, float32 moments": (rounded(state_dtype=jnp.float32), 8, 4),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_memory(name):
+    """The step is in place, and its scratch memory knows nothing of the rows."""
+    tx, per_number, scalars = COSTS[name]
+    tx, width, nse = osa.lazy(tx), 64, 1024
+    program = jax.jit(partial(step, tx), donate_argnums=(0, 1))
+    temporary = []
+    data = jax.ShapeDtypeStruct((nse, width), "float16")
+    indices = jax.ShapeDtypeStruct((nse, 1), "int32")
+    for rows in (100_000, 10_000_000):
+        shape = (rows, width)
+        table = jax.ShapeDtypeStruct(shape, "float16")
+        grad = jax.eval_shape(partial(bcoo, shape=shape), data, indices)
+        state = jax.eval_shape(tx.init, table)
+        assert size(state.inner_state) == per_number * rows * width + scalars
+        memory = program.lower(table, state, grad).compile().memory_analysis()
+        tables = size(table) + size(state.inner_state)
+        assert memory.alias_size_in_bytes - tables in range(0, 65)  # and the key
+        temporary.append(memory.temp_size_in_bytes)
+    assert temporary[0] == temporary[1] < 24 * nse * width * 4
+
+
+def test_one_compilation():
+    tx, shape = osa.lazy(rounded(optax.sgd(0.1, momentum=0.9))), (50, 3)
+    program = jax.jit(partial(step, tx), donate_argnums=(0, 1))
+    params = jnp.ones(shape, jnp.float16)
+    state, rng = tx.init(params), np.random.default_rng(0)
+    for low, high in ((0, 50), (7, 8), (50, 99)):
+        values, _ = random_entries(rng, shape, 1, 20, "float16")
+        indices = rng.integers(low, high, (20, 1)).astype(np.int32)
+        params, state = program(params, state, bcoo(values, indices, shape))
+    assert program._cache_size() == 1
+
+
+def test_partition_and_apply_if_finite():
+    """Around it, and with a gradient that is not finite."""
+    tx = rounded(optax.sgd(0.1))
+    both = optax.apply_if_finite(
+        optax.partition(
+            {"rows": osa.lazy(tx), "dense": optax.sgd(0.5)},
+            {"table": "rows", "bias": "dense"},
+        ),
+        3,
+    )
+    grads = {"table": make_grad(), "bias": jnp.ones(3)}
+    params = {"table": jnp.ones(SHAPE, jnp.bfloat16), "bias": jnp.ones(3)}
+    state = both.init(params)
+    bad = grads | {"bias": jnp.full(3, jnp.nan)}
+    update = jax.jit(both.update)
+    updates, state = update(bad, state, params)
+    assert_identical(osa.apply_updates(params, updates), params)
+    updates, state = update(grads, state, params)
+    new = osa.apply_updates(params, updates)
+    expected, _ = train(osa.lazy(tx), params["table"], grads["table"], 1)
+    assert_identical(new["table"], expected)
+    assert_identical(new["bias"], jnp.full(3, 0.5))
+
+
+def test_flax():
+    """A typed key in one, a legacy key in the other."""
+    grad, table = make_grad(), jnp.ones(SHAPE, jnp.bfloat16)
+    txs = [
+        osa.lazy(osa.stochastic_rounding(optax.sgd(0.1, momentum=0.9), key))
+        for key in (KEY, jax.random.PRNGKey(0))
+    ]
+    expected, _ = train(txs[0], {"t": table}, {"t": grad})
+    state = TrainState.create(apply_fn=None, params={"t": table}, tx=txs[0])
+    for _ in range(2):
+        state = jax.jit(TrainState.apply_gradients)(state, grads={"t": grad})
+    assert_identical(state.params, expected)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.t = nnx.Param(table)
+
+    for tx in txs:
+        model = Model()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        for _ in range(2):
+            grads = jax.tree.map(lambda _: grad, nnx.state(model, nnx.Param))
+            optimizer.update(model, grads)
+        assert_identical(model.t[...], expected["t"])
+
+
+def test_errors():
+    table, grad = jnp.ones(SHAPE, jnp.bfloat16), make_grad()
+    tx = rounded()
+    state = tx.init(table)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(table, state)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        osa.lazy(tx).update(grad, state)
+    with pytest.raises(TypeError, match=r"inside lazy: optax_sparse_adam\.lazy"):
+        tx.update(grad, state, table)
+    with pytest.raises(ValueError, match="Parameters must have the tree structure"):
+        tx.update({"a": table}, state, {"b": table})
+    for bad in (jnp.int32, "complex64"):
+        with pytest.raises(TypeError, match="state_dtype must be a floating"):
+            rounded(state_dtype=bad)

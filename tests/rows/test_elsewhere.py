@@ -1,0 +1,124 @@
+"""The way of GPUs and TPUs through the rows, on CPUs, against the same references.
+
+`lax.platform_dependent` chooses between a CPU's way and the other; here it always takes
+the other.
+"""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+
+from ..collectives import test_routed, test_sharded_jit
+from ..helpers.mesh import Case
+from ..helpers.support import assert_close, assert_identical, bcoo, random_entries
+from ..optimizers import test_sparse_adam_parity
+from . import test_coalesce
+
+
+@pytest.fixture(autouse=True, scope="module")
+def elsewhere():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            lax, "platform_dependent", lambda *args, default, cpu: default(*args)
+        )
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("n_sparse", "shape"), test_coalesce.SHAPES)
+def test_sums(n_sparse, shape):
+    rng = np.random.default_rng(0)
+    sizes = (0, 1, 8, 9, 65, 600) if len(shape) == 2 else (9, 600)
+    for nse, outside in itertools.product(sizes, (False, True)):
+        values, ids = random_entries(rng, shape, n_sparse, nse, outside=outside)
+        values[64:] = 0  # sums of more would not be exact
+        order = rng.permutation(nse)
+        entries = values[order], ids[order]
+        out = osa.coalesce(bcoo(*entries, shape))
+        test_coalesce.check_coalesced(out, *entries, shape)
+        order = np.lexsort(ids.T[::-1])
+        entries = values[order], ids[order]
+        grad = bcoo(*entries, shape, indices_sorted=True)
+        assert_identical(osa.coalesce(grad), out, "sorted on input")
+
+
+def test_rounding_and_neighbours():
+    """Errors grow with the rounds, not with the entries; NaN stays in its row."""
+    rng = np.random.default_rng(0)
+    nse, shape = 20_000, (50, 3)
+    ids = np.minimum(rng.zipf(1.2, nse), 50).astype(np.int32)[:, None] - 1
+    values = rng.standard_normal((nse, 3)).astype(np.float32)
+    values[np.flatnonzero(ids == 7)[1]] = np.nan, np.inf, 1.0
+    rows = np.unique(ids)
+    with np.errstate(invalid="ignore"):
+        exact, sizes = (
+            np.stack([x[ids[:, 0] == row].sum(axis=0) for row in rows])
+            for x in (values.astype(np.float64), np.abs(values).astype(np.float64))
+        )
+    out = jax.jit(osa.coalesce)(bcoo(values, ids, shape))
+    rounds = 8 * math.ceil(math.log(nse, 8))  # each adds up 8 neighbours
+    sums = np.asarray(out.data)[: len(rows)]
+    assert_identical(np.isnan(sums), np.isnan(exact), "NaN")
+    real = np.isfinite(exact)
+    assert_identical(sums[~real & ~np.isnan(exact)], np.float32([np.inf]), "infinity")
+    error = rounds * 6e-8
+    assert_close(sums[real], exact[real], error, magnitude=sizes[real], what="sums")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_torch_parity_of_steps(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        rng = np.random.default_rng(0)
+        shape, hyper = (7, 5), test_sparse_adam_parity.HYPERS[0]
+        start = test_sparse_adam_parity.start_table(rng, shape, dtype)
+        steps = [random_entries(rng, shape, 1, 40, dtype) for _ in range(20)]
+        test_sparse_adam_parity.check(start, steps, hyper)
+        test_sparse_adam_parity.check(start, steps, hyper, compiled=True)
+
+
+def test_derivatives_and_batches():
+    rng = np.random.default_rng(0)
+    values, ids = random_entries(rng, (9, 2), 1, 30)
+    tx = osa.sparse_adam(0.1)
+    state = tx.init(jnp.zeros((9, 2)))
+
+    def update(values):
+        updates, new = tx.update(bcoo(values, ids, (9, 2)), state)
+        return osa.apply_updates(jnp.zeros((9, 2)), updates), new.nu
+
+    both = jnp.stack([values, 2 * values])
+    alone = jax.tree.map(lambda *x: jnp.stack(x), *map(update, both))
+    assert_identical(jax.vmap(update)(both), alone, "two at once")
+    # A first step depends on the size of the gradient through eps alone.
+    (table, nu), (slope, _) = jax.jvp(update, (both[0],), (both[0],))
+    expected = table * (1e-8 / (jnp.sqrt(nu) + 1e-8))
+    assert_close(slope, expected, 1e-6, magnitude=0.1, what="derivative")
+
+
+CASES = [
+    Case("sparse_adam", (4, 2), P("x", "y"), P("y")),
+    Case("lazy", (8,), P("x", None), P("x"), AxisType.Explicit),
+    Case("adafactor", (4, 2), P("x", "y"), P("x"), AxisType.Explicit),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_eight_devices(case):
+    test_sharded_jit.on_one_device.cache_clear()
+    with jax.numpy_dtype_promotion("standard"):
+        test_sharded_jit.test_training(case)
+    test_sharded_jit.on_one_device.cache_clear()
+
+
+def test_routed_lookups():
+    test_routed.test_is_lookup_of_the_whole_table("capacity 1")

@@ -1,0 +1,211 @@
+"""A step costs what the batch costs: memory, copies, compilations, large tables.
+
+Programs are compiled for shapes alone; nothing of the size of the tables is allocated,
+but for the test of a table with more than 2**31 elements.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam._rows import gather_scatter, map_rows
+
+from ..helpers.support import assert_identical, assert_same_memory, bcoo, random_entries
+
+SMALL, LARGE = 100_000, 10_000_000
+
+
+def abstract_bcoo(shape, nse, n_sparse, dtype="float32", **flags):
+    data = jax.ShapeDtypeStruct((nse, *shape[n_sparse:]), dtype)
+    indices = jax.ShapeDtypeStruct((nse, n_sparse), "int32")
+    return jax.eval_shape(lambda *args: bcoo(*args, shape, **flags), data, indices)
+
+
+def table_shape(rows, n_sparse):
+    return (rows, 64) if n_sparse == 1 else (rows // 100, 100, 64)
+
+
+def compiled(shape, grad, *, apply=None, tx=None):
+    """The update, or with `apply` the whole step, with everything old donated."""
+    tx = tx or osa.sparse_adam(0.1)
+    table = jax.ShapeDtypeStruct(shape, grad.dtype)
+    state = jax.eval_shape(tx.init, table)
+    if apply is None:
+        update = jax.jit(lambda state, grad: tx.update(grad, state), donate_argnums=0)
+        return update.lower(state, grad).compile()
+
+    def step(table, state, grad):
+        updates, state = tx.update(grad, state)
+        return apply(table, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1)).lower(table, state, grad).compile()
+
+
+APPLY = {"update": None, "step": osa.apply_updates, "optax": optax.apply_updates}
+
+
+@pytest.mark.parametrize("nse", [1024, 65_536])  # without and with the loop over blocks
+@pytest.mark.parametrize(
+    ("apply", "n_sparse"), [("update", 1), ("step", 1), ("step", 2), ("optax", 1)]
+)
+def test_memory(apply, n_sparse, nse):
+    temporary = []
+    for rows in (SMALL, LARGE):
+        shape = table_shape(rows, n_sparse)
+        grad = abstract_bcoo(shape, nse, n_sparse)
+        memory = compiled(shape, grad, apply=APPLY[apply]).memory_analysis()
+        tables = 2 if apply == "update" else 3
+        count = 4
+        assert memory.alias_size_in_bytes == tables * rows * 64 * 4 + count
+        temporary.append(memory.temp_size_in_bytes)
+    assert_same_memory(*temporary)
+    if jax.default_backend() != "cpu":
+        return  # test_compilers.py says how much a step holds there
+    # The sums (which are the result where nothing is applied), some vectors of ids to
+    # sort and to search, and four operands of a block: gradient, moments, update.
+    sums = 0 if apply == "update" else nse * 64 * 4
+    ids = nse * n_sparse * 4
+    block = min(nse * 64 * 4, map_rows._BLOCK_BYTES)
+    limit = sums + 8 * ids + 4 * block
+    assert temporary[0] <= limit, f"{temporary[0]} bytes, more than {limit}"
+
+
+BFLOAT16 = pytest.param(
+    "bfloat16",
+    marks=pytest.mark.xfail(
+        jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11),
+        reason="XLA widened bfloat16 on CPUs: each scatter converted the whole table",
+    ),
+)
+
+
+@pytest.mark.parametrize("nse", [1024, 65_536])
+@pytest.mark.parametrize("dtype", ["float16", "float64", BFLOAT16])
+def test_memory_of_other_types(dtype, nse):
+    with jax.enable_x64(dtype == "float64"):
+        sizes = []
+        for rows in (SMALL, LARGE):
+            shape = table_shape(rows, 1)
+            grad = abstract_bcoo(shape, nse, 1, dtype)
+            memory = compiled(shape, grad, apply=osa.apply_updates).memory_analysis()
+            sizes.append(memory.temp_size_in_bytes)
+    assert_same_memory(*sizes)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        osa.sparse_adam(0.1, mu_dtype="float16", maximize=True),
+        osa.sparse_adam(optax.linear_schedule(0.1, 0.0, 10)),
+        optax.chain(osa.sparse_adam(0.1)),
+        optax.inject_hyperparams(osa.sparse_adam)(0.1, b1=0.5),
+        optax.apply_if_finite(osa.sparse_adam(0.1), 3),
+    ],
+    ids=["mu_dtype", "schedule", "chain", "inject", "apply_if_finite"],
+)
+def test_memory_of_compositions(tx):
+    sizes = []
+    for rows in (SMALL, LARGE):
+        shape = table_shape(rows, 1)
+        flags = {"unique_indices": True, "indices_sorted": True}
+        grad = abstract_bcoo(shape, 1024, 1, **flags)
+        memory = compiled(shape, grad, apply=osa.apply_updates, tx=tx).memory_analysis()
+        sizes.append(memory.temp_size_in_bytes)
+    assert_same_memory(*sizes)
+
+
+def operations_on(text, shape):
+    """The names of the operations whose result is one array of this shape."""
+    dims = ",".join(map(str, shape))
+    return set(re.findall(rf"= \w+\[{dims}\]\S* ([\w-]+)\(", text))
+
+
+@pytest.mark.parametrize("apply", ["update", "step"])
+@pytest.mark.parametrize("nse", [1024, 65_536])
+def test_no_operation_makes_a_table(apply, nse):
+    shape = table_shape(LARGE, 1)
+    grad = abstract_bcoo(shape, nse, 1)
+    text = compiled(shape, grad, apply=APPLY[apply]).as_text()
+    # A fusion is a scatter; the others only name what is there.
+    names = {"parameter", "scatter", "fusion", "get-tuple-element", "bitcast"}
+    names |= {"dynamic-update-slice"}  # a scatter of one row
+    operations = operations_on(text, shape)
+    assert "scatter" in operations
+    assert operations <= names
+    copied = compiled(shape, grad, apply=lambda p, u: osa.apply_updates(2 * p, u))
+    assert not operations_on(copied.as_text(), shape) <= names
+
+
+def test_buffers_are_reused():
+    shape = (1000, 64)
+    tx = osa.sparse_adam(0.1)
+
+    def step(table, state, grad):
+        updates, state = tx.update(grad, state)
+        return osa.apply_updates(table, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    grad = bcoo(*random_entries(np.random.default_rng(0), shape, 1, 2000), shape)
+    table = jnp.zeros(shape)
+    state = tx.init(table)
+    tables = [x.unsafe_buffer_pointer() for x in (table, state.mu, state.nu)]
+    for _ in range(2):
+        table, state = step(table, state, grad)
+        pointers = [x.unsafe_buffer_pointer() for x in (table, state.mu, state.nu)]
+        assert pointers == tables
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_one_compilation(compilations, way):
+    """Other ids, other duplicates, nothing but padding: the same program."""
+    rng = np.random.default_rng(0)
+    shape, nse = (50, 3), 600
+    tx = osa.sparse_adam(optax.linear_schedule(0.1, 0.0, 10))
+
+    @way
+    def step(table, state, grad):
+        updates, state = tx.update(grad, state)
+        return osa.apply_updates(table, updates), state
+
+    table = jnp.zeros(shape)
+    state = tx.init(table)
+    counts = []
+    for low, high in ((0, 50), (0, 50), (7, 8), (50, 99), (-9, 60)):
+        values, _ = random_entries(rng, shape, 1, nse)
+        indices = rng.integers(low, high, (nse, 1)).astype(np.int32)
+        grad = bcoo(values, indices, shape)
+        before = len(compilations)
+        table, state = step(table, state, grad)
+        counts.append(len(compilations) - before)
+    assert counts[0] > 0
+    assert counts[1:] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "index_type"),
+    [
+        ((2**25 + 1, 64), "int32"),  # elements beyond int32
+        ((2**31 + 8,), "uint32"),  # rows beyond int32
+    ],
+)
+def test_more_elements_than_int32_counts(shape, index_type):
+    """The last rows are read and written; no row that a wrapped number would hit is."""
+    rows = shape[0]
+    ids = np.array([rows - 1, 3, rows - 2, rows - 1], index_type)[:, None]
+    grad = bcoo(np.ones((4, *shape[1:]), np.float32), ids, shape)
+    table = jnp.zeros(shape, jnp.int8)  # one byte an element: 2 GB
+    add = jax.jit(osa.apply_updates, donate_argnums=0)
+    for _ in range(2):  # the second time, what is read is not zero
+        table = add(table, grad)
+    ids = jnp.asarray(np.array([rows - 1, rows - 2, rows - 3, 3, rows], index_type))
+    read = np.asarray(gather_scatter.gather_rows(table, ids[:, None])).reshape(5, -1)
+    expected = np.array([4, 2, 0, 2, 0], np.int8)
+    assert_identical(read, np.repeat(expected[:, None], read.shape[1], axis=1))
+    everything = np.asarray(table).reshape(-1)
+    written = np.flatnonzero(everything.view(np.int64)) * 8 // read.shape[1]
+    assert set(written.tolist()) <= {3, rows - 2, rows - 1, 0, (rows - 1) // 8 * 8}

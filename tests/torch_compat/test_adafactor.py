@@ -1,0 +1,262 @@
+"""The shim beside `torch.optim`: Adafactor."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import optax_sparse_adam as osa
+from optax_sparse_adam.torch_compat import Adafactor, Parameter
+
+from .test_checkpoints import (
+    copy_parameters,
+    in_order,
+    numpy_dict,
+    save_and_load,
+    to_torch,
+)
+from .test_programs import (
+    OURS,
+    TORCH,
+    assert_same,
+    check,
+    failure,
+    gradient,
+    plain,
+    seen,
+    table,
+)
+
+STORIES = []
+SHAPES = [(), (1,), (5,), (4, 3), (1, 3), (4, 1), (2, 3, 4), (2, 1, 3, 2)]
+
+
+def make(world, shapes=SHAPES, seed=0, dtype="float64", **options):
+    rng = np.random.default_rng(seed)
+    arrays = [np.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return world.optim.Adafactor(list(map(world.parameter, arrays)), **options)
+
+
+def steps(world, optimizer, number=4, seed=0):
+    rng = np.random.default_rng(seed)
+    for i in range(number):
+        for group in optimizer.param_groups:
+            for j, param in enumerate(group["params"]):
+                values = rng.normal(size=tuple(param.shape)) * 10.0 ** ((i + j) % 5 - 2)
+                values = values.astype(plain(param).dtype)
+                # One parameter has a gradient only now and then.
+                skipped = j == 1 and i % 3
+                param.grad = None if skipped else world.parameter(values).data
+        optimizer.step()
+    return seen(optimizer)
+
+
+@pytest.fixture
+def enabled_x64():
+    with jax.enable_x64(True):
+        yield
+
+
+OPTIONS = {
+    "defaults": {},
+    "large_steps": {"lr": 0.5, "beta2_decay": -0.5},
+    "lr_zero": {"lr": 0.0, "weight_decay": 0.1},
+    "eps": {"eps": (0.1, 0.5), "lr": 1.0},
+    "clipping": {"d": 2.5, "lr": 0.3},
+    "weight_decay": {"weight_decay": 0.1, "lr": 0.3},
+    "maximize": {"maximize": True, "weight_decay": 0.5, "foreach": True},
+    "not_foreach": {"foreach": False, "eps": (1e-30, 1e-3)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers(options, dtype):
+    def story(world):
+        optimizer = make(world, dtype=dtype, **options)
+        return [steps(world, optimizer, seed=seed) for seed in range(3)]
+
+    with jax.enable_x64(dtype == "float64"):
+        # A step is divided by the root mean square of the update: all errors meet.
+        check(story, {"float32": 2e-6, "float64": 1e-12}[dtype])
+
+
+@STORIES.append
+def options_changed_between_steps(world):
+    optimizer = make(world)
+    log = [repr(optimizer), steps(world, optimizer)]
+    for change in (
+        {"lr": 0.3},
+        {"beta2_decay": -0.1},
+        {"eps": (0.1, 0.2)},
+        {"eps": [None, 0.5]},
+        {"d": 3.0},
+        {"weight_decay": 0.2},
+        {"maximize": True},
+    ):
+        optimizer.param_groups[0].update(change)
+        log.append(steps(world, optimizer, seed=len(log)))
+    return log
+
+
+@STORIES.append
+def groups(world):
+    rng = np.random.default_rng(0)
+    one, two, three = map(world.parameter, rng.normal(size=(3, 4, 3)))
+    optimizer = world.optim.Adafactor(
+        [{"params": [("one", one)], "lr": 0.5}, {"params": [("two", two)], "d": 2.0}]
+    )
+    optimizer.add_param_group({"params": {"three": three}.items(), "maximize": True})
+    return steps(world, optimizer), repr(optimizer)
+
+
+def test_a_learning_rate_in_an_array():
+    check(
+        lambda world: steps(world, make(world, dtype="float32", lr=world.tensor(0.5)))
+    )
+
+
+@STORIES.append
+def refused_options(world):
+    given = [
+        {"lr": -1},
+        {"lr": world.tensor([0.1, 0.2])},
+        {"beta2_decay": 0.8},
+        {"eps": (-1e-30, 1e-3)},
+        {"eps": (None, -1e-3)},
+        {"d": 0.5},
+        {"weight_decay": -1},
+        {"lr": -1, "d": 0.0, "beta2_decay": 1},
+        {"beta2_decay": 1, "eps": (-1, -1)},
+    ]
+    log = [failure(make, world, **options) for options in given]
+    optimizer = make(world)
+    optimizer.param_groups[0]["params"] = [world.parameter(np.ones(3, np.complex64))]
+    optimizer.param_groups[0]["params"][0].grad = world.parameter(
+        np.ones(3, np.complex64)
+    ).data
+    return log, failure(optimizer.step)
+
+
+@STORIES.append
+def round_trips(world):
+    optimizer = make(world, lr=0.5, weight_decay=0.1)
+    steps(world, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    log = [plain(saved)]
+    other = make(world)
+    other.load_state_dict(copy.deepcopy(saved))
+    log += [steps(world, other, seed=1), repr(other)]
+    for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        log += [steps(world, copied, seed=2), repr(copied)]
+    return log, seen(other)
+
+
+@STORIES.append
+def steps_that_are_numbers(world):
+    """As older torch saved them; and before `foreach` was an option."""
+    optimizer = make(world)
+    steps(world, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"] = state["step"].item()
+    del saved["param_groups"][0]["foreach"]
+    optimizer.load_state_dict(saved)
+    log = [seen(optimizer)]
+    return log, steps(world, optimizer)
+
+
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.usefixtures("enabled_x64")
+def test_as_torch(story):
+    check(story, 1e-12)
+
+
+@pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
+@pytest.mark.usefixtures("enabled_x64")
+def test_a_torch_checkpoint_continued(convert):
+    theirs, ours = make(TORCH, weight_decay=0.01), make(OURS)
+    steps(TORCH, theirs)
+    copy_parameters(theirs, ours)
+    ours.load_state_dict(convert(theirs.state_dict()))
+    back = make(TORCH)
+    back.load_state_dict(to_torch(ours.state_dict()))
+    copy_parameters(ours, back)
+    assert_same(in_order(back), in_order(theirs))
+    results = [steps(w, x, 100, 1) for w, x in ((OURS, ours), (TORCH, theirs))]
+    assert_same(*results, tol=1e-12)
+
+
+def test_schedule_of_optax():
+    schedule = optax.linear_schedule(0.5, 0.1, 4)
+    ours, by_hand = (
+        make(OURS, dtype="float32", lr=schedule),
+        make(OURS, dtype="float32"),
+    )
+    for i in range(4):
+        by_hand.param_groups[0]["lr"] = float(schedule(i))
+        results = [steps(OURS, x, 1, seed=i)[0] for x in (ours, by_hand)]
+        assert_same(*results, tol=0)
+
+
+def test_row_sparse_gradients():
+    """The functional Adafactor, in place; a dense one of all rows is the same."""
+    optimizer = Adafactor([table(OURS), table(OURS)], lr=0.1, weight_decay=0.1)
+    sparse, dense = optimizer.param_groups[0]["params"]
+    params = sparse.data
+    tx = osa.sparse_adafactor(0.1, weight_decay=0.1)
+    params = jnp.copy(params)
+    state = tx.init(params)
+    for i, nse in enumerate((20, 20, 0, 20)):
+        sparse.grad = gradient(OURS, i, nse=nse)
+        dense.grad = sparse.grad.todense()
+        optimizer.step()
+        updates, state = tx.update(sparse.grad, state, params)
+        params = osa.apply_updates(params, updates)
+        assert_same(plain(sparse), np.asarray(params), 1e-6)
+        if i < 2:
+            assert_same(plain(sparse), plain(dense), 1e-6)
+    moments = optimizer.state[sparse]
+    assert moments["step"] == 4
+    np.testing.assert_allclose(moments["row_var"][:, 0], state.v_row, rtol=1e-6)
+    np.testing.assert_allclose(moments["col_var"][0], state.v_col, rtol=1e-6)
+
+
+def test_row_sparse_steps_do_not_grow_with_the_table():
+    def temporary(num_rows):
+        one = jax.ShapeDtypeStruct((num_rows, 8), jnp.float32)
+        grad = jax.eval_shape(lambda: gradient(OURS, 0, (num_rows, 8), 100))
+        shapes = {"row_var": (num_rows, 1), "col_var": (1, 8)}
+        arrays = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        numbers = jax.ShapeDtypeStruct((1, 8), jnp.float32)
+        step = Adafactor._update_tables.lower([(one, arrays)], [grad], numbers)
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(2_000) == temporary(2_000_000)
+
+
+@pytest.mark.parametrize("saved_dtype", ["bfloat16", "float64"])
+def test_types_of_torch(saved_dtype):
+    param = torch.nn.Parameter(torch.ones(3, 2, dtype=getattr(torch, saved_dtype)))
+    theirs = torch.optim.Adafactor([param])
+    param.grad = torch.ones_like(param)
+    theirs.step()
+    ours = Adafactor([Parameter(np.ones((3, 2), np.float32))])
+    ours.load_state_dict(theirs.state_dict())
+    (state,) = ours.state.values()
+    assert state["step"].dtype == np.float32
+    assert {state[key].dtype.name for key in ("row_var", "col_var")} == {"float32"}
+
+
+def test_state_of_other_parameters_is_refused_at_the_step():
+    optimizer = make(OURS, [(4, 3)])
+    steps(OURS, optimizer)
+    other = make(OURS, [(3, 4)])
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"shape \(3, 4\) must be .*\(4, 1\)"):
+        steps(OURS, other)

@@ -1,0 +1,259 @@
+"""Who owns which array: copies, donation, compilations, devices."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.experimental.sparse import BCOO
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_sparse_adam.torch_compat import Parameter, SparseAdam
+
+from ..helpers.support import assert_identical
+from .test_programs import OURS, gradient, plain, seen, steps, table
+
+
+def stepped(number=1):
+    """An optimiser whose state is there and whose step is compiled."""
+    optimizer = SparseAdam([table(OURS, i) for i in range(number)], lr=0.1)
+    steps(OURS, optimizer, 2)
+    return optimizer, optimizer.param_groups[0]["params"]
+
+
+def arrays(optimizer):
+    for param, state in optimizer.state.items():
+        yield from (param.data, state["exp_avg"], state["exp_avg_sq"])
+
+
+MAKERS = {
+    "numpy": lambda x: x,
+    "jax": jnp.array,
+    "torch": torch.tensor,
+    "bfloat16": lambda x: torch.tensor(x).bfloat16(),
+    "requires_grad": lambda x: torch.nn.Parameter(torch.tensor(x)),
+    "transposed": lambda x: torch.tensor(x.T.copy()).T,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("way", ["new", "assigned"])
+def test_a_parameter_owns_its_array(kind, way):
+    """Large enough that a copy in the background would still be running."""
+    source = MAKERS[kind](np.ones((500_000, 8), np.float32))
+    if way == "new":
+        param = Parameter(source)
+    else:
+        param = Parameter(np.zeros(3))
+        param.data = source
+    if kind == "numpy":
+        source[...] = 5
+    elif kind != "jax":
+        source.data.fill_(5)
+    assert float(param.data.min()) == float(param.data.max()) == 1
+    assert param.dtype == ("bfloat16" if kind == "bfloat16" else "float32")
+    data = jnp.ones((1, 8), param.dtype)
+    param.grad = BCOO((data, jnp.array([[7]])), shape=param.shape)
+    SparseAdam([param], lr=0.5).step()
+    assert float(param.data[7, 0]) == pytest.approx(0.5)
+    assert source[7, 0].item() == (1 if kind == "jax" else 5)
+
+
+def test_parameters_are_compared_by_identity():
+    first, second = Parameter(jnp.zeros(3)), Parameter(jnp.zeros(3))
+    assert first == first
+    assert first != second
+    assert len({first, second}) == 2
+    tree = {"a": first, "b": [second]}
+    zeros = jax.tree.map(lambda p: p.data, tree)
+    assert_identical(zeros, {"a": jnp.zeros(3), "b": [jnp.zeros(3)]})
+
+
+def test_repr_of_parameters():
+    param = Parameter(jnp.zeros((1000, 4)))
+    assert repr(param) == "Parameter(float32[1000, 4], grad=None)"
+    param.grad = jnp.zeros((1000, 4))
+    assert repr(param) == "Parameter(float32[1000, 4], grad=float32[1000, 4])"
+    assert repr(Parameter(1.0)) == "Parameter(float32[], grad=None)"
+
+
+def test_old_arrays_are_an_error_and_copies_stay():
+    optimizer, (param,) = stepped()
+    old = list(arrays(optimizer))
+    copies = [jnp.copy(x) for x in old]
+    values = plain(old)
+    optimizer.step()
+    for array in old:
+        with pytest.raises(RuntimeError, match="deleted"):
+            array + 1
+    assert_identical(plain(copies), values)
+    assert not np.array_equal(param.data, values[0])
+
+
+@pytest.mark.parametrize("view", [np.asarray, np.from_dlpack])
+def test_numpy_views_stay(view):
+    """The runtime does not overwrite a buffer that someone else is looking at."""
+    optimizer, _ = stepped()
+    views = [view(x) for x in arrays(optimizer)]
+    values = plain(views)
+    for _ in range(3):
+        optimizer.step()
+    assert_identical(plain(views), values)
+
+
+def test_steps_are_in_place():
+    optimizer, _ = stepped(3)
+    pointers = [x.unsafe_buffer_pointer() for x in arrays(optimizer)]
+    assert len(set(pointers)) == 9
+    for _ in range(3):
+        optimizer.step()
+        assert [x.unsafe_buffer_pointer() for x in arrays(optimizer)] == pointers
+
+
+def test_temporary_memory_does_not_grow_with_the_table():
+    def temporary(num_rows):
+        one = jax.ShapeDtypeStruct((num_rows, 8), jnp.float32)
+        grad = jax.eval_shape(lambda: gradient(OURS, 0, (num_rows, 8), 100))
+        tables = [(one, {"exp_avg": one, "exp_avg_sq": one})] * 2
+        numbers = jax.ShapeDtypeStruct((2, 5), jnp.float32)
+        step = SparseAdam._update_tables.lower(tables, [grad, grad], numbers)
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(2_000) == temporary(2_000_000)
+
+
+def test_a_gradient_that_is_the_parameter():
+    """As that of `sum(x**2) / 2` may be; and an entry for each row."""
+    optimizer = SparseAdam([table(OURS), table(OURS)], allow_dense=True)
+    dense, sparse = optimizer.param_groups[0]["params"]
+    for _ in range(3):
+        dense.grad = dense.data
+        ids = jnp.arange(len(sparse.data))[:, None]
+        sparse.grad = BCOO((sparse.data, ids), shape=sparse.shape)
+        optimizer.step()
+    assert_identical(dense.data, sparse.data)
+
+
+def test_dense_gradients_on_request():
+    """Every row is touched (lucid's SparseAdam): the formula is the same."""
+    for options in ({}, {"maximize": True, "betas": (0.5, 0.75)}):
+        groups = [{"params": [table(OURS)]}, {"params": [table(OURS)]}]
+        optimizer = SparseAdam(groups, 0.1, allow_dense=True, **options)
+        dense, sparse = (group["params"][0] for group in optimizer.param_groups)
+        for i in range(4):
+            sparse.grad = gradient(OURS, i, nse=20)
+            dense.grad = sparse.grad.todense()
+            assert set(sparse.grad.indices.ravel().tolist()) == set(range(6))
+            optimizer.step()
+        np.testing.assert_allclose(dense.data, sparse.data, rtol=1e-6)
+    optimizer.zero_grad(set_to_none=False)
+    assert not dense.grad.any()
+    assert not sparse.grad.data.any()
+
+
+def test_groups_that_change_compile_nothing(compilations):
+    optimizer, (param,) = stepped()
+    schedule = optax.constant_schedule(0.1)
+    del compilations[:]
+    for change in (
+        {"lr": 0.3},
+        {"lr": schedule},
+        {"lr": np.array([0.01])},
+        {"betas": (0.1, 0.2)},
+        {"eps": 0.5},
+        {"maximize": True},
+        {"maximize": False},
+    ):
+        optimizer.param_groups[0].update(change)
+        before = np.array(param.data)
+        optimizer.step()
+        assert not np.array_equal(param.data, before)
+    assert compilations == []
+
+
+def test_one_call_for_a_group(monkeypatch):
+    calls = []
+    update = SparseAdam._update_tables
+
+    def count(tables, grads, numbers):
+        calls.append(len(tables))
+        return update(tables, grads, numbers)
+
+    monkeypatch.setattr(SparseAdam, "_update_tables", staticmethod(count))
+    groups = [[table(OURS, i) for i in range(3)], [table(OURS)]]
+    steps(OURS, SparseAdam([{"params": group} for group in groups]), 2)
+    assert calls == [3, 1, 3, 1]
+
+
+def test_a_step_that_fails_changes_no_array():
+    optimizer, (param, other) = stepped(2)
+    before = seen(optimizer)
+    good = other.grad
+    scaled = jax.tree.map(lambda x: -0.1 * x.astype("float32"), good)
+    for bad, error in ((jnp.zeros((6, 3)), RuntimeError), (scaled, TypeError)):
+        other.grad = bad
+        with pytest.raises(error):
+            optimizer.step()
+        assert_identical(seen(optimizer), before)
+    other.grad = good
+    optimizer.step()
+    assert not np.array_equal(param.data, before[0][0][0])
+
+
+def test_sharded_parameters_stay_sharded():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    sharding = NamedSharding(mesh, PartitionSpec("rows"))
+    alone = table(OURS)
+    param = Parameter(jax.device_put(alone.data, sharding))
+    optimizers = [SparseAdam([p], lr=0.1) for p in (alone, param)]
+    for optimizer in optimizers:
+        steps(OURS, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        steps(OURS, optimizer, seed=1)
+    for ours, expected in zip(*map(arrays, optimizers[::-1]), strict=True):
+        assert ours.sharding == sharding
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
+def test_a_group_on_several_devices():
+    alone, *params = (table(OURS) for _ in range(4))
+    for param, device in zip(params, jax.devices()[1:3] * 2, strict=False):
+        param.data = jax.device_put(param.data, device)
+    optimizer = SparseAdam([alone, *params], lr=0.1)
+    for i in range(3):
+        for param in (alone, *params):
+            grad = gradient(OURS, i)
+            if param is not alone:
+                grad = jax.device_put(grad, param.data.sharding)
+            param.grad = grad
+        optimizer.step()
+    for param, device in zip(params, jax.devices()[1:3] * 2, strict=False):
+        assert param.data.devices() == {device}
+        np.testing.assert_array_equal(param.data, alone.data)
+
+
+def test_torch_is_not_imported():
+    code = (
+        "import sys, optax_sparse_adam.torch_compat as t, numpy as np;"
+        "t.SparseAdam([t.Parameter(np.zeros(3))]).state_dict();"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("to_sparse", [False, True], ids=["dense", "row-sparse"])
+def test_gradients_are_set_outside_of_jit(to_sparse):
+    param = Parameter(jnp.zeros((10, 2)))
+
+    def assign(data):
+        indices = jnp.array([[1], [3]])
+        shape = param.shape
+        param.grad = BCOO((data, indices), shape=shape) if to_sparse else data
+
+    with pytest.raises(RuntimeError, match="outside of jit"):
+        jax.jit(assign)(jnp.ones((2, 2) if to_sparse else (10, 2)))
+    assert param.grad is None

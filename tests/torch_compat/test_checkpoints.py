@@ -1,0 +1,215 @@
+"""Checkpoints: from torch and back, of any type, apart from what goes on."""
+
+import copy
+import io
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from optax_sparse_adam.torch_compat import Parameter, SparseAdam
+
+from ..helpers.support import Magnitude
+from .test_programs import OURS, TORCH, assert_same, gradient, plain, seen, steps, table
+from .test_state_dict import make
+
+
+def copy_parameters(source, target):
+    for old, new in zip(source.param_groups, target.param_groups, strict=True):
+        for param, other in zip(old["params"], new["params"], strict=True):
+            values = np.array(plain(param))
+            other.data = torch.tensor(values) if torch.is_tensor(other) else values
+
+
+def to_torch(state_dict):
+    """The lines in the docstring of `state_dict`."""
+    return jax.tree.map(
+        lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state_dict
+    )
+
+
+def in_order(optimizer):
+    """`jax.tree.map` sorts keys."""
+    return jax.tree.map(lambda x: x, seen(optimizer))
+
+
+def save_and_load(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def numpy_dict(state_dict):
+    return pickle.loads(pickle.dumps(plain(state_dict)))
+
+
+@pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_torch_checkpoint_continued(convert, dtype):
+    """A hundred steps here and in torch; groups, options and unequal steps."""
+    rng = np.random.default_rng(0)
+    start = [rng.normal(size=(6, 3)).astype(dtype) for _ in range(3)]
+    tol = {"float32": 1e-6, "float64": 1e-12}[dtype]
+
+    def make(world, tables, **options):
+        one, two, three = (world.parameter(x) for x in tables)
+        groups = [{"params": [one, two], **options}, {"params": [three], "eps": 0.1}]
+        return world.optim.SparseAdam(groups)
+
+    def train(world, optimizer, number, seed):
+        rng = np.random.default_rng(seed)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        path = []
+        for i in range(number):
+            for j, param in enumerate(params):
+                values = rng.normal(size=(4, 3)).astype(dtype)
+                grad = world.sparse(values, rng.integers(0, 6, 4), (6, 3))
+                param.grad = grad if i % (j + 1) == 0 else None
+            optimizer.step()
+            path.append(np.concatenate(plain(params)))
+        return path
+
+    def train_both(ours, theirs, number, seed):
+        magnitude = Magnitude(np.concatenate(plain(start)))
+        paths = (train(OURS, ours, number, seed), train(TORCH, theirs, number, seed))
+        for step, tables in enumerate(zip(*paths, strict=True)):
+            magnitude.check(*tables, tol, f"parameters after {step + 1} steps")
+
+    with jax.enable_x64(dtype == "float64"):
+        theirs = make(TORCH, start, lr=0.05, betas=(0.8, 0.9), maximize=True)
+        train(TORCH, theirs, 10, seed=1)
+        ours = make(OURS, start)
+        copy_parameters(theirs, ours)
+        ours.load_state_dict(convert(theirs.state_dict()))
+        assert_same(seen(ours), seen(theirs), 0)
+        train_both(ours, theirs, 100, seed=2)
+        assert_same(seen(ours), seen(theirs), tol)
+
+        back = make(TORCH, start)
+        copy_parameters(ours, back)
+        back.load_state_dict(save_and_load(to_torch(ours.state_dict())))
+        assert_same(in_order(back), in_order(ours), 0)
+        train_both(ours, back, 20, seed=3)
+        assert_same(in_order(ours), in_order(back), tol)
+
+
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("param_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("saved_dtype", FLOATS)
+def test_types_of_torch(saved_dtype, param_dtype):
+    """Cast to the parameter's, as torch casts; the step never."""
+    values = torch.tensor([[0.1, 3e-8], [70000.0, -2.0]], dtype=torch.float64)
+    values = values.to(getattr(torch, saved_dtype))
+    state = {"step": torch.tensor(1001.0), "exp_avg": values, "exp_avg_sq": values.T}
+    groups = torch.optim.SparseAdam([torch.nn.Parameter(values)]).state_dict()
+    saved = {"state": {0: state}, "param_groups": groups["param_groups"]}
+    optimizer = SparseAdam([Parameter(jnp.zeros((2, 2), param_dtype))])
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert int(loaded["step"]) == 1001
+    for key in ("exp_avg", "exp_avg_sq"):
+        expected = state[key].to(getattr(torch, param_dtype)).double().numpy()
+        assert loaded[key].dtype == param_dtype
+        np.testing.assert_array_equal(loaded[key].astype("float32"), expected)
+    param = Parameter(values)
+    assert param.dtype == (saved_dtype if saved_dtype != "float64" else "float32")
+    np.testing.assert_array_equal(param.data.astype("float32"), values.float())
+
+
+@pytest.mark.parametrize("step", [4, 4.0, np.int64(4), np.array(4.0), torch.tensor(4)])
+def test_steps_of_any_kind(step):
+    expected, optimizer = make(OURS, 1), make(OURS, 1)
+    steps(OURS, expected)
+    saved = copy.deepcopy(expected.state_dict())
+    saved["state"][0]["step"] = step
+    optimizer.load_state_dict(saved)
+    copy_parameters(expected, optimizer)
+    assert_same(steps(OURS, optimizer, seed=1), steps(OURS, expected, seed=1), 0)
+
+
+def test_saved_and_loaded_dicts_never_change():
+    """Nor do they change the optimiser."""
+    lr = np.array([0.1])
+    optimizer = SparseAdam([("a", table(OURS))], lr=lr)
+    optimizer.param_groups[0].update(mine=[np.zeros(2)], others={1})
+    steps(OURS, optimizer)
+    saved = optimizer.state_dict()
+    loaded = optimizer.state_dict()
+    before = plain(saved)
+    optimizer.load_state_dict(loaded)
+    lr *= 2
+    optimizer.param_groups[0]["lr"] *= 2
+    optimizer.param_groups[0]["mine"][0] += 1
+    optimizer.param_groups[0]["others"].add(2)
+    optimizer.param_groups[0]["param_names"].append("b")
+    for i in range(3):
+        steps(OURS, optimizer, seed=i)
+        assert_same(plain(saved), before, 0)
+        assert_same(plain(loaded), before, 0)
+    expected = seen(optimizer)
+    for state_dict in (saved, loaded):
+        for array in jax.tree.leaves(state_dict):
+            if isinstance(array, np.ndarray):
+                array[...] = 7
+        state_dict["param_groups"][0]["mine"].append(1)
+        state_dict["param_groups"][0]["others"].add(3)
+        state_dict["state"].clear()
+    assert_same(seen(optimizer), expected, 0)
+
+
+def test_a_loaded_torch_dict_stays_apart():
+    theirs, ours = make(TORCH), make(OURS)
+    steps(TORCH, theirs)
+    saved = theirs.state_dict()
+    ours.load_state_dict(saved)
+    expected = seen(ours)
+    steps(TORCH, theirs, seed=1)  # changes `saved` in place
+    assert_same(seen(ours), expected, 0)
+    before = plain(saved)
+    steps(OURS, ours, seed=2)
+    assert_same(plain(saved), before, 0)
+
+
+def test_arrays_are_numpy():
+    optimizer = make(OURS, lr=jnp.float32(0.1))
+    steps(OURS, optimizer)
+    saved = optimizer.state_dict()
+    leaves = jax.tree.leaves(saved)
+    assert not any(isinstance(leaf, jax.Array) for leaf in leaves)
+    state = saved["state"][0]
+    assert type(state["step"]) is int
+    assert {type(x) for x in state.values()} == {int, np.ndarray}
+
+
+def test_schedule_stays_where_a_number_is_loaded():
+    schedule = optax.linear_schedule(0.5, 0.0, 10)
+    optimizer = make(OURS, lr=schedule)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    steps(OURS, optimizer, 4)
+    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    assert saved["param_groups"][0]["lr"] == pytest.approx(0.3)
+    other = make(OURS, lr=schedule)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] is schedule
+    copy_parameters(optimizer, other)
+    assert_same(steps(OURS, other), steps(OURS, optimizer), 0)
+    number = make(OURS)
+    number.load_state_dict(saved)
+    assert number.param_groups[0]["lr"] == pytest.approx(0.3)
+
+
+def test_state_of_other_parameters_is_refused_at_the_step():
+    small = SparseAdam([table(OURS, 0, (5, 3))])
+    optimizer = make(OURS, 1)
+    steps(OURS, optimizer)
+    small.load_state_dict(optimizer.state_dict())
+    small.param_groups[0]["params"][0].grad = gradient(OURS, 0, (5, 3))
+    with pytest.raises(ValueError, match=r"exp_avg must .*\(6, 3\).*\(5, 3\)"):
+        small.step()

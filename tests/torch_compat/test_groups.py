@@ -1,0 +1,283 @@
+"""The shim beside `torch.optim`: constructors, parameter groups, names, repr."""
+
+import copy
+import pickle
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_sparse_adam.torch_compat import Optimizer, Parameter, SparseAdam
+
+from .test_programs import OURS, TORCH, check, failure, gradient, seen, steps, table
+
+STORIES = []
+
+
+def options(optimizer):
+    """The groups but for their parameters, of which only the number is left."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    return [group | {"params": len(group["params"])} for group in groups]
+
+
+@STORIES.append
+def kinds_of_params(world):
+    """Iterables and generators of parameters, pairs and groups."""
+
+    def one(i=0):
+        return table(world, i)
+
+    given = [
+        [one(), one(1)],
+        (one(), one(1)),
+        iter([one()]),
+        (one(i) for i in range(3)),
+        {"a": one()}.values(),
+        {"a": one(), "b": one(1)}.items(),
+        (pair for pair in [("a", one()), ("a", one(1))]),
+        [{"params": one()}],
+        [{"params": [one()], "lr": 0.5}, {"params": (one(i) for i in range(2))}],
+        [{"params": {"a": one()}.items(), "eps": 1.0}, {"params": [("b", one(1))]}],
+        ({"params": [one(i)], "betas": (0.0, 0.5)} for i in range(2)),
+        [{"params": []}],
+    ]
+    log = []
+    for params in given:
+        optimizer = world.optim.SparseAdam(params)
+        log.append((options(optimizer), repr(optimizer), steps(world, optimizer)))
+    return log
+
+
+@STORIES.append
+def refused_params(world):
+    def param():
+        return table(world)
+
+    shared = param()
+    given = [
+        shared,
+        shared.data,
+        1,
+        [],
+        iter([]),
+        [1],
+        ["a"],
+        [None],
+        [shared, {"params": [param()]}],
+        [{"params": [param()]}, param()],
+        [{"params": {param()}}],
+        [{"lr": 1.0}],
+        [{"params": [shared]}, {"params": [param(), shared]}],
+        [("a", shared), param()],
+        [shared, ("a", param())],
+        [("a", 1)],
+        [{"params": [("a", shared)]}, {"params": [param()]}],
+        [{"params": [shared]}, {"params": [("a", param())]}],
+        [("a", shared), ("b", {"params": shared})],
+    ]
+    return [failure(world.optim.SparseAdam, params) for params in given]
+
+
+@STORIES.append
+def refused_options(world):
+    given = [
+        {"lr": 0.0},
+        {"lr": -1},
+        {"lr": float("nan")},
+        {"lr": world.tensor([0.1, 0.2])},
+        {"lr": world.tensor([])},
+        {"eps": 0.0},
+        {"eps": -1e-8},
+        {"betas": (1.0, 0.5)},
+        {"betas": (-0.1, 0.5)},
+        {"betas": (0.5, 1.0)},
+        {"betas": (0.5, float("nan"))},
+        {"betas": (2.0, 3.0), "eps": -1},
+        {"betas": (0.5,)},
+    ]
+    return [failure(world.optim.SparseAdam, [table(world)], **x) for x in given]
+
+
+@STORIES.append
+def refused_parameters(world):
+    def sparse():
+        return world.parameter(gradient(world, 0))
+
+    def complex_():
+        return world.parameter(np.ones((2, 3), np.complex64))
+
+    log = [failure(world.parameter, np.ones(3, np.int32))]
+    given = [[sparse()], [table(world), sparse()], [complex_()]]
+    given += [[world.parameter(gradient(TORCH, 0))]]
+    given += [
+        [
+            {"params": [table(world), make()]},
+            {"params": [table(world)]},
+            {"params": [make(), table(world), make()]},
+        ]
+        for make in (sparse, complex_)
+    ]
+    return log + [failure(world.optim.SparseAdam, params) for params in given]
+
+
+@STORIES.append
+def add_param_group(world):
+    optimizer = world.optim.SparseAdam([table(world)], lr=0.1)
+    log = [steps(world, optimizer)]
+    group = {"params": (table(world, i) for i in (1, 2)), "eps": 0.1}
+    log.append(optimizer.add_param_group(group))
+    log += [optimizer.param_groups[1] is group, options(optimizer)]
+    optimizer.add_param_group({"params": table(world, 3), "other": "kept"})
+    group["lr"] = 0.01
+    return log, steps(world, optimizer), repr(optimizer)
+
+
+@STORIES.append
+def refused_groups(world):
+    param = table(world)
+    optimizer = world.optim.SparseAdam([param])
+    given = [
+        [param],
+        {"params": param},
+        {"params": [table(world), param]},
+        {"params": {table(world)}},
+        {"params": [1]},
+        {"params": [("a", table(world))]},
+        {"params": 1},
+    ]
+    log = [failure(optimizer.add_param_group, group) for group in given]
+    named = world.optim.SparseAdam([("a", table(world))])
+    log.append(failure(named.add_param_group, {"params": [table(world)]}))
+    return log, len(optimizer.param_groups), len(named.param_groups)
+
+
+@STORIES.append
+def duplicates_warn(world):
+    param = table(world)
+    log = []
+    optimizer = world.optim.SparseAdam([table(world)])
+    for params in ([param, param], [("a", param), ("b", param)]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            world.optim.SparseAdam(params)
+        log += [(x.category.__name__, str(x.message)) for x in caught]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.add_param_group({"params": [param, param]})
+    return log, [str(x.message) for x in caught]
+
+
+@STORIES.append
+def representation(world):
+    groups = [
+        {"params": [("a", table(world))], "zeta": None, "alpha": "x"},
+        {"params": [("b", table(world, 1))], "lr": 1},
+    ]
+    optimizer = world.optim.SparseAdam(groups, maximize=True, betas=(0, 0.5))
+    return repr(optimizer), str(optimizer), format(optimizer)
+
+
+@STORIES.append
+def copies(world):
+    """Each has parameters of its own, no gradients, and goes on alone."""
+    optimizer = world.optim.SparseAdam([("a", table(world))], lr=0.1)
+    log = [steps(world, optimizer)]
+    for copied in (
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(optimizer)),
+        copy.deepcopy(copy.deepcopy(optimizer)),
+    ):
+        param = copied.param_groups[0]["params"][0]
+        log += [repr(copied), param.grad is None, param in copied.state, seen(copied)]
+        copied.param_groups[0]["lr"] = 0.5
+        log += [steps(world, copied, seed=1), seen(optimizer)]
+    log.append(steps(world, optimizer, seed=2))
+    return log
+
+
+@STORIES.append
+def a_shallow_copy(world):
+    """Shares state and groups."""
+    optimizer = world.optim.SparseAdam([table(world)], lr=0.1)
+    copied = copy.copy(optimizer)
+    return steps(world, copied), steps(world, optimizer, seed=1), seen(copied)
+
+
+@STORIES.append
+def an_optimizer_of_ones_own(world):
+    """Overrides `step`, as in torch."""
+
+    class Forget(world.optim.Optimizer):
+        def __init__(self, params, share=0.5):
+            super().__init__(params, {"share": share})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data = param.data * group["share"]
+                    self.state[param]["count"] = self.state[param].get("count", 0) + 1
+            return None if closure is None else closure()
+
+    optimizer = Forget([{"params": table(world)}, {"params": table(world), "share": 2}])
+    log = [optimizer.step(lambda: 3), optimizer.step(), seen(optimizer)]
+    again = Forget([{"params": table(world, 2)}, {"params": table(world, 3)}])
+    again.load_state_dict(optimizer.state_dict())
+    log += [seen(again), repr(again)]
+    param = table(world)
+    param.grad = gradient(world, 0)
+    base = world.optim.Optimizer([param], {"lr": 0.1})
+    return log, repr(base), failure(base.step).kind
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_as_torch(story):
+    check(story)
+
+
+def test_the_warning_names_the_line_of_the_caller():
+    param = table(OURS)
+    with pytest.warns(UserWarning, match="duplicate parameters") as caught:
+        SparseAdam([param, param])
+    assert [x.filename for x in caught] == [__file__]
+
+
+def test_schedule_of_optax():
+    """Each parameter is at its own place in the schedule."""
+    schedule = optax.cosine_decay_schedule(0.5, 6)
+    early, late = table(OURS), table(OURS)
+    optimizer = SparseAdam([late, early], lr=schedule)
+    log = []
+    for i in range(6):
+        early.grad = gradient(OURS, i)
+        late.grad = gradient(OURS, i - 2) if i > 1 else None
+        optimizer.step()
+        log.append((np.array(early.data), np.array(late.data)))
+    for i in range(4):
+        np.testing.assert_array_equal(log[i][0], log[i + 2][1])
+
+    by_hand = table(OURS)
+    optimizer = SparseAdam([by_hand])
+    for i in range(6):
+        optimizer.param_groups[0]["lr"] = float(schedule(i))
+        by_hand.grad = gradient(OURS, i)
+        optimizer.step()
+        np.testing.assert_array_equal(by_hand.data, log[i][0])
+
+
+def test_arrays_of_jax_as_options():
+    results = []
+    for number in (lambda x: x, jnp.float32, lambda x: jnp.array([x], jnp.float32)):
+        betas = (number(0.5), number(0.75))
+        optimizer = SparseAdam([table(OURS)], number(0.25), betas, eps=number(0.5))
+        results.append(np.array(steps(OURS, optimizer)[0][0][0]))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_bare_arrays_are_named():
+    with pytest.raises(TypeError, match=r"ndarray\. Wrap arrays in Parameter\.$"):
+        SparseAdam([np.zeros(3, np.float32)])
+    with pytest.raises(TypeError, match=r"iterable of Tensors or dicts.*Give a list"):
+        Optimizer(Parameter(np.zeros(3)), {})

@@ -1,0 +1,278 @@
+"""The shim beside `torch.optim`: hooks of steps, and their handles."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from optax_sparse_adam.torch_compat import SparseAdam
+
+from .test_programs import OURS, check, failure, gradient, plain, seen, table
+
+STORIES = []
+
+
+def make(world, lr=0.1):
+    param = table(world)
+    param.grad = gradient(world, 0)
+    return world.optim.SparseAdam([param], lr=lr)
+
+
+def note(log, name):
+    """A hook of any kind that writes down its name and returns nothing."""
+
+    def hook(*args):
+        log.append(name)
+
+    return hook
+
+
+@STORIES.append
+def order_of_steps(world):
+    """Global hooks are outside, and stay when the optimiser is another one."""
+    log = []
+    optimizer, other = make(world), make(world)
+    handles = [
+        optimizer.register_step_post_hook(note(log, "own post 1")),
+        world.register_post_hook(note(log, "global post 1")),
+        optimizer.register_step_pre_hook(note(log, "own pre 1")),
+        world.register_pre_hook(note(log, "global pre 1")),
+        optimizer.register_step_pre_hook(note(log, "own pre 2")),
+        optimizer.register_step_post_hook(note(log, "own post 2")),
+        world.register_pre_hook(note(log, "global pre 2")),
+        world.register_post_hook(note(log, "global post 2")),
+    ]
+    for handle in [None, *handles]:
+        if handle is not None:
+            handle.remove()
+            handle.remove()
+        optimizer.step()
+        log.append("other")
+        other.step()
+    return log
+
+
+@STORIES.append
+def arguments_of_steps(world):
+    optimizer = make(world)
+    log = []
+
+    def closure():
+        log.append("closure")
+        return 7
+
+    def hook(optimizer_, args, kwargs):
+        same = optimizer_ is optimizer and args[0] is optimizer
+        log.append((same, len(args), sorted(kwargs), plain(seen(optimizer))))
+
+    optimizer.register_step_pre_hook(hook)
+    optimizer.register_step_post_hook(hook)
+    for args, kwargs in [((), {}), ((closure,), {}), ((), {"closure": closure})]:
+        log.append(optimizer.step(*args, **kwargs))
+    return log, failure(optimizer.step, 1, 2).kind
+
+
+@STORIES.append
+def changed_arguments(world):
+    """Each hook sees what the one before it returned; post hooks see the last."""
+    optimizer = make(world)
+    log = []
+
+    def add(value):
+        def hook(optimizer, args, kwargs):
+            log.append((len(args), [key() for key in kwargs.values()]))
+            return args, {"closure": lambda: value}
+
+        return hook
+
+    with world.register_pre_hook(add(1)):
+        optimizer.register_step_pre_hook(add(2))
+        optimizer.register_step_pre_hook(lambda *args: None)
+        optimizer.register_step_pre_hook(lambda o, args, kwargs: ((*args, None), {}))
+        optimizer.register_step_post_hook(lambda o, *rest: log.append(rest[0][1:]))
+        log.append(optimizer.step())
+    log.append(optimizer.step(closure=lambda: 3))
+    other = make(world)
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: ((other,), kwargs))
+    optimizer.step()
+    return log, seen(optimizer), seen(other)
+
+
+@STORIES.append
+def wrong_returns(world):
+    log = []
+    for wrong in (1, (1,), (1, 2, 3), [(), {}], "ab"):
+        optimizer = make(world)
+        optimizer.register_step_post_hook(note(log, "not reached"))
+        optimizer.register_step_pre_hook(lambda *args, wrong=wrong: wrong)
+        log += [failure(optimizer.step).kind, seen(optimizer)]
+        post = make(world)
+        post.register_step_post_hook(lambda *args, wrong=wrong: wrong)
+        log.append(post.step(lambda: 5))
+    return log
+
+
+@STORIES.append
+def a_hook_that_raises(world):
+    optimizer = make(world)
+
+    def hook(*args):
+        raise KeyError("mine")
+
+    log = []
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        world.register_pre_hook,
+    ):
+        with register(hook):
+            log += [failure(optimizer.step), seen(optimizer)]
+    optimizer.step()
+    return log, seen(optimizer)
+
+
+@STORIES.append
+def a_hook_that_changes_the_optimizer(world):
+    """Such as a warm-up of the learning rate, and weight decay."""
+    optimizer = make(world)
+
+    def warm_up(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def decay(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data = param.data * 0.9
+
+    optimizer.register_step_pre_hook(warm_up)
+    optimizer.register_step_post_hook(decay)
+    for i in range(4):
+        optimizer.param_groups[0]["params"][0].grad = gradient(world, i)
+        optimizer.step()
+    return seen(optimizer)
+
+
+@STORIES.append
+def handles(world):
+    """As context managers; removed from one optimiser only; also after an error."""
+    log = []
+    optimizer = make(world)
+    hook = note(log, "called")
+    with optimizer.register_step_pre_hook(hook) as handle:
+        optimizer.step()
+        log.append(type(handle).__name__)
+    optimizer.step()
+    with world.register_post_hook(hook):
+        optimizer.step()
+        log.append(failure(optimizer.step, 1, 2).kind)
+    optimizer.step()
+    with pytest.raises(KeyError), world.register_post_hook(hook):  # noqa: PT012
+        optimizer.step()
+        raise KeyError
+    optimizer.step()
+    first, second = (optimizer.register_step_pre_hook(hook) for _ in range(2))
+    first.remove()
+    log.append(second.id > first.id)
+    optimizer.step()
+    return log
+
+
+@STORIES.append
+def copies_have_no_hooks(world):
+    optimizer = make(world)
+    log = []
+    optimizer.register_step_pre_hook(note(log, "step"))
+    optimizer.register_state_dict_pre_hook(note(log, "save"))
+    for copied in (copy.deepcopy(optimizer), copy.copy(optimizer)):
+        copied.step()
+        copied.state_dict()
+        copied.register_step_post_hook(note(log, "copy"))
+        copied.step()
+    optimizer.step()
+    return log
+
+
+@STORIES.append
+def hooks_around_a_step_of_ones_own(world):
+    log = []
+
+    class Mine(world.optim.Optimizer):
+        def step(self, closure=None):
+            """Says so."""
+            log.append("step")
+            return closure() if closure else None
+
+    optimizer = Mine([table(world)], {})
+    optimizer.register_step_pre_hook(note(log, "pre"))
+    optimizer.register_step_post_hook(note(log, "post"))
+    log += [optimizer.step(), optimizer.step(lambda: 4)]
+    return log, Mine.step.__doc__, Mine.step.__name__
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_as_torch(story):
+    check(story)
+
+
+def test_error_of_a_wrong_return_names_the_hook():
+    optimizer = make(OURS)
+
+    def my_hook(*args):
+        return 3
+
+    optimizer.register_step_pre_hook(my_hook)
+    words = r"must return None or a tuple of \(new_args, new_kwargs\), but got 3\..*my_"
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+
+
+def test_hooks_run_once_when_a_step_calls_its_base():
+    """In torch, twice if the base class has been used before, else once."""
+
+    class Halved(SparseAdam):
+        def step(self, closure=None):
+            out = super().step(closure)
+            for param in self.param_groups[0]["params"]:
+                param.data = param.data / 2
+            return out
+
+    log = []
+    param = table(OURS)
+    optimizer = Halved([param])
+    optimizer.register_step_pre_hook(note(log, "pre"))
+    optimizer.register_step_post_hook(note(log, "post"))
+    before = np.array(param.data)
+    assert optimizer.step(lambda: 3) == 3
+    assert log == ["pre", "post"]
+    np.testing.assert_array_equal(param.data, before / 2)
+    with pytest.raises(TypeError):
+        optimizer.step(lambda: 3, 4)
+    optimizer.step()
+    assert log == ["pre", "post", "pre", "pre", "post"]
+
+
+def test_a_hook_may_remove_itself():
+    log = []
+    optimizer = make(OURS)
+
+    def once(*args):
+        log.append("once")
+        handle.remove()
+
+    handle = optimizer.register_step_pre_hook(once)
+    optimizer.register_step_pre_hook(note(log, "other"))
+    optimizer.step()
+    optimizer.step()
+    assert log == ["once", "other", "other"]
+
+
+def test_unpickled_optimizers_take_hooks():
+    log = []
+    optimizer = make(OURS)
+    optimizer.register_step_pre_hook(lambda *args: None)  # cannot be pickled
+    optimizer = pickle.loads(pickle.dumps(optimizer))
+    optimizer.register_step_pre_hook(note(log, "pre"))
+    optimizer.step()
+    assert log == ["pre"]

@@ -1,0 +1,174 @@
+"""The shim beside `torch.optim`: one program run in both worlds, equal results.
+
+A *story* is a function of a `World` that returns what it saw. What the other files of
+this name add are stories; this one has the two worlds, and one walk in both.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from optax_sparse_adam import torch_compat
+
+from ..helpers.support import Magnitude, bcoo
+
+torch.set_num_threads(1)
+
+
+class World(NamedTuple):
+    """One library; `sparse` makes a gradient of values, row ids and a shape."""
+
+    optim: Any
+    parameter: Callable[..., Any]
+    tensor: Callable[..., Any]
+    sparse: Callable[..., Any]
+    register_pre_hook: Callable[..., Any]
+    register_post_hook: Callable[..., Any]
+
+
+def torch_sparse(values, indices, shape):
+    indices = torch.tensor(np.asarray(indices, np.int64)[None, :])
+    values = torch.tensor(np.asarray(values))
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
+
+
+def our_sparse(values, indices, shape):
+    indices = np.asarray(indices, np.int32)[:, None]
+    return bcoo(np.asarray(values), indices, shape)
+
+
+TORCH = World(
+    optim=torch.optim,
+    parameter=lambda x: torch.nn.Parameter(torch.as_tensor(x)),
+    tensor=torch.tensor,
+    sparse=torch_sparse,
+    register_pre_hook=register_optimizer_step_pre_hook,
+    register_post_hook=register_optimizer_step_post_hook,
+)
+OURS = World(
+    optim=torch_compat,
+    parameter=torch_compat.Parameter,
+    tensor=lambda x: np.asarray(x, np.float32),
+    sparse=our_sparse,
+    register_pre_hook=torch_compat.register_optimizer_step_pre_hook,
+    register_post_hook=torch_compat.register_optimizer_step_post_hook,
+)
+
+
+class Failure(NamedTuple):
+    """An exception as a result; ours may say more than torch's, at the end."""
+
+    kind: str
+    message: str
+
+
+def failure(function, *args, **kwargs):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        function(*args, **kwargs)
+    return Failure(caught.type.__name__, str(caught.value))
+
+
+def plain(x):
+    """Numbers, strings and NumPy arrays; a copy."""
+    if isinstance(x, (torch.nn.Parameter, torch_compat.Parameter)):
+        x = x.data
+    if isinstance(x, Failure):
+        return x
+    if isinstance(x, (dict, defaultdict)):
+        return {key: plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(plain, x))
+    return np.asarray(x).copy() if hasattr(x, "__array__") else x
+
+
+def assert_same(ours, theirs, tol=1e-6, what="result"):
+    """Equal, but for rounding; dicts in the same order too."""
+    if isinstance(theirs, Failure):
+        # What was passed has another name in another library.
+        common = theirs.message.split("one of the params is")[0].split("but got")[0]
+        assert ours.kind == theirs.kind, f"{what}: {ours}, not {theirs}"
+        assert ours.message.startswith(common), f"{what}: {ours}, not {theirs}"
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs), what
+        for key in theirs:
+            assert_same(ours[key], theirs[key], tol, f"{what}[{key!r}]")
+    elif isinstance(theirs, (list, tuple)):
+        assert type(ours) is type(theirs), f"{what}: {ours}, not {theirs}"
+        assert len(ours) == len(theirs), f"{what}: {ours}, not {theirs}"
+        for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(our, their, tol, f"{what}[{i}]")
+    elif isinstance(theirs, np.ndarray):
+        assert ours.dtype == theirs.dtype, f"{what}: {ours.dtype}, not {theirs.dtype}"
+        Magnitude(np.max(np.abs(theirs), initial=0)).check(ours, theirs, tol, what)
+    else:
+        assert ours == theirs, f"{what}: {ours!r}, not {theirs!r}"
+
+
+def check(story, tol=1e-6):
+    assert_same(plain(story(OURS)), plain(story(TORCH)), tol, story.__name__)
+
+
+def gradient(world, seed, shape=(6, 3), nse=5):
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(nse, *shape[1:])).astype(np.float32)
+    return world.sparse(values, rng.integers(0, shape[0], nse), shape)
+
+
+def table(world, seed=0, shape=(6, 3)):
+    rng = np.random.default_rng(seed)
+    return world.parameter(rng.normal(size=shape).astype(np.float32))
+
+
+def seen(optimizer):
+    """All that a step may change, as it is now: torch's own dict goes on changing."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    return plain((groups, optimizer.state_dict()))
+
+
+def steps(world, optimizer, number=4, seed=0):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i in range(number):
+        for j, param in enumerate(params):
+            param.grad = gradient(world, 100 * seed + 10 * i + j)
+        optimizer.step()
+    return seen(optimizer)
+
+
+def rosenbrock(x, y):
+    return np.array([-400 * x * (y - x**2) - 2 * (1 - x), 200 * (y - x**2)])
+
+
+@pytest.mark.parametrize(("dtype", "tol"), [("float32", 2e-4), ("float64", 1e-10)])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_rosenbrock(dtype, tol, maximize):
+    """Two coordinates in turn, the gradient in two entries that add up.
+
+    A curved valley: small differences of rounding grow along it.
+    """
+
+    def story(world):
+        param = world.parameter(np.array([1.5, 1.5], dtype))
+        optimizer = world.optim.SparseAdam([param], lr=4e-2, maximize=maximize)
+        log = []
+        for i in range(1200):
+            grad = rosenbrock(*plain(param))[i % 2] * (-1 if maximize else 1)
+            values = np.array([grad / 4, 3 * grad / 4], dtype)
+            param.grad = world.sparse(values, [i % 2, i % 2], (2,))
+            optimizer.step()
+            log.append(plain(param))
+        return log
+
+    with jax.enable_x64(dtype == "float64"):
+        check(story, tol)
+        path = story(OURS)
+    distance = np.linalg.norm(np.array(path) - 1, axis=1)
+    assert distance[-1] < 0.5 * distance[0]

@@ -1,0 +1,138 @@
+"""The shim beside `torch.optim`: state_dict and load_state_dict, in and between."""
+
+import copy
+
+import pytest
+
+from .test_programs import check, failure, gradient, plain, seen, steps, table
+
+STORIES = []
+
+
+def make(world, number=2, **options):
+    tables = [table(world, i) for i in range(number)]
+    return world.optim.SparseAdam(tables, **{"lr": 0.1, **options})
+
+
+@STORIES.append
+def structure(world):
+    """Keys in order, the numbers of parameters, names, options of one's own."""
+    one, two, three = (table(world, i) for i in range(3))
+    optimizer = world.optim.SparseAdam(
+        [
+            {
+                "params": [("one", one), ("two", two)],
+                "lr": 0.5,
+                "mine": [1, {"a": "b"}],
+            },
+            {"eps": 0.1, "params": [("three", three)], "betas": (0, 0.5)},
+        ]
+    )
+    log = [plain(optimizer.state_dict())]
+    for param in (three, one):
+        param.grad = gradient(world, 0)
+        optimizer.step()
+        log.append(plain(optimizer.state_dict()))
+    optimizer.state["key"] = {"value": world.tensor([1.0])}
+    return log, optimizer.state_dict()
+
+
+@STORIES.append
+def round_trip(world):
+    """Into a new optimiser with other options, and into the same one later."""
+    optimizer = make(world, lr=0.5, betas=(0.5, 0.9), maximize=True)
+    steps(world, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    steps(world, optimizer, seed=1)
+    other = make(world)
+    log = []
+    for loaded in (other, optimizer):
+        # torch's steps change the dict that was loaded; see below for ours.
+        log.append(loaded.load_state_dict(copy.deepcopy(saved)))
+        log += [seen(loaded), steps(world, loaded, seed=2)]
+    return log
+
+
+@STORIES.append
+def before_the_first_step(world):
+    optimizer = make(world)
+    saved = optimizer.state_dict()
+    log = [plain(saved)]
+    steps(world, optimizer)
+    optimizer.load_state_dict(saved)
+    return log, seen(optimizer), steps(world, optimizer)
+
+
+@STORIES.append
+def names(world):
+    """Loaded ones replace; where there are none, the present ones stay."""
+
+    def named(*names):
+        pairs = [(name, table(world, i)) for i, name in enumerate(names)]
+        return world.optim.SparseAdam(pairs)
+
+    optimizer, other, bare = named("a", "b"), named("c", "d"), make(world)
+    steps(world, optimizer)
+    log = []
+    for target, source in ((other, optimizer), (other, bare), (bare, other)):
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+        log.append(steps(world, target))
+    return log
+
+
+@STORIES.append
+def wrong_groups(world):
+    optimizer = make(world)
+    log = []
+    for change in (
+        lambda saved: saved["param_groups"].pop(),
+        lambda saved: saved["param_groups"].append({"params": []}),
+        lambda saved: saved["param_groups"][0]["params"].pop(),
+        lambda saved: saved["param_groups"][0]["params"].append(5),
+        lambda saved: saved.pop("param_groups"),
+        lambda saved: saved.pop("state"),
+    ):
+        saved = copy.deepcopy(optimizer.state_dict())
+        change(saved)
+        log.append(failure(optimizer.load_state_dict, saved))
+    return log, steps(world, optimizer)
+
+
+@STORIES.append
+def old_dicts(world):
+    """Saved before `maximize` was an option: loads, steps, and stays without."""
+    optimizer = make(world, maximize=True)
+    steps(world, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["maximize"]
+    optimizer.load_state_dict(saved)
+    return repr(optimizer), steps(world, optimizer)
+
+
+@STORIES.append
+def keys_of_ones_own(world):
+    """Numbers of parameters are only names; what names nothing is kept."""
+    optimizer = make(world)
+    steps(world, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["params"] = [7, "x"]
+    saved["state"] = {"x": saved["state"][0], 7: saved["state"][1], 99: {"z": [1]}}
+    optimizer.load_state_dict(saved)
+    return seen(optimizer), steps(world, optimizer)
+
+
+@STORIES.append
+def nested_values(world):
+    optimizer = make(world, 1)
+    steps(world, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    one = world.tensor([[1.0]])
+    saved["state"][0]["more"] = {"list": [one, {"step": one}], "pair": (one, None, 3)}
+    optimizer.load_state_dict(saved)
+    return seen(optimizer)
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_as_torch(story):
+    check(story)

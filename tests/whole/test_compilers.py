@@ -1,0 +1,126 @@
+"""What XLA makes of a step for a GPU and for a TPU, without either.
+
+The compilers come with JAX's plugins, which need no device to compile for one:
+`pip install "optax-sparse-adam[compilers]"`. Nothing is run, so nothing is timed.
+"""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from ..helpers.compiler_program import IDS, WIDTH, cases, traced
+from ..helpers.support import program_environment
+
+HEIGHTS = (1_000_000, 8_000_000)
+
+
+# How many tables of state are updated where they are, by a combiner.
+IN_PLACE = {
+    "sparse_adam": 2,
+    "optax.apply_updates": 2,
+    "bfloat16": 0,  # rounded at random
+    "lazy": 2,
+    "per_row": 2,
+    "rowwise_adam": 2,
+    "rowwise_adagrad": 1,
+    "sparse_adafactor": 0,  # needs all rows before it updates one
+}
+
+
+@pytest.mark.parametrize("name", cases())
+def test_lowered_for_a_gpu(name):
+    """What JAX hands to the compiler; this needs no plugin."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        program = traced(cases()[name], 100_000, lambda shape: None)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" not in text
+    scatters = re.findall(
+        r'"stablehlo.scatter"\([^,]+, [^,]+, (%[\w#]+)\)(.*?)stablehlo.return',
+        text,
+        re.DOTALL,
+    )
+    repeated = [rest for _, rest in scatters if "unique_indices = true" not in rest]
+    assert len(repeated) == (name == "optax.apply_updates")
+    combined = [rows for rows, rest in scatters if "= stablehlo." in rest]
+    # Besides, the updates are added, those of bfloat16 before they are rounded, and
+    # ours looks for indices that were scaled.
+    others = 1 if name in ("optax.apply_updates", "bfloat16") else 2
+    assert len(combined) == IN_PLACE[name] + others
+    # Else new rows come from behind a barrier.
+    barriers = set(
+        re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", text)
+    )
+    for rows, _ in scatters:
+        assert rows in barriers or rows in combined
+
+
+def compile_for(platform, folder, *heights):
+    """The reports on the programs, by optimiser and number of rows."""
+    flags = {"XLA_FLAGS": f"--xla_dump_to={folder}"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.helpers.compiler_program",
+            platform,
+            *map(str, heights),
+        ],
+        cwd=Path(__file__).parents[2],
+        env=program_environment() | flags,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {
+        (name, rows): report
+        for name, rows, report in map(json.loads, done.stdout.splitlines())
+    }
+
+
+def check(reports):
+    rows_of_values = IDS * WIDTH * 4
+    for what, report in reports.items():
+        # The gradient, its sums, and where they are rounded what came before. On a mesh
+        # also the gradient of all devices, and what is sent and received.
+        operands = 4.75 if "," in what[0] else 2.75
+        assert report["temporary"] < operands * rows_of_values, what
+        assert report["not in place"] <= 1024, what  # padded tuples and numbers
+        assert report["copies"] == 0, what
+        assert report["loops"] == 0, what
+        assert report["scatters"] >= 3, what
+        # optax does not say of the rows that it adds that each is there once.
+        expected = what[0] == "optax.apply_updates"
+        assert report["to one place"] == expected, what
+        # The touched rows of all tables that are read.
+        assert report["sent at once"] <= 3.25 * rows_of_values, what
+
+
+@pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, ["jax_cuda12_plugin", "jax_cuda13_plugin"])),
+    reason="JAX is installed without CUDA",
+)
+def test_gpu(tmp_path):
+    reports = compile_for("cuda", tmp_path, *HEIGHTS)
+    check(reports)
+    for name in {name for name, _ in reports}:
+        small, large = (reports[name, rows]["temporary"] for rows in HEIGHTS)
+        assert abs(large - small) <= 0.01 * small, name  # buffers are packed anew
+    # Additions to one address in an order left to chance are there where optax adds.
+    kernels = [path.read_text() for path in tmp_path.rglob("*.ptx")]
+    assert len(kernels) > 100
+    atomic = [text for text in kernels if re.search(r"\b(atom|red)\.global", text)]
+    assert len(atomic) == len(HEIGHTS)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="JAX is installed without libtpu"
+)
+def test_tpu(tmp_path):
+    check(compile_for("tpu", tmp_path, HEIGHTS[-1]))

@@ -1,0 +1,77 @@
+"""Numbers, memory, gradients and the shim on a GPU; skipped where there is none.
+
+The other tests run on CPU devices everywhere (see conftest.py). Those named here, which
+need one device only, run once more in a process in which JAX chooses the GPU.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parents[1]
+_FILES = (
+    "optimizers/test_sparse_adam_parity.py",
+    "optimizers/test_sparse_adam.py",
+    "optimizers/test_sparse_adam_inputs.py",
+    "rows/test_coalesce.py",
+    "rows/test_in_place.py",
+    "rows/test_apply_updates.py",
+    "optimizers/test_lazy.py",
+    "optimizers/test_memory.py",
+    "optimizers/test_rowwise.py",
+    "optimizers/test_sparse_adafactor_parity.py",
+    "gradients/test_value_and_grad.py",
+    "gradients/test_cost.py",
+    "torch_compat/test_steps.py",
+    "torch_compat/test_checkpoints.py",
+)
+
+
+_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
+# Of the driver; of the device, which some containers show alone; of Windows under WSL.
+_DRIVERS = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
+
+
+def why_not():
+    if not any(map(importlib.util.find_spec, _PLUGINS)):
+        return "JAX is installed without CUDA"
+    if not any(os.path.exists(path) for path in _DRIVERS):
+        return "there is no NVIDIA GPU"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def run(*command):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=os.environ | {"JAX_PLATFORMS": "cuda,cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_file(file):
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", _TESTS / file)
+
+
+def test_a_step_holds_what_the_batch_needs_and_repeats():
+    """Peak memory at two heights; the bits of two runs on batches with duplicates."""
+    small, large = json.loads(run(_TESTS / "helpers" / "gpu_program.py"))
+    above, above_large = small["above the tables"], large["above the tables"]
+    assert abs(above_large - above) <= 0.01 * above  # buffers are packed anew
+    # Sums and three operands of 8,192 x 64 float32 each, ids, and what is rounded up.
+    assert above_large <= 4 * 8192 * 64 * 4 + (1 << 21)
+    # Neighbours are added up in one order.
+    assert small["repeats"]
+    assert large["repeats"]

@@ -1,0 +1,23 @@
+"""Every notebook runs from top to bottom; each ends in an assertion or a picture."""
+
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+_NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    assert _NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the kernel's own, in zmq
+def test_notebook_runs(path, monkeypatch):
+    monkeypatch.setenv("QUICK_NOTEBOOKS", "1")  # studies that take minutes take steps
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
+    assert any("image/png" in out.get("data", {}) for out in outputs)

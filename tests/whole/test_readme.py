@@ -1,0 +1,64 @@
+"""The README is true: its code runs, its commands are the project's commands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", _README, re.MULTILINE | re.DOTALL)
+_PYTHON = [code for language, code in _BLOCKS if language == "python"]
+_SHELL = [code for language, code in _BLOCKS if language == "sh"]
+
+
+@pytest.mark.parametrize("code", _PYTHON, ids=lambda code: code.strip().splitlines()[0])
+def test_python_block_runs_alone(code):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_first_python_block_is_complete_within_forty_lines():
+    end = _README.index(_PYTHON[0]) + len(_PYTHON[0])
+    assert _README[:end].count("\n") <= 40
+    assert _PYTHON[0].count("\n") <= 26
+
+
+def test_first_two_blocks_are_the_main_job_and_the_tests():
+    assert [language for language, _ in _BLOCKS[:2]] == ["sh", "sh"]
+    assert "python -m optax_sparse_adam.demo" in _SHELL[0]
+    assert "python -m pytest" in _SHELL[1]
+
+
+def test_ci_runs_the_second_block():
+    script = (_ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    line = next(x for x in script.splitlines() if x.startswith("block=$("))
+    done = subprocess.run(
+        ["bash", "-c", f'{line}\nprintf "%s\\n" "$block"'],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == _SHELL[1]
+
+
+def test_every_training_step_is_in_place():
+    """Without donation a step costs what the table costs."""
+    adds = re.compile(r"osa\.apply_updates\(|optimizer\.update\(model")
+    steps = [code for code in _PYTHON if adds.search(code)]
+    assert len(steps) == 7
+    for code in steps:
+        assert "donate_argnums=" in code, code
+
+
+def test_every_public_name_that_the_readme_uses_exists():
+    import optax_sparse_adam as osa
+
+    names = set(re.findall(r"\bosa\.(\w+)", _README))
+    assert names
+    assert not [name for name in names if not hasattr(osa, name)]
