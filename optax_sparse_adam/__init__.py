@@ -1,7 +1,35 @@
 """Row-sparse gradients and optimisers for large embedding tables in JAX."""
+# ruff: noqa: I001  # in groups, not in the order of the alphabet
 
-# isort: skip_file  (the public names, in groups)
 # Gradients.
+from ._gradients.value_and_grad import grad as grad
+from ._gradients.value_and_grad import value_and_grad as value_and_grad
+
+# Row-sparse arrays.
+from ._rows.apply_updates import apply_updates as apply_updates
+from ._rows.coalesce import coalesce as coalesce
+
+# Optimisers.
+from ._optimizers.sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState
+from ._optimizers.sparse_adam import scale_by_sparse_adam as scale_by_sparse_adam
+from ._optimizers.sparse_adam import sparse_adam as sparse_adam
+from ._optimizers.sparse_adafactor import SparseAdafactorState as SparseAdafactorState
+from ._optimizers.sparse_adafactor import sparse_adafactor as sparse_adafactor
+from ._optimizers.rowwise import ScaleByRowwiseAdamState as ScaleByRowwiseAdamState
+from ._optimizers.rowwise import ScaleByRowwiseRssState as ScaleByRowwiseRssState
+from ._optimizers.rowwise import rowwise_adagrad as rowwise_adagrad
+from ._optimizers.rowwise import rowwise_adam as rowwise_adam
+from ._optimizers.rowwise import scale_by_rowwise_adam as scale_by_rowwise_adam
+from ._optimizers.rowwise import scale_by_rowwise_rss as scale_by_rowwise_rss
+
+# Wrappers of optax's transformations.
+from ._optimizers.lazy import lazy as lazy
+from ._optimizers.per_row import per_row as per_row
+from ._optimizers.stochastic_rounding import (
+    StochasticRoundingState as StochasticRoundingState,
+)
+from ._optimizers.stochastic_rounding import stochastic_rounding as stochastic_rounding
+
 # Many devices.
 from ._collectives.psum import local_rows as local_rows
 from ._collectives.psum import pmean as pmean
@@ -9,42 +37,5 @@ from ._collectives.psum import psum as psum
 from ._collectives.psum_scatter import psum_scatter as psum_scatter
 from ._collectives.sharded_lookup import lookup_rounds as lookup_rounds
 from ._collectives.sharded_lookup import sharded_lookup as sharded_lookup
-from ._gradients.value_and_grad import grad as grad
-from ._gradients.value_and_grad import value_and_grad as value_and_grad
-
-# Wrappers of optax's transformations.
-from ._optimizers.lazy import lazy as lazy
-from ._optimizers.per_row import per_row as per_row
-
-# Optimisers.
-from ._optimizers.rowwise import rowwise_adagrad as rowwise_adagrad
-from ._optimizers.rowwise import rowwise_adam as rowwise_adam
-from ._optimizers.scale_by_rowwise import (
-    ScaleByRowwiseAdamState as ScaleByRowwiseAdamState,
-)
-from ._optimizers.scale_by_rowwise import (
-    ScaleByRowwiseRssState as ScaleByRowwiseRssState,
-)
-from ._optimizers.scale_by_rowwise import (
-    scale_by_rowwise_adam as scale_by_rowwise_adam,
-)
-from ._optimizers.scale_by_rowwise import (
-    scale_by_rowwise_rss as scale_by_rowwise_rss,
-)
-from ._optimizers.sparse_adafactor import SparseAdafactorState as SparseAdafactorState
-from ._optimizers.sparse_adafactor import sparse_adafactor as sparse_adafactor
-from ._optimizers.sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState
-from ._optimizers.sparse_adam import scale_by_sparse_adam as scale_by_sparse_adam
-from ._optimizers.sparse_adam import sparse_adam as sparse_adam
-from ._optimizers.stochastic_rounding import (
-    StochasticRoundingState as StochasticRoundingState,
-)
-from ._optimizers.stochastic_rounding import (
-    stochastic_rounding as stochastic_rounding,
-)
-
-# Row-sparse arrays.
-from ._rows.apply_updates import apply_updates as apply_updates
-from ._rows.coalesce import coalesce as coalesce
 
 __version__ = "0.1.0"

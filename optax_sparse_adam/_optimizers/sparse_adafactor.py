@@ -10,8 +10,8 @@ import optax
 from .._jax_extras.sharding import full_along, laid_out
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
-from .adafactor_rows import step_numbers, update_dense, update_sparse
-from .sparse_adam import NUMBER, Scalar, check_leaf
+from .adafactor_formula import step_numbers, update_dense, update_sparse
+from .hyperparameters import NUMBER, Scalar, check_leaf
 
 
 class SparseAdafactorState(NamedTuple):

@@ -1,22 +1,92 @@
 """Adam on the rows that a gradient holds, with the numbers of torch's SparseAdam."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.experimental.sparse import BCOO
 
+from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import full_along, laid_out
-from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import accumulator_dtype
-from .adam_rows import Factors, update_dense, update_sparse
+from .._rows.checks import is_bcoo, is_leaf, leaves_like
+from .._rows.coalesce import Rows, accumulator_dtype, touched_rows, widened, with_rows
+from .._rows.map_rows import map_rows
+from ..native import _calls as native
+from .hyperparameters import (
+    NUMBER,
+    Scalar,
+    check_hyperparameters,
+    check_leaf,
+    one_minus_power,
+)
 
-Scalar = float | jax.Array
-NUMBER = (int, float, np.number)  # what is known while tracing
+Moments = tuple[jax.Array, ...]
+Weights = tuple[float, float]
+
+
+class Factors(NamedTuple):
+    """The scalars of one step, all of the type in which the step computes."""
+
+    sign: jax.Array  # -1 to maximize
+    one_minus_b1: jax.Array
+    one_minus_b2: jax.Array
+    eps: jax.Array
+    scale: jax.Array  # of the update: step size and bias corrections
+
+
+def _adam(
+    grad: jax.Array,
+    moments: Moments,
+    factors: Factors,
+    weights: Weights | None = None,
+) -> tuple[jax.Array, Moments]:
+    """The formula: pure arithmetic on rows, or on a whole dense array.
+
+    `weights` are `1 - b1` and `1 - b2` where they are known while tracing.
+    """
+    weight1, weight2 = weights or (factors.one_minus_b1, factors.one_minus_b2)
+    grad = factors.sign * grad
+    mu, nu = (moment.astype(grad.dtype) for moment in moments)
+    mu = mu + weight1 * (grad - mu)
+    nu = nu + weight2 * (grad * grad - nu)
+    return factors.scale * mu / (jnp.sqrt(nu) + factors.eps), (mu, nu)
+
+
+@functools.partial(jax.jit, static_argnames="weights")
+def update_sparse(
+    grad: BCOO, moments: Moments, factors: Factors, *, weights: Weights | None = None
+) -> tuple[BCOO, Moments]:
+    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
+
+    def by_rows(grad: BCOO, moments: Moments, factors: Factors) -> tuple[Rows, Moments]:
+        rows = touched_rows(grad, grad.dtype)
+        formula = functools.partial(_adam, weights=weights)
+        data, moments = map_rows(formula, rows, moments, factors)
+        return rows._replace(data=data), moments
+
+    wide = widened(grad, factors.scale.dtype)
+    if native.fits(wide, *moments):
+        rows, moments = on_cpu(_by_kernel, by_rows, wide, moments, factors)
+    else:
+        rows, moments = by_rows(wide, moments, factors)
+    return with_rows(grad, rows, rows.data), moments
+
+
+def _by_kernel(grad: BCOO, moments: Moments, factors: Factors) -> tuple[Rows, Moments]:
+    rows, moments = native.adam_rows(grad, moments, factors)
+    return Rows(*rows), moments
+
+
+@jax.jit
+def update_dense(
+    grad: jax.Array, moments: Moments, factors: Factors
+) -> tuple[jax.Array, Moments]:
+    update, new = _adam(grad.astype(factors.scale.dtype), moments, factors)
+    mu, nu = (n.astype(m.dtype) for n, m in zip(new, moments, strict=True))
+    return update.astype(grad.dtype), (mu, nu)
 
 
 class ScaleBySparseAdamState(NamedTuple):
@@ -31,45 +101,6 @@ class ScaleBySparseAdamState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # tuple has a method count
     mu: optax.Updates
     nu: optax.Updates
-
-
-def one_minus_power(b: Scalar, count: jax.Array, dtype: Any) -> jax.Array:
-    """`1 - b**count` without the cancellation, which costs 1e-4 in float32.
-
-    The logarithm of a Python number is taken in double precision.
-    """
-    if isinstance(b, NUMBER):
-        log_b: Scalar = math.log(b) if b > 0 else -math.inf
-    else:
-        log_b = jnp.log(jnp.asarray(b, dtype))
-    return -jnp.expm1(count.astype(dtype) * jnp.asarray(log_b, dtype))
-
-
-def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
-    for index, b in enumerate((b1, b2)):
-        if isinstance(b, NUMBER) and not 0.0 <= b < 1.0:
-            raise ValueError(
-                f"Invalid beta parameter at index {index}: {b}. "
-                f"b{index + 1} must be at least 0 and below 1."
-            )
-    if isinstance(eps, NUMBER) and not eps > 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
-
-
-def check_leaf(grad: Any, nu: Any) -> None:
-    if is_bcoo(grad):
-        check_bcoo(grad, jnp.shape(nu))
-    elif not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
-        raise TypeError(
-            "Gradients must be floating-point arrays, BCOO matrices or None, got "
-            f"{jnp.result_type(grad)} of shape {jnp.shape(grad)}. Integer and complex "
-            "parameters cannot be trained; give None for them."
-        )
-    elif jnp.shape(grad) != jnp.shape(nu):
-        raise ValueError(
-            "A gradient must have the shape of its parameter, got a gradient of shape "
-            f"{jnp.shape(grad)} for a parameter of shape {jnp.shape(nu)}."
-        )
 
 
 def _sparse_adam(

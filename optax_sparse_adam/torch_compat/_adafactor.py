@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._optimizers.adafactor_rows import step_numbers, update_dense, update_sparse
+from .._optimizers.adafactor_formula import step_numbers, update_dense, update_sparse
 from .._optimizers.sparse_adafactor import check_gradient
 from .._rows.apply_updates import apply_updates
 from .._rows.checks import is_bcoo

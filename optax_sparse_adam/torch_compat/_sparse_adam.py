@@ -6,8 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._optimizers.adam_rows import Factors, update_dense, update_sparse
-from .._optimizers.sparse_adam import ScaleBySparseAdamState, check_leaf
+from .._optimizers.hyperparameters import check_leaf
+from .._optimizers.sparse_adam import (
+    Factors,
+    ScaleBySparseAdamState,
+    update_dense,
+    update_sparse,
+)
 from .._rows.apply_updates import apply_updates
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype

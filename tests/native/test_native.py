@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_sparse_adam._optimizers import adam_rows
+from optax_sparse_adam._optimizers import sparse_adam
 from optax_sparse_adam._rows import coalesce
 from optax_sparse_adam.native import _calls, _library
 
@@ -76,7 +76,7 @@ def test_adam(cache, shape, nse, sign):
     expected.step({row: sign * value for row, value in rows.items()})
     size = np.sqrt(1 - 0.9) / (1 - 0.8)
     numbers = map(jnp.float32, (sign, 1 - 0.8, 1 - 0.9, 1e-3, -size))
-    factors = adam_rows.Factors(*numbers)
+    factors = sparse_adam.Factors(*numbers)
     grad = bcoo(values, indices, shape)
     (ids, update, stop), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
     assert stop == len(rows)

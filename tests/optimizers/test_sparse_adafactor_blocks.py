@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._optimizers.adafactor_rows import update_sparse
+from optax_sparse_adam._optimizers.adafactor_formula import update_sparse
 from optax_sparse_adam._rows import map_rows
 
 from ..helpers.support import TOLERANCE, assert_close, bcoo, random_entries
