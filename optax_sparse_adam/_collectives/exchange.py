@@ -16,15 +16,15 @@ from .._jax_extras.sharding import first_row
 from .psum import AxisName
 
 
-def default_capacity(number: int, devices: int) -> int:
-    """Rows for each pair of devices, of `number` rows spread at random over the owners.
+def default_capacity(num_sent: int, devices: int) -> int:
+    """Rows for each pair of devices, if `num_sent` rows have random owners.
 
-    An owner's share is then a Poisson variable of mean and variance `number / devices`.
-    With six standard deviations above the mean, one round is enough for all but a few
-    of a million pairs.
+    An owner's share is then a Poisson variable of mean and variance
+    `num_sent / devices`. With six standard deviations above the mean, one round is
+    enough for all but a few of a million pairs.
     """
-    mean = number / devices
-    return min(number, math.ceil(mean + 6 * math.sqrt(mean)))
+    mean = num_sent / devices
+    return min(num_sent, math.ceil(mean + 6 * math.sqrt(mean)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,27 +35,27 @@ class Exchange:
       axis_name: Mesh axis or axes along which the table is sharded.
       devices: How many devices lie along these axes.
       shard_rows: How many rows each of them owns.
-      number: How many rows each of them has for all others.
+      num_sent: How many rows each device has for all devices together.
       capacity: How many rows each device sends to each device in one round.
-      max_rounds: After so many rounds there is no other; what is left is not sent.
-      is_lossless: Whether so many rounds are always enough.
+      max_rounds: The most rounds; rows that are left after them are not sent.
+      is_lossless: Whether `max_rounds` are always enough.
     """
 
     axis_name: AxisName
     devices: int
     shard_rows: int
-    number: int
+    num_sent: int
     capacity: int
     max_rounds: int
     is_lossless: bool
 
     @property
     def is_routed(self) -> bool:
-        """Whether it is cheaper to send to each owner its rows than all rows to all.
+        """Whether sending each row to its owner is cheaper than gathering all rows.
 
-        All to all needs one round of `number` rows for each pair, and no sorting.
+        Gathering sends `num_sent` rows for each pair of devices, and sorts nothing.
         """
-        return self.capacity < self.number
+        return self.capacity < self.num_sent
 
     @property
     def slots(self) -> int:
@@ -74,12 +74,12 @@ class Exchange:
 def plan(
     axis_name: AxisName,
     shard_rows: int,
-    most: int,
-    number: int,
+    max_per_owner: int,
+    num_sent: int,
     capacity: int | None,
     max_rounds: int | None,
 ) -> Exchange:
-    """The sizes for `number` rows a device, at most `most` of them for one owner.
+    """The sizes for `num_sent` rows a device, `max_per_owner` of them for one owner.
 
     Raises:
       ValueError: If the capacity or the number of rounds is not at least 1.
@@ -89,10 +89,10 @@ def plan(
             raise ValueError(f"`{name}` must be at least 1, or None, got {value}.")
     devices = lax.axis_size(axis_name)
     if capacity is None:
-        capacity = default_capacity(number, devices)
-    capacity = min(capacity, number)
-    enough = -(-min(number, most) // max(1, capacity))
+        capacity = default_capacity(num_sent, devices)
+    capacity = min(capacity, num_sent)
+    enough = -(-min(num_sent, max_per_owner) // max(1, capacity))
     rounds = enough if max_rounds is None else min(max_rounds, enough)
     return Exchange(
-        axis_name, devices, shard_rows, number, capacity, rounds, rounds == enough
+        axis_name, devices, shard_rows, num_sent, capacity, rounds, rounds == enough
     )

@@ -65,7 +65,7 @@ def psum(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
 
     def one(leaf: Any) -> Any:
         if is_bcoo(leaf):
-            return _gathered(check_bcoo(leaf), axis_name)
+            return _all_gather_rows(check_bcoo(leaf), axis_name)
         return None if leaf is None else lax.psum(leaf, axis_name)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
@@ -104,7 +104,7 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
     def one(leaf: Any) -> Any:
         if not is_bcoo(leaf):
             return None if leaf is None else lax.pmean(leaf, axis_name)
-        total = _gathered(check_bcoo(leaf), axis_name)
+        total = _all_gather_rows(check_bcoo(leaf), axis_name)
         data = total.data / lax.axis_size(axis_name)
         return _coalesced(data, total.indices, total.shape)
 
@@ -116,25 +116,25 @@ def _coalesced(data: jax.Array, indices: jax.Array, shape: tuple[int, ...]) -> B
     return BCOO((data, indices), shape=shape, **flags)
 
 
-def _number_of_rows(shape: tuple[int, ...], grad: BCOO) -> int:
-    return math.prod(shape[: grad.n_sparse])
+def _num_rows(shape: tuple[int, ...], n_sparse: int) -> int:
+    return math.prod(shape[:n_sparse])
 
 
-def _gathered(grad: BCOO, axis_name: AxisName) -> BCOO:
+def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    # Along an axis of vmap, JAX knows of nothing that does not vary.
+    # Only mesh axes have a type for "the same on all devices"; an axis of vmap has not.
     on_mesh = set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def gather(x: jax.Array) -> jax.Array:
-        if x.shape[0] == 0:  # what XLA does not gather
+        if x.shape[0] == 0:  # XLA refuses to gather empty arrays
             return jnp.zeros(x.shape, x.dtype)
         to = "invarying" if on_mesh else "varying"
         return lax.all_gather(x, axis_name, tiled=True, to=to)
 
     arrays = (gather(grad.data), gather(grad.indices))
     total = coalesce(BCOO(arrays, shape=grad.shape))
-    number = min(total.nse, _number_of_rows(total.shape, total))
-    return _coalesced(total.data[:number], total.indices[:number], total.shape)
+    nse = min(total.nse, _num_rows(total.shape, total.n_sparse))
+    return _coalesced(total.data[:nse], total.indices[:nse], total.shape)
 
 
 def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
@@ -212,7 +212,8 @@ def rows_per_device(num_rows: int, axis_name: AxisName) -> int:
 
 
 def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
-    # Of several sparse axes, padding may lie between the rows of one device.
+    # With several sparse axes a sorted gradient may have padding between the rows of
+    # one device: (2, out of bounds) sorts between (2, 0) and (3, 0).
     if not (grad.indices_sorted and grad.unique_indices and grad.n_sparse == 1):
         grad = coalesce(grad)
     touched = touched_rows(grad, grad.dtype)
@@ -221,8 +222,9 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     size = np.asarray(shape[0], ids.dtype)
     first = first_row(axis_name, shape[0], ids.dtype)
     mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
-    # Sorted as they are, the rows of a device lie side by side.
-    slot = jnp.arange(min(grad.nse, _number_of_rows(shape, grad)), dtype=jnp.int32)
+    # The indices are sorted, so the rows of one device are neighbours.
+    nse = min(grad.nse, _num_rows(shape, grad.n_sparse))
+    slot = jnp.arange(nse, dtype=jnp.int32)
     begin = jnp.argmax(mine) if grad.nse else 0
     place = slot + jnp.asarray(begin, slot.dtype)
     ids = ids.at[:, 0].add(-first)

@@ -1,7 +1,11 @@
-"""Sends rows to the devices that own them, and asks them for rows, in rounds.
+"""Sends rows to the devices that own them, and asks these for rows, in rounds.
 
-A device that has rows for others, sorted, has them sorted by owner. All devices go on
-for as many rounds as the fullest pair of devices needs.
+Owners hold blocks of consecutive rows, so rows in ascending order are in the order of
+their owners. All devices take part in as many rounds as the fullest pair needs.
+
+Example: two devices own rows 0-4 and 5-9, and `capacity` is 2. A device with the rows
+`[1, 3, 4, 7]` has `starts == [0, 3, 4]`: it sends rows 1 and 3 to the first owner and 7
+to the second in round 0, and row 4 to the first owner in round 1.
 """
 
 from collections.abc import Callable
@@ -18,10 +22,10 @@ from .exchange import Exchange
 
 
 class Route(NamedTuple):
-    """Which rows a device has for whom.
+    """Which rows a device has for which owner.
 
     Attributes:
-      indices: `[number, n_sparse]` in the whole table; ascending, no duplicates.
+      indices: `[num_sent, n_sparse]` in the whole table; ascending, no duplicates.
       starts: `[devices + 1]`; `indices[starts[p]:starts[p + 1]]` belong to device `p`.
       rounds: How many rounds the fullest pair needs; the same on all devices.
     """
@@ -32,7 +36,7 @@ class Route(NamedTuple):
 
 
 def make_route(exchange: Exchange, indices: jax.Array, stop: jax.Array) -> Route:
-    """The route of the first `stop` rows; padding beyond is above the table."""
+    """The route of the first `stop` rows; the rest is padding above the table."""
     firsts = np.arange(1, exchange.devices) * exchange.shard_rows
     inner = search(indices[:, 0], jnp.asarray(firsts, indices.dtype))
     ends = [jnp.zeros([1], jnp.int32), inner, stop.reshape(1)]
@@ -42,24 +46,24 @@ def make_route(exchange: Exchange, indices: jax.Array, stop: jax.Array) -> Route
 
 
 def outgoing(exchange: Exchange, route: Route, turn: Any) -> jax.Array:
-    """Which rows to send in this round: `[slots, 1]`, beyond the last where none."""
+    """The places of the rows to send in this round: `[slots, 1]`; padding elsewhere."""
     begin = route.starts[:-1, None] + turn * exchange.capacity
     slot = begin + jnp.arange(exchange.capacity, dtype=jnp.int32)[None, :]
-    outside = exchange.number + jnp.arange(exchange.slots, dtype=jnp.int32)
+    outside = exchange.num_sent + jnp.arange(exchange.slots, dtype=jnp.int32)
     inside = slot < route.starts[1:, None]
     slot = jnp.where(inside, slot, outside.reshape(slot.shape))
     return slot.reshape(exchange.slots, 1)
 
 
 def incoming(exchange: Exchange, route: Route, slot: jax.Array) -> jax.Array:
-    """What others send of the rows that this device owns: `[slots, n_sparse]`.
+    """The indices that other devices send to this owner: `[slots, n_sparse]`.
 
-    The first column counts from the first row of the shard; `shard_rows` for padding.
+    The first column counts from the first row of the shard; padding is `shard_rows`.
     """
     indices = gather_rows(route.indices, slot)
     owner = np.repeat(np.arange(exchange.devices), exchange.capacity)[:, None]
     local = indices[:, :1] - (owner * exchange.shard_rows).astype(indices.dtype)
-    local = jnp.where(slot < exchange.number, local, exchange.shard_rows)
+    local = jnp.where(slot < exchange.num_sent, local, exchange.shard_rows)
     return exchange.swap(jnp.concatenate([local, indices[:, 1:]], axis=1))
 
 
@@ -69,9 +73,9 @@ def in_rounds(
     start: Callable[[Any], Any],
     step: Callable[[Any, Any], Any],
 ) -> Any:
-    """Does the first round by `start(0)`, each other by `step(turn, result)`.
+    """Runs the first round by `start(0)`, each later one by `step(turn, result)`.
 
-    The first stands outside of the loop, where a compiler can overlap it with others.
+    The first round is outside of the loop, so that XLA can overlap it with other work.
     """
     result = start(0)
     if exchange.max_rounds <= 1:
@@ -96,12 +100,13 @@ def to_owners(
     Args:
       exchange: The static sizes.
       route: Where the rows go.
-      data: `[number, *row_shape]`, the rows.
+      data: `[num_sent, *row_shape]`, the rows.
 
     Returns:
-      Of all rows that this device has got, `max_rounds * slots` with padding: the
-      indices, counted from the first row of the shard and `shard_rows` for padding; and
-      the rows. They are NaN on all devices if some row could not be sent.
+      The indices and the values of the rows that this device receives,
+      `max_rounds * slots` of them with padding. Indices count from the first row of
+      the shard; padding is `shard_rows`. The values are NaN on all devices if some row
+      could not be sent.
     """
 
     def receive(turn: Any) -> tuple[jax.Array, jax.Array]:
@@ -139,10 +144,10 @@ def from_owners(
       exchange: The static sizes.
       route: Which rows are asked for.
       table: `[shard_rows, *row_shape]`, this device's shard.
-      group: `[number]`, for each row of the result its row of the route.
+      group: `[num_sent]`, for each row of the result its place in the route.
 
     Returns:
-      `[number, *row_shape]`; NaN where a row could not be asked for.
+      `[num_sent, *row_shape]`; NaN where a row could not be asked for.
     """
     owner = search(route.starts[1:], group + 1)
     rank = group - route.starts[owner]

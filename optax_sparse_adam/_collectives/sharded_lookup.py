@@ -87,13 +87,13 @@ def sharded_lookup(
     ids = jnp.asarray(ids)
     exchange = _plan(axis_name, table.shape[0], ids.size, capacity, max_rounds)
     flat = _row_ids(ids, exchange).reshape(-1)
-    table, flat = _alike(table, flat)
+    table, flat = _vary_alike(table, flat)
     if ids.size == 0:
         rows = read_rows(table, flat)
     elif exchange.is_routed:
-        rows = _routed(exchange, table, *_route(exchange, flat))
+        rows = _lookup_by_routing(exchange, table, *_route(exchange, flat))
     else:
-        rows = _gathered(exchange, table, flat)
+        rows = _lookup_by_gathering(exchange, table, flat)
     return rows.reshape(*ids.shape, *table.shape[1:])
 
 
@@ -141,16 +141,17 @@ def lookup_rounds(
     if not exchange.is_routed:
         return jnp.ones([], jnp.int32)
     flat = _row_ids(ids, exchange).reshape(-1)
-    return _route(exchange, *_alike(flat))[0].rounds
+    return _route(exchange, *_vary_alike(flat))[0].rounds
 
 
 def _plan(axis_name: AxisName, shard_rows: int, *sizes: Any) -> Exchange:
-    # The first owner is asked for one row below the table too, the last for one above.
+    # Ids below the table are sent to the first owner as one row more, ids above the
+    # table to the last owner (`_row_ids`).
     return plan(axis_name, shard_rows, shard_rows + 2, *sizes)
 
 
 def _row_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:
-    """Row ids as `table[ids]` reads them; one below or above the table if outside."""
+    """Row ids with the meaning of `table[ids]`; -1 or `num_rows` if out of bounds."""
     num_rows = exchange.devices * exchange.shard_rows
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"Row ids must be integers, got an array of type {ids.dtype}.")
@@ -167,11 +168,11 @@ def _row_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:
     return jnp.clip(jnp.where(ids < 0, ids + num_rows, ids), -1, num_rows)
 
 
-def _alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Arrays that all vary over each mesh axis over which one of them does.
+def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Casts arrays to vary over each mesh axis over which one of them varies.
 
-    The cotangent of `_routed` varies as its table does; JAX then sums it over the axes
-    over which the caller's table does not vary.
+    The cotangent of `_lookup_by_routing` varies as its table does. JAX then sums it
+    over the axes over which the caller's table does not vary.
     """
     axes = varying_axes(*arrays)
     return [vary(x, axes) for x in arrays]
@@ -187,17 +188,17 @@ def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(
+def _lookup_by_routing(
     exchange: Exchange, table: jax.Array, route: Route, group: jax.Array
 ) -> jax.Array:
     return from_owners(exchange, route, table, group)
 
 
-def _routed_fwd(exchange: Exchange, table: jax.Array, *route: Any) -> Any:
-    return _routed(exchange, table, *route), route
+def _lookup_by_routing_fwd(exchange: Exchange, table: jax.Array, *route: Any) -> Any:
+    return _lookup_by_routing(exchange, table, *route), route
 
 
-def _routed_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
+def _lookup_by_routing_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
     route, group = route
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
     data = sum_groups(data, group)
@@ -206,11 +207,13 @@ def _routed_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
     return scatter_add_rows(table, indices, rows, unique=False), None, None
 
 
-_routed.defvjp(_routed_fwd, _routed_bwd)
+_lookup_by_routing.defvjp(_lookup_by_routing_fwd, _lookup_by_routing_bwd)
 
 
-def _gathered(exchange: Exchange, table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Every device gets all ids, and answers everyone, with garbage where not owner."""
+def _lookup_by_gathering(
+    exchange: Exchange, table: jax.Array, ids: jax.Array
+) -> jax.Array:
+    """Looks up the ids of all devices on each device, and keeps the owners' answers."""
     everyone = lax.all_gather(ids, exchange.axis_name, tiled=True)
     rows = read_rows(table, everyone - exchange.first_row(ids.dtype))
     answers = exchange.swap(rows).reshape(exchange.devices, len(ids), *rows.shape[1:])

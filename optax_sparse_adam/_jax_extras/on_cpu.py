@@ -1,4 +1,4 @@
-"""Two ways to compute the same, of which one is for CPUs."""
+"""One function with two implementations, one of them for CPUs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +8,18 @@ from jax import lax
 
 
 def on_cpu(special: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> Any:
-    """`special(*args)` on a CPU, else `pure(*args)`, which has the derivatives too.
+    """`special(*args)` on a CPU, else `pure(*args)`.
 
-    And `vmap`: the kernel, or a loop over blocks, would copy each of many tables.
+    `lax.platform_dependent` chooses by the platform that a program is compiled for.
+    Derivatives and `vmap` are those of `pure`: a call of the kernel has no derivative,
+    and under `vmap` it, or a loop over blocks, would copy each of many tables.
     """
     leaves, tree = jax.tree.flatten(args)
 
     @jax.custom_batching.custom_vmap
     def one(*leaves: jax.Array) -> Any:
-        # Compiled in its own right, it keeps its constants: as those of a `cond` under
-        # `vmap`, they would be batched, which `custom_vmap` refuses.
+        # `vmap` of the `cond` inside `platform_dependent` batches its constants, which
+        # `custom_vmap` refuses. Under a `jit` of its own, `special` keeps them.
         return jax.jit(special)(*jax.tree.unflatten(tree, leaves))
 
     def default(*leaves: jax.Array) -> Any:
@@ -30,6 +32,7 @@ def on_cpu(special: Callable[..., Any], pure: Callable[..., Any], *args: Any) ->
         return out, jax.tree.map(lambda _: True, out)
 
     call = jax.custom_jvp(one)
-    # Values by `call`, too: under `vmap`, JAX takes their axes to be the same.
+    # The primal values come from `call` as well: `vmap` of a `custom_jvp` expects them
+    # to have the batch axes of the tangents.
     call.defjvp(lambda x, dx: (call(*x), jax.jvp(default, x, dx)[1]))
     return lax.platform_dependent(*leaves, cpu=call, default=default)

@@ -1,8 +1,12 @@
-"""A scatter that combines what is there with what comes, by any formula.
+"""A scatter with any formula as its combiner: `table[i] = formula(table[i], row)`.
 
-XLA's scatter takes every combiner (https://openxla.org/stablehlo/spec#scatter), and
-JAX's equation for it has one as a parameter; but its functions offer a few only: add,
-multiply, minimum, maximum. So this is the equation of `lax.scatter` with another one.
+Problem: a moving average in place needs the combiner `old + weight * (new - old)`.
+Cause: XLA's scatter takes any combiner (https://openxla.org/stablehlo/spec#scatter),
+and the equation of `lax.scatter` holds it as the parameter `update_jaxpr`, but JAX's
+functions offer set, add, multiply, minimum and maximum only. Remedy: bind the equation
+that `lax.scatter` traces to, with another jaxpr in that parameter. Safe: JAX versions
+without the parameter are noticed (`takes_combiners`), and rows are then gathered,
+computed and scattered. Test: `tests/rows/test_scatter_combining.py`.
 """
 
 import functools
@@ -21,7 +25,7 @@ _COMBINER, _CONSTANTS = "update_jaxpr", "update_consts"
 
 @functools.cache
 def _equation() -> Any:
-    """The equation that JAX makes of `lax.scatter`."""
+    """The equation that `lax.scatter` traces to."""
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
     scatter = functools.partial(lax.scatter, dimension_numbers=numbers)
     row = jax.ShapeDtypeStruct((1,), "float32")
@@ -31,7 +35,7 @@ def _equation() -> Any:
 
 
 def takes_combiners() -> bool:
-    """Whether this version of JAX has the parameter."""
+    """Whether the equation of this JAX version has the two parameters."""
     return _equation().params.keys() >= {_COMBINER, _CONSTANTS}
 
 
@@ -42,14 +46,14 @@ def scatter_combining(
     rows: jax.Array,
     **params: Any,
 ) -> jax.Array:
-    """`lax.scatter`, but for `formula(old, new)` of each number in place of `new`.
+    """`lax.scatter` that stores `formula(old, new)` of each element in place of `new`.
 
-    A formula without arrays of its own; it has no derivative. Further arguments are
-    parameters of the equation.
+    The formula closes over no arrays. There is no derivative. `params` are parameters
+    of the equation.
     """
     axes = varying_axes(table, indices, rows)
     arrays = [vary(x, axes) for x in (table, indices, rows)]
-    number = jax.ShapeDtypeStruct((), table.dtype)
-    combiner = jax.make_jaxpr(formula)(number, number)
+    scalar = jax.ShapeDtypeStruct((), table.dtype)
+    combiner = jax.make_jaxpr(formula)(scalar, scalar)
     params |= {_COMBINER: combiner.jaxpr, _CONSTANTS: ()}
     return _equation().primitive.bind(*arrays, **_equation().params | params)

@@ -1,9 +1,11 @@
-"""An operation that has an array laid out as another one is, over Auto mesh axes.
+"""Lays an array out as another one is, over Auto mesh axes.
 
-How an array lies over Auto axes is known to the partitioner only, so that it must be
-told: by Shardy's `sdy.sharding_group`. JAX had `jax.experimental.shard_alike` for it up
-to 0.10, and has no function for it since 0.11. Here it is written with what JAX offers
-for new primitives (https://docs.jax.dev/en/latest/jax-primitives.html).
+Problem: the state of a table must lie on a mesh as the table does. Cause: only the
+partitioner knows how an array lies over Auto axes; no Python value tells. Remedy:
+Shardy's `sdy.sharding_group`, which gives the members of a group one layout. JAX had
+`jax.experimental.shard_alike` for it up to 0.10, and has no function since 0.11, so
+this is a primitive of our own (https://docs.jax.dev/en/latest/jax-primitives.html). It
+is safe: its value is its operand. Test: `tests/collectives/test_sharded_init.py`.
 """
 
 import functools
@@ -15,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, batching, mlir
 
-# Far from the numbers that JAX's own shard_alike, where there is one, gives its groups.
+# JAX's own shard_alike, in versions that have it, counts its groups from 0.
 _groups = itertools.count(2**32)
 
 _shard_alike_p = Primitive("shard_alike_to")
@@ -26,8 +28,8 @@ def shard_alike(like: jax.Array, x: jax.Array) -> jax.Array:
 
     Source: https://openxla.org/shardy/sdy_dialect#sdysharding_group_sdyshardinggroupop
     """
-    # The number is a parameter: JAX lowers equal equations once, and then these would
-    # all be of one group.
+    # JAX lowers equal equations once. The number makes them differ; otherwise all
+    # parameters of one shape would be one group.
     return _shard_alike_p.bind(like, x, group=next(_groups))
 
 
@@ -38,7 +40,7 @@ def _impl(like: jax.Array, x: jax.Array, **params: Any) -> jax.Array:
 
 def _lower(context: mlir.LoweringRuleContext, like: Any, x: Any, *, group: int) -> Any:
     config: Any = jax.config
-    # The partitioner before Shardy, which JAX gives up, has no such operation.
+    # GSPMD, the partitioner before Shardy, has no such operation.
     if config.jax_use_shardy_partitioner:
         sdy.sharding_group(like, group)
         sdy.sharding_group(x, group)

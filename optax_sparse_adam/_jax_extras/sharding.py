@@ -1,9 +1,10 @@
-"""What tables on a mesh ask for beyond the row arithmetic.
+"""Layouts of rows and of states on a mesh.
 
-JAX partitions the programs; here it is told the two things that it cannot know. The
-rows of a gradient are few, so every device gets all of them; and a state is laid out as
-its parameter is. Whether an array lies on a mesh is part of its type, but over Auto
-axes not how. Away from a mesh nothing here adds an operation to a program.
+JAX partitions the programs, and needs two hints. The rows of a gradient are few, so
+every device gets all of them (`gathered`, `rows_like`). And a state is laid out as its
+parameter is (`full_along`, `laid_like`, `laid_out`). The type of an array says whether
+it lies on a mesh; how it lies there, the type says for Explicit mesh axes only. Without
+a mesh nothing here adds an operation to a program.
 """
 
 import functools
@@ -27,16 +28,18 @@ def mesh_of(*arrays: Any) -> AbstractMesh:
 
 
 def _spec(x: jax.Array, axes: Sequence[int]) -> PartitionSpec:
-    """How the type says that these axes are sharded; over Explicit mesh axes only."""
+    """The sharding of these axes in the type of `x`, which lists Explicit axes only."""
     spec = jax.typeof(x).sharding.spec
     return PartitionSpec(*(spec[axis] for axis in axes))
 
 
 def gathered(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
-    """Gives every device all rows; the columns stay as they are.
+    """Gives every device all rows; the layout of the columns stays.
 
-    Where a mesh axis splits the rows of a gradient but not the table, the partitioner
-    scatters each part into a table of zeros, and sums these tables over the axis.
+    Problem: if a mesh axis splits the rows of a gradient but not its table, the
+    partitioner lets each device scatter its part into zeros of the table's size, and
+    sums these over the axis. Remedy: replicate the rows first, which are few. Test:
+    `tests/collectives/test_sharded_memory.py`.
     """
     spec = jax.typeof(rows).sharding.spec
     if rows.ndim and spec[0] is not None:
@@ -50,7 +53,7 @@ def gathered(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
 
 
 def rows_like(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows whose type has their columns sharded as the table's; over Explicit axes."""
+    """Shards the columns of rows as the table's columns, over Explicit mesh axes."""
     mesh = mesh_of(table, rows)
     if not mesh.explicit_axes:
         return rows
@@ -64,7 +67,11 @@ def partitioned(
     like: jax.Array,
     axes: Sequence[int | None],
 ) -> jax.Array:
-    """Calls `function`, a gather or scatter, for which Explicit axes have no rule.
+    """Calls a gather or scatter of arrays that lie on Explicit mesh axes.
+
+    JAX has no sharding rule for gathers and scatters over Explicit axes: they raise
+    `ShardingTypeError`. `jax.sharding.auto_axes` leaves them to the partitioner, and
+    asks for the layout of the result.
 
     Args:
       function: The operation.
@@ -84,7 +91,7 @@ def partitioned(
 
 def first_row(axis_name: Any, shard_rows: int, dtype: Any) -> jax.Array:
     """The first row that this device owns of a table sharded along mesh axes."""
-    # JAX numbers the devices in int32, which not all rows need fit.
+    # `axis_index` is an int32; row ids of large tables are wider.
     number = lax.axis_index(axis_name).astype(dtype)
     return number * np.asarray(shard_rows, dtype)
 
@@ -101,7 +108,11 @@ def full_along(
 
 
 def _own(param: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` for this parameter only: equal constants would be one array for all."""
+    """Makes a constant depend on a parameter, without changing it.
+
+    XLA merges equal constants (common subexpression elimination). The zeros of two
+    states would be one array, and so have one layout.
+    """
     one, _ = lax.optimization_barrier((jnp.ones([], x.dtype), param))
     return x * one
 
@@ -111,10 +122,11 @@ def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     mesh = mesh_of(param)
     if mesh.explicit_axes:
         return jax.reshard(x, NamedSharding(mesh, _spec(param, axes)))
-    # Within shard_map over some of the axes XLA gives up on a group, and chooses well
-    # without.
+    # Inside a `shard_map` over some of the mesh axes, XLA stops with an error at a
+    # sharding group, and chooses the right layout without one.
     if mesh.auto_axes and not mesh.manual_axes:
-        # The sum is sharded like the rest of the parameter, and then not computed.
+        # The sum over the other axes has the layout of these axes. Only its layout is
+        # used, so XLA does not compute it.
         others = tuple(axis for axis in range(param.ndim) if axis not in axes)
         like = jnp.sum(param, others) if others else param
         return shard_alike(like, _own(param, x))
@@ -124,10 +136,10 @@ def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
 def laid_out(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Compiles `init` for parameters on a mesh.
 
-    Only in a program can be said how a state is laid out, and without one it would be
-    made on one device first.
+    Sharding constraints work only under `jit`; without it the state would be made on
+    one device first.
     """
-    compiled = jax.jit(init, keep_unused=True)  # they say which devices
+    compiled = jax.jit(init, keep_unused=True)  # the parameters say which devices
 
     @functools.wraps(init)
     def init_fn(params: Any) -> Any:
@@ -135,8 +147,9 @@ def laid_out(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if mesh_of(*leaves).empty:
             return init(params)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            # JAX traces a function once for parameters of equal types, and the layouts
-            # of two of them in one program are no part of these: they would be one.
+            # `jit` traces a function once for arguments of equal types. Layouts over
+            # Auto axes are no part of a type, so two parameters would share one trace
+            # and with it one sharding group. A new lambda is traced anew.
             return jax.jit(lambda params: init(params))(params)
         return compiled(params)
 
