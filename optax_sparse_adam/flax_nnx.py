@@ -18,8 +18,8 @@ takes 8). `nnx.jit(f, graph_updates=False)` returns the variables that `f` chang
 >>> evaluate(table, jnp.array([3, 7, 3])).shape
 ()
 
-A training step may be compiled in this way, too. Without it, donate what the step
-changes, the model and the optimiser: `nnx.jit(donate_argnums=(0, 1))`.
+A training step, compiled in either way, donates what it changes, the model and the
+optimiser: `nnx.jit(donate_argnums=(0, 1))`.
 """
 
 import functools
