@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun, valid_jaxtype
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from .._jax_extras.varying_axes import varying_axes
+from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .interpreter import Blame, Context, Verdict
 from .rules import RULES
 from .symbolic_values import Part, RowSum, dense, table, to_bcoo
@@ -73,7 +74,8 @@ def value_and_grad(
 
     Raises:
       TypeError: By the returned function; in `jax.value_and_grad`'s words for a loss
-        that is not a real scalar or an argument that is not real.
+        that is not a real scalar; for a leaf that is not real or complex; and for an
+        NNX module with more than `nnx.Param`s, which `flax_nnx.value_and_grad` takes.
       ValueError: By the returned function, if `sparse` does not fit the argument, or
         names a leaf whose gradient cannot be row-sparse; it tells the operation in the
         way.
@@ -90,9 +92,9 @@ def value_and_grad(
       >>> grads["w"].shape
       (4, 2)
     """
-    reference = jax.value_and_grad(fun, argnums, has_aux)
-    if sparse is False:
-        return reference
+    check_argnums(argnums)
+    kept = refuse_new_state(fun) if callable(fun) else fun
+    reference = jax.value_and_grad(kept, argnums, has_aux)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -101,9 +103,9 @@ def value_and_grad(
             return reference(*args, **kwargs)  # raises, in JAX's words
         chosen = [args[number] for number in numbers]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
-        leaves = jax.tree.leaves(tree)
-        if not all(map(valid_jaxtype, leaves)):
-            return reference(*args, **kwargs)  # raises, in JAX's words
+        check_leaves(tree)
+        if sparse is False:
+            return reference(*args, **kwargs)
         wanted = _wanted(sparse, tree)
         structure: Any = None
         outputs: list[Any] = []
@@ -192,13 +194,9 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
         if not isinstance(mark, bool | np.bool_):
             raise ValueError(
                 f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
-                f"{_name(path)}."
+                f"{leaf_name(path)}."
             )
     return [bool(mark) for mark in marks]
-
-
-def _name(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path) or "the differentiated argument"
 
 
 def _evaluate(
@@ -284,8 +282,8 @@ def _refusal(path: KeyPath, eqn: JaxprEqn | None = None, line: str = "") -> str:
         line = line or source_info_util.summarize(eqn.source_info)
         cause = f"of `{eqn.primitive.name}` at {line}"
     return (
-        f"`sparse` asks for a row-sparse gradient of {_name(path)}, which cannot be "
-        f"had because {cause}: it must be made of row lookups only. Let this leaf have "
-        "a dense gradient; or stop the gradient of that use with "
+        f"`sparse` asks for a row-sparse gradient of {leaf_name(path)}, which cannot "
+        f"be had because {cause}: it must be made of row lookups only. Let this leaf "
+        "have a dense gradient; or stop the gradient of that use with "
         "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
     )

@@ -3,10 +3,12 @@
 import inspect
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import optax_sparse_adam as osa
@@ -29,11 +31,6 @@ LIKE_JAX = {
     "loss is an integer": (lambda p, i: i[0, 0], {}, (PARAMS, IDS)),
     "loss is complex": (lambda p, i: lax.complex(loss(p, i), 1.0), {}, (PARAMS, IDS)),
     "loss is None": (lambda p, i: None, {}, (PARAMS, IDS)),
-    "integer leaf": (loss, {}, ({**PARAMS, "w": INTEGERS}, IDS)),
-    "boolean leaf": (loss, {}, ({**PARAMS, "w": True}, IDS)),
-    "text leaf": (loss, {}, ({**PARAMS, "name": "x"}, IDS)),
-    "function leaf": (loss, {}, ({**PARAMS, "f": jnp.sum}, IDS)),
-    "key leaf": (loss, {}, ({**PARAMS, "key": jax.random.key(0)}, IDS)),
     "argnums too large": (loss, {"argnums": 2}, (PARAMS, IDS)),
     "argnums too small": (loss, {"argnums": -3}, (PARAMS, IDS)),
     "one of argnums too large": (loss, {"argnums": (0, 5)}, (PARAMS, IDS)),
@@ -67,6 +64,70 @@ def test_refused_like_jax(name):
     expected = raised(jax, *LIKE_JAX[name])
     assert raised(osa, *LIKE_JAX[name]) == expected
     assert expected[0] in (TypeError, ValueError, ZeroDivisionError)
+
+
+class EqxModel(eqx.Module):
+    embed: eqx.nn.Embedding
+    activation: object
+
+
+def lookup(model, ids):
+    return jnp.sum(model(ids))
+
+
+def sow(model, ids):
+    model.calls = 1
+    return lookup(model, ids)
+
+
+NNX = ["flax_nnx.value_and_grad", "nnx.split"]
+EQUINOX = ["eqx.partition(model, eqx.is_inexact_array)", "eqx.combine"]
+EMBED = nnx.Embed(*SHAPE, rngs=nnx.Rngs(0))
+# What JAX refuses in words that name neither the leaf nor a remedy, or does not refuse
+# and loses: (function, argument, words of the message).
+NOT_DIFFERENTIATED = {
+    "integer leaf": (loss, {**PARAMS, "w": INTEGERS}, ["['w'] is `int32[4]`"]),
+    "boolean leaf": (loss, {**PARAMS, "w": True}, ["['w'] is `bool[]`"]),
+    "text leaf": (loss, {**PARAMS, "name": "x"}, ["['name'] is of the type `str`"]),
+    "function leaf": (loss, {**PARAMS, "f": np.sum}, ["['f'] is of the type"]),
+    "key leaf": (loss, {**PARAMS, "k": jax.random.key(0)}, ["['k'] is `key<fry>[]`"]),
+    "bare": (lambda x, i: 0.0, INTEGERS, ["differentiated argument is `int32[4]`"]),
+    "Equinox": (
+        lambda model, i: 0.0,
+        {"m": EqxModel(eqx.nn.Embedding(5, 4, key=jax.random.key(0)), jax.nn.tanh)},
+        ["['m'].activation is of the type `PjitFunction`", *EQUINOX],
+    ),
+    "batch statistics": (
+        lookup,
+        {"m": nnx.BatchNorm(4, rngs=nnx.Rngs(0))},
+        ["['m'].mean", "BatchStat", *NNX],
+    ),
+    "dropout": (
+        lookup,
+        nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+        [".rngs.count", "RngCount", *NNX],
+    ),
+    "integer parameter": (lookup, nnx.Param(INTEGERS), ["`int32[4]`", "close over"]),
+    "new attribute": (sow, nnx.clone(EMBED), ["a `Embed`", *NNX]),
+}
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("name", NOT_DIFFERENTIATED)
+def test_leaf_refused(name, sparse):
+    """The message names the leaf, its type, and what its library offers."""
+    function, argument, words = NOT_DIFFERENTIATED[name]
+    with pytest.raises(TypeError, match="value_and_grad") as info:
+        osa.value_and_grad(function, sparse=sparse)(argument, IDS)
+    assert [word for word in words if word not in str(info.value)] == []
+    assert "allow_int" not in str(info.value)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_diff_state_refused(sequence):
+    argnums = nnx.DiffState(0, nnx.Param)
+    with pytest.raises(TypeError, match=r"DiffState.*flax_nnx\.value_and_grad"):
+        osa.grad(lookup, (argnums,) if sequence else argnums)
 
 
 def test_complex_leaf():

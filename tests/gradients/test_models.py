@@ -311,6 +311,48 @@ def test_linen_train_state():
     before.check(step(state, IDS).params["embed"]["embedding"])
 
 
+def test_linen_batch_statistics():
+    """`aux` carries what `apply` makes mutable; dropout gets a key for each step."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            rows = nn.Embed(16, 4, name="embed")(ids)
+            rows = nn.Dropout(0.5, deterministic=False)(rows)
+            return nn.BatchNorm(use_running_average=False)(rows)
+
+    class State(TrainState):
+        batch_stats: object
+
+    def train(grad, tx):
+        model = Model()
+        variables = model.init({"params": KEY, "dropout": KEY}, IDS)
+        state = State.create(apply_fn=model.apply, tx=tx, **variables)
+
+        @jax.jit(donate_argnums=0)
+        def step(state, ids, key):
+            def loss(params):
+                variables = {"params": params, "batch_stats": state.batch_stats}
+                out, changed = state.apply_fn(
+                    variables, ids, rngs={"dropout": key}, mutable=["batch_stats"]
+                )
+                return mean_square(out - 1), changed["batch_stats"]
+
+            grads, batch_stats = grad(loss, has_aux=True)(state.params)
+            return state.apply_gradients(grads=grads, batch_stats=batch_stats)
+
+        for key in jax.random.split(KEY, 3):
+            state = step(state, IDS, key)
+        return state.params, state.batch_stats
+
+    # Rows that rest stay where they are in plain gradient descent.
+    expected = train(jax.grad, optax.sgd(0.1))
+    actual = train(osa.grad, osa.lazy(optax.sgd(0.1)))
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_same(a, b, ROUNDED)
+
+
 def test_equinox_training_step():
     params, static = eqx.partition(EqxModel(), eqx.is_inexact_array)
     optimizer = osa.sparse_adam(0.1)

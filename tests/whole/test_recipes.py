@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
@@ -125,3 +126,38 @@ def test_a_table_that_grows(name, table):
     actual, _ = step(actual, new_state, jnp.array([10]))
     assert_identical(actual[:-1], jnp.concatenate([expected, jnp.ones((1, 4))]))
     assert jnp.all(actual[-1] < 1)
+
+
+def split(evaluate, model):
+    graph, state = nnx.split(model)
+    return jax.jit(lambda s, ids: evaluate(nnx.merge(graph, s), ids)), state
+
+
+# (what compiles an evaluation, and its first argument; whether it copies the table)
+EVALUATIONS = {
+    "nnx.jit": (lambda f, model: (nnx.jit(f), model), True),
+    "graph_updates=False": (
+        lambda f, model: (nnx.jit(f, graph_updates=False), model),
+        False,
+    ),
+    "jax.jit": (lambda f, model: (jax.jit(f), model), False),
+    "split": (split, False),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluation_of_an_nnx_module(name):
+    """Plain `nnx.jit` returns all variables of the module, and copies them for that."""
+    compile_, copies = EVALUATIONS[name]
+    model, ids = nnx.Embed(20_000, 4, rngs=nnx.Rngs(0)), jnp.array([3, 7, 3])
+
+    def evaluate(model, ids):
+        return jnp.sum(model(ids))
+
+    compiled, argument = compile_(evaluate, model)
+    value = compiled(argument, ids)
+    assert_close(value, evaluate(model, ids), TOL, magnitude=1.0)
+    memory = compiled.lower(argument, ids).compile().memory_analysis()
+    table = model.embedding[...].nbytes
+    assert (memory.output_size_in_bytes >= table) == copies
+    assert memory.temp_size_in_bytes < table / 10

@@ -1,0 +1,103 @@
+"""Checks of what is to be differentiated, with the way out for models of libraries.
+
+Flax and Equinox are never imported here: who passes an object of theirs has done that.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import valid_jaxtype
+
+_NNX = (
+    "Use `optax_sparse_adam.flax_nnx.value_and_grad`, which does what "
+    "`nnx.value_and_grad` does; or split the module by `graph, params, rest = "
+    "nnx.split(model, nnx.Param, ...)` and differentiate `params`."
+)
+_EQUINOX = (
+    "With Equinox, split the model by `params, static = eqx.partition(model, "
+    "eqx.is_inexact_array)`, differentiate `params`, and call `eqx.combine(params, "
+    "static)` in the loss."
+)
+_OTHER = "Let the loss take it by another argument, or close over it."
+
+
+def check_argnums(argnums: Any) -> None:
+    """Refuses `nnx.DiffState`; what else is wrong JAX says."""
+    for argnum in argnums if isinstance(argnums, Sequence) else (argnums,):
+        if _is(argnum, "flax.nnx", "DiffState"):
+            raise TypeError(
+                "`argnums` must be an integer or a sequence of integers, got "
+                f"{argnum!r}. `optax_sparse_adam.flax_nnx.value_and_grad` takes "
+                "`nnx.DiffState`."
+            )
+
+
+def check_leaves(tree: Any) -> None:
+    """Refuses leaves without a gradient, and modules with more than parameters."""
+    for path, module in _nodes(tree, "flax.nnx", "Pytree"):
+        for inner, variable in _nodes(module, "flax.nnx", "Variable"):
+            if not _is(variable, "flax.nnx", "Param"):
+                raise TypeError(
+                    "`value_and_grad` takes NNX modules that hold `nnx.Param`s only, "
+                    "and would lose what the loss does to other variables. "
+                    f"{leaf_name((*path, *inner))} is of the type "
+                    f"`{type(variable).__name__}`. {_NNX}"
+                )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        what = f"of the type `{type(leaf).__name__}`"
+        if valid_jaxtype(leaf):
+            aval = jax.typeof(leaf)
+            if jnp.issubdtype(aval.dtype, jnp.inexact):
+                continue
+            what = f"`{aval.str_short()}`"
+        remedy = _NNX if _nodes(tree, "flax.nnx", "Pytree") else _OTHER
+        remedy = _EQUINOX if _nodes(tree, "equinox", "Module") else remedy
+        raise TypeError(
+            "`value_and_grad` differentiates arrays and numbers that are real or "
+            f"complex; {leaf_name(path)} is {what}. {remedy}"
+        )
+
+
+def refuse_new_state(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, or an error where it adds to an NNX module what nobody would see.
+
+    JAX differentiates a copy of the module, and drops it with all that is new in it,
+    such as what `sow` stores.
+    """
+
+    @functools.wraps(fun)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        modules = [x for _, x in _nodes((args, kwargs), "flax.nnx", "Pytree")]
+        structures: list[Any] = [jax.tree.structure(x) for x in modules]
+        out = fun(*args, **kwargs)
+        for module, structure in zip(modules, structures, strict=True):
+            if structure != jax.tree.structure(module):
+                raise TypeError(
+                    "`value_and_grad` takes NNX modules whose variables and attributes "
+                    "stay the same in the loss, and would lose what this loss does to "
+                    f"a `{type(module).__name__}`. {_NNX}"
+                )
+        return out
+
+    return checked
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path) or "the differentiated argument"
+
+
+def _is(x: Any, library: str, name: str) -> bool:
+    """`isinstance(x, library.name)`, `False` where the library is not imported."""
+    return isinstance(x, getattr(sys.modules.get(library), name, ()))
+
+
+def _nodes(tree: Any, library: str, name: str) -> list[tuple[tuple[Any, ...], Any]]:
+    def is_leaf(x: Any) -> bool:
+        return _is(x, library, name)
+
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [(path, x) for path, x in pairs if is_leaf(x)]
