@@ -1,8 +1,9 @@
-"""`torch.optim.SparseAdam` on JAX arrays: steps, hooks, groups and checkpoints.
+"""torch.optim's classes on JAX arrays: `step`, hooks, param groups, `state_dict`.
 
-For programs and checkpoints that come from torch. This package keeps what torch's
-optimisers keep (parameters, groups, state, hooks) and speaks torch's words; the
-arithmetic is that of `optax_sparse_adam`. torch itself is not needed.
+For programs and checkpoints that come from torch. `SparseAdam` trains the tables with
+row-sparse gradients; `Adam`, `AdamW` and `Adafactor` train the rest. They keep what
+torch's optimisers keep and speak torch's words, give torch's numbers, and read and
+write torch's checkpoints. torch itself is not needed.
 
 Examples:
   >>> import jax.numpy as jnp
@@ -21,12 +22,19 @@ Examples:
   2
 """
 
+# ruff: noqa: I001  # in groups, not in the order of the alphabet
+
+# Parameters and optimisers.
+from ._parameter import Parameter as Parameter
+from ._optimizer import Optimizer as Optimizer
+from ._sparse_adam import SparseAdam as SparseAdam
+from ._adam import Adam as Adam
+from ._adam import AdamW as AdamW
 from ._adafactor import Adafactor as Adafactor
+
+# Hooks around the steps of all optimisers.
 from ._hooks import RemovableHandle as RemovableHandle
 from ._hooks import (
     register_optimizer_step_post_hook as register_optimizer_step_post_hook,
 )
 from ._hooks import register_optimizer_step_pre_hook as register_optimizer_step_pre_hook
-from ._optimizer import Optimizer as Optimizer
-from ._parameter import Parameter as Parameter
-from ._sparse_adam import SparseAdam as SparseAdam

@@ -78,7 +78,7 @@ def with_step_hooks(step: Step) -> Step:
 
     @functools.wraps(step)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        self: Hooked = args[0]
+        self: HookMixin = args[0]
         if self._stepping:  # called by the step of a subclass, whose hooks are running
             return step(*args, **kwargs)
         for hook in (*_step_pre_hooks.values(), *self._hooks["step pre"].values()):
@@ -103,7 +103,7 @@ def with_step_hooks(step: Step) -> Step:
     return hooked  # type: ignore[return-value]  # the same signature, by functools.wraps
 
 
-class Hooked:
+class HookMixin:
     """The hooks of one optimiser: what `Optimizer` inherits."""
 
     _stepping = False
@@ -207,13 +207,13 @@ class Hooked:
         """
         return RemovableHandle(self._hooks["load post"], hook, prepend=prepend)
 
-    def _pass_through(self, kind: str, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _filter_by_hooks(self, kind: str, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state_dict as the hooks of this kind leave it."""
         for hook in tuple(self._hooks[kind].values()):
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else result
         return state_dict
 
-    def _announce(self, kind: str) -> None:
+    def _call_hooks(self, kind: str) -> None:
         for hook in tuple(self._hooks[kind].values()):
             hook(self)
