@@ -1,7 +1,7 @@
 """`Adam` and `AdamW`, as in `torch.optim`: dense gradients, all rows."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,20 @@ from ._parameter import Gradient, Parameter
 from ._sparse_adam import MOMENTS
 
 
+class Scalars(NamedTuple):
+    """The scalars of one step."""
+
+    sign: Any  # of the gradient: -1 to maximize
+    decay: Any  # added to the gradient, times the parameter
+    keep: Any  # factor of the parameter: the decoupled decay
+    beta1: Any
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    eps: Any
+    scale: Any  # of the update: step size and bias corrections
+
+
 def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     """The formula, on whole arrays.
 
@@ -35,25 +49,21 @@ def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     param, state = table
     check_leaf(grad, param)
     dtype = accumulator_dtype(grad.dtype, param.dtype)
-    sign, coupled_decay, keep, one_minus_b1, one_minus_b2, scale, eps = scalars.astype(
-        dtype
-    )
-    wide = param.astype(dtype)
-    old = {key: array.astype(dtype) for key, array in state.items()}
+    s = Scalars(*scalars.astype(dtype))
+    wide_param, wide_grad = param.astype(dtype), s.sign * grad.astype(dtype)
+    # torch leaves out a decay of 0, which would turn an infinite parameter into NaN.
+    wide_grad += jnp.where(s.decay == 0, 0, s.decay * wide_param)
 
-    # Where a decay is 0, torch leaves it out: an infinite parameter stays.
-    grad = sign * grad.astype(dtype)
-    grad = grad + jnp.where(coupled_decay == 0, 0, coupled_decay * wide)
-    exp_avg = old["exp_avg"] + one_minus_b1 * (grad - old["exp_avg"])
-    exp_avg_sq = old["exp_avg_sq"] + one_minus_b2 * (grad * grad - old["exp_avg_sq"])
-    new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    largest = exp_avg_sq
-    if "max_exp_avg_sq" in old:  # amsgrad
-        largest = jnp.maximum(old["max_exp_avg_sq"], exp_avg_sq)
-        new["max_exp_avg_sq"] = largest
-    wide = keep * wide + scale * exp_avg / (jnp.sqrt(largest) + eps)
+    new = {key: array.astype(dtype) for key, array in state.items()}
+    new["exp_avg"] = s.beta1 * new["exp_avg"] + s.one_minus_beta1 * wide_grad
+    new["exp_avg_sq"] = s.beta2 * new["exp_avg_sq"] + s.one_minus_beta2 * wide_grad**2
+    second = new["exp_avg_sq"]
+    if "max_exp_avg_sq" in new:
+        second = new["max_exp_avg_sq"] = jnp.maximum(new["max_exp_avg_sq"], second)
+    update = s.scale * new["exp_avg"] / (jnp.sqrt(second) + s.eps)
+
     state = {key: new[key].astype(array.dtype) for key, array in state.items()}
-    return wide.astype(param.dtype), state
+    return (s.keep * wide_param + update).astype(param.dtype), state
 
 
 class Adam(Optimizer):
@@ -65,8 +75,8 @@ class Adam(Optimizer):
 
     .. math::
 
-      m &\leftarrow m + (1 - \beta_1)(g - m) \\
-      v &\leftarrow v + (1 - \beta_2)(g^2 - v) \\
+      m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+      v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
       p &\leftarrow p - \alpha \frac{m / (1 - \beta_1^t)}
         {\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
@@ -178,8 +188,8 @@ class Adam(Optimizer):
             group.setdefault("foreach", None)
             group.setdefault("capturable", False)
             group.setdefault("differentiable", False)
-            group.setdefault("fused", None)
             group.setdefault("decoupled_weight_decay", False)
+            group.setdefault("fused", None)
 
     def _update(self, group: Group, params: list[Parameter]) -> None:
         if any(is_bcoo(param.grad) for param in params):
@@ -201,18 +211,21 @@ class Adam(Optimizer):
         beta1, beta2 = map(scalar, group["betas"])
         lr, decay = learning_rate(group, step - 1), scalar(group["weight_decay"])
         decoupled = group["decoupled_weight_decay"]
-        # The root of `1 - beta2**step` divides `v` in torch. It multiplies the rest of
-        # the fraction here: the same numbers, with one division for each element.
+        # The formula divides the second moment by `root**2`; with numerator and
+        # denominator multiplied by `root` no element needs that division.
         root = math.sqrt(1.0 - beta2**step)
-        return [
-            -1.0 if group["maximize"] else 1.0,
-            0.0 if decoupled else decay,
-            1.0 - lr * decay if decoupled else 1.0,
-            1.0 - beta1,
-            1.0 - beta2,
-            -lr * root / (1.0 - beta1**step),
-            scalar(group["eps"]) * root,
-        ]
+        scalars = Scalars(
+            sign=-1.0 if group["maximize"] else 1.0,
+            decay=0.0 if decoupled else decay,
+            keep=1.0 - lr * decay if decoupled else 1.0,
+            beta1=beta1,
+            one_minus_beta1=1.0 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1.0 - beta2,
+            eps=scalar(group["eps"]) * root,
+            scale=-lr * root / (1.0 - beta1**step),
+        )
+        return list(scalars)
 
 
 class AdamW(Adam):
