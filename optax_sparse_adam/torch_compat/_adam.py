@@ -296,7 +296,7 @@ class AdamW(Adam):
     def _check_options(self, index: int, saved: Group) -> None:
         super()._check_options(index, saved)
         # Older versions of torch's AdamW did not save this option.
-        if not saved.get("decoupled_weight_decay", True) and saved["weight_decay"]:
+        if not saved.get("decoupled_weight_decay", True) and saved.get("weight_decay"):
             raise ValueError(
                 "loaded state dict has decoupled_weight_decay=False and weight_decay="
                 f"{saved['weight_decay']} in group {index}: Adam's, where the decay is "
