@@ -1,4 +1,4 @@
-"""`Adafactor`, as `torch.optim.Adafactor`, for row-sparse gradients too."""
+"""`Adafactor`, as in `torch.optim`, for row-sparse gradients too."""
 
 from typing import Any
 

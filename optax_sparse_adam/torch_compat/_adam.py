@@ -166,9 +166,9 @@ class Adam(Optimizer):
         if fused and foreach:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
 
-    def add_param_group(self, param_group: Group) -> None:
-        super().add_param_group(param_group)
-        _refuse_differentiable(param_group)
+    def _check_group(self, new: Group) -> None:
+        super()._check_group(new)
+        _refuse_differentiable(new)
 
     def _check_options(self, index: int, saved: Group) -> None:
         super()._check_options(index, saved)

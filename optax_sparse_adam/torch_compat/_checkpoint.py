@@ -15,15 +15,9 @@ from ._parameter import Parameter, as_numpy, is_array
 StateDict = dict[str, Any]
 
 # What torch's learning-rate schedulers keep in a group beside the options.
-_OF_SCHEDULERS = frozenset(
-    {
-        "initial_lr",
-        "max_lr",
-        "min_lr",
-        "base_momentum",
-        "max_momentum",
-        "swa_lr",
-    }
+_OF_SCHEDULERS = (
+    *("initial_lr", "min_lr", "max_lr", "swa_lr"),
+    *("base_momentum", "max_momentum"),
 )
 
 

@@ -14,7 +14,7 @@ _step_post_hooks: Hooks = OrderedDict()
 
 
 class RemovableHandle:
-    """Takes a hook back: with `remove()`, or at the end of a `with` block.
+    """Removes a hook: with `remove()`, or at the end of a `with` block.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -39,7 +39,7 @@ class RemovableHandle:
             hooks.move_to_end(self.id, last=False)
 
     def remove(self) -> None:
-        """Takes the hook back; a second call does nothing."""
+        """Removes the hook; a second call does nothing."""
         self._hooks.pop(self.id, None)
 
     def __enter__(self) -> "RemovableHandle":
@@ -56,7 +56,7 @@ def register_optimizer_step_pre_hook(hook: Callable[..., Any]) -> RemovableHandl
       hook: As for `Optimizer.register_step_pre_hook`, whose hooks run after this one.
 
     Returns:
-      A handle that takes the hook back.
+      A handle that removes the hook.
     """
     return RemovableHandle(_step_pre_hooks, hook)
 
@@ -68,7 +68,7 @@ def register_optimizer_step_post_hook(hook: Callable[..., Any]) -> RemovableHand
       hook: As for `Optimizer.register_step_post_hook`, whose hooks run before this one.
 
     Returns:
-      A handle that takes the hook back.
+      A handle that removes the hook.
     """
     return RemovableHandle(_step_post_hooks, hook)
 
@@ -133,7 +133,7 @@ class HookMixin:
             `args` are those of `step` and start with the optimiser itself.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["step pre"], hook)
 
@@ -145,7 +145,7 @@ class HookMixin:
             step was called with in the end.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["step post"], hook)
 
@@ -159,7 +159,7 @@ class HookMixin:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["save pre"], hook, prepend=prepend)
 
@@ -174,7 +174,7 @@ class HookMixin:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["save post"], hook, prepend=prepend)
 
@@ -189,7 +189,7 @@ class HookMixin:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["load pre"], hook, prepend=prepend)
 
@@ -203,7 +203,7 @@ class HookMixin:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["load post"], hook, prepend=prepend)
 

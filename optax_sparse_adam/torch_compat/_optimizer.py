@@ -136,10 +136,11 @@ class Optimizer(CheckpointMixin):
                 "github.com/pytorch/pytorch/issues/40967 for more information",
                 stacklevel=4,  # the line that makes a SparseAdam
             )
-        self._check_against_groups(param_group)
+        self._check_group(param_group)
         self.param_groups.append(param_group)
 
-    def _check_against_groups(self, new: Group) -> None:
+    def _check_group(self, new: Group) -> None:
+        """Raises if a group does not go with those that are there."""
         for group in self.param_groups:
             if ("param_names" in new) != ("param_names" in group):
                 kind = "with" if "param_names" in new else "without"

@@ -1,4 +1,4 @@
-"""`SparseAdam`, as `torch.optim.SparseAdam`."""
+"""`SparseAdam`, as in `torch.optim`: row-sparse gradients, the rows they hold."""
 
 import math
 from typing import Any
@@ -56,8 +56,9 @@ class SparseAdam(Optimizer):
       betas: Decay of the moving averages of the gradient and its square, in `[0, 1)`.
       eps: Added to the root of the uncorrected second moment; above 0.
       maximize: Ascend instead of descend.
-      allow_dense: Take dense gradients too, with the same formula for all rows, instead
-        of refusing them.
+      allow_dense: Take dense gradients too, with this formula for all rows, instead of
+        refusing them. `Adam` has torch's numbers for them, which differ by the place of
+        `eps`.
 
     Raises:
       ValueError: If an option is out of its range, or a parameter is sparse or complex.
