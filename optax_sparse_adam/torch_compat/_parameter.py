@@ -17,13 +17,13 @@ _overwritten: WeakValueDictionary[int, jax.Array] = WeakValueDictionary()
 
 def _addresses(array: jax.Array) -> list[int]:
     """Where an array lies in memory: one address for each of its shards here."""
-    shards = [array]
-    if len(array.devices()) > 1:
-        shards = [shard.data for shard in array.addressable_shards]
     try:
-        return [shard.unsafe_buffer_pointer() for shard in shards]
-    except jax.errors.JaxRuntimeError:  # a runtime that does not tell addresses
-        return [id(array)]
+        return [array.unsafe_buffer_pointer()]
+    except (ValueError, jax.errors.JaxRuntimeError):
+        shards = [shard.data for shard in array.addressable_shards]
+        if len(shards) < 2:  # a runtime that does not tell addresses
+            return [id(array)]
+        return [address for shard in shards for address in _addresses(shard)]
 
 
 def register_overwritten(array: jax.Array) -> None:
