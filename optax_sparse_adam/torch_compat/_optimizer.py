@@ -45,8 +45,8 @@ class Optimizer(CheckpointMixin):
     """Base of the optimisers: what is common to all of them in `torch.optim`.
 
     A new optimiser overrides `step`, as in torch; hooks run around it. Those of this
-    package leave `step` and override what it calls: `_state_shapes`, `_scalars` and
-    `_update_tables`.
+    package leave `step` and override what it calls: `_state_shapes`, `_scalars`,
+    `_as_step` and `_update_tables`.
 
     Args:
       params: Parameters, pairs `(name, parameter)`, or dicts with the key `"params"`
@@ -217,8 +217,8 @@ class Optimizer(CheckpointMixin):
         return {"step": self._as_step(0), **arrays}
 
     def _as_step(self, step: Any) -> Any:
-        """A count of steps as the state holds it."""
-        return int(step)
+        """A count of steps, as the state of this optimiser holds it."""
+        return step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -226,10 +226,9 @@ class Optimizer(CheckpointMixin):
             saved = self.state.get(param, {})
             if "step" in saved:  # a number or an array, as torch's version had it
                 saved["step"] = self._as_step(saved["step"])
-            jax.tree.map(
-                register_overwritten,
-                [x for x in jax.tree.leaves(saved) if isinstance(x, jax.Array)],
-            )
+            for array in jax.tree.leaves(saved):
+                if isinstance(array, jax.Array):
+                    register_overwritten(array)
 
     def _refuse(self, kind: str, is_kind: Callable[[Any], bool], why: str) -> None:
         """Raises if the arrays of some parameters are of this kind."""

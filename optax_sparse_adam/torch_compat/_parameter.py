@@ -1,5 +1,6 @@
 """`Parameter`: an array that the optimiser replaces, and its gradient."""
 
+import copy
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -10,24 +11,26 @@ from jax.experimental.sparse import BCOO
 
 Gradient = jax.Array | BCOO
 
-# The arrays that steps overwrite, by the addresses of their buffers. A weak dictionary:
-# an array that nothing else holds leaves it.
-_overwritten: WeakValueDictionary[int, jax.Array] = WeakValueDictionary()
+Address = tuple[Any, int]  # a device, and where in its memory
+
+# The arrays that steps overwrite, by the addresses of their buffers. The dictionary is
+# weak: an array that nothing else holds leaves it.
+_overwritten: WeakValueDictionary[Address, jax.Array] = WeakValueDictionary()
 
 
-def _addresses(array: jax.Array) -> list[int]:
-    """Where an array lies in memory: one address for each of its shards here."""
+def _addresses(array: jax.Array) -> list[Address]:
+    """Where an array lies: a device and an address for each of its shards here."""
     try:
-        return [array.unsafe_buffer_pointer()]
-    except (ValueError, jax.errors.JaxRuntimeError):
+        return [(array.device, array.unsafe_buffer_pointer())]
+    except (ValueError, jax.errors.JaxRuntimeError):  # not for arrays in shards
         shards = [shard.data for shard in array.addressable_shards]
         if len(shards) < 2:  # a runtime that does not tell addresses
-            return [id(array)]
+            return [(None, id(array))]
         return [address for shard in shards for address in _addresses(shard)]
 
 
 def register_overwritten(array: jax.Array) -> None:
-    """Says that steps overwrite this array, so that nothing else may rely on it."""
+    """Notes that steps overwrite this array: a gradient of its buffer is copied."""
     for address in _addresses(array):
         _overwritten[address] = array
 
@@ -44,12 +47,12 @@ def copy_overwritten(array: jax.Array) -> jax.Array:
 
 
 def is_array(value: Any) -> bool:
-    """Arrays of JAX, NumPy and torch; numbers of NumPy are numbers."""
+    """Whether this is an array of JAX, NumPy or torch; NumPy's scalars are not."""
     return hasattr(value, "__array__") and not isinstance(value, np.generic)
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """Any array, on any device, in memory that may be another's."""
+    """An array of JAX, NumPy or torch, on any device; may share its memory."""
     if hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu()
         try:
@@ -196,8 +199,10 @@ class Parameter:
         return {"_data": self._data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # What `copy.copy` passes here is the original's array, not a copy of it.
-        self.data = state["_data"]
+        self.adopt(state["_data"])
+
+    def __copy__(self) -> "Parameter":
+        return copy.deepcopy(self)  # an array that steps overwrite has one owner
 
     def __repr__(self) -> str:
         name = f"{self.dtype}{list(self.shape)}"
