@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from contestants import load_torch
+from problem import NUM_BATCHES
+from turns import Turns
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.benchmark._measure import Turns
-from optax_sparse_adam.benchmark._problem import NUM_BATCHES
-from optax_sparse_adam.benchmark._torch import load_torch
 
 HIDDEN = 64
 
@@ -28,7 +28,7 @@ def loss(params, ids):
 
 
 class Contestant:
-    """One of those that take turns; see `optax_sparse_adam.benchmark`."""
+    """One of those that take turns; see `contestants.py`."""
 
     phases = ("step",)
 
