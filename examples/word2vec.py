@@ -274,7 +274,7 @@ def draw(path, runs, words, groups):
     figure.savefig(path, format="png")
 
 
-def parse_args():
+def main():
     parser = argparse.ArgumentParser(description="Trains word vectors.")
     add = parser.add_argument
     add("--text", type=Path, help="file, folder or pipe; default: Python's own library")
@@ -291,11 +291,7 @@ def parse_args():
         folder = path.resolve().parent
         if (path.exists() and not path.is_file()) or not os.access(folder, os.W_OK):
             parser.error(f"{path} must be a file that can be written; choose another")
-    return args
 
-
-def main():
-    args = parse_args()
     # A text may hold what a terminal cannot show.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     words, counts, tokens = read_corpus(args.text)
