@@ -75,9 +75,11 @@ def find_files(text):
         return [text]  # may be a pipe
     files = []
     for folder, folders, names in os.walk(text or sysconfig.get_path("stdlib")):
-        folders[:] = sorted(f for f in folders if f[0] != "." and f not in SKIPPED)
+        kept = [f for f in folders if f[0] != "." and (text or f not in SKIPPED)]
+        folders[:] = sorted(kept)  # these are visited
         paths = [Path(folder, name) for name in sorted(names) if name[0] != "."]
-        files += [p for p in paths if p.is_file() and (text or p.suffix == ".py")]
+        paths = [p for p in paths if p.is_file() and os.access(p, os.R_OK)]
+        files += [p for p in paths if text or p.suffix == ".py"]
     return files
 
 
@@ -271,6 +273,7 @@ def draw(path, runs, words, groups):
         right.plot(*place, ".", color=color)
         right.annotate(words[i], place, color=color, size=8)
     right.set(title="words and their nearest neighbours", xticks=[], yticks=[])
+    right.margins(x=0.12)  # room for the last words
     figure.savefig(path, format="png")
 
 
@@ -284,8 +287,8 @@ def main():
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
-    if args.text and not args.text.exists():
-        parser.error(f"--text must be a file or folder that exists, got {args.text}")
+    if args.text and not os.access(args.text, os.R_OK):
+        parser.error(f"--text must be a file or folder to read, got {args.text}")
     for path in filter(None, (args.save, args.plot)):
         # Not opened to try: that would make a file, and wait for the reader of a pipe.
         folder = path.resolve().parent
@@ -333,7 +336,7 @@ def main():
     print("\nnearest neighbours, and their cosines:")
     for i, row, values in zip(ids, rows, cosines, strict=True):
         near = [f"{words[j]} {c:.2f}" for j, c in zip(row, values, strict=True)]
-        print(f"  {words[i]:<12}" + "".join(f"{text:<20}" for text in near).rstrip())
+        print(f"  {words[i]:<12}" + ", ".join(near))
 
     print("\nnow with dense gradients: the same model, first values and batches")
     batches = source.train(known, np.random.default_rng(2))
@@ -348,6 +351,9 @@ def main():
     for steps, loss in ours.held_out.items():
         theirs = f"{dense.held_out[steps]:.3f}" if steps in dense.held_out else "-"
         print(f"{f'held-out loss after {steps:,} steps':34}{loss:15.3f}{theirs:>13}")
+    print(
+        "optax.adam moves all rows in each step: it learns more by it, and costs more."
+    )
     groups = np.concatenate([np.array(ids)[:, None], rows[:, :4]], axis=1)
     draw(args.plot, {"osa.sparse_adam": ours, "optax.adam": dense}, words, groups)
     print(f"\nlosses and a map of the words: {args.plot}")

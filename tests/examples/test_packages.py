@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from ..helpers.examples import load_example, run_example
+from ..helpers.examples import interrupt_example, load_example, run_example
 from ..helpers.support import assert_close
 
 packages = load_example("packages")
@@ -61,6 +61,15 @@ def test_a_whole_run(index, tmp_path):
     for group, _, others in near:
         same = [other.startswith(group) for other in others.split(", ")]
         assert sum(same) >= 4, (group, others)
+
+
+def test_ctrl_c(index, tmp_path):
+    options = ["--index", index, "--seconds", 1000]
+    for after, seconds in (("", 1), ("a step", 3)):
+        timing = {"after": after, "seconds": seconds}
+        code, _, err = interrupt_example("packages", *options, cwd=tmp_path, **timing)
+        assert code == 130, err
+        assert "Traceback" not in err
 
 
 TEXT = """\

@@ -100,7 +100,7 @@ def test_what_is_written(trained):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--text {tmp}/nothing", "file or folder that exists"),
+        ("--text {tmp}/nothing", "file or folder to read"),
         ("--text {tmp}/short.txt", "1,000 words, and 20 different"),
         ("--text {tmp}/binary", "got 0 and 0; pass more text"),
         ("--text {text} --steps 0", "--steps must be at least 1, got 0"),
@@ -192,10 +192,10 @@ def test_batches_follow_the_distributions():
 
 def test_read_corpus_counts_words(tmp_path):
     names = [f"name_{i}" for i in range(12)]
-    (tmp_path / "deeper").mkdir()
+    (tmp_path / "tests").mkdir()
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "a.txt").write_text(" ".join(names * 3) + " ValueError x once 42")
-    (tmp_path / "deeper" / "b").write_bytes(b"ValueError caf\xc3\xa9, caf\xc3\xa9 \xff")
+    (tmp_path / "tests" / "b").write_bytes(b"ValueError caf\xc3\xa9, caf\xc3\xa9 \xff")
     (tmp_path / "binary").write_bytes(b"ValueError \0 ValueError")
     (tmp_path / ".hidden" / "c.txt").write_text("hidden hidden")
     os.mkfifo(tmp_path / "fifo")  # nobody writes to it
