@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contestants import load_torch
+from machine import OtherPrograms, is_busy, num_cores
 from problem import NUM_BATCHES
 from turns import Turns
 
@@ -127,7 +128,11 @@ def main():
     if options.only:
         contestants = [x for x in contestants if x.name == options.only]
     turns = Turns(contestants, batches)
+    others = OtherPrograms()
     turns.run(options.repeats)
+    taken = others.cores()
+    if is_busy(taken, num_cores()):
+        print(f"NOT TO BE TRUSTED: others took {taken:.2f} of {num_cores()} cores")
     for contestant in contestants:
         name = contestant.name
         if name in turns.skipped:

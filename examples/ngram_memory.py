@@ -218,7 +218,7 @@ def picture(path, trainers, costs):
 def main():
     parser = argparse.ArgumentParser(description="Trains a model with a large memory.")
     add = parser.add_argument
-    add("--steps", type=int, default=600, help="for each model; default: 600")
+    add("--steps", type=int, default=400, help="for each model; default: 400")
     add("--rows", type=int, default=2_000_000, help="of the memory; default: 2,000,000")
     add("--plot", default="ngram_memory.png", help="default: ngram_memory.png")
     args = parser.parse_args()
