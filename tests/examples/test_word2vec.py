@@ -58,7 +58,7 @@ def test_words_of_a_topic_end_up_nearest(trained):
     for word, cosines in zip(words, unit @ unit.T, strict=True):
         topic = {words[i][:5] for i in np.argsort(-cosines)[:PER_TOPIC]}
         assert topic == {word[:5]}, (word, topic)
-    shown = re.findall(r"^  (word\d\d) +(word\d\d) (\d\.\d\d) ", done.stdout, re.M)
+    shown = re.findall(r"^  (word\d\d) +(word\d\d) (\d\.\d\d),", done.stdout, re.M)
     assert len(shown) == 12
     for word, near, cosine in shown:
         a, b = (unit[list(words).index(x)] for x in (word, near))
