@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from contestants import load_torch
+from machine import OtherPrograms, is_busy, num_cores
+from problem import NUM_BATCHES
+from turns import Turns
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.benchmark._measure import Turns
-from optax_sparse_adam.benchmark._problem import NUM_BATCHES
-from optax_sparse_adam.benchmark._torch import load_torch
 
 HIDDEN = 64
 
@@ -28,7 +29,7 @@ def loss(params, ids):
 
 
 class Contestant:
-    """One of those that take turns; see `optax_sparse_adam.benchmark`."""
+    """One of those that take turns; see `contestants.py`."""
 
     phases = ("step",)
 
@@ -127,7 +128,11 @@ def main():
     if options.only:
         contestants = [x for x in contestants if x.name == options.only]
     turns = Turns(contestants, batches)
+    others = OtherPrograms()
     turns.run(options.repeats)
+    taken = others.cores()
+    if is_busy(taken, num_cores()):
+        print(f"NOT TO BE TRUSTED: others took {taken:.2f} of {num_cores()} cores")
     for contestant in contestants:
         name = contestant.name
         if name in turns.skipped:

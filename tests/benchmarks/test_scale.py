@@ -124,6 +124,7 @@ def test_many_tables():
     sizes = ["--tables=2", "--rows=50", "--dim=3", "--ids=4", "--repeats=1"]
     where, *lines = printed("many_tables.py", *sizes)
     assert where.startswith("torch: cpu, ")
+    lines = [line for line in lines if "others took" not in line]  # here, they may
     names = "sparse_adam", "lazy(clip, adamw)", "rowwise_adagrad", "optax.adam, dense"
     for name, line in zip((*names, "torch"), lines, strict=True):
         assert line.startswith(name)

@@ -18,6 +18,9 @@ def test_there_are_notebooks():
 def test_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("QUICK_NOTEBOOKS", "1")  # studies that take minutes take steps
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    place = {"metadata": {"path": path.parent}}  # as Jupyter starts it
+    nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources=place
+    ).execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
     assert any("image/png" in out.get("data", {}) for out in outputs)

@@ -30,7 +30,11 @@ def test_first_python_block_is_complete_within_forty_lines():
 
 def test_first_two_blocks_are_the_main_job_and_the_tests():
     assert [language for language, _ in _BLOCKS[:2]] == ["sh", "sh"]
-    assert "python -m optax_sparse_adam.demo" in _SHELL[0]
+    assert _SHELL[0].splitlines() == [
+        "python -m venv .venv && . .venv/bin/activate",
+        'pip install ".[examples]"',
+        "python examples/word2vec.py",
+    ]
     assert "python -m pytest" in _SHELL[1]
 
 

@@ -1,0 +1,99 @@
+"""Time against the number of rows, drawn."""
+
+import argparse
+from pathlib import Path
+
+from contestants import DENSE, PHASES, TORCH
+from report import spread
+
+TITLES = {"update": "update of the table", "step": "whole training step"}
+OURS = ("#0b6e4f", "#2f7fb8", "#76b041", "#8e4585")
+STYLES = {
+    TORCH: {"color": "#e07a1f", "marker": "s"},
+    DENSE: {"color": "#8d99ae", "marker": "^"},
+}
+
+
+def picture(text):
+    """A name of a file that can hold the picture."""
+    path = Path(text)
+    if path.suffix not in (".png", ".pdf", ".svg") or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must end in .png, .pdf or .svg and be in a folder that exists"
+        )
+    try:
+        import matplotlib  # noqa: F401, now and not after all the measurements
+    except ImportError:
+        install = 'pip install ".[benchmark]"'
+        raise argparse.ArgumentTypeError(f"needs matplotlib; run {install}") from None
+    return path
+
+
+def series(run):
+    """For each kind of problem and each phase: rows, median and quartiles in ms."""
+    found = {}
+    for result in run["results"]:
+        rows, *kind = result["problem"].values()
+        for measured in result["measurements"]:
+            panels = found.setdefault(tuple(kind), {phase: {} for phase in PHASES})
+            points = panels[measured["phase"]].setdefault(measured["name"], [])
+            points.append((rows, *(1e3 * x for x in spread(measured["seconds"]))))
+    return found
+
+
+def label_of(value, position=None):
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def draw_times(axes, lines):
+    ours = iter(OURS * len(lines))
+    for name, points in lines.items():
+        style = STYLES.get(name) or {"color": next(ours), "marker": "o"}
+        rows, middle, low, high = zip(*sorted(points), strict=True)
+        width = 1.6 if name in STYLES else 2.4
+        axes.plot(rows, middle, label=name, linewidth=width, markersize=5, **style)
+        axes.fill_between(rows, low, high, color=style["color"], alpha=0.18, lw=0)
+
+
+def style(axes, lines):
+    axes.set(xscale="log", yscale="log", xlabel="rows of the table")
+    # Labels at what was measured, and at 1, 2 and 5 times the powers of ten.
+    measured = sorted({rows for points in lines.values() for rows, *_ in points})
+    axes.set_xticks(measured, [label_of(rows) for rows in measured])
+    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axes.yaxis.set_major_formatter(label_of)
+    axes.minorticks_off()
+    axes.grid(color="#e3e3e3", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(path, run):
+    """Draws two panels, update and step, for each kind of problem."""
+    from matplotlib.figure import Figure
+
+    kinds = series(run)
+    size = (9.5, 0.8 + 3.6 * len(kinds))
+    canvas = Figure(figsize=size, layout="constrained", dpi=150)
+    lines = canvas.subplots(max(1, len(kinds)), 2, squeeze=False, sharey="row")
+    handles = {}
+    for line, (kind, panels) in zip(lines, kinds.items(), strict=False):
+        dim, ids, dtype = kind
+        batch = f"{ids:,} Zipf ids, rows of {dim} {dtype}"
+        line[0].set_ylabel("ms, median and quartiles")
+        for axes, (phase, lines_of) in zip(line, panels.items(), strict=True):
+            draw_times(axes, lines_of)
+            style(axes, lines_of)
+            axes.set_title(f"{TITLES[phase]}\n{batch}", fontsize=10, loc="left")
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles[label] = handle
+    canvas.legend(
+        handles.values(), handles, loc="outside lower center", ncols=4, frameon=False
+    )
+    there = run["environment"]
+    machine = f"{there['device']}, {there['cores']} cores"
+    canvas.suptitle(machine, fontsize=9, color="#555555")
+    canvas.savefig(path)

@@ -1,0 +1,67 @@
+"""What is measured: a table, batches of ids that touch its rows, and a loss."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+# Each round takes the next of these batches: a training step does not find the rows of
+# its own batch in the caches, but those that batches have in common it does.
+NUM_BATCHES = 8
+
+
+class Problem(NamedTuple):
+    """A size to measure."""
+
+    rows: int  # of the table
+    dim: int  # length of a row
+    ids: int  # lookups in a batch
+    dtype: str  # of the table, the moments and the gradient
+
+    def __str__(self):
+        return f"{self.rows:,} x {self.dim} {self.dtype}, {self.ids:,} ids"
+
+
+class Batches(NamedTuple):
+    """What a problem draws."""
+
+    ids: list[np.ndarray]  # NUM_BATCHES arrays, [ids] int32
+    values: np.ndarray  # [ids, dim] float32, the gradient of the rows in an update
+    weights: np.ndarray  # [dim] float32; the model is table[ids] @ weights
+    touched: int  # different rows in a batch, averaged
+
+
+def draw(problem, seed=0):
+    """Draws the batches of a problem; the same for the same seed.
+
+    Zipf's law: the logarithm of a row's rank is uniform, so that its frequency falls as
+    1/rank. The ranks are spread over the table at random.
+    """
+    rng = np.random.default_rng(seed)
+    rows, size = problem.rows, problem.ids
+    by_rank = rng.permutation(np.arange(rows, dtype=np.int32))
+    ids = [
+        by_rank[(float(rows) ** rng.random(size)).astype(np.int64) - 1]  # in [1, rows]
+        for _ in range(NUM_BATCHES)
+    ]
+    values = rng.standard_normal((size, problem.dim), dtype=np.float32)
+    weights = rng.standard_normal(problem.dim, dtype=np.float32)
+    touched = np.mean([len(np.unique(batch)) for batch in ids])
+    return Batches(ids, values, weights, round(float(touched)))
+
+
+def floor_bytes(problem, touched, itemsize, state_row_bytes):
+    """The bytes that an update or a step must move, however it is written.
+
+    Each touched row of the table and of its state is read once and written once, and
+    the rows of the batch, `[ids, dim]`, are read once: in an update they are the
+    gradient, in a step what was looked up. With Adam and without duplicates these are
+    seven streams of rows.
+    """
+    row_bytes = problem.dim * itemsize
+    moved = 2 * touched * (row_bytes + state_row_bytes)
+    return round(moved + problem.ids * row_bytes)
+
+
+def loss(rows, weights, softplus, mean):
+    """The loss of every contestant, in its own arithmetic."""
+    return mean(softplus(rows @ weights))

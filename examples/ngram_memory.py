@@ -1,0 +1,278 @@
+"""A language model with a memory of two million rows, trained at the cost of the batch.
+
+    python examples/ngram_memory.py
+
+A small Flax transformer reads the source files of Python's standard library byte by
+byte. Beside it stands a table: the last two, three, ... six bytes at each position are
+hashed to rows, and what is there helps to guess the next byte. Such memories make a
+model know more without making it think longer: of two million rows a step reads 5,120.
+But `jax.grad` and `optax.adamw` read and write all of them, and two moments of each.
+
+Here the gradient of the table is row-sparse, and each part has its own optimiser, by
+`optax.partition`: the table `osa.rowwise_adagrad`, which keeps one number a row, the
+rest AdamW. Printed are the loss with and without the memory, and what a step costs.
+"""
+
+import os
+import signal
+
+# Ctrl-C ends the program at once: JAX may crash when it is torn down amid its work. See
+# word2vec.py. There is nothing to save.
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+try:
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from matplotlib.figure import Figure
+    from tqdm import tqdm
+
+    import optax_sparse_adam as osa
+except ImportError as error:
+    install = 'pip install ".[examples]"'
+    sys.exit(
+        f"ngram_memory.py needs {error.name}, which is not installed; run {install}"
+    )
+
+LENGTH, BATCH = 64, 16  # bytes in an example, examples in a step
+WIDTH, LAYERS, HEADS = 128, 2, 4  # of the transformer
+ORDERS = (2, 3, 4, 5, 6)  # lengths of the n-grams
+MEMORY_WIDTH = 32
+LEARNING_RATE, MEMORY_RATE = 2e-3, 0.1
+DENSE_STEPS = 10  # a dense step takes a second
+
+
+# --- the text ---
+
+
+def read_text():
+    """The standard library's source: bytes to train on, and bytes held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    skipped |= {"encodings", "lib2to3", "pydoc_data"}  # tables
+    files = sorted(root.rglob("*.py"))
+    files = [p for p in files if not skipped & {*p.relative_to(root).parts}]
+    parts = [
+        b"".join(p.read_bytes() for p in group)
+        for group in ([p for i, p in enumerate(files) if i % 20], files[::20])
+    ]
+    return [np.frombuffer(part, np.uint8).astype(np.int32) for part in parts]
+
+
+def draw(text, rng, size=BATCH):
+    """Examples `[size, LENGTH + 1]`: each byte is to be told from those before it."""
+    start = rng.integers(len(text) - LENGTH, size=(size, 1))
+    return text[start + np.arange(LENGTH + 1)]
+
+
+# --- the model: ordinary Flax ---
+
+
+def ngram_rows(tokens, num_rows):
+    """Rows of the memory, `[batch, length, len(ORDERS)]`, for `[batch, length]` bytes.
+
+    The n-grams that end at a position are hashed (FNV-1a, and a last mixing). Some will
+    share a row: the fewer, the more rows there are.
+    """
+    rows, hashed = [], jnp.full(tokens.shape, 2166136261, jnp.uint32)
+    for n in range(1, max(ORDERS) + 1):
+        before = jnp.pad(tokens, ((0, 0), (n - 1, 0)))[:, : tokens.shape[1]]
+        hashed = (hashed ^ (before + 1).astype(jnp.uint32)) * jnp.uint32(16777619)
+        if n in ORDERS:
+            mixed = (hashed ^ (hashed >> 15)) * jnp.uint32(2246822519)
+            rows.append((mixed ^ (mixed >> 13)) % jnp.uint32(num_rows))
+    return jnp.stack(rows, axis=-1).astype(jnp.int32)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mask = nn.make_causal_mask(x[..., 0])
+        attention = nn.MultiHeadDotProductAttention(num_heads=HEADS)
+        x = x + attention(nn.LayerNorm()(x), mask=mask)
+        hidden = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
+        return x + nn.Dense(WIDTH)(hidden)
+
+
+class LanguageModel(nn.Module):
+    memory_rows: int  # 0: without a memory
+
+    @nn.compact
+    def __call__(self, tokens):  # [batch, length] to logits [batch, length, 256]
+        x = nn.Embed(256, WIDTH)(tokens)
+        x = x + self.param("positions", nn.initializers.normal(0.02), (LENGTH, WIDTH))
+        if self.memory_rows:
+            # An ordinary Flax layer: whether its gradient is row-sparse is up to who
+            # takes the gradient.
+            zeros = nn.initializers.zeros
+            memory = nn.Embed(
+                self.memory_rows, MEMORY_WIDTH, embedding_init=zeros, name="memory"
+            )
+            found = memory(ngram_rows(tokens, self.memory_rows))
+            x = x + nn.Dense(WIDTH)(found.reshape(*tokens.shape, -1))
+        for _ in range(LAYERS):
+            x = Block()(x)
+        return nn.Dense(256)(nn.LayerNorm()(x))
+
+
+def make_loss(model):
+    def loss_fn(params, examples):
+        """Bits that a byte takes."""
+        logits = model.apply({"params": params}, examples[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, examples[:, 1:]
+        )
+        return jnp.mean(losses) / jnp.log(2.0)
+
+    return loss_fn
+
+
+# --- training ---
+
+
+def row_sparse(loss_fn):
+    """The gradient of the memory is row-sparse, and that of all else is for AdamW.
+
+    With `sparse=True` that of the table of 256 bytes would be row-sparse, too.
+    """
+    return osa.value_and_grad(loss_fn, sparse=lambda path, _: path[0].key == "memory")
+
+
+def optimizer_of_parts(params, steps):
+    """AdamW for the transformer; for the memory Adagrad with one sum a row."""
+    rate = optax.cosine_decay_schedule(LEARNING_RATE, steps)
+    parts = {"rows": osa.rowwise_adagrad(MEMORY_RATE), "dense": optax.adamw(rate)}
+    labels = {name: "rows" if name == "memory" else "dense" for name in params}
+    return optax.partition(parts, labels)
+
+
+class Trainer:
+    """A model in training."""
+
+    def __init__(self, model, value_and_grad, make_optimizer, batch):
+        loss_fn = make_loss(model)
+        self.params = jax.jit(model.init)(jax.random.key(0), batch[:, :-1])["params"]
+        optimizer = make_optimizer(self.params)
+        self.state = jax.jit(optimizer.init)(self.params)
+
+        def step(params, state, batch):
+            loss, grads = value_and_grad(loss_fn)(params, batch)
+            updates, state = optimizer.update(grads, state, params)
+            return osa.apply_updates(params, updates), state, loss
+
+        # Donated, or each step would copy the memory and its moments.
+        step = jax.jit(step, donate_argnums=(0, 1))
+        self.step = step.lower(self.params, self.state, batch).compile()
+        self.loss = jax.jit(loss_fn)
+        self.seconds, self.history = [], []
+
+    def train(self, name, text, held_out, num_steps):
+        rng, compare = np.random.default_rng(0), max(1, num_steps // 8)
+        for number in tqdm(range(1, num_steps + 1), f"{name:26}", unit="step"):
+            batch = draw(text, rng)
+            start = time.perf_counter()
+            done = jax.block_until_ready(self.step(self.params, self.state, batch))
+            self.seconds.append(time.perf_counter() - start)
+            self.params, self.state, _ = done
+            if number % compare == 0:
+                loss = np.mean([self.loss(self.params, x) for x in held_out])
+                self.history.append((number, float(loss)))
+        return self
+
+    def megabytes(self):
+        """What parameters and state take, and what a step needs besides."""
+        memory = self.step.memory_analysis()
+        return memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
+
+
+def picture(path, trainers, costs):
+    figure = Figure(figsize=(11, 3.8), layout="constrained", dpi=120)
+    losses, times, sizes = figure.subplots(1, 3, width_ratios=(3, 2, 2))
+    colors = ["C7", "C0", "C3"]
+    for name, color in zip(list(trainers)[:2], colors, strict=False):
+        points = zip(*trainers[name].history, strict=True)
+        losses.plot(*points, "o-", color=color, label=name)
+    losses.set(xlabel="steps", ylabel="bits per byte, held-out text")
+    losses.legend()
+    milliseconds, held, besides = zip(*costs.values(), strict=True)
+    together = np.array(held) + np.array(besides)
+    for axes, values in ((times, milliseconds), (sizes, together)):
+        bars = axes.barh(list(costs), values, color=colors)
+        axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=2)
+        axes.set(xlim=(0, 1.3 * max(values)))
+        axes.invert_yaxis()
+    times.set(title="ms a step")
+    sizes.set(title="MB in a step", yticks=[])
+    figure.savefig(path, format="png")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Trains a model with a large memory.")
+    add = parser.add_argument
+    add("--steps", type=int, default=400, help="for each model; default: 400")
+    add("--rows", type=int, default=2_000_000, help="of the memory; default: 2,000,000")
+    add("--plot", default="ngram_memory.png", help="default: ngram_memory.png")
+    args = parser.parse_args()
+    if args.steps < 1 or args.rows < 1:
+        parser.error(f"at least 1 step and 1 row, got {args.steps} and {args.rows}")
+    text, other = read_text()
+    held_out = [draw(other, np.random.default_rng(i), 64) for i in range(2)]
+    print(f"text: {len(text) / 1e6:.1f} million bytes, held out {len(other) / 1e6:.1f}")
+    megabytes, lookups = (
+        args.rows * MEMORY_WIDTH * 4 / 1e6,
+        BATCH * LENGTH * len(ORDERS),
+    )
+    print(f"memory: {args.rows:,} rows x {MEMORY_WIDTH} float32, {megabytes:,.0f} MB")
+    print(f"a step: {BATCH} x {LENGTH} bytes, {lookups:,} lookups in the memory")
+
+    def parts(params):
+        return optimizer_of_parts(params, args.steps)
+
+    def adamw(params):
+        return optax.adamw(LEARNING_RATE)
+
+    plain, with_memory = LanguageModel(memory_rows=0), LanguageModel(args.rows)
+    trainers = {}
+    for name, num_steps, *how in (
+        ("without memory", args.steps, plain, row_sparse, parts),
+        ("with memory", args.steps, with_memory, row_sparse, parts),
+        (
+            "dense AdamW",
+            min(DENSE_STEPS, args.steps),
+            with_memory,
+            jax.value_and_grad,
+            adamw,
+        ),
+    ):
+        trainer = trainers[name] = Trainer(*how, held_out[0][:BATCH])
+        trainer.train(name, text, held_out, num_steps)
+        del trainer.params, trainer.state  # room for the next one
+
+    costs = {
+        name: (1e3 * np.median(trainer.seconds), *trainer.megabytes())
+        for name, trainer in trainers.items()
+    }
+    print(
+        f"\n{'':16}{'ms a step':>9}  {'MB held':>8}  {'MB besides':>10}  bits per byte"
+    )
+    for name, (milliseconds, held, besides) in costs.items():
+        steps, loss = trainers[name].history[-1]
+        print(
+            f"{name:16}{milliseconds:9.1f}  {held:8,.0f}  {besides:10,.0f}  "
+            f"{loss:.3f} after {steps:,} steps"
+        )
+    picture(args.plot, trainers, costs)
+    print(f"\nloss, time and memory: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""The modules of benchmarks/ can be imported by name, as its programs do."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -1,0 +1,455 @@
+"""benchmarks/steps.py: as a user meets it, who takes turns, and what is said."""
+
+import collections
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import machine
+import numpy as np
+import pytest
+import report
+import startup
+import steps
+import torch
+import turns
+from contestants import DENSE, TORCH, InJax, InTorch, make_optimizer
+from problem import Problem, draw, floor_bytes
+
+from ..helpers.support import TOLERANCE, Magnitude
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+OURS = "sparse_adam"
+PROBLEM = Problem(300, 8, 64, "float32")
+
+
+@pytest.fixture(autouse=True)
+def default_promotion():
+    """`optax.adam`, which is measured as well, promotes types."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def without_rest(monkeypatch):
+    monkeypatch.setattr(turns, "REST_SECONDS", 0)
+
+
+# --- a whole run ---
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """One whole run with torch: its output and its files."""
+    folder = tmp_path_factory.mktemp("run")
+    size = ["--rows", "3000", "--dim", "8", "--ids", "64", "--repeats", "4", "--busy"]
+    files = ["--json", str(folder / "run.json"), "--plot", str(folder / "run.png")]
+    command = [sys.executable, str(FOLDER / "steps.py"), *size, *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder
+
+
+def test_the_table_is_what_the_file_holds(measured):
+    stdout, folder = measured
+    content = json.loads((folder / "run.json").read_text())
+    lines = re.findall(r"^  (update|step)  +(.+?)  +(\d.*)$", stdout, re.M)
+    printed = {(phase, name): cells for phase, name, cells in lines}
+    (result,) = content["results"]
+    times = {(m["phase"], m["name"]): m for m in result["measurements"]}
+    both = [(phase, name) for phase in ("update", "step") for name in (OURS, TORCH)]
+    assert list(printed) == [*both, ("step", DENSE)]
+    assert set(printed) == set(times)
+    rate = content["copy_bytes"] / np.median(content["copy_seconds"])
+    for (phase, name), cells in printed.items():
+        seconds = np.array(times[phase, name]["seconds"])
+        assert seconds.shape == (4,)
+        expected = [*(1e3 * np.percentile(seconds, [50, 25, 75]))]
+        for rival in (TORCH, DENSE) if name == OURS else ():
+            if (phase, rival) in times:
+                other = np.array(times[phase, rival]["seconds"])
+                expected.append(np.median(seconds) / np.median(other))
+                expected += [*np.percentile(seconds / other, [25, 75])]
+        floor = times[phase, name]["floor_bytes"]
+        expected.append(100 * floor / rate / np.median(seconds))
+        for value, shown in zip(expected, re.findall(r"[\d.,]*\d", cells), strict=True):
+            last_digit = 10.0 ** -len(shown.partition(".")[2])
+            assert abs(float(shown.replace(",", "")) - value) <= 0.51 * last_digit
+    assert f"{result['touched']:,} rows touched" in stdout
+    assert f"jax {jax.__version__}" in stdout
+    assert re.search(r"^load +(\d\.\d\d of \d+ cores taken|unknown)", stdout, re.M)
+    assert max(map(len, stdout.splitlines())) <= 100
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_file_is_printed_and_drawn_again(measured):
+    stdout, folder = measured
+    command = [sys.executable, str(FOLDER / "report.py"), str(folder / "run.json")]
+    options = ["--plot", str(folder / "again.svg")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.stdout == stdout
+    drawing = (folder / "again.svg").read_text()
+    for text in (OURS, TORCH, DENSE, "whole training step", "rows of the table", "3k"):
+        assert f"<!-- {text} -->" in drawing, text
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda p: p.stem)
+def test_results_in_the_repository_can_be_read(path):
+    run = report.load(path)
+    assert report.verdict(run).startswith("Against torch: faster in ")
+    assert all(report.table(run, result) for result in run["results"])
+
+
+def test_startup(monkeypatch, capsys):
+    """Runs in this process what the program runs in new ones."""
+
+    def here(*arguments):
+        if arguments[0] == "-c":
+            exec(arguments[1], {})
+        else:
+            startup.one_step(arguments[1], rows=100)
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.setattr(startup, "in_new_process", here)
+    monkeypatch.setattr(startup, "REPEATS", 1)
+    startup.main()
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["sparse_adam", "optax.adam,", "dense", "ratio"]
+    names = [line.partition(",")[0].strip() for line in lines]
+    assert names == ["import", "compile", "first step"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--rows 0", "a whole number from 1"),
+        ("--ids 8 many", "got 'many'"),
+        ("--optimizer adam", "rowwise_adagrad, or lazy_X"),
+        ("--optimizer lazy_adafactor", "use sparse_adafactor"),
+        ("--plot a.bmp", "must end in .png"),
+        ("--json no/a.json", "there is no folder no"),
+    ],
+)
+def test_bad_input_is_one_clear_line(options, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        steps.main(options.split())
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_of_another_program(tmp_path, monkeypatch):
+    (tmp_path / "other.json").write_text('{"results": []}')
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "other.json")])
+    with pytest.raises(SystemExit, match="no file that this version"):
+        report.main()
+
+
+# --- a busy machine ---
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="nothing tells")
+def test_what_other_programs_take_is_counted():
+    spin = "import time\nwhile time.process_time() < 0.4: pass\ntime.sleep(60)"
+    others = machine.OtherPrograms()
+    with subprocess.Popen([sys.executable, "-c", spin]) as process:
+        while others.cores() * (time.perf_counter() - others.began) < 0.3:
+            time.sleep(0.1)
+        process.kill()
+    # What this process does, and its children once they have ended, is its own.
+    before = machine.OtherPrograms.busy_seconds()
+    began, own = time.perf_counter(), sum(os.times()[:4])
+    while sum(os.times()[:4]) < own + 0.4:
+        pass
+    taken = machine.OtherPrograms.busy_seconds() - before
+    idle = (time.perf_counter() - began) * machine.num_cores()
+    assert taken < idle - 0.3
+
+
+def test_a_busy_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(machine.OtherPrograms, "cores", lambda self: 1.3)
+    monkeypatch.setattr(steps, "measure", None)
+    with pytest.raises(
+        SystemExit, match=r"1\.30 of .* cores; times would mean nothing"
+    ):
+        steps.main(["--rows", "3000"])
+
+
+def run_of(times, others=0.0):
+    """A run of one problem with these times, by phase and name."""
+    measurements = [
+        {
+            "phase": phase,
+            "name": name,
+            "memory_bytes": 10**9,
+            "floor_bytes": 6400,
+            "seconds": seconds,
+        }
+        for (phase, name), seconds in times.items()
+    ]
+    names = [name for _, name in times]
+    result = {
+        "problem": Problem(1000, 16, 8, "float32")._asdict(),
+        "touched": 7,
+        "groups": [names[:1], names[1:]],
+        "skipped": {"x": "why"},
+        "others": others,
+        "measurements": measurements,
+    }
+    return {
+        "environment": {"cores": 2},
+        "options": {"repeats": 3},
+        "copy_bytes": 10**6,
+        "copy_seconds": [0.1],
+        "results": [result],
+    }
+
+
+def test_a_share_of_nothing_is_not_to_be_trusted():
+    """Torch's threads had to wait for a core: 400 times its time, and no word of it."""
+    times = {("step", OURS): [1.0, 1.0, 1.0], ("step", TORCH): [400.0, 400.0, 410.0]}
+    for others, trusted in ((0.0, True), (1.2, False), (None, True)):
+        run = run_of(times, others)
+        table = report.table(run, run["results"][0])
+        assert "0.0025 [0.0025, 0.0025]" in table
+        assert ("NOT TO BE TRUSTED: 1.20 of 2 cores" in table) != trusted
+        verdict = report.verdict(run)
+        assert verdict.startswith(
+            "Against torch" if trusted else "No verdict on 1 of 1"
+        )
+    run = run_of(times | {("step", TORCH): [1.0, 400.0, 400.0]})
+    table = report.table(run, run["results"][0])
+    assert (
+        "NOT TO BE TRUSTED: the quartiles of torch SparseAdam lie far apart"
+        not in table
+    )
+    run = run_of(times | {("step", TORCH): [1.0, 2.0, 400.0]})
+    table = report.table(run, run["results"][0])
+    assert "NOT TO BE TRUSTED: the quartiles of torch SparseAdam lie far apart" in table
+
+
+# --- who is measured, and on what ---
+
+
+@functools.cache
+def compiled(name, problem=PROBLEM):
+    return InJax(name, problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_both_compute_the_same(dtype):
+    """The guard of the benchmark: ours and torch's table agree after the same turns."""
+    problem = PROBLEM._replace(dtype=dtype)
+    batches = draw(problem)
+    with jax.enable_x64(dtype == "float64"):
+        ours, theirs = compiled(OURS, problem), InTorch(problem, torch, "cpu")
+        group = turns.Turns([ours, theirs], batches)
+        group.run(repeats=4)
+    assert {len(seconds) for seconds in group.seconds.values()} == {4}
+    table = Magnitude(1.0)  # the table began with ones
+    table.check(ours.table(), theirs.table(), TOLERANCE[dtype].torch, what="table")
+    # 24 steps of at most 0.001 or so, in the rows of the batches and no others.
+    moved = np.abs(ours.table() - 1).max(axis=1)
+    assert set(np.flatnonzero(moved)) == set(np.concatenate(batches.ids).tolist())
+    assert 0.005 < moved.max() < 0.02
+    group.stop()
+
+
+def test_the_dense_step_is_adam_on_a_dense_gradient():
+    batches, dense = draw(PROBLEM), compiled(DENSE)
+    assert dense.phases == ("step",)
+    dense.start(batches)
+    embedding = torch.nn.Embedding(300, 8, _weight=torch.ones(300, 8))
+    adam = torch.optim.Adam(embedding.parameters(), lr=1e-3)
+    weights = torch.from_numpy(batches.weights)
+    for number in range(3):
+        dense.run("step", number)
+        adam.zero_grad()
+        rows = embedding(torch.from_numpy(batches.ids[number]))
+        torch.nn.functional.softplus(rows @ weights).mean().backward()
+        adam.step()
+    expected = embedding.weight.detach().numpy()
+    assert np.abs(expected - 1).max() > 2e-3
+    # One step is 1e-3 of gradient over root; both come from sums in another order.
+    np.testing.assert_allclose(dense.table(), expected, rtol=0, atol=1e-6)
+    dense.stop()
+
+
+def test_memory_and_floor():
+    row, ids, rows = 8 * 4, PROBLEM.ids, PROBLEM.rows
+    ours, dense = compiled(OURS), compiled(DENSE)
+    theirs = InTorch(PROBLEM, torch, "cpu")
+    for contestant in (ours, theirs, dense):
+        assert 3 * rows * row < contestant.memory < (6 * rows + 20 * ids) * row
+    # p, m and v of 40 rows read and written, the rows of the batch read.
+    floor = (6 * 40 + ids) * row
+    assert floor_bytes(PROBLEM, 40, 4, state_row_bytes=2 * row) == floor
+    assert theirs.floor(40) == floor
+    assert 0 <= ours.floor(40) - floor <= 2 * 4  # the step count as well
+    assert dense.floor(40) == (6 * rows + ids) * row + 2 * 4
+
+
+@pytest.mark.parametrize("name", ["rowwise_adam", "sparse_adafactor", "lazy_adamw"])
+def test_optimizers(name):
+    make_optimizer(name).init(np.ones((5, 2), np.float32))
+
+
+def test_draws():
+    zipf, again = (draw(Problem(10**5, 4, 2000, "float32")) for _ in range(2))
+    np.testing.assert_array_equal(zipf.ids, again.ids)
+    assert not np.array_equal(zipf.ids[0], zipf.ids[1])
+    assert np.min(zipf.ids) >= 0
+    assert np.max(zipf.ids) < 10**5
+    unique = [len(set(ids.tolist())) for ids in zipf.ids]
+    assert abs(zipf.touched - np.mean(unique)) <= 0.5
+    # The chance of rank r is log(1 + 1/r) / log(R).
+    chance = np.log1p(1 / np.arange(1, 10**5)) / math.log(10**5)
+    expected = np.sum(1 - (1 - chance) ** 2000)
+    assert abs(zipf.touched - expected) < 0.03 * expected
+    assert np.argmax(np.bincount(np.concatenate(zipf.ids))) > 0  # not by rank
+
+
+def test_problems():
+    def sizes(options):
+        return [str(x) for x in steps.problems(steps.parse_args(options.split()))]
+
+    assert sizes("") == [
+        "1,000,000 x 64 float32, 8,192 ids",
+        "1,000,000 x 64 float32, 65,536 ids",
+        "2,000,000 x 96 float32, 24,000 ids",
+    ]
+    assert sizes("--rows 10000000 --dim 128 --ids 1048576 --dtype bfloat16") == [
+        "10,000,000 x 128 bfloat16, 1,048,576 ids"
+    ]
+    assert len(set(sizes("--rows 10 20 --ids 3 4"))) == 4
+
+
+# --- the turns ---
+
+
+class Fake:
+    """Takes no time and writes down what it is asked to do."""
+
+    phases = ("update", "step")
+
+    def __init__(self, name, memory=0, log=None, fails=None):
+        self.name, self.memory, self.fails = name, memory, fails
+        self.log = [] if log is None else log
+
+    def start(self, batches):
+        self.log.append((self.name, "start"))
+
+    def run(self, phase, batch):
+        self.log.append((self.name, phase, batch))
+        if self.fails == (phase, batch):
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore lines")
+
+    def stop(self):
+        self.log.append((self.name, "stop"))
+
+
+def test_turns_alternate():
+    log = []
+    group = turns.Turns([Fake("a", log=log), Fake("b", log=log)], None)
+    group.run(repeats=3)
+    group.stop()
+    assert log[:2] == [("a", "start"), ("b", "start")]
+    assert log[-2:] == [("a", "stop"), ("b", "stop")]
+    rounds = [log[2 + i : 10 + i] for i in range(0, len(log) - 4, 8)]
+    assert len(rounds) == 2 + 3
+    order = iter(("ba", "ab", "ab", "ba", "ba"))
+    for number, one in enumerate(rounds, -2):
+        first, second = next(order)
+        assert one == [
+            (name, phase, (number + shift + before) % 8)
+            for phase, shift in (("update", 0), ("step", 4))
+            for name in (first, second)
+            for before in (-1, 0)  # the run before is not timed
+        ]
+    assert all(len(seconds) == 3 for seconds in group.seconds.values())
+
+
+def test_nobody_always_comes_after_the_same():
+    log = []
+    turns.Turns([Fake(name, log=log) for name in "abc"], None).run(repeats=21)
+    names = [name for name, what, *_ in log if what in ("update", "step")]
+    pairs = list(itertools.pairwise(names))
+    for name in "abc":
+        before = collections.Counter(one for one, other in pairs if other == name)
+        assert all(before[other] > 10 for other in "abc" if other != name), before
+
+
+def test_who_runs_out_of_memory_leaves():
+    failing, other = Fake("a", fails=("step", 6)), Fake("b")
+    group = turns.Turns([failing, other], None)
+    group.run(repeats=4)
+    assert group.skipped == {"a": "RESOURCE_EXHAUSTED: out of memory"}
+    assert failing.log[-1] == ("a", "stop")
+    assert len(group.seconds["step", "a"]) == 2
+    assert len(group.seconds["step", "b"]) == 4
+
+
+def test_who_takes_long_runs_less(monkeypatch):
+    clock = {"a": 0.1, "b": 15.0, DENSE: 6.0}
+
+    def seconds(run, phase, batch):
+        run(phase, batch)
+        return clock[run.__self__.name]
+
+    monkeypatch.setattr(turns, "seconds", seconds)
+    group = turns.Turns([Fake(name) for name in clock], None)
+    group.run(repeats=9)
+    rounds = {name: len(group.seconds["step", name]) for name in clock}
+    assert rounds == {"a": 9, "b": 5, DENSE: 0}
+    assert group.skipped == {DENSE: "takes 6 s a step"}
+
+
+def test_groups():
+    fakes = [Fake("a", 30), Fake("b", 50), Fake("c", 40), Fake("d", 95), Fake("e", 10)]
+    together, skipped = turns.groups(fakes, free=100)  # of which 90 are taken
+    assert [[c.name for c in group] for group in together] == [["a", "b", "e"], ["c"]]
+    assert list(skipped) == ["d"]
+    assert turns.groups(fakes, free=None) == ([fakes], {})
+
+
+# --- what is said ---
+
+
+def test_numbers():
+    assert report.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0)
+    # Medians 2 and 4; the rounds 1/4, 2/2 and 3/6.
+    assert report.ratio([1, 2, 3], [4, 2, 6]) == (0.5, 0.375, 0.75)
+    shown = {0.01234: "0.012", 0.9996: "1.00", 1.234: "1.23", 9.996: "10.0"}
+    shown |= {12.34: "12.3", 99.96: "100", 1234.5: "1,234"}
+    assert {value: report.digits(value) for value in shown} == shown
+    shown = {0.0021: "0.0021", 0.0949: "0.095", 0.0951: "0.10", 12.34: "12.3"}
+    assert {value: report.share(value) for value in shown} == shown
+
+
+def test_the_verdict_says_where_we_lose():
+    run = run_of(
+        {
+            ("update", OURS): [2.0, 2.1, 2.2],
+            ("update", TORCH): [1.0, 1.0, 1.0],
+            ("step", OURS): [1.0, 1.0, 1.0],
+            ("step", TORCH): [2.0, 1.0, 0.9],
+            ("step", DENSE): [9.0, 9.0],
+        }
+    )
+    where = "1,000 x 16 float32, 8 ids"
+    assert report.verdict(run).splitlines() == [
+        "Against torch: faster in 0 of 2 rows.",
+        f"  SLOWER: update, sparse_adam, {where}: 2.10 [2.05, 2.15]",
+        f"  no clear difference: step, sparse_adam, {where}: 1.00 [0.75, 1.06]",
+        "Against optax.adam: faster in 1 of 1 rows.",
+    ]
+    table = report.table(run, run["results"][0])
+    assert "  step, optax.adam, dense: 2 rounds only" in table
+    assert "  x: left out, why" in table
+    assert "  too large to take turns all together: sparse_adam; then " in table

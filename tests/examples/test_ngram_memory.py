@@ -1,0 +1,118 @@
+"""examples/ngram_memory.py: as a user meets it, and its parts against plain loops."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from ..helpers.examples import load_example, run_example
+
+ngram_memory = load_example("ngram_memory")
+ROWS = 3000
+
+
+@pytest.fixture(autouse=True)
+def default_promotion():
+    """Flax and optax promote types."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_a_whole_run(tmp_path):
+    done = run_example("ngram_memory", "--steps", 24, "--rows", 200_000, cwd=tmp_path)
+    number = r" +([\d.,]+)"
+    lines = re.findall(
+        rf"^(\w.*?){number * 4} after (\d+) steps$", done.stdout, re.MULTILINE
+    )
+    names, *columns, steps = zip(*lines, strict=True)
+    assert names == ("without memory", "with memory", "dense AdamW")
+    assert steps == ("24", "24", "10")
+    milliseconds, held, besides, bits = (
+        [float(x.replace(",", "")) for x in column] for column in columns
+    )
+    assert min(milliseconds) > 0
+    table = 200_000 * ngram_memory.MEMORY_WIDTH * 4 / 1e6
+    # The table and one number a row, or the table and two moments.
+    one_number = table / ngram_memory.MEMORY_WIDTH
+    # Rounded to whole MB; the projection of what is found, and its moments, are 0.3.
+    assert abs(held[1] - held[0] - table - one_number) < 1.5
+    assert abs(held[2] - held[1] - 2 * table + one_number) < 1.5
+    assert besides[2] > besides[1] + 0.9 * table  # the dense gradient
+    assert bits[1] < bits[0] - 0.1 < 5
+    assert (tmp_path / "ngram_memory.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_what_can_go_wrong(main_of):
+    assert "got 0 and 2000000" in main_of(ngram_memory, "--steps", 0)
+
+
+def test_rows_equal_a_plain_loop():
+    tokens = np.random.default_rng(0).integers(256, size=(2, 9))
+    found = np.asarray(ngram_memory.ngram_rows(tokens, ROWS))
+    for example, position in np.ndindex(tokens.shape):
+        expected, hashed = [], 2166136261
+        for n in range(1, max(ngram_memory.ORDERS) + 1):
+            at = position - n + 1
+            byte = int(tokens[example, at]) if at >= 0 else 0
+            hashed = (hashed ^ (byte + 1)) * 16777619 % 2**32
+            if n in ngram_memory.ORDERS:
+                mixed = (hashed ^ (hashed >> 15)) * 2246822519 % 2**32
+                expected.append((mixed ^ (mixed >> 13)) % ROWS)
+        assert found[example, position].tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        batch = np.random.default_rng(0).integers(256, size=(16, 65)).astype(np.int32)
+        return batch, ngram_memory.Trainer(
+            ngram_memory.LanguageModel(ROWS),
+            ngram_memory.row_sparse,
+            lambda params: ngram_memory.optimizer_of_parts(params, 10),
+            batch,
+        )
+
+
+def test_no_byte_is_seen_before_its_turn(trainer):
+    batch, trained = trainer
+    tokens = batch[:, :64].copy()
+    model, params = ngram_memory.LanguageModel(ROWS), trained.params
+    rows = np.random.default_rng(0).normal(size=(ROWS, ngram_memory.MEMORY_WIDTH))
+    params = params | {"memory": {"embedding": rows.astype(np.float32)}}
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
+    before = np.asarray(apply(tokens))
+    tokens[:, 40] ^= 1
+    after = np.asarray(apply(tokens))
+    np.testing.assert_array_equal(before[:, :40], after[:, :40])
+    assert (before[:, 40:46] != after[:, 40:46]).any(axis=-1).all()
+
+
+def test_a_step_moves_the_rows_of_its_n_grams_only(trainer):
+    batch, trained = trainer
+    text, rows = np.tile(batch[0], 3), ngram_memory.ngram_rows
+    before = jax.device_get(trained.params)
+    trained.train("test", text, [batch], num_steps=3)
+    after = jax.device_get(trained.params)
+    rng = np.random.default_rng(0)
+    touched = {
+        int(row)
+        for _ in range(3)
+        for row in np.ravel(rows(ngram_memory.draw(text, rng)[:, :-1], ROWS))
+    }
+    moved = np.any(
+        before["memory"]["embedding"] != after["memory"]["embedding"], axis=1
+    )
+    assert 0 < moved.sum() < ROWS // 2
+    assert set(np.flatnonzero(moved).tolist()) <= touched
+    assert np.any(before["Dense_0"]["kernel"] != after["Dense_0"]["kernel"])
+
+
+def test_text_and_examples():
+    text, held_out = ngram_memory.read_text()
+    assert len(text) > 10 * len(held_out) > 10**5
+    drawn = ngram_memory.draw(np.arange(100), np.random.default_rng(0), size=500)
+    assert drawn.shape == (500, 65)
+    assert (np.diff(drawn, axis=1) == 1).all()
+    assert drawn.min() == 0
+    assert drawn.max() == 99

@@ -1,0 +1,53 @@
+"""The programs of examples/: loaded as modules, and run as a user runs them."""
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(name, *options, cwd, check=True):
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def interrupt_example(name, *options, cwd, after, seconds=0.0):
+    """Presses Ctrl-C some seconds after a line of the output begins with `after`."""
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=cwd, **pipes) as process:
+        try:
+            seen = ""
+            while after and not re.search(rf"^{re.escape(after)}", seen, re.MULTILINE):
+                line = process.stdout.readline()
+                assert line, process.stderr.read()
+                seen += line
+            time.sleep(seconds)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return process.returncode, seen + out, err
+
+
+def assert_one_clear_line(done, *words):
+    """A fault of the user's: the exit status is not 0, and one line says what."""
+    assert done.returncode not in (0, 130)
+    assert "Traceback" not in done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    for word in words:
+        assert word in line, done.stderr
