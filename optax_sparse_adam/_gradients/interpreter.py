@@ -20,8 +20,8 @@ Which zeros are a RowSum is known beforehand (`analysis`): those that reach the 
 of a wanted leaf, and no others, whatever their shape.
 
 A call that no stand-in passes through is bound as it is, with its custom derivatives
-for whoever differentiates the result. So is one with custom derivatives that a stand-in
-does pass through; it gets an array in its place.
+for whoever differentiates the result. One with custom derivatives that a stand-in does
+pass through keeps them, too (`rules_custom`), or gets an array in its place.
 
 Known limits: a function of a table that leaves a branch of `cond`, and one that a loop
 carries, becomes an array, as under `jax.grad`.
@@ -51,6 +51,7 @@ class Context(NamedTuple):
       blamed: Equations that have made a sum of rows dense after all.
       known: What has been computed in this trace.
       demanded: The variables of this jaxpr that are to be sums of rows.
+      elementwise: Functions with custom derivatives that are taken for elementwise.
     """
 
     analysis: Analysis
@@ -59,6 +60,7 @@ class Context(NamedTuple):
     blamed: list[JaxprEqn]
     known: Known
     demanded: frozenset[Var] = frozenset()
+    elementwise: frozenset[Any] = frozenset()
 
     def in_new_trace(self) -> "Context":
         """The context for a jaxpr that JAX traces by itself, such as a loop's body.

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import LINEAR, NONLINEAR, bind_eqn
 from .._rows.gather_scatter import in_bounds
-from . import rules_control_flow, rules_shard_map
+from . import rules_control_flow, rules_custom, rules_shard_map
 from .analysis import Analysis, Obstacle, Obstacles, Rule
 from .interpreter import Context, Results, shape_of
 from .rules_lookups import (
@@ -101,10 +101,9 @@ def _any_of(apply: Apply) -> Rule:
     """The result is a sum of rows if one of the operands is."""
 
     def may_be(eqn: JaxprEqn) -> list[bool]:
-        return [
-            not isinstance(x, Literal) and x.aval.shape == _out(eqn).shape
-            for x in eqn.invars
-        ]
+        atoms: list[Any] = eqn.invars
+        shape = _out(eqn).shape
+        return [not isinstance(x, Literal) and x.aval.shape == shape for x in atoms]
 
     def demand(analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
         return may_be(eqn)
@@ -173,7 +172,7 @@ def _only_operand(eqn: JaxprEqn) -> Any:
     variables = {x for x in eqn.invars if not isinstance(x, Literal)}
     if len(variables) != 1:
         return None
-    (var,) = variables
+    var: Any = variables.pop()
     name = eqn.primitive.name
     if var.aval.shape != _out(eqn).shape:
         return None
@@ -283,7 +282,8 @@ def _cast(context: Context, eqn: JaxprEqn, value: Any) -> Results:
 
 def _is_exact(eqn: JaxprEqn) -> bool:
     """Whether a cast keeps every number; one that rounds is not linear."""
-    old, new = eqn.invars[0].aval.dtype, _out(eqn).dtype
+    operand: Any = eqn.invars[0]
+    old, new = operand.aval.dtype, _out(eqn).dtype
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
         return False
     old, new = jnp.finfo(old), jnp.finfo(new)
@@ -475,6 +475,7 @@ RULES: dict[str, Rule] = {
     "jit": rules_control_flow.call("jaxpr"),
     "closed_call": rules_control_flow.call("call_jaxpr"),
     "eval_jaxpr": rules_control_flow.call("call_jaxpr"),  # in JAX 0.11
+    "custom_jvp_call": _never(rules_custom.custom_jvp),
     "remat2": rules_control_flow.REMAT,
     "scan": rules_control_flow.SCAN,
     "cond": rules_control_flow.COND,

@@ -214,8 +214,8 @@ def _scan_sums(
     for i in sums:
         init = args[i]
         if i in full:
-            total, touched = totals[i]
-            new: tuple[Part, ...] = (every_row(touched, total),)
+            array, touched = totals[i]
+            new: tuple[Part, ...] = (every_row(touched, array),)
         else:
             new = tuple(Part(*map(_flatten_steps, part)) for part in parts[i])
         results[i] = RowSum(init.shape, init.dtype, init.parts + new, init.carry)
