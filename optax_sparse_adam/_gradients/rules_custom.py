@@ -43,8 +43,11 @@ def custom_jvp(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     ):
         return NotImplemented
 
+    # JAX keeps the rule for later, and with it whatever the function refers to.
+    later = context.in_new_trace()
+
     def function(*args: Any) -> Any:
-        return _at_rows(context, eqn, args)
+        return _at_rows(later, eqn, args)
 
     return [elementwise(out.shape, out.dtype, function, *args)]
 
@@ -100,8 +103,7 @@ def _evaluate(context: Context, closed: ClosedJaxpr, args: Sequence[Any]) -> lis
             arg = stand_in
         values.append(arg)
     wanted = [False] * len(closed.jaxpr.outvars)
-    inner = context.in_new_trace()
-    results = inner.evaluate(closed, values, wanted)
+    results = context.in_new_trace().evaluate(closed, values, wanted)
     if any(shape_of(x) and not isinstance(x, Deferred) for x in results):
         raise _NotElementwise
     return [
