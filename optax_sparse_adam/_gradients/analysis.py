@@ -28,6 +28,8 @@ interpreter makes an array of every sum that it cannot keep.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -44,8 +46,38 @@ class Obstacle(NamedTuple):
     line: str = ""
 
 
-Obstacles = Sequence[Obstacle | None]
+class Number(NamedTuple):
+    """A scalar that the program holds, in the place of an obstacle.
+
+    Attributes:
+      value: The scalar.
+    """
+
+    value: Any
+
+
+State = Obstacle | Number | None
+Obstacles = Sequence[State]
 UNKNOWN = Obstacle(None)
+
+
+def number_of(value: Any) -> Number | None:
+    """What is known of a value before anything is computed: a scalar, or nothing."""
+    if isinstance(value, jax.Array) or not isinstance(
+        value, int | float | np.generic | np.ndarray
+    ):
+        return None
+    return None if np.ndim(value) else Number(value)
+
+
+def cast_number(eqn: JaxprEqn, value: Any) -> Number | None:
+    """The result of a cast of a scalar, as jnp functions make one of each `0`."""
+    number = number_of(value)
+    if number is None or eqn.primitive.name != "convert_element_type":
+        return None
+    if eqn.params["weak_type"]:
+        return None
+    return Number(np.asarray(number.value).astype(eqn.params["new_dtype"]))
 
 
 class Rule(NamedTuple):
@@ -121,26 +153,42 @@ class Analysis:
         Args:
           jaxpr: The jaxpr.
           wanted: Which outputs are to be sums of rows.
-          inputs: An obstacle or `None` for each input.
+          inputs: What is known of each input.
         """
-        key = (id(jaxpr), tuple(wanted), tuple(map(id, inputs)))
+        # The result is the same for all calls whose inputs have obstacles at the same
+        # places, but for these obstacles.
+        marks: list[State] = [
+            Obstacle(None, f"input {i}") if isinstance(x, Obstacle) and x.line else x
+            for i, x in enumerate(inputs)
+        ]
+        key = (id(jaxpr), tuple(wanted), *map(_key, marks))
         if key not in self._obstacles:
-            self._keys.append((jaxpr, inputs))
-            self._obstacles[key] = self._find_obstacles(jaxpr, wanted, inputs)
-        return self._obstacles[key]
+            self._keys.append(jaxpr)
+            self._obstacles[key] = self._find_obstacles(jaxpr, wanted, marks)
+        originals: dict[Obstacle | None, Obstacle | None] = {
+            mark: x
+            for mark, x in zip(marks, inputs, strict=True)
+            if isinstance(mark, Obstacle) and isinstance(x, Obstacle)
+        }
+        return [originals.get(x, x) for x in self._obstacles[key]]
 
     def _find_obstacles(
         self, jaxpr: Jaxpr, wanted: Sequence[bool], inputs: Obstacles
     ) -> list[Obstacle | None]:
         demanded = self.demand(jaxpr, wanted).variables
-        known: dict[Any, Obstacle | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        known: dict[Any, State] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def of(atom: Any) -> Obstacle | None:
-            return UNKNOWN if isinstance(atom, Literal) else known.get(atom, UNKNOWN)
+        def of(atom: Any) -> State:
+            if isinstance(atom, Literal):
+                return number_of(atom.val) or UNKNOWN
+            return known.get(atom, UNKNOWN)
 
         for eqn in jaxpr.eqns:
             results = [var in demanded for var in eqn.outvars]
             if not any(results):
+                operand = of(eqn.invars[0]) if eqn.invars else None
+                if isinstance(operand, Number):
+                    known[eqn.outvars[0]] = cast_number(eqn, operand.value) or UNKNOWN
                 continue
             rule = self._rules.get(eqn.primitive.name)
             if rule is None:
@@ -149,11 +197,20 @@ class Analysis:
                 found = rule.obstacles(self, eqn, results, list(map(of, eqn.invars)))
             for var, obstacle in zip(eqn.outvars, found, strict=True):
                 known[var] = _located(obstacle, eqn)
-        return [of(atom) for atom in jaxpr.outvars]
+        outputs = map(of, jaxpr.outvars)
+        return [UNKNOWN if isinstance(x, Number) else x for x in outputs]
 
 
-def _located(obstacle: Obstacle | None, eqn: JaxprEqn) -> Obstacle | None:
+def _key(state: State) -> Any:
+    if isinstance(state, Number):
+        value = np.asarray(state.value)
+        return value.dtype.name, value.tobytes()
+    return state if state is None else state.line
+
+
+def _located(state: State, eqn: JaxprEqn) -> State:
     """An obstacle with a line; what jnp functions hold inside has none of its own."""
-    if obstacle is None or obstacle.line:
-        return obstacle
-    return Obstacle(obstacle.eqn or eqn, source_info_util.summarize(eqn.source_info))
+    if state is None or (isinstance(state, Obstacle) and state.line):
+        return state
+    where = (state.eqn if isinstance(state, Obstacle) else None) or eqn
+    return Obstacle(where, source_info_util.summarize(eqn.source_info))

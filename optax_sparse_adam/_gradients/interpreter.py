@@ -34,7 +34,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_extras.jaxprs import evaluate_eqn
-from .analysis import Analysis, Rule
+from .analysis import Analysis, Rule, cast_number
 from .symbolic_values import Deferred, Known, Part, RowSum, is_symbolic
 
 Results = Any  # what a rule returns: a list, or NotImplemented
@@ -121,6 +121,8 @@ class Context(NamedTuple):
                 results = rule.apply(self, eqn, *args)
             if results is not NotImplemented:
                 return list(results)
+        if len(args) == 1 and (number := cast_number(eqn, args[0])) is not None:
+            return [number.value]
         return evaluate_eqn(eqn, list(map(self.dense, args)))
 
     def _concerns(self, eqn: JaxprEqn, args: list[Any]) -> bool:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.jaxprs import LINEAR, NONLINEAR, bind_eqn
 from .._rows.gather_scatter import in_bounds
 from . import rules_control_flow, rules_custom, rules_shard_map
-from .analysis import Analysis, Obstacle, Obstacles, Rule
+from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
 from .interpreter import Context, Results, shape_of
 from .rules_lookups import (
     gather_from,
@@ -130,15 +130,18 @@ def _of_one(apply: Apply) -> Rule:
     """The result is a sum of rows if it is a function `f` of one, with `f(0) == 0`."""
 
     def demand(analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
-        var = _only_operand(eqn)
+        var = _only_table(eqn)
         return [x is var for x in eqn.invars]
 
     def obstacles(
         analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
     ) -> Obstacles:
-        var = _only_operand(eqn)
+        var = _only_table(eqn)
+        values = [x.value if isinstance(x, Number) else None for x in operands]
+        if var is None or not _is_zero_at_zero(eqn, values):
+            return [Obstacle(eqn)]
         pairs = zip(eqn.invars, operands, strict=True)
-        return [next((found for x, found in pairs if x is var), Obstacle(eqn))]
+        return [next(state for x, state in pairs if x is var)]
 
     return Rule(apply, demand, obstacles)
 
@@ -164,34 +167,40 @@ _AT_ZERO: dict[str, Callable[..., Any]] = {
 }
 
 
-def _only_operand(eqn: JaxprEqn) -> Any:
-    """The variable of which an elementwise equation is a function `f`, `f(0) == 0`.
+def _only_table(eqn: JaxprEqn) -> Any:
+    """The variable of the result's shape, if an elementwise equation has only one."""
+    atoms: list[Any] = eqn.invars
+    shape = _out(eqn).shape
+    found = {x for x in atoms if not isinstance(x, Literal) and x.aval.shape == shape}
+    return found.pop() if len(found) == 1 else None
 
-    `None` where it is a function of several, or not surely zero at zero.
+
+def _is_zero_at_zero(eqn: JaxprEqn, values: Sequence[Any]) -> bool:
+    """Whether zeros in the place of the only table make zeros.
+
+    Args:
+      eqn: An elementwise equation.
+      values: Its operands that are known scalars, `None` for all others.
     """
-    variables = {x for x in eqn.invars if not isinstance(x, Literal)}
-    if len(variables) != 1:
-        return None
-    var: Any = variables.pop()
-    name = eqn.primitive.name
-    if var.aval.shape != _out(eqn).shape:
-        return None
-    if name not in _ZERO_AT_ZERO.split():
-        function = _AT_ZERO.get(name)
-        if function is None:
-            return None
-        args = [np.asarray(x.val) if isinstance(x, Literal) else 0 for x in eqn.invars]
-        params = eqn.params if name == "integer_pow" else {}
-        if not np.all(function(*args, **params) == 0):
-            return None
-    return var
+    name, table = eqn.primitive.name, _only_table(eqn)
+    if name in _ZERO_AT_ZERO.split():
+        return True
+    if name not in _AT_ZERO:
+        return False
+    args = [
+        0 if x is table else value for x, value in zip(eqn.invars, values, strict=True)
+    ]
+    params = eqn.params if name == "integer_pow" else {}
+    return None not in args and bool(_AT_ZERO[name](*args, **params) == 0)
 
 
 def _function_of_one(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     """Applies a function to the sum of each row."""
-    var = _only_operand(eqn)
     total = next((x for x in args if isinstance(x, RowSum)), None)
-    if var is None or total is None or total.carry is not None:
+    if total is None or total.carry is not None or _only_table(eqn) is None:
+        return NotImplemented
+    numbers = map(number_of, args)
+    if not _is_zero_at_zero(eqn, [x and x.value for x in numbers]):
         return NotImplemented
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
     if total.is_zero:
@@ -355,7 +364,8 @@ def _reduce_sum(context: Context, eqn: JaxprEqn, total: Any) -> Results:
     rest = tuple(1 + axis - total.depth for axis in axes if axis >= total.depth)
     valid = in_bounds(part.indices, total.shape)
     valid = valid.reshape((-1,) + (1,) * (part.data.ndim - 1))
-    return [jnp.sum(jnp.where(valid, part.data, 0), axis=(0, *rest))]
+    data = jnp.where(valid, part.data, jnp.zeros([], part.data.dtype))
+    return [jnp.sum(data, axis=(0, *rest), dtype=_out(eqn).dtype)]
 
 
 def _same_rows(context: Context, eqn: JaxprEqn, value: Any) -> Results:
@@ -404,16 +414,17 @@ def _broadcast(context: Context, eqn: JaxprEqn, scalar: Any, *rest: Any) -> Resu
 def _broadcast_obstacles(
     analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
 ) -> Obstacles:
-    atom = eqn.invars[0]
-    zero = isinstance(atom, Literal) and not np.ndim(atom.val) and _is_zero(atom.val)
+    number = operands[0]
+    zero = isinstance(number, Number) and _is_zero(number.value)
     return [None if zero else Obstacle(eqn)]
 
 
 def _is_zero(scalar: Any) -> bool:
     """A number known to be zero, not minus zero, which a sum of rows cannot keep."""
-    if isinstance(scalar, jax.Array):
-        return False
-    return bool(np.all(scalar == 0) and not np.any(np.signbit(scalar)))
+    number = number_of(scalar)
+    return number is not None and bool(
+        number.value == 0 and not np.signbit(number.value)
+    )
 
 
 def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Results:
