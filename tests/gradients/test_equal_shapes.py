@@ -27,15 +27,15 @@ def shared(p, ids):
     return square((p["t"] + p["s"])[ids], p["w"])
 
 
-def both(loss, **kwargs):
+def both(loss, params=PARAMS, **kwargs):
+    """Our gradient and JAX's, compiled together."""
     ours, theirs = osa.grad(loss, **kwargs), jax.grad(loss)
-    return jax.jit(lambda *args: (ours(*args), theirs(*args)))(PARAMS, IDS)
+    return jax.jit(lambda *args: (ours(*args), theirs(*args)))(params, IDS)
 
 
-@pytest.mark.parametrize("loss", [base, shared])
+@pytest.mark.parametrize(("loss", "form"), [(base, "mask"), (shared, "predicate")])
 @pytest.mark.parametrize("kinds", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("form", ["mask", "predicate"])
-def test_masks(loss, kinds, form):
+def test_masks(loss, form, kinds):
     """Exactly the leaves that `sparse` names are row-sparse."""
     mask = {**dict(zip("ts", kinds, strict=True)), "w": False}
     sparse = mask if form == "mask" else lambda path, leaf: mask[path[0].key]
@@ -97,19 +97,24 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("name", [*ROW_SPARSE, *DENSE])
-def test_custom_backward(name):
-    """A cast that rounds is not linear: it is applied to the sum of a row's entries."""
-    function = with_gradient({**ROW_SPARSE, **DENSE}[name])
+@pytest.mark.parametrize("functions", [ROW_SPARSE, DENSE], ids=["sparse", "dense"])
+def test_custom_backward(functions):
+    """A cast that rounds is not linear: it is applied to the sum of a row's entries.
+
+    One table for each function, all of one shape, and one of that shape without any.
+    """
+    params = dict.fromkeys(functions, PARAMS["t"]) | {"plain": PARAMS["s"]}
 
     def loss(p, ids):
-        return base({**p, "t": function(p["t"])}, ids)
+        uses = {name: with_gradient(function) for name, function in functions.items()}
+        uses["plain"] = lambda t: t
+        return sum(square(use(p[name])[ids], PARAMS["w"]) for name, use in uses.items())
 
-    actual, expected = both(loss)
-    assert is_bcoo(actual["t"]) == (name in ROW_SPARSE)
-    assert is_bcoo(actual["s"])
-    for leaf in actual:
-        assert_same(actual[leaf], expected[leaf], CLOSE, leaf)
+    actual, expected = both(loss, params)
+    for name in params:
+        is_sparse = functions is ROW_SPARSE or name == "plain"
+        assert is_bcoo(actual[name]) == is_sparse, name
+        assert_same(actual[name], expected[name], CLOSE, name)
 
 
 def test_narrow_table():

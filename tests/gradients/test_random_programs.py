@@ -355,12 +355,12 @@ def compare_second(program, rows):
 
 @pytest.mark.parametrize("rows", [4, 6, 16])
 @given(program=programs, mask=masks, aux=st.sampled_from(list(AUX)))
-@settings(max_examples=10)
+@settings(max_examples=8)
 def test_random_programs(rows, program, mask, aux):
     compare(program, rows, mask, aux)
 
 
 @given(program=programs)
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_random_second_derivatives(program):
     compare_second(program, 6)
