@@ -24,7 +24,9 @@ for whoever differentiates the result. One with custom derivatives that a stand-
 pass through keeps them, too (`rules_custom`), or gets an array in its place.
 
 Known limits: a function of a table that leaves a branch of `cond`, and one that a loop
-carries, becomes an array, as under `jax.grad`.
+carries, becomes an array, as under `jax.grad`. Calls that a table passes through are
+evaluated in their place, each time. Rows that no lookup touches have no gradient, where
+`jax.grad` multiplies its zeros by infinite derivatives and gives them NaN.
 """
 
 from collections.abc import Sequence
