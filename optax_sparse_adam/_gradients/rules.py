@@ -1,11 +1,19 @@
 """The rules of the interpreter: one entry for each primitive in `RULES`.
 
-A new primitive is a new entry. An elementwise primitive needs its name only; one that
-is linear also says how it acts on a sum of rows.
+A new primitive is a new entry: what to do with it (`apply`), through which operands a
+sum of rows reaches its results (`demand`), and what keeps a result from being one
+(`obstacles`). An elementwise primitive needs its name in `_jax_extras.jaxprs` only.
+
+Three kinds of elementwise equations keep a sum of rows one:
+
+* Linear ones, such as a product, act on each entry. Entries of one row still add up.
+* A function `f` of one sum with `f(0) == 0`, such as a cast that rounds, acts on the
+  sum of each row: the entries of each row are added up first.
+* Everything else gets plain arrays.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +23,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.jaxprs import LINEAR, NONLINEAR
+from .._jax_extras.jaxprs import LINEAR, NONLINEAR, bind_eqn
 from .._rows.gather_scatter import in_bounds
-from . import rules_control_flow, rules_shard_map
-from .interpreter import Blame, Context, Results, Rule, Verdict
+from . import rules_control_flow, rules_custom, rules_shard_map
+from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
+from .interpreter import Context, Results, shape_of
 from .rules_lookups import (
     gather_from,
     is_scatter_of_rows,
@@ -32,92 +41,227 @@ from .symbolic_values import (
     Part,
     RowSum,
     dense,
+    elementwise,
     fill,
     gathered,
-    is_deferred,
+    is_symbolic,
     merged,
-    rows_of,
     table,
 )
 
-Judge = Callable[[Context, JaxprEqn, Callable[[Any], Verdict]], list[Verdict]]
+Apply = Callable[..., Results]
 
 
 def _out(eqn: JaxprEqn) -> Any:
     return eqn.outvars[0].aval
 
 
-def _bind(eqn: JaxprEqn, *args: Any) -> Any:
-    return eqn.primitive.bind(*args, **eqn.params)
+# Through which operands a sum of rows reaches a result.
 
 
-# How a result inherits being a sum of rows from its operands.
+def _none(analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
+    return [False] * len(eqn.invars)
 
 
-def _never(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
-    return [Blame(eqn)]
+def _never(apply: Apply) -> Rule:
+    """No result is a sum of rows."""
+
+    def obstacles(
+        analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
+    ) -> Obstacles:
+        return [Obstacle(eqn)] * len(eqn.outvars)
+
+    return Rule(apply, _none, obstacles)
 
 
-def _all_of(start: int = 0, stop: int | None = None) -> Judge:
-    """A sum of rows if all of these operands are."""
+def _all_of(
+    apply: Apply,
+    start: int = 0,
+    stop: int | None = None,
+    condition: Callable[[JaxprEqn], bool] = lambda eqn: True,
+) -> Rule:
+    """The result is a sum of rows if all of these operands are."""
 
-    def judge(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
-        verdicts = map(verdict_of, eqn.invars[start:stop])
-        return [next((v for v in verdicts if v is not None), None)]
+    def demand(analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
+        chosen = range(len(eqn.invars))[start:stop]
+        return [i in chosen and condition(eqn) for i in range(len(eqn.invars))]
 
-    return judge
+    def obstacles(
+        analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
+    ) -> Obstacles:
+        if not condition(eqn):
+            return [Obstacle(eqn)]
+        found = (x for x in operands[start:stop] if x is not None)
+        return [next(found, None)]
+
+    return Rule(apply, demand, obstacles)
 
 
-def _each_of(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
+def _any_of(apply: Apply) -> Rule:
+    """The result is a sum of rows if one of the operands is."""
+
+    def may_be(eqn: JaxprEqn) -> list[bool]:
+        atoms: list[Any] = eqn.invars
+        shape = _out(eqn).shape
+        return [not isinstance(x, Literal) and x.aval.shape == shape for x in atoms]
+
+    def demand(analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
+        return may_be(eqn)
+
+    def obstacles(
+        analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
+    ) -> Obstacles:
+        found = [x for x, may in zip(operands, may_be(eqn), strict=True) if may]
+        return [None if None in found else next(iter(found), Obstacle(eqn))]
+
+    return Rule(apply, demand, obstacles)
+
+
+def _each_of(apply: Apply) -> Rule:
     """Each result is a sum of rows if its operand is."""
-    return [verdict_of(atom) for atom in eqn.invars]
+    return Rule(
+        apply,
+        demand=lambda analysis, eqn, wanted: wanted,
+        obstacles=lambda analysis, eqn, wanted, operands: operands,
+    )
 
 
-def _any_of(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
-    """A sum of rows if one of the operands is."""
-    verdicts = [verdict_of(x) for x in eqn.invars if context.is_table(x)]
-    return [None if None in verdicts else next(iter(verdicts), Blame(eqn))]
+def _of_one(apply: Apply) -> Rule:
+    """The result is a sum of rows if it is a function `f` of one, with `f(0) == 0`."""
+
+    def demand(analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
+        var = _only_table(eqn)
+        return [x is var for x in eqn.invars]
+
+    def obstacles(
+        analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
+    ) -> Obstacles:
+        var = _only_table(eqn)
+        values = [x.value if isinstance(x, Number) else None for x in operands]
+        if var is None or not _is_zero_at_zero(eqn, values):
+            return [Obstacle(eqn)]
+        pairs = zip(eqn.invars, operands, strict=True)
+        return [next(state for x, state in pairs if x is var)]
+
+    return Rule(apply, demand, obstacles)
+
+
+# Elementwise functions of one value that are zero at zero.
+
+_ZERO_AT_ZERO = (
+    "abs asin asinh atan atanh cbrt ceil convert_element_type copy erf erf_inv expm1 "
+    "floor log1p name neg reduce_precision round sign sin sinh sqrt square tan tanh"
+)
+# The same where it depends on other operands, which are numbers, or on parameters.
+_AT_ZERO: dict[str, Callable[..., Any]] = {
+    "clamp": lambda low, x, high: np.minimum(np.maximum(low, x), high),
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "integer_pow": lambda x, *, y: 0 if y > 0 else 1,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "ne": np.not_equal,
+}
+
+
+def _only_table(eqn: JaxprEqn) -> Any:
+    """The variable of the result's shape, if an elementwise equation has only one."""
+    atoms: list[Any] = eqn.invars
+    shape = _out(eqn).shape
+    found = {x for x in atoms if not isinstance(x, Literal) and x.aval.shape == shape}
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_zero_at_zero(eqn: JaxprEqn, values: Sequence[Any]) -> bool:
+    """Whether zeros in the place of the only table make zeros.
+
+    Args:
+      eqn: An elementwise equation.
+      values: Its operands that are known scalars, `None` for all others.
+    """
+    name, table = eqn.primitive.name, _only_table(eqn)
+    if name in _ZERO_AT_ZERO.split():
+        return True
+    if name not in _AT_ZERO:
+        return False
+    args = [
+        0 if x is table else value for x, value in zip(eqn.invars, values, strict=True)
+    ]
+    params = eqn.params if name == "integer_pow" else {}
+    return None not in args and bool(_AT_ZERO[name](*args, **params) == 0)
+
+
+def _function_of_one(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
+    """Applies a function to the sum of each row."""
+    total = next((x for x in args if isinstance(x, RowSum)), None)
+    if total is None or total.carry is not None or _only_table(eqn) is None:
+        return NotImplemented
+    numbers = map(number_of, args)
+    if not _is_zero_at_zero(eqn, [x and x.value for x in numbers]):
+        return NotImplemented
+    shape, dtype = _out(eqn).shape, _out(eqn).dtype
+    if total.is_zero:
+        return [RowSum(shape, dtype)] if any(context.wanted(eqn)) else NotImplemented
+    total = context.known.coalesced(total)
+
+    def function(part: Part) -> Any:
+        return bind_eqn(eqn, *(part.data if isinstance(x, RowSum) else x for x in args))
+
+    return [total.map(function, dtype)]
 
 
 # Elementwise primitives.
 
 
-def _elementwise(
-    linear: Callable[..., Results] | None = None,
-) -> Callable[..., Results]:
-    """On the way forward, deferred; on the way back, `linear` on the rows of a sum."""
+def _elementwise(linear: Apply | None = None) -> Apply:
+    """On the way back, `linear` in a sum of rows; on the way forward, deferred."""
 
     def apply(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
-        if not any(map(is_deferred, args)):
-            return NotImplemented
-        if linear is not None and any(isinstance(arg, RowSum) for arg in args):
-            results = linear(context, eqn, *args)
-            if results is not NotImplemented:
-                return results
-        shape = _out(eqn).shape
-        if any(isinstance(arg, RowSum) and not arg.is_zero for arg in args) or any(
-            jnp.shape(arg) not in ((), shape) for arg in args
-        ):
-            return NotImplemented
-        value = functools.partial(_apply_eqn, eqn)
-        return [Deferred(shape, _out(eqn).dtype, value, args)]
+        if any(isinstance(arg, RowSum) for arg in args):
+            for rule in (linear, _function_of_one):
+                results = NotImplemented if rule is None else rule(context, eqn, *args)
+                if results is not NotImplemented:
+                    return results
+        return _defer(eqn, *map(_zeros_as_fill, args))
 
     return apply
 
 
-def _apply_eqn(eqn: JaxprEqn, shape: Any, *args: jax.Array) -> Any:
-    return _bind(eqn, *args)
+def _zeros_as_fill(value: Any) -> Any:
+    if isinstance(value, RowSum) and value.is_zero:
+        return fill(value.shape, value.dtype, np.zeros([], value.dtype))
+    return value
+
+
+def _defer(eqn: JaxprEqn, *args: Any) -> Results:
+    """Waits for a lookup, if that is a function of tables and numbers, or might be."""
+    waiting = [arg for arg in args if isinstance(arg, Deferred)]
+    others = [arg for arg in args if not isinstance(arg, Deferred)]
+    has_table = any(arg.has_table for arg in waiting)
+    shape, dtype = _out(eqn).shape, _out(eqn).dtype
+    allowed = ((), shape) if has_table else ((),)
+    if (
+        not waiting
+        or any(isinstance(arg, RowSum) for arg in others)
+        or any(shape_of(arg) not in allowed for arg in others)
+        or any(arg.shape != shape for arg in waiting)
+    ):
+        return NotImplemented
+    return [elementwise(shape, dtype, functools.partial(bind_eqn, eqn), *args)]
 
 
 def _each_row(context: Context, eqn: JaxprEqn, total: RowSum, *rest: Any) -> Results:
-    """A linear function of one operand, such as a cast or a negation."""
+    """A linear function of one operand, such as a negation."""
     if not isinstance(total, RowSum) or total.carry is not None:
         return NotImplemented
-    if total.is_zero and not _keeps_zero(eqn, rest):
+    if total.is_zero and not (any(context.wanted(eqn)) or _keeps_zero(eqn, rest)):
         return NotImplemented
 
     def function(part: Part) -> Any:
-        return _bind(eqn, part.data, *(rows_of(value, part) for value in rest))
+        return bind_eqn(eqn, part.data, *(context.rows(value, part) for value in rest))
 
     return [total.map(function, _out(eqn).dtype)]
 
@@ -127,7 +271,7 @@ def _keeps_zero(eqn: JaxprEqn, factors: Any) -> bool:
     name = eqn.primitive.name
     if name in ("mul", "div"):
         (factor,) = factors
-        if isinstance(factor, jax.Array) or is_deferred(factor):
+        if isinstance(factor, jax.Array) or is_symbolic(factor) or np.ndim(factor):
             return False
         return bool(
             np.isfinite(factor) and (factor > 0 or (name == "mul" and factor == 0))
@@ -139,6 +283,34 @@ def _multiply(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results
     if isinstance(left, RowSum):
         return _each_row(context, eqn, left, right)
     return _each_row(context, eqn, right, left)
+
+
+def _cast(context: Context, eqn: JaxprEqn, value: Any) -> Results:
+    return _each_row(context, eqn, value) if _is_exact(eqn) else NotImplemented
+
+
+def _is_exact(eqn: JaxprEqn) -> bool:
+    """Whether a cast keeps every number; one that rounds is not linear."""
+    operand: Any = eqn.invars[0]
+    old, new = operand.aval.dtype, _out(eqn).dtype
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
+        return False
+    old, new = jnp.finfo(old), jnp.finfo(new)
+    return bool(
+        new.nmant >= old.nmant
+        and new.maxexp >= old.maxexp
+        and new.smallest_subnormal <= old.smallest_subnormal
+    )
+
+
+def _is_floating(eqn: JaxprEqn) -> bool:
+    return bool(jnp.issubdtype(_out(eqn).dtype, jnp.floating))
+
+
+def _divide(context: Context, eqn: JaxprEqn, total: Any, divisor: Any) -> Results:
+    if not _is_floating(eqn):  # integers are rounded
+        return NotImplemented
+    return _each_row(context, eqn, total, divisor)
 
 
 def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
@@ -156,7 +328,10 @@ def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
         same = parts.get(id(part.indices))
         data = part.data if same is None else same.data + part.data
         parts[id(part.indices)] = Part(part.indices, data)
-    return [RowSum(left.shape, left.dtype, tuple(parts.values()), carry, left.axes)]
+    unique = len(parts) == 1 and all(x.unique for x in (left, right) if x.parts)
+    return [
+        RowSum(left.shape, left.dtype, tuple(parts.values()), carry, left.axes, unique)
+    ]
 
 
 def _subtract(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
@@ -172,7 +347,7 @@ def _select(context: Context, eqn: JaxprEqn, which: Any, *cases: Any) -> Results
     def chosen(i: int, part: Part) -> Part:
         zeros = [jnp.zeros_like(part.data)] * len(cases)
         zeros[i] = part.data
-        return Part(part.indices, _bind(eqn, rows_of(which, part), *zeros))
+        return Part(part.indices, bind_eqn(eqn, context.rows(which, part), *zeros))
 
     parts = [chosen(i, part) for i, case in enumerate(cases) for part in case.parts]
     return [RowSum(_out(eqn).shape, _out(eqn).dtype, tuple(parts))]
@@ -189,7 +364,8 @@ def _reduce_sum(context: Context, eqn: JaxprEqn, total: Any) -> Results:
     rest = tuple(1 + axis - total.depth for axis in axes if axis >= total.depth)
     valid = in_bounds(part.indices, total.shape)
     valid = valid.reshape((-1,) + (1,) * (part.data.ndim - 1))
-    return [jnp.sum(jnp.where(valid, part.data, 0), axis=(0, *rest))]
+    data = jnp.where(valid, part.data, jnp.zeros([], part.data.dtype))
+    return [jnp.sum(data, axis=(0, *rest), dtype=_out(eqn).dtype)]
 
 
 def _same_rows(context: Context, eqn: JaxprEqn, value: Any) -> Results:
@@ -197,7 +373,7 @@ def _same_rows(context: Context, eqn: JaxprEqn, value: Any) -> Results:
     if isinstance(value, RowSum):
         return [value]
     if isinstance(value, Deferred) and value.is_table:
-        return [table(_bind(eqn, dense(value)))]
+        return [table(bind_eqn(eqn, dense(value)))]
     return NotImplemented
 
 
@@ -207,7 +383,7 @@ def _reshard(context: Context, eqn: JaxprEqn, value: Any) -> Results:
         return _same_rows(context, eqn, value)
     mesh = _out(eqn).sharding.mesh
     if mesh.empty:  # back to a table that jit alone has laid out
-        whole = functools.partial(_bind, eqn)
+        whole = functools.partial(bind_eqn, eqn)
     else:
         to = NamedSharding(mesh, PartitionSpec())
         whole = functools.partial(jax.reshard, out_shardings=to)
@@ -217,8 +393,8 @@ def _reshard(context: Context, eqn: JaxprEqn, value: Any) -> Results:
 
 def _barrier(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     """Tables pass beside it."""
-    held = iter(lax.optimization_barrier([x for x in args if not is_deferred(x)]))
-    return [x if is_deferred(x) else next(held) for x in args]
+    held = iter(lax.optimization_barrier([x for x in args if not is_symbolic(x)]))
+    return [x if is_symbolic(x) else next(held) for x in args]
 
 
 # Lookups, and the zeros that their transposes add to.
@@ -226,36 +402,43 @@ def _barrier(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
 
 def _broadcast(context: Context, eqn: JaxprEqn, scalar: Any, *rest: Any) -> Results:
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
-    if jnp.ndim(scalar) or not context.is_table(eqn.outvars[0]):
+    if jnp.ndim(scalar):
         return NotImplemented
-    if not isinstance(scalar, jax.Array) and _is_zero(scalar):
+    if any(context.wanted(eqn)) and _is_zero(scalar):
         return [RowSum(shape, dtype)]
-    return [fill(shape, dtype, scalar)]
+    if shape in context.shapes:
+        return [fill(shape, dtype, scalar)]
+    return NotImplemented
 
 
-def _judge_broadcast(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
-    atom = eqn.invars[0]
-    zero = isinstance(atom, Literal) and not np.ndim(atom.val) and _is_zero(atom.val)
-    return [None if zero else Blame(eqn)]
+def _broadcast_obstacles(
+    analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
+) -> Obstacles:
+    number = operands[0]
+    zero = isinstance(number, Number) and _is_zero(number.value)
+    return [None if zero else Obstacle(eqn)]
 
 
 def _is_zero(scalar: Any) -> bool:
-    """Zero, but not minus zero, which a sum of rows cannot keep."""
-    return bool(scalar == 0 and not np.signbit(scalar))
+    """A number known to be zero, not minus zero, which a sum of rows cannot keep."""
+    number = number_of(scalar)
+    return number is not None and bool(
+        number.value == 0 and not np.signbit(number.value)
+    )
 
 
 def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Results:
     if not isinstance(value, Deferred):
         return NotImplemented
     look = look_up if value.is_table else gather_from
-    rows = look(eqn, value, dense(indices))
+    rows = look(eqn, value, context.dense(indices))
     return NotImplemented if rows is None else [rows]
 
 
 def _slice(context: Context, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
     if not isinstance(value, Deferred) or value.is_table:
         return NotImplemented
-    return [value.select(lambda array: _bind(eqn, array, *starts), _out(eqn).shape)]
+    return [value.select(lambda array: bind_eqn(eqn, array, *starts), _out(eqn).shape)]
 
 
 def _scatter_add(
@@ -263,7 +446,9 @@ def _scatter_add(
 ) -> Results:
     if not isinstance(total, RowSum) or total.axes or not is_scatter_of_rows(eqn):
         return NotImplemented
-    part = scatter_part(eqn, total.shape, dense(indices), dense(updates))
+    part = scatter_part(
+        eqn, total.shape, context.dense(indices), context.dense(updates)
+    )
     return [RowSum(total.shape, total.dtype, (*total.parts, part), total.carry)]
 
 
@@ -272,46 +457,40 @@ def _update_slice(
 ) -> Results:
     if not isinstance(total, RowSum) or not total.is_zero or not is_update_of_rows(eqn):
         return NotImplemented
-    part = update_part(total.shape, dense(update), starts)
+    part = update_part(total.shape, context.dense(update), starts)
     return [RowSum(total.shape, total.dtype, (part,))]
 
 
-def _judge_lookup(is_lookup: Callable[[JaxprEqn], bool]) -> Judge:
-    def judge(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
-        return [verdict_of(eqn.invars[0]) if is_lookup(eqn) else Blame(eqn)]
-
-    return judge
-
-
 RULES: dict[str, Rule] = {
-    **{name: Rule(_elementwise(), _never) for name in NONLINEAR.split()},
-    **{name: Rule(_elementwise(_each_row), _all_of()) for name in LINEAR.split()},
-    "mul": Rule(_elementwise(_multiply), _any_of),
-    "div": Rule(_elementwise(_each_row), _all_of(0, 1)),
-    "add": Rule(_elementwise(_add), _all_of()),
-    "add_any": Rule(_elementwise(_add), _all_of()),
-    "sub": Rule(_elementwise(_subtract), _all_of()),
-    "select_n": Rule(_elementwise(_select), _all_of(1)),
-    "optimization_barrier": Rule(_barrier, _each_of),
-    "pvary": Rule(_same_rows, _all_of()),
-    "reduce_sum": Rule(_reduce_sum, _never),
-    "reshard": Rule(_reshard, _all_of()),
-    "sharding_constraint": Rule(_same_rows, _all_of()),
-    "broadcast_in_dim": Rule(_broadcast, _judge_broadcast),
-    "gather": Rule(_gather, _never),
-    "slice": Rule(_slice, _never),
-    "dynamic_slice": Rule(_slice, _never),
-    "scatter-add": Rule(_scatter_add, _judge_lookup(is_scatter_of_rows)),
-    "dynamic_update_slice": Rule(_update_slice, _judge_lookup(is_update_of_rows)),
+    **{name: _of_one(_elementwise()) for name in NONLINEAR.split()},
+    **{name: _all_of(_elementwise(_each_row)) for name in LINEAR.split()},
+    "convert_element_type": _of_one(_elementwise(_cast)),
+    "reduce_precision": _of_one(_elementwise()),
+    "mul": _any_of(_elementwise(_multiply)),
+    "div": _all_of(_elementwise(_divide), 0, 1, _is_floating),
+    "add": _all_of(_elementwise(_add)),
+    "add_any": _all_of(_elementwise(_add)),
+    "sub": _all_of(_elementwise(_subtract)),
+    "select_n": _all_of(_elementwise(_select), 1),
+    "optimization_barrier": _each_of(_barrier),
+    "pvary": _all_of(_same_rows),
+    "reduce_sum": _never(_reduce_sum),
+    "reshard": _all_of(_reshard),
+    "sharding_constraint": _all_of(_same_rows),
+    "broadcast_in_dim": Rule(_broadcast, _none, _broadcast_obstacles),
+    "gather": _never(_gather),
+    "slice": _never(_slice),
+    "dynamic_slice": _never(_slice),
+    "scatter-add": _all_of(_scatter_add, 0, 1, is_scatter_of_rows),
+    "dynamic_update_slice": _all_of(_update_slice, 0, 1, is_update_of_rows),
     "jit": rules_control_flow.call("jaxpr"),
     "closed_call": rules_control_flow.call("call_jaxpr"),
     "eval_jaxpr": rules_control_flow.call("call_jaxpr"),  # in JAX 0.11
-    "custom_jvp_call": rules_control_flow.call("call_jaxpr"),
-    "custom_vjp_call": rules_control_flow.call("call_jaxpr"),
-    "remat2": Rule(rules_control_flow.remat, rules_control_flow.call("jaxpr").judge),
-    "scan": Rule(rules_control_flow.scan, rules_control_flow.judge_scan),
-    "cond": Rule(rules_control_flow.cond, rules_control_flow.judge_cond),
-    "shard_map": Rule(rules_shard_map.shard_map, rules_shard_map.judge),
-    "psum": Rule(rules_shard_map.psum, _each_of),  # without check_vma
-    "psum_invariant": Rule(rules_shard_map.psum, _each_of),
+    "custom_jvp_call": _never(rules_custom.custom_jvp),
+    "remat2": rules_control_flow.REMAT,
+    "scan": rules_control_flow.SCAN,
+    "cond": rules_control_flow.COND,
+    "shard_map": rules_shard_map.SHARD_MAP,
+    "psum": _each_of(rules_shard_map.psum),  # without check_vma
+    "psum_invariant": _each_of(rules_shard_map.psum),
 }

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 
 from .._jax_extras.sharding import first_row
 from .._rows.gather_scatter import in_bounds, row_bounds
-from .interpreter import Blame, Context, Results, Verdict
-from .symbolic_values import Deferred, Part, RowSum, dense, padded, table
+from .analysis import Analysis, Obstacle, Obstacles, Rule
+from .interpreter import Context, Results
+from .symbolic_values import Deferred, Part, RowSum, padded, table
 
 
 def psum(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
@@ -28,26 +29,24 @@ def psum(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     return [RowSum(x.shape, x.dtype, x.parts, axes=axes) for x in args]
 
 
-class _Layouts(Exception):
-    """Raised with the layouts of the results, once a first trace has found them."""
-
-
-def shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
+def _shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     """Gives the rows of all devices their ids in the whole table."""
+    if not context.passes_table(eqn, args):
+        return NotImplemented
     params, outer = eqn.params, list[Any](eqn.outvars)
     body = ClosedJaxpr(params["jaxpr"], ())
+    wanted = context.wanted(eqn)
     is_table = [isinstance(arg, Deferred) and arg.is_table for arg in args]
-    inner = list[Any](body.jaxpr.invars + body.jaxpr.outvars)
-    concerned = [*is_table, *map(context.is_table, outer)]
-    local_shapes = [x.aval.shape for x, c in zip(inner, concerned, strict=True) if c]
-    local = context._replace(shapes=frozenset(local_shapes))
+    pairs = zip(body.jaxpr.invars, is_table, strict=True)
+    shapes = frozenset(var.aval.shape for var, is_one in pairs if is_one)
+    arrays = list(map(context.dense, args))
 
-    def run(finish: Callable[[list[Any]], Any], out_specs: Any) -> Any:
+    def run(finish: Callable[..., list[Any]], out_specs: Any) -> Any:
         def function(*arrays: jax.Array) -> Any:
+            inner = context.in_new_trace()._replace(shapes=shapes)
             pairs = zip(arrays, is_table, strict=True)
-            return finish(
-                local.evaluate(body, [table(x) if t else x for x, t in pairs])
-            )
+            values = [table(x) if is_one else x for x, is_one in pairs]
+            return tuple(finish(inner, inner.evaluate(body, values, wanted)))
 
         return jax.shard_map(
             function,
@@ -56,28 +55,31 @@ def shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
             out_specs=out_specs,
             axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
-        )(*map(dense, args))
+        )(*arrays)
 
-    def look(results: list[Any]) -> Any:
-        raise _Layouts([*map(_layout, results, params["out_specs"])])
+    layouts: list[tuple[str, ...] | None] = []
 
-    def finish(results: list[Any]) -> list[Any]:
+    def find_layouts(inner: Context, results: list[Any]) -> list[Any]:
+        rules = zip(results, wanted, params["out_specs"], strict=True)
+        layouts[:] = [_layout(x, spec) if want else None for x, want, spec in rules]
+        return list(map(inner.dense, results))
+
+    def finish(inner: Context, results: list[Any]) -> list[Any]:
         return [
-            dense(value) if axes is None else _global_rows(value, spec, var.aval.shape)
+            inner.dense(value)
+            if axes is None
+            else _global_rows(value, spec, var.aval.shape)
             for value, axes, spec, var in zip(
                 results, layouts, params["out_specs"], outer, strict=True
             )
         ]
 
-    layouts: list[tuple[str, ...] | None] = []
-    try:
-        run(look, params["out_specs"])
-    except _Layouts as error:
-        (layouts,) = error.args
-    specs = [
+    # The arrays that rows leave as, and their specs, are known after a first trace.
+    jax.eval_shape(lambda: run(find_layouts, params["out_specs"]))
+    specs = tuple(
         spec if axes is None else PartitionSpec(axes)
         for spec, axes in zip(params["out_specs"], layouts, strict=True)
-    ]
+    )
     return [
         value
         if axes is None
@@ -119,19 +121,17 @@ def _global_rows(
     return jnp.where(valid[:, None], shifted, row_bounds(shape, indices)), part.data
 
 
-def judge(
-    context: Context, eqn: JaxprEqn, verdict_of: Callable[[Any], Verdict]
-) -> Sequence[Verdict]:
-    jaxpr = eqn.params["jaxpr"]
-    outer: list[Any] = list(eqn.outvars)
-    shapes = [
-        inner.aval.shape
-        for inner, var in zip(jaxpr.outvars, outer, strict=True)
-        if context.is_table(var)
-    ]
-    local = context._replace(shapes=frozenset(shapes))
-    results = local.judge(jaxpr, [verdict_of(atom) for atom in eqn.invars])
-    return [
-        verdict if context.is_table(var) else Blame(eqn)
-        for verdict, var in zip(results, outer, strict=True)
-    ]
+def _demand(
+    analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]
+) -> Sequence[bool]:
+    return [False] * len(eqn.invars)  # sums of rows are made inside
+
+
+def _obstacles(
+    analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool], operands: Obstacles
+) -> Obstacles:
+    outside = [Obstacle(eqn)] * len(operands)
+    return analysis.obstacles(eqn.params["jaxpr"], wanted, outside)
+
+
+SHARD_MAP = Rule(_shard_map, _demand, _obstacles)

@@ -2,14 +2,16 @@
 
 A `Deferred` is a table-shaped value on the way *to* a lookup, such as a table cast to
 another type: it is computed at the rows that are looked up. A `RowSum` is a
-table-shaped value on the way *back* from lookups: a sum of rows.
+table-shaped value on the way *back* from lookups: a sum of rows. `Known` computes both
+where they are needed, everything once.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import partitioned
+from .._rows.coalesce import accumulator_dtype, pad, widened
+from .._rows.duplicates import sum_rows
 from .._rows.gather_scatter import in_bounds, row_bounds, scatter_add_rows
 
 
@@ -32,33 +36,61 @@ class Part(NamedTuple):
 class Deferred:
     """An elementwise function of table-shaped arrays, computed where it is needed.
 
-    Elementwise functions commute with lookups: `f(table)[ids] == f(table[ids])`.
+    Elementwise functions commute with lookups: `f(table)[ids] == f(table[ids])`. The
+    operands of a value are values of this kind again, and one may be an operand of
+    many: together they are a slice of the gradient's program.
 
     Attributes:
       shape: The table's shape.
       dtype: Type of the value.
       apply: `apply(shape, *operands)`; elementwise, so `shape` may be that of rows.
-      operands: Arrays of the table's shape or scalars, or values of this module.
+      operands: Arrays of the table's shape, scalars, or values of this class.
+      has_table: Whether a table is among what the value is computed from.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     apply: Callable[..., jax.Array]
     operands: tuple[Any, ...]
+    has_table: bool
 
-    def select(self, take: Callable[[jax.Array], jax.Array], shape: Any) -> jax.Array:
-        """`take(self)` for a `take` that picks elements; `shape` is the result's."""
+    def select(
+        self,
+        take: Callable[[jax.Array], jax.Array],
+        shape: Any,
+        known: "MutableMapping[Deferred, jax.Array] | None" = None,
+    ) -> jax.Array:
+        """`take(self)` for a `take` that picks elements.
 
+        Args:
+          take: The function.
+          shape: The shape of its result.
+          known: What it has made of other values already; is added to.
+        """
+        found = {} if known is None else known
+        # Not by recursion: a loss may apply thousands of functions, one to the other.
+        todo = [self]
+        while todo:
+            value = todo[-1]
+            missing = [
+                x for x in value.operands if isinstance(x, Deferred) and x not in found
+            ]
+            todo += missing
+            if not missing:
+                todo.pop()
+                if value not in found:
+                    found[value] = value._compute(take, shape, found)
+        return found[self]
+
+    def _compute(self, take: Any, shape: Any, found: Any) -> jax.Array:
         def one(operand: Any) -> Any:
             if isinstance(operand, Deferred):
-                return operand.select(take, shape)
-            if isinstance(operand, RowSum):  # zeros: no other sum is deferred
-                return jnp.zeros(shape, operand.dtype)
-            return take(operand) if jnp.ndim(operand) else operand
+                return found[operand]
+            return take(jnp.asarray(operand)) if jnp.ndim(operand) else operand
 
         return self.apply(shape, *map(one, self.operands))
 
-    @functools.cached_property
+    @property
     def dense(self) -> jax.Array:
         return self.select(lambda x: x, self.shape)
 
@@ -76,11 +108,25 @@ def _broadcast(shape: Any, scalar: jax.Array) -> jax.Array:
 
 
 def table(array: jax.Array) -> Deferred:
-    return Deferred(jnp.shape(array), jnp.result_type(array), _identity, (array,))
+    return Deferred(
+        jnp.shape(array), jnp.result_type(array), _identity, (array,), has_table=True
+    )
 
 
-def fill(shape: tuple[int, ...], dtype: Any, scalar: jax.Array) -> Deferred:
-    return Deferred(shape, dtype, _broadcast, (scalar,))
+def fill(shape: tuple[int, ...], dtype: Any, scalar: Any) -> Deferred:
+    return Deferred(shape, dtype, _broadcast, (scalar,), has_table=False)
+
+
+def elementwise(
+    shape: tuple[int, ...], dtype: Any, function: Callable[..., Any], *operands: Any
+) -> Deferred:
+    """A function of operands of this shape or scalars, of which one at least waits."""
+    has_table = any(isinstance(x, Deferred) and x.has_table for x in operands)
+
+    def apply(shape: Any, *args: Any) -> Any:
+        return function(*args)
+
+    return Deferred(shape, dtype, apply, operands, has_table)
 
 
 class DenseCarry(Exception):
@@ -97,6 +143,7 @@ class RowSum:
       parts: The rows; none for zeros.
       carry: In the body of a loop, the carried sum that the rows are added to.
       axes: Mesh axes over whose devices the rows are still to be summed.
+      unique: Whether no row is stored twice.
     """
 
     shape: tuple[int, ...]
@@ -104,6 +151,7 @@ class RowSum:
     parts: tuple[Part, ...] = ()
     carry: Any = None
     axes: frozenset[str] = frozenset()
+    unique: bool = False
 
     @property
     def is_zero(self) -> bool:
@@ -132,41 +180,98 @@ class RowSum:
     def map(self, function: Callable[[Part], jax.Array], dtype: Any) -> "RowSum":
         """Applies a function of a part's data that is linear in each row."""
         parts = tuple(Part(part.indices, function(part)) for part in self.parts)
-        return RowSum(self.shape, dtype, parts, axes=self.axes)
+        return RowSum(self.shape, dtype, parts, axes=self.axes, unique=self.unique)
 
-    @functools.cached_property
+    @property
     def dense(self) -> jax.Array:
         if self.carry is not None:
             raise DenseCarry(self.carry)
-        total = jnp.zeros(self.shape, self.dtype)
+        # There is no scatter-add of flags; where they differ from zero, they are once.
+        flags = self.dtype == jnp.bool_
+        total = jnp.zeros(self.shape, jnp.int8 if flags else self.dtype)
         for indices, data in self.parts:
-            total = scatter_add_rows(total, indices, data, unique=False)
+            data = data.astype(total.dtype)
+            total = scatter_add_rows(total, indices, data, unique=self.unique)
+        total = total.astype(self.dtype)
         return lax.psum(total, tuple(self.axes)) if self.axes else total
 
 
-def is_deferred(value: Any) -> bool:
+def is_symbolic(value: Any) -> bool:
     return isinstance(value, Deferred | RowSum)
 
 
 def dense(value: Any) -> Any:
     """The plain array of any value."""
-    return value.dense if is_deferred(value) else value
+    return value.dense if is_symbolic(value) else value
 
 
-def rows_of(value: Any, part: Part) -> Any:
-    """The rows of any table-shaped value, or scalar, that a part holds."""
+class Known:
+    """What one trace has computed of stand-ins: their arrays, rows, and unique rows.
 
-    def gather(array: jax.Array, indices: jax.Array) -> jax.Array:
-        # Clipped, not filled: whatever the value at a row is, it is no new NaN.
-        return array.at[tuple(indices.T)].get(mode="clip")
+    Nothing outlives the value that it was computed of.
+    """
 
-    def take(array: jax.Array) -> jax.Array:
-        axes = range(part.data.ndim)
-        return partitioned(gather, array, part.indices, like=part.data, axes=axes)
+    def __init__(self) -> None:
+        self._dense: MutableMapping[Any, jax.Array] = WeakKeyDictionary()
+        self._coalesced: MutableMapping[RowSum, RowSum] = WeakKeyDictionary()
+        self._rows: dict[int, tuple[jax.Array, Any]] = {}
 
-    if isinstance(value, Deferred):
-        return value.select(take, part.data.shape)
-    return take(dense(value)) if jnp.ndim(value) else value
+    def dense(self, value: Any) -> Any:
+        """The plain array of any value."""
+        if isinstance(value, Deferred):
+            return value.select(lambda x: x, value.shape, self._dense)
+        if isinstance(value, RowSum):
+            if value not in self._dense:
+                self._dense[value] = value.dense
+            return self._dense[value]
+        return value
+
+    def rows(self, value: Any, part: Part) -> Any:
+        """The rows of any table-shaped value, or scalar, that a part holds."""
+
+        def gather(array: jax.Array, indices: jax.Array) -> jax.Array:
+            # Clipped, not filled: whatever the value at a row is, it is no new NaN.
+            return array.at[tuple(indices.T)].get(mode="clip")
+
+        def take(array: jax.Array) -> jax.Array:
+            axes = range(part.data.ndim)
+            return partitioned(gather, array, part.indices, like=part.data, axes=axes)
+
+        if isinstance(value, Deferred):
+            # Of each function of the table once for each lookup.
+            new = (part.indices, WeakKeyDictionary[Deferred, jax.Array]())
+            _, known = self._rows.setdefault(id(part.indices), new)
+            return value.select(take, part.data.shape, known)
+        array = self.dense(value)
+        return take(jnp.asarray(array)) if jnp.ndim(array) else array
+
+    def coalesced(self, total: RowSum) -> RowSum:
+        """The same sum with each row stored once."""
+        if total.unique:
+            return total
+        if total not in self._coalesced:
+            self._coalesced[total] = coalesced(gathered(total))
+        return self._coalesced[total]
+
+
+def coalesced(total: RowSum) -> RowSum:
+    """The same sum with each row stored once; duplicates add up as in `coalesce`."""
+    part = merged(total)
+    stored = sum(part.indices.shape[0] for part in total.parts)
+    if stored <= total.number and stored > 1:
+        exact = total.dtype
+        if jnp.issubdtype(exact, jnp.floating):
+            exact = accumulator_dtype(exact)
+        elif exact == jnp.bool_:
+            exact = jnp.int32
+        grad = widened(BCOO((part.data, part.indices), shape=total.shape), exact)
+        indices, count, data = sum_rows(
+            grad.indices, grad.data, total.shape, is_sorted=False
+        )
+        slot = jnp.arange(stored, dtype=jnp.int32)
+        indices = pad(indices, slot < count, slot, total.shape)
+        part = Part(indices, data.astype(total.dtype))
+    return RowSum(total.shape, total.dtype, (part,), unique=True)
 
 
 def merged(total: RowSum, depth: int | None = None) -> Part:
@@ -260,5 +365,5 @@ def to_bcoo(total: RowSum) -> BCOO:
     return BCOO(
         (part.data.astype(total.dtype), part.indices),
         shape=total.shape,
-        unique_indices=stored > total.number,
+        unique_indices=total.unique or stored > total.number,
     )

@@ -13,10 +13,11 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from .._jax_extras.varying_axes import varying_axes
+from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
-from .interpreter import Blame, Context, Verdict
+from .interpreter import Context
 from .rules import RULES
-from .symbolic_values import Part, RowSum, dense, table, to_bcoo
+from .symbolic_values import Known, Part, RowSum, dense, table, to_bcoo
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -204,19 +205,22 @@ def _evaluate(
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the jaxpr of `(results, gradients)`, row-sparse where wanted."""
     paths, leaves = _with_paths(tree)
-    able = _able(closed, paths, leaves, wanted)
+    analysis = Analysis(RULES)
+    able = _able(analysis, closed, paths, leaves, wanted)
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
-    context = _context(leaves, able)
+    shapes = frozenset(jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can)
+    context = Context(analysis, RULES, shapes, [], Known())
     if any(able):
         args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
-        outputs = context.evaluate(closed, args)
+        outputs = context.evaluate(closed, args, _of_gradients(closed, able))
     else:
         outputs = jaxpr_as_fun(closed)(*leaves)
     number = len(outputs) - len(leaves)
     results = [jnp.asarray(dense(x)) for x in outputs[:number]]
     grads: list[Any] = []
-    for path, mark, total in zip(paths, wanted, outputs[number:], strict=True):
-        if isinstance(total, RowSum) and (mark or total.parts):
+    marks = zip(paths, wanted, able, outputs[number:], strict=True)
+    for path, mark, can, total in marks:
+        if can and isinstance(total, RowSum) and (mark or total.parts):
             grads.append(to_bcoo(_after(total, results)))
         elif mark:
             raise ValueError(_refusal(path, next(iter(context.blamed), None)))
@@ -230,28 +234,34 @@ def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
     return [path for path, _ in pairs], [leaf for _, leaf in pairs]
 
 
-def _context(leaves: list[Any], able: list[bool]) -> Context:
-    shapes = [jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can]
-    return Context(frozenset(shapes), RULES, [])
+def _of_gradients(closed: ClosedJaxpr, flags: Sequence[bool]) -> list[bool]:
+    """Flags for all outputs of the jaxpr, given those of the gradients, the last."""
+    return [*[False] * (len(closed.jaxpr.outvars) - len(flags)), *flags]
 
 
 def _able(
+    analysis: Analysis,
     closed: ClosedJaxpr,
     paths: list[KeyPath],
     leaves: list[Any],
     wanted: list[bool | None],
 ) -> list[bool]:
     """Which leaves get a row-sparse gradient; raises where one is named in vain."""
-    able = [mark is not False for mark in wanted]
-    inputs: list[Verdict] = [Blame(None)] * len(leaves)
-    outputs = _context(leaves, able).judge(closed.jaxpr, inputs)
-    verdicts = outputs[len(outputs) - len(leaves) :]
-    for i, verdict in enumerate(verdicts):
-        if jnp.ndim(leaves[i]) == 0:
-            verdict = Blame(None)
-        if wanted[i] and verdict is not None:
-            raise ValueError(_refusal(paths[i], verdict.eqn, verdict.line))
-        able[i] = able[i] and verdict is None
+    able = [
+        mark is not False
+        and jnp.ndim(leaf) > 0
+        and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+        for mark, leaf in zip(wanted, leaves, strict=True)
+    ]
+    outputs = analysis.obstacles(
+        closed.jaxpr, _of_gradients(closed, able), [UNKNOWN] * len(leaves)
+    )
+    obstacles = outputs[len(outputs) - len(leaves) :]
+    for i, obstacle in enumerate(obstacles):
+        obstacle = obstacle if able[i] else UNKNOWN
+        if wanted[i] and obstacle is not None:
+            raise ValueError(_refusal(paths[i], obstacle.eqn, obstacle.line))
+        able[i] = able[i] and obstacle is None
     return able
 
 

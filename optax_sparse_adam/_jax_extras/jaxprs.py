@@ -1,4 +1,10 @@
-"""What the two readers of jaxprs share, of gradients and of updates."""
+"""What the readers of jaxprs share: of gradients, of row-wise updates, of updates in
+place.
+
+An equation is evaluated in one of two ways: `evaluate_eqn` does what it says, whatever
+it is; `bind_eqn` applies an elementwise one to operands of another shape, such as some
+rows of a table.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +44,16 @@ def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     values = {atom: arg for atom, arg in atoms if isinstance(atom, Var)}
     single = Jaxpr((), list(values), eqn.outvars, [eqn], debug_info=_DEBUG_INFO)
     return list(jaxpr_as_fun(ClosedJaxpr(single, ()))(*values.values()))
+
+
+def bind_eqn(eqn: JaxprEqn, *args: Any, **params: Any) -> Any:
+    """Applies the primitive of an equation to operands that may have another shape.
+
+    JAX may check the operands of an equation, as `evaluate_eqn` makes them, against the
+    shapes that it was traced with.
+    """
+    with eqn.ctx.manager:
+        return eqn.primitive.bind(*args, **(eqn.params | params))
 
 
 class Step(NamedTuple):
@@ -120,9 +136,7 @@ def evaluate(
 
 
 def _of_rows(rows: int, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """One result; JAX may check those of an equation against their old shapes."""
-    name, params = _ROWS.get(eqn.primitive.name), eqn.params
-    if name is not None:
-        params = params | {name: (rows, *params[name][1:])}
-    with eqn.ctx.manager:
-        return [eqn.primitive.bind(*args, **params)]
+    """The one result of an equation whose operands have so many rows."""
+    name = _ROWS.get(eqn.primitive.name)
+    shape = {} if name is None else {name: (rows, *eqn.params[name][1:])}
+    return [bind_eqn(eqn, *args, **shape)]

@@ -13,9 +13,44 @@ from jax import lax
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import assert_same, is_bcoo
+from ..helpers.support import assert_identical
 
 # A program is a nested tuple: the name of an entry below, and what it is applied to. It
-# means a loss of `(params, ids)` with ids `[2, 3]`.
+# means a loss of `(params, ids)` with ids `[2, 3]`, and tables "t", "u" and "v" of one
+# shape, which is that of the array "c", too.
+
+
+def like(x, kind):
+    """Numbers of the shape of `x` that are no parameter."""
+    numbers = np.resize(np.asarray([0.5, -2.0, 1.0, 0.25, -1.0], x.dtype), x.shape)
+    return numbers if kind == "NumPy" else jnp.array(numbers.tolist(), x.dtype)
+
+
+def with_gradient(function):
+    """The identity, with a derivative of its own: not linear, but zero at zero."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (function(g),))
+    return identity
+
+
+def to_integers(g):
+    # The factor keeps clear of products that are integers but for their rounding.
+    return (g * 19.7).astype(jnp.int32).astype(g.dtype) / 16
+
+
+@jax.custom_jvp
+def twisted(x):
+    return jnp.sin(x)
+
+
+twisted.defjvps(lambda g, ans, x: g * (1 - x * ans))
+
+rounded = with_gradient(lambda g: g)
+rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (2 * g,))
 
 # Functions of a table or of rows, elementwise.
 POINTWISE = {
@@ -30,12 +65,47 @@ POINTWISE = {
     "where": lambda p, x: jnp.where(x > 0, x, x / 4),
     "jit": lambda p, x: jax.jit(jnp.sin)(x),
     "stopped": lambda p, x: x * lax.stop_gradient(x),
+    "twice": lambda p, x: x + twisted(x) / 2,
+    "custom_jvp": lambda p, x: twisted(x),
+    "custom_jvp, stopped": lambda p, x: x * twisted(lax.stop_gradient(x)),
+    "NumPy": lambda p, x: x * like(x, "NumPy"),
+    "NumPy where": lambda p, x: jnp.where(like(x, "NumPy") > 0, x, like(x, "NumPy")),
+    "literal": lambda p, x: x / like(x, "literal"),
+    "literal clip": lambda p, x: jnp.clip(x, -2, 2 + abs(like(x, "literal"))),
+    "gradient of tanh": lambda p, x: with_gradient(jnp.tanh)(x),
+    "gradient to integers": lambda p, x: with_gradient(to_integers)(x),
+    "gradient of half precision": lambda p, x: with_gradient(
+        lambda g: lax.reduce_precision(g, 5, 4)
+    )(x),
+    "gradient over its norm": lambda p, x: with_gradient(
+        lambda g: g / (1 + jnp.sum(g * g))
+    )(x),
+}
+
+# Functions of two tables.
+PAIRS = {
+    "sum": lambda x, y: x + y,
+    "difference": lambda x, y: x - y / 2,
+    "product": lambda x, y: x * y,
+    "where": lambda x, y: jnp.where(x > y, x, y),
+}
+
+# Functions of the array that is no table, though it has the shape of one.
+OTHER = {
+    "rounded": lambda c: rounded(c),
+    "relu": lambda c: jax.nn.relu(c - 0.25),
+    "custom_jvp": lambda c: jax.jit(twisted)(c),
+    "checkpoint": lambda c: jax.checkpoint(rounded)(c),
+    "scan": lambda c: lax.scan(lambda h, x: (h, rounded(x) * x), 0.0, c)[1],
+    "rows added": lambda c: jnp.zeros_like(c).at[jnp.asarray([1, 1, 2])].add(c[:3] / 2),
 }
 
 # Rows of the table.
 LOOKUP = {
     "index": lambda t, ids: t[ids],
     "flat": lambda t, ids: t[ids.ravel()],
+    "unsigned": lambda t, ids: t[abs(ids).astype(jnp.uint8)],
+    "none": lambda t, ids: jnp.concatenate([t[ids[0, :0]], t[ids[0]]]),
     "clip": lambda t, ids: jnp.take(t, 3 * ids, axis=0, mode="clip"),
     "fill": lambda t, ids: jnp.take(t, 3 * ids, axis=0, mode="fill", fill_value=0.5),
     "wrap": lambda t, ids: jnp.take(t, ids - 9, axis=0, mode="wrap"),
@@ -52,6 +122,9 @@ DENSE = {
     "rows": lambda t: jnp.sum(jnp.square(t[1:3])),
     "centre": lambda t: jnp.sum(jnp.square(t - jnp.mean(t))),
     "transpose": lambda t: jnp.sum(t.T[:2] * 0.5),
+    "inner gradient": lambda t: jnp.sum(
+        jnp.square(jax.grad(lambda t: jnp.sum(jnp.sin(t[jnp.asarray([1, 2, 1])])))(t))
+    ),
 }
 
 # Losses of one loss.
@@ -105,14 +178,18 @@ def meaning(program):
     if name == "under":
         return UNARY[rest[0]](meaning(rest[1]))
     if name == "dense":
-        return lambda p, ids: DENSE[rest[0]](p["t"]) / 8
+        return lambda p, ids: DENSE[rest[1]](p[rest[0]]) / 8
+    if name == "other":
+        return lambda p, ids: jnp.mean(OTHER[rest[1]](p["c"]) * p[rest[0]][ids[0, :1]])
 
-    before, lookup, after = rest
+    tables, before, lookup, after = rest
 
     def loss(p, ids):
-        table = p["t"]
+        table = p[tables[0]]
         for function in before:
             table = POINTWISE[function](p, table)
+        if len(tables) > 1:
+            table = PAIRS[tables[1]](table, p[tables[2]])
         rows = LOOKUP[lookup](table, ids)
         for function in after:
             rows = POINTWISE[function](p, rows)
@@ -127,11 +204,27 @@ def words(program):
         yield from [part] if isinstance(part, str) else words(part)
 
 
+def leaves_of(program, kinds):
+    """The tables with a use of one of these kinds."""
+    name, *rest = program
+    if name in ("lookup", "dense", "other"):
+        tables = rest[0] if name == "lookup" else (rest[0],)
+        return set(tables) & set(NAMES) if name in kinds else set()
+    programs = [part for part in rest if not isinstance(part, str)]
+    return set().union(*(leaves_of(part, kinds) for part in programs))
+
+
+NAMES = ("t", "u", "v")
+one = st.sampled_from(NAMES)
+one_or_two = st.one_of(
+    st.tuples(one), st.tuples(one, st.sampled_from(list(PAIRS)), one)
+)
 pointwise = st.lists(st.sampled_from(list(POINTWISE)), max_size=2).map(tuple)
 lookups = st.tuples(
-    st.just("lookup"), pointwise, st.sampled_from(list(LOOKUP)), pointwise
+    st.just("lookup"), one_or_two, pointwise, st.sampled_from(list(LOOKUP)), pointwise
 )
-dense_uses = st.tuples(st.just("dense"), st.sampled_from(list(DENSE)))
+dense_uses = st.tuples(st.just("dense"), one, st.sampled_from(list(DENSE)))
+others = st.tuples(st.just("other"), one, st.sampled_from(list(OTHER)))
 
 
 def composed(losses):
@@ -145,38 +238,129 @@ def composed(losses):
     )
 
 
-programs = composed(st.one_of(lookups, lookups, lookups, dense_uses))
+programs = composed(st.one_of(lookups, lookups, lookups, dense_uses, others))
+masks = st.one_of(
+    st.just(None), st.fixed_dictionaries({name: st.booleans() for name in NAMES})
+)
+AUX = {
+    "none": None,
+    "arrays": lambda p, ids, value: {"rows": p["t"][ids], "whole": p["u"], "v": value},
+    "anything": lambda p, ids, value: (3, "text", None, np.arange(2), [value, ids]),
+}
 
 
-def compare(program, rows):
+def inputs(rows):
     """Four rows make a square table, six the shape of what six ids look up."""
     rng = np.random.default_rng(rows)
-    table = rng.integers(1, 17, (rows, 4)) * rng.choice([-1, 1], (rows, 4)) / 16
-    params = {
-        "t": jnp.asarray(table, jnp.float32),
-        "w": jnp.asarray([0.75, 0.5, 0.25]),
-    }
-    ids = jnp.asarray([[0, 3, -1], [3, 2, 0]])
-    loss = meaning(program)
-    ours, theirs = osa.value_and_grad(loss), jax.value_and_grad(loss)
-    (value, grads), (expected_value, expected) = jax.jit(
-        lambda *inputs: (ours(*inputs), theirs(*inputs))
-    )(params, ids)
-    # Each of some ten operations rounds, in float32 or in bfloat16.
-    ulps = 2.0**18 if "cast" in words(program) else 256
-    assert_same(value, expected_value, ulps, "value")
-    assert_same(grads["t"], expected["t"], ulps, "table")
-    assert_same(grads["w"], expected["w"], ulps, "weights")
-    # A batch of slices is one lookup of windows of several rows, which is not followed.
+    params = {"w": jnp.asarray([0.75, 0.5, 0.25])}
+    for name in (*NAMES, "c"):
+        table = rng.integers(1, 17, (rows, 4)) * rng.choice([-1, 1], (rows, 4)) / 16
+        params[name] = jnp.asarray(table, jnp.float32)
+    return params, jnp.asarray([[0, 3, -1], [3, 2, 0]])
+
+
+def as_arrays(tree):
+    return jax.tree.map(
+        lambda x: x.todense() if is_bcoo(x) else x, tree, is_leaf=is_bcoo
+    )
+
+
+def rounds_to_few_bits(program):
+    return {"cast", "gradient of half precision"} & set(words(program))
+
+
+def follows_all_lookups(program):
+    """Whether tables that are only looked up have a row-sparse gradient for certain."""
     names = set(words(program))
-    if "dense" not in names and not {"vmap", "slice"} <= names:
-        assert is_bcoo(grads["t"]), "lookups alone gave a dense gradient"
-        most = math.prod(grads["t"].shape[: grads["t"].n_sparse])
-        assert grads["t"].nse <= most, f"more entries than rows: {grads['t']}"
+    # A batch of slices is one lookup of windows of several rows, which is not followed.
+    return not {"vmap", "slice"} <= names
+
+
+def compare(program, rows, mask=None, aux="none"):
+    """Value, gradient and the kind of each leaf."""
+    params, ids = inputs(rows)
+    loss = meaning(program)
+    make_aux = AUX[aux]
+    has_aux = make_aux is not None
+
+    def function(p, ids):
+        value = loss(p, ids)
+        return (value, make_aux(p, ids, value)) if has_aux else value
+
+    def arrays(tree):
+        return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+    seen = {}
+
+    def by(lib, **kwargs):
+        def run(*args):
+            result, grads = lib.value_and_grad(function, has_aux=has_aux, **kwargs)(
+                *args
+            )
+            seen[lib] = jax.tree.structure(result)
+            return arrays(result), grads
+
+        return run
+
+    looked_up = leaves_of(program, {"lookup", "other"})
+    sure = looked_up - leaves_of(program, {"dense"})
+    if not follows_all_lookups(program):
+        sure = set()
+    sparse = True
+    if mask is not None:
+        sparse = dict.fromkeys(params, False)
+        sparse |= {name: mask[name] and name in sure for name in NAMES}
+    (result, grads), (expected_result, expected) = jax.jit(
+        lambda *args: (by(osa, sparse=sparse)(*args), by(jax)(*args))
+    )(params, ids)
+    assert seen[osa] == seen[jax]
+    # Each of some ten operations rounds, in float32 or in bfloat16.
+    ulps = 2.0**18 if rounds_to_few_bits(program) else 512
+    for actual, like_jax in zip(result, expected_result, strict=True):
+        is_float = jnp.issubdtype(like_jax.dtype, jnp.floating)
+        if is_float:
+            assert_same(actual, like_jax, ulps, "result")
+        else:
+            assert_identical(actual, like_jax, "result")
+    for name in params:
+        assert_same(grads[name], expected[name], ulps, name)
+    for name in NAMES:
+        if name in sure or mask is not None:
+            kind = name in sure if sparse is True else sparse[name]
+            assert is_bcoo(grads[name]) == kind, f"{name} is a {type(grads[name])}"
+        if is_bcoo(grads[name]):
+            most = math.prod(grads[name].shape[: grads[name].n_sparse])
+            assert grads[name].nse <= most, f"more entries than rows: {grads[name]}"
+
+
+def compare_second(program, rows):
+    """The derivative of the gradient: custom rules are those of JAX there, too."""
+    params, ids = inputs(rows)
+    loss = meaning(program)
+
+    def size(lib):
+        def function(p):
+            grads = as_arrays(lib.grad(loss)(p, ids))
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(grads))
+
+        return function
+
+    actual, expected = jax.jit(
+        lambda p: (jax.grad(size(osa))(p), jax.grad(size(jax))(p))
+    )(params)
+    ulps = 2.0**19 if rounds_to_few_bits(program) else 4096
+    for name in params:
+        assert_same(actual[name], expected[name], ulps, name)
 
 
 @pytest.mark.parametrize("rows", [4, 6, 16])
+@given(program=programs, mask=masks, aux=st.sampled_from(list(AUX)))
+@settings(max_examples=8)
+def test_random_programs(rows, program, mask, aux):
+    compare(program, rows, mask, aux)
+
+
 @given(program=programs)
-@settings(max_examples=10)
-def test_random_programs(rows, program):
-    compare(program, rows)
+@settings(max_examples=6)
+def test_random_second_derivatives(program):
+    compare_second(program, 6)

@@ -1,0 +1,392 @@
+"""Tables of one shape, and what else has that shape: each is told apart by its leaf."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import optax_sparse_adam as osa
+from optax_sparse_adam._gradients.interpreter import Context
+
+from ..helpers.gradients import TABLES, Case, assert_same, dense, is_bcoo, square
+
+PARAMS, IDS = Case(None, params=TABLES).inputs()
+OTHER = PARAMS["s"] * PARAMS["t"][::-1]
+CLOSE = 64  # units of float32; the tests compare sums in another order
+
+
+def base(p, ids):
+    return square(p["t"][ids], p["w"]) + square(p["s"][ids[::-1] + 1], p["w"])
+
+
+def shared(p, ids):
+    """One cotangent for both tables."""
+    return square((p["t"] + p["s"])[ids], p["w"])
+
+
+def both(loss, params=PARAMS, **kwargs):
+    """Our gradient and JAX's, compiled together."""
+    ours, theirs = osa.grad(loss, **kwargs), jax.grad(loss)
+    return jax.jit(lambda *args: (ours(*args), theirs(*args)))(params, IDS)
+
+
+@pytest.mark.parametrize(("loss", "form"), [(base, "mask"), (shared, "predicate")])
+@pytest.mark.parametrize("kinds", [(True, False), (False, True), (True, True)])
+def test_masks(loss, form, kinds):
+    """Exactly the leaves that `sparse` names are row-sparse."""
+    mask = {**dict(zip("ts", kinds, strict=True)), "w": False}
+    sparse = mask if form == "mask" else lambda path, leaf: mask[path[0].key]
+    actual, expected = both(loss, sparse=sparse)
+    assert {name: is_bcoo(grad) for name, grad in actual.items()} == mask
+    for name in mask:
+        assert_same(actual[name], expected[name])
+
+
+# What a custom backward pass does to the cotangent of a table that is looked up, with
+# duplicates, beside another one of the same shape.
+
+
+def with_gradient(function):
+    @jax.custom_vjp
+    def identity(t):
+        return t
+
+    identity.defvjp(lambda t: (t, t), lambda t, g: (function(g, t),))
+    return identity
+
+
+# Functions that are applied to the rows' sums; elementwise and zero at zero.
+ROW_SPARSE = {
+    "integers": lambda g, t: g.astype(jnp.int32).astype(g.dtype),
+    "small integers": lambda g, t: (g * 3).astype(jnp.int8).astype(g.dtype) / 3,
+    "flags": lambda g, t: g.astype(bool).astype(g.dtype),
+    "comparison": lambda g, t: (g > 0).astype(g.dtype),
+    "reduce_precision": lambda g, t: lax.reduce_precision(g, 5, 3),
+    "float8": lambda g, t: g.astype(jnp.float8_e4m3fn).astype(g.dtype),
+    "bfloat16": lambda g, t: g.astype(jnp.bfloat16).astype(g.dtype),
+    "float16": lambda g, t: g.astype(jnp.float16).astype(g.dtype),
+    "sign": lambda g, t: jnp.sign(g),
+    "sign and sum": lambda g, t: g + jnp.sign(g),
+    "at least zero": lambda g, t: jnp.maximum(g, 0.0),
+    "square": lambda g, t: jnp.square(g),
+    "product with itself": lambda g, t: g * g,
+    "tanh": lambda g, t: jnp.tanh(g),
+    # Linear in the sum, if the other operand is an array.
+    "over one and its size": lambda g, t: g / (1 + jnp.abs(g)),
+    "over its norm": lambda g, t: g / (1 + jnp.linalg.norm(g)),
+    "over the rows' maxima": lambda g, t: g / (1 + jnp.max(jnp.abs(g), axis=0)[None]),
+    "half where positive": lambda g, t: jnp.where(g > 0, g, g / 2),
+    "zero where small": lambda g, t: jnp.where(jnp.abs(g) > 1, g, 0.0),
+    "zero where negative": lambda g, t: jnp.where(t > 0, g, 0),
+    "clip": lambda g, t: jnp.clip(g, -1, 1),
+    "times the table": lambda g, t: g * t,
+}
+DENSE = {
+    "exponential": lambda g, t: jnp.exp(g) - 1,
+    "clip, not at zero": lambda g, t: jnp.clip(g, 1, 2),
+    "one where small": lambda g, t: jnp.where(jnp.abs(g) > 1, g, 1.0),
+    "rectified": lambda g, t: jax.nn.relu(g),
+    "sum of rows": lambda g, t: jnp.cumsum(g, axis=0),
+    "larger of two": lambda g, t: jnp.maximum(g, t),
+    "integers of another": lambda g, t: (
+        g + jnp.ones_like(t).astype(jnp.int32).astype(g.dtype)
+    ),
+}
+
+
+@pytest.mark.parametrize("functions", [ROW_SPARSE, DENSE], ids=["sparse", "dense"])
+def test_custom_backward(functions):
+    """A cast that rounds is not linear: it is applied to the sum of a row's entries.
+
+    One table for each function, all of one shape, and one of that shape without any.
+    """
+    params = dict.fromkeys(functions, PARAMS["t"]) | {"plain": PARAMS["s"]}
+
+    def loss(p, ids):
+        uses = {name: with_gradient(function) for name, function in functions.items()}
+        uses["plain"] = lambda t: t
+        return sum(square(use(p[name])[ids], PARAMS["w"]) for name, use in uses.items())
+
+    actual, expected = both(loss, params)
+    for name in params:
+        is_sparse = functions is ROW_SPARSE or name == "plain"
+        assert is_bcoo(actual[name]) == is_sparse, name
+        assert_same(actual[name], expected[name], CLOSE, name)
+
+
+def test_narrow_table():
+    """Lookups in float32 of a bfloat16 table: entries add up before they are rounded.
+
+    Each entry of 1/256 vanishes in a bfloat16 sum of one or more.
+    """
+    table, ids = jnp.zeros((5, 2), jnp.bfloat16), jnp.full((257,), 3)
+    weights = jnp.full((257, 1), 2.0**-8).at[0].set(1.0)
+
+    def loss(t):
+        return jnp.sum(t.astype(jnp.float32)[ids] * weights)
+
+    for size in (5, 1000):
+        table = jnp.zeros((size, 2), jnp.bfloat16)
+        grad = jax.jit(osa.grad(loss))(table)
+        assert is_bcoo(grad)
+        assert grad.unique_indices
+        assert grad.nse == min(size, 257)
+        assert_same(grad, jax.grad(loss)(table))
+        np.testing.assert_array_equal(grad.todense()[3], 2.0)
+
+
+# Functions with rules of their own, which an outer differentiation must see.
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x)
+
+
+straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (2 * g,))
+
+
+@jax.custom_jvp
+def odd_square(x):
+    return x * x
+
+
+odd_square.defjvps(lambda g, ans, x: 3 * g * x)
+
+
+@jax.custom_jvp
+def with_mean(x):
+    """Its rule is not elementwise."""
+    return x * x
+
+
+with_mean.defjvps(lambda g, ans, x: 3 * g * jnp.mean(x))
+
+RULES = {
+    "straight through": straight_through,
+    "relu": jax.nn.relu,  # at 0, where the rule of `max` would give one half
+    "jit": jax.jit(jax.nn.relu),
+    "checkpoint": jax.checkpoint(straight_through),
+    "scan": lambda x: lax.scan(lambda c, row: (c, straight_through(row)), 0.0, x)[1],
+    "branches": lambda x: lax.cond(x[0, 0] > 9, lambda: x, lambda: straight_through(x)),
+    "softplus": jax.nn.softplus,
+    "odd square": odd_square,
+    "with mean": with_mean,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_outer_differentiation_sees_rules(name):
+    """Of functions of a table, of one whose gradient is stopped, of another array."""
+    function = RULES[name]
+    params = {**PARAMS, "c": OTHER.at[3].set(0.0), "t": PARAMS["t"].at[3].set(0.0)}
+    tables = {name: params[name] for name in "ts"}
+
+    def loss(p, rest):
+        factor = jnp.mean(function(rest["c"]) * OTHER)
+        first = base({**p, **rest, "t": function(p["t"])}, IDS)
+        stopped = function(lax.stop_gradient(p["t"]))
+        return first * factor + base({**p, **rest, "t": p["t"] * stopped}, IDS)
+
+    def size(lib):
+        def function(tables, rest):
+            grads = dense(lib.grad(loss)(tables, rest))
+            return sum(jnp.sum(jnp.square(g)) for g in grads.values())
+
+        return jax.grad(function, (0, 1))
+
+    rest = {name: params[name] for name in "wc"}
+    actual, expected = jax.jit(lambda *args: (size(osa)(*args), size(jax)(*args)))(
+        tables, rest
+    )
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for leaf, like in pairs:
+        assert_same(leaf, like, CLOSE)
+
+
+# Arrays of the table's shape in the loss, of NumPy or written there.
+
+NUMBERS = np.resize(np.asarray([0.5, -2, 1, 0.25, -1], np.float32), (16, 4))
+USES = {
+    "times": lambda t, c: t * c,
+    "over": lambda t, c: t / c,
+    "minus": lambda t, c: c - t,
+    "where": lambda t, c: jnp.where(c > 0, t, 2 * t),
+    "clip": lambda t, c: jnp.clip(t, -abs(c), abs(c)),
+    "maximum": lambda t, c: jnp.maximum(t, c),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_constants(use):
+    def loss(p, ids):
+        return sum(
+            base({**p, "t": USES[use](p["t"], constant())}, ids)
+            for constant in (lambda: NUMBERS, lambda: jnp.array(NUMBERS.tolist()))
+        )
+
+    actual, expected = both(loss)
+    assert is_bcoo(actual["t"])
+    for leaf in actual:
+        assert_same(actual[leaf], expected[leaf], CLOSE, leaf)
+
+
+# Gradients inside the loss.
+
+
+def inner(p, ids):
+    return jax.grad(lambda t: square(t[ids], p["w"]))(p["t"])
+
+
+def step(optimizer):
+    def loss(p, ids):
+        state = optimizer.init(p["t"])
+        updates, _ = optimizer.update(inner(p, ids), state, p["t"])
+        return base({**p, "t": p["t"] + updates}, ids)
+
+    return loss
+
+
+INNER = {
+    "product": lambda p, ids: base(p, ids) + jnp.sum(inner(p, ids) * inner(p, ids)),
+    "norm": lambda p, ids: base(p, ids) + jnp.linalg.norm(inner(p, ids)),
+    "sgd": step(optax.sgd(0.125)),
+    "adam": step(optax.adam(0.125)),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_gradient_inside_loss(name):
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        actual, expected = both(INNER[name])
+    assert is_bcoo(actual["t"])
+    for leaf in actual:
+        assert_same(actual[leaf], expected[leaf], 2048, leaf)
+
+
+# On devices.
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda g: lax.psum(2 * g, "d"),
+        lambda g: lax.pmean(g, "d") + g,
+        lambda g: jnp.tanh(lax.psum(g, "d")),
+        lambda g: jnp.mean(lax.all_gather(g, "d"), axis=0),
+    ],
+    ids=["psum", "pmean and sum", "tanh of psum", "all_gather"],
+)
+def test_collectives_in_custom_backward(function, inside):
+    whole, along = PartitionSpec(), PartitionSpec("d")
+    table = with_gradient(lambda g, t: function(g))
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+    def map_over(f, out_specs):
+        return jax.shard_map(
+            f, mesh=mesh, in_specs=(whole, along), out_specs=out_specs, check_vma=False
+        )
+
+    def local(p, ids):
+        return lax.psum(square(table(p["t"])[ids], p["w"]), "d")
+
+    def gradient(lib):
+        if inside:
+            one = lambda p, ids: dense(lib.grad(local)(p, ids))["t"][None]  # noqa: E731
+            return map_over(one, along)
+        return lambda p, ids: dense(lib.grad(map_over(local, whole))(p, ids))["t"]
+
+    actual, expected = jax.jit(
+        lambda p, ids: (gradient(osa)(p, ids), gradient(jax)(p, ids))
+    )(PARAMS, IDS)
+    assert_same(actual, expected, CLOSE)
+
+
+# How much is traced.
+
+
+def lines(function):
+    return len(str(jax.make_jaxpr(function)(PARAMS, IDS)).splitlines())
+
+
+@pytest.mark.parametrize("name", ["tanh", "relu"])
+def test_nested_uses_are_computed_once(name):
+    function = {"tanh": jnp.tanh, "relu": jax.nn.relu}[name]
+
+    def loss(p, ids):
+        table = p["t"]
+        for _ in range(12):
+            table = table + function(table)
+        return square(table[ids], p["w"])
+
+    assert lines(osa.grad(loss)) < 2 * lines(jax.grad(loss)) + 20
+
+
+def test_long_chains():
+    def loss(p, ids):
+        table = p["t"]
+        for _ in range(1200):
+            table = jnp.sin(table)
+        return square(table[ids], p["w"])
+
+    assert lines(osa.grad(loss)) < 2 * lines(jax.grad(loss)) + 20
+
+
+def test_nested_loops_and_branches(monkeypatch):
+    """Each level evaluates as many equations as the one before, not a multiple."""
+
+    def inside(loss):
+        def step(p, ids, total, i):
+            return total + lax.cond(i > 0, lambda: loss(p, ids), lambda: 0.0), None
+
+        return lambda p, ids: lax.scan(
+            lambda total, i: step(p, ids, total, i), 0.0, jnp.arange(2)
+        )[0]
+
+    def loss(p, ids):
+        return square(p["t"][ids], p["w"])
+
+    evaluate, calls, counts = Context._evaluate_eqn, [], []
+
+    def count(self, eqn, args):
+        calls.append(eqn)
+        return evaluate(self, eqn, args)
+
+    monkeypatch.setattr(Context, "_evaluate_eqn", count)
+    for _ in range(5):
+        loss = inside(loss)
+        calls.clear()
+        jax.make_jaxpr(osa.grad(loss))(PARAMS, IDS)
+        counts.append(len(calls))
+    growth = np.diff(counts)
+    assert max(growth) < 1.5 * min(growth), counts
+
+
+def test_nothing_leaks():
+    """No value of a branch or a loop is held beyond it."""
+
+    def branches(p, ids):
+        table = jnp.tanh(p["t"])
+        return lax.cond(
+            ids[0, 0] == 0,
+            lambda: square(table[ids], p["w"]),
+            lambda: square(jax.nn.relu(table)[ids[:1]], p["w"]),
+        )
+
+    def loop(p, ids):
+        def step(total, i):
+            return total + square(jnp.tanh(p["t"])[i], p["w"]), None
+
+        return lax.scan(step, 0.0, ids)[0]
+
+    def rules(p, ids):
+        function = with_gradient(lambda g, t: g.astype(jnp.int32).astype(g.dtype))
+        return square(function(jax.nn.relu(p["t"]))[ids], p["w"])
+
+    with jax.checking_leaks():
+        for loss in (branches, loop, rules):
+            jax.make_jaxpr(osa.grad(loss))(PARAMS, IDS)
