@@ -21,10 +21,13 @@ from . import rules_control_flow, rules_shard_map
 from .interpreter import Blame, Context, Results, Rule, Verdict
 from .rules_lookups import (
     gather_from,
+    is_pad_of_row,
     is_scatter_of_rows,
     is_update_of_rows,
     look_up,
+    pad_part,
     scatter_part,
+    slice_reader,
     update_part,
 )
 from .symbolic_values import (
@@ -253,9 +256,13 @@ def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Result
 
 
 def _slice(context: Context, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
-    if not isinstance(value, Deferred) or value.is_table:
+    if not isinstance(value, Deferred):
         return NotImplemented
-    return [value.select(lambda array: _bind(eqn, array, *starts), _out(eqn).shape)]
+    read = slice_reader(eqn, value.shape, starts)
+    if read is None and value.is_table:
+        return NotImplemented
+    take = read or (lambda array: _bind(eqn, array, *starts))
+    return [value.select(take, _out(eqn).shape)]
 
 
 def _scatter_add(
@@ -274,6 +281,22 @@ def _update_slice(
         return NotImplemented
     part = update_part(total.shape, dense(update), starts)
     return [RowSum(total.shape, total.dtype, (part,))]
+
+
+def _pad(context: Context, eqn: JaxprEqn, row: Any, value: Any) -> Results:
+    if not context.is_table(eqn.outvars[0]) or not _pads_zeros(eqn):
+        return NotImplemented
+    return [RowSum(_out(eqn).shape, _out(eqn).dtype, (pad_part(eqn, dense(row)),))]
+
+
+def _pads_zeros(eqn: JaxprEqn) -> bool:
+    """Whether a pad adds one row to zeros: the transpose of `table[0]`."""
+    value = eqn.invars[1]
+    return isinstance(value, Literal) and _is_zero(value.val) and is_pad_of_row(eqn)
+
+
+def _judge_pad(context: Context, eqn: JaxprEqn, verdict_of: Any) -> list[Verdict]:
+    return [None if _pads_zeros(eqn) else Blame(eqn)]
 
 
 def _judge_lookup(is_lookup: Callable[[JaxprEqn], bool]) -> Judge:
@@ -302,12 +325,14 @@ RULES: dict[str, Rule] = {
     "slice": Rule(_slice, _never),
     "dynamic_slice": Rule(_slice, _never),
     "scatter-add": Rule(_scatter_add, _judge_lookup(is_scatter_of_rows)),
+    "pad": Rule(_pad, _judge_pad),
     "dynamic_update_slice": Rule(_update_slice, _judge_lookup(is_update_of_rows)),
     "jit": rules_control_flow.call("jaxpr"),
     "closed_call": rules_control_flow.call("call_jaxpr"),
     "eval_jaxpr": rules_control_flow.call("call_jaxpr"),  # in JAX 0.11
     "custom_jvp_call": rules_control_flow.call("call_jaxpr"),
     "custom_vjp_call": rules_control_flow.call("call_jaxpr"),
+    "custom_vmap_call": rules_control_flow.call("call"),
     "remat2": Rule(rules_control_flow.remat, rules_control_flow.call("jaxpr").judge),
     "scan": Rule(rules_control_flow.scan, rules_control_flow.judge_scan),
     "cond": Rule(rules_control_flow.cond, rules_control_flow.judge_cond),
