@@ -30,10 +30,13 @@ from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
 from .interpreter import Context, Results, shape_of
 from .rules_lookups import (
     gather_from,
+    is_pad_of_row,
     is_scatter_of_rows,
     is_update_of_rows,
     look_up,
+    pad_part,
     scatter_part,
+    slice_reader,
     update_part,
 )
 from .symbolic_values import (
@@ -436,9 +439,13 @@ def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Result
 
 
 def _slice(context: Context, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
-    if not isinstance(value, Deferred) or value.is_table:
+    if not isinstance(value, Deferred):
         return NotImplemented
-    return [value.select(lambda array: bind_eqn(eqn, array, *starts), _out(eqn).shape)]
+    read = slice_reader(eqn, value.shape, starts)
+    if read is None and value.is_table:
+        return NotImplemented
+    take = read or (lambda array: bind_eqn(eqn, array, *starts))
+    return [value.select(take, _out(eqn).shape)]
 
 
 def _scatter_add(
@@ -459,6 +466,22 @@ def _update_slice(
         return NotImplemented
     part = update_part(total.shape, context.dense(update), starts)
     return [RowSum(total.shape, total.dtype, (part,))]
+
+
+def _pad(context: Context, eqn: JaxprEqn, row: Any, value: Any) -> Results:
+    if not (any(context.wanted(eqn)) and _is_zero(value) and is_pad_of_row(eqn)):
+        return NotImplemented
+    part = pad_part(eqn, context.dense(row))
+    return [RowSum(_out(eqn).shape, _out(eqn).dtype, (part,))]
+
+
+def _pad_obstacles(
+    analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
+) -> Obstacles:
+    """Adding one row to zeros is the transpose of `table[0]`."""
+    number = operands[1]
+    zeros = isinstance(number, Number) and _is_zero(number.value)
+    return [None if zeros and is_pad_of_row(eqn) else Obstacle(eqn)]
 
 
 RULES: dict[str, Rule] = {
@@ -482,10 +505,12 @@ RULES: dict[str, Rule] = {
     "slice": _never(_slice),
     "dynamic_slice": _never(_slice),
     "scatter-add": _all_of(_scatter_add, 0, 1, is_scatter_of_rows),
+    "pad": Rule(_pad, _none, _pad_obstacles),
     "dynamic_update_slice": _all_of(_update_slice, 0, 1, is_update_of_rows),
     "jit": rules_control_flow.call("jaxpr"),
     "closed_call": rules_control_flow.call("call_jaxpr"),
     "eval_jaxpr": rules_control_flow.call("call_jaxpr"),  # in JAX 0.11
+    "custom_vmap_call": rules_control_flow.call("call"),
     "custom_jvp_call": _never(rules_custom.custom_jvp),
     "remat2": rules_control_flow.REMAT,
     "scan": rules_control_flow.SCAN,

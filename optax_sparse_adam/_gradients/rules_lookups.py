@@ -1,17 +1,24 @@
-"""Lookups and their transposes: which rows a gather reads and a scatter adds to."""
+"""Lookups and their transposes: which rows a gather reads and a scatter adds to.
+
+A table is looked up by `gather`, by `dynamic_slice` and, one row at a constant index,
+by `slice`; the transposes are `scatter-add`, `dynamic_update_slice` and `pad`. Here all
+of them become a gather and a sum of rows: one kind of lookup.
+"""
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, Var
 
 from .._jax_extras.on_cpu import on_cpu
-from .._rows.gather_scatter import row_bounds
+from .._jax_extras.sharding import mesh_of
+from .._rows.gather_scatter import row_bounds, twice
 from ..native import _calls as native
 from .symbolic_values import Deferred, Part
 
@@ -31,22 +38,51 @@ def _depth(window: tuple[int, ...], indexed: Any, shape: tuple[int, ...]) -> int
     return depth
 
 
-def _window(eqn: Any) -> tuple[int, ...]:
-    """Size along each axis of the table of what one index of a scatter-add adds to."""
+class _Numbers(NamedTuple):
+    """Which axes of a table a gather or a scatter indexes, and by how much at once.
+
+    Attributes:
+      axes: The axis that each column of the indices stands for.
+      window: Size along each axis of the table of what one index reads or adds to.
+      inner: Axes of the rows in the result of a gather, in the updates of a scatter.
+    """
+
+    axes: tuple[int, ...]
+    window: tuple[int, ...]
+    inner: tuple[int, ...]
+
+
+def _scatter_numbers(eqn: Any) -> _Numbers:
     operand, _, updates = (var.aval for var in eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     sizes = iter(updates.shape[dim] for dim in numbers.update_window_dims)
-    inserted = numbers.inserted_window_dims
-    return tuple(1 if d in inserted else next(sizes) for d in range(operand.ndim))
+    single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = tuple(1 if d in single else next(sizes) for d in range(operand.ndim))
+    axes = (*numbers.operand_batching_dims, *numbers.scatter_dims_to_operand_dims)
+    return _Numbers(axes, window, numbers.update_window_dims)
+
+
+def _with_batch(indices: jax.Array, batching_dims: tuple[int, ...]) -> jax.Array:
+    """Indices with a column in front for each batching dimension.
+
+    A `vmap` over tables and ids is a lookup of `tables[b, ids[b]]`.
+    """
+    shape = (*indices.shape[:-1], 1)
+    columns = [lax.broadcasted_iota(indices.dtype, shape, d) for d in batching_dims]
+    return jnp.concatenate([*columns, indices], axis=-1)
 
 
 def is_scatter_of_rows(eqn: Any) -> bool:
-    """Whether a scatter-add adds to rows: the transpose of a row lookup."""
-    numbers = eqn.params["dimension_numbers"]
-    if numbers.operand_batching_dims or eqn.invars[0].aval.ndim == 0:
-        return False
-    indexed = numbers.scatter_dims_to_operand_dims
-    return _depth(_window(eqn), indexed, eqn.invars[0].aval.shape) > 0
+    """Whether a scatter-add adds to rows: the transpose of a row lookup.
+
+    With batching dimensions, of rows and not of single elements: these would be
+    `take_along_axis` and `sort`, which read about as many as the table holds.
+    """
+    shape = eqn.invars[0].aval.shape
+    axes, window, _ = _scatter_numbers(eqn)
+    depth = _depth(window, axes, shape)
+    is_batched = bool(eqn.params["dimension_numbers"].operand_batching_dims)
+    return 0 < depth < len(shape) + (not is_batched)
 
 
 def is_update_of_rows(eqn: Any) -> bool:
@@ -55,10 +91,56 @@ def is_update_of_rows(eqn: Any) -> bool:
     return bool(shape) and (window[0] < shape[0] or shape[0] == 1)
 
 
-def _ids(indices: jax.Array) -> jax.Array:
-    """Integers in a type that holds every row id and whatever is clamped to one."""
-    wide = indices.dtype.itemsize == 8
-    return indices.astype(jnp.int64 if wide else jnp.int32)
+def is_pad_of_row(eqn: Any) -> bool:
+    """Whether a pad puts one row at a constant place: the transpose of `table[0]`."""
+    row, shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    config = eqn.params["padding_config"]
+    places = all(
+        low >= 0 and high >= 0 and (interior == 0 or size == 1)
+        for (low, high, interior), size in zip(config, row, strict=True)
+    )
+    return places and bool(shape) and row[0] == 1
+
+
+def is_every_row(jaxpr: Any, atom: Any) -> bool:
+    """Whether a value is a sum of rows at constant indices that leave no row out.
+
+    So is the gradient of stacked layers that a Python loop takes one by one. All rows
+    of a table, each once, are the dense gradient already.
+    """
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    num_rows, rows, atoms = atom.aval.shape[0], set[int](), [atom]
+    while atoms:
+        atom = atoms.pop()
+        eqn = made_by.get(atom) if isinstance(atom, Var) else None
+        if eqn is None:
+            return False
+        if eqn.primitive.name == "add_any":
+            atoms.extend(eqn.invars)
+        elif eqn.primitive.name == "pad" and is_pad_of_row(eqn):
+            rows.add(int(eqn.params["padding_config"][0][0]))
+        else:
+            return False
+    return len(rows) == num_rows
+
+
+def _ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
+    """Indices `[..., depth]` in a type in which an id beyond the limits is seen to be.
+
+    Those that are clamped are so in their own type: as an int32, a uint32 of 2**31 or
+    more is negative.
+    """
+    dtype = indices.dtype
+    if dtype.itemsize < 4:
+        return _ids(indices.astype(jnp.int32), limits, clamps=clamps)
+    if clamps:
+        largest = int(jnp.iinfo(dtype).max)
+        last = np.asarray([min(limit, largest) for limit in limits], dtype)
+        last = last.reshape((1,) * (indices.ndim - 1) + (-1,))
+        indices = jnp.clip(indices, np.zeros_like(last), last)
+    if dtype == jnp.uint32 and max(limits) >= jnp.iinfo(jnp.int32).max:
+        return indices
+    return indices.astype(jnp.int64 if dtype.itemsize == 8 else jnp.int32)
 
 
 def _starts_inside(starts: jax.Array, limits: list[int]) -> jax.Array:
@@ -75,20 +157,19 @@ def scatter_part(
     What mode "clip" clamps is clamped, what "drop" drops becomes padding.
     """
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-    window = _window(eqn)
-    axes = numbers.scatter_dims_to_operand_dims
+    axes, window, inner = _scatter_numbers(eqn)
     depth = _depth(window, axes, shape)
     number = math.prod(indices.shape[:-1])
-    indices = _ids(indices).reshape(number, len(axes))
+    indices = _with_batch(indices, numbers.scatter_indices_batching_dims)
     limits = [shape[axis] - window[axis] for axis in axes]
-    if mode == _Mode.CLIP:
-        indices = jnp.clip(indices, 0, np.asarray([limits], indices.dtype))
+    indices = indices.reshape(number, len(axes))
+    indices = _ids(indices, limits, clamps=mode == _Mode.CLIP)
     inside = _starts_inside(indices, limits)[:, None]
     ids = indices[:, np.asarray([axes.index(axis) for axis in range(depth)])]
     ids = jnp.where(inside, ids, row_bounds(shape, ids))
 
-    batch = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
-    rows = jnp.transpose(updates, (*batch, *numbers.update_window_dims))
+    batch = [d for d in range(updates.ndim) if d not in inner]
+    rows = jnp.transpose(updates, (*batch, *inner))
     rows = rows.reshape(number, *window[depth:])
     if window[depth:] == shape[depth:]:
         return Part(ids, rows)
@@ -110,18 +191,29 @@ def scatter_part(
     return Part(ids, placed)
 
 
+def _constants(starts: Iterable[int]) -> list[np.ndarray]:
+    places = [*map(int, starts)]
+    dtype = jnp.int32 if max(places) <= jnp.iinfo(jnp.int32).max else jnp.uint32
+    return [np.asarray(place, dtype) for place in places]
+
+
+def _first(starts: Any, shape: Any, window: Any) -> list[jax.Array]:
+    """Where a slice starts along each axis; as `dynamic_slice` does, it is clamped."""
+    limits = [size - part for size, part in zip(shape, window, strict=True)]
+    first = [
+        _ids(jnp.asarray(start)[None], [limit], clamps=True)[0]
+        for start, limit in zip(starts, limits, strict=True)
+    ]
+    dtype = max((start.dtype for start in first), key=lambda d: d.itemsize)
+    return [start.astype(dtype) for start in first]
+
+
 def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
     """The rows that a dynamic_update_slice of zeros holds; starts are clamped."""
     window = update.shape
     depth = max(1, _depth(window, range(len(shape)), shape))
     number = window[0] if depth == 1 else 1
-    limits = [size - part for size, part in zip(shape, window, strict=True)]
-    starts = [_ids(jnp.asarray(start)) for start in starts]
-    dtype = max((start.dtype for start in starts), key=lambda d: d.itemsize)
-    first = [
-        jnp.clip(start.astype(dtype), 0, np.asarray(limit, dtype))
-        for start, limit in zip(starts, limits, strict=True)
-    ]
+    first = _first(starts, shape, window)
     ids = jnp.stack(first[:depth])[None, :]
     ids = ids + jnp.arange(number, dtype=ids.dtype)[:, None]
     rows = update.reshape(number, *window[depth:])
@@ -132,8 +224,75 @@ def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
     return Part(ids, rows)
 
 
+def pad_part(eqn: Any, row: jax.Array) -> Part:
+    """The row that a pad with zeros puts at a constant place."""
+    shape, config = eqn.outvars[0].aval.shape, eqn.params["padding_config"]
+    return update_part(shape, row, _constants(low for low, _, _ in config))
+
+
+def slice_reader(
+    eqn: Any, shape: tuple[int, ...], starts: Any
+) -> Callable[[jax.Array], jax.Array] | None:
+    """A slice of rows of arrays of this shape by a gather; `None` if it is no lookup.
+
+    XLA would copy a table of which rows are sliced: see `_rows.gather_scatter.twice`.
+    """
+    window = eqn.outvars[0].aval.shape
+    if not shape or window[0] in (0, shape[0]):
+        return None
+    if eqn.primitive.name == "slice":
+        strides = eqn.params["strides"] or (1,) * len(shape)
+        if window[0] != 1 or set(strides[1:]) - {1}:
+            return None
+        starts = _constants(eqn.params["start_indices"])
+    row, *columns = _first(starts, shape, window)
+    rows = row + jnp.arange(window[0], dtype=row.dtype)
+    indices = jnp.stack([jnp.broadcast_to(x, rows.shape) for x in (rows, *columns)], 1)
+    gather = functools.partial(
+        lax.gather,
+        dimension_numbers=lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(1, len(shape))),
+            collapsed_slice_dims=(0,),
+            start_index_map=tuple(range(len(shape))),
+        ),
+        slice_sizes=(1, *window[1:]),
+        mode=_Mode.PROMISE_IN_BOUNDS,
+    )
+
+    def read(array: jax.Array) -> jax.Array:
+        if eqn.primitive.name == "dynamic_slice":
+            _show_bounds(eqn.primitive, array, starts, eqn.params)
+        if len(indices) == 1:
+            return gather(array, twice(indices))[:1]
+        return gather(array, indices)
+
+    return read
+
+
+def _show_bounds(
+    read: Primitive,
+    table: jax.Array,
+    indices: Sequence[jax.Array],
+    params: dict[str, Any],
+) -> None:
+    """Reads nothing at these indices, for `checkify.index_checks` to check them.
+
+    checkify has a rule for a gather and for a dynamic_slice, and sees neither what the
+    kernel reads nor that an index has been clamped. A slice without columns has the
+    same bounds, and XLA drops it. (tests/gradients/test_checkify.py)
+    """
+    collapsed = range(1, 1)
+    if "dimension_numbers" in params:
+        collapsed = params["dimension_numbers"].collapsed_slice_dims
+    sizes = params["slice_sizes"]
+    sizes = tuple(
+        size if axis == 0 or axis in collapsed else 0 for axis, size in enumerate(sizes)
+    )
+    read.bind(table, *indices, **params | {"slice_sizes": sizes})
+
+
 def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
-    """A gather of whole rows by the kernel, or `None` where XLA's is as good."""
+    """A gather of a table's rows, or `None` where XLA's gather is as good."""
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     axes = numbers.start_index_map
     # A scalar id under `vmap` indexes all axes; clamped, the others begin at zero.
@@ -141,14 +300,36 @@ def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
     whole = 0 in axes and (len(axes) == 1 or rest_is_clamped)
     whole = whole and eqn.params["slice_sizes"] == (1, *table.shape[1:])
     last = numbers.offset_dims == tuple(range(indices.ndim - 1, out.ndim))
-    if not (whole and last and native.reads(table.dense, indices)):
-        return None
-    items = (*eqn.params.items(),)
-    return _take_rows(eqn.primitive, items, out.shape, table.dense, indices)
+    if whole and last and native.reads(table.dense, indices):
+        items = (*eqn.params.items(),)
+        return _kernel_rows(eqn.primitive, items, out.shape, table.dense, indices)
+    if math.prod(indices.shape[:-1]) == 1:
+        rows = _gather(eqn.primitive, table.dense, indices, eqn.params)
+        return rows.reshape(out.shape)
+    return None
+
+
+def _gather(
+    gather: Primitive, array: jax.Array, indices: jax.Array, params: dict[str, Any]
+) -> jax.Array:
+    """A gather that reads at least two rows: see `_rows.gather_scatter.twice`."""
+    numbers = params["dimension_numbers"]
+    if math.prod(indices.shape[:-1]) != 1 or mesh_of(array, indices).explicit_axes:
+        return gather.bind(array, indices, **params)
+    batch = numbers.operand_batching_dims
+    index = _with_batch(indices, numbers.start_indices_batching_dims)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, 1 + len(numbers.offset_dims))),
+        collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, *batch))),
+        start_index_map=(*batch, *numbers.start_index_map),
+    )
+    params = params | {"dimension_numbers": numbers, "unique_indices": False}
+    rows = gather.bind(array, twice(index.reshape(1, -1)), **params)
+    return rows[:1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _take_rows(
+def _kernel_rows(
     gather: Primitive,
     items: Any,
     shape: tuple[int, ...],
@@ -156,6 +337,7 @@ def _take_rows(
     indices: jax.Array,
 ) -> jax.Array:
     params = dict(items)
+    _show_bounds(gather, table, [indices], params)
     column = params["dimension_numbers"].start_index_map.index(0)
     fill = None
     if params["mode"] == _Mode.FILL_OR_DROP:
@@ -186,7 +368,8 @@ def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | No
         params.update(mode=_Mode.CLIP, fill_value=None)
 
     def take(array: jax.Array) -> jax.Array:
-        return eqn.primitive.bind(array, indices, **params)
+        rows = _gather(eqn.primitive, array, indices, params)
+        return rows.reshape(out.shape)
 
     result = table.select(take, out.shape)
     if not filled:
@@ -194,7 +377,7 @@ def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | No
     numbers = params["dimension_numbers"]
     axes = numbers.start_index_map
     limits = [table.shape[axis] - params["slice_sizes"][axis] for axis in axes]
-    inside = _starts_inside(_ids(indices), limits)
+    inside = _starts_inside(_ids(indices, limits, clamps=False), limits)
     batch = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]
     inside = lax.broadcast_in_dim(inside, out.shape, batch)
     return jnp.where(

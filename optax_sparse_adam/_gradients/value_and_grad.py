@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import varying_axes
 from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .interpreter import Context
 from .rules import RULES
-from .symbolic_values import Known, Part, RowSum, dense, table, to_bcoo
+from .rules_lookups import is_every_row
+from .symbolic_values import Known, Part, RowSum, dense, is_symbolic, table, to_bcoo
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -38,9 +41,13 @@ def value_and_grad(
     `equinox.nn.Embedding`, `haiku.Embed`, ...) comes back as a
     `jax.experimental.sparse.BCOO` of the table's shape, with the meaning of `jax.grad`
     to the letter: what a lookup clamps or drops out of bounds is clamped or dropped.
-    Every other leaf comes back as `jax.value_and_grad` gives it. Nothing of the size of
-    a row-sparse leaf is computed or stored. There is no `holomorphic`, no `allow_int`
-    and no `reduce_axes`.
+    Every other leaf comes back as `jax.value_and_grad` gives it, but for leaves that
+    the loss does not use, or looks up no rows of, as with an empty batch: unless they
+    are scalars, they are row-sparse with nothing stored (`nse == 0`), as `None` is in
+    torch. The optimisers of this package leave them as they are, at no cost; a dense
+    optimiser of optax wants zeros in their place: name the tables by `sparse`. Nothing
+    of the size of a row-sparse leaf is computed or stored. There is no `holomorphic`,
+    no `allow_int` and no `reduce_axes`.
 
     The BCOO holds one entry for each row that was looked up, duplicates included, at
     most as many as the table has rows: where a batch looks up more, the gradient comes
@@ -49,11 +56,20 @@ def value_and_grad(
 
     Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
     functions with custom derivatives, and a table may be cast, scaled or passed through
-    any elementwise function before it is looked up. Any other use of a table, such as
-    tied output weights, weight decay in the loss, a slice with fixed bounds, or
-    `take_along_axis`, makes its gradient dense. Two things cost what they cost under
+    any elementwise function before it is looked up. `table[0]`, with a constant, is a
+    lookup of one row; only where constants read every row, as a Python loop over
+    stacked layers does, the gradient is dense. A `vmap` over stacked tables and their
+    ids is a lookup, too, with `n_sparse == 2`. Any other use of a table, such as tied
+    output weights, weight decay in the loss, a range with fixed bounds (`table[:k]`),
+    or `take_along_axis`, makes its gradient dense. Two things cost what they cost under
     `jax.grad`: a nonlinear function of a table inside a branch of `lax.cond`, and a
     `vmap` over the predicate of a `lax.cond` that looks a table up.
+
+    In one jitted step with the update, whatever the call returns, and whatever a
+    `jax.debug.print` in `fun` shows, is read before the table is updated in place. Old
+    rows that the step reads elsewhere make XLA copy the table: see `apply_updates`.
+    Under `checkify.index_checks`, lookups out of bounds are found as under `jax.grad`,
+    by the kernel, too.
 
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
     that are computed in it. Call it inside of `jax.jit`; outside, each call traces
@@ -66,9 +82,8 @@ def value_and_grad(
       sparse: `True` gives row-sparse leaves wherever possible, `False` nowhere. A tree
         of booleans like the differentiated argument (a tuple of trees if `argnums` is a
         sequence), or a prefix of it, or a predicate `sparse(path, leaf)` that returns a
-        boolean gives them exactly where it says so, or raises. A leaf named in this way
-        that the loss does not use gets a BCOO with `nse == 0`; with `True` it gets
-        dense zeros.
+        boolean gives them exactly where it says so, or raises. A leaf that it says
+        `False` of and that the loss does not use gets dense zeros.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -210,9 +225,16 @@ def _evaluate(
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     shapes = frozenset(jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can)
     context = Context(analysis, RULES, shapes, [], Known())
+    shown: list[Any] = []
     if any(able):
         args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
-        outputs = context.evaluate(closed, args, _of_gradients(closed, able))
+        atoms = _shown(closed.jaxpr)
+        jaxpr = closed.jaxpr.replace(outvars=[*atoms, *closed.jaxpr.outvars])
+        wanted_outputs = [False] * len(atoms) + _of_gradients(closed, able)
+        program = ClosedJaxpr(jaxpr, closed.consts)
+        outputs = context.evaluate(program, args, wanted_outputs)
+        shown = [x for x in outputs[: len(atoms)] if not is_symbolic(x)]
+        outputs = outputs[len(atoms) :]
     else:
         outputs = jaxpr_as_fun(closed)(*leaves)
     number = len(outputs) - len(leaves)
@@ -220,13 +242,23 @@ def _evaluate(
     grads: list[Any] = []
     marks = zip(paths, wanted, able, outputs[number:], strict=True)
     for path, mark, can, total in marks:
-        if can and isinstance(total, RowSum) and (mark or total.parts):
-            grads.append(to_bcoo(_after(total, results)))
+        if can and isinstance(total, RowSum):
+            grads.append(to_bcoo(_after(total, [*results, *shown])))
         elif mark:
             raise ValueError(_refusal(path, next(iter(context.blamed), None)))
         else:
             grads.append(jnp.asarray(dense(total)))
     return results, grads
+
+
+def _shown(jaxpr: Jaxpr) -> list[Any]:
+    """What `jax.debug.print` and other effects of the loss read."""
+    return [
+        atom
+        for eqn in jaxpr.eqns
+        for atom in (eqn.invars if eqn.effects else ())
+        if not isinstance(atom, Literal)
+    ]
 
 
 def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
@@ -262,28 +294,60 @@ def _able(
         if wanted[i] and obstacle is not None:
             raise ValueError(_refusal(paths[i], obstacle.eqn, obstacle.line))
         able[i] = able[i] and obstacle is None
+        if able[i] and not wanted[i]:
+            atom = closed.jaxpr.outvars[len(outputs) - len(leaves) + i]
+            able[i] = not is_every_row(closed.jaxpr, atom)
     return able
 
 
 def _after(total: RowSum, results: list[jax.Array]) -> RowSum:
-    """Makes a gradient depend on the value of the loss, without changing it.
+    """Makes a gradient depend on all that the call shows, without changing it.
 
-    Where no gradient depends on what the loss looks up, as in a loss that is linear in
-    a table, XLA does not know that this lookup comes before the update in place, and
-    copies the table to be safe. No value is above infinity. Inside shard_map, a value
-    that varies over more axes than the gradient would make it vary there as well.
+    XLA updates a table in place only where it knows that every read of the old rows
+    comes before; else it copies the table to be safe. Reads that the gradient does not
+    depend on are those of a loss that is linear in a table, and of auxiliary outputs
+    (https://openxla.org/xla/aliasing; an `optimization_barrier` would say so, but XLA
+    drops it on CPUs before it looks). So one number of each result is compared with
+    infinity: no number is above. Inside shard_map, a value that varies over more axes
+    than the gradient would make it vary there as well, and is left out.
+    (tests/gradients/test_cost_of_steps.py)
     """
 
     def after(part: Part) -> Part:
-        indices = part.indices
         axes = total.axes.union(varying_axes(part.data))
-        for value in results:
-            scalar = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
-            if scalar and axes.issuperset(varying_axes(value)):
-                indices = jnp.where(value > jnp.inf, -1, indices)
-        return part._replace(indices=indices)
+        values = [
+            x for x in results if _is_numeric(x) and axes.issuperset(varying_axes(x))
+        ]
+        if not values:
+            return part
+        place = jnp.int32(0)
+        if values[0].ndim == 0:  # the loss, unless it is left out
+            place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
+        numbers = jnp.stack([_some_number(x, place) for x in values])
+        is_never = jnp.any(numbers > jnp.inf)
+        return part._replace(indices=jnp.where(is_never, -1, part.indices))
 
     return dataclasses.replace(total, parts=tuple(map(after, total.parts)))
+
+
+def _is_numeric(x: jax.Array) -> bool:
+    return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+    return jnp.real(x).astype(jnp.float32)
+
+
+def _some_number(x: jax.Array, place: jax.Array) -> jax.Array:
+    """A float32 scalar for which all of `x` is computed.
+
+    An element at a place that XLA does not know: with a known one it would look into a
+    concatenation or a pad, and compute no more than this element. On a mesh, where a
+    slice would gather all of `x`, the largest.
+    """
+    if x.ndim and mesh_of(x).empty:
+        x = lax.dynamic_slice(x, (place,) * x.ndim, (1,) * x.ndim)
+    return _as_float(jnp.max(x))
 
 
 def _refusal(path: KeyPath, eqn: JaxprEqn | None = None, line: str = "") -> str:

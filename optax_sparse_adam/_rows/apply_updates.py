@@ -69,6 +69,14 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     a transformation of optax has scaled the indices of two rows or more by 0 or less
     (see `scale_by_sparse_adam`).
 
+    XLA updates a table in place only where it knows that every read of the old rows
+    comes before. It knows that of the loss and of what `value_and_grad` returns beside
+    it. Where the same jitted step reads old rows elsewhere, as in `accuracy(params,
+    batch)` or in a `jax.debug.print` next to `value_and_grad(loss)(params, batch)`, it
+    copies the table at each step. Return the metric as an auxiliary output of the loss
+    (`has_aux=True`), print inside the loss, or compute it of the new parameters. (An
+    `optimization_barrier` does not help: XLA drops it on CPUs before it looks.)
+
     Args:
       params: Tree of arrays; `None` leaves stay `None`.
       updates: The same tree with dense, BCOO or `None` leaves. Duplicate indices of a

@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
-from .._jax_extras.sharding import mesh_of, partitioned
+from .._jax_extras.sharding import partitioned
+from .._jax_extras.unchecked import unchecked
 
 
 def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
@@ -43,17 +44,14 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
     )
 
 
-def _is_single(table: jax.Array, indices: jax.Array) -> bool:
-    """Whether this is one row of a table that JAX's partitioner may have split."""
-    mesh = mesh_of(table)
-    return len(indices) == 1 and bool(mesh.auto_axes or mesh.explicit_axes)
-
-
 def and_padding(index: jax.Array) -> jax.Array:
-    """One row and one of padding, `[2, n_sparse]`.
+    """One row and one of padding, `[2, n_sparse]`: for scatters of a single row.
 
-    Of one row alone XLA makes a dynamic slice, and for that gathers a sharded table on
-    a GPU or a TPU.
+    XLA turns a scatter of a single row into a dynamic-update-slice, and a gather of one
+    (see `twice`) into a dynamic-slice. It then fuses a copy of the dynamic-slice into
+    each of its users, of which some run after the table has been updated in place: it
+    copies the table. On a GPU or a TPU it all-gathers a sharded table, too. Gathers and
+    scatters of two rows stay as they are. (tests/gradients/test_cost_of_steps.py)
     """
     if index.dtype.itemsize < 4:
         index = index.astype(jnp.int32)  # as a uint8, -1 may be a row
@@ -61,10 +59,18 @@ def and_padding(index: jax.Array) -> jax.Array:
     return jnp.concatenate([index, outside])
 
 
+def twice(index: jax.Array) -> jax.Array:
+    """A single row as two, `[2, n_sparse]`: for gathers, see `and_padding`.
+
+    The row itself and not padding: whoever differentiates the gather adds to no other.
+    """
+    return jnp.concatenate([index, index])
+
+
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads whatever row is next to it."""
-    if _is_single(table, indices):
-        return take_rows(table, and_padding(indices))[:1]
+    if len(indices) == 1:
+        return take_rows(table, twice(indices))[:1]
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
@@ -78,7 +84,7 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
     axes = (None, *range(n_sparse, table.ndim))
-    return partitioned(gather, table, indices, like=table, axes=axes)
+    return partitioned(unchecked(gather), table, indices, like=table, axes=axes)
 
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -149,7 +155,7 @@ def _scatter(
     *,
     unique: bool,
 ) -> jax.Array:
-    if _is_single(table, indices):
+    if len(indices) == 1:
         indices, rows = and_padding(indices), jnp.concatenate([rows, rows])
     scatter = functools.partial(
         function,
@@ -158,4 +164,4 @@ def _scatter(
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
     axes = range(table.ndim)
-    return partitioned(scatter, table, indices, rows, like=table, axes=axes)
+    return partitioned(unchecked(scatter), table, indices, rows, like=table, axes=axes)

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
+from jax.extend.core import primitives
 
 from .._jax_extras.sharding import mesh_of
 from ._library import available
+
+_cast_p = primitives.convert_element_type_p
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -36,7 +39,6 @@ def reads(table: jax.Array, ids: jax.Array) -> bool:
     """Whether the kernel is there and reads these rows faster; all of it is static."""
     return (
         table.dtype == jnp.float32
-        and not jax.typeof(table).weak_type  # which the kernel's rows would not have
         and ids.dtype == jnp.int32
         and math.prod(table.shape[1:]) in _READ_WIDTHS
         and ids.size > 0
@@ -56,7 +58,7 @@ def take_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array
         "optax_sparse_adam.take_rows",
         jax.ShapeDtypeStruct((*ids.shape, *row_shape), table.dtype),
     )
-    return call(
+    rows = call(
         table,
         ids,
         num_rows=np.int64(num_rows),
@@ -64,6 +66,9 @@ def take_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array
         clamps=np.bool_(fill is None),
         fill=np.float32(0 if fill is None else fill),
     )
+    # Rows of a weak type, as those of `jnp.full((n, d), 0.1)`: a custom call has none.
+    weak: bool = jax.typeof(table).weak_type
+    return _cast_p.bind(rows, new_dtype=rows.dtype, weak_type=weak, sharding=None)
 
 
 def sum_rows(grad: BCOO) -> Sums:

@@ -346,17 +346,22 @@ def test_tuple_of_masks():
 
 
 def test_unused_leaf():
-    """Named, it is row-sparse with nothing stored; else as JAX gives it."""
+    """Row-sparse with nothing stored, unless `sparse` says that it is dense."""
 
     def unused(p, i):
         return jnp.sum(p["w"])
 
-    grads = osa.grad(unused, sparse={"t": True, "w": False})(PARAMS, IDS)
-    assert_row_sparse(grads["t"], SHAPE, DTYPE, 0)
-    assert_same(grads["t"], jnp.zeros_like(TABLE))
-    grads = osa.grad(unused)(PARAMS, IDS)
-    assert isinstance(grads["t"], jax.Array)
-    assert_same(grads["t"], jnp.zeros_like(TABLE))
+    for sparse in (True, {"t": True, "w": False}, lambda path, leaf: leaf.ndim == 2):
+        grads = osa.grad(unused, sparse=sparse)(PARAMS, IDS)
+        assert_row_sparse(grads["t"], SHAPE, DTYPE, 0)
+        assert_same(grads["t"], jnp.zeros_like(TABLE))
+    for sparse in (False, {"t": False, "w": True}, {"t": False, "w": False}):
+        used = (lambda p, i: jnp.sum(p["w"][i])) if sparse else unused
+        grads = osa.grad(used, sparse=sparse)(PARAMS, IDS % 4)
+        assert isinstance(grads["t"], jax.Array)
+        assert_same(grads["t"], jnp.zeros_like(TABLE))
+    scalar = osa.grad(lambda p: jnp.float32(1))({"scalar": jnp.float32(2)})["scalar"]
+    assert_same(scalar, jnp.float32(0))
 
 
 def test_python_control_flow():

@@ -172,6 +172,56 @@ LOOKUPS = {
     ),
     "dynamic_index": lookup(lambda t, i: lax.dynamic_index_in_dim(t, i), 1, ids=4),
     "axis -2": lookup(lambda t, i: jnp.take(t, i, axis=-2)),
+    # one row at a constant index
+    **{
+        f"static index {row}": lookup(lambda t, i, row=row: t[row], 1)
+        for row in (0, 3, -1)
+    },
+    "static index, twice": lookup(lambda t, i: t[3] * t[3], 2),
+    "static index and ids": lookup(lambda t, i: t[0, None, None] + t[i], 7),
+    "static index of a scaled table": lookup(lambda t, i: (2 * t)[-2], 1),
+    "static index, columns": lookup(
+        lambda t, i: t[2, 1:3], 1, params={"t": (R, 4), "w": (2,)}
+    ),
+    "static index, element": Case(lambda p, i: p["t"][2, 1] ** 2, 1, n_sparse=2),
+    "static slice of one row": lookup(lambda t, i: t[5:6], 1),
+    "static index_in_dim": lookup(lambda t, i: lax.index_in_dim(t, -4), 1),
+    # a table for each of a batch
+    "stack of tables": lookup(
+        jax.vmap(lambda t, i: t[i]), params={"t": (2, R, 4), "w": (4,)}, n_sparse=2
+    ),
+    "stack of tables, clip": lookup(
+        jax.vmap(lambda t, i: jnp.take(t, i, axis=0, mode="clip")),
+        params={"t": (2, R, 4), "w": (4,)},
+        n_sparse=2,
+        ids=FAR_IDS,
+    ),
+    "stack of tables, fill": lookup(
+        jax.vmap(lambda t, i: no_nan(t[i])),
+        params={"t": (2, R, 4), "w": (4,)},
+        n_sparse=2,
+        ids=FAR_IDS,
+    ),
+    "stack of tables, scalar ids": lookup(
+        lambda t, i: jax.vmap(lambda t, j: t[j])(t, i[:, 0]),
+        2,
+        params={"t": (2, R, 4), "w": (4,)},
+        n_sparse=2,
+    ),
+    "stack of stacks of tables": lookup(
+        jax.vmap(jax.vmap(lambda t, i: t[i])),
+        params={"t": (2, 3, R, 4), "w": (4,)},
+        n_sparse=3,
+    ),
+    "stack of scaled tables": lookup(
+        lambda t, i: jax.vmap(lambda t, j: (2 * t)[j])(t, i),
+        params={"t": (2, R, 4), "w": (4,)},
+        n_sparse=2,
+    ),
+    # nothing looked up
+    "no use": Case(lambda p, i: jnp.sum(p["w"]), 0),
+    "stopped": Case(lambda p, i: square(lax.stop_gradient(p["t"])[i], p["w"]), 0),
+    "no ids": lookup(lambda t, i: t[i], 0, ids=np.zeros((0, 3))),
     # several lookups and several tables
     "two lookups": Case(lambda p, i: square(p["t"][i] * p["t"][i - 1], p["w"]), 12),
     "masked rows": Case(
@@ -218,7 +268,10 @@ DENSE = {
     "whole": lambda p, i: jnp.sum(p["t"] @ p["w"]),
     "static slice": lambda p, i: square(p["t"][2:5], p["w"]),
     "static stride": lambda p, i: square(p["t"][::2], p["w"]),
-    "static index": lambda p, i: square(p["t"][3], p["w"]),
+    "static index and a slice": lambda p, i: square(p["t"][:3] * p["t"][3:4], p["w"]),
+    "each row by a static index": lambda p, i: sum(
+        square(p["t"][row], p["w"]) for row in range(-3, 13)
+    ),
     "columns": lambda p, i: jnp.sum(jnp.square(p["t"][:, i % 4])),
     "matmul, then lookup": lambda p, i: square((p["t"] @ jnp.diag(p["w"]))[i], p["w"]),
     "reshape": lambda p, i: square(p["t"].reshape(-1, 2, 4)[i % 8], p["w"]),
@@ -244,15 +297,8 @@ DENSE = {
     "decay under checkpoint": lambda p, i: jax.checkpoint(
         lambda t: square(t[i], p["w"]) + jnp.sum(t)
     )(p["t"]),
-    "no use": lambda p, i: jnp.sum(p["w"]),
-    "stopped": lambda p, i: square(lax.stop_gradient(p["t"])[i], p["w"]),
 }
 DENSE = {name: Case(loss, None, ulps=ROUNDED) for name, loss in DENSE.items()}
-DENSE["stack of tables"] = Case(
-    lambda p, i: square(jax.vmap(lambda t, j: t[j])(p["t"], i), p["w"]),
-    None,
-    {"t": (2, R, 4), "w": (4,)},
-)
 # A square table keeps its shape through what moves its rows.
 for name, function in {
     "transpose": jnp.transpose,

@@ -1,0 +1,87 @@
+"""`checkify.index_checks` sees lookups out of bounds, and no fault in right steps."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.experimental import checkify
+
+import optax_sparse_adam as osa
+from optax_sparse_adam.native import _calls
+
+from ..helpers.native import needs_compiler
+
+ROWS, WIDTH = 50, 20
+TABLE = jnp.ones((ROWS, WIDTH))
+
+# What is read, ids in bounds, and ids out of bounds.
+LOOKUPS = {
+    "many": (lambda t, i: t[i], [3, 49, 3], [3, 50, 3]),
+    "negative": (lambda t, i: t[i], [-1, -50], [-1, -51]),
+    "clip": (lambda t, i: jnp.take(t, i, axis=0, mode="clip"), [1, 2], [1, -1]),
+    "one": (lambda t, i: t[i], [49], [50]),
+    "scalar": (lambda t, i: t[i], 49, 50),
+    "scaled": (lambda t, i: (2 * t)[i], [3, 49], [3, 50]),
+    "dynamic slice": (lambda t, i: lax.dynamic_slice_in_dim(t, i, 3), 47, 48),
+    "dynamic index": (lambda t, i: lax.dynamic_index_in_dim(t, i), 49, 50),
+    "scan": (
+        lambda t, i: lax.scan(lambda c, j: (c + t[j], None), jnp.zeros(WIDTH), i)[0],
+        [3, 49, 3],
+        [3, 50, 3],
+    ),
+}
+OPTIMIZERS = {
+    "sparse_adam": osa.sparse_adam(0.1),
+    "lazy momentum": osa.lazy(optax.sgd(0.1, momentum=0.9)),
+    "rowwise_adam": osa.rowwise_adam(0.1),
+    "sparse_adafactor": osa.sparse_adafactor(0.1),
+}
+
+
+@pytest.fixture(params=["plain", pytest.param("kernel", marks=needs_compiler)])
+def kernel(request, monkeypatch):
+    if request.param == "kernel":
+        request.getfixturevalue("cache")
+        monkeypatch.setattr(_calls, "available", lambda: True)
+
+
+def checked(read, optimizer, table=TABLE):
+    def step(table, state, ids):
+        def loss(table):
+            return jnp.sum(jnp.square(read(table, ids))), read(table, ids)
+
+        (value, rows), grad = osa.value_and_grad(loss, has_aux=True)(table)
+        updates, state = optimizer.update(grad, state, table)
+        total = osa.coalesce(grad)
+        return osa.apply_updates(table, updates), state, value, rows, total
+
+    run = jax.jit(checkify.checkify(step, errors=checkify.index_checks))
+    state = optimizer.init(table)
+    return lambda ids: run(table, state, jnp.asarray(ids, jnp.int32))[0].get()
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups(name, kernel):
+    read, inside, outside = LOOKUPS[name]
+    step = checked(read, OPTIMIZERS["sparse_adam"])
+    assert step(inside) is None
+    assert "out-of-bounds indexing" in (step(outside) or "no error")
+
+
+def test_stack_of_tables():
+    optimizer = OPTIMIZERS["sparse_adam"]
+    step = checked(jax.vmap(lambda t, i: t[i]), optimizer, jnp.stack([TABLE, TABLE]))
+    assert step([[3, 3], [3, 49]]) is None
+    assert "out-of-bounds indexing" in (step([[3, 3], [3, 50]]) or "no error")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_right_steps(name, kernel):
+    """With padding: duplicate ids make some."""
+    assert checked(LOOKUPS["many"][0], OPTIMIZERS[name])([3, 3, 7, 3]) is None
+
+
+def test_without_ids():
+    """checkify itself fails on a gather without ids; there is none in such a step."""
+    assert checked(lambda t, i: t[i], OPTIMIZERS["sparse_adam"])([]) is None

@@ -1,0 +1,137 @@
+"""A table that a loss does not use, or looks up no rows of, rests and costs nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import optax_sparse_adam as osa
+
+from ..helpers.gradients import assert_row_sparse, assert_same
+from ..helpers.support import assert_identical
+
+OPTIMIZERS = {
+    "sparse_adam": osa.sparse_adam(0.1),
+    "lazy": osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
+    "rowwise_adam": osa.rowwise_adam(0.1),
+    "rowwise_adagrad": osa.rowwise_adagrad(0.1),
+    "sparse_adafactor": osa.sparse_adafactor(0.1),
+    "partition": optax.partition(
+        {"tables": osa.lazy(optax.adam(0.1)), "rest": osa.sparse_adam(0.1)},
+        {"t": "tables", "used": "tables", "w": "rest"},
+    ),
+}
+
+
+def loss(p, ids, no_ids):
+    rows = p["used"][ids] @ p["w"]
+    return jnp.sum(jnp.square(rows)) + jnp.sum(p["t"][no_ids])
+
+
+def step_of(optimizer, apply):
+    def step(params, state, ids, no_ids):
+        grads = osa.grad(loss)(params, ids, no_ids)
+        updates, state = optimizer.update(grads, state, params)
+        return apply(params, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def counts(state):
+    """The steps that an optimiser has counted."""
+    leaves = jax.tree.leaves(state)
+    return [int(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
+
+
+@pytest.mark.parametrize(
+    ("name", "apply"),
+    [
+        *((name, osa.apply_updates) for name in OPTIMIZERS),
+        ("sparse_adam", optax.apply_updates),
+    ],
+)
+def test_rests(name, apply):
+    optimizer, rows = OPTIMIZERS[name], 200_003
+    step = step_of(optimizer, apply)
+    ids, none = jnp.array([3, 7]), jnp.zeros(0, jnp.int32)
+    rng = np.random.default_rng(0)
+
+    def some(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        params = {"t": some(rows, 2), "used": some(9, 4), "w": some(4)}
+        state = optimizer.init(params)
+        params, state = step(params, state, ids, ids)  # moments that are not zero
+        # Arrays of the table's height are the table and its moments.
+        tall = [
+            np.array(x) for x in jax.tree.leaves((params, state)) if rows in x.shape
+        ]
+        used, before = np.array(params["used"]), counts(state)
+        compiled = step.lower(params, state, ids, none).compile()
+        params, state = compiled(params, state, ids, none)
+    assert compiled.memory_analysis().temp_size_in_bytes < rows
+    rested = [x for x in jax.tree.leaves((params, state)) if rows in x.shape]
+    assert_identical(rested, tall)
+    assert all(
+        after == old + 1 for after, old in zip(counts(state), before, strict=True)
+    )
+    assert np.any(np.asarray(params["used"]) != used)
+
+
+def square(t, ids):
+    return jnp.sum(jnp.square(t[ids]))
+
+
+def in_scan(t, ids):
+    return lax.scan(lambda c, i: (c + square(t, i), None), 0.0, ids)[0]
+
+
+def in_branches(t, ids):
+    return lax.cond(jnp.sum(t[0]) > 0, square, lambda t, ids: 0.0, t, ids)
+
+
+TABLE = jnp.arange(1.0, 21.0).reshape(5, 4)
+
+
+@pytest.mark.parametrize("function", [square, in_scan, in_branches])
+@pytest.mark.parametrize("lift", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_empty_batch(function, lift):
+    ids = jnp.zeros((3, 0), jnp.int32)
+    value, grad = lift(osa.value_and_grad(function))(TABLE, ids)
+    expected_value, expected = jax.value_and_grad(function)(TABLE, ids)
+    assert_same(value, expected_value)
+    assert_row_sparse(grad, TABLE.shape, TABLE.dtype, 0)
+    assert_same(grad, expected)
+
+
+def test_leaves_of_all_kinds():
+    """Scalars and complex leaves get zeros, tables without rows a BCOO."""
+    params = {
+        "scalar": jnp.float32(2),
+        "complex": jnp.ones((3, 2), "complex64"),
+        "vector": jnp.ones(3, "bfloat16"),
+        "no rows": jnp.ones((0, 4)),
+    }
+    grads = jax.jit(osa.grad(lambda p: jnp.float32(1)))(params)
+    expected = jax.grad(lambda p: jnp.float32(1))(params)
+    for name in ("scalar", "complex"):
+        assert_identical(grads[name], expected[name], name)
+    for name in ("vector", "no rows"):
+        like = expected[name]
+        assert_row_sparse(grads[name], like.shape, like.dtype, 0, what=name)
+    assert float(optax.tree.norm(grads["vector"])) == 0.0
+
+
+def test_dense_optimizer_wants_zeros():
+    """As documented: `sparse` names the tables, other leaves are as `jax.grad`'s."""
+    params, optimizer = {"t": TABLE, "w": jnp.ones(4)}, optax.adam(0.1)
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match="pytree"):
+        optimizer.update(osa.grad(lambda p: jnp.sum(p["w"]))(params), state)
+    grads = osa.grad(lambda p: jnp.sum(p["w"]), sparse={"t": False, "w": False})
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(grads(params), state)
+    assert_same(updates["t"], jnp.zeros_like(TABLE))
