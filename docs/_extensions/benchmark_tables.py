@@ -3,9 +3,9 @@
     ```{benchmark-table} cpu.json cpu_plain.json
     ```
 
-One row for each phase, contestant and file, one column for each problem. A cell holds
-the median of the rounds in milliseconds, and in brackets the share of torch's time in
-the same rounds: its median, and its quartiles.
+A table for each phase; one row for each contestant and file, one column for each
+problem. A cell holds the median of the rounds in milliseconds, and in brackets the share
+of torch's median in the same run, with the quartiles of the shares of each round.
 """
 
 import json
@@ -18,6 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 _TORCH = "torch SparseAdam"
+_OURS = ("kernel", "plain JAX")
 
 
 class Row(NamedTuple):
@@ -30,26 +31,35 @@ def _cell(seconds: list[float], torch: list[float] | None) -> str:
     cell = f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
     if torch is None or torch is seconds or len(torch) != len(seconds):
         return cell
-    shares = sorted(a / b for a, b in zip(seconds, torch, strict=True))
-    low, middle, high = statistics.quantiles(shares, n=4, method="inclusive")
-    return f"{cell} ({middle:.2f}, {low:.2f} to {high:.2f})"
+    shares = [a / b for a, b in zip(seconds, torch, strict=True)]
+    low, _, high = statistics.quantiles(shares, n=4, method="inclusive")
+    share = statistics.median(seconds) / statistics.median(torch)
+    return f"{cell} ({share:.2f}, {low:.2f} to {high:.2f})"
 
 
-def _problem(problem: dict[str, Any]) -> str:
-    return f"{problem['rows']:,} x {problem['dim']}, {problem['ids']:,} ids"
+def _heads(problems: list[dict[str, Any]]) -> list[str]:
+    """What differs between the problems, in short."""
+
+    def size(rows: int) -> str:
+        return f"{rows // 1_000_000}M" if rows >= 1_000_000 else f"{rows // 1_000}k"
+
+    heads = [f"{size(x['rows'])} x {x['dim']}" for x in problems]
+    if len({x["ids"] for x in problems}) == 1:
+        return heads
+    return [f"{h}, {x['ids']:,} ids" for h, x in zip(heads, problems, strict=True)]
 
 
-def read(path: Path) -> dict[str, list[Row]]:
+def read(file: Path) -> dict[str, list[Row]]:
     """The rows of the tables of a file, by phase; the first one has the problems."""
-    measured = json.loads(path.read_text(encoding="utf-8"))
-    kernel = "kernel" if measured["environment"]["kernel"] else "plain JAX"
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    path = _OURS[0] if measured["environment"]["kernel"] else _OURS[1]
     tables: dict[str, dict[str, list[str]]] = {}
-    heads = [_problem(result["problem"]) for result in measured["results"]]
+    heads = _heads([result["problem"] for result in measured["results"]])
     for column, result in enumerate(measured["results"]):
         times = {(m["phase"], m["name"]): m["seconds"] for m in result["measurements"]}
         for (phase, name), seconds in times.items():
             ours = not name.startswith(("torch", "optax"))
-            head = f"{name}, {kernel}" if ours else name
+            head = f"{name}, {path}" if ours else name
             row = tables.setdefault(phase, {}).setdefault(head, ["-"] * len(heads))
             row[column] = _cell(seconds, times.get((phase, _TORCH)) if ours else None)
     return {
@@ -82,17 +92,13 @@ class BenchmarkTable(SphinxDirective):
         for name in self.arguments:
             self.env.note_dependency(str(FOLDER / name))
             for phase, rows in read(FOLDER / name).items():
-                tables[phase] = [*tables.get(phase, []), *self._new(rows, tables)]
+                if name == self.arguments[0]:
+                    tables[phase] = rows
+                elif rows[0] != tables[phase][0]:
+                    raise self.error(f"{name} has other problems: {rows[0].cells}")
+                else:  # ours only: the others' times are those of the first file
+                    tables[phase] += [x for x in rows[1:] if x.head.endswith(_OURS)]
         return [_table(rows) for rows in tables.values()]
-
-    def _new(self, rows: list[Row], tables: dict[str, list[Row]]) -> list[Row]:
-        """Of a further file only our own times: the others are those of the first."""
-        if not tables:
-            return rows
-        first = next(iter(tables.values()))[0].cells
-        if rows[0].cells != first:
-            raise self.error(f"These files have other problems: {rows[0].cells}")
-        return [row for row in rows[1:] if row.head.endswith(("kernel", "JAX"))]
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from docutils import nodes
 
-_QUOTED = re.compile(r"(``.+?``|`[^`]+`)(\w?)", re.DOTALL)
+_QUOTED = re.compile(r"(``.+?``|`[^`]+`)([A-Za-z]?)", re.DOTALL)
 
 
 def to_code(

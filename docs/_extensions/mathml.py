@@ -15,11 +15,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def to_mathml(latex: str, node: nodes.Node, block: bool) -> str:
-    """Translates a formula; Sphinx's blocks are lines of an `aligned` environment."""
+    """Translates a formula; lines of a block are aligned at `&`."""
     # docutils knows \textstyle only where a group begins.
     latex = re.sub(r"\\textstyle\s*(\\sum_\w)", r"{\\textstyle\1}", latex)
-    if block and (r"\\" in latex or "&" in latex) and r"\begin{" not in latex:
-        latex = rf"\begin{{aligned}}{latex}\end{{aligned}}"
     try:
         return latex2mathml.tex2mathml(latex, as_block=block)
     except MathError as error:
