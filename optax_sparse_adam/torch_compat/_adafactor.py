@@ -1,4 +1,4 @@
-"""`Adafactor`, as `torch.optim.Adafactor`, for row-sparse gradients too."""
+"""`Adafactor`, as in `torch.optim`, for row-sparse gradients too."""
 
 from typing import Any
 
@@ -15,34 +15,21 @@ from ._optimizer import (
     Group,
     Optimizer,
     Params,
+    Shapes,
     Table,
     compile_for_groups,
     learning_rate,
-    number,
-    one_number,
+    scalar,
+    scalar_lr,
 )
 from ._parameter import Gradient, Parameter
 
 
-def _shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The arrays in the state of a parameter of this shape."""
-    if len(shape) < 2:
-        return {"variance": shape}
-    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-
-
-def _update_table(table: Table, grad: Gradient, numbers: jax.Array) -> Table:
+def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     param, state = table
     check_gradient(grad, param)
-    shapes = _shapes(param.shape)
-    if {key: x.shape for key, x in state.items()} != shapes:
-        raise ValueError(
-            f"The state of a parameter of shape {param.shape} must be {shapes}, got "
-            f"{ {key: x.shape for key, x in state.items()} }. Was a state_dict loaded "
-            "that was saved for other parameters?"
-        )
     dtype = accumulator_dtype(grad.dtype, param.dtype)
-    sign, count, lr, decay, eps1, eps2, d, weight_decay = numbers.astype(dtype)
+    sign, count, lr, decay, eps1, eps2, d, weight_decay = scalars.astype(dtype)
     step = step_numbers(
         count,
         lr,
@@ -54,15 +41,14 @@ def _update_table(table: Table, grad: Gradient, numbers: jax.Array) -> Table:
         weight_decay=weight_decay,
         maximize=False,
     )
-    moments: tuple[jax.Array, ...]
+    keys = ("row_var", "col_var") if param.ndim > 1 else ("variance",)
+    moments = tuple(state[key] for key in keys)
     if param.ndim > 1:  # torch keeps the axes that it averages over
-        moments = state["row_var"].squeeze(-1), state["col_var"].squeeze(-2)
-    else:
-        moments = (state["variance"],)
+        moments = moments[0].squeeze(-1), moments[1].squeeze(-2)
     update = update_sparse if is_bcoo(grad) else update_dense
     delta, moments = update(grad, param, moments, step._replace(sign=sign))
-    new = zip(shapes.items(), moments, strict=True)
-    return apply_updates(param, delta), {key: x.reshape(s) for (key, s), x in new}
+    new = zip(keys, moments, strict=True)
+    return apply_updates(param, delta), {k: x.reshape(state[k].shape) for k, x in new}
 
 
 class Adafactor(Optimizer):
@@ -101,7 +87,6 @@ class Adafactor(Optimizer):
       {'step': (), 'row_var': (3, 1), 'col_var': (1, 2)}
     """
 
-    _arrays = ("row_var", "col_var", "variance")
     _update_tables = staticmethod(compile_for_groups(_update_table))
 
     def __init__(
@@ -117,12 +102,12 @@ class Adafactor(Optimizer):
         maximize: bool = False,
     ) -> None:
         for rule, value, holds in (
-            ("Learning rate should be >= 0", lr, callable(lr) or one_number(lr) >= 0),
-            ("beta2_decay should be <= 0", beta2_decay, number(beta2_decay) <= 0),
-            ("epsilon1 should be >= 0", eps[0], eps[0] is None or number(eps[0]) >= 0),
-            ("epsilon2 should be >= 0", eps[1], number(eps[1]) >= 0),
-            ("Clipping threshold d should be >= 1", d, number(d) >= 1),
-            ("weight_decay should be >= 0", weight_decay, number(weight_decay) >= 0),
+            ("Learning rate should be >= 0", lr, callable(lr) or scalar_lr(lr) >= 0),
+            ("beta2_decay should be <= 0", beta2_decay, scalar(beta2_decay) <= 0),
+            ("epsilon1 should be >= 0", eps[0], eps[0] is None or scalar(eps[0]) >= 0),
+            ("epsilon2 should be >= 0", eps[1], scalar(eps[1]) >= 0),
+            ("Clipping threshold d should be >= 1", d, scalar(d) >= 1),
+            ("weight_decay should be >= 0", weight_decay, scalar(weight_decay) >= 0),
         ):
             if not holds:
                 raise ValueError(f"{rule} but is: {value}")
@@ -142,9 +127,6 @@ class Adafactor(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("foreach", None)
-        for param in self._params():
-            if saved := self.state.get(param):  # older ones have Python numbers
-                saved["step"] = self._as_step(saved["step"])
 
     def _update(self, group: Group, params: list[Parameter]) -> None:
         if any(jnp.iscomplexobj(param.data) for param in params):
@@ -154,20 +136,21 @@ class Adafactor(Optimizer):
     def _as_step(self, step: Any) -> Any:
         return np.array(step, np.float32)
 
-    def _init_state(self, param: Parameter) -> dict[str, Any]:
-        shapes = _shapes(param.shape).items()
-        arrays = {key: jnp.zeros(shape, param.dtype) for key, shape in shapes}
-        return {"step": self._as_step(0), **arrays}
+    def _state_shapes(self, group: Group, param: Parameter) -> Shapes:
+        shape = param.shape
+        if len(shape) < 2:
+            return {"variance": shape}
+        return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
-    def _numbers(self, group: Group, param: Parameter, step: int) -> list[float]:
+    def _scalars(self, group: Group, param: Parameter, step: int) -> list[float]:
         eps1, eps2 = group["eps"]
         return [
             -1.0 if group["maximize"] else 1.0,
             step,
             learning_rate(group, step - 1),
-            number(group["beta2_decay"]),
-            float(jnp.finfo(param.dtype).eps) if eps1 is None else number(eps1),
-            number(eps2),
-            number(group["d"]),
-            number(group["weight_decay"]),
+            scalar(group["beta2_decay"]),
+            float(jnp.finfo(param.dtype).eps) if eps1 is None else scalar(eps1),
+            scalar(eps2),
+            scalar(group["d"]),
+            scalar(group["weight_decay"]),
         ]

@@ -9,15 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._hooks import Hooked
+from ._hooks import HookMixin
 from ._parameter import Parameter, as_numpy, is_array
 
 StateDict = dict[str, Any]
 
+# What torch's learning-rate schedulers keep in a group beside the options.
+_OF_SCHEDULERS = (
+    *("initial_lr", "min_lr", "max_lr", "swa_lr"),
+    *("base_momentum", "max_momentum"),
+)
 
-class Checkpointed(Hooked):
+
+class CheckpointMixin(HookMixin):
     """An optimiser's way in and out of a dict, in the layout of torch."""
 
+    defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: defaultdict[Any, dict[str, Any]]
 
@@ -26,7 +33,7 @@ class Checkpointed(Hooked):
 
         The layout is that of torch, to the key:
         `{"state": {0: {"step": ..., ...}, ...}, "param_groups": [{"lr": ..., "params":
-        [0, ...]}, ...]}`, where parameters are numbered in the order of the groups.
+        [0, ...]}, ...]}`, where parameters are indices in the order of the groups.
         torch loads it once the arrays are tensors::
 
           tensors = jax.tree.map(
@@ -52,21 +59,23 @@ class Checkpointed(Hooked):
           (0.1, [0])
           >>> optimizer.load_state_dict(saved)
         """
-        self._announce("save pre")
+        self._call_hooks("save pre")
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        # A parameter that is listed twice has the number of its last place: torch's.
-        numbers: dict[Any, int] = {param: i for i, param in enumerate(params)}
-        state = {numbers.get(key, key): _plain(x) for key, x in self.state.items()}
-        groups = [self._pack(group, numbers) for group in self.param_groups]
-        return self._pass_through("save post", {"state": state, "param_groups": groups})
+        # A parameter that is listed twice has the index of its last place: torch's.
+        index: dict[Any, int] = {param: i for i, param in enumerate(params)}
+        state = {index.get(key, key): _plain(x) for key, x in self.state.items()}
+        groups = [self._pack(group, index) for group in self.param_groups]
+        return self._filter_by_hooks(
+            "save post", {"state": state, "param_groups": groups}
+        )
 
-    def _pack(self, group: dict[str, Any], numbers: dict[Any, int]) -> dict[str, Any]:
+    def _pack(self, group: dict[str, Any], index: dict[Any, int]) -> dict[str, Any]:
         packed = {key: _plain(x) for key, x in group.items() if key != "params"}
         if callable(group.get("lr")):
             states = [self.state.get(param, {}) for param in group["params"]]
             steps = [int(state.get("step", 0)) for state in states]
-            packed["lr"] = scheduled(group["lr"], max(steps, default=0))
-        packed["params"] = [numbers[param] for param in group["params"]]
+            packed["lr"] = schedule_value(group["lr"], max(steps, default=0))
+        packed["params"] = [index[param] for param in group["params"]]
         return packed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -78,13 +87,23 @@ class Checkpointed(Hooked):
         options of the groups are replaced by the loaded ones, all of them; only a
         learning rate that is a schedule stays where a number is loaded.
 
+        torch loads what another optimiser saved and ignores the options that it does
+        not have; this raises. An option of your own is fine if the optimiser's group
+        has it, too. To go on with this optimiser's formula from another's moments (a
+        table trained by Adam as a dense one, and from now on by SparseAdam), load the
+        state alone::
+
+          groups = optimizer.state_dict()["param_groups"]
+          optimizer.load_state_dict(saved | {"param_groups": groups})
+
         Args:
           state_dict: The dict, which is left as it is.
 
         Raises:
-          ValueError: If the groups differ in number or size from the optimiser's.
+          ValueError: If the groups differ in number or size from the optimiser's, or
+            have options that this optimiser does not have.
         """
-        state_dict = self._pass_through("load pre", state_dict.copy())
+        state_dict = self._filter_by_hooks("load pre", state_dict.copy())
         saved = state_dict["param_groups"]
         if len(self.param_groups) != len(saved):
             raise ValueError(
@@ -101,6 +120,7 @@ class Checkpointed(Hooked):
                     f"{len(new['params'])} parameters, the optimizer's has "
                     f"{len(group['params'])}"
                 )
+            self._check_options(i, new)
             params.update(zip(new["params"], group["params"], strict=True))
             groups.append(_unpack(new, group))
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -110,10 +130,25 @@ class Checkpointed(Hooked):
             else:
                 state[key] = _plain(value)
         self.__setstate__({"state": state, "param_groups": groups})
-        self._announce("load post")
+        self._call_hooks("load post")
+
+    def _check_options(self, index: int, saved: dict[str, Any]) -> None:
+        """Raises if a saved group has options of which this optimiser knows nothing."""
+        known = {"param_names", *_OF_SCHEDULERS}
+        known.update(self.defaults, self.param_groups[index])
+        unknown = [f"{key}={saved[key]!r}" for key in saved if key not in known]
+        if unknown:
+            name = type(self).__name__
+            raise ValueError(
+                f"loaded state dict has options that {name} does not have, in group "
+                f"{index}: {', '.join(unknown)}. If another optimizer saved it, load "
+                "it into that optimizer's class, or load its state alone, with the "
+                f"groups of this {name}: see load_state_dict. If the option is your "
+                f"own, give group {index} of this {name} the same key first."
+            )
 
 
-def scheduled(schedule: Any, count: int) -> float:
+def schedule_value(schedule: Any, count: int) -> float:
     """The value of a schedule after `count` steps."""
     # On a CPU, so that to read it does not wait for all that an accelerator has to do.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

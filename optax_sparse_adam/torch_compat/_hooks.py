@@ -14,7 +14,7 @@ _step_post_hooks: Hooks = OrderedDict()
 
 
 class RemovableHandle:
-    """Takes a hook back: with `remove()`, or at the end of a `with` block.
+    """Removes a hook: with `remove()`, or at the end of a `with` block.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -39,7 +39,7 @@ class RemovableHandle:
             hooks.move_to_end(self.id, last=False)
 
     def remove(self) -> None:
-        """Takes the hook back; a second call does nothing."""
+        """Removes the hook; a second call does nothing."""
         self._hooks.pop(self.id, None)
 
     def __enter__(self) -> "RemovableHandle":
@@ -56,7 +56,7 @@ def register_optimizer_step_pre_hook(hook: Callable[..., Any]) -> RemovableHandl
       hook: As for `Optimizer.register_step_pre_hook`, whose hooks run after this one.
 
     Returns:
-      A handle that takes the hook back.
+      A handle that removes the hook.
     """
     return RemovableHandle(_step_pre_hooks, hook)
 
@@ -68,7 +68,7 @@ def register_optimizer_step_post_hook(hook: Callable[..., Any]) -> RemovableHand
       hook: As for `Optimizer.register_step_post_hook`, whose hooks run before this one.
 
     Returns:
-      A handle that takes the hook back.
+      A handle that removes the hook.
     """
     return RemovableHandle(_step_post_hooks, hook)
 
@@ -78,7 +78,7 @@ def with_step_hooks(step: Step) -> Step:
 
     @functools.wraps(step)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        self: Hooked = args[0]
+        self: HookMixin = args[0]
         if self._stepping:  # called by the step of a subclass, whose hooks are running
             return step(*args, **kwargs)
         for hook in (*_step_pre_hooks.values(), *self._hooks["step pre"].values()):
@@ -103,7 +103,7 @@ def with_step_hooks(step: Step) -> Step:
     return hooked  # type: ignore[return-value]  # the same signature, by functools.wraps
 
 
-class Hooked:
+class HookMixin:
     """The hooks of one optimiser: what `Optimizer` inherits."""
 
     _stepping = False
@@ -133,7 +133,7 @@ class Hooked:
             `args` are those of `step` and start with the optimiser itself.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["step pre"], hook)
 
@@ -145,7 +145,7 @@ class Hooked:
             step was called with in the end.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["step post"], hook)
 
@@ -159,7 +159,7 @@ class Hooked:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["save pre"], hook, prepend=prepend)
 
@@ -174,7 +174,7 @@ class Hooked:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["save post"], hook, prepend=prepend)
 
@@ -189,7 +189,7 @@ class Hooked:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["load pre"], hook, prepend=prepend)
 
@@ -203,17 +203,17 @@ class Hooked:
           prepend: Run it before the hooks that are registered already, not after them.
 
         Returns:
-          A handle that takes the hook back.
+          A handle that removes the hook.
         """
         return RemovableHandle(self._hooks["load post"], hook, prepend=prepend)
 
-    def _pass_through(self, kind: str, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _filter_by_hooks(self, kind: str, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state_dict as the hooks of this kind leave it."""
         for hook in tuple(self._hooks[kind].values()):
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else result
         return state_dict
 
-    def _announce(self, kind: str) -> None:
+    def _call_hooks(self, kind: str) -> None:
         for hook in tuple(self._hooks[kind].values()):
             hook(self)

@@ -1,4 +1,4 @@
-"""`Optimizer`: parameter groups, the loop of a step, zero_grad."""
+"""`Optimizer`: the base of all, with parameter groups, the step and zero_grad."""
 
 import functools
 import math
@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from ._checkpoint import Checkpointed, scheduled
+from ._checkpoint import CheckpointMixin, schedule_value
 from ._hooks import with_step_hooks
-from ._parameter import Gradient, Parameter
+from ._parameter import Gradient, Parameter, register_overwritten
 
 Group = dict[str, Any]
 Params = Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[Group]
-# A parameter and the arrays of its state.
+# A parameter and the arrays of its state, by their keys.
 Table = tuple[jax.Array, dict[str, jax.Array]]
+Shapes = dict[str, tuple[int, ...]]
 
 
 def compile_for_groups(
@@ -27,24 +28,25 @@ def compile_for_groups(
 ) -> Callable[[list[Table], list[Gradient | None], np.ndarray], list[Table]]:
     """Compiles the update of one table into that of many, in place.
 
-    `update_table` gets the table, its gradient, and the numbers of this step: they are
+    `update_table` gets the table, its gradient, and the scalars of this step: they are
     not compiled in, so groups may change at each step.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update_tables(
-        tables: list[Table], grads: list[Any], numbers: jax.Array
+        tables: list[Table], grads: list[Any], scalars: jax.Array
     ) -> list[Table]:
-        return list(map(update_table, tables, grads, numbers))
+        return list(map(update_table, tables, grads, scalars))
 
     return update_tables
 
 
-class Optimizer(Checkpointed):
+class Optimizer(CheckpointMixin):
     """Base of the optimisers: what is common to all of them in `torch.optim`.
 
     A new optimiser overrides `step`, as in torch; hooks run around it. Those of this
-    package leave it and override the methods that it leads to.
+    package leave `step` and override what it calls: `_state_shapes`, `_scalars`,
+    `_as_step` and `_update_tables`.
 
     Args:
       params: Parameters, pairs `(name, parameter)`, or dicts with the key `"params"`
@@ -134,10 +136,11 @@ class Optimizer(Checkpointed):
                 "github.com/pytorch/pytorch/issues/40967 for more information",
                 stacklevel=4,  # the line that makes a SparseAdam
             )
-        self._check_against_groups(param_group)
+        self._check_group(param_group)
         self.param_groups.append(param_group)
 
-    def _check_against_groups(self, new: Group) -> None:
+    def _check_group(self, new: Group) -> None:
+        """Raises if a group does not go with those that are there."""
         for group in self.param_groups:
             if ("param_names" in new) != ("param_names" in group):
                 kind = "with" if "param_names" in new else "without"
@@ -171,21 +174,19 @@ class Optimizer(Checkpointed):
                 self._update(group, params)
         return loss
 
-    _arrays: tuple[str, ...] = ()  # the keys of a state that hold arrays
-
-    def _init_state(self, param: Parameter) -> dict[str, Any]:
-        """The state before the first step, with `"step"` and some of `_arrays`."""
+    def _state_shapes(self, group: Group, param: Parameter) -> Shapes:
+        """The arrays in the state of a parameter, besides `"step"`."""
         raise NotImplementedError
 
-    def _numbers(self, group: Group, param: Parameter, step: int) -> list[float]:
-        """The numbers of a group that go into the update, in their order there."""
+    def _scalars(self, group: Group, param: Parameter, step: int) -> list[float]:
+        """The scalars of a step, in the order in which the update takes them."""
         raise NotImplementedError
 
     @staticmethod
     def _update_tables(
-        tables: list[Table], grads: list[Gradient | None], numbers: np.ndarray, /
+        tables: list[Table], grads: list[Gradient | None], scalars: np.ndarray, /
     ) -> list[Table]:
-        """What `compile_for_groups` returned; `numbers` has a row for each table."""
+        """What `compile_for_groups` returned; `scalars` has a row for each table."""
         raise NotImplementedError
 
     def _update(self, group: Group, params: list[Parameter]) -> None:
@@ -193,21 +194,41 @@ class Optimizer(Checkpointed):
         tables, steps = [], []
         for param in params:
             state = self.state[param]
+            shapes = self._state_shapes(group, param)
             if not state:
-                state.update(self._init_state(param))
-            arrays = {key: state[key] for key in self._arrays if key in state}
+                state.update(self._init_state(param, shapes))
+            arrays = {key: state[key] for key in shapes if key in state}
+            _check_shapes(param, arrays, shapes)
             tables.append((param.data, arrays))
             steps.append(int(state["step"]) + 1)
         places = zip(params, steps, strict=True)
-        numbers = np.array([self._numbers(group, *place) for place in places])
-        tables = self._update_tables(tables, [p.grad for p in params], numbers)
+        scalars = np.array([self._scalars(group, *place) for place in places])
+        tables = self._update_tables(tables, [p.grad for p in params], scalars)
         for param, step, (data, arrays) in zip(params, steps, tables, strict=True):
             param.adopt(data)
             self.state[param].update(arrays, step=self._as_step(step))
+            jax.tree.map(register_overwritten, arrays)
+
+    def _init_state(self, param: Parameter, shapes: Shapes) -> dict[str, Any]:
+        arrays = {
+            key: jnp.zeros_like(param.data, shape=shape)
+            for key, shape in shapes.items()
+        }
+        return {"step": self._as_step(0), **arrays}
 
     def _as_step(self, step: Any) -> Any:
-        """A number of steps as the state holds it."""
-        return int(step)
+        """A count of steps, as the state of this optimiser holds it."""
+        return step
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for param in self._params():
+            saved = self.state.get(param, {})
+            if "step" in saved:  # a number or an array, as torch's version had it
+                saved["step"] = self._as_step(saved["step"])
+            for array in jax.tree.leaves(saved):
+                if isinstance(array, jax.Array):
+                    register_overwritten(array)
 
     def _refuse(self, kind: str, is_kind: Callable[[Any], bool], why: str) -> None:
         """Raises if the arrays of some parameters are of this kind."""
@@ -243,22 +264,36 @@ class Optimizer(Checkpointed):
         return text + ")"
 
 
-def number(option: Any) -> Any:
+def _check_shapes(
+    param: Parameter, arrays: dict[str, jax.Array], shapes: Shapes
+) -> None:
+    """Raises where a state_dict of other parameters or options was loaded."""
+    found = {key: jnp.shape(array) for key, array in arrays.items()}
+    if found != shapes:
+        raise ValueError(
+            f"The state of a parameter of shape {param.shape} must have arrays of the "
+            f"shapes {shapes}, got {found}. Load the state_dict of an optimizer of "
+            "this kind, these parameters and these options, or delete the parameter "
+            "from `optimizer.state` to start anew."
+        )
+
+
+def scalar(option: Any) -> Any:
     """An option as a Python number; it may be an array with one element."""
     return option.item() if hasattr(option, "item") else option
 
 
-def one_number(lr: Any) -> Any:
+def scalar_lr(lr: Any) -> Any:
     """A learning rate as a Python number."""
     if math.prod(getattr(lr, "shape", ())) != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    return number(lr)
+    return scalar(lr)
 
 
 def learning_rate(group: Group, count: int) -> Any:
     """The learning rate of a group for the step after `count` steps."""
     lr = group["lr"]
-    return scheduled(lr, count) if callable(lr) else number(lr)
+    return schedule_value(lr, count) if callable(lr) else scalar(lr)
 
 
 def _typename(value: Any) -> str:

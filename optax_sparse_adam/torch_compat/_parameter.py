@@ -1,6 +1,8 @@
 """`Parameter`: an array that the optimiser replaces, and its gradient."""
 
+import copy
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +11,48 @@ from jax.experimental.sparse import BCOO
 
 Gradient = jax.Array | BCOO
 
+Address = tuple[Any, int]  # a device, and where in its memory
+
+# The arrays that steps overwrite, by the addresses of their buffers. The dictionary is
+# weak: an array that nothing else holds leaves it.
+_overwritten: WeakValueDictionary[Address, jax.Array] = WeakValueDictionary()
+
+
+def _addresses(array: jax.Array) -> list[Address]:
+    """Where an array lies: a device and an address for each of its shards here."""
+    try:
+        return [(array.device, array.unsafe_buffer_pointer())]
+    except (ValueError, jax.errors.JaxRuntimeError):  # not for arrays in shards
+        shards = [shard.data for shard in array.addressable_shards]
+        if len(shards) < 2:  # a runtime that does not tell addresses
+            return [(None, id(array))]
+        return [address for shard in shards for address in _addresses(shard)]
+
+
+def register_overwritten(array: jax.Array) -> None:
+    """Notes that steps overwrite this array: a gradient of its buffer is copied."""
+    for address in _addresses(array):
+        _overwritten[address] = array
+
+
+def copy_overwritten(array: jax.Array) -> jax.Array:
+    """The array, or a copy if steps overwrite its buffer.
+
+    Addresses are compared, not only the objects: `jax.device_put` to the device where
+    an array already is makes a second array of the same buffer.
+    """
+    if any(address in _overwritten for address in _addresses(array)):
+        return jnp.copy(array)
+    return array
+
 
 def is_array(value: Any) -> bool:
-    """Arrays of JAX, NumPy and torch; numbers of NumPy are numbers."""
+    """Whether this is an array of JAX, NumPy or torch; NumPy's scalars are not."""
     return hasattr(value, "__array__") and not isinstance(value, np.generic)
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """Any array, on any device, in memory that may be another's."""
+    """An array of JAX, NumPy or torch, on any device; may share its memory."""
     if hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu()
         try:
@@ -43,6 +79,15 @@ def own(value: Any) -> Any:
     return jnp.asarray(np.array(as_numpy(value)))
 
 
+def _check_concrete(value: Any, what: str) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+        raise RuntimeError(
+            f"a Parameter keeps {what} after the function that sets it: set it, and "
+            "call step, outside of jit. Compile what computes the gradient, "
+            "jax.jit(optax_sparse_adam.value_and_grad(loss))."
+        )
+
+
 class Parameter:
     """An array that an optimiser trains.
 
@@ -55,6 +100,9 @@ class Parameter:
     next step that updates the parameter; to use it afterwards raises JAX's
     `RuntimeError: Array has been deleted`. Keep `jnp.copy(parameter.data)` instead. A
     NumPy view of it (`np.asarray(parameter.data)`) stays valid and does not change.
+
+    A copied, deep-copied or unpickled parameter has an array of its own and, as in
+    torch, no gradient.
 
     Args:
       data: An array of JAX, NumPy or torch, floating point or complex, any shape.
@@ -87,15 +135,17 @@ class Parameter:
 
     @data.setter
     def data(self, value: Any) -> None:
+        _check_concrete(value, "its array")
         # A table that is sparse itself is held only to be refused, as in torch.
-        self._data = own(value)
+        self.adopt(own(value))
 
     @property
     def grad(self) -> Gradient | None:
         """Gradient (row-sparse, dense or `None`). To set it replaces, never adds.
 
         What is set may be an array of JAX, NumPy or torch, a BCOO, or a sparse tensor
-        of torch; those of NumPy and torch are copied.
+        of torch. Arrays of NumPy and torch are copied, and so are arrays that a step
+        overwrites: the `data` of a parameter, the state of an optimiser.
 
         Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
         array of another shape or type than the parameter's, and inside of `jit`.
@@ -116,12 +166,7 @@ class Parameter:
                     f"type {type(grad).__name__}. Assign a BCOO, an array or None."
                 )
             grad = own(grad)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(grad)):
-            raise RuntimeError(
-                "a Parameter keeps its gradient after the function that sets it: set "
-                "it, and call step, outside of jit. Compile what computes it, "
-                "jax.jit(optax_sparse_adam.value_and_grad(loss))."
-            )
+        _check_concrete(grad, "its gradient")
         if grad.shape != self.shape:
             raise RuntimeError(
                 f"attempting to assign a gradient of size '{list(grad.shape)}' to a "
@@ -133,9 +178,9 @@ class Parameter:
                 f"attempting to assign a gradient with dtype '{grad.dtype}' to a "
                 f"tensor of dtype '{self.dtype}'. Cast one of them with astype."
             )
-        # A buffer cannot be overwritten and read in one step: the gradient of
-        # `sum(x**2) / 2` may well be `x` itself.
-        return jax.tree.map(lambda x: jnp.copy(x) if x is self._data else x, grad)
+        # A step cannot overwrite a buffer and read it as a gradient, and the gradient
+        # of `sum(x**2) / 2` may well be `x` itself, that of `sum(x * y)` may be `y`.
+        return jax.tree.map(copy_overwritten, grad)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,9 +193,16 @@ class Parameter:
     def adopt(self, data: jax.Array) -> None:
         """Sets `data` to an array that nothing else holds, without a copy."""
         self._data = data
+        jax.tree.map(register_overwritten, data)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_data": self._data}  # as in torch, a copy starts without a gradient
+        return {"_data": self._data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.adopt(state["_data"])
+
+    def __copy__(self) -> "Parameter":
+        return copy.deepcopy(self)  # an array that steps overwrite has one owner
 
     def __repr__(self) -> str:
         name = f"{self.dtype}{list(self.shape)}"

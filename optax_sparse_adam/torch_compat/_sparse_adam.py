@@ -1,4 +1,4 @@
-"""`SparseAdam`, as `torch.optim.SparseAdam`."""
+"""`SparseAdam`, as in `torch.optim`: row-sparse gradients, the rows they hold."""
 
 import math
 from typing import Any
@@ -20,31 +20,26 @@ from ._optimizer import (
     Group,
     Optimizer,
     Params,
+    Shapes,
     Table,
     compile_for_groups,
     learning_rate,
-    number,
-    one_number,
+    scalar,
+    scalar_lr,
 )
 from ._parameter import Gradient, Parameter, own
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # in torch's state; mu and nu in optax's
 
-def _update_table(table: Table, grad: Gradient, numbers: jax.Array) -> Table:
+
+def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     param, state = table
     check_leaf(grad, param)
-    for key, moment in state.items():
-        if moment.shape != param.shape:
-            raise ValueError(
-                f"{key} must have the shape of its parameter, got {moment.shape} for a "
-                f"parameter of shape {param.shape}. Was a state_dict loaded that was "
-                "saved for other parameters?"
-            )
     update = update_sparse if is_bcoo(grad) else update_dense
-    factors = Factors(*numbers.astype(accumulator_dtype(grad.dtype, param.dtype)))
-    moments = state["exp_avg"], state["exp_avg_sq"]
-    delta, (exp_avg, exp_avg_sq) = update(grad, moments, factors)
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    return apply_updates(param, delta), state
+    factors = Factors(*scalars.astype(accumulator_dtype(grad.dtype, param.dtype)))
+    moments = tuple(state[key] for key in MOMENTS)
+    delta, moments = update(grad, moments, factors)
+    return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
 
 
 class SparseAdam(Optimizer):
@@ -61,8 +56,9 @@ class SparseAdam(Optimizer):
       betas: Decay of the moving averages of the gradient and its square, in `[0, 1)`.
       eps: Added to the root of the uncorrected second moment; above 0.
       maximize: Ascend instead of descend.
-      allow_dense: Take dense gradients too, with the same formula for all rows, instead
-        of refusing them.
+      allow_dense: Take dense gradients too, with this formula for all rows, instead of
+        refusing them. `Adam` has torch's numbers for them, which differ by the place of
+        `eps`.
 
     Raises:
       ValueError: If an option is out of its range, or a parameter is sparse or complex.
@@ -83,7 +79,6 @@ class SparseAdam(Optimizer):
       [-0.01, -0.1]
     """
 
-    _arrays = ("exp_avg", "exp_avg_sq")
     _update_tables = staticmethod(compile_for_groups(_update_table))
 
     def __init__(
@@ -96,12 +91,12 @@ class SparseAdam(Optimizer):
         *,
         allow_dense: bool = False,
     ) -> None:
-        if not callable(lr) and not one_number(lr) > 0.0:
-            raise ValueError(f"Invalid learning rate: {number(lr)}")
-        if not number(eps) > 0.0:
+        if not callable(lr) and not scalar_lr(lr) > 0.0:
+            raise ValueError(f"Invalid learning rate: {scalar(lr)}")
+        if not scalar(eps) > 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
         for i in (0, 1):
-            if not 0.0 <= number(betas[i]) < 1.0:
+            if not 0.0 <= scalar(betas[i]) < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
         self.allow_dense = allow_dense
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
@@ -117,19 +112,18 @@ class SparseAdam(Optimizer):
             )
         super()._update(group, params)
 
-    def _init_state(self, param: Parameter) -> dict[str, Any]:
-        zeros = (jnp.zeros_like(param.data) for _ in self._arrays)
-        return {"step": 0, **dict(zip(self._arrays, zeros, strict=True))}
+    def _state_shapes(self, group: Group, param: Parameter) -> Shapes:
+        return dict.fromkeys(MOMENTS, param.shape)
 
-    def _numbers(self, group: Group, param: Parameter, step: int) -> list[float]:
+    def _scalars(self, group: Group, param: Parameter, step: int) -> list[float]:
         # In double precision, where the cancellation in `1 - beta**step` is harmless.
-        beta1, beta2 = map(number, group["betas"])
+        beta1, beta2 = map(scalar, group["betas"])
         size = learning_rate(group, step - 1) * math.sqrt(1.0 - beta2**step)
         factors = {
             "sign": -1.0 if group.get("maximize", False) else 1.0,
             "one_minus_b1": 1.0 - beta1,
             "one_minus_b2": 1.0 - beta2,
-            "eps": number(group["eps"]),
+            "eps": scalar(group["eps"]),
             "scale": -size / (1.0 - beta1**step),
         }
         return [factors[name] for name in Factors._fields]
@@ -159,7 +153,8 @@ class SparseAdam(Optimizer):
         """
 
         def get(key: str, param: Parameter) -> Any:
-            return (self.state.get(param) or self._init_state(param))[key]
+            shapes = dict.fromkeys(MOMENTS, param.shape)
+            return (self.state.get(param) or self._init_state(param, shapes))[key]
 
         steps = {int(get("step", param)) for param in jax.tree.leaves(tree)}
         if len(steps) > 1:
@@ -169,7 +164,7 @@ class SparseAdam(Optimizer):
             )
         mu, nu = (
             jax.tree.map(lambda param, key=key: jnp.copy(get(key, param)), tree)
-            for key in self._arrays
+            for key in MOMENTS
         )
         return ScaleBySparseAdamState(jnp.array(max(steps), jnp.int32), mu, nu)
 
@@ -186,7 +181,7 @@ class SparseAdam(Optimizer):
 
         def load(param: Parameter, mu: jax.Array, nu: jax.Array) -> None:
             moments = (own(moment).astype(param.dtype) for moment in (mu, nu))
-            arrays = dict(zip(self._arrays, moments, strict=True))
+            arrays = dict(zip(MOMENTS, moments, strict=True))
             self.state[param] = {"step": int(state.count), **arrays}
 
         jax.tree.map(load, tree, state.mu, state.nu)

@@ -258,5 +258,5 @@ def test_state_of_other_parameters_is_refused_at_the_step():
     steps(OURS, optimizer)
     other = make(OURS, [(3, 4)])
     other.load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"shape \(3, 4\) must be .*\(4, 1\)"):
+    with pytest.raises(ValueError, match=r"shape \(3, 4\) must have .*\(4, 1\)"):
         steps(OURS, other)

@@ -1,5 +1,7 @@
 """Who owns which array: copies, donation, compilations, devices."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -138,6 +140,129 @@ def test_a_gradient_that_is_the_parameter():
     assert_identical(dense.data, sparse.data)
 
 
+def all_rows(data):
+    return BCOO((data, jnp.arange(len(data))[:, None]), shape=data.shape)
+
+
+SAME_BUFFER = {
+    "itself": lambda array: array,
+    "device_put": lambda array: jax.device_put(array, array.sharding),
+    "shard": lambda array: array.addressable_data(0),
+    "row_sparse": all_rows,
+}
+
+
+@pytest.mark.parametrize("view", SAME_BUFFER.values(), ids=SAME_BUFFER)
+@pytest.mark.parametrize("where", ["group", "optimiser", "optimisers"])
+def test_a_gradient_that_is_another_parameter(view, where):
+    """That of `sum(x * y)` is `y`: the value when it was set, however the steps go."""
+    one, two = table(OURS), table(OURS, 1)
+    if where == "optimisers":
+        optimizers = [SparseAdam([p], lr=0.1, allow_dense=True) for p in (one, two)]
+    else:
+        params = [one, two] if where == "group" else [{"params": p} for p in (one, two)]
+        optimizers = [SparseAdam(params, lr=0.1, allow_dense=True)]
+    alone = [table(OURS), table(OURS, 1)]
+    expected = SparseAdam(alone, lr=0.1, allow_dense=True)
+    for _ in range(3):
+        one.grad, two.grad = view(two.data), view(one.data)
+        alone[0].grad, alone[1].grad = (np.array(p.data) for p in alone[::-1])
+        for optimizer in (*optimizers, expected):
+            optimizer.step()
+    for optimizer in (*optimizers, expected):
+        optimizer.step()  # with the gradients of before
+    for param, other in zip((one, two), alone, strict=True):
+        np.testing.assert_allclose(param.data, other.data, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_gradient_that_is_a_moment(loaded):
+    optimizer, (one, two) = stepped(2)
+    if loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    moment = optimizer.state[one]["exp_avg"]
+    value = np.array(moment)
+    one.grad, two.grad = all_rows(moment), all_rows(moment)
+    optimizer.step()
+    assert_identical(two.grad.data, jnp.asarray(value))
+    assert_identical(one.grad.data, jnp.asarray(value))
+
+
+def test_parameters_made_of_one_array():
+    array = jnp.ones((6, 3))
+    one, two = Parameter(array), Parameter(array)
+    three = Parameter(one.data)
+    two.data = one.data
+    optimizer = SparseAdam([one, two, three], lr=0.1)
+    steps(OURS, optimizer, 2)
+    assert not array.is_deleted()
+    assert len({p.data.unsafe_buffer_pointer() for p in (one, two, three)}) == 3
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+}
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_a_copied_parameter_has_its_own_array(make_copy):
+    """Steps of one do not reach the other, nor delete its array."""
+    optimizer, (param,) = stepped()
+    other = make_copy(param)
+    assert other != param
+    assert other.grad is None
+    assert_identical(other.data, jnp.copy(param.data))
+    before = np.array(other.data)
+    optimizer.step()
+    np.testing.assert_array_equal(other.data, before)
+    after = np.array(param.data)
+    steps(OURS, SparseAdam([other]), 1)
+    np.testing.assert_array_equal(param.data, after)
+
+
+def test_a_copied_optimiser():
+    """`copy.copy` shares parameters, groups and state, as in torch; both may go on."""
+    optimizer, (param,) = stepped()
+    expected, _ = stepped()
+    other = copy.copy(optimizer)
+    for x in (optimizer, other, optimizer, other):
+        steps(OURS, x, 1)
+        steps(OURS, expected, 1)
+    assert_identical(seen(other), seen(expected))
+    assert other.param_groups[0]["params"][0] is param
+
+
+def test_state_handed_over():
+    """What torch programs do to keep the moments when they make an optimiser anew."""
+    old, (param,) = stepped()
+    expected, _ = stepped()
+    whole = SparseAdam([param], lr=0.1)
+    whole.state = old.state
+    steps(OURS, whole, 1)
+    one = SparseAdam([param], lr=0.1)
+    one.state[param] = whole.state[param]
+    steps(OURS, one, 1)
+    steps(OURS, old, 1)
+    for _ in range(3):
+        steps(OURS, expected, 1)
+    assert_identical(seen(one), seen(expected))
+
+
+def test_closures_that_return_gradients():
+    """Of these a step overwrites none."""
+    optimizer, (param,) = stepped()
+
+    def closure():
+        param.grad = gradient(OURS, 7)
+        return param.grad
+
+    returned = [optimizer.step(closure) for _ in range(2)]
+    assert_identical(returned[0], gradient(OURS, 7))
+    assert_identical(returned[1], gradient(OURS, 7))
+
+
 def test_dense_gradients_on_request():
     """Every row is touched (lucid's SparseAdam): the formula is the same."""
     for options in ({}, {"maximize": True, "betas": (0.5, 0.75)}):
@@ -257,3 +382,10 @@ def test_gradients_are_set_outside_of_jit(to_sparse):
     with pytest.raises(RuntimeError, match="outside of jit"):
         jax.jit(assign)(jnp.ones((2, 2) if to_sparse else (10, 2)))
     assert param.grad is None
+
+
+def test_arrays_are_set_outside_of_jit():
+    param = Parameter(jnp.zeros(3))
+    with pytest.raises(RuntimeError, match="outside of jit"):
+        jax.jit(lambda data: setattr(param, "data", data))(jnp.ones(3))
+    assert not param.data.any()

@@ -44,7 +44,9 @@ def test_functions(function, expected):
     assert str(signature(function)) == expected
 
 
-@pytest.mark.parametrize("name", ["SparseAdam", "Adafactor", "Optimizer"])
+@pytest.mark.parametrize(
+    "name", ["SparseAdam", "Adam", "AdamW", "Adafactor", "Optimizer"]
+)
 def test_as_torch(name):
     """All that torch's documentation lists; `allow_dense` is ours."""
     ours, theirs = getattr(torch_compat, name), getattr(torch.optim, name)

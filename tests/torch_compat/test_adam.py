@@ -1,0 +1,452 @@
+"""The shim beside `torch.optim`: Adam and AdamW."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter, SparseAdam
+
+from ..helpers.support import TOLERANCE, Magnitude
+from .test_checkpoints import (
+    copy_parameters,
+    in_order,
+    numpy_dict,
+    save_and_load,
+    to_torch,
+)
+from .test_programs import (
+    OURS,
+    TORCH,
+    assert_same,
+    check,
+    failure,
+    gradient,
+    plain,
+    seen,
+    table,
+)
+
+STORIES = []
+SHAPES = [(), (5,), (4, 3), (2, 3, 4)]
+
+
+def make(world, kind="Adam", dtype="float64", shapes=SHAPES, **options):
+    rng = np.random.default_rng(0)
+    arrays = [np.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return getattr(world.optim, kind)(list(map(world.parameter, arrays)), **options)
+
+
+def steps(world, optimizer, number=4, seed=0):
+    """What the optimiser holds after each step, with gradients of many sizes."""
+    rng = np.random.default_rng(seed)
+    log = []
+    for i in range(number):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for j, param in enumerate(params):
+            values = rng.normal(size=tuple(param.shape)) * 10.0 ** ((i + j) % 5 - 2)
+            values = np.asarray(values, plain(param).dtype)
+            # One parameter has a gradient only now and then.
+            skipped = j == 1 and i % 3
+            param.grad = None if skipped else world.parameter(values).data
+        optimizer.step()
+        log.append(seen(optimizer))
+    return log
+
+
+@pytest.fixture
+def enabled_x64():
+    with jax.enable_x64(True):
+        yield
+
+
+OPTIONS = {
+    "defaults": {},
+    "large_eps": {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.3},
+    "no_momentum": {"lr": 0.1, "betas": (0.0, 0.0), "eps": 1e-3},
+    "weight_decay": {"lr": 0.05, "weight_decay": 0.3},
+    "amsgrad": {"lr": 0.05, "betas": (0.5, 0.6), "amsgrad": True},
+    "maximize": {"maximize": True, "weight_decay": 0.5, "amsgrad": True},
+    "fused": {"fused": True, "weight_decay": 0.1},
+    "foreach": {"foreach": True, "weight_decay": 0.1, "amsgrad": True},
+    "zeros": {"lr": 0.0, "weight_decay": 0.1, "eps": 0.0},
+}
+
+
+def compare(ours, theirs, tol):
+    """Every array after every step, against the largest value it has had so far.
+
+    A difference of nearly equal numbers has the rounding errors of the numbers.
+    """
+    magnitudes = {}
+    for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        paths = jax.tree_util.tree_flatten_with_path(their)[0]
+        leaves = jax.tree.leaves(our)
+        for (path, expected), actual in zip(paths, leaves, strict=True):
+            if isinstance(expected, np.ndarray):
+                assert actual.dtype == expected.dtype
+                magnitude = magnitudes.setdefault(path, Magnitude())
+                name = f"{jax.tree_util.keystr(path)} after {i + 1} steps"
+                magnitude.check(actual, expected, tol, name)
+            else:
+                assert actual == expected, path
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers(options, kind, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        logs = [
+            steps(world, make(world, kind, dtype, **options), 20)
+            for world in (OURS, TORCH)
+        ]
+    compare(*logs, TOLERANCE[dtype].torch)
+
+
+@STORIES.append
+def groups(world):
+    rng = np.random.default_rng(0)
+    one, two, three = map(world.parameter, rng.normal(size=(3, 4, 3)))
+    optimizer = world.optim.AdamW(
+        [{"params": [("one", one)], "lr": 0.5}, {"params": [("two", two)], "eps": 0.1}]
+    )
+    log = [steps(world, optimizer)]
+    optimizer.add_param_group(
+        {
+            "params": {"three": three}.items(),
+            "amsgrad": True,
+            "decoupled_weight_decay": False,
+        }
+    )
+    return log, steps(world, optimizer), repr(optimizer)
+
+
+@STORIES.append
+def options_changed_between_steps(world):
+    optimizer = make(world)
+    log = [repr(optimizer), steps(world, optimizer)]
+    for change in (
+        {"lr": 0.3},
+        {"betas": (0.5, 0.75)},
+        {"eps": 0.1},
+        {"weight_decay": 0.2},
+        {"decoupled_weight_decay": True},
+        {"maximize": True},
+    ):
+        optimizer.param_groups[0].update(change)
+        log.append(steps(world, optimizer, 2, seed=len(log)))
+    return log
+
+
+@STORIES.append
+def amsgrad_ended(world):
+    """The maximum stays in the state, as it was."""
+    optimizer = make(world, amsgrad=True)
+    log = [steps(world, optimizer)]
+    optimizer.param_groups[0]["amsgrad"] = False
+    log.append(steps(world, optimizer))
+    optimizer.param_groups[0]["amsgrad"] = True
+    return log, steps(world, optimizer)
+
+
+@STORIES.append
+def refused_options(world):
+    given = [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"lr": world.tensor([0.1, 0.2])},
+        {"eps": -1e-8},
+        {"betas": (1.0, 0.5)},
+        {"betas": (0.5, float("nan"))},
+        {"weight_decay": -0.1},
+        {"weight_decay": float("nan")},
+        {"lr": -1.0, "eps": -1.0, "weight_decay": -1.0},
+        {"eps": -1.0, "betas": (2.0, 3.0)},
+        {"fused": True, "foreach": True},
+    ]
+    return [
+        failure(make, world, kind, **options)
+        for kind in ("Adam", "AdamW")
+        for options in given
+    ]
+
+
+@STORIES.append
+def a_row_sparse_gradient(world):
+    param, other = table(world), table(world, 1)
+    optimizer = world.optim.Adam([other, param])
+    param.grad = gradient(world, 0)
+    return failure(optimizer.step), seen(optimizer)[0]
+
+
+@STORIES.append
+def round_trips(world):
+    optimizer = make(world, "AdamW", lr=0.5, amsgrad=True)
+    steps(world, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    log = [plain(saved)]
+    other = make(world, "AdamW")
+    other.load_state_dict(copy.deepcopy(saved))
+    log += [steps(world, other, seed=1), repr(other)]
+    for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        log += [steps(world, copied, seed=2), repr(copied)]
+    return log, seen(other)
+
+
+@STORIES.append
+def old_dicts(world):
+    """Steps that are numbers, and without the options that torch has added."""
+    log = []
+    for kind in ("Adam", "AdamW"):
+        optimizer = make(world, kind, weight_decay=0.1)
+        steps(world, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            state["step"] = state["step"].item()
+        (group,) = saved["param_groups"]
+        kept = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
+        saved["param_groups"] = [{key: group[key] for key in kept}]
+        optimizer.load_state_dict(saved)
+        log += [seen(optimizer), repr(optimizer), steps(world, optimizer)]
+    return log
+
+
+@STORIES.append
+def schedulers(world):
+    """What those of torch do between steps: `lr` and keys of their own in a group."""
+    optimizer = make(world)
+    group = optimizer.param_groups[0]
+    group["initial_lr"] = group["lr"]
+    log = []
+    for i in range(4):
+        group["lr"] = group["initial_lr"] * 0.5**i
+        log.append(steps(world, optimizer, 1, seed=i))
+    other = make(world)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return log, steps(world, other)
+
+
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.usefixtures("enabled_x64")
+def test_as_torch(story):
+    check(story, 1e-12)
+
+
+@pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.usefixtures("enabled_x64")
+def test_a_torch_checkpoint_continued(convert, kind):
+    """Saved in the middle, a hundred steps here and in torch, and back."""
+    options = {"weight_decay": 0.1, "amsgrad": True, "lr": 0.01}
+    theirs, ours = make(TORCH, kind, **options), make(OURS, kind)
+    steps(TORCH, theirs, 10)
+    copy_parameters(theirs, ours)
+    ours.load_state_dict(convert(theirs.state_dict()))
+    assert_same(seen(ours), seen(theirs), 0)
+    compare(steps(OURS, ours, 100, 1), steps(TORCH, theirs, 100, 1), 1e-12)
+
+    back = make(TORCH, kind)
+    back.load_state_dict(save_and_load(to_torch(ours.state_dict())))
+    copy_parameters(ours, back)
+    assert_same(in_order(back), in_order(ours), 0)
+    compare(steps(OURS, ours, 10, 2), steps(TORCH, back, 10, 2), 1e-12)
+
+
+@pytest.mark.parametrize("scheduler", ["StepLR", "OneCycleLR", "CosineAnnealingLR"])
+def test_a_scheduler_of_torch(scheduler):
+    """One that drives an optimiser of torch; the program copies what it sets."""
+    options = {
+        "StepLR": {"step_size": 2, "gamma": 0.5},
+        "OneCycleLR": {"max_lr": 0.5, "total_steps": 8},
+        "CosineAnnealingLR": {"T_max": 5},
+    }[scheduler]
+    theirs, ours = (make(world, dtype="float32") for world in (TORCH, OURS))
+    schedule = getattr(torch.optim.lr_scheduler, scheduler)(theirs, **options)
+    logs = [], []
+    for i in range(6):
+        for key in ("lr", "betas"):
+            ours.param_groups[0][key] = theirs.param_groups[0][key]
+        for log, world, optimizer in zip(
+            logs, (OURS, TORCH), (ours, theirs), strict=True
+        ):
+            steps(world, optimizer, 1, seed=i)
+            log.append(plain(optimizer.param_groups[0]["params"]))
+        schedule.step()
+    compare(*logs, TOLERANCE["float32"].torch)
+    copy_parameters(theirs, ours)
+    ours.load_state_dict(theirs.state_dict())  # with what the scheduler has put there
+    assert_same(seen(ours), seen(theirs), 0)
+
+
+def test_infinite_parameters():
+    """A decay of 0 is left out: nothing times infinity is not a number."""
+
+    def story(world):
+        start = np.array([np.inf, -np.inf, np.nan, 1.0], np.float32)
+        optimizer = world.optim.Adam([world.parameter(start)], lr=0.1)
+        (param,) = optimizer.param_groups[0]["params"]
+        for values in ([0, 0, 0, 0], [0, 1, 1, np.nan]):
+            param.grad = world.parameter(np.array(values, np.float32)).data
+            optimizer.step()
+        return plain(param)
+
+    np.testing.assert_array_equal(story(OURS), story(TORCH))
+    np.testing.assert_array_equal(story(OURS), [np.inf, -np.inf, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_learning_rate_in_an_array(shape):
+    """Of float32, in which torch computes with it."""
+
+    def story(world):
+        lr = world.tensor(np.full(shape, 0.3, np.float32))
+        return steps(world, make(world, dtype="float32", lr=lr))
+
+    check(story, TOLERANCE["float32"].torch)
+
+
+def test_schedule_of_optax():
+    schedule = optax.linear_schedule(0.5, 0.1, 4)
+    ours = make(OURS, dtype="float32", lr=schedule)
+    by_hand = make(OURS, dtype="float32")
+    for i in range(4):
+        by_hand.param_groups[0]["lr"] = float(schedule(i))
+        results = [steps(OURS, x, 1, seed=i)[0][0] for x in (ours, by_hand)]
+        assert_same(*results, tol=0)
+
+
+def test_groups_that_change_compile_nothing(compilations):
+    optimizer = make(OURS, dtype="float32")
+    steps(OURS, optimizer, 4)
+    del compilations[:]
+    for change in (
+        {"lr": 0.3},
+        {"lr": np.array([0.01])},
+        {"betas": (0.1, 0.2)},
+        {"eps": 0.5},
+        {"weight_decay": 0.1},
+        {"decoupled_weight_decay": True},
+        {"maximize": True},
+    ):
+        optimizer.param_groups[0].update(change)
+        optimizer.step()
+    assert compilations == []
+
+
+def test_steps_are_in_place():
+    optimizer = make(OURS, dtype="float32", shapes=[(40, 8), (8,)], amsgrad=True)
+    steps(OURS, optimizer, 1)
+    arrays = [
+        array
+        for param, state in optimizer.state.items()
+        for array in (param.data, *list(state.values())[1:])
+    ]
+    pointers = [array.unsafe_buffer_pointer() for array in arrays]
+    assert len(set(pointers)) == 8
+    optimizer.step()
+    after = [
+        array.unsafe_buffer_pointer()
+        for param, state in optimizer.state.items()
+        for array in (param.data, *list(state.values())[1:])
+    ]
+    assert after == pointers
+
+
+def test_a_maximum_that_is_not_there():
+    """`amsgrad` from the middle on: torch's step fails with a KeyError, too."""
+    optimizer = make(OURS, dtype="float32")
+    steps(OURS, optimizer, 1)
+    before = seen(optimizer)[0]
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"must have .*'max_exp_avg_sq'.*got"):
+        optimizer.step()
+    assert_same(seen(optimizer)[0], before, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision(dtype):
+    """Arithmetic in float32, and one rounding of what is stored."""
+    optimizer = make(OURS, dtype=dtype, shapes=[(4, 3)], lr=0.1, weight_decay=0.1)
+    wide = make(OURS, dtype="float32", shapes=[(4, 3)], lr=0.1, weight_decay=0.1)
+    copy_parameters(optimizer, wide)
+    for x in (optimizer, wide):
+        (param,) = x.param_groups[0]["params"]
+        values = np.random.default_rng(0).integers(-8, 8, (4, 3)) / 8
+        param.grad = jnp.asarray(values, param.dtype)
+        x.step()
+    (narrow,), (exact,) = (x.param_groups[0]["params"] for x in (optimizer, wide))
+    assert narrow.dtype == dtype
+    np.testing.assert_array_equal(narrow.data, exact.data.astype(dtype))
+    for key in ("exp_avg", "exp_avg_sq"):
+        moments = [x.state[p][key] for x, p in ((optimizer, narrow), (wide, exact))]
+        assert moments[0].dtype == dtype
+        np.testing.assert_array_equal(moments[0], moments[1].astype(dtype))
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_differentiable_steps_are_refused(kind):
+    param = Parameter(jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"differentiable=True.*functional step"):
+        kind([param], differentiable=True)
+    with pytest.raises(ValueError, match=r"differentiable=True.*functional step"):
+        kind([{"params": param, "differentiable": True}])
+    optimizer = kind([param])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["differentiable"] = True
+    with pytest.raises(ValueError, match=r"differentiable=True.*functional step"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (np.ones(3, np.complex64), r"Complex params at indices \[\[0, 0\]\]: AdamW"),
+        (gradient(OURS, 0), r"Sparse params at indices \[\[0, 0\]\]: AdamW"),
+    ],
+)
+def test_refused_parameters(data, words):
+    with pytest.raises(ValueError, match=words):
+        AdamW([Parameter(data)])
+
+
+def test_a_mixed_model_has_two_optimisers():
+    """As in torch: the table's row-sparse, the rest's dense; each its own formula."""
+
+    def story(world):
+        rows, weight = table(world), table(world, 1, (3, 2))
+        both = (
+            world.optim.SparseAdam([rows], lr=0.1),
+            world.optim.Adam([weight], lr=0.1, eps=0.1),
+        )
+        for i in range(5):
+            rows.grad = gradient(world, i)
+            values = np.random.default_rng(i).normal(size=(3, 2)).astype(np.float32)
+            weight.grad = world.parameter(values).data
+            for optimizer in both:
+                optimizer.step()
+        return [seen(optimizer) for optimizer in both]
+
+    check(story)
+
+
+def test_eps_is_not_sparse_adams():
+    """At the first step the same `eps` acts 1 / sqrt(1 - beta2) times as strongly."""
+    params = [Parameter(np.zeros((1, 1))) for _ in range(2)]
+    eps = 0.5
+    for param, optimizer in zip(
+        params,
+        (
+            Adam(params[:1], lr=1.0, eps=eps / np.sqrt(1 - 0.999)),
+            SparseAdam(params[1:], lr=1.0, eps=eps, allow_dense=True),
+        ),
+        strict=True,
+    ):
+        param.grad = jnp.full((1, 1), 2.0)
+        optimizer.step()
+    np.testing.assert_allclose(params[0].data, params[1].data, rtol=1e-6)

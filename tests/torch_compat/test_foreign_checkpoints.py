@@ -1,0 +1,219 @@
+"""Checkpoints of every optimiser of torch, in each of ours.
+
+Either the program goes on with torch's numbers, or it stops with the reason.
+"""
+
+import copy
+import inspect
+import re
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from optax_sparse_adam import torch_compat
+from optax_sparse_adam.torch_compat import Adam, AdamW, Optimizer, Parameter, SparseAdam
+
+from .test_adam import compare
+from .test_checkpoints import copy_parameters
+from .test_programs import OURS, TORCH, plain, seen
+
+OF_TORCH = sorted(
+    name
+    for name, cls in vars(torch.optim).items()
+    if inspect.isclass(cls)
+    and issubclass(cls, torch.optim.Optimizer)
+    and cls is not torch.optim.Optimizer
+)
+# Options that change the numbers, where an optimiser has them.
+VARIANTS = {
+    "defaults": {},
+    "weight_decay": {"weight_decay": 0.1},
+    "amsgrad": {"amsgrad": True},
+    "momentum": {"momentum": 0.9, "nesterov": True},
+    "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "neutral": {"weight_decay": 0, "amsgrad": False},
+    "maximize": {"maximize": True},
+}
+OF_OURS = {
+    "SparseAdam": {"allow_dense": True},
+    "Adam": {},
+    "AdamW": {},
+    "Adafactor": {},
+}
+
+
+def start(world):
+    return world.parameter(np.random.default_rng(0).normal(size=(4, 3)))
+
+
+def steps(world, optimizer, number, seed, to_sparse=False):
+    rng = np.random.default_rng(seed)
+    log = []
+    for _ in range(number):
+        (param,) = optimizer.param_groups[0]["params"]
+        values = rng.normal(size=(4, 3))
+        param.grad = (
+            world.sparse(values, range(4), (4, 3))
+            if to_sparse
+            else world.parameter(values).data
+        )
+        optimizer.step(*([lambda: 1.0] if isinstance(optimizer, LBFGS) else []))
+        log.append(plain(param))
+    return log
+
+
+LBFGS = torch.optim.LBFGS
+
+
+def trained(name, options):
+    theirs = getattr(torch.optim, name)
+    known = inspect.signature(theirs).parameters
+    given = {key: x for key, x in options.items() if key in known}
+    if options and not given:
+        return None
+    optimizer = theirs([start(TORCH)], lr=0.01, **given)
+    steps(TORCH, optimizer, 5, 1, name == "SparseAdam")
+    return optimizer
+
+
+def continues(source, group, target):
+    """Whether the target has the source's formula, with these options."""
+    if {source, target} <= {"Adam", "AdamW"}:
+        return target == "Adam" or (
+            group["decoupled_weight_decay"] or not group["weight_decay"]
+        )
+    return source == target
+
+
+@pytest.mark.parametrize("target", OF_OURS)
+@pytest.mark.parametrize("source", OF_TORCH)
+def test_each_into_each(source, target):
+    accepted = 0
+    with jax.enable_x64(True):
+        for variant, options in VARIANTS.items():
+            theirs = trained(source, options)
+            if theirs is None:
+                continue
+            ours = getattr(torch_compat, target)([start(OURS)], **OF_OURS[target])
+            before = seen(ours)
+            saved = theirs.state_dict()
+            if continues(source, theirs.param_groups[0], target):
+                ours.load_state_dict(saved)
+                copy_parameters(theirs, ours)
+                logs = [
+                    steps(world, optimizer, 10, 2, source == "SparseAdam")
+                    for world, optimizer in ((OURS, ours), (TORCH, theirs))
+                ]
+                compare(*logs, 1e-12)
+                accepted += 1
+                continue
+            with pytest.raises(ValueError, match="loaded state dict has") as caught:
+                ours.load_state_dict(saved)
+            assert target in str(caught.value), variant
+            np.testing.assert_equal(seen(ours), before)
+    assert bool(accepted) == (source == target or {source, target} <= {"Adam", "AdamW"})
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "options", "words"),
+    [
+        (
+            SparseAdam,
+            "Adam",
+            {"weight_decay": 0.25, "amsgrad": True},
+            ["SparseAdam does not have, in group 0: weight_decay=0.25, amsgrad=True"],
+        ),
+        (SparseAdam, "NAdam", {}, ["momentum_decay=0.004", "that optimizer's class"]),
+        (Adam, "SGD", {"momentum": 0.5}, ["momentum=0.5", "nesterov=False"]),
+        (Adam, "RAdam", {}, ["no option amsgrad in group 0", "not Adam's"]),
+        (AdamW, "Adamax", {}, ["no option amsgrad in group 0", "not AdamW's"]),
+        (
+            AdamW,
+            "Adam",
+            {"weight_decay": 0.25},
+            ["decoupled_weight_decay=False and weight_decay=0.25", "into Adam, or set"],
+        ),
+    ],
+)
+def test_messages(target, source, options, words):
+    """The option, its value, and what to do."""
+    theirs = getattr(torch.optim, source)([start(TORCH)], **options)
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
+        target([start(OURS)]).load_state_dict(theirs.state_dict())
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_state_alone():
+    """As the message and `load_state_dict` say: another formula, the same moments."""
+    theirs = trained("Adam", {"weight_decay": 0.1, "amsgrad": True})
+    ours = SparseAdam([start(OURS)], lr=0.01)
+    saved = theirs.state_dict()
+    groups = ours.state_dict()["param_groups"]
+    ours.load_state_dict(saved | {"param_groups": groups})
+    (state,) = ours.state.values()
+    assert state["step"] == 5
+    expected = SparseAdam([start(OURS)], lr=0.01)
+    expected.load_state_dict(
+        {
+            "state": {
+                0: {
+                    "step": 5,
+                    "exp_avg": saved["state"][0]["exp_avg"],
+                    "exp_avg_sq": saved["state"][0]["exp_avg_sq"],
+                }
+            },
+            "param_groups": groups,
+        }
+    )
+    logs = [steps(OURS, x, 3, 2, to_sparse=True) for x in (ours, expected)]
+    np.testing.assert_array_equal(*logs)
+
+
+def test_the_state_of_another_is_refused_at_the_step():
+    theirs = trained("Adagrad", {})
+    ours = SparseAdam([start(OURS)])
+    groups = ours.state_dict()["param_groups"]
+    ours.load_state_dict(theirs.state_dict() | {"param_groups": groups})
+    words = r"arrays of the shapes \{'exp_avg': \(4, 3\), .*got \{\}.*start anew"
+    with pytest.raises(ValueError, match=words):
+        steps(OURS, ours, 1, 0, to_sparse=True)
+    ours.state.clear()
+    steps(OURS, ours, 1, 0, to_sparse=True)
+
+
+@pytest.mark.parametrize("name", OF_OURS)
+def test_options_of_ones_own(name):
+    """A label, or a rate that a program of one's own reads: both groups have it."""
+    make = getattr(torch_compat, name)
+    labelled = make([{"params": [start(OURS)], "label": "decoder"}])
+    saved = labelled.state_dict()
+    with pytest.raises(ValueError, match=r"label='decoder'.*the same key first"):
+        make([start(OURS)]).load_state_dict(saved)
+    other = make([{"params": [start(OURS)], "label": "encoder"}])
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["label"] == "decoder"
+
+
+def test_optimisers_of_ones_own():
+    """By their defaults, as those of this package."""
+
+    class Descent(Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                param.data = param.data - self.param_groups[0]["lr"] * param.grad
+
+    ours = Descent([Parameter(np.ones(3))])
+    saved = copy.deepcopy(ours.state_dict())
+    saved["param_groups"][0]["lr"] = 0.5
+    ours.load_state_dict(saved)
+    ours.param_groups[0]["params"][0].grad = np.ones(3, np.float32)
+    ours.step()
+    np.testing.assert_array_equal(ours.param_groups[0]["params"][0].data, 0.5)
+    with pytest.raises(ValueError, match=r"Descent does not have.*betas=\(0.9"):
+        ours.load_state_dict(Adam([Parameter(np.ones(3))]).state_dict())
