@@ -4,8 +4,8 @@
     ```
 
 A table for each phase; one row for each contestant and file, one column for each
-problem. A cell holds the median of the rounds in milliseconds, and in brackets the share
-of torch's median in the same run, with the quartiles of the shares of each round.
+problem. A cell holds the median of the rounds in milliseconds, and in brackets the
+share of torch's median in the same run, with the quartiles of the shares of each round.
 """
 
 import json

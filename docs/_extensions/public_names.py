@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -43,7 +43,7 @@ def _place(name: str) -> int:
 
 class PublicNames(SphinxDirective):
     required_arguments = 1
-    option_spec = {"group": directives.unchanged}
+    option_spec: ClassVar = {"group": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         (module,) = self.arguments
