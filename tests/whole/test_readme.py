@@ -1,6 +1,8 @@
 """The README is true: its code runs, its commands are the project's commands."""
 
+import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,27 @@ def test_links_lead_to_files_and_headings():
             heads = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
             slugs = [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in heads]
             assert anchor in slugs, f"{name}#{anchor}"
+
+
+def test_times_are_those_of_the_files():
+    def medians(name):
+        measured = json.loads((_ROOT / "benchmarks" / name).read_text(encoding="utf-8"))
+        for result in measured["results"]:
+            times = {
+                m["name"]: 1e3 * statistics.median(m["seconds"])
+                for m in result["measurements"]
+                if m["phase"] == "step"
+            }
+            yield result["problem"], times
+
+    for (problem, kernel), (_, plain) in zip(
+        medians("cpu.json"), medians("cpu_plain.json"), strict=True
+    ):
+        size = f"{problem['rows'] // 10**6}M x {problem['dim']}, {problem['ids']:,}"
+        ours, torch, dense = "sparse_adam", "torch SparseAdam", "optax.adam, dense"
+        short = (f"{times[ours]:.1f}" for times in (kernel, plain))
+        row = [size, *short, f"{kernel[torch]:.1f}", f"{kernel[dense]:.0f}"]
+        assert f"| {' | '.join(row)} |" in _README
 
 
 def test_ci_runs_the_second_block():
