@@ -22,6 +22,7 @@ extensions = [
     "sphinx_copybutton",
     # Of this folder.
     "benchmark_tables",
+    "example_programs",
     "inline_code",
     "mathml",
     "public_names",
