@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zlib
 from pathlib import Path
@@ -33,7 +34,8 @@ def defaults(strict):
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
-def test_code_of_a_page_runs_from_top_to_bottom(page, defaults):
+def test_code_of_a_page_runs_from_top_to_bottom(page, defaults, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where pages save
     text, names = _TEXTS[page], {"__name__": "__main__"}
     for block in _BLOCK.finditer(text):
         # Line numbers of errors are those of the page.
