@@ -141,7 +141,7 @@ class Parameter:
 
     @property
     def grad(self) -> Gradient | None:
-        """The gradient: row-sparse, dense or `None`. To set it replaces, never adds.
+        """Gradient (row-sparse, dense or `None`). To set it replaces, never adds.
 
         What is set may be an array of JAX, NumPy or torch, a BCOO, or a sparse tensor
         of torch. Arrays of NumPy and torch are copied, and so are arrays that a step

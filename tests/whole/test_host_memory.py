@@ -85,7 +85,7 @@ def pinned():
 
 
 # If one of these fails, JAX has learned something: try the step with tables in
-# pinned_host memory again, and correct the README.
+# pinned_host memory again, and correct docs/large_tables.md.
 
 
 def test_jax_looks_up_rows_in_pinned_host_memory(pinned):

@@ -1,4 +1,4 @@
-"""What README says in a sentence, without a program of its own."""
+"""What the documentation says in a sentence, against dense gradients."""
 
 import operator
 

@@ -1,0 +1,58 @@
+"""The documentation site: `python -m sphinx -W --keep-going -n docs build/docs`."""
+
+import shutil
+import sys
+from pathlib import Path
+
+_DOCS = Path(__file__).parent
+_ROOT = _DOCS.parent
+sys.path[:0] = [str(_DOCS / "_extensions"), str(_ROOT)]
+
+from optax_sparse_adam import __version__  # noqa: E402
+
+project = "optax_sparse_adam"
+author = "The optax_sparse_adam authors"
+copyright = author
+version = release = __version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    # Of this folder.
+    "benchmark_tables",
+    "example_programs",
+    "inline_code",
+    "mathml",
+    "public_names",
+]
+exclude_patterns = ["_*", "build"]
+
+# Notebooks are in a folder of their own, and run by their own tests.
+_notebooks = _DOCS / "notebooks"
+shutil.rmtree(_notebooks, ignore_errors=True)
+shutil.copytree(
+    _ROOT / "notebooks", _notebooks, ignore=shutil.ignore_patterns("*checkpoint*")
+)
+nb_execution_mode = "off"
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+math_renderer = "mathml"
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_attr_annotations = False
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "sphinx_book_theme"
+html_title = "optax_sparse_adam"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_copy_source = False
+html_show_copyright = False

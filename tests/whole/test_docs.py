@@ -1,0 +1,145 @@
+"""The site is built without a warning, its code runs, and it has every public name."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zlib
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+_ROOT = Path(__file__).parents[2]
+_DOCS = _ROOT / "docs"
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TEXTS = {page: page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md"))}
+_PAGES = [page for page, text in _TEXTS.items() if _BLOCK.search(text)]
+_PACKAGE = "optax_sparse_adam"
+_PUBLIC = [
+    _PACKAGE,
+    *(f"{_PACKAGE}.{x}" for x in ("flax_nnx", "native", "torch_compat")),
+]
+
+
+@pytest.fixture
+def defaults(strict):
+    """JAX as a reader has it."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
+def test_code_of_a_page_runs_from_top_to_bottom(page, defaults, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where pages save
+    text, names = _TEXTS[page], {"__name__": "__main__"}
+    for block in _BLOCK.finditer(text):
+        # Line numbers of errors are those of the page.
+        code = "\n" * text.count("\n", 0, block.start(1)) + block[1]
+        exec(compile(code, str(page), "exec"), names)
+
+
+def test_every_training_step_is_in_place():
+    """Without donation a step costs what the table costs."""
+    steps = 0
+    for page in _PAGES:
+        for block in _BLOCK.findall(_TEXTS[page]):
+            for function in ast.walk(ast.parse(block)):
+                if isinstance(function, ast.FunctionDef) and _is_step(function):
+                    steps += 1
+                    where = f"{page.name}: {function.name}"
+                    jits = [ast.unparse(x) for x in function.decorator_list]
+                    # A step without a decorator is compiled below.
+                    code = "".join(jits) or block
+                    assert "donate_argnums=" in code, where
+    assert steps >= 15
+
+
+def _is_step(function):
+    """Whether a function changes parameters, in itself or in what it decorates."""
+    adds = r"osa\.apply_updates\(|optimizer\.update\(model|apply_gradients\("
+    return bool(re.search(adds, ast.unparse(function))) and not any(
+        isinstance(x, ast.FunctionDef) and x is not function and _is_step(x)
+        for x in ast.walk(function)
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q"]
+    places = ["-d", folder / "doctrees", _DOCS, folder / "html"]
+    done = subprocess.run([*command, *places], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def test_every_public_name_is_in_the_reference(site):
+    inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4])
+    documented = {line.split()[0] for line in inventory.decode().splitlines()}
+    for module in _PUBLIC:
+        members = vars(importlib.import_module(module)).items()
+        public = {
+            f"{module}.{name}"
+            for name, value in members
+            if not name.startswith("_")
+            and callable(value)
+            and value.__module__.startswith(module)
+        }
+        assert public
+        assert not public - documented
+
+
+def test_formulas_are_shown_without_a_server(site):
+    page = (site / "api" / "optimizers.html").read_text(encoding="utf-8")
+    assert page.count("<math") >= 5
+    assert "MathJax" not in page
+
+
+def test_tables_of_times_are_made_of_the_files(site):
+    page = (site / "performance.html").read_text(encoding="utf-8")
+    assert page.count('class="benchmark') >= 6
+
+
+def test_messages_on_the_errors_page_exist():
+    strings = [
+        ast.unparse(node) if isinstance(node, ast.JoinedStr) else node.value
+        for path in (_ROOT / _PACKAGE).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr)
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    ]
+    rows = re.findall(
+        r"^\| (?:`` (.+?) ``|`(.+?)`) \|", _TEXTS[_DOCS / "errors.md"], re.M
+    )
+    messages = [long or short for long, short in rows]
+    assert len(messages) > 40
+    assert not [x for x in messages if not any(x in string for string in strings)]
+
+
+def test_every_name_that_the_pages_use_exists():
+    package = importlib.import_module(_PACKAGE)
+    names = {x for text in _TEXTS.values() for x in re.findall(r"\bosa\.(\w+)", text)}
+    assert not [name for name in sorted(names) if not hasattr(package, name)]
+
+
+def test_workflows_test_the_oldest_versions_that_are_supported():
+    folder = _ROOT / ".github" / "workflows"
+    workflows = {
+        path.stem: yaml.safe_load(path.read_text()) for path in folder.iterdir()
+    }
+    assert {"docs", "tests", "wheels"} <= set(workflows)
+    text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    floors = tomllib.loads(text)["project"]["dependencies"]
+    matrix = workflows["tests"]["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    oldest = matrix[0]["jax"].split()
+    assert oldest == [
+        x.replace(">=", "==") for x in floors if not x.startswith("numpy")
+    ]
+    kernel = workflows["wheels"]["jobs"]["kernel"]["steps"]
+    settings = next(x["env"] for x in kernel if "cibuildwheel " in x.get("run", ""))
+    assert oldest[1] in settings["CIBW_BEFORE_ALL"]
