@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._rows.checks import check_dense, is_leaf, leaves_like
+from .hyperparameters import check_state_class, check_state_shapes
 from .rounding import random_bits, round_update, round_value
 
 
@@ -190,6 +191,8 @@ def stochastic_rounding(
             )
         check_dense(grads, "stochastic_rounding", "stochastic_rounding(inner, key)")
         olds = leaves_like(treedef, params, "Parameters", "gradients")
+        check_state_class(state, StochasticRoundingState, "stochastic_rounding")
+        check_state_shapes(inner.init, params, state.inner_state, "stochastic_rounding")
         if not any(map(_is_low, olds)):
             updates, new = inner.update(
                 updates, state.inner_state, params, **extra_args
