@@ -82,8 +82,9 @@ def check_moment(moment: Any, shape: tuple[int, ...] | None, name: str) -> None:
     given = None if moment is None else jnp.shape(moment)
     if given != shape:
         raise ValueError(
-            f"`{name}` must have the shape {shape} for its parameter, got {given}. A state fits the parameters that it was made of: "
-            "make it by `init`, or grow and restore all its arrays like the parameter."
+            f"`{name}` must have the shape {shape} for its parameter, got {given}. A "
+            "state fits the parameters that it was made of: make it by `init`, or grow "
+            "and restore all its arrays like the parameter."
         )
 
 
