@@ -47,7 +47,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     Updates of gradients of `value_and_grad` notice when a transformation that does not
     know BCOO has changed their indices as well, such as `optax.sgd` of a schedule
     outside of `lazy`. That raises; but in a compiled program, where it is known only
-    when it runs, the first `nse` rows of the table become NaN.
+    when it runs, the first rows of the table become NaN, one for each entry.
 
     Args:
       params: Tree of arrays; `None` leaves stay `None`.

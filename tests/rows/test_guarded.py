@@ -176,7 +176,7 @@ def test_functions_of_jax_sparse():
     assert_identical(grad.sum_duplicates().todense(), expected)
     assert_identical(sparse.bcoo_concatenate([grad, grad], dimension=0).shape, (18,))
     assert_identical(sparse.sparsify(jnp.multiply)(grad, 2.0).todense(), 2 * expected)
-    assert_identical(vector - grad, vector - expected)
+    assert_identical(vector + grad, vector + expected)
 
 
 def test_zeros_touch_nothing():
