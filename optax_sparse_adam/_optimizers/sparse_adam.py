@@ -198,7 +198,8 @@ def scale_by_sparse_adam(
     those that scale or clip take the indices for values. A constant learning rate turns
     the indices into floats, which raises; a *schedule* casts its factor to integers,
     and all indices become 0, which raises, too, or in a program makes rows NaN (see
-    `apply_updates`). Use `sparse_adam`, which takes the learning rate itself, or put the chain inside `lazy`, where it sees plain rows:
+    `apply_updates`). Use `sparse_adam`, which takes the learning rate itself, or put
+    the chain inside `lazy`, where it sees plain rows:
     `lazy(optax.chain(scale_by_sparse_adam(), optax.scale_by_learning_rate(schedule)))`.
 
     Args:

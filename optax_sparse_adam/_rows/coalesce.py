@@ -151,11 +151,11 @@ def coalesce(grad: BCOO) -> BCOO:
     whose index is out of bounds (negative ones included) become padding.
 
     The optimisers of this package coalesce by themselves; call this to see or to keep
-    the summed gradient; for its norm, `optax.global_norm(coalesce(grad).data)`, where
-    that of the BCOO would count the indices as well; or to give the updates the gradient's own pytree structure,
-    which `lax.cond` and with it `optax.apply_if_finite` ask for. It costs one sort of
-    the ids and one pass over the values: about 5 ms on two CPU cores for 65,536 ids and
-    rows of 64 float32.
+    the summed gradient, or to give the updates the gradient's own pytree structure,
+    which `lax.cond` and with it `optax.apply_if_finite` ask for. The norm of a gradient
+    is `optax.global_norm(coalesce(grad).data)`: that of a BCOO would count its indices,
+    and duplicates apart. It costs one sort of the ids and one pass over the values:
+    about 5 ms on two CPU cores for 65,536 ids and rows of 64 float32.
 
     Args:
       grad: A BCOO with `n_batch == 0` and `n_sparse >= 1`; `data` of shape
