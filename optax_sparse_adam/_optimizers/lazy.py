@@ -9,7 +9,12 @@ import optax
 from .._jax_extras.sharding import laid_out, rows_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
-from .._rows.gather_scatter import apart, gather_rows, scatter_rows
+from .._rows.gather_scatter import (
+    after_reading,
+    apart,
+    gather_rows,
+    scatter_rows,
+)
 from .._rows.map_rows import map_rows
 from .lazy_row_analysis import take_apart
 from .lazy_sizes import check_sizes
@@ -190,8 +195,10 @@ def lazy(
             else:
                 new_data = apart(keep_real(touched, results[i], shapes[i].shape))
                 news = tuple(
-                    scatter_rows(leaves[n], touched.indices, new_leaves[n])
-                    for n in held[i]
+                    scatter_rows(
+                        leaves[n], touched.indices, after_reading(taken, new_leaves[n])
+                    )
+                    for n, taken in zip(held[i], old[i], strict=False)
                 )
             grad = grads[i]
             results[i] = None if grad is None else with_rows(grad, touched, new_data)
