@@ -54,6 +54,17 @@ def check_leaf(grad: Any, like: Any) -> None:
         )
 
 
+def check_transformation(inner: Any, name: str) -> None:
+    """Raises unless this is what optax makes of an optimiser's arguments."""
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        given = getattr(inner, "__name__", repr(inner))
+        raise TypeError(
+            f"{name} takes an optax transformation, with `init` and `update`, got "
+            f"{type(inner).__name__} {given}. Call what makes one, as in "
+            f"{name}(optax.adam(1e-3))."
+        )
+
+
 def check_state_class(state: Any, expected: type, name: str) -> None:
     """Raises unless this is a state of the optimiser of this name."""
     if not isinstance(state, expected):

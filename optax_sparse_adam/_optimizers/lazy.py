@@ -16,6 +16,7 @@ from .._rows.gather_scatter import (
     scatter_rows,
 )
 from .._rows.map_rows import map_rows
+from .hyperparameters import check_transformation
 from .lazy_row_analysis import take_apart
 from .lazy_sizes import check_sizes
 from .lazy_state import check_state, row_leaves, shape_of, state_laid_like
@@ -102,6 +103,7 @@ def lazy(
       >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
       [1.0, 0.999, 0.999]
     """
+    check_transformation(inner, "lazy")
     transformation = optax.with_extra_args_support(inner)
     checked: set[Any] = set()
 

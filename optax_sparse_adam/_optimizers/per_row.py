@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._rows.checks import check_dense
-from .hyperparameters import check_state_shapes
+from .hyperparameters import check_state_shapes, check_transformation
 
 
 def _over_rows(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
@@ -84,6 +84,7 @@ def per_row(
       >>> state.count.tolist()
       [0, 2, 0, 1]
     """
+    check_transformation(inner, "per_row")
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from .._rows.checks import check_dense, is_leaf, leaves_like
-from .hyperparameters import check_state_class, check_state_shapes
+from .hyperparameters import (
+    check_state_class,
+    check_state_shapes,
+    check_transformation,
+)
 from .rounding import random_bits, round_update, round_value
 
 
@@ -140,6 +144,7 @@ def stochastic_rounding(
       <https://docs.pytorch.org/FBGEMM>`_, which does so to tables of low precision
       unless told otherwise (`stochastic_rounding`).
     """
+    check_transformation(inner, "stochastic_rounding")
     inner = optax.with_extra_args_support(inner)
     if state_dtype is not None:
         state_dtype = jax.dtypes.canonicalize_dtype(state_dtype)
