@@ -105,3 +105,16 @@ def test_remedy():
     assert_identical(new["table"][7], jnp.full(4, 1 - 0.1 * np.float32(1.5)))
     assert_identical(new["small"][2], jnp.full(4, 1 - 0.1 * np.float32(1.0)))
     assert_identical(new["bias"], jnp.full(4, 1 - 0.1 * np.float32(1.0)))
+
+
+def test_equal_shapes_by_chance():
+    """Two tables of which equally many rows are touched share random bits."""
+    params = {"a": jnp.ones((9, 4), jnp.bfloat16), "b": jnp.ones((8, 4), jnp.bfloat16)}
+    grads = {
+        name: bcoo(np.ones((3, 4), jnp.bfloat16), IDS, table.shape)
+        for name, table in params.items()
+    }
+    tx = osa.lazy(osa.stochastic_rounding(optax.adam(0.1), 0))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    new = osa.apply_updates(params, updates)
+    assert all((new[name][7] < 1).all() for name in params)
