@@ -25,11 +25,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 _MESSAGE = (
     "lazy runs the inner transformation on the touched rows of a table only, and this "
     "one would do something else to a table of {rows} rows than to {nse} rows of it: "
-    "it has a mask, or labels, that are a function of the sizes of parameters{cause}. "
-    "Call that function with the parameters first, and give the tree that it returns, "
-    "as in optax.masked(inner, mask(params))."
+    "it asks for their number, as masks and labels do that are a function of the sizes "
+    "of parameters{cause}. Call such a function with the parameters first, and give "
+    "the tree that it returns, as in optax.masked(inner, mask(params))."
 )
-
 
 # `stochastic_rounding` draws bits once for two arrays of one shape, and the compact
 # rows of two tables may have one by chance.
@@ -85,12 +84,14 @@ def check_sizes(
       ValueError: If it does not.
     """
     heights = {i: math.prod(arrays[0][i].shape[:depth]) for i, depth in depths.items()}
+    # Two rows for none: of arrays without elements JAX computes less.
+    small = {i: rows or min(2, heights[i]) for i, rows in nse.items()}
     whole, compact = (
         [
             [_sized(x, i, depths, rows) for x, i in zip(*group, strict=True)]
             for group in zip(arrays, owners, strict=True)
         ]
-        for rows in (heights, nse)
+        for rows in (heights, small)
     )
     key = tuple((x.shape, x.dtype) for x in jax.tree.leaves((whole, compact)))
     if key in checked:

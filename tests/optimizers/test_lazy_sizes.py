@@ -56,7 +56,7 @@ WAYS = {
         optax.add_decayed_weights(0.5, mask), 3
     ),
 }
-EXPECTED = r"function of the sizes of parameters.* Call that function with"
+EXPECTED = r"function of the sizes of parameters.* Call such a function with"
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +118,15 @@ def test_equal_shapes_by_chance():
     updates, _ = tx.update(grads, tx.init(params), params)
     new = osa.apply_updates(params, updates)
     assert all((new[name][7] < 1).all() for name in params)
+
+
+def test_what_takes_a_row_for_a_vector():
+    """`adaptive_grad_clip` squeezes: of one row it takes another norm than of two."""
+    tx = osa.lazy(optax.adaptive_grad_clip(0.1))
+    table = PARAMS["table"]
+    state = tx.init(table)
+    one = jax.tree.map(lambda x: x[:1], GRADS["table"])
+    with pytest.raises(ValueError, match="2000 rows than to 1 rows"):
+        tx.update(one, state, table)
+    tx.update(GRADS["table"], state, table)
+    tx.update(None, state, table)
