@@ -13,6 +13,7 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.sharding import first_row
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce, pad, touched_rows
+from .._rows.guarded import entries
 
 AxisName = str | tuple[str, ...]
 
@@ -106,14 +107,16 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
             return None if leaf is None else lax.pmean(leaf, axis_name)
         total = _all_gather_rows(check_bcoo(leaf), axis_name)
         data = total.data / lax.axis_size(axis_name)
-        return _coalesced(data, total.indices, total.shape)
+        return _coalesced(type(leaf), data, total.indices, total.shape)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
 
 
-def _coalesced(data: jax.Array, indices: jax.Array, shape: tuple[int, ...]) -> BCOO:
+def _coalesced(
+    cls: type[BCOO], data: jax.Array, indices: jax.Array, shape: tuple[int, ...]
+) -> BCOO:
     flags = {"indices_sorted": True, "unique_indices": True}
-    return BCOO((data, indices), shape=shape, **flags)
+    return cls((data, indices), shape=shape, **flags)
 
 
 def _num_rows(shape: tuple[int, ...], n_sparse: int) -> int:
@@ -131,10 +134,11 @@ def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
         to = "invarying" if on_mesh else "varying"
         return lax.all_gather(x, axis_name, tiled=True, to=to)
 
-    arrays = (gather(grad.data), gather(grad.indices))
-    total = coalesce(BCOO(arrays, shape=grad.shape))
+    own = entries(grad)
+    total = coalesce(BCOO((gather(own.data), gather(own.indices)), shape=grad.shape))
     nse = min(total.nse, _num_rows(total.shape, total.n_sparse))
-    return _coalesced(total.data[:nse], total.indices[:nse], total.shape)
+    data, indices = total.data[:nse], total.indices[:nse]
+    return _coalesced(type(grad), data, indices, total.shape)
 
 
 def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
@@ -232,4 +236,4 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
         x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)
     )
     data = jnp.where(mine.reshape(-1, *(1,) * (data.ndim - 1)), data, 0)
-    return _coalesced(data, pad(ids, mine, slot, shape), shape)
+    return _coalesced(type(grad), data, pad(ids, mine, slot, shape), shape)

@@ -92,7 +92,7 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
     route = make_route(exchange, grad.indices, stop)
     indices, data = to_owners(exchange, route, grad.data)
     total = coalesce(BCOO((data, indices), shape=shape))
-    return BCOO(
+    return type(grad)(
         (total.data[:most], total.indices[:most]),  # the rest is padding
         shape=shape,
         indices_sorted=True,

@@ -23,6 +23,7 @@ from .._jax_extras.sharding import partitioned
 from .._rows.coalesce import accumulator_dtype, pad, widened
 from .._rows.duplicates import sum_rows
 from .._rows.gather_scatter import in_bounds, row_bounds, scatter_add_rows
+from .._rows.guarded import GuardedBCOO
 
 
 class Part(NamedTuple):
@@ -362,7 +363,7 @@ def to_bcoo(total: RowSum) -> BCOO:
     total = gathered(total)
     stored = sum(part.indices.shape[0] for part in total.parts)
     part = merged(total)
-    return BCOO(
+    return GuardedBCOO(
         (part.data.astype(total.dtype), part.indices),
         shape=total.shape,
         unique_indices=total.unique or stored > total.number,

@@ -1,6 +1,7 @@
-"""What all optimisers share: checks of hyper-parameters and gradients, `1 - b**t`."""
+"""What all optimisers share: `1 - b**t`, and checks of what they are given."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,17 +37,79 @@ def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
         raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
 
 
-def check_leaf(grad: Any, nu: Any) -> None:
+def check_leaf(grad: Any, like: Any) -> None:
+    """Raises unless this is a gradient of a parameter, or of its moments' shape."""
     if is_bcoo(grad):
-        check_bcoo(grad, jnp.shape(nu))
+        check_bcoo(grad, jnp.shape(like))
     elif not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
         raise TypeError(
             "Gradients must be floating-point arrays, BCOO matrices or None, got "
             f"{jnp.result_type(grad)} of shape {jnp.shape(grad)}. Integer and complex "
             "parameters cannot be trained; give None for them."
         )
-    elif jnp.shape(grad) != jnp.shape(nu):
+    elif jnp.shape(grad) != jnp.shape(like):
         raise ValueError(
             "A gradient must have the shape of its parameter, got a gradient of shape "
-            f"{jnp.shape(grad)} for a parameter of shape {jnp.shape(nu)}."
+            f"{jnp.shape(grad)} for a parameter of shape {jnp.shape(like)}."
         )
+
+
+def check_transformation(inner: Any, name: str) -> None:
+    """Raises unless this is what optax makes of an optimiser's arguments."""
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        given = getattr(inner, "__name__", repr(inner))
+        raise TypeError(
+            f"{name} takes an optax transformation, with `init` and `update`, got "
+            f"{type(inner).__name__} {given}. Call what makes one, as in "
+            f"{name}(optax.adam(1e-3))."
+        )
+
+
+def check_state_class(state: Any, expected: type, name: str) -> None:
+    """Raises unless this is a state of the optimiser of this name."""
+    if not isinstance(state, expected):
+        fields = ", ".join(getattr(expected, "_fields", ()))
+        raise TypeError(
+            f"{name} takes its own state, {expected.__name__}({fields}), got "
+            f"{_names(state)}. Make one by `init`; or, from the state of another "
+            "optimiser, from those of its arrays that mean the same."
+        )
+
+
+def _names(state: Any) -> str:
+    """The class of a state, and those in it: what its user knows it by."""
+    name = type(state).__name__
+    if type(state) in (tuple, list) and state:
+        return f"{name}({', '.join(map(_names, state))})"
+    return name
+
+
+def check_moment(moment: Any, shape: tuple[int, ...] | None, name: str) -> None:
+    """Raises unless a leaf of the state fits its parameter.
+
+    A moment of a table of another height would serve in silence: of rows that it lacks
+    a gather reads zeros, and a scatter stores nothing.
+    """
+    given = None if moment is None else jnp.shape(moment)
+    if given != shape:
+        raise ValueError(
+            f"`{name}` must have the shape {shape} for its parameter, got {given}. A "
+            "state fits the parameters that it was made of: make it by `init`, or grow "
+            "and restore all its arrays like the parameter."
+        )
+
+
+def check_state_shapes(
+    init: Callable[[Any], Any], params: Any, state: Any, name: str
+) -> None:
+    """Raises unless every array of a state has the shape that `init` would give it."""
+    expected = jax.tree.leaves(jax.eval_shape(init, params))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    if len(leaves) != len(expected):
+        raise ValueError(
+            f"{name} takes the state that its `init` makes of these parameters, of "
+            f"{len(expected)} arrays, got {_names(state)} of {len(leaves)} arrays."
+        )
+    for (path, leaf), like in zip(leaves, expected, strict=True):
+        where = f"state{jax.tree_util.keystr(path)} of {name}"
+        check_moment(leaf, like.shape, where)

@@ -9,9 +9,16 @@ import optax
 from .._jax_extras.sharding import laid_out, rows_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
-from .._rows.gather_scatter import apart, gather_rows, scatter_rows
+from .._rows.gather_scatter import (
+    after_reading,
+    apart,
+    gather_rows,
+    scatter_rows,
+)
 from .._rows.map_rows import map_rows
+from .hyperparameters import check_transformation
 from .lazy_row_analysis import take_apart
+from .lazy_sizes import check_sizes
 from .lazy_state import check_state, row_leaves, shape_of, state_laid_like
 
 
@@ -62,7 +69,9 @@ def lazy(
     `value_and_grad` of a loss that runs a `jax.lax.scan` over them.
 
     Weight decay inside `inner` decays the touched rows, once for each step that touches
-    them.
+    them. Masks and labels that are functions (`optax.masked`, `optax.partition`) see
+    the touched rows: those of names, types and ranks are right, one of sizes that would
+    choose other leaves than for the table is refused. Give the tree that it returns.
 
     Inside of `jit`, a table is updated by itself and its moments where they lie, on a
     CPU in blocks of rows, as far as rows are touched, wherever `inner.update` provably
@@ -77,7 +86,7 @@ def lazy(
       An `optax.GradientTransformationExtraArgs` with the state of `inner`. `update`
       returns a coalesced BCOO for a BCOO, `None` for `None`, which touches no row. It
       raises `TypeError` and `ValueError` for gradients as `sparse_adam` does, and
-      `ValueError` for a state that is not made of rows.
+      `ValueError` for a state that is not made of rows, or a mask of sizes.
 
     Raises:
       ValueError: By `init`, for a transformation that is known not to work.
@@ -94,7 +103,9 @@ def lazy(
       >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
       [1.0, 0.999, 0.999]
     """
+    check_transformation(inner, "lazy")
     transformation = optax.with_extra_args_support(inner)
+    checked: set[Any] = set()
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
@@ -128,6 +139,24 @@ def lazy(
         leaves, structure = jax.tree.flatten(state)
         owners = row_leaves(transformation, treedef, shapes, depths, leaves)
 
+        def inner_update(arrays: list[list[Any]]) -> Any:
+            """Of gradients, state and parameters, as lists of arrays."""
+            return transformation.update(
+                treedef.unflatten(arrays[0]),
+                structure.unflatten(arrays[1]),
+                None if params is None else treedef.unflatten(arrays[2]),
+                **extra_args,
+            )
+
+        tables = [i if i in rows else None for i in range(len(grads))]
+        check_sizes(
+            inner_update,
+            [shapes, leaves, olds],
+            [tables, owners, tables],
+            depths,
+            {i: touched.indices.shape[0] for i, touched in rows.items()},
+            checked,
+        )
         held = {i: [n for n, owner in enumerate(owners) if owner == i] for i in rows}
         written = {i: tuple(leaves[n] for n in held[i]) for i in rows}
         read: Any = {i: () if olds[i] is None else (olds[i],) for i in rows}
@@ -147,11 +176,8 @@ def lazy(
                     small_leaves[n] = new
                 if read[i]:
                     small_params[i] = taken[-1]
-            new_updates, new_state = transformation.update(
-                treedef.unflatten(small_grads),
-                structure.unflatten(small_leaves),
-                None if params is None else treedef.unflatten(small_params),
-                **extra_args,
+            new_updates, new_state = inner_update(
+                [small_grads, small_leaves, small_params]
             )
             results = treedef.flatten_up_to(new_updates)
             return [*results, *structure.flatten_up_to(new_state)]
@@ -171,8 +197,10 @@ def lazy(
             else:
                 new_data = apart(keep_real(touched, results[i], shapes[i].shape))
                 news = tuple(
-                    scatter_rows(leaves[n], touched.indices, new_leaves[n])
-                    for n in held[i]
+                    scatter_rows(
+                        leaves[n], touched.indices, after_reading(taken, new_leaves[n])
+                    )
+                    for n, taken in zip(held[i], old[i], strict=False)
                 )
             grad = grads[i]
             results[i] = None if grad is None else with_rows(grad, touched, new_data)

@@ -1,6 +1,7 @@
 """Which arrays of an optax state hold the rows of a table."""
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._jax_extras.sharding import laid_like, mesh_of
+from .lazy_sizes import size_error
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
@@ -89,6 +91,10 @@ def row_leaves(
     states = [
         jax.eval_shape(inner.init, treedef.unflatten(s)) for s in (shapes, others)
     ]
+    kinds: list[Any] = list(map(jax.tree.structure, states))
+    if kinds[0] != kinds[1]:
+        some = next(i for i in depths)
+        raise size_error(math.prod(shapes[some].shape[: depths[some]]), numbers[some])
     expected = [leaf.shape for leaf in jax.tree.leaves(states[0])]
     if [jnp.shape(leaf) for leaf in leaves] != expected:
         if None in shapes:

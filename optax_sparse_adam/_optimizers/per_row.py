@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._rows.checks import check_dense
+from .hyperparameters import check_state_shapes, check_transformation
 
 
 def _over_rows(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
@@ -83,6 +84,7 @@ def per_row(
       >>> state.count.tolist()
       [0, 2, 0, 1]
     """
+    check_transformation(inner, "per_row")
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -102,6 +104,9 @@ def per_row(
         if all(grad is None for grad in grads):
             return updates, state
         olds = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+        known = [o if g is None else g for g, o in zip(grads, olds, strict=True)]
+        if not any(x is None for x in known):  # else what state they have is unknown
+            check_state_shapes(init_fn, treedef.unflatten(known), state, "per_row")
         update = functools.partial(inner.update, **extra_args)
         results = []
         for i, (grad, old) in enumerate(zip(grads, olds, strict=True)):

@@ -14,7 +14,14 @@ import optax
 from .._jax_extras.sharding import full_along, laid_out
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
-from .hyperparameters import NUMBER, Scalar, check_hyperparameters, one_minus_power
+from .hyperparameters import (
+    NUMBER,
+    Scalar,
+    check_hyperparameters,
+    check_moment,
+    check_state_class,
+    one_minus_power,
+)
 from .lazy import lazy
 
 
@@ -30,6 +37,7 @@ def _init_moment(params: optax.Params, value: Scalar) -> optax.Updates:
 
 
 def _mean_square(grad: jax.Array, moment: jax.Array) -> jax.Array:
+    check_moment(moment, grad.shape[: max(1, grad.ndim - 1)], "second moment")
     square = jnp.square(grad.astype(moment.dtype))
     return jnp.mean(square, axis=-1) if grad.ndim > 1 else square
 
@@ -53,6 +61,7 @@ def _map_grads(
 
 
 def _average(old: jax.Array, new: jax.Array, b: Scalar) -> jax.Array:
+    check_moment(old, new.shape, "moment")
     return old + jnp.asarray(1 - b, old.dtype) * (new - old)
 
 
@@ -112,7 +121,9 @@ def scale_by_rowwise_rss(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByRowwiseRssState]:
         del params
-        check_dense(updates, "scale_by_rowwise_rss", "scale_by_rowwise_rss()")
+        name = "scale_by_rowwise_rss"
+        check_dense(updates, name, f"{name}()")
+        check_state_class(state, ScaleByRowwiseRssState, name)
         sums = _map_grads(
             lambda s, g: s + _mean_square(g, s), state.sum_of_squares, updates
         )
@@ -192,7 +203,10 @@ def scale_by_rowwise_adam(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByRowwiseAdamState]:
         del params
-        check_dense(updates, "scale_by_rowwise_adam", "scale_by_rowwise_adam()")
+        name = "scale_by_rowwise_adam"
+        check_dense(updates, name, f"{name}()")
+        check_state_class(state, ScaleByRowwiseAdamState, name)
+        check_moment(state.count, (), "count")
         count = optax.safe_increment(state.count)
 
         def scale(g: jax.Array, _: Any, m: jax.Array, v: jax.Array) -> jax.Array:

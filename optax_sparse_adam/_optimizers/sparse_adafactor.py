@@ -11,7 +11,13 @@ from .._jax_extras.sharding import full_along, laid_out
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .adafactor_formula import step_numbers, update_dense, update_sparse
-from .hyperparameters import NUMBER, Scalar, check_leaf
+from .hyperparameters import (
+    NUMBER,
+    Scalar,
+    check_leaf,
+    check_moment,
+    check_state_class,
+)
 
 
 class SparseAdafactorState(NamedTuple):
@@ -64,19 +70,11 @@ def check_gradient(grad: Any, param: Any) -> None:
         )
 
 
-def _check_moments(moments: tuple[jax.Array, ...], param: Any) -> None:
-    """Raises for the state of a table of another height, which would serve in silence.
-
-    Of rows that it lacks, a gather reads zeros, and a scatter stores nothing.
-    """
-    shape = jnp.shape(param)
-    expected = (shape[:-1], shape[:-2] + shape[-1:]) if len(shape) > 1 else (shape,)
-    given = tuple(map(jnp.shape, moments))
-    if given != expected:
-        raise ValueError(
-            "The moments must have the shapes that they have for their parameter, "
-            f"{expected} for shape {shape}, got {given}."
-        )
+def _check_moments(row: Any, col: Any, v: Any, shape: tuple[int, ...]) -> None:
+    is_factored = len(shape) > 1
+    check_moment(row, shape[:-1] if is_factored else None, "v_row")
+    check_moment(col, shape[:-2] + shape[-1:] if is_factored else None, "v_col")
+    check_moment(v, None if is_factored else shape, "v")
 
 
 def _init_moment(param: jax.Array, mean_over: int | None) -> jax.Array | None:
@@ -213,6 +211,8 @@ def sparse_adafactor(
                 "sparse_adafactor scales its steps by the parameters, got none. Call "
                 "update(updates, state, params)."
             )
+        check_state_class(state, SparseAdafactorState, "sparse_adafactor")
+        check_moment(state.count, (), "count")
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
@@ -224,8 +224,8 @@ def sparse_adafactor(
             dtype = accumulator_dtype(grad.dtype, param.dtype)
             step = numbers(count, rate, param.dtype, dtype)
             update = update_sparse if is_bcoo(grad) else update_dense
+            _check_moments(row, col, v, param.shape)
             moments = (row, col) if v is None else (v,)
-            _check_moments(moments, param)
             new, moments = update(grad, param, moments, step)
             return (new, *moments, None) if v is None else (new, None, None, *moments)
 

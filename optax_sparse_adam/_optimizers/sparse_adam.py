@@ -20,6 +20,8 @@ from .hyperparameters import (
     Scalar,
     check_hyperparameters,
     check_leaf,
+    check_moment,
+    check_state_class,
     one_minus_power,
 )
 
@@ -154,6 +156,8 @@ def _sparse_adam(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ScaleBySparseAdamState]:
         del params, extra_args
+        check_state_class(state, ScaleBySparseAdamState, "sparse_adam")
+        check_moment(state.count, (), "count")
         count_inc = optax.safe_increment(state.count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
@@ -164,6 +168,7 @@ def _sparse_adam(
             if grad is None:
                 continue
             check_leaf(grad, nu)
+            check_moment(mu, jnp.shape(nu), "mu")
             dtype = accumulator_dtype(grad.dtype, mu.dtype, nu.dtype)
             if dtype not in cache:
                 cache[dtype] = factors(dtype, state.count, count_inc)
@@ -191,9 +196,10 @@ def scale_by_sparse_adam(
     `sparse_adam` without the learning rate and the sign; see there for the formula.
     A transformation of optax that follows this one in a chain sees BCOO updates, and
     those that scale or clip take the indices for values. A constant learning rate turns
-    the indices into floats, which raises in the next step; a *schedule* casts its
-    factor to integers, and all indices become 0. Use `sparse_adam`, which takes the
-    learning rate itself, or put the chain inside `lazy`, where it sees plain rows:
+    the indices into floats, which raises; a *schedule* casts its factor to integers,
+    and all indices become 0, which raises, too, or in a program makes rows NaN (see
+    `apply_updates`). Use `sparse_adam`, which takes the learning rate itself, or put
+    the chain inside `lazy`, where it sees plain rows:
     `lazy(optax.chain(scale_by_sparse_adam(), optax.scale_by_learning_rate(schedule)))`.
 
     Args:
@@ -281,8 +287,9 @@ def sparse_adam(
     Returns:
       An `optax.GradientTransformationExtraArgs` with state `ScaleBySparseAdamState`.
       Its `update` raises `TypeError` for gradients with indices that are not integers
-      or values that are not floating point, `ValueError` for gradients of another
-      shape than the parameter's; both while tracing.
+      or values that are not floating point, and for the state of another optimiser;
+      `ValueError` for gradients and moments of another shape than the parameter's. All
+      while tracing.
 
     Raises:
       ValueError: If a hyper-parameter is a Python number out of its range.

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from .._rows.checks import check_dense, is_leaf, leaves_like
+from .hyperparameters import (
+    check_state_class,
+    check_state_shapes,
+    check_transformation,
+)
 from .rounding import random_bits, round_update, round_value
 
 
@@ -139,6 +144,7 @@ def stochastic_rounding(
       <https://docs.pytorch.org/FBGEMM>`_, which does so to tables of low precision
       unless told otherwise (`stochastic_rounding`).
     """
+    check_transformation(inner, "stochastic_rounding")
     inner = optax.with_extra_args_support(inner)
     if state_dtype is not None:
         state_dtype = jax.dtypes.canonicalize_dtype(state_dtype)
@@ -190,6 +196,8 @@ def stochastic_rounding(
             )
         check_dense(grads, "stochastic_rounding", "stochastic_rounding(inner, key)")
         olds = leaves_like(treedef, params, "Parameters", "gradients")
+        check_state_class(state, StochasticRoundingState, "stochastic_rounding")
+        check_state_shapes(inner.init, params, state.inner_state, "stochastic_rounding")
         if not any(map(_is_low, olds)):
             updates, new = inner.update(
                 updates, state.inner_state, params, **extra_args

@@ -6,41 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import gathered, mesh_of
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .coalesce import accumulator_dtype, on_each_device, touched_rows
-from .gather_scatter import and_padding, gather_rows, scatter_add_rows, scatter_rows
-
-
-def _flag_scaled_indices(param: jax.Array, update: Any) -> jax.Array:
-    """Sets row 0 to NaN where optax has scaled the indices by 0 or less.
-
-    optax.scale_by_schedule casts its factor to the type of what it scales: a learning
-    rate becomes the integer 0, and every row row 0. No two unique rows, padding being
-    beyond the last row, have indices of at most 0. But where optax.apply_if_finite
-    skips a step, both indices and values are zeros.
-    """
-    # Of sorted rows the last is the largest; scaled, none is above 0.
-    indices = update.indices[-1:] if update.indices_sorted else update.indices
-    scaled = jnp.all(indices <= 0) & (update.data[:1] != 0)
-    mark = jnp.where(scaled, jnp.nan, -0.0).astype(param.dtype)  # x + -0.0 is x
-    # Not alone, whatever `scatter_add_rows` knows of a mesh: see `and_padding`.
-    rows = and_padding(jnp.zeros((1, update.n_sparse), jnp.int32))
-    # The rows of the gradient may be split over devices; were the marks, too, each
-    # device would scatter its own into a table.
-    marks = gathered(jnp.concatenate([mark, mark]), mesh_of(update.data))
-    return scatter_add_rows(param, rows, marks, unique=True)
+from .gather_scatter import gather_rows, scatter_add_rows, scatter_rows
 
 
 @jax.jit
 def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
-    unique = update.unique_indices
-    if unique and update.nse > 1:
-        param = _flag_scaled_indices(param, update)
     if param.dtype == dtype:
-        indices, data = on_each_device(update)
-        return scatter_add_rows(param, indices, data, unique=unique)
+        found = on_each_device(update)
+        unique = update.unique_indices
+        return scatter_add_rows(param, found.indices, found.data, unique=unique)
     # A table of lower precision than the sums: add, then round once.
     rows = touched_rows(update, dtype)
     old = gather_rows(param, rows.indices).astype(dtype)
@@ -65,9 +42,12 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Like `optax.apply_updates`, which under `jit` takes BCOO updates as well, and
     besides: a `None` update leaves its parameter as it is, and a BCOO is checked. Under
-    `jit` with the parameters donated, the addition is in place. Row 0 becomes NaN where
-    a transformation of optax has scaled the indices of two rows or more by 0 or less
-    (see `scale_by_sparse_adam`).
+    `jit` with the parameters donated, the addition is in place.
+
+    Updates of gradients of `value_and_grad` notice when a transformation that does not
+    know BCOO has changed their indices as well, such as `optax.sgd` of a schedule
+    outside of `lazy`. That raises; but in a compiled program, where it is known only
+    when it runs, the first rows of the table become NaN, one for each entry.
 
     XLA updates a table in place only where it knows that every read of the old rows
     comes before. It knows that of the loss and of what `value_and_grad` returns beside
@@ -87,8 +67,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Raises:
       TypeError: If a BCOO has indices that are not integers.
-      ValueError: If an update has another shape than its parameter, or the trees have
-        different structures.
+      ValueError: If an update has another shape than its parameter, if its indices were
+        changed, or if the trees have different structures.
 
     Examples:
       >>> import jax.numpy as jnp

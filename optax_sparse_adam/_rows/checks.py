@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
+from .guarded import check_indices
+
 
 def is_bcoo(x: Any) -> bool:
     return isinstance(x, BCOO)
@@ -52,20 +54,15 @@ def check_dense(grads: Any, name: str, call: str) -> None:
 def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
     """Raises unless `grad` is a row-sparse gradient of a table of this shape.
 
-    Every fault found here is static, so it is raised while tracing, never skipped.
+    Every fault found here but one is static, and is raised while tracing, never
+    skipped: what a guard has to say is known to the program only (see `guarded`).
 
     Raises:
       TypeError: If the indices or the data have the wrong kind of type.
-      ValueError: If the shape is not the table's, or the layout is not row-sparse.
+      ValueError: If the shape is not the table's, the layout is not row-sparse, or the
+        indices are seen to have been changed.
     """
-    if not jnp.issubdtype(grad.indices.dtype, jnp.integer):
-        raise TypeError(
-            "A row-sparse gradient must have integer indices, got indices of type "
-            f"{grad.indices.dtype} (shape {grad.shape}). A transformation that does "
-            "not know BCOO, such as optax.scale, has scaled them together with the "
-            "values. Put that chain inside lazy: "
-            "optax_sparse_adam.lazy(optax.chain(...))."
-        )
+    check_indices(grad)
     if not jnp.issubdtype(grad.dtype, jnp.floating):
         raise TypeError(
             "A row-sparse gradient must have floating-point values, got "
@@ -78,11 +75,13 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
             f"n_batch == {grad.n_batch} and n_sparse == {grad.n_sparse} (shape "
             f"{grad.shape}). Use BCOO.update_layout(n_batch=0, n_dense=...) to convert."
         )
-    if grad.data.shape[0] != grad.indices.shape[0]:
+    stored = (grad.indices.shape[0], *grad.shape[grad.n_sparse :])
+    if grad.data.shape != stored:
         raise ValueError(
-            "A row-sparse gradient must hold one row of values for each index, got "
-            f"{grad.data.shape[0]} rows and {grad.indices.shape[0]} indices (shape "
-            f"{grad.shape})."
+            "A row-sparse gradient must hold one row of values for each index, each of "
+            f"the shape of a table's row: values of shape {stored}, got "
+            f"{grad.data.shape} (nse == {stored[0]}, shape {grad.shape}). Whatever "
+            "slices or reshapes the values must give the BCOO another shape."
         )
     if shape is not None and tuple(grad.shape) != tuple(shape):
         raise ValueError(

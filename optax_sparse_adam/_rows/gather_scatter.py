@@ -103,6 +103,21 @@ def apart(rows: jax.Array) -> jax.Array:
     return lax.optimization_barrier(rows)
 
 
+def after_reading(old: jax.Array, rows: jax.Array) -> jax.Array:
+    """Orders the scatter of rows into a table after the gather of its old ones.
+
+    Problem: where new rows are not computed from the old ones, as the last gradient in
+    Adan, but something else is, XLA does not know which comes first, and copies the
+    table. On a CPU it drops an `optimization_barrier` before it looks. Remedy: a choice
+    that depends on the old rows, and that it does not see through. Safe, because no
+    number is above infinity, NaN included. Tested by the memory of every
+    transformation in test_lazy_optax.py, which tells when this can go.
+    """
+    if not jnp.issubdtype(old.dtype, jnp.floating):
+        return rows
+    return jnp.where(old > jnp.inf, old, rows.astype(old.dtype))
+
+
 def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
     # Random keys know no cast, not even to their own type.
     return rows if rows.dtype == table.dtype else rows.astype(table.dtype)

@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Program, Step, evaluate
-from .gather_scatter import apart, combine_rows, scatter_rows, take_rows
+from .gather_scatter import (
+    after_reading,
+    apart,
+    combine_rows,
+    scatter_rows,
+    take_rows,
+)
 
 Tables = tuple[jax.Array, ...]
 Middle = Callable[..., tuple[jax.Array, Tables]]
@@ -115,10 +121,14 @@ def update_rows(
     for i, (formula, other) in combined.items():
         updated[i] = combine_rows(tables[i], indices, env[other], formula)
         known[new[i]] = take_rows(updated[i], indices)
-    env = evaluate(rest()[0], known)
+    others, starts = rest()
+    env = evaluate(others, known)
     for i in places:
         if i not in combined:
-            updated[i] = scatter_rows(tables[i], indices, jnp.asarray(env[new[i]]))
+            made = jnp.asarray(env[new[i]])
+            if old[i] in starts and new[i] not in _made_from(program, [old[i]]):
+                made = after_reading(rows[i], made)
+            updated[i] = scatter_rows(tables[i], indices, made)
     result = jnp.asarray(env[out])
     if out in _made_from(program, program.inputs[1 + len(tables) : len(rows) + 1]):
         result = apart(result)  # it reads the table that it will be added to

@@ -48,12 +48,36 @@ def reads(table: jax.Array, ids: jax.Array) -> bool:
     )
 
 
+def _check(name: str, x: jax.Array, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raises unless an array is what the kernel is going to read or write.
+
+    The kernel itself compares sizes once more when it runs, and XLA types: whatever a
+    caller has checked, no call leaves its buffers.
+
+    Raises:
+      ValueError: If the type or the shape is another.
+    """
+    if x.dtype != dtype or x.shape != shape:
+        raise ValueError(
+            f"The kernel takes {name} of type {dtype} and shape {shape}, got "
+            f"{x.dtype} and {x.shape}. Make the state by `init` of the same parameters "
+            "as the gradient."
+        )
+
+
 def take_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
     """`table[ids]`, `[*ids.shape, *table.shape[1:]]`.
 
     An id out of bounds reads `fill`, or if that is `None` the row that is next to it.
     """
     num_rows, *row_shape = table.shape
+    _check("a table", table, "float32", table.shape)
+    _check("ids", ids, "int32", ids.shape)
+    if table.size == 0:
+        raise ValueError(
+            f"The kernel takes no empty table, got the shape {table.shape}. Read it in "
+            "plain JAX."
+        )
     call = jax.ffi.ffi_call(
         "optax_sparse_adam.take_rows",
         jax.ShapeDtypeStruct((*ids.shape, *row_shape), table.dtype),
@@ -87,6 +111,9 @@ def adam_rows(
 ) -> tuple[Sums, tuple[jax.Array, ...]]:
     """Like `sum_rows`, with the update in place of the sums, and the new moments."""
     numbers = (jnp.stack(factors),)
+    for name, moment in zip(("mu", "nu"), moments, strict=True):
+        _check(name, moment, "float32", grad.shape)
+    _check("factors", *numbers, "float32", (5,))
     rows, data, mu, nu, stop = _call("adam_rows", grad, moments, numbers)
     return (rows, data, stop), (mu, nu)
 
@@ -95,6 +122,8 @@ def _call(
     name: str, grad: BCOO, tables: tuple[jax.Array, ...], others: tuple[jax.Array, ...]
 ) -> Any:
     """Calls the kernel, with the gradient and the tables updated in place."""
+    _check("indices", grad.indices, "int32", (grad.nse, 1))
+    _check("data", grad.data, "float32", (grad.nse, *grad.shape[1:]))
     in_place = (grad.indices, grad.data, *tables)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
     stop = jax.ShapeDtypeStruct((), jnp.int32)

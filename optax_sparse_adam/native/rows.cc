@@ -13,9 +13,11 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -25,6 +27,8 @@ namespace {
 namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
+
+constexpr int64_t kMaxRow = std::numeric_limits<int32_t>::max();
 
 // Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the
 // pool. A thread that comes late finds nothing left to do: nobody waits for its start,
@@ -188,10 +192,48 @@ struct Adam {
   }
 };
 
+// Why a buffer is not what the kernel is going to read or write, which is memory that
+// nobody else checks; empty if it is. Its type is checked by XLA.
+template <typename Buffer>
+std::string Misfit(const char* name, const Buffer& buffer, int64_t num_rows,
+                   int64_t width) {
+  const auto sizes = buffer.dimensions();
+  const int64_t count = buffer.element_count();
+  if (sizes.size() > 0 && sizes[0] == num_rows && count == num_rows * width) return "";
+  std::string shape;
+  for (int64_t size : sizes) shape += std::to_string(size) + ", ";
+  return std::string("The kernel takes ") + name + " of " + std::to_string(num_rows) +
+         " rows of " + std::to_string(width) + " numbers, got the shape [" +
+         shape.substr(0, shape.empty() ? 0 : shape.size() - 2) + "]. ";
+}
+
+ffi::Error Invalid(const std::string& message) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
+}
+
+// The buffers of a gradient of a table: those of the results are those of the inputs.
+std::string Misfit(const Ints& indices, const Floats& given, const Ints& rows,
+                   const Floats& data, int64_t num_rows, int64_t width) {
+  const int64_t nse = indices.element_count();
+  if (nse < 1 || num_rows < 1 || width < 1 || num_rows + nse > kMaxRow) {
+    return "The kernel takes at least one entry and one number, and ids of padding "
+           "that are int32, got " + std::to_string(nse) + " entries of a table of " +
+           std::to_string(num_rows) + " rows of " + std::to_string(width) +
+           " numbers. ";
+  }
+  return Misfit("indices", indices, nse, 1) + Misfit("data", given, nse, width) +
+         Misfit("new indices", rows, nse, 1) + Misfit("new data", data, nse, width);
+}
+
 template <typename Middle>
-ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, int64_t width,
-               int64_t num_rows, Floats& data, Ints& rows, ffi::BufferR0<ffi::S32>& stop,
-               const Middle& middle) {
+ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, const Floats& given,
+               int64_t num_rows, int64_t width, Ints& rows, Floats& data,
+               ffi::BufferR0<ffi::S32>& stop, const Middle& middle) {
+  const std::string misfit = Misfit(indices, given, rows, data, num_rows, width);
+  if (!misfit.empty()) return Invalid(misfit);
+  if (given.typed_data() != data.typed_data()) {
+    return Invalid("The kernel updates data in place, got two buffers.");
+  }
   try {
     ForEachRow(pool, indices.typed_data(), indices.element_count(), width, num_rows,
                data.typed_data(), rows.typed_data(), stop.typed_data(), middle);
@@ -202,21 +244,30 @@ ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, int64_t width,
 }
 
 // The inputs but `factors` are the buffers of the outputs, in their order.
-ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats, Floats, Floats,
-                    Floats factors, int64_t num_rows, int64_t width,
+ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Floats old_mu,
+                    Floats old_nu, Floats factors, int64_t num_rows, int64_t width,
                     ffi::Result<Ints> rows, ffi::Result<Floats> data,
                     ffi::Result<Floats> mu, ffi::Result<Floats> nu,
                     ffi::Result<ffi::BufferR0<ffi::S32>> stop) {
+  const std::string misfit =
+      Misfit("mu", old_mu, num_rows, width) + Misfit("nu", old_nu, num_rows, width) +
+      Misfit("new mu", *mu, num_rows, width) + Misfit("new nu", *nu, num_rows, width) +
+      Misfit("factors", factors, 5, 1);
+  if (!misfit.empty()) return Invalid(misfit);
+  if (old_mu.typed_data() != mu->typed_data() ||
+      old_nu.typed_data() != nu->typed_data()) {
+    return Invalid("The kernel updates the moments in place, got other buffers.");
+  }
   const float* f = factors.typed_data();
   const Adam adam{mu->typed_data(), nu->typed_data(), width, f[0], f[1], f[2],
                   f[3], f[4]};
-  return Run(pool, indices, width, num_rows, *data, *rows, *stop, adam);
+  return Run(pool, indices, given, num_rows, width, *rows, *data, *stop, adam);
 }
 
-ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats, int64_t num_rows,
+ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats given, int64_t num_rows,
                    int64_t width, ffi::Result<Ints> rows, ffi::Result<Floats> data,
                    ffi::Result<ffi::BufferR0<ffi::S32>> stop) {
-  return Run(pool, indices, width, num_rows, *data, *rows, *stop, Sum{});
+  return Run(pool, indices, given, num_rows, width, *rows, *data, *stop, Sum{});
 }
 
 // `table[indices]`. An index outside of the table reads the row that is next to it, or
@@ -226,6 +277,12 @@ ffi::Error TakeRows(ffi::ThreadPool pool, Floats table, Ints indices, int64_t nu
                     ffi::Result<Floats> rows) {
   constexpr int64_t kAhead = 8;  // rows to fetch ahead
   const int64_t size = indices.element_count();
+  if (num_rows < 1 || width < 1) return Invalid("The kernel takes no empty table.");
+  const std::string misfit = Misfit("a table", table, num_rows, width);
+  if (!misfit.empty()) return Invalid(misfit);
+  if (int64_t(rows->element_count()) != size * width) {
+    return Invalid("The kernel returns as many rows as there are indices.");
+  }
   const int32_t* index = indices.typed_data();
   const auto row = [&](int64_t k) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import pytest
 
 from optax_sparse_adam.native import _build
@@ -23,3 +25,34 @@ def python(*args, **environment):
         timeout=300,
         check=False,
     )
+
+
+def sanitized(folder):
+    """The kernel compiled with sanitizers, and what a process sets to load it.
+
+    `None` where the compiler has none, or they are none to preload.
+    """
+    compiler = _build.compiler()
+    flags = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    library = folder / "sanitized.so"
+    command = [*compiler, *_build.FLAGS.split(), *flags.split()]
+    command += [f"-isystem{jax.ffi.include_dir()}", str(_build.SOURCE)]
+    built = subprocess.run([*command, "-o", library], capture_output=True, check=False)
+    # An interpreter that is not sanitized loads the runtime first; and with it the
+    # library of C++, whose exceptions the runtime wraps.
+    runtimes = [
+        subprocess.run(
+            [*compiler, f"-print-file-name={name}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    if built.returncode or not all(Path(name).is_absolute() for name in runtimes):
+        return None
+    # Python and JAX keep memory until the end.
+    return library, {
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }

@@ -21,7 +21,7 @@ from optax_sparse_adam._optimizers import sparse_adam
 from optax_sparse_adam._rows import coalesce
 from optax_sparse_adam.native import _calls, _library
 
-from ..helpers.native import needs_compiler, python
+from ..helpers.native import needs_compiler, python, sanitized
 from ..helpers.support import (
     TOLERANCE,
     NumpyAdam,
@@ -92,6 +92,43 @@ def test_adam(cache, shape, nse, sign):
     assert_close(update[: len(rows)], expected.table[touched], 3 * tol, magnitude=5.0)
     assert not np.asarray(update[len(rows) :]).any()
     assert_identical((moments[0][4], moments[1][4]), (start[4], np.square(start[4])))
+
+
+@needs_compiler
+def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
+    """Where there are sanitizers, no call has left its buffers either."""
+    (library,) = cache.glob("optax_sparse_adam/*.so")
+    library, variables = sanitized(tmp_path) or (library, {})
+    program = str(Path(__file__).parents[1] / "helpers" / "kernel_cases.py")
+    done = python(program, str(library), **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "117 wrong calls refused\n"
+    assert not done.stderr
+
+
+# What each array of a call is, and that with one row less, narrower, of another type.
+ARRAYS = {"indices": (6, 1), "data": (6, 3), "mu": (9, 3), "nu": (9, 3)}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("how", ["rows", "width", "type"])
+def test_every_wrong_array_is_refused_while_tracing(name, how):
+    """Outside of a program, whose caller has checked nothing."""
+    arrays = {
+        key: jnp.zeros(shape, "int32" if key == "indices" else "float32")
+        for key, shape in ARRAYS.items()
+    }
+    changes = {
+        "rows": lambda x: x[1:],
+        "width": lambda x: jnp.tile(x, 2),
+        "type": lambda x: x.astype("uint32" if name == "indices" else "float16"),
+    }
+    arrays[name] = changes[how](arrays[name])
+    grad = bcoo(np.ones((6, 3), np.float32), np.zeros((6, 1), np.int32), (9, 3))
+    grad.data, grad.indices = arrays["data"], arrays["indices"]
+    factors = sparse_adam.Factors(*[jnp.float32(1)] * 5)
+    with pytest.raises(ValueError, match=r"The kernel takes .*, got .*`init`"):
+        _calls.adam_rows(grad, (arrays["mu"], arrays["nu"]), factors)
 
 
 def run(cache, *args, **environment):

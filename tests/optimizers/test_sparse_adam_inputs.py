@@ -253,6 +253,14 @@ BAD_GRADIENTS = [
         ValueError,
         r"shape \(5,\) for a table of shape \(5, 2\)",
     ),
+    (
+        jax.tree.map(
+            lambda x: x[:, :1],
+            bcoo(np.ones((1, 2), np.float32), np.array([[0]]), (5, 2)),
+        ),
+        ValueError,
+        r"values of shape \(1, 2\), got \(1, 1\)",
+    ),
     ({"inner": jnp.ones((5, 2))}, ValueError, "Expected dict"),
 ]
 

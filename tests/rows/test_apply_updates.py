@@ -128,6 +128,24 @@ def test_dense_updates_of_another_type():
     assert_identical(result, jnp.ones(2, jnp.bfloat16))
 
 
+@WAYS
+@pytest.mark.parametrize("apply", [osa.apply_updates, optax.apply_updates])
+def test_row_0_among_padding(apply, way):
+    """As `jnp.unique(ids, size=n, fill_value=-1)` makes ids: nothing to complain of."""
+    indices = jnp.array([[0], [-1], [-1]])
+    rows = bcoo(np.ones((3, 2), np.float32), indices, (4, 2), unique_indices=True)
+    expected = np.float32([[1, 1], [0, 0], [0, 0], [0, 0]])
+    if apply is osa.apply_updates:  # JAX's takes -1 for the last row
+        assert_identical(way(apply)(jnp.zeros((4, 2)), rows), expected)
+    indices = jnp.array([[0], [7], [9]])
+    rows = bcoo(np.ones((3, 2), np.float32), indices, (4, 2), unique_indices=True)
+    assert_identical(way(apply)(jnp.zeros((4, 2)), rows), expected)
+
+
+def sliced(update):
+    return jax.tree.map(lambda x: x[:, :1], update)
+
+
 GOOD = bcoo(np.ones((2, 2), np.float32), np.array([[1], [1]]), (4, 2))
 BAD = [
     # (update of {"a": [4, 2], "b": [3]}, error, words)
@@ -135,6 +153,7 @@ BAD = [
     ({"a": jnp.ones((1, 2)), "b": None}, ValueError, r"\(1, 2\) for a parameter of"),
     ({"a": jnp.float32(1), "b": None}, ValueError, r"\(\) for a parameter of shape"),
     ({"a": None, "b": GOOD}, ValueError, r"\(4, 2\) for a table of shape \(3,\)"),
+    ({"a": sliced(GOOD), "b": None}, ValueError, r"shape \(2, 2\), got \(2, 1\)"),
     ({"a": GOOD}, ValueError, "[Mm]ismatch|different"),
     ({"a": GOOD, "b": {"c": None}}, ValueError, "tree structure of the parameters"),
     ([GOOD, None], ValueError, "[Ss]tructure|Expected|prefix"),

@@ -1,0 +1,186 @@
+"""A BCOO that notices when its indices were treated as values.
+
+JAX and optax map over the arrays of a tree, and the indices of a BCOO are one of them:
+`optax.scale` multiplies them, `jax.tree.map(jnp.add, g, g)` adds them up, and rows that
+nobody looked up would be trained. Gradients of this package, and updates made of them,
+therefore carry an array more, the guard: an odd constant beside each index. Whatever is
+done to all arrays alike is done to the guard, too:
+
+    g = osa.grad(lambda table: jnp.sum(table[ids]))(table)  # ids [3, 7]
+    g.indices, g.guard                                      # [[3], [7]], [[G], [G]]
+    h = jax.tree.map(lambda x: -2 * x, g)
+    h.indices, h.guard                                      # [[-6], [-14]], [[-2G], ...
+
+`k * G == G` holds for no other integer `k` than 1, overflow included, because `G` is
+odd. A guard of another type or shape raises while tracing, one of other numbers outside
+of a program. Inside of one the numbers cannot be asked for: values become NaN, and as
+their rows are lost, those of the first rows of the table, as many as are stored. Zeros
+in place of everything, as `jax.tree.map(jnp.zeros_like, g)` and a skipped step of
+`optax.apply_if_finite` make them, are no entries.
+
+Where gradient and update are in one program, XLA folds the comparison of the constants.
+
+Known limits: what moves or exchanges entries moves their guard along, and functions of
+all arrays at once, such as `optax.global_norm`, count indices and guard as values: take
+that of `coalesce(g).data`. A BCOO made by hand has no guard and is believed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO
+
+_GUARD = 1_618_033_989
+_REMEDY = (
+    "A transformation that does not know BCOO, such as optax.scale, has changed them "
+    "together with the values. Put that chain inside lazy: "
+    "optax_sparse_adam.lazy(optax.chain(...)). To map over trees of gradients, let "
+    "each be one leaf: is_leaf=lambda x: isinstance(x, BCOO)."
+)
+
+
+@jax.tree_util.register_pytree_node_class
+class GuardedBCOO(BCOO):
+    """A BCOO with a guard, `int32` of shape `[*batch, nse, 1]`, behind its indices.
+
+    Its shape is that of one matrix and, in front, the axes that its arrays have more:
+    `jax.vmap`, `jax.pmap` and stacking make a batch of matrices of one.
+    """
+
+    guard: jax.Array
+
+    def __init__(self, args: Any, *, shape: Any, **flags: bool):
+        super().__init__(args, shape=shape, **flags)
+        self.guard = jnp.full((*self.indices.shape[:-1], 1), _GUARD, jnp.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.indices.shape[:-2], *self._unbatched)
+
+    @shape.setter
+    def shape(self, shape: tuple[int, ...]) -> None:
+        self._unbatched = tuple(shape[self.n_batch :])
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, "BCOO")
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        flags = (self.indices_sorted, self.unique_indices)
+        return (self.data, self.indices, self.guard), (self._unbatched, *flags)
+
+    @classmethod
+    def tree_unflatten(cls, aux_data: Any, children: Any) -> "GuardedBCOO":
+        obj = object.__new__(cls)
+        obj.data, obj.indices, obj.guard = children
+        obj._unbatched, obj.indices_sorted, obj.unique_indices = aux_data
+        return obj
+
+
+def _guarded(name: str) -> Callable[..., Any]:
+    """An operator of BCOO, on what the guard lets through; it may be a gradient."""
+    operator = getattr(BCOO, name)
+
+    def method(self: GuardedBCOO, *args: Any) -> Any:
+        check_indices(self)
+        result = operator(entries(self), *args)
+        if not isinstance(result, BCOO):
+            return result
+        return copy_with(GuardedBCOO, result, result.data, result.indices)
+
+    return method
+
+
+# What scales a gradient, and what `optax.apply_updates` adds an update by.
+for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]:
+    setattr(GuardedBCOO, f"__{_operator}__", _guarded(f"__{_operator}__"))
+
+
+def copy_with(cls: type[BCOO], mat: BCOO, data: jax.Array, indices: jax.Array) -> BCOO:
+    """One of this class with the shape and the flags of another, and a new guard."""
+    return cls(
+        (data, indices),
+        shape=mat.shape,
+        indices_sorted=mat.indices_sorted,
+        unique_indices=mat.unique_indices,
+    )
+
+
+def check_indices(grad: BCOO) -> None:
+    """Raises where indices are seen not to be what they were.
+
+    Raises:
+      TypeError: If they, or the guard, are no integers.
+      ValueError: If the guard has another shape, or, outside of a program, other
+        numbers.
+    """
+    guard = getattr(grad, "guard", None)
+    for array in (grad.indices, guard):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(
+                "A row-sparse gradient must have integer indices, got indices of type "
+                f"{array.dtype} (shape {grad.shape}). {_REMEDY}"
+            )
+    if guard is None:
+        return
+    is_beside = guard.ndim >= 2 and guard.shape == (*grad.indices.shape[:-1], 1)
+    if not is_beside or _is_seen_to_change(grad):
+        raise ValueError(
+            "A row-sparse gradient must have the indices that it was made with, got "
+            f"others (shape {grad.shape}). {_REMEDY}"
+        )
+
+
+def _is_seen_to_change(grad: Any) -> bool:
+    """Whether an entry was changed, as far as it is known while tracing."""
+    if not all(map(_is_known, (grad.guard, grad.data))):
+        return False
+    # In NumPy: within a program JAX would trace even what is known.
+    guard = np.asarray(grad.guard)[..., 0]
+    if (guard == _GUARD).all():
+        return False
+    is_empty = (guard == 0) & _is_zero(np.asarray(grad.data), grad.n_batch)
+    return not ((guard == _GUARD) | is_empty).all()
+
+
+def _is_known(x: Any) -> bool:
+    is_traced = isinstance(x, jax.core.Tracer)
+    return not is_traced and getattr(x, "is_fully_addressable", True)
+
+
+def _is_zero(data: Any, n_batch: int) -> Any:
+    """Says for each entry whether all its values are zero."""
+    return (data == 0).all(axis=tuple(range(n_batch + 1, data.ndim)))
+
+
+def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -> BCOO:
+    """What the guard lets through, as a BCOO without one.
+
+    Args:
+      grad: The gradient; `check_indices` has seen no fault.
+      place: Is called with each of its arrays first.
+    """
+    data, indices = place(grad.data), place(grad.indices)
+    if isinstance(grad, GuardedBCOO):
+        data, indices = _let_through(data, indices, place(grad.guard), grad.n_batch)
+    return copy_with(BCOO, grad, data, indices)
+
+
+def _let_through(
+    data: jax.Array, indices: jax.Array, guard: jax.Array, n_batch: int
+) -> tuple[jax.Array, jax.Array]:
+    is_intact = guard == _GUARD
+    is_empty = (guard == 0) & _is_zero(data, n_batch)[..., None]
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
+    # Distinct and in their order, as the flags promise; out of bounds for every table
+    # that the type can tell from its padding.
+    slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
+    last = max(indices.shape[n_batch] - 1, 0)
+    outside = slot + (jnp.iinfo(indices.dtype).max - last)
+    indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))
+    is_valid = is_intact | is_empty
+    shape = (*guard.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
+    return jnp.where(is_valid.reshape(shape), data, jnp.nan), indices

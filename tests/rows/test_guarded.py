@@ -1,0 +1,300 @@
+"""Indices that were treated as values: seen wherever a gradient or an update enters."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import sparse
+from jax.experimental.sparse import BCOO
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import assert_identical, bcoo
+
+SHAPE = (9, 4)
+TABLE = jnp.arange(36.0).reshape(SHAPE)
+IDS = np.array([3, 7, 3])
+WEIGHTS = np.array([[1.0], [2.0], [4.0]], np.float32)
+EXPECTED = np.float32([0, 0, 0, 5, 0, 0, 0, 2, 0])[:, None] + np.zeros(4, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_optax_expects():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss(table):
+    return jnp.sum(table[IDS] * WEIGHTS)
+
+
+def gradient():
+    return osa.grad(loss)(TABLE)
+
+
+def mapped(function):
+    return lambda grad: jax.tree.map(function, grad)
+
+
+def stock(tx):
+    return lambda grad: tx.update(grad, tx.init(TABLE))[0]
+
+
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
+
+# What changes the indices, and whether a program sees it while it is traced.
+CHANGES = {
+    "scale": (stock(optax.scale(-0.5)), True),
+    "a cast": (mapped(lambda x: x.astype(jnp.bfloat16)), True),
+    "a mean over entries": (mapped(lambda x: jnp.mean(x, axis=0)), True),
+    "a sum over entries": (mapped(lambda x: jnp.sum(x, axis=0)), True),
+    "sgd with a schedule": (stock(optax.sgd(SCHEDULE)), False),
+    "a sign": (stock(optax.scale(-1)), False),
+    "sign_sgd's sign": (mapped(jnp.sign), False),
+    "a sum": (lambda grad: jax.tree.map(jnp.add, grad, grad), False),
+    "clip": (mapped(lambda x: jnp.clip(x, -1, 1)), False),
+    "square": (mapped(jnp.square), False),
+    "ones": (mapped(jnp.ones_like), False),
+}
+
+# Who takes a gradient or an update, and returns the table or one with NaN in it.
+ADAM = osa.sparse_adam(0.1)
+LAZY = osa.lazy(optax.sgd(0.1, momentum=0.9))
+
+
+def updated(tx):
+    return lambda grad: osa.apply_updates(
+        TABLE, tx.update(grad, tx.init(TABLE), TABLE)[0]
+    )
+
+
+TAKERS = {
+    "apply_updates": lambda grad: osa.apply_updates(TABLE, grad),
+    "optax.apply_updates": lambda grad: optax.apply_updates(TABLE, grad),
+    "coalesce": lambda grad: TABLE + osa.coalesce(grad).todense(),
+    "sparse_adam": updated(ADAM),
+    "lazy": updated(LAZY),
+    "sparse_adafactor": updated(osa.sparse_adafactor()),
+    "times a number": lambda grad: TABLE + (2.0 * grad).todense(),
+}
+FEW = ("apply_updates", "optax.apply_updates", "sparse_adam")
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_raises_outside_of_programs(change, taker):
+    function, _ = CHANGES[change]
+    grad = function(gradient())
+    with pytest.raises((TypeError, ValueError), match="inside lazy: optax_sparse_adam"):
+        TAKERS[taker](grad)
+
+
+@pytest.mark.parametrize("taker", FEW)
+@pytest.mark.parametrize("change", CHANGES)
+def test_nan_or_error_in_programs(change, taker):
+    function, is_static = CHANGES[change]
+    program = jax.jit(lambda: TAKERS[taker](function(gradient())))
+    if is_static:
+        with pytest.raises((TypeError, ValueError), match="inside lazy"):
+            program()
+    else:
+        table = program()
+        assert np.isnan(table[: len(IDS)]).all()  # the first nse rows
+        assert_identical(table[len(IDS) :], TABLE[len(IDS) :])
+
+
+def test_every_taker_in_a_program():
+    function, _ = CHANGES["clip"]
+    tables = jax.jit(lambda grad: [take(function(grad)) for take in TAKERS.values()])(
+        gradient()
+    )
+    for name, table in zip(TAKERS, tables, strict=True):
+        assert np.isnan(table[: len(IDS)]).all(), name
+
+
+# What leaves every entry as it is, or moves it together with its guard.
+HARMLESS = {
+    "identity": lambda grad: grad,
+    "scale by 1": stock(optax.scale_by_schedule(optax.constant_schedule(1.0))),
+    "sign and back": stock(optax.chain(optax.scale(-1), optax.scale(-1))),
+    "added to zeros": lambda grad: jax.tree.map(
+        jnp.add, jax.tree.map(jnp.zeros_like, grad), grad
+    ),
+    "where": mapped(lambda x: jnp.where(True, x, 0)),
+    "nan_to_num": mapped(jnp.nan_to_num),
+    "another order": mapped(lambda x: x[::-1]),
+    "halves": lambda grad: jax.tree.map(
+        lambda a, b: jnp.concatenate([a, b]),
+        mapped(lambda x: x[:2])(grad),
+        mapped(lambda x: x[2:])(grad),
+    ),
+    "padding": mapped(lambda x: jnp.pad(x, [(0, 5), (0, 0)])),
+    "cond": lambda grad: jax.lax.cond(True, lambda g: g, lambda g: g * 2.0, grad),
+    "scan": lambda grad: jax.lax.scan(lambda c, _: (c, None), grad, length=2)[0],
+    "stack and vmap": lambda grad: jax.tree.map(
+        lambda x: x[1],
+        jax.vmap(lambda g: g * 1.0)(jax.tree.map(lambda x: jnp.stack([x, x]), grad)),
+    ),
+    "arithmetic": lambda grad: -(2.0 * grad - grad * 3.0) / 1.0,
+    "coalesce": osa.coalesce,
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless(name):
+    for way in (lambda f: f, jax.jit):
+        grad = way(HARMLESS[name])(gradient())
+        table = osa.apply_updates(jnp.zeros(SHAPE), grad)
+        assert_identical(table, jnp.asarray(EXPECTED))
+        assert type(grad) is type(gradient())
+
+
+def test_copies():
+    grad = gradient()
+    for other in (
+        pickle.loads(pickle.dumps(grad)),
+        copy.deepcopy(grad),
+        jax.device_get(grad),
+    ):
+        assert_identical(osa.apply_updates(jnp.zeros(SHAPE), other), EXPECTED)
+    assert repr(grad) == "BCOO(float32[9, 4], nse=3, n_dense=1)"
+    assert isinstance(grad, BCOO)
+
+
+def test_functions_of_jax_sparse():
+    grad = osa.grad(lambda table: jnp.sum(table[IDS] * WEIGHTS[:, 0]))(TABLE[:, 0])
+    expected = EXPECTED[:, 0]
+    vector = jnp.arange(9.0)
+    assert_identical(sparse.todense(grad), expected)
+    assert grad @ vector == expected @ np.arange(9.0)
+    assert_identical(grad.sum_duplicates().todense(), expected)
+    assert_identical(sparse.bcoo_concatenate([grad, grad], dimension=0).shape, (18,))
+    assert_identical(sparse.sparsify(jnp.multiply)(grad, 2.0).todense(), 2 * expected)
+    assert_identical(vector + grad, vector + expected)
+
+
+def test_zeros_touch_nothing():
+    """Zeros in place of all arrays are no entries: momentum moves no row."""
+    grad = gradient()
+    tx = osa.lazy(optax.sgd(0.1, momentum=0.9))
+    _, state = tx.update(mapped(lambda x: x[:0])(grad), tx.init(TABLE))
+    state = jax.tree.map(jnp.ones_like, state)
+    zeros = jax.tree.map(jnp.zeros_like, grad)
+    for way in (lambda f: f, jax.jit):
+        updates, new = way(tx.update)(zeros, state)
+        assert_identical(new, state)
+        assert_identical(osa.apply_updates(TABLE, updates), TABLE)
+        assert_identical(way(optax.apply_updates)(TABLE, zeros), TABLE)
+        found = way(osa.coalesce)(zeros).indices
+        assert (found >= SHAPE[0]).all()
+        assert len(np.unique(found)) == len(IDS)
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_skipped_steps(way):
+    """In `apply_if_finite`, whatever optimiser is inside."""
+    tx = optax.apply_if_finite(osa.lazy(optax.adam(0.1)), 3)
+    grad = osa.coalesce(gradient())
+    params, state = {"t": TABLE, "b": jnp.ones(2)}, None
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    good = {"t": grad, "b": jnp.ones(2)}
+    after, state = way(step)(params, state, good)
+    assert not (after["t"][IDS] == TABLE[IDS]).any()
+    bad = good | {"b": jnp.array([1.0, jnp.nan])}
+    same, new = way(step)(after, state, bad)
+    assert_identical(same, after)
+    assert_identical(new.inner_state, state.inner_state)
+
+
+def test_axes_of_devices():
+    """The guard is split, gathered and stacked as the indices are."""
+    mesh = jax.make_mesh((3,), ("x",), (AxisType.Auto,))
+    grad = gradient()
+    split = jax.shard_map(
+        lambda grad: grad * 1.0,
+        mesh=mesh,
+        in_specs=(P("x", None),),
+        out_specs=P("x", None),
+    )
+    assert_identical(osa.apply_updates(jnp.zeros(SHAPE), split(grad)), EXPECTED)
+    for function, is_right in ((osa.psum, True), (jax.lax.psum, False)):
+        total = jax.jit(
+            jax.shard_map(
+                lambda grad, psum=function: psum(grad, "x"),
+                mesh=mesh,
+                in_specs=(P("x"),),
+                out_specs=P(),
+                check_vma=function is jax.lax.psum,
+            )
+        )(grad)
+        table = jax.jit(osa.apply_updates)(jnp.zeros(SHAPE), total)
+        if is_right:
+            assert_identical(table, EXPECTED)
+        else:  # the ids of the devices were added up
+            assert np.isnan(table[0]).all()
+    many = jax.pmap(osa.grad(lambda t, ids: jnp.sum(t[ids])), in_axes=(None, 0))
+    grads = many(TABLE, IDS[:, None])
+    assert grads.shape == (3, *SHAPE)
+    tables = jax.vmap(osa.apply_updates, (None, 0))(jnp.zeros(SHAPE), grads)
+    assert_identical(tables, grads.todense())
+
+
+def test_changed_before_it_is_sent():
+    """Inside of a program on several devices, too."""
+    mesh = jax.make_mesh((3,), ("x",), (AxisType.Auto,))
+
+    def total(grad):
+        return osa.pmean(jax.tree.map(lambda x: -x, grad), "x")
+
+    step = jax.shard_map(
+        total, mesh=mesh, in_specs=(P("x"),), out_specs=P(), check_vma=False
+    )
+    table = osa.apply_updates(TABLE, jax.jit(step)(gradient()))
+    assert np.isnan(table[0]).all()
+
+
+@pytest.mark.parametrize("make", [osa.sparse_adam, lambda r: osa.lazy(optax.adam(r))])
+def test_costs_nothing_in_a_program(make):
+    """With gradient and update in one, the compiled text is that without a guard."""
+    tx = make(0.1)
+
+    def compiled(convert):
+        def step(table, state, ids):
+            grad = osa.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
+            updates, state = tx.update(convert(grad), state)
+            return osa.apply_updates(table, updates), state
+
+        table = jax.ShapeDtypeStruct((5000, 8), jnp.float32)
+        ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+        args = (table, jax.eval_shape(tx.init, table), ids)
+        program = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+        text = program.as_text()
+        sizes = program.memory_analysis()
+        return text.count(" fusion("), text.count(" = "), sizes.temp_size_in_bytes
+
+    def plain(grad):
+        return BCOO((grad.data, grad.indices), shape=grad.shape)
+
+    assert compiled(lambda grad: grad) == compiled(plain)
+
+
+def test_made_by_hand():
+    """A BCOO of nobody's has no guard: it is believed, and stays what it is."""
+    grad = bcoo(WEIGHTS * np.ones(4, np.float32), IDS[:, None], SHAPE)
+    tx = osa.sparse_adam(0.1)
+    updates, _ = tx.update(grad, tx.init(TABLE))
+    for result in (osa.coalesce(grad), updates):
+        assert type(result) is BCOO
+    with pytest.raises(TypeError, match="integer indices"):
+        osa.apply_updates(TABLE, jax.tree.map(lambda x: 0.5 * x, grad))
