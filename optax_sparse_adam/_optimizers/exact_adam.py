@@ -1,0 +1,309 @@
+"""Dense Adam's own numbers, at the cost of the rows that a gradient holds."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental.sparse import BCOO
+
+from .._jax_extras.sharding import full_along, laid_out
+from .._rows.checks import is_bcoo, is_leaf, leaves_like
+from .._rows.coalesce import accumulator_dtype, touched_rows, with_rows
+from .._rows.map_rows import map_rows
+from .._rows.resting_rows import (
+    ExactAdamState,
+    RowState,
+    Shared,
+    Whole,
+    cast_floats,
+    centre_of_way,
+    move_rows,
+    polynomial,
+    way_of,
+)
+from .hyperparameters import NUMBER, check_hyperparameters, check_leaf
+from .way_ahead import (
+    Betas,
+    Steps,
+    add_step,
+    init_shared,
+    largest_decay,
+    next_shared,
+    steps_from,
+)
+
+Schedule = Callable[[jax.Array], Any]
+Tables = tuple[jax.Array, ...]
+
+
+class _Step(NamedTuple):
+    """The numbers of one step."""
+
+    count: jax.Array  # of the steps before
+    whole: Whole
+    before: Shared
+    after: Shared
+    now: Steps
+
+
+def _update_rows(
+    grad: jax.Array, rows: Tables, step: _Step, betas: Betas, *, rest: bool
+) -> tuple[jax.Array, Tables]:
+    """The formula: pure arithmetic on rows, or on a whole array.
+
+    Args:
+      grad: Their gradients.
+      rows: Moments, last updates, decays until then; if they decay, parameters.
+      step: The numbers of this step.
+      betas: The constants.
+      rest: Whether to store resting points, not values.
+
+    Returns:
+      What to add to the stored parameters, and the new state of the rows.
+    """
+    dtype = grad.dtype
+    mu, nu, last, *decays = rows
+    param = decays.pop() if decays else None
+    state = RowState(mu.astype(dtype), nu.astype(dtype), last, tuple(decays))
+    moved = move_rows(state, step.whole, step.before, step.count)
+    after, now = cast_floats((step.after, step.now), dtype)
+
+    mu = moved.mu + jnp.asarray(1 - betas.b1, dtype) * (grad - moved.mu)
+    nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * (grad * grad - moved.nu)
+    root = jnp.sqrt(nu)
+    move = now.size[0] * mu
+    if now.grad_size is not None:
+        move = move + now.grad_size[0] * grad
+    change = -move / (root + after.eps * now.rho[0])
+    if rest:
+        ahead = after.decayed_way if decays else after.way
+        centre = centre_of_way(after, now.number[0])
+        change = change - way_of(polynomial(ahead), mu, root, centre)
+    if param is None:
+        change = change + moved.by
+    else:
+        decay = now.log_decay[0]
+        change = change + jnp.exp(decay) * moved.by
+        change = change + jnp.expm1(moved.log_decay + decay) * param.astype(dtype)
+    news = [jnp.broadcast_to(x, last.shape) for x in (now.number[0], *after.log_decay)]
+    return change, (mu, nu, *news[: 1 + len(decays)])
+
+
+@functools.partial(jax.jit, static_argnames="betas")
+def _update_sparse(
+    grad: BCOO, read: Tables, tables: Tables, step: _Step, *, betas: Betas
+) -> tuple[BCOO, Tables]:
+    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
+    dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
+    rows = touched_rows(grad, dtype)
+
+    def middle(grad: jax.Array, rows: Tables, step: _Step) -> tuple[jax.Array, Tables]:
+        return _update_rows(grad, rows, step, betas, rest=True)
+
+    data, tables = map_rows(middle, rows, tables, step, read=read)
+    return with_rows(grad, rows, data), tables
+
+
+@functools.partial(jax.jit, static_argnames="betas")
+def _update_dense(
+    grad: jax.Array, read: Tables, tables: Tables, step: _Step, *, betas: Betas
+) -> tuple[jax.Array, Tables]:
+    """One leaf with a dense gradient: every row is touched, and holds its value."""
+    dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
+    rows = (*tables, *read)
+    update, news = _update_rows(grad.astype(dtype), rows, step, betas, rest=False)
+    news = tuple(n.astype(t.dtype) for n, t in zip(news, tables, strict=True))
+    return update.astype(grad.dtype), news
+
+
+def _schedule(value: Any, name: str) -> Schedule:
+    """A number or a schedule as a schedule."""
+    if callable(value):
+        return value
+    if not isinstance(value, NUMBER):
+        raise TypeError(
+            f"exact_adam needs a {name} that is known for all steps to come, since rows "
+            "move by it while they rest: a Python number or a schedule of the step "
+            f"number, got {type(value).__name__}. optax.inject_hyperparams gives "
+            "arrays, which may change by hand. To change it by hand, call "
+            "flush(params, state) and make a new exact_adam, which takes the state."
+        )
+    if not value >= 0:
+        raise ValueError(f"Invalid {name}: {value}. A number must be at least 0.")
+    return lambda count: value
+
+
+def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("eps_root", eps_root)):
+        if not isinstance(value, NUMBER):
+            raise TypeError(
+                f"exact_adam needs {name} as a Python number, got "
+                f"{type(value).__name__}: rows that rest are moved by a sum whose "
+                "length follows from it."
+            )
+    check_hyperparameters(b1, b2, eps)
+    if eps_root != 0:
+        raise ValueError(
+            f"exact_adam supports eps_root=0.0 only, got {eps_root}: the moves of a "
+            "row that rests have a closed form without it. Use eps, or optax.adam."
+        )
+    if not b1 * b1 < b2:
+        raise ValueError(
+            f"exact_adam needs b1 < sqrt(b2), got b1={b1} and b2={b2}: otherwise the "
+            "moves of a row without gradients grow from step to step, and their sum "
+            "does not end. Choose a smaller b1 or a larger b2."
+        )
+
+
+def _exact_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
+    mu_dtype: Any,
+    nesterov: bool,
+    weight_decay: Any,
+    mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Both public forms; `weight_decay` is `None` where nothing decays."""
+    _check(b1, b2, eps, eps_root)
+    rate = _schedule(learning_rate, "learning rate")
+    decay = None
+    if weight_decay is not None:
+        decay = _schedule(weight_decay, "weight decay")
+        numbers = isinstance(learning_rate, NUMBER), isinstance(weight_decay, NUMBER)
+        limit = largest_decay(b1, b2)
+        if all(numbers) and not learning_rate * weight_decay <= limit:
+            raise ValueError(
+                "exact_adamw needs learning_rate * weight_decay of at most "
+                f"(1 - b1 / sqrt(b2)) / 2 = {limit:.3g}, got {learning_rate} * "
+                f"{weight_decay}: a row must keep more in a step than its momentum "
+                "does. Choose a smaller weight_decay."
+            )
+    if mu_dtype is not None:
+        mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
+    betas = Betas(float(b1), float(b2), float(eps), bool(nesterov))
+
+    def decaying(params: optax.Params) -> Any:
+        if decay is None or mask is None:
+            return jax.tree.map(lambda _: decay is not None, params)
+        marks = mask(params) if callable(mask) else mask
+        return jax.tree.map(
+            lambda mark, part: jax.tree.map(lambda _: bool(mark), part), marks, params
+        )
+
+    def init_fn(params: optax.Params) -> ExactAdamState:
+        dtype = jnp.result_type(float)
+        shared = init_shared(betas, dtype, decays=decay is not None)
+
+        def last(param: Any) -> jax.Array:
+            axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
+            return full_along(param, 0, jnp.int32, tuple(axes))
+
+        def log_decay(param: Any, decays: bool) -> Tables:
+            if not decays:
+                return ()
+            axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
+            kind = accumulator_dtype(jnp.result_type(param))
+            return tuple(full_along(param, 0, kind, tuple(axes)) for _ in range(2))
+
+        def whole(param: Any) -> Whole:
+            return Whole(jnp.zeros([], jnp.int32), jnp.zeros_like(shared.way))
+
+        for leaf in jax.tree.leaves(params):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ValueError(
+                    "exact_adam trains floating-point parameters, got "
+                    f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Leave it out "
+                    "with optax.masked or optax.partition."
+                )
+        return ExactAdamState(
+            count=jnp.zeros([], jnp.int32),
+            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
+            nu=jax.tree.map(full_along, params),
+            last=jax.tree.map(last, params),
+            log_decay=jax.tree.map(log_decay, params, decaying(params)),
+            whole=jax.tree.map(whole, params),
+            shared=shared,
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ExactAdamState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ExactAdamState]:
+        del extra_args
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        olds = [None] * len(grads)
+        if params is not None:
+            olds = leaves_like(treedef, params, "Parameters", "gradients")
+        elif decay is not None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        mus = leaves_like(treedef, state.mu, "The moments", "gradients")
+        nus = leaves_like(treedef, state.nu, "The moments", "gradients")
+        lasts = treedef.flatten_up_to(state.last)
+        log_decays = treedef.flatten_up_to(state.log_decay)
+        wholes = treedef.flatten_up_to(state.whole)
+        dtype = state.shared.way.dtype
+        steps = steps_from(state.count, rate, decay, betas, dtype)
+        shared = next_shared(state.shared, steps, betas)
+        count_inc = optax.safe_increment(state.count)
+        first = jax.tree.map(lambda x: x[:1], steps)
+        for i, (grad, mu, nu) in enumerate(zip(grads, mus, nus, strict=True)):
+            decays = bool(log_decays[i])
+            whole = add_step(wholes[i], state.shared, steps, decays=decays)
+            if grad is not None:
+                check_leaf(grad, nu)
+                tables = (mu, nu, lasts[i], *log_decays[i])
+                read = (olds[i],) if decays else ()
+                step = _Step(state.count, wholes[i], state.shared, shared, first)
+                one: Any = _update_sparse if is_bcoo(grad) else _update_dense
+                grads[i], tables = one(grad, read, tables, step, betas=betas)
+                mus[i], nus[i], lasts[i], *log_decay = tables
+                log_decays[i] = tuple(log_decay)
+                if not is_bcoo(grad):
+                    whole = Whole(count_inc, jnp.zeros_like(whole.way))
+            wholes[i] = whole
+        trees = (treedef.unflatten(x) for x in (mus, nus, lasts, log_decays, wholes))
+        return treedef.unflatten(grads), ExactAdamState(count_inc, *trees, shared)
+
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+
+
+def exact_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    return _exact_adam(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, None, None
+    )
+
+
+def exact_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    return _exact_adam(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, weight_decay, mask
+    )
