@@ -186,7 +186,9 @@ def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | No
         params.update(mode=_Mode.CLIP, fill_value=None)
 
     def take(array: jax.Array) -> jax.Array:
-        return eqn.primitive.bind(array, indices, **params)
+        # An axis of length 1 stands for all columns; indices into it are clamped.
+        sizes = tuple(map(min, params["slice_sizes"], array.shape))
+        return eqn.primitive.bind(array, indices, **params | {"slice_sizes": sizes})
 
     result = table.select(take, out.shape)
     if not filled:

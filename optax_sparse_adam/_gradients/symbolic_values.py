@@ -38,7 +38,8 @@ class Deferred:
       shape: The table's shape.
       dtype: Type of the value.
       apply: `apply(shape, *operands)`; elementwise, so `shape` may be that of rows.
-      operands: Arrays of the table's shape or scalars, or values of this module.
+      operands: Arrays of the table's shape, or of length 1 along the axes of its
+        columns, or scalars, or values of this module.
     """
 
     shape: tuple[int, ...]
@@ -81,6 +82,26 @@ def table(array: jax.Array) -> Deferred:
 
 def fill(shape: tuple[int, ...], dtype: Any, scalar: jax.Array) -> Deferred:
     return Deferred(shape, dtype, _broadcast, (scalar,))
+
+
+def outdated(
+    array: jax.Array, state: Any, value: Callable[[jax.Array, Any], jax.Array]
+) -> Deferred:
+    """A table whose rows are brought up to date where they are looked up.
+
+    Args:
+      array: The table, as it is stored.
+      state: Tree of arrays with the rows of the table, without columns or with them.
+      value: `value(rows, state_of_rows)`, where the state of a row without columns has
+        axes of length 1 in their place.
+    """
+    leaves, treedef = jax.tree.flatten(state)
+    full = [x.reshape(x.shape + (1,) * (array.ndim - x.ndim)) for x in leaves]
+
+    def apply(shape: Any, rows: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return value(rows, treedef.unflatten(leaves))
+
+    return Deferred(array.shape, array.dtype, apply, (array, *full))
 
 
 class DenseCarry(Exception):

@@ -13,9 +13,10 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun, valid_jaxtype
 
 from .._jax_extras.varying_axes import varying_axes
+from .._rows.resting_rows import exact_states, held_by, is_exact, values_of_rows
 from .interpreter import Blame, Context, Verdict
 from .rules import RULES
-from .symbolic_values import Part, RowSum, dense, table, to_bcoo
+from .symbolic_values import Deferred, Part, RowSum, dense, outdated, table, to_bcoo
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -28,6 +29,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     sparse: Sparse = True,
+    read: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, with row-sparse gradients for embedding tables.
 
@@ -91,7 +93,7 @@ def value_and_grad(
       (4, 2)
     """
     reference = jax.value_and_grad(fun, argnums, has_aux)
-    if sparse is False:
+    if sparse is False and read is None:
         return reference
 
     @functools.wraps(fun)
@@ -120,7 +122,7 @@ def value_and_grad(
             return [x for x in leaves if isinstance(x, jax.Array)], grads
 
         closed = jax.make_jaxpr(traced)(*chosen)
-        arrays, grads = _evaluate(closed, tree, wanted)
+        arrays, grads = _evaluate(closed, tree, wanted, _current(tree, read))
         rest = iter(arrays)
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         result = jax.tree.unflatten(structure, results)
@@ -135,6 +137,7 @@ def grad(
     has_aux: bool = False,
     *,
     sparse: Sparse = True,
+    read: Any = None,
 ) -> Callable[..., Any]:
     """Like `jax.grad`, with row-sparse gradients for embedding tables.
 
@@ -156,7 +159,7 @@ def grad(
       >>> osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
-    both = value_and_grad(fun, argnums, has_aux, sparse=sparse)
+    both = value_and_grad(fun, argnums, has_aux, sparse=sparse, read=read)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -201,19 +204,31 @@ def _name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path) or "the differentiated argument"
 
 
+def _current(tree: Any, read: Any) -> list[Deferred]:
+    """The values of the leaves, which the state `read` may have to bring up to date."""
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    values = [table(x) for x in leaves]
+    for node in [] if read is None else exact_states(read, "`read`")[0]:
+        if is_exact(node):
+            for i, (rows, whole) in held_by(node, treedef).items():
+                value = functools.partial(
+                    values_of_rows, whole=whole, shared=node.shared, count=node.count
+                )
+                values[i] = outdated(jnp.asarray(leaves[i]), rows, value)
+    return values
+
+
 def _evaluate(
-    closed: ClosedJaxpr, tree: Any, wanted: list[bool | None]
+    closed: ClosedJaxpr, tree: Any, wanted: list[bool | None], values: list[Deferred]
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the jaxpr of `(results, gradients)`, row-sparse where wanted."""
     paths, leaves = _with_paths(tree)
     able = _able(closed, paths, leaves, wanted)
-    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     context = _context(leaves, able)
-    if any(able):
-        args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
-        outputs = context.evaluate(closed, args)
-    else:
-        outputs = jaxpr_as_fun(closed)(*leaves)
+    args = [x if can else x.dense for x, can in zip(values, able, strict=True)]
+    evaluate = context.evaluate if any(able) else _evaluate_plain
+    outputs = evaluate(closed, args)
     number = len(outputs) - len(leaves)
     results = [jnp.asarray(dense(x)) for x in outputs[:number]]
     grads: list[Any] = []
@@ -225,6 +240,10 @@ def _evaluate(
         else:
             grads.append(jnp.asarray(dense(total)))
     return results, grads
+
+
+def _evaluate_plain(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    return list(jaxpr_as_fun(closed)(*args))
 
 
 def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 
@@ -23,6 +22,7 @@ from .._rows.resting_rows import (
     centre_of_way,
     move_rows,
     polynomial,
+    stamp,
     way_of,
 )
 from .hyperparameters import NUMBER, check_hyperparameters, check_leaf
@@ -89,8 +89,8 @@ def _update_rows(
         decay = now.log_decay[0]
         change = change + jnp.exp(decay) * moved.by
         change = change + jnp.expm1(moved.log_decay + decay) * param.astype(dtype)
-    news = [jnp.broadcast_to(x, last.shape) for x in (now.number[0], *after.log_decay)]
-    return change, (mu, nu, *news[: 1 + len(decays)])
+    last, log_decay = stamp(state, step.after, now.number[0])
+    return change, (mu, nu, last, *log_decay)
 
 
 @functools.partial(jax.jit, static_argnames="betas")

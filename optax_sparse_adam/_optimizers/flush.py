@@ -1,37 +1,62 @@
 """Brings all rows of a table up to date."""
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from .._rows.coalesce import accumulator_dtype
-from .._rows.resting_rows import ExactAdamState, RowState, Whole, move_rows, rows_now
+from .._rows.map_rows import map_all_rows
+from .._rows.resting_rows import (
+    RowState,
+    Shared,
+    Whole,
+    compute_type,
+    exact_states,
+    held_by,
+    is_exact,
+    move_rows,
+    replace_held,
+    rows_now,
+    stamp,
+)
+
+Params = TypeVar("Params")
+State = TypeVar("State")
 
 
-def _is_exact(node):
-    return isinstance(node, ExactAdamState)
+def _flush_rows(
+    tables: tuple[jax.Array, ...], whole: Whole, shared: Shared, count: jax.Array
+) -> tuple[jax.Array, ...]:
+    param, mu, nu, last, *decays = tables
+    rows = RowState(mu, nu, last, tuple(decays))
+    dtype = compute_type(param, rows)
+    rows = rows._replace(mu=mu.astype(dtype), nu=nu.astype(dtype))
+    moved = move_rows(rows, whole, shared, count)
+    last, log_decay = stamp(rows, shared, count)
+    moments = moved.mu.astype(mu.dtype), moved.nu.astype(nu.dtype)
+    return rows_now(param, moved), *moments, last, *log_decay
 
 
-def flush(params, state):
-    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_exact)
-    leaves, ptree = jax.tree.flatten(params)
+@jax.jit
+def _flush(
+    param: jax.Array, rows: RowState, whole: Whole, shared: Shared, count: jax.Array
+) -> tuple[jax.Array, RowState, Whole]:
+    tables = (param, rows.mu, rows.nu, rows.last, *rows.log_decay)
+    update = map_all_rows if param.ndim else lambda function, *args: function(*args)
+    param, mu, nu, last, *decays = update(_flush_rows, tables, whole, shared, count)
+    whole = Whole(count, jnp.zeros_like(whole.way))
+    return param, RowState(mu, nu, last, tuple(decays)), whole
+
+
+def flush(params: Params, state: State) -> tuple[Params, State]:
+    leaves, treedef = jax.tree.flatten(params)
+    nodes, structure = exact_states(state, "flush")
     for n, node in enumerate(nodes):
-        if not _is_exact(node):
+        if not is_exact(node):
             continue
-        cols = [ptree.flatten_up_to(x) for x in node[1:6]]
-        for i, (mu, nu, last, dec, whole) in enumerate(zip(*cols)):
-            if not hasattr(mu, "dtype"):
-                continue
-            dtype = accumulator_dtype(mu.dtype, nu.dtype, leaves[i].dtype)
-            rows = RowState(mu.astype(dtype), nu.astype(dtype), last, dec)
-            moved = move_rows(rows, whole, node.shared, node.count)
-            leaves[i] = rows_now(leaves[i], moved)
-            cols[0][i] = moved.mu.astype(mu.dtype)
-            cols[1][i] = moved.nu.astype(nu.dtype)
-            cols[2][i] = jnp.full_like(last, node.count)
-            cols[3][i] = tuple(jnp.broadcast_to(x.astype(d.dtype), last.shape) for x, d in zip(node.shared.log_decay, dec))
-            cols[4][i] = Whole(node.count, jnp.zeros_like(whole.way))
-        nodes[n] = ExactAdamState(node.count, *map(ptree.unflatten, cols), node.shared)
-    return ptree.unflatten(leaves), treedef.unflatten(nodes)
+        parts = held_by(node, treedef)
+        for i, (rows, whole) in parts.items():
+            args = rows, whole, node.shared, node.count
+            leaves[i], *parts[i] = _flush(jnp.asarray(leaves[i]), *args)
+        nodes[n] = replace_held(node, treedef, parts)
+    return treedef.unflatten(leaves), structure.unflatten(nodes)

@@ -15,7 +15,6 @@ import numpy as np
 from .._rows.resting_rows import (
     Shared,
     Whole,
-    cast_floats,
     centre_of_way,
     chebyshev_coefficients,
     nodes,

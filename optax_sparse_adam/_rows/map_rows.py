@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import rows_like
+from .._jax_extras.sharding import mesh_of, rows_like
 from .coalesce import Rows, keep_real, pad
 from .gather_scatter import gather_rows, in_bounds, scatter_rows, take_rows
 from .update_in_place import Middle, update_rows
@@ -111,6 +111,40 @@ def reduce_rows(
     if not _in_blocks(rows, is_much=True):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
+
+
+def map_all_rows(
+    function: Callable[..., tuple[jax.Array, ...]],
+    tables: tuple[jax.Array, ...],
+    *args: Any,
+) -> tuple[jax.Array, ...]:
+    """`function(tables, *args)`, which must treat each row alone.
+
+    The first table has all columns. On a CPU, where XLA would copy tables that are read
+    and written in one pass, rows are read and written in blocks. Not on a mesh: there
+    a block might lie on another device.
+    """
+    num_rows = len(tables[0])
+    size = _block_rows(tables[0])
+
+    def blocks(tables: tuple[jax.Array, ...], args: Any) -> tuple[jax.Array, ...]:
+        def block(i: jax.Array, tables: tuple[jax.Array, ...]) -> Any:
+            place = jnp.arange(size, dtype=jnp.int32)[:, None]
+            slot = i * size + place
+            indices = jnp.where(slot < num_rows, slot, num_rows + place)
+            rows = tuple(take_rows(table, indices) for table in tables)
+            pairs = zip(tables, function(rows, *args), strict=True)
+            return tuple(scatter_rows(table, indices, new) for table, new in pairs)
+
+        return lax.fori_loop(0, -(-num_rows // size), block, tables)
+
+    def one_pass(tables: tuple[jax.Array, ...], args: Any) -> tuple[jax.Array, ...]:
+        return function(tables, *args)
+
+    mesh = mesh_of(*tables)
+    if num_rows <= size or mesh.auto_axes or mesh.explicit_axes:
+        return one_pass(tables, args)
+    return on_cpu(blocks, one_pass, tables, args)
 
 
 def _for_blocks(

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .coalesce import accumulator_dtype
 from .gather_scatter import expand
 
 
@@ -226,9 +227,97 @@ def move_rows(rows: RowState, whole: Whole, shared: Shared, count: jax.Array) ->
     return Moved(decay, by, power1 * mu, power2 * (power2 * nu))
 
 
+def compute_type(param: jax.Array, rows: RowState) -> Any:
+    return accumulator_dtype(param.dtype, rows.mu.dtype, rows.nu.dtype)
+
+
 def rows_now(param: jax.Array, moved: Moved) -> jax.Array:
     """The values of rows, in the type of the parameter."""
     value = param.astype(moved.by.dtype)
     if moved.log_decay is not None:
         value = jnp.exp(moved.log_decay) * value
     return (value + moved.by).astype(param.dtype)
+
+
+def stamp(
+    rows: RowState, shared: Shared, count: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`last` and `log_decay` of rows that are brought to step `count`."""
+
+    def stamped(old: jax.Array, new: jax.Array) -> jax.Array:
+        # Nothing is later than now. Without this, the new numbers would not depend on
+        # the old ones, and XLA for CPUs, which then may scatter before it has gathered,
+        # copies all of them to be safe (see `tests/optimizers/test_memory.py`).
+        return jnp.where(rows.last > count, old, new.astype(old.dtype))
+
+    decays = zip(rows.log_decay, shared.log_decay, strict=False)
+    return stamped(rows.last, count), tuple(stamped(*pair) for pair in decays)
+
+
+def is_exact(node: Any) -> bool:
+    return isinstance(node, ExactAdamState)
+
+
+def exact_states(state: Any, name: str) -> tuple[list[Any], Any]:
+    """The state of an optimiser, cut into states of `exact_adam` and other leaves.
+
+    Raises:
+      ValueError: If it holds none of them.
+    """
+    nodes, structure = jax.tree.flatten(state, is_leaf=is_exact)
+    if not any(map(is_exact, nodes)):
+        raise ValueError(
+            f"{name} needs the state of an optimiser that contains exact_adam or "
+            f"exact_adamw, got {jax.tree.structure(state)}. No other optimiser has "
+            "rows that are to be brought up to date."
+        )
+    return nodes, structure
+
+
+def _trees(state: ExactAdamState) -> tuple[Any, ...]:
+    return state.mu, state.nu, state.last, state.log_decay, state.whole
+
+
+def held_by(state: ExactAdamState, treedef: Any) -> dict[int, tuple[RowState, Whole]]:
+    """What is known of each parameter, by its place; not of those that are masked.
+
+    Raises:
+      ValueError: If the state belongs to parameters of another structure.
+    """
+    try:
+        columns = [treedef.flatten_up_to(tree) for tree in _trees(state)]
+    except ValueError as error:
+        raise ValueError(
+            "The state of exact_adam must belong to parameters of the structure "
+            f"{treedef}, got a state for {jax.tree.structure(state.nu)}: {error}"
+        ) from None
+    parts = enumerate(zip(*columns, strict=True))
+    return {
+        i: (RowState(*rows), whole)
+        for i, (*rows, whole) in parts
+        if isinstance(whole, Whole)
+    }
+
+
+def replace_held(
+    state: ExactAdamState, treedef: Any, parts: dict[int, tuple[RowState, Whole]]
+) -> ExactAdamState:
+    """The state with other parts, in the places of `held_by`."""
+    columns = [treedef.flatten_up_to(tree) for tree in _trees(state)]
+    for i, (rows, whole) in parts.items():
+        for column, new in zip(columns, (*rows, whole), strict=True):
+            column[i] = new
+    return ExactAdamState(state.count, *map(treedef.unflatten, columns), state.shared)
+
+
+def values_of_rows(
+    param: jax.Array,
+    rows: RowState,
+    whole: Whole,
+    shared: Shared,
+    count: jax.Array,
+) -> jax.Array:
+    """The values of rows, or of a whole parameter, after step `count`."""
+    mu, nu = (x.astype(compute_type(param, rows)) for x in (rows.mu, rows.nu))
+    moved = move_rows(rows._replace(mu=mu, nu=nu), whole, shared, count)
+    return rows_now(param, moved)
