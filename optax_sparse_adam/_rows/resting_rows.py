@@ -156,7 +156,8 @@ def sum_at_nodes(terms: Any, poles: Any, powers: tuple[Any, Any], z: Any) -> Any
       z: Where.
     """
     x = (1 + z[:, None]) / 2  # s / (s + c)
-    return (terms * powers[0] / (x * powers[1] + (1 - x) * poles)).sum(axis=1)
+    decays = x * powers[1][None, :] + (1 - x) * poles[None, :]
+    return ((terms * powers[0])[None, :] / decays).sum(axis=1)
 
 
 def polynomial(values: jax.Array) -> list[jax.Array]:
@@ -168,7 +169,7 @@ def polynomial(values: jax.Array) -> list[jax.Array]:
     degree = len(values)
     for matrix in (chebyshev_coefficients(degree), _monomials(degree)):
         # Not a matrix product, which some devices compute in lower precision.
-        values = jnp.sum(jnp.asarray(matrix, values.dtype) * values, axis=1)
+        values = jnp.sum(jnp.asarray(matrix, values.dtype) * values[None, :], axis=1)
     return list(values)
 
 
