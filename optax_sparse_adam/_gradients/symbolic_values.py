@@ -95,6 +95,7 @@ def outdated(
       value: `value(rows, state_of_rows)`, where the state of a row without columns has
         axes of length 1 in their place.
     """
+    treedef: Any
     leaves, treedef = jax.tree.flatten(state)
     full = [x.reshape(x.shape + (1,) * (array.ndim - x.ndim)) for x in leaves]
 

@@ -12,21 +12,22 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.sharding import full_along, laid_out
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype, touched_rows, with_rows
-from .._rows.map_rows import map_rows
+from .._rows.map_rows import Tables, map_all_rows, map_rows
 from .._rows.resting_rows import (
     ExactAdamState,
     RowState,
     Shared,
     Whole,
     cast_floats,
+    cast_shared,
     centre_of_way,
     move_rows,
     polynomial,
     stamp,
+    way_ahead,
     way_of,
 )
-from .hyperparameters import NUMBER, check_hyperparameters, check_leaf
-from .way_ahead import (
+from .exact_schedule import (
     Betas,
     Steps,
     add_step,
@@ -35,15 +36,15 @@ from .way_ahead import (
     next_shared,
     steps_from,
 )
+from .hyperparameters import NUMBER, check_hyperparameters, check_leaf
 
 Schedule = Callable[[jax.Array], Any]
-Tables = tuple[jax.Array, ...]
 
 
 class _Step(NamedTuple):
     """The numbers of one step."""
 
-    count: jax.Array  # of the steps before
+    done: jax.Array  # number of the steps before
     whole: Whole
     before: Shared
     after: Shared
@@ -69,8 +70,8 @@ def _update_rows(
     mu, nu, last, *decays = rows
     param = decays.pop() if decays else None
     state = RowState(mu.astype(dtype), nu.astype(dtype), last, tuple(decays))
-    moved = move_rows(state, step.whole, step.before, step.count)
-    after, now = cast_floats((step.after, step.now), dtype)
+    moved = move_rows(state, step.whole, step.before, step.done)
+    after, now = cast_shared(step.after, dtype), cast_floats(step.now, dtype)
 
     mu = moved.mu + jnp.asarray(1 - betas.b1, dtype) * (grad - moved.mu)
     nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * (grad * grad - moved.nu)
@@ -80,9 +81,8 @@ def _update_rows(
         move = move + now.grad_size[0] * grad
     change = -move / (root + after.eps * now.rho[0])
     if rest:
-        ahead = after.decayed_way if decays else after.way
-        centre = centre_of_way(after, now.number[0])
-        change = change - way_of(polynomial(ahead), mu, root, centre)
+        ahead = polynomial(way_ahead(after, bool(decays)))
+        change = change - way_of(ahead, mu, root, centre_of_way(after, now.number[0]))
     if param is None:
         change = change + moved.by
     else:
@@ -98,6 +98,12 @@ def _update_sparse(
     grad: BCOO, read: Tables, tables: Tables, step: _Step, *, betas: Betas
 ) -> tuple[BCOO, Tables]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
+    if grad.n_sparse > tables[2].ndim:
+        raise ValueError(
+            "exact_adam updates rows, vectors along the last axis; got a gradient "
+            f"with {grad.n_sparse} sparse axes for a table of shape {grad.shape}. Look "
+            "whole rows up, not their elements."
+        )
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
     rows = touched_rows(grad, dtype)
 
@@ -114,10 +120,16 @@ def _update_dense(
 ) -> tuple[jax.Array, Tables]:
     """One leaf with a dense gradient: every row is touched, and holds its value."""
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
-    rows = (*tables, *read)
-    update, news = _update_rows(grad.astype(dtype), rows, step, betas, rest=False)
-    news = tuple(n.astype(t.dtype) for n, t in zip(news, tables, strict=True))
-    return update.astype(grad.dtype), news
+
+    def function(tables: Tables, read: Tables, step: _Step) -> Tables:
+        grad, *state = tables
+        rows = (*state, *read)
+        change, news = _update_rows(grad.astype(dtype), rows, step, betas, rest=False)
+        pairs = zip((change, *news), tables, strict=True)
+        return tuple(new.astype(old.dtype) for new, old in pairs)
+
+    update, *news = map_all_rows(function, (grad, *tables), step, read=read)
+    return update, tuple(news)
 
 
 def _schedule(value: Any, name: str) -> Schedule:
@@ -126,9 +138,9 @@ def _schedule(value: Any, name: str) -> Schedule:
         return value
     if not isinstance(value, NUMBER):
         raise TypeError(
-            f"exact_adam needs a {name} that is known for all steps to come, since rows "
-            "move by it while they rest: a Python number or a schedule of the step "
-            f"number, got {type(value).__name__}. optax.inject_hyperparams gives "
+            f"exact_adam needs a {name} that is known for all steps to come, since "
+            "rows at rest move by it: a Python number, or a schedule of the step "
+            f"number; got {type(value).__name__}. optax.inject_hyperparams gives "
             "arrays, which may change by hand. To change it by hand, call "
             "flush(params, state) and make a new exact_adam, which takes the state."
         )
@@ -159,6 +171,12 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
         )
 
 
+def _zeros_for_rows(param: Any, dtype: Any) -> jax.Array:
+    """A zero for each vector along the last axis."""
+    axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
+    return full_along(param, 0, dtype, tuple(axes))
+
+
 def _exact_adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: float,
@@ -171,8 +189,8 @@ def _exact_adam(
     mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `weight_decay` is `None` where nothing decays."""
-    _check(b1, b2, eps, eps_root)
     rate = _schedule(learning_rate, "learning rate")
+    _check(b1, b2, eps, eps_root)
     decay = None
     if weight_decay is not None:
         decay = _schedule(weight_decay, "weight decay")
@@ -201,16 +219,12 @@ def _exact_adam(
         dtype = jnp.result_type(float)
         shared = init_shared(betas, dtype, decays=decay is not None)
 
-        def last(param: Any) -> jax.Array:
-            axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
-            return full_along(param, 0, jnp.int32, tuple(axes))
-
         def log_decay(param: Any, decays: bool) -> Tables:
-            if not decays:
-                return ()
-            axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
-            kind = accumulator_dtype(jnp.result_type(param))
-            return tuple(full_along(param, 0, kind, tuple(axes)) for _ in range(2))
+            dtype = accumulator_dtype(jnp.result_type(param))
+            return tuple(_zeros_for_rows(param, dtype) for _ in range(2 * decays))
+
+        def last(param: Any) -> jax.Array:
+            return _zeros_for_rows(param, jnp.int32)
 
         def whole(param: Any) -> Whole:
             return Whole(jnp.zeros([], jnp.int32), jnp.zeros_like(shared.way))
@@ -245,7 +259,10 @@ def _exact_adam(
         if params is not None:
             olds = leaves_like(treedef, params, "Parameters", "gradients")
         elif decay is not None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError(
+                "exact_adamw needs the parameters, which decay. Call "
+                "update(updates, state, params)."
+            )
         mus = leaves_like(treedef, state.mu, "The moments", "gradients")
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
         lasts = treedef.flatten_up_to(state.last)
@@ -269,10 +286,18 @@ def _exact_adam(
                 mus[i], nus[i], lasts[i], *log_decay = tables
                 log_decays[i] = tuple(log_decay)
                 if not is_bcoo(grad):
-                    whole = Whole(count_inc, jnp.zeros_like(whole.way))
+                    # A copy: nothing may be donated twice.
+                    whole = Whole(jnp.copy(count_inc), jnp.zeros_like(whole.way))
             wholes[i] = whole
-        trees = (treedef.unflatten(x) for x in (mus, nus, lasts, log_decays, wholes))
-        return treedef.unflatten(grads), ExactAdamState(count_inc, *trees, shared)
+        return treedef.unflatten(grads), ExactAdamState(
+            count=count_inc,
+            mu=treedef.unflatten(mus),
+            nu=treedef.unflatten(nus),
+            last=treedef.unflatten(lasts),
+            log_decay=treedef.unflatten(log_decays),
+            whole=treedef.unflatten(wholes),
+            shared=shared,
+        )
 
     return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
 

@@ -1,11 +1,11 @@
 """Brings all rows of a table up to date."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from .._rows.map_rows import map_all_rows
+from .._rows.map_rows import Tables, map_all_rows
 from .._rows.resting_rows import (
     RowState,
     Shared,
@@ -25,8 +25,8 @@ State = TypeVar("State")
 
 
 def _flush_rows(
-    tables: tuple[jax.Array, ...], whole: Whole, shared: Shared, count: jax.Array
-) -> tuple[jax.Array, ...]:
+    tables: Tables, _: Tables, whole: Whole, shared: Shared, count: jax.Array
+) -> Tables:
     param, mu, nu, last, *decays = tables
     rows = RowState(mu, nu, last, tuple(decays))
     dtype = compute_type(param, rows)
@@ -42,13 +42,15 @@ def _flush(
     param: jax.Array, rows: RowState, whole: Whole, shared: Shared, count: jax.Array
 ) -> tuple[jax.Array, RowState, Whole]:
     tables = (param, rows.mu, rows.nu, rows.last, *rows.log_decay)
-    update = map_all_rows if param.ndim else lambda function, *args: function(*args)
-    param, mu, nu, last, *decays = update(_flush_rows, tables, whole, shared, count)
-    whole = Whole(count, jnp.zeros_like(whole.way))
+    tables = map_all_rows(_flush_rows, tables, whole, shared, count)
+    param, mu, nu, last, *decays = tables
+    # A copy: nothing may be donated twice.
+    whole = Whole(jnp.copy(count), jnp.zeros_like(whole.way))
     return param, RowState(mu, nu, last, tuple(decays)), whole
 
 
 def flush(params: Params, state: State) -> tuple[Params, State]:
+    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     nodes, structure = exact_states(state, "flush")
     for n, node in enumerate(nodes):

@@ -20,6 +20,8 @@ from .update_in_place import Middle, update_rows
 _BLOCK_BYTES = 1 << 18
 _MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
 
+Tables = tuple[jax.Array, ...]
+
 
 def map_rows(
     middle: Middle,
@@ -114,37 +116,42 @@ def reduce_rows(
 
 
 def map_all_rows(
-    function: Callable[..., tuple[jax.Array, ...]],
-    tables: tuple[jax.Array, ...],
+    function: Callable[..., Tables],
+    tables: Tables,
     *args: Any,
-) -> tuple[jax.Array, ...]:
-    """`function(tables, *args)`, which must treat each row alone.
+    read: Tables = (),
+) -> Tables:
+    """`function(tables, read, *args)`, the new tables, in place.
 
-    The first table has all columns. On a CPU, where XLA would copy tables that are read
-    and written in one pass, rows are read and written in blocks. Not on a mesh: there
-    a block might lie on another device.
+    `function` must treat each row alone: on a CPU it sees them in blocks, because XLA
+    for CPUs computes the tables one after the other, and keeps a copy of each old one
+    that another new one is computed from. The first table has all columns. On a mesh
+    there are no blocks: their rows might lie on another device.
     """
-    num_rows = len(tables[0])
-    size = _block_rows(tables[0])
+    num_rows = len(tables[0]) if tables[0].ndim else 1
+    size = _block_rows(tables[0]) if tables[0].ndim else 1
 
-    def blocks(tables: tuple[jax.Array, ...], args: Any) -> tuple[jax.Array, ...]:
-        def block(i: jax.Array, tables: tuple[jax.Array, ...]) -> Any:
+    def blocks(tables: Tables, read: Tables, args: Any) -> Tables:
+        def block(i: jax.Array, tables: Tables) -> Tables:
             place = jnp.arange(size, dtype=jnp.int32)[:, None]
             slot = i * size + place
             indices = jnp.where(slot < num_rows, slot, num_rows + place)
-            rows = tuple(take_rows(table, indices) for table in tables)
-            pairs = zip(tables, function(rows, *args), strict=True)
+            rows, read_rows = (
+                tuple(take_rows(x, indices) for x in some) for some in (tables, read)
+            )
+            pairs = zip(tables, function(rows, read_rows, *args), strict=True)
             return tuple(scatter_rows(table, indices, new) for table, new in pairs)
 
         return lax.fori_loop(0, -(-num_rows // size), block, tables)
 
-    def one_pass(tables: tuple[jax.Array, ...], args: Any) -> tuple[jax.Array, ...]:
-        return function(tables, *args)
+    def one_pass(tables: Tables, read: Tables, args: Any) -> Tables:
+        return function(tables, read, *args)
 
     mesh = mesh_of(*tables)
     if num_rows <= size or mesh.auto_axes or mesh.explicit_axes:
-        return one_pass(tables, args)
-    return on_cpu(blocks, one_pass, tables, args)
+        return one_pass(tables, read, args)
+    news: Tables = on_cpu(blocks, one_pass, tables, read, args)
+    return news
 
 
 def _for_blocks(

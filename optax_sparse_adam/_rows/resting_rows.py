@@ -184,6 +184,14 @@ def way_of(coefficients: list[Any], mu: Any, root: Any, centre: Any) -> jax.Arra
     return way
 
 
+def way_ahead(shared: Shared, decays: bool) -> jax.Array:
+    """The way ahead at the nodes, of a parameter that decays or not."""
+    if not decays:
+        return shared.way
+    assert shared.decayed_way is not None  # as there are parameters that decay
+    return shared.decayed_way
+
+
 def centre_of_way(shared: Shared, count: jax.Array) -> jax.Array:
     """The centre of the way after step `count`."""
     steps = (count + shared.lead.astype(count.dtype)).astype(shared.log_q.dtype)
@@ -197,10 +205,20 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def cast_shared(shared: Shared, dtype: Any) -> Shared:
+    cast: Shared = cast_floats(shared, dtype)
+    if shared.log_decay:
+        # What the first number loses in a smaller type goes to the second.
+        high, low = shared.log_decay
+        lost = high - cast.log_decay[0].astype(high.dtype)
+        cast = cast._replace(log_decay=(cast.log_decay[0], (lost + low).astype(dtype)))
+    return cast
+
+
 def move_rows(rows: RowState, whole: Whole, shared: Shared, count: jax.Array) -> Moved:
     """Where rows are after step `count`; computes in the type of the moments."""
     mu, nu, last, log_decay = rows
-    whole, shared = cast_floats((whole, shared), mu.dtype)
+    whole, shared = cast_floats(whole, mu.dtype), cast_shared(shared, mu.dtype)
     steps = (count - last).astype(mu.dtype)
     power1, power2 = jnp.exp(steps * shared.log_b1), jnp.exp(steps * shared.log_q)
     is_value = last <= whole.since
@@ -209,8 +227,7 @@ def move_rows(rows: RowState, whole: Whole, shared: Shared, count: jax.Array) ->
         return expand(jnp.where(is_value, of_value, of_resting_point), mu)
 
     one = jnp.ones_like(power1)
-    ahead = shared.decayed_way if log_decay else shared.way
-    assert ahead is not None  # there are decayed parameters
+    ahead = way_ahead(shared, bool(log_decay))
     pairs = zip(polynomial(whole.way), polynomial(ahead), strict=True)
     by = way_of(
         [pick(*pair) for pair in pairs],
@@ -251,8 +268,11 @@ def stamp(
         # copies all of them to be safe (see `tests/optimizers/test_memory.py`).
         return jnp.where(rows.last > count, old, new.astype(old.dtype))
 
-    decays = zip(rows.log_decay, shared.log_decay, strict=False)
-    return stamped(rows.last, count), tuple(stamped(*pair) for pair in decays)
+    if not rows.log_decay:
+        return stamped(rows.last, count), ()
+    decays = cast_shared(shared, rows.log_decay[0].dtype).log_decay
+    pairs = zip(rows.log_decay, decays, strict=True)
+    return stamped(rows.last, count), tuple(stamped(*pair) for pair in pairs)
 
 
 def is_exact(node: Any) -> bool:
@@ -308,7 +328,8 @@ def replace_held(
     for i, (rows, whole) in parts.items():
         for column, new in zip(columns, (*rows, whole), strict=True):
             column[i] = new
-    return ExactAdamState(state.count, *map(treedef.unflatten, columns), state.shared)
+    mu, nu, last, log_decay, whole = map(treedef.unflatten, columns)
+    return state._replace(mu=mu, nu=nu, last=last, log_decay=log_decay, whole=whole)
 
 
 def values_of_rows(

@@ -111,3 +111,288 @@ def test_against_dense(name, size):
     for a, b, what in zip(exact, dense, ("table", "reads"), strict=True):
         for measure in (lambda x: np.abs(x).max(), np.std):
             assert measure(a) <= 2 * measure(b), (what, measure(a), measure(b))
+
+
+SHAPES = {"table": (12, 3), "deep": (5, 4, 2), "vector": (9,), "dense": (3, 2)}
+DEPTHS = {"table": 1, "deep": 2, "vector": 1}
+
+
+@pytest.fixture
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def start():
+    rng = np.random.default_rng(1)
+    return {name: jnp.asarray(rng.normal(size=s)) for name, s in SHAPES.items()}
+
+
+def gradients(steps, kinds):
+    """Trees of gradients for each step, of the kinds that `kinds(step, name)` says."""
+    rng = np.random.default_rng(2)
+    for step in range(steps):
+        grads = {}
+        for name, shape in SHAPES.items():
+            kind = kinds(step, name)
+            depth = DEPTHS.get(name, 1)
+            indices = np.stack([rng.integers(0, n + 1, 4) for n in shape[:depth]], 1)
+            values = rng.normal(size=(4, *shape[depth:]))
+            rows = bcoo(values, indices.astype(np.int32), shape)
+            whole = jnp.asarray(rng.normal(size=shape))
+            grads[name] = {"rows": rows, "whole": whole, "none": None}[kind]
+        yield grads
+
+
+def densify(grads):
+    """What dense Adam gets: zeros where nothing is stored."""
+
+    def one(name, grad):
+        if grad is None:
+            return jnp.zeros(SHAPES[name])
+        if not hasattr(grad, "indices"):
+            return grad
+        index = tuple(grad.indices.T)
+        return jnp.zeros(grad.shape).at[index].add(grad.data, mode="drop")
+
+    return {name: one(name, grad) for name, grad in grads.items()}
+
+
+def mostly_rows(step, name):
+    return "whole" if name == "dense" else "rows"
+
+
+def mixed(step, name):
+    kinds = ["rows", "rows", "none", "whole", "none", "rows", "none", "whole", "whole"]
+    kind = kinds[(step + len(name)) % len(kinds)]
+    return "whole" if name == "dense" and kind == "rows" else kind
+
+
+def compare(tx, reference, kinds=mostly_rows, steps=40, visit=None):
+    """The flushed parameters and moments after each step equal those of dense Adam."""
+    params, state = start(), tx.init(start())
+    wanted, wanted_state = start(), reference.init(start())
+    update, wanted_update = jax.jit(tx.update), jax.jit(reference.update)
+    flush = jax.jit(osa.flush)
+    for step, grads in enumerate(gradients(steps, kinds)):
+        updates, state = update(grads, state, params)
+        params = osa.apply_updates(params, updates)
+        full, wanted_state = wanted_update(densify(grads), wanted_state, wanted)
+        wanted = optax.apply_updates(wanted, full)
+        flushed = flush(params, state)
+        assert_trees_close(flushed[0], wanted, f"step {step}")
+        if visit is not None:
+            params, state = visit(step, params, state)
+    return flushed, wanted_state
+
+
+def assert_trees_close(actual, expected, what=""):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        assert_close(a, b, 1e-12, magnitude=1.0, what=what)
+
+
+ADAMW = {"weight_decay": 0.1, "mask": lambda params: {n: n != "deep" for n in params}}
+
+
+@pytest.mark.parametrize("kinds", [mostly_rows, mixed])
+@pytest.mark.usefixtures("double")
+def test_kinds_of_gradients(kinds):
+    """Rows of any depth, dense gradients, and `None`, in turns on one parameter."""
+    (_, state), wanted = compare(
+        osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW), kinds
+    )
+    assert_trees_close(state.mu, wanted[0].mu)
+    assert_trees_close(state.nu, wanted[0].nu)
+
+
+@pytest.mark.usefixtures("double")
+def test_what_params_hold():
+    """Values where gradients are dense, resting points elsewhere."""
+    tx = osa.exact_adam(0.05)
+    params, state = start(), tx.init(start())
+    for grads in gradients(5, mostly_rows):
+        updates, state = tx.update(grads, state, params)
+        params = osa.apply_updates(params, updates)
+    flushed, _ = osa.flush(params, state)
+    assert_identical(params["dense"], flushed["dense"])
+    none = dict.fromkeys(SHAPES)
+    rest = jax.jit(lambda _, state: tx.update(none, state)[1])
+    state = jax.lax.fori_loop(0, 700, rest, state)  # until nothing is left of a way
+    rested, _ = osa.flush(params, state)
+    for name in DEPTHS:
+        assert np.abs(flushed[name] - params[name]).max() > 0.01
+        assert_identical(rested[name], params[name])
+
+
+@pytest.mark.usefixtures("double")
+def test_flush_in_between():
+    """It changes nothing but what the parameters hold; twice is once."""
+
+    def flush(step, params, state):
+        if step not in (7, 8, 20):
+            return params, state
+        once = osa.flush(params, state)
+        assert_identical(osa.flush(*once), once)
+        return once
+
+    compare(
+        osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW), mixed, visit=flush
+    )
+
+
+@pytest.mark.usefixtures("double")
+def test_change_of_the_learning_rate():
+    """By hand, between a flush and a new optimiser with the old state."""
+    slow, fast = osa.exact_adam(0.01), osa.exact_adam(0.1)
+    params, state = start(), slow.init(start())
+    wanted, reference = start(), optax.scale_by_adam()
+    wanted_state = reference.init(wanted)
+    for step, grads in enumerate(gradients(20, mostly_rows)):
+        if step == 10:
+            params, state = osa.flush(params, state)
+        tx, rate = (slow, 0.01) if step < 10 else (fast, 0.1)
+        updates, state = jax.jit(tx.update)(grads, state)
+        params = osa.apply_updates(params, updates)
+        full, wanted_state = reference.update(densify(grads), wanted_state)
+        wanted = jax.tree.map(lambda p, u, r=rate: p - r * u, wanted, full)
+    assert_trees_close(osa.flush(params, state)[0], wanted)
+
+
+@pytest.mark.usefixtures("double")
+def test_in_company():
+    """Clipping before it; beside it other optimisers; masks; chains of all."""
+    clip = optax.clip_by_global_norm(0.5)
+    labels = {name: "other" if name == "vector" else "exact" for name in SHAPES}
+
+    def build(adam, clip, other):
+        parts = {"exact": adam(0.05), "other": other}
+        chain = optax.chain(clip, optax.partition(parts, labels))
+        return optax.chain(chain, optax.masked(optax.identity(), dict(ADAMW)["mask"]))
+
+    compare(
+        build(osa.exact_adam, osa.lazy(clip), osa.lazy(optax.sgd(0.1))),
+        build(optax.adam, clip, optax.sgd(0.1)),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_long_rest(dtype):
+    """After a few gradients, 10,000 steps without any."""
+    steps = 10_000
+    schedule = optax.exponential_decay(0.01, 1000, 0.7)
+    with jax.enable_x64(dtype == "float64"):
+        table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), dtype)
+
+        def run(tx, as_grad, finish):
+            def step(carry, number):
+                table, state = carry
+                index = jnp.where(number < 5, number, len(table)).astype(jnp.int32)
+                value = jnp.sin(10 + number.astype(dtype)) * jnp.ones((1, 3), dtype)
+                grad = as_grad(bcoo(value, index.reshape(1, 1), table.shape))
+                updates, state = tx.update(grad, state, table)
+                return (osa.apply_updates(table, updates), state), None
+
+            first = table, tx.init(table)
+            carry, _ = jax.lax.scan(step, first, jnp.arange(steps, dtype=jnp.int32))
+            return finish(*carry)[0]
+
+        actual = jax.jit(
+            lambda: run(
+                osa.exact_adamw(schedule, weight_decay=0.1), lambda x: x, osa.flush
+            )
+        )()
+        with jax.enable_x64(True):
+            table = table.astype("float64")
+            expected = jax.jit(
+                lambda: run(
+                    optax.adamw(schedule, weight_decay=0.1),
+                    lambda x: (
+                        jnp.zeros(x.shape, x.dtype)
+                        .at[x.indices[:, 0]]
+                        .add(x.data, mode="drop")
+                    ),
+                    lambda table, state: (table, state),
+                )
+            )()
+    # In float32 the dense run would be off by 1e-6.
+    tol = {"float32": 2e-7, "float64": 1e-13}[dtype]
+    assert_close(actual, expected, tol, magnitude=1.0)
+
+
+def test_low_precision():
+    """Arithmetic in float32: a bfloat16 table rounds where it is stored."""
+    tx = osa.exact_adamw(0.01, weight_decay=0.1)
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), "bfloat16")
+    wide = table.astype("float32")
+    states = tx.init(table), tx.init(wide)._replace(nu=jnp.zeros_like(wide))
+    assert (states[0].mu.dtype, states[0].last.dtype) == (jnp.bfloat16, jnp.int32)
+    grad = bcoo(jnp.ones((2, 4), "bfloat16"), np.array([[1], [5]], np.int32), (8, 4))
+    update, state = jax.jit(tx.update)(grad, states[0], table)
+    assert update.dtype == jnp.bfloat16
+    table, state = jax.jit(osa.flush)(osa.apply_updates(table, update), state)
+    assert table.dtype == state.nu.dtype == jnp.bfloat16
+    full = jnp.zeros((8, 4)).at[np.array([1, 5])].add(1.0)
+    reference = optax.adamw(0.01, weight_decay=0.1)
+    expected, _ = reference.update(full, reference.init(wide), wide)
+    # The resting point, the value, and the way itself are rounded to eight bits.
+    assert_close(table, wide + expected, 3 * 2.0**-8)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: osa.exact_adam(jnp.ones([])), TypeError, "known for all steps"),
+        (lambda: osa.exact_adam(-1.0), ValueError, "at least 0"),
+        (lambda: osa.exact_adamw(0.1, weight_decay=-1), ValueError, "weight decay: -1"),
+        (lambda: osa.exact_adam(0.1, 0.9, 0.8), ValueError, r"b1 < sqrt\(b2\)"),
+        (lambda: osa.exact_adam(0.1, jnp.ones([])), TypeError, "needs b1 as a Python"),
+        (lambda: osa.exact_adam(0.1, eps=0), ValueError, "epsilon"),
+        (lambda: osa.exact_adam(0.1, eps_root=1e-8), ValueError, "eps_root=0.0 only"),
+        (lambda: osa.exact_adamw(1.0, weight_decay=0.1), ValueError, "at most"),
+        (
+            lambda: optax.inject_hyperparams(osa.exact_adam)(0.1).init(jnp.ones(2)),
+            TypeError,
+            "inject_hyperparams",
+        ),
+        (
+            lambda: osa.exact_adam(0.1).init(jnp.arange(3)),
+            ValueError,
+            "masked",
+        ),
+        (lambda: osa.flush(1.0, optax.adam(0.1).init(1.0)), ValueError, "flush needs"),
+        (
+            lambda: osa.flush({}, osa.exact_adam(0.1).init(jnp.ones(2))),
+            ValueError,
+            "of the structure",
+        ),
+        (
+            lambda: osa.exact_adamw(0.1).update(
+                jnp.ones(2), osa.exact_adamw(0.1).init(jnp.ones(2))
+            ),
+            ValueError,
+            "needs the parameters",
+        ),
+        (
+            lambda: osa.exact_adam(0.1).update(
+                bcoo(jnp.ones(1), np.zeros((1, 2), np.int32), (3, 2)),
+                osa.exact_adam(0.1).init(jnp.ones((3, 2))),
+            ),
+            ValueError,
+            "2 sparse axes",
+        ),
+    ],
+)
+def test_errors(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_too_much_decay_later():
+    """A schedule shows only when it is called that rows lose too much in a step."""
+    tx = osa.exact_adamw(optax.linear_schedule(0, 10, 100), weight_decay=0.1)
+    table = jnp.ones((3, 1))
+    grad = bcoo(np.ones((1, 1), np.float32), np.zeros((1, 1), np.int32), (3, 1))
+    update, _ = tx.update(grad, tx.init(table), table)
+    assert np.isnan(update.data).all()

@@ -175,13 +175,11 @@ def next_shared(shared: Shared, steps: Steps, betas: Betas) -> Shared:
     """After the first of these steps."""
     dtype = steps.size.dtype
     ahead = jax.tree.map(lambda x: x[1:], steps)
+    power1, power2 = _powers(betas.b1, betas.b2, len(ahead.number))
     sum_of = functools.partial(
         sum_at_nodes,
         poles=ahead.rho / ahead.rho[fit(betas.b1, betas.b2, dtype).lead - 1],
-        powers=tuple(
-            jnp.asarray(x, dtype)
-            for x in _powers(betas.b1, betas.b2, len(ahead.number))
-        ),
+        powers=(jnp.asarray(power1, dtype), jnp.asarray(power2, dtype)),
         z=jnp.asarray(nodes(len(shared.way)), dtype),
     )
     shared = shared._replace(way=sum_of(ahead.size))
