@@ -305,19 +305,20 @@ def held_by(state: ExactAdamState, treedef: Any) -> dict[int, tuple[RowState, Wh
     Raises:
       ValueError: If the state belongs to parameters of another structure.
     """
+    why = "a part of the tree stands where one parameter should"
     try:
         columns = [treedef.flatten_up_to(tree) for tree in _trees(state)]
+        parts = enumerate(zip(*columns, strict=True))
+        # What is masked leaves a hole: a node without leaves.
+        held = {i: part for i, part in parts if jax.tree.leaves(part)}
+        if all(isinstance(whole, Whole) for *_, whole in held.values()):
+            return {i: (RowState(*rows), whole) for i, (*rows, whole) in held.items()}
     except ValueError as error:
-        raise ValueError(
-            "The state of exact_adam must belong to parameters of the structure "
-            f"{treedef}, got a state for {jax.tree.structure(state.nu)}: {error}"
-        ) from None
-    parts = enumerate(zip(*columns, strict=True))
-    return {
-        i: (RowState(*rows), whole)
-        for i, (*rows, whole) in parts
-        if isinstance(whole, Whole)
-    }
+        why = str(error)
+    raise ValueError(
+        "The state of exact_adam must belong to parameters of the structure "
+        f"{treedef}, got a state for {jax.tree.structure(state.nu)}: {why}"
+    )
 
 
 def replace_held(

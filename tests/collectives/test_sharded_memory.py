@@ -86,6 +86,8 @@ def unique(case, rows):
         (Case("adafactor", (8,), P("x", None), P("x")), unique),
         (Case("rowwise_adam", (4, 2), P("y", None), P("x"), EXPLICIT), unique),
         (Case("rowwise_adagrad", (4, 2), P("x", "y"), P("x")), unique),
+        (Case("exact_adam", (8,), P("x", None), P("x")), whole_step),
+        (Case("exact_adam", (4, 2), P("x", "y"), P("x"), EXPLICIT), unique),
     ],
     ids=lambda x: x.__name__ if callable(x) else str(x),
 )
