@@ -31,6 +31,7 @@ from .exact_schedule import (
     Betas,
     Steps,
     add_step,
+    fit,
     init_shared,
     largest_decay,
     next_shared,
@@ -217,7 +218,9 @@ def _exact_adam(
 
     def init_fn(params: optax.Params) -> ExactAdamState:
         dtype = jnp.result_type(float)
-        shared = init_shared(betas, dtype, decays=decay is not None)
+        marks = decaying(params)
+        shared = init_shared(betas, dtype, {*jax.tree.leaves(marks)})
+        degree = fit(betas.b1, betas.b2, dtype).degree
 
         def log_decay(param: Any, decays: bool) -> Tables:
             dtype = accumulator_dtype(jnp.result_type(param))
@@ -227,7 +230,7 @@ def _exact_adam(
             return _zeros_for_rows(param, jnp.int32)
 
         def whole(param: Any) -> Whole:
-            return Whole(jnp.zeros([], jnp.int32), jnp.zeros_like(shared.way))
+            return Whole(jnp.zeros([], jnp.int32), jnp.zeros(degree, dtype))
 
         for leaf in jax.tree.leaves(params):
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -241,7 +244,7 @@ def _exact_adam(
             mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
             nu=jax.tree.map(full_along, params),
             last=jax.tree.map(last, params),
-            log_decay=jax.tree.map(log_decay, params, decaying(params)),
+            log_decay=jax.tree.map(log_decay, params, marks),
             whole=jax.tree.map(whole, params),
             shared=shared,
         )
@@ -268,7 +271,7 @@ def _exact_adam(
         lasts = treedef.flatten_up_to(state.last)
         log_decays = treedef.flatten_up_to(state.log_decay)
         wholes = treedef.flatten_up_to(state.whole)
-        dtype = state.shared.way.dtype
+        dtype = state.shared.eps.dtype
         steps = steps_from(state.count, rate, decay, betas, dtype)
         shared = next_shared(state.shared, steps, betas)
         count_inc = optax.safe_increment(state.count)

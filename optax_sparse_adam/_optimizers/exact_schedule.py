@@ -153,7 +153,8 @@ def steps_from(
     return Steps(number, size, grad_size, rho, log_decay)
 
 
-def init_shared(betas: Betas, dtype: Any, *, decays: bool) -> Shared:
+def init_shared(betas: Betas, dtype: Any, decaying: set[bool]) -> Shared:
+    """In the beginning; `decaying` tells whether parameters decay, and whether not."""
     lead, degree = fit(betas.b1, betas.b2, dtype)
     b1 = max(betas.b1, 1e-30)  # whose powers are 1, 0, 0, ... in float32
 
@@ -165,26 +166,30 @@ def init_shared(betas: Betas, dtype: Any, *, decays: bool) -> Shared:
         log_q=number(math.log(betas.b2) / 2),
         eps=number(betas.eps),
         lead=jnp.full([], lead, jnp.int32),
-        way=jnp.zeros(degree, dtype),
-        decayed_way=jnp.zeros(degree, dtype) if decays else None,
-        log_decay=(number(0), number(0)) if decays else (),
+        way=jnp.zeros(degree, dtype) if False in decaying else None,
+        decayed_way=jnp.zeros(degree, dtype) if True in decaying else None,
+        log_decay=(number(0), number(0)) if True in decaying else (),
     )
 
 
 def next_shared(shared: Shared, steps: Steps, betas: Betas) -> Shared:
     """After the first of these steps."""
     dtype = steps.size.dtype
+    lead, degree = fit(betas.b1, betas.b2, dtype)
     ahead = jax.tree.map(lambda x: x[1:], steps)
     power1, power2 = _powers(betas.b1, betas.b2, len(ahead.number))
     sum_of = functools.partial(
         sum_at_nodes,
-        poles=ahead.rho / ahead.rho[fit(betas.b1, betas.b2, dtype).lead - 1],
+        poles=ahead.rho / ahead.rho[lead - 1],
         powers=(jnp.asarray(power1, dtype), jnp.asarray(power2, dtype)),
-        z=jnp.asarray(nodes(len(shared.way)), dtype),
+        z=jnp.asarray(nodes(degree), dtype),
     )
-    shared = shared._replace(way=sum_of(ahead.size))
-    if steps.log_decay is None:
+    if shared.way is not None:
+        shared = shared._replace(way=sum_of(ahead.size))
+    if shared.decayed_way is None:
         return shared
+    assert ahead.log_decay is not None
+    assert steps.log_decay is not None
     kept = jnp.exp(jnp.cumsum(ahead.log_decay))
     # The sum in two numbers: the second is what the first rounds off (Knuth's TwoSum
     # for an addend that is the smaller one).

@@ -44,8 +44,9 @@ class Shared(NamedTuple):
       log_q: Logarithm of the root of `b2`.
       eps: As given.
       lead: The centre `c` of a way after step `t` is `eps rho_(t + lead)`.
-      way: The way ahead at the Chebyshev nodes, of parameters that do not decay.
-      decayed_way: The same of parameters that do; `None` if none does.
+      way: The way ahead at the Chebyshev nodes, of parameters that do not decay;
+        `None` if all do.
+      decayed_way: The same of parameters that decay; `None` if none does.
       log_decay: Logarithm of the decay since the beginning, and what rounding left.
     """
 
@@ -53,7 +54,7 @@ class Shared(NamedTuple):
     log_q: jax.Array
     eps: jax.Array
     lead: jax.Array
-    way: jax.Array
+    way: jax.Array | None
     decayed_way: jax.Array | None
     log_decay: tuple[jax.Array, ...]
 
@@ -186,10 +187,9 @@ def way_of(coefficients: list[Any], mu: Any, root: Any, centre: Any) -> jax.Arra
 
 def way_ahead(shared: Shared, decays: bool) -> jax.Array:
     """The way ahead at the nodes, of a parameter that decays or not."""
-    if not decays:
-        return shared.way
-    assert shared.decayed_way is not None  # as there are parameters that decay
-    return shared.decayed_way
+    way = shared.decayed_way if decays else shared.way
+    assert way is not None  # as there is such a parameter
+    return way
 
 
 def centre_of_way(shared: Shared, count: jax.Array) -> jax.Array:

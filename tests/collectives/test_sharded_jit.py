@@ -103,7 +103,6 @@ EXACT = [
     Case("per_row", (4, 2), P(None, "x"), P("y")),
     Case("rowwise_adam", (8,), P("x", None), P("x")),
     Case("rowwise_adagrad", (4, 2), P("x", None), P("y"), EXPLICIT),
-    Case("exact_adam", (4, 2), P("x", "y"), P("x")),
 ]
 
 

@@ -49,18 +49,18 @@ def as_optax_expects():
 
 
 @functools.cache
-def empty_state():
-    """After ten steps, of no parameters."""
+def state_of_number():
+    """After ten steps, of another parameter."""
     tx = osa.exact_adamw(optax.linear_schedule(0.1, 0.0, 30), weight_decay=0.1)
-    state = tx.init({})
+    state, param = tx.init(jnp.ones([])), jnp.ones([])
     for _ in range(10):
-        _, state = jax.jit(tx.update)({}, state, {})
+        _, state = jax.jit(tx.update)(param, state, param)
     return state
 
 
 def state_for(params):
     """Rows whose last gradient came at any of ten steps; some hold their value."""
-    empty, rng = empty_state(), np.random.default_rng(3)
+    other, rng = state_of_number(), np.random.default_rng(3)
 
     def rows(param):
         shape = param.shape[: max(1, param.ndim - 1)] if param.ndim else ()
@@ -71,10 +71,10 @@ def state_for(params):
         return RowState(mu, nu, jnp.asarray(last), (decay, jnp.zeros_like(decay)))
 
     parts = [*map(rows, jax.tree.leaves(params))]
-    wholes = [Whole(jnp.int32(2), 0.8 * empty.shared.way)] * len(parts)
+    wholes = [Whole(jnp.int32(2), 0.8 * other.shared.decayed_way)] * len(parts)
     unflatten = jax.tree.structure(params).unflatten
     mu, nu, last, log_decay = map(unflatten, zip(*parts, strict=True))
-    return empty._replace(
+    return other._replace(
         mu=mu, nu=nu, last=last, log_decay=log_decay, whole=unflatten(wholes)
     )
 

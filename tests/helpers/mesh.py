@@ -99,7 +99,9 @@ def specs_of(
     rows, columns = (*spec, None, None)[:2]
     specs = {shape: P(rows, columns), shape[:1]: P(rows), shape[1:]: P(columns)}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(x, specs[x.shape]) for path, x in leaves if f"'{name}'" in str(path)]
+    return [
+        (x, specs.get(x.shape, P())) for path, x in leaves if f"'{name}'" in str(path)
+    ]
 
 
 _COLLECTIVE = re.compile(
