@@ -211,9 +211,12 @@ def _current(tree: Any, read: Any) -> list[Deferred]:
     values = [table(x) for x in leaves]
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
-            for i, (rows, whole) in held_by(node, treedef).items():
+            for i, (rows, whole) in held_by(node, leaves, treedef).items():
                 value = functools.partial(
-                    values_of_rows, whole=whole, shared=node.shared, count=node.count
+                    values_of_rows,
+                    whole=whole,
+                    constants=node.constants,
+                    count=node.count,
                 )
                 values[i] = outdated(jnp.asarray(leaves[i]), rows, value)
     return values

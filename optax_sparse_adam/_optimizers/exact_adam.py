@@ -14,28 +14,29 @@ from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype, touched_rows, with_rows
 from .._rows.map_rows import Tables, map_all_rows, map_rows
 from .._rows.resting_rows import (
+    Constants,
     ExactAdamState,
     RowState,
-    Shared,
     Whole,
     cast_floats,
-    cast_shared,
     centre_of_way,
+    held_by,
     move_rows,
     polynomial,
+    replace_held,
     stamp,
-    way_ahead,
     way_of,
 )
 from .exact_schedule import (
     Betas,
     Steps,
-    add_step,
+    constants_of,
     fit,
-    init_shared,
+    hold_values,
     largest_decay,
-    next_shared,
     steps_from,
+    take_step,
+    way_ahead,
 )
 from .hyperparameters import NUMBER, check_hyperparameters, check_leaf
 
@@ -43,12 +44,12 @@ Schedule = Callable[[jax.Array], Any]
 
 
 class _Step(NamedTuple):
-    """The numbers of one step."""
+    """The numbers of one step of one parameter."""
 
     done: jax.Array  # number of the steps before
-    whole: Whole
-    before: Shared
-    after: Shared
+    before: Whole
+    after: Whole
+    constants: Constants
     now: Steps
 
 
@@ -71,8 +72,9 @@ def _update_rows(
     mu, nu, last, *decays = rows
     param = decays.pop() if decays else None
     state = RowState(mu.astype(dtype), nu.astype(dtype), last, tuple(decays))
-    moved = move_rows(state, step.whole, step.before, step.done)
-    after, now = cast_shared(step.after, dtype), cast_floats(step.now, dtype)
+    moved = move_rows(state, step.before, step.constants, step.done)
+    constants, now = cast_floats((step.constants, step.now), dtype)
+    number = now.number[0]
 
     mu = moved.mu + jnp.asarray(1 - betas.b1, dtype) * (grad - moved.mu)
     nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * (grad * grad - moved.nu)
@@ -80,17 +82,17 @@ def _update_rows(
     move = now.size[0] * mu
     if now.grad_size is not None:
         move = move + now.grad_size[0] * grad
-    change = -move / (root + after.eps * now.rho[0])
+    change = -move / (root + constants.eps * now.rho[0])
     if rest:
-        ahead = polynomial(way_ahead(after, bool(decays)))
-        change = change - way_of(ahead, mu, root, centre_of_way(after, now.number[0]))
+        ahead = polynomial(step.after.ways[1].astype(dtype))
+        change = change - way_of(ahead, mu, root, centre_of_way(constants, number))
     if param is None:
         change = change + moved.by
     else:
         decay = now.log_decay[0]
         change = change + jnp.exp(decay) * moved.by
         change = change + jnp.expm1(moved.log_decay + decay) * param.astype(dtype)
-    last, log_decay = stamp(state, step.after, now.number[0])
+    last, log_decay = stamp(state, step.after, number)
     return change, (mu, nu, last, *log_decay)
 
 
@@ -217,21 +219,6 @@ def _exact_adam(
         )
 
     def init_fn(params: optax.Params) -> ExactAdamState:
-        dtype = jnp.result_type(float)
-        marks = decaying(params)
-        shared = init_shared(betas, dtype, {*jax.tree.leaves(marks)})
-        degree = fit(betas.b1, betas.b2, dtype).degree
-
-        def log_decay(param: Any, decays: bool) -> Tables:
-            dtype = accumulator_dtype(jnp.result_type(param))
-            return tuple(_zeros_for_rows(param, dtype) for _ in range(2 * decays))
-
-        def last(param: Any) -> jax.Array:
-            return _zeros_for_rows(param, jnp.int32)
-
-        def whole(param: Any) -> Whole:
-            return Whole(jnp.zeros([], jnp.int32), jnp.zeros(degree, dtype))
-
         for leaf in jax.tree.leaves(params):
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 raise ValueError(
@@ -239,14 +226,25 @@ def _exact_adam(
                     f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Leave it out "
                     "with optax.masked or optax.partition."
                 )
+        dtype = jnp.result_type(float)
+        degree = fit(betas.b1, betas.b2, dtype).degree
+
+        def for_each(make: Callable[[Any], jax.Array]) -> Any:
+            return jax.tree.map(make, params)
+
+        def log_decay(param: Any) -> jax.Array:
+            return _zeros_for_rows(param, accumulator_dtype(jnp.result_type(param)))
+
         return ExactAdamState(
             count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
-            nu=jax.tree.map(full_along, params),
-            last=jax.tree.map(last, params),
-            log_decay=jax.tree.map(log_decay, params, marks),
-            whole=jax.tree.map(whole, params),
-            shared=shared,
+            mu=for_each(functools.partial(full_along, dtype=mu_dtype)),
+            nu=for_each(full_along),
+            last=for_each(lambda param: _zeros_for_rows(param, jnp.int32)),
+            log_decay=(for_each(log_decay), for_each(log_decay)) if decay else (),
+            since=for_each(lambda _: jnp.zeros([], jnp.int32)),
+            ways=for_each(lambda _: jnp.zeros([2, degree], dtype)),
+            decay=for_each(lambda _: jnp.zeros(2, dtype)) if decay else (),
+            constants=constants_of(betas, dtype),
         )
 
     def update_fn(
@@ -258,49 +256,40 @@ def _exact_adam(
         del extra_args
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        olds = [None] * len(grads)
+        olds: list[Any] = [None] * len(grads)
+        marks = [decay is not None] * len(grads)
         if params is not None:
             olds = leaves_like(treedef, params, "Parameters", "gradients")
+            marks = treedef.flatten_up_to(decaying(params))
         elif decay is not None:
             raise ValueError(
                 "exact_adamw needs the parameters, which decay. Call "
                 "update(updates, state, params)."
             )
-        mus = leaves_like(treedef, state.mu, "The moments", "gradients")
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
-        lasts = treedef.flatten_up_to(state.last)
-        log_decays = treedef.flatten_up_to(state.log_decay)
-        wholes = treedef.flatten_up_to(state.whole)
-        dtype = state.shared.eps.dtype
-        steps = steps_from(state.count, rate, decay, betas, dtype)
-        shared = next_shared(state.shared, steps, betas)
-        count_inc = optax.safe_increment(state.count)
-        first = jax.tree.map(lambda x: x[:1], steps)
-        for i, (grad, mu, nu) in enumerate(zip(grads, mus, nus, strict=True)):
-            decays = bool(log_decays[i])
-            whole = add_step(wholes[i], state.shared, steps, decays=decays)
+        parts = held_by(state, nus, treedef)
+        steps = steps_from(state.count, rate, decay, betas, state.constants.eps.dtype)
+        kinds = {True: steps, False: steps.without_decay()}
+        aheads = {mark: way_ahead(kinds[mark], betas) for mark in set(marks)}
+        count = optax.safe_increment(state.count)
+        for i, (rows, before) in parts.items():
+            steps, grad = kinds[marks[i]], grads[i]
+            after = take_step(before, state.constants, steps, aheads[marks[i]])
             if grad is not None:
-                check_leaf(grad, nu)
-                tables = (mu, nu, lasts[i], *log_decays[i])
-                read = (olds[i],) if decays else ()
-                step = _Step(state.count, wholes[i], state.shared, shared, first)
+                check_leaf(grad, rows.nu)
+                now = jax.tree.map(lambda x: x[:1], steps)
+                step = _Step(state.count, before, after, state.constants, now)
+                tables = (rows.mu, rows.nu, rows.last, *rows.log_decay)
+                read = (olds[i],) if decay is not None else ()
                 one: Any = _update_sparse if is_bcoo(grad) else _update_dense
                 grads[i], tables = one(grad, read, tables, step, betas=betas)
-                mus[i], nus[i], lasts[i], *log_decay = tables
-                log_decays[i] = tuple(log_decay)
+                mu, nu, last, *log_decay = tables
+                rows = RowState(mu, nu, last, tuple(log_decay))
                 if not is_bcoo(grad):
-                    # A copy: nothing may be donated twice.
-                    whole = Whole(jnp.copy(count_inc), jnp.zeros_like(whole.way))
-            wholes[i] = whole
-        return treedef.unflatten(grads), ExactAdamState(
-            count=count_inc,
-            mu=treedef.unflatten(mus),
-            nu=treedef.unflatten(nus),
-            last=treedef.unflatten(lasts),
-            log_decay=treedef.unflatten(log_decays),
-            whole=treedef.unflatten(wholes),
-            shared=shared,
-        )
+                    after = hold_values(after, count)
+            parts[i] = rows, after
+        state = replace_held(state, treedef, parts)
+        return treedef.unflatten(grads), state._replace(count=count)
 
     return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
 

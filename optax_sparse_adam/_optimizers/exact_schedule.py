@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._rows.resting_rows import (
-    Shared,
+    Constants,
     Whole,
     centre_of_way,
     chebyshev_coefficients,
@@ -52,6 +52,12 @@ class Steps(NamedTuple):
     grad_size: jax.Array | None
     rho: jax.Array
     log_decay: jax.Array | None
+
+    def without_decay(self) -> "Steps":
+        """The same steps of a parameter that does not decay."""
+        if self.log_decay is None:
+            return self
+        return self._replace(log_decay=jnp.zeros_like(self.log_decay))
 
 
 class Fit(NamedTuple):
@@ -153,68 +159,61 @@ def steps_from(
     return Steps(number, size, grad_size, rho, log_decay)
 
 
-def init_shared(betas: Betas, dtype: Any, decaying: set[bool]) -> Shared:
-    """In the beginning; `decaying` tells whether parameters decay, and whether not."""
-    lead, degree = fit(betas.b1, betas.b2, dtype)
+def constants_of(betas: Betas, dtype: Any) -> Constants:
     b1 = max(betas.b1, 1e-30)  # whose powers are 1, 0, 0, ... in float32
-
-    def number(x: Any) -> jax.Array:
-        return jnp.full([], x, dtype)
-
-    return Shared(
-        log_b1=number(math.log(b1)),
-        log_q=number(math.log(betas.b2) / 2),
-        eps=number(betas.eps),
-        lead=jnp.full([], lead, jnp.int32),
-        way=jnp.zeros(degree, dtype) if False in decaying else None,
-        decayed_way=jnp.zeros(degree, dtype) if True in decaying else None,
-        log_decay=(number(0), number(0)) if True in decaying else (),
+    return Constants(
+        log_b1=jnp.full([], math.log(b1), dtype),
+        log_q=jnp.full([], math.log(betas.b2) / 2, dtype),
+        eps=jnp.full([], betas.eps, dtype),
+        lead=jnp.full([], fit(betas.b1, betas.b2, dtype).lead, jnp.int32),
     )
 
 
-def next_shared(shared: Shared, steps: Steps, betas: Betas) -> Shared:
-    """After the first of these steps."""
+def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
+    """The way after the first of these steps, at the nodes."""
     dtype = steps.size.dtype
     lead, degree = fit(betas.b1, betas.b2, dtype)
-    ahead = jax.tree.map(lambda x: x[1:], steps)
-    power1, power2 = _powers(betas.b1, betas.b2, len(ahead.number))
-    sum_of = functools.partial(
-        sum_at_nodes,
-        poles=ahead.rho / ahead.rho[lead - 1],
-        powers=(jnp.asarray(power1, dtype), jnp.asarray(power2, dtype)),
-        z=jnp.asarray(nodes(degree), dtype),
+    ahead: Steps = jax.tree.map(lambda x: x[1:], steps)
+    size = ahead.size
+    if ahead.log_decay is not None:
+        size = size * jnp.exp(-jnp.cumsum(ahead.log_decay))
+    power1, power2 = _powers(betas.b1, betas.b2, len(size))
+    way: jax.Array = sum_at_nodes(
+        size,
+        ahead.rho / ahead.rho[lead - 1],
+        (jnp.asarray(power1, dtype), jnp.asarray(power2, dtype)),
+        jnp.asarray(nodes(degree), dtype),
     )
-    if shared.way is not None:
-        shared = shared._replace(way=sum_of(ahead.size))
-    if shared.decayed_way is None:
-        return shared
-    assert ahead.log_decay is not None
-    assert steps.log_decay is not None
-    kept = jnp.exp(jnp.cumsum(ahead.log_decay))
-    # The sum in two numbers: the second is what the first rounds off (Knuth's TwoSum
-    # for an addend that is the smaller one).
-    old, rest = shared.log_decay
-    addend = steps.log_decay[0] + rest
-    new = old + addend
-    return shared._replace(
-        decayed_way=sum_of(ahead.size / kept),
-        log_decay=(new, addend - (new - old)),
-    )
+    return way
 
 
-def add_step(whole: Whole, shared: Shared, steps: Steps, *, decays: bool) -> Whole:
-    """Adds the move of the first of these steps to the way behind."""
+def take_step(
+    whole: Whole, constants: Constants, steps: Steps, ahead: jax.Array
+) -> Whole:
+    """A parameter after the first of these steps, its rows at rest."""
     dtype = steps.size.dtype
+    behind, _ = whole.ways
     number, size, rho = (x[:1] for x in (steps.number, steps.size, steps.rho))
     passed = (number - whole.since).astype(dtype)
-    way = whole.way
-    if decays:
+    decay = whole.decay
+    if decay is not None:
         assert steps.log_decay is not None
-        way = way * jnp.exp(steps.log_decay[0])
+        behind = behind * jnp.exp(steps.log_decay[0])
+        # The sum in two numbers: the second is what the first rounds off (Dekker's
+        # Fast2Sum).
+        addend = steps.log_decay[0] + decay[1]
+        total = decay[0] + addend
+        decay = jnp.stack([total, addend - (total - decay[0])])
     move = sum_at_nodes(
         size,
-        shared.eps * rho / centre_of_way(shared, whole.since),
-        (jnp.exp(passed * shared.log_b1), jnp.exp(passed * shared.log_q)),
-        jnp.asarray(nodes(len(way)), dtype),
+        constants.eps * rho / centre_of_way(constants, whole.since),
+        (jnp.exp(passed * constants.log_b1), jnp.exp(passed * constants.log_q)),
+        jnp.asarray(nodes(len(behind)), dtype),
     )
-    return whole._replace(way=way + move)
+    return Whole(whole.since, jnp.stack([behind + move, ahead]), decay)
+
+
+def hold_values(whole: Whole, count: jax.Array) -> Whole:
+    """A parameter all of whose rows hold their value after step `count`."""
+    # A copy, since an array must not be donated twice.
+    return whole._replace(since=jnp.copy(count), ways=whole.ways.at[0].set(0))

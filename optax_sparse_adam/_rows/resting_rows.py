@@ -36,47 +36,27 @@ from .coalesce import accumulator_dtype
 from .gather_scatter import expand
 
 
-class Shared(NamedTuple):
-    """A few numbers, the same for all rows.
+class Constants(NamedTuple):
+    """The constants of one optimiser.
 
     Attributes:
       log_b1: Logarithm of `b1`.
       log_q: Logarithm of the root of `b2`.
       eps: As given.
       lead: The centre `c` of a way after step `t` is `eps rho_(t + lead)`.
-      way: The way ahead at the Chebyshev nodes, of parameters that do not decay;
-        `None` if all do.
-      decayed_way: The same of parameters that decay; `None` if none does.
-      log_decay: Logarithm of the decay since the beginning, and what rounding left.
     """
 
     log_b1: jax.Array
     log_q: jax.Array
     eps: jax.Array
     lead: jax.Array
-    way: jax.Array | None
-    decayed_way: jax.Array | None
-    log_decay: tuple[jax.Array, ...]
-
-
-class Whole(NamedTuple):
-    """A few numbers of one parameter.
-
-    Rows that were last updated at step `since`, or before, hold their value at that
-    step, not their resting point: all rows in the beginning, after `flush`, and after
-    a dense gradient.
-
-    Attributes:
-      since: The step.
-      way: The way from that step to now, at the Chebyshev nodes.
-    """
-
-    since: jax.Array
-    way: jax.Array
 
 
 class ExactAdamState(NamedTuple):
     """State of `exact_adam` and of `exact_adamw`.
+
+    On a mesh, what has rows (`mu`, `nu`, `last` and `log_decay`) is sharded as the
+    parameters are along theirs; the rest is a few numbers.
 
     Attributes:
       count: Number of updates so far, an `int32` scalar.
@@ -85,35 +65,42 @@ class ExactAdamState(NamedTuple):
       nu: Tree like the parameters: moving average of the squared gradient, alike.
       last: Tree like the parameters, without their last axis: step of each row's last
         update, `int32`.
-      log_decay: Tree like `last`: logarithm of the weight decay up to there, in two
-        numbers; `()` in place of a parameter that does not decay.
-      whole: Tree like the parameters, of a few numbers for each.
-      shared: A few numbers for all.
+      log_decay: Two trees like `last`: logarithm of the weight decay from the beginning
+        to the last update, and what rounding left of it; `()` without weight decay.
+      since: Tree like the parameters: rows that were last updated at this step, or
+        before, hold their value after it, not their resting point. A scalar each.
+      ways: Tree like the parameters: the way since that step, and the way ahead, at the
+        Chebyshev nodes, `[2, nodes]` each.
+      decay: Tree like the parameters: `log_decay` of now, `[2]` each; `()` without.
+      constants: Of the optimiser.
     """
 
     count: jax.Array  # type: ignore[assignment]  # tuple has a method count
     mu: Any
     nu: Any
     last: Any
-    log_decay: Any
-    whole: Any
-    shared: Shared
+    log_decay: tuple[Any, ...]
+    since: Any
+    ways: Any
+    decay: Any
+    constants: Constants
 
 
 class RowState(NamedTuple):
-    """What is known of each row of one parameter, or of some of its rows.
-
-    Attributes:
-      mu: First moment after the row's last update.
-      nu: Second moment after it.
-      last: The step of it, without the axis of the columns.
-      log_decay: `Shared.log_decay` after it; empty if the parameter does not decay.
-    """
+    """What is known of each row of one parameter, or of some; see `ExactAdamState`."""
 
     mu: jax.Array
     nu: jax.Array
     last: jax.Array
     log_decay: tuple[jax.Array, ...]
+
+
+class Whole(NamedTuple):
+    """What is known of a parameter as a whole; see `ExactAdamState`."""
+
+    since: jax.Array
+    ways: jax.Array
+    decay: jax.Array | None
 
 
 class Moved(NamedTuple):
@@ -185,17 +172,10 @@ def way_of(coefficients: list[Any], mu: Any, root: Any, centre: Any) -> jax.Arra
     return way
 
 
-def way_ahead(shared: Shared, decays: bool) -> jax.Array:
-    """The way ahead at the nodes, of a parameter that decays or not."""
-    way = shared.decayed_way if decays else shared.way
-    assert way is not None  # as there is such a parameter
-    return way
-
-
-def centre_of_way(shared: Shared, count: jax.Array) -> jax.Array:
+def centre_of_way(constants: Constants, count: jax.Array) -> jax.Array:
     """The centre of the way after step `count`."""
-    steps = (count + shared.lead.astype(count.dtype)).astype(shared.log_q.dtype)
-    return shared.eps * jnp.sqrt(-jnp.expm1(2 * shared.log_q * steps))
+    steps = (count + constants.lead).astype(constants.log_q.dtype)
+    return constants.eps * jnp.sqrt(-jnp.expm1(2 * constants.log_q * steps))
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
@@ -205,42 +185,41 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def cast_shared(shared: Shared, dtype: Any) -> Shared:
-    cast: Shared = cast_floats(shared, dtype)
-    if shared.log_decay:
-        # What the first number loses in a smaller type goes to the second.
-        high, low = shared.log_decay
-        lost = high - cast.log_decay[0].astype(high.dtype)
-        cast = cast._replace(log_decay=(cast.log_decay[0], (lost + low).astype(dtype)))
-    return cast
+def _decay_in(whole: Whole, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Both numbers; what the first loses in a smaller type goes to the second."""
+    assert whole.decay is not None  # where rows have one
+    high, low = whole.decay
+    cast = high.astype(dtype)
+    return cast, ((high - cast.astype(high.dtype)) + low).astype(dtype)
 
 
-def move_rows(rows: RowState, whole: Whole, shared: Shared, count: jax.Array) -> Moved:
+def move_rows(
+    rows: RowState, whole: Whole, constants: Constants, count: jax.Array
+) -> Moved:
     """Where rows are after step `count`; computes in the type of the moments."""
     mu, nu, last, log_decay = rows
-    whole, shared = cast_floats(whole, mu.dtype), cast_shared(shared, mu.dtype)
-    steps = (count - last).astype(mu.dtype)
-    power1, power2 = jnp.exp(steps * shared.log_b1), jnp.exp(steps * shared.log_q)
+    dtype = mu.dtype
+    constants = cast_floats(constants, dtype)
+    steps = (count - last).astype(dtype)
+    power1, power2 = jnp.exp(steps * constants.log_b1), jnp.exp(steps * constants.log_q)
     is_value = last <= whole.since
 
     def pick(of_value: Any, of_resting_point: Any) -> jax.Array:
         return expand(jnp.where(is_value, of_value, of_resting_point), mu)
 
     one = jnp.ones_like(power1)
-    ahead = way_ahead(shared, bool(log_decay))
-    pairs = zip(polynomial(whole.way), polynomial(ahead), strict=True)
+    behind, ahead = (polynomial(way) for way in whole.ways.astype(dtype))
     by = way_of(
-        [pick(*pair) for pair in pairs],
+        [pick(*pair) for pair in zip(behind, ahead, strict=True)],
         mu * pick(-one, power1),
         jnp.sqrt(nu) * pick(one, power2),
-        pick(centre_of_way(shared, whole.since), centre_of_way(shared, count)),
+        pick(centre_of_way(constants, whole.since), centre_of_way(constants, count)),
     )
     power1, power2 = expand(power1, mu), expand(power2, mu)
     decay = None
     if log_decay:
-        # Exact, as the numbers are close; one number alone would lose what a long
-        # training makes small beside the sum.
-        (old, old_rest), (new, new_rest) = log_decay, shared.log_decay
+        # One number alone would lose what a step adds to a long training's sum.
+        (old, old_rest), (new, new_rest) = log_decay, _decay_in(whole, dtype)
         decay = expand((new - old) + (new_rest - old_rest), mu)
     return Moved(decay, by, power1 * mu, power2 * (power2 * nu))
 
@@ -258,7 +237,7 @@ def rows_now(param: jax.Array, moved: Moved) -> jax.Array:
 
 
 def stamp(
-    rows: RowState, shared: Shared, count: jax.Array
+    rows: RowState, whole: Whole, count: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`last` and `log_decay` of rows that are brought to step `count`."""
 
@@ -270,7 +249,7 @@ def stamp(
 
     if not rows.log_decay:
         return stamped(rows.last, count), ()
-    decays = cast_shared(shared, rows.log_decay[0].dtype).log_decay
+    decays = _decay_in(whole, rows.log_decay[0].dtype)
     pairs = zip(rows.log_decay, decays, strict=True)
     return stamped(rows.last, count), tuple(stamped(*pair) for pair in pairs)
 
@@ -295,29 +274,51 @@ def exact_states(state: Any, name: str) -> tuple[list[Any], Any]:
     return nodes, structure
 
 
-def _trees(state: ExactAdamState) -> tuple[Any, ...]:
-    return state.mu, state.nu, state.last, state.log_decay, state.whole
+def _columns(state: ExactAdamState, treedef: Any) -> tuple[list[list[Any]], Any]:
+    """The trees of a state as lists by parameter, and the structure of the trees.
+
+    They have the structure of the parameters, or holes where `optax.masked` keeps some
+    away. Or that of the same parameters in other containers, in the same order: Flax
+    has `nnx.Param`s in a module's state and none in that of its optimiser.
+    """
+    own: Any = jax.tree.structure(state.nu)
+    like = own if own.num_leaves == treedef.num_leaves else treedef
+    trees = [state.mu, state.nu, state.last, *state.log_decay, state.since, state.ways]
+    if state.log_decay:
+        trees.append(state.decay)
+    return [like.flatten_up_to(tree) for tree in trees], like
 
 
-def held_by(state: ExactAdamState, treedef: Any) -> dict[int, tuple[RowState, Whole]]:
+def _part(column: tuple[Any, ...]) -> tuple[RowState, Whole]:
+    mu, nu, last, *rest = column
+    *log_decay, since, ways, decay = rest if len(rest) > 2 else (*rest, None)
+    return RowState(mu, nu, last, tuple(log_decay)), Whole(since, ways, decay)
+
+
+def held_by(
+    state: ExactAdamState, params: list[Any], treedef: Any
+) -> dict[int, tuple[RowState, Whole]]:
     """What is known of each parameter, by its place; not of those that are masked.
 
     Raises:
-      ValueError: If the state belongs to parameters of another structure.
+      ValueError: If the state belongs to other parameters.
     """
-    why = "a part of the tree stands where one parameter should"
+    why = "the shapes differ"
     try:
-        columns = [treedef.flatten_up_to(tree) for tree in _trees(state)]
-        parts = enumerate(zip(*columns, strict=True))
-        # What is masked leaves a hole: a node without leaves.
-        held = {i: part for i, part in parts if jax.tree.leaves(part)}
-        if all(isinstance(whole, Whole) for *_, whole in held.values()):
-            return {i: (RowState(*rows), whole) for i, (*rows, whole) in held.items()}
-    except ValueError as error:
+        columns, _ = _columns(state, treedef)
+        held = {
+            i: _part(column)
+            for i, column in enumerate(zip(*columns, strict=True))
+            if jax.tree.leaves(column)  # a hole is a node without leaves
+        }
+        same = (rows.nu.shape == jnp.shape(params[i]) for i, (rows, _) in held.items())
+        if all(same):
+            return held
+    except (AttributeError, ValueError) as error:
         why = str(error)
     raise ValueError(
-        "The state of exact_adam must belong to parameters of the structure "
-        f"{treedef}, got a state for {jax.tree.structure(state.nu)}: {why}"
+        "The state of exact_adam must belong to the parameters, which have the "
+        f"structure {treedef}; got a state for {jax.tree.structure(state.nu)}: {why}"
     )
 
 
@@ -325,22 +326,32 @@ def replace_held(
     state: ExactAdamState, treedef: Any, parts: dict[int, tuple[RowState, Whole]]
 ) -> ExactAdamState:
     """The state with other parts, in the places of `held_by`."""
-    columns = [treedef.flatten_up_to(tree) for tree in _trees(state)]
+    columns, like = _columns(state, treedef)
     for i, (rows, whole) in parts.items():
-        for column, new in zip(columns, (*rows, whole), strict=True):
+        news = (*rows[:3], *rows.log_decay, *whole)
+        for column, new in zip(columns, news, strict=False):
             column[i] = new
-    mu, nu, last, log_decay, whole = map(treedef.unflatten, columns)
-    return state._replace(mu=mu, nu=nu, last=last, log_decay=log_decay, whole=whole)
+    mu, nu, last, *trees = map(like.unflatten, columns)
+    *log_decay, since, ways, decay = trees if state.log_decay else (*trees, ())
+    return state._replace(
+        mu=mu,
+        nu=nu,
+        last=last,
+        log_decay=tuple(log_decay),
+        since=since,
+        ways=ways,
+        decay=decay,
+    )
 
 
 def values_of_rows(
     param: jax.Array,
     rows: RowState,
     whole: Whole,
-    shared: Shared,
+    constants: Constants,
     count: jax.Array,
 ) -> jax.Array:
     """The values of rows, or of a whole parameter, after step `count`."""
     mu, nu = (x.astype(compute_type(param, rows)) for x in (rows.mu, rows.nu))
-    moved = move_rows(rows._replace(mu=mu, nu=nu), whole, shared, count)
+    moved = move_rows(rows._replace(mu=mu, nu=nu), whole, constants, count)
     return rows_now(param, moved)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows.resting_rows import RowState, Whole
+from optax_sparse_adam._rows.resting_rows import RowState
 
 from ..helpers.function_cases import FUNCTIONS
 from ..helpers.gradients import ROUNDED, check
@@ -70,12 +70,20 @@ def state_for(params):
         decay = jnp.asarray(-0.01 * last, np.float32)
         return RowState(mu, nu, jnp.asarray(last), (decay, jnp.zeros_like(decay)))
 
+    def tree(function):
+        return jax.tree.map(function, params)
+
     parts = [*map(rows, jax.tree.leaves(params))]
-    wholes = [Whole(jnp.int32(2), 0.8 * other.shared.decayed_way)] * len(parts)
     unflatten = jax.tree.structure(params).unflatten
-    mu, nu, last, log_decay = map(unflatten, zip(*parts, strict=True))
+    mu, nu, last, log_decay = zip(*parts, strict=True)
     return other._replace(
-        mu=mu, nu=nu, last=last, log_decay=log_decay, whole=unflatten(wholes)
+        mu=unflatten(mu),
+        nu=unflatten(nu),
+        last=unflatten(last),
+        log_decay=tuple(map(unflatten, zip(*log_decay, strict=True))),
+        since=tree(lambda _: jnp.int32(2)),
+        ways=tree(lambda _: other.ways.at[0].set(0.8 * other.ways[1])),
+        decay=tree(lambda _: other.decay),
     )
 
 
@@ -171,7 +179,7 @@ def test_errors():
         return jnp.sum(table[ids])
 
     state = osa.exact_adam(0.1).init({"other": table})
-    with pytest.raises(ValueError, match="must belong to parameters of the structure"):
+    with pytest.raises(ValueError, match="must belong to the parameters"):
         osa.value_and_grad(loss, read=state)(table)
     with pytest.raises(ValueError, match="`read` needs the state of an optimiser that"):
         osa.value_and_grad(loss, read=optax.adam(0.1).init(table))(table)

@@ -365,7 +365,7 @@ def test_low_precision():
         (
             lambda: osa.flush({}, osa.exact_adam(0.1).init(jnp.ones(2))),
             ValueError,
-            "of the structure",
+            "must belong to the parameters",
         ),
         (
             lambda: osa.exact_adamw(0.1).update(
