@@ -69,6 +69,11 @@ def value_and_grad(
         boolean gives them exactly where it says so, or raises. A leaf named in this way
         that the loss does not use gets a BCOO with `nse == 0`; with `True` it gets
         dense zeros.
+      read: The state of `exact_adam` or `exact_adamw`, or of any optimiser that holds
+        it, for the differentiated argument. A lookup then gives each row as dense Adam
+        would have it now, and the gradient is taken there; nothing is written. A use
+        other than lookups sees the whole table brought up to date, at the table's
+        price. With Flax NNX: `nnx.as_pure(optimizer.opt_state)`.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -78,7 +83,7 @@ def value_and_grad(
         that is not a real scalar or an argument that is not real.
       ValueError: By the returned function, if `sparse` does not fit the argument, or
         names a leaf whose gradient cannot be row-sparse; it tells the operation in the
-        way.
+        way. If `read` holds no state of `exact_adam`, or that of other parameters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -148,6 +153,7 @@ def grad(
       argnums: Which positional argument or arguments to differentiate.
       has_aux: Whether `fun` returns a pair.
       sparse: Which leaves are to be row-sparse.
+      read: State of `exact_adam`, whose rows are read up to date.
 
     Returns:
       A function like `fun` that returns the gradients, or `(gradients, aux)`.

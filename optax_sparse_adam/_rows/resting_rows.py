@@ -8,11 +8,11 @@ steps after `a` up to `b`, let
 
     way(T, m, v) = sum over j >= 1 of a_t / P(T, t) * b1^j m / (q^j sqrt(v) + eps rho_t)
 
-be the way that the row has still to go. One step later, `w` is `P w - P a_t ...`, the
-moments are `b1 m` and `b2 v`, and the way lacks its first term and has one factor of
-`P` less: `w - way` is multiplied by `P`, whatever the moments. So a table holds, in
-place of the value `w` of a row at its last update, its *resting point* `w - way(T, m,
-v)`, and `k = now - T` steps later
+be the way that the row has still to go. In the next step `w` becomes `P w - a_t ...`
+and the way `P way - a_t ...`, as it loses its first term and one factor of all others:
+`w - way` is multiplied by `P`, whatever the moments are. So a table holds, in place of
+the value `w` of a row after its last update, its *resting point* `w - way(T, m, v)`,
+and `k = now - T` steps later
 
     w = P(T, now) * resting point + way(now, b1^k m, b2^k v).
 

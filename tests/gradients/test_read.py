@@ -178,7 +178,7 @@ def test_errors():
     def loss(table):
         return jnp.sum(table[ids])
 
-    state = osa.exact_adam(0.1).init({"other": table})
+    state = osa.exact_adam(0.1).init({"a": table, "b": table})
     with pytest.raises(ValueError, match="must belong to the parameters"):
         osa.value_and_grad(loss, read=state)(table)
     with pytest.raises(ValueError, match="`read` needs the state of an optimiser that"):
