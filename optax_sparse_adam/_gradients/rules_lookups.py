@@ -133,6 +133,11 @@ def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
 
 
 def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
+    """A gather from a table by the kernel, or `None` where XLA's is as good."""
+    return _rows_by_kernel(eqn, table.dense, indices)
+
+
+def _rows_by_kernel(eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array | None:
     """A gather of whole rows by the kernel, or `None` where XLA's is as good."""
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     axes = numbers.start_index_map
@@ -141,10 +146,10 @@ def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
     whole = 0 in axes and (len(axes) == 1 or rest_is_clamped)
     whole = whole and eqn.params["slice_sizes"] == (1, *table.shape[1:])
     last = numbers.offset_dims == tuple(range(indices.ndim - 1, out.ndim))
-    if not (whole and last and native.reads(table.dense, indices)):
+    if not (whole and last and native.reads(table, indices)):
         return None
     items = (*eqn.params.items(),)
-    return _take_rows(eqn.primitive, items, out.shape, table.dense, indices)
+    return _take_rows(eqn.primitive, items, out.shape, table, indices)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -186,6 +191,10 @@ def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | No
         params.update(mode=_Mode.CLIP, fill_value=None)
 
     def take(array: jax.Array) -> jax.Array:
+        if table.of_rows and array.shape == table.shape:
+            rows = _rows_by_kernel(eqn, array, indices)
+            if rows is not None:
+                return rows
         # An axis of length 1 stands for all columns; indices into it are clamped.
         sizes = tuple(map(min, params["slice_sizes"], array.shape))
         return eqn.primitive.bind(array, indices, **params | {"slice_sizes": sizes})

@@ -40,12 +40,14 @@ class Deferred:
       apply: `apply(shape, *operands)`; elementwise, so `shape` may be that of rows.
       operands: Arrays of the table's shape, or of length 1 along the axes of its
         columns, or scalars, or values of this module.
+      of_rows: Whether it is more than arithmetic that XLA computes while it gathers.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     apply: Callable[..., jax.Array]
     operands: tuple[Any, ...]
+    of_rows: bool = False
 
     def select(self, take: Callable[[jax.Array], jax.Array], shape: Any) -> jax.Array:
         """`take(self)` for a `take` that picks elements; `shape` is the result's."""
@@ -102,7 +104,7 @@ def outdated(
     def apply(shape: Any, rows: jax.Array, *leaves: jax.Array) -> jax.Array:
         return value(rows, treedef.unflatten(leaves))
 
-    return Deferred(array.shape, array.dtype, apply, (array, *full))
+    return Deferred(array.shape, array.dtype, apply, (array, *full), of_rows=True)
 
 
 class DenseCarry(Exception):
