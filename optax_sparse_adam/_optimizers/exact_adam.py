@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 
@@ -84,7 +85,7 @@ def _update_rows(
         move = move + now.grad_size[0] * grad
     change = -move / (root + constants.eps * now.rho[0])
     if rest:
-        ahead = polynomial(step.after.ways[1].astype(dtype))
+        ahead = polynomial(step.after.ways[1], dtype)
         change = change - way_of(ahead, mu, root, centre_of_way(constants, number))
     if param is None:
         change = change + moved.by
@@ -209,6 +210,7 @@ def _exact_adam(
     if mu_dtype is not None:
         mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
     betas = Betas(float(b1), float(b2), float(eps), bool(nesterov))
+    fit(betas.b1, betas.b2, np.dtype("float32"))  # raises where there is none
 
     def decaying(params: optax.Params) -> Any:
         if decay is None or mask is None:

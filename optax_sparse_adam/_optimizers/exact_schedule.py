@@ -97,13 +97,22 @@ def fit(b1: float, b2: float, dtype: Any) -> Fit:
     """
     mean = 1 / (1 - b1 / math.sqrt(b2))  # of the steps ahead, by the size of the move
     leads = {max(1, round(mean * factor)) for factor in (0.5, 1, 1.5, 2, 3, 4, 6)}
-    return min(
-        (Fit(lead, _degree(b1, b2, lead, dtype)) for lead in sorted(leads)),
-        key=lambda found: found.degree,
-    )
+    fits = [
+        Fit(lead, degree)
+        for lead in sorted(leads)
+        for most in (_MOST_NODES, _MOST_NODES - 1)
+        if (degree := _degree(b1, b2, lead, most, dtype)) < most
+    ]
+    if not fits:
+        raise ValueError(
+            f"exact_adam cannot sum up the moves of a row without gradients to full "
+            f"precision with b1={b1} and b2={b2}. Choose a smaller b1 or a larger b2."
+        )
+    return min(fits, key=lambda found: found.degree)
 
 
-def _degree(b1: float, b2: float, lead: int, dtype: Any) -> int:
+def _degree(b1: float, b2: float, lead: int, most: int, dtype: Any) -> int:
+    """How many nodes are needed, odd if `most` is odd, or `most`."""
     number = horizon(b1, b2, dtype)
     t = np.arange(2, 2 + number)
     rho = np.sqrt(1 - b2**t)
@@ -111,12 +120,15 @@ def _degree(b1: float, b2: float, lead: int, dtype: Any) -> int:
         t * rho / (1 - b1**t),
         rho / np.sqrt(1 - b2 ** (1 + lead)),
         _powers(b1, b2, number),
-        nodes(_MOST_NODES),
+        nodes(most),
     )
-    sizes = np.abs(chebyshev_coefficients(_MOST_NODES) @ values)
+    sizes = np.abs(chebyshev_coefficients(most) @ values)
     rest = np.cumsum(sizes[::-1])[::-1]
     enough = rest <= _TOLERANCE[np.dtype(dtype).itemsize] * sizes[0]
-    return max(2, int(np.argmax(enough))) if enough.any() else _MOST_NODES
+    if not enough.any():
+        return most
+    degree = max(2, int(np.argmax(enough)))
+    return degree + (most - degree) % 2
 
 
 def _powers(b1: float, b2: float, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,10 @@ As a function of `s = sqrt(v)`, `(s + c) way / m` has its poles at `s = -eps rho
 only. The map `z = (s - c) / (s + c)` takes `s` from `[0, inf)` to `[-1, 1)` and the
 poles away from there, so that a polynomial through the values at the Chebyshev nodes
 converges, in the first steps, when `rho_t` changes fastest, as `3^-n`, and faster later
-(Trefethen, Approximation Theory and Approximation Practice, chapter 8).
+(Trefethen, Approximation Theory and Approximation Practice, chapter 8). Where `b2` is
+so small that `q^-j` grows before the terms die out, as with the betas 0.9 and 0.95, the
+poles come close to `z = 1`. There `z = (sqrt(s) - sqrt(c)) / (sqrt(s) + sqrt(c))` is
+better, which has all of them on the unit circle.
 """
 
 from typing import Any, NamedTuple
@@ -112,6 +115,14 @@ class Moved(NamedTuple):
     nu: jax.Array
 
 
+def is_of_roots(degree: int) -> bool:
+    """Whether `z` is that of `sqrt(s)`: an odd number of nodes says so, an even not.
+
+    The number is all that is known while tracing of the betas that a state is for.
+    """
+    return degree % 2 == 1
+
+
 def nodes(degree: int) -> np.ndarray:
     """The Chebyshev nodes."""
     z: np.ndarray = np.cos(np.pi * (np.arange(degree) + 0.5) / degree)
@@ -143,13 +154,19 @@ def sum_at_nodes(terms: Any, poles: Any, powers: tuple[Any, Any], z: Any) -> Any
       powers: `b1^j` and `q^j` of each step.
       z: Where.
     """
-    x = (1 + z[:, None]) / 2  # s / (s + c)
-    decays = x * powers[1][None, :] + (1 - x) * poles[None, :]
+    near, far = (1 - z[:, None]) / 2, (1 + z[:, None]) / 2
+    if is_of_roots(len(z)):
+        scale = near * near + far * far
+        near, far = near * near / scale, far * far / scale
+    # c / (s + c) and s / (s + c)
+    decays = far * powers[1][None, :] + near * poles[None, :]
     return ((terms * powers[0])[None, :] / decays).sum(axis=1)
 
 
-def polynomial(values: jax.Array) -> list[jax.Array]:
+def polynomial(values: jax.Array, dtype: Any) -> list[jax.Array]:
     """Coefficients of the powers of `z`, from the values at the nodes.
+
+    Only the result may be cast to a smaller type, for which there are too many nodes.
 
     By way of coefficients of Chebyshev polynomials, which fall as fast as the entries
     of the second matrix grow: in a product of both matrices large numbers would cancel.
@@ -158,13 +175,16 @@ def polynomial(values: jax.Array) -> list[jax.Array]:
     for matrix in (chebyshev_coefficients(degree), _monomials(degree)):
         # Not a matrix product, which some devices compute in lower precision.
         values = jnp.sum(jnp.asarray(matrix, values.dtype) * values[None, :], axis=1)
-    return list(values)
+    return list(values.astype(dtype))
 
 
 def way_of(coefficients: list[Any], mu: Any, root: Any, centre: Any) -> jax.Array:
     """The way of rows with this first moment and this root of the second."""
     inverse = 1 / (root + centre)
     z = (root - centre) * inverse
+    if is_of_roots(len(coefficients)):
+        root, centre = jnp.sqrt(root), jnp.sqrt(centre)
+        z = (root - centre) / (root + centre)
     total = coefficients[-1]
     for coefficient in coefficients[-2::-1]:
         total = total * z + coefficient
@@ -208,7 +228,7 @@ def move_rows(
         return expand(jnp.where(is_value, of_value, of_resting_point), mu)
 
     one = jnp.ones_like(power1)
-    behind, ahead = (polynomial(way) for way in whole.ways.astype(dtype))
+    behind, ahead = (polynomial(way, dtype) for way in whole.ways)
     by = way_of(
         [pick(*pair) for pair in zip(behind, ahead, strict=True)],
         mu * pick(-one, power1),

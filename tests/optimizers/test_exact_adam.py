@@ -67,6 +67,8 @@ OPTIMIZERS = {
         osa.exact_adamw(SCHEDULE, weight_decay=0.1),
         optax.adamw(SCHEDULE, weight_decay=0.1),
     ),
+    # Poles near z = 1, and the z of roots.
+    "b2 = 0.95": (osa.exact_adam(SCHEDULE, b2=0.95), optax.adam(SCHEDULE, b2=0.95)),
     "nadamw": (
         osa.exact_adamw(0.003, 0.8, 0.95, 1e-4, weight_decay=0.1, nesterov=True),
         optax.adamw(0.003, 0.8, 0.95, 1e-4, weight_decay=0.1, nesterov=True),
@@ -90,6 +92,21 @@ def compiled(name, which, dtype):
     ours, optaxs = OPTIMIZERS[name]
     tx, functions = (ours, OURS) if which == "exact" else (optaxs, OPTAX)
     return jax.jit(functools.partial(train, tx, *functions))
+
+
+def test_float32_among_64_bit_types():
+    """A state with numbers for float64 serves tables of float32 as well."""
+    table, ids = jnp.ones((4, 3), "float32"), np.array([[1], [2]], np.int32)
+    results = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            tx = osa.exact_adam(0.1, 0.9, 0.95)
+            grad = bcoo(np.full((2, 3), 0.5, np.float32), ids, table.shape)
+            update, state = tx.update(grad, tx.init(table))
+            for _ in range(3):
+                _, state = tx.update(None, state)
+            results.append(osa.flush(osa.apply_updates(table, update), state)[0])
+    assert_close(*results, 3e-7)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-7])
@@ -456,6 +473,7 @@ def test_low_precision():
         (lambda: osa.exact_adam(-1.0), ValueError, "at least 0"),
         (lambda: osa.exact_adamw(0.1, weight_decay=-1), ValueError, "weight decay: -1"),
         (lambda: osa.exact_adam(0.1, 0.9, 0.8), ValueError, r"b1 < sqrt\(b2\)"),
+        (lambda: osa.exact_adam(0.1, 0.9, 0.85).init(jnp.ones(2)), ValueError, "full"),
         (lambda: osa.exact_adam(0.1, jnp.ones([])), TypeError, "needs b1 as a Python"),
         (lambda: osa.exact_adam(0.1, eps=0), ValueError, "epsilon"),
         (lambda: osa.exact_adam(0.1, eps_root=1e-8), ValueError, "eps_root=0.0 only"),
