@@ -438,13 +438,32 @@ def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Result
     return NotImplemented if rows is None else [rows]
 
 
+# Parameters of both slices, for an axis of length 1 that stands for all columns.
+_SLICE_OF_ONE = {
+    "start_indices": 0,
+    "limit_indices": 1,
+    "strides": 1,
+    "slice_sizes": 1,
+}
+
+
 def _slice(context: Context, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
     if not isinstance(value, Deferred):
         return NotImplemented
     read = slice_reader(eqn, value.shape, starts)
     if read is None and value.is_table:
         return NotImplemented
-    take = read or (lambda array: bind_eqn(eqn, array, *starts))
+
+    def window(array: jax.Array) -> jax.Array:
+        sizes = zip(array.shape, value.shape, strict=True)
+        params = dict(eqn.params)
+        for i in (i for i, (size, whole) in enumerate(sizes) if size < whole):
+            for name, number in _SLICE_OF_ONE.items():
+                if params.get(name) is not None:
+                    params[name] = (*params[name][:i], number, *params[name][i + 1 :])
+        return eqn.primitive.bind(array, *starts, **params)
+
+    take = read or window
     return [value.select(take, _out(eqn).shape)]
 
 

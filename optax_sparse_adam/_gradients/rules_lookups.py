@@ -248,16 +248,17 @@ def slice_reader(
     row, *columns = _first(starts, shape, window)
     rows = row + jnp.arange(window[0], dtype=row.dtype)
     indices = jnp.stack([jnp.broadcast_to(x, rows.shape) for x in (rows, *columns)], 1)
-    gather = functools.partial(
-        lax.gather,
-        dimension_numbers=lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(1, len(shape))),
-            collapsed_slice_dims=(0,),
-            start_index_map=tuple(range(len(shape))),
-        ),
-        slice_sizes=(1, *window[1:]),
-        mode=_Mode.PROMISE_IN_BOUNDS,
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, len(shape))),
+        collapsed_slice_dims=(0,),
+        start_index_map=tuple(range(len(shape))),
     )
+
+    def gather(array: jax.Array, indices: jax.Array) -> jax.Array:
+        # An axis of length 1 stands for all columns; XLA clamps indices into it.
+        sizes = (1, *map(min, window[1:], array.shape[1:]))
+        mode = _Mode.PROMISE_IN_BOUNDS
+        return lax.gather(array, indices, numbers, slice_sizes=sizes, mode=mode)
 
     def read(array: jax.Array) -> jax.Array:
         if eqn.primitive.name == "dynamic_slice":
@@ -292,7 +293,15 @@ def _show_bounds(
 
 
 def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
-    """A gather of a table's rows, or `None` where XLA's gather is as good."""
+    """A gather from a table, or `None` where XLA's gather is as good."""
+    rows = _rows_by_kernel(eqn, table.dense, indices)
+    if rows is None and math.prod(indices.shape[:-1]) == 1:
+        rows = _gather(eqn.primitive, table.dense, indices, eqn.params)
+    return rows
+
+
+def _rows_by_kernel(eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array | None:
+    """A gather of whole rows by the kernel, or `None` where XLA's is as good."""
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     axes = numbers.start_index_map
     # A scalar id under `vmap` indexes all axes; clamped, the others begin at zero.
@@ -300,32 +309,39 @@ def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
     whole = 0 in axes and (len(axes) == 1 or rest_is_clamped)
     whole = whole and eqn.params["slice_sizes"] == (1, *table.shape[1:])
     last = numbers.offset_dims == tuple(range(indices.ndim - 1, out.ndim))
-    if whole and last and native.reads(table.dense, indices):
-        items = (*eqn.params.items(),)
-        return _kernel_rows(eqn.primitive, items, out.shape, table.dense, indices)
-    if math.prod(indices.shape[:-1]) == 1:
-        rows = _gather(eqn.primitive, table.dense, indices, eqn.params)
-        return rows.reshape(out.shape)
-    return None
+    if not (whole and last and native.reads(table, indices)):
+        return None
+    items = (*eqn.params.items(),)
+    return _kernel_rows(eqn.primitive, items, out.shape, table, indices)
 
 
 def _gather(
     gather: Primitive, array: jax.Array, indices: jax.Array, params: dict[str, Any]
 ) -> jax.Array:
-    """A gather that reads at least two rows: see `_rows.gather_scatter.twice`."""
+    """A gather that reads at least two rows: see `_rows.gather_scatter.twice`.
+
+    An axis of length 1 stands for all columns; XLA clamps indices into it.
+    """
     numbers = params["dimension_numbers"]
+    sizes = tuple(map(min, params["slice_sizes"], array.shape))
+    params = params | {"slice_sizes": sizes}
     if math.prod(indices.shape[:-1]) != 1 or mesh_of(array, indices).explicit_axes:
         return gather.bind(array, indices, **params)
     batch = numbers.operand_batching_dims
     index = _with_batch(indices, numbers.start_indices_batching_dims)
+    dropped = tuple(sorted((*numbers.collapsed_slice_dims, *batch)))
+    shape = [1] * (indices.ndim - 1 + len(numbers.offset_dims))
+    kept = (size for axis, size in enumerate(sizes) if axis not in dropped)
+    for axis, size in zip(numbers.offset_dims, kept, strict=True):
+        shape[axis] = size
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, 1 + len(numbers.offset_dims))),
-        collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, *batch))),
+        collapsed_slice_dims=dropped,
         start_index_map=(*batch, *numbers.start_index_map),
     )
     params = params | {"dimension_numbers": numbers, "unique_indices": False}
     rows = gather.bind(array, twice(index.reshape(1, -1)), **params)
-    return rows[:1]
+    return rows[:1].reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -368,8 +384,11 @@ def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | No
         params.update(mode=_Mode.CLIP, fill_value=None)
 
     def take(array: jax.Array) -> jax.Array:
-        rows = _gather(eqn.primitive, array, indices, params)
-        return rows.reshape(out.shape)
+        if table.of_rows and array.shape == table.shape:
+            rows = _rows_by_kernel(eqn, array, indices)
+            if rows is not None:
+                return rows
+        return _gather(eqn.primitive, array, indices, params)
 
     result = table.select(take, out.shape)
     if not filled:

@@ -45,8 +45,10 @@ class Deferred:
       shape: The table's shape.
       dtype: Type of the value.
       apply: `apply(shape, *operands)`; elementwise, so `shape` may be that of rows.
-      operands: Arrays of the table's shape, scalars, or values of this class.
+      operands: Arrays of the table's shape, or of length 1 along the axes of its
+        columns, or scalars, or values of this class.
       has_table: Whether a table is among what the value is computed from.
+      of_rows: Whether it is more than arithmetic that XLA computes while it gathers.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +56,7 @@ class Deferred:
     apply: Callable[..., jax.Array]
     operands: tuple[Any, ...]
     has_table: bool
+    of_rows: bool = False
 
     def select(
         self,
@@ -128,6 +131,28 @@ def elementwise(
         return function(*args)
 
     return Deferred(shape, dtype, apply, operands, has_table)
+
+
+def outdated(
+    array: jax.Array, state: Any, value: Callable[[jax.Array, Any], jax.Array]
+) -> Deferred:
+    """A table whose rows are brought up to date where they are looked up.
+
+    Args:
+      array: The table, as it is stored.
+      state: Tree of arrays with the rows of the table, without columns or with them.
+      value: `value(rows, state_of_rows)`, where the state of a row without columns has
+        axes of length 1 in their place.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(state)
+    full = [x.reshape(x.shape + (1,) * (array.ndim - x.ndim)) for x in leaves]
+
+    def apply(shape: Any, rows: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return value(rows, treedef.unflatten(leaves))
+
+    operands = (array, *full)
+    return Deferred(array.shape, array.dtype, apply, operands, True, of_rows=True)
 
 
 class DenseCarry(Exception):

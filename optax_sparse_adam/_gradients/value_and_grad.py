@@ -15,12 +15,23 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import varying_axes
+from .._rows.resting_rows import exact_states, held_by, is_exact, values_of_rows
 from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .interpreter import Context
 from .rules import RULES
 from .rules_lookups import is_every_row
-from .symbolic_values import Known, Part, RowSum, dense, is_symbolic, table, to_bcoo
+from .symbolic_values import (
+    Deferred,
+    Known,
+    Part,
+    RowSum,
+    dense,
+    is_symbolic,
+    outdated,
+    table,
+    to_bcoo,
+)
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -33,6 +44,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     sparse: Sparse = True,
+    read: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, with row-sparse gradients for embedding tables.
 
@@ -84,6 +96,11 @@ def value_and_grad(
         sequence), or a prefix of it, or a predicate `sparse(path, leaf)` that returns a
         boolean gives them exactly where it says so, or raises. A leaf that it says
         `False` of and that the loss does not use gets dense zeros.
+      read: The state of `exact_adam` or `exact_adamw`, or of any optimiser that holds
+        it, for the differentiated argument. A lookup then gives each row as dense Adam
+        would have it now, and the gradient is taken there; nothing is written. A use
+        other than lookups sees the whole table brought up to date, at the table's
+        price. With Flax NNX: `nnx.as_pure(optimizer.opt_state)`.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -94,7 +111,7 @@ def value_and_grad(
         NNX module with more than `nnx.Param`s, which `flax_nnx.value_and_grad` takes.
       ValueError: By the returned function, if `sparse` does not fit the argument, or
         names a leaf whose gradient cannot be row-sparse; it tells the operation in the
-        way.
+        way. If `read` holds no state of `exact_adam`, or that of other parameters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -120,7 +137,7 @@ def value_and_grad(
         chosen = [args[number] for number in numbers]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         check_leaves(tree)
-        if sparse is False:
+        if sparse is False and read is None:
             return reference(*args, **kwargs)
         wanted = _wanted(sparse, tree)
         structure: Any = None
@@ -138,7 +155,7 @@ def value_and_grad(
             return [x for x in leaves if isinstance(x, jax.Array)], grads
 
         closed = jax.make_jaxpr(traced)(*chosen)
-        arrays, grads = _evaluate(closed, tree, wanted)
+        arrays, grads = _evaluate(closed, tree, wanted, _current(tree, read))
         rest = iter(arrays)
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         result = jax.tree.unflatten(structure, results)
@@ -153,6 +170,7 @@ def grad(
     has_aux: bool = False,
     *,
     sparse: Sparse = True,
+    read: Any = None,
 ) -> Callable[..., Any]:
     """Like `jax.grad`, with row-sparse gradients for embedding tables.
 
@@ -163,6 +181,7 @@ def grad(
       argnums: Which positional argument or arguments to differentiate.
       has_aux: Whether `fun` returns a pair.
       sparse: Which leaves are to be row-sparse.
+      read: State of `exact_adam`, whose rows are read up to date.
 
     Returns:
       A function like `fun` that returns the gradients, or `(gradients, aux)`.
@@ -174,7 +193,7 @@ def grad(
       >>> osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
-    both = value_and_grad(fun, argnums, has_aux, sparse=sparse)
+    both = value_and_grad(fun, argnums, has_aux, sparse=sparse, read=read)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -215,19 +234,36 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     return [bool(mark) for mark in marks]
 
 
+def _current(tree: Any, read: Any) -> list[Deferred]:
+    """The values of the leaves, which the state `read` may have to bring up to date."""
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    values = [table(x) for x in leaves]
+    for node in [] if read is None else exact_states(read, "`read`")[0]:
+        if is_exact(node):
+            for i, (rows, whole) in held_by(node, leaves, treedef).items():
+                value = functools.partial(
+                    values_of_rows,
+                    whole=whole,
+                    constants=node.constants,
+                    count=node.count,
+                )
+                values[i] = outdated(jnp.asarray(leaves[i]), rows, value)
+    return values
+
+
 def _evaluate(
-    closed: ClosedJaxpr, tree: Any, wanted: list[bool | None]
+    closed: ClosedJaxpr, tree: Any, wanted: list[bool | None], values: list[Deferred]
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the jaxpr of `(results, gradients)`, row-sparse where wanted."""
     paths, leaves = _with_paths(tree)
     analysis = Analysis(RULES)
     able = _able(analysis, closed, paths, leaves, wanted)
-    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     shapes = frozenset(jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can)
     context = Context(analysis, RULES, shapes, [], Known())
+    args = [x if can else x.dense for x, can in zip(values, able, strict=True)]
     shown: list[Any] = []
     if any(able):
-        args = [table(x) if can else x for x, can in zip(leaves, able, strict=True)]
         atoms = _shown(closed.jaxpr)
         jaxpr = closed.jaxpr.replace(outvars=[*atoms, *closed.jaxpr.outvars])
         wanted_outputs = [False] * len(atoms) + _of_gradients(closed, able)
@@ -236,7 +272,7 @@ def _evaluate(
         shown = [x for x in outputs[: len(atoms)] if not is_symbolic(x)]
         outputs = outputs[len(atoms) :]
     else:
-        outputs = jaxpr_as_fun(closed)(*leaves)
+        outputs = list(jaxpr_as_fun(closed)(*args))
     number = len(outputs) - len(leaves)
     results = [jnp.asarray(dense(x)) for x in outputs[:number]]
     grads: list[Any] = []

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import rows_like
+from .._jax_extras.sharding import mesh_of, rows_like
 from .coalesce import Rows, keep_real, pad
 from .gather_scatter import gather_rows, in_bounds, scatter_rows, take_rows
 from .update_in_place import Middle, update_rows
@@ -19,6 +19,8 @@ from .update_in_place import Middle, update_rows
 # slower. Larger blocks leave the second-level cache, smaller ones pay for the loop.
 _BLOCK_BYTES = 1 << 18
 _MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
+
+Tables = tuple[jax.Array, ...]
 
 
 def map_rows(
@@ -111,6 +113,45 @@ def reduce_rows(
     if not _in_blocks(rows, is_much=True):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
+
+
+def map_all_rows(
+    function: Callable[..., Tables],
+    tables: Tables,
+    *args: Any,
+    read: Tables = (),
+) -> Tables:
+    """`function(tables, read, *args)`, the new tables, in place.
+
+    `function` must treat each row alone: on a CPU it sees them in blocks, because XLA
+    for CPUs computes the tables one after the other, and keeps a copy of each old one
+    that another new one is computed from. The first table has all columns. On a mesh
+    there are no blocks: their rows might lie on another device.
+    """
+    num_rows = len(tables[0]) if tables[0].ndim else 1
+    size = _block_rows(tables[0]) if tables[0].ndim else 1
+
+    def blocks(tables: Tables, read: Tables, args: Any) -> Tables:
+        def block(i: jax.Array, tables: Tables) -> Tables:
+            place = jnp.arange(size, dtype=jnp.int32)[:, None]
+            slot = i * size + place
+            indices = jnp.where(slot < num_rows, slot, num_rows + place)
+            rows, read_rows = (
+                tuple(take_rows(x, indices) for x in some) for some in (tables, read)
+            )
+            pairs = zip(tables, function(rows, read_rows, *args), strict=True)
+            return tuple(scatter_rows(table, indices, new) for table, new in pairs)
+
+        return lax.fori_loop(0, -(-num_rows // size), block, tables)
+
+    def one_pass(tables: Tables, read: Tables, args: Any) -> Tables:
+        return function(tables, read, *args)
+
+    mesh = mesh_of(*tables)
+    if num_rows <= size or mesh.auto_axes or mesh.explicit_axes:
+        return one_pass(tables, read, args)
+    news: Tables = on_cpu(blocks, one_pass, tables, read, args)
+    return news
 
 
 def _for_blocks(

@@ -36,6 +36,9 @@ CASES = [
     Case("adafactor", (4, 2), P("x", "y"), P("x")),
     Case("adafactor", (8,), P(None, "x"), P("x"), EXPLICIT),
     Case("rowwise_adam", (2, 2, 2), P("z", ("x", "y")), P("x")),
+    Case("exact_adam", (4, 2), P("x", "y"), P("y")),
+    Case("exact_adam", (8,), P("x", None), P("x")),
+    Case("exact_adam", (2, 2, 2), P("x", "y"), P(("z", "x")), EXPLICIT),
 ]
 
 

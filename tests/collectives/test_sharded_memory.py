@@ -86,6 +86,8 @@ def unique(case, rows):
         (Case("adafactor", (8,), P("x", None), P("x")), unique),
         (Case("rowwise_adam", (4, 2), P("y", None), P("x"), EXPLICIT), unique),
         (Case("rowwise_adagrad", (4, 2), P("x", "y"), P("x")), unique),
+        (Case("exact_adam", (8,), P("x", None), P("x")), whole_step),
+        (Case("exact_adam", (4, 2), P("x", "y"), P("x"), EXPLICIT), unique),
     ],
     ids=lambda x: x.__name__ if callable(x) else str(x),
 )
@@ -99,7 +101,8 @@ def test_cost(case, lower):
         tables = [x for x, _ in specs_of(old, (rows, WIDTH), case.table)]
         in_place = memory.alias_size_in_bytes - bytes_on_one_device(tables)
         # The scalars; and the dense leaf, unless XLA lays that out in another way.
-        assert 0 <= in_place <= 3 * WIDTH * 4 + 8
+        others = bytes_on_one_device(jax.tree.leaves(old)) - bytes_on_one_device(tables)
+        assert 0 <= in_place <= others
         sent = largest_collective(program.as_text())
         sizes.append((memory.temp_size_in_bytes, sent))
     assert sizes[0] == sizes[1]
@@ -108,7 +111,7 @@ def test_cost(case, lower):
     array = NSE * (WIDTH + 1) * 4
     assert 0 < sent <= 3 * array, sent
     # Gradient, sums, parameter, two moments, update, results: some of each at a time.
-    assert temporary <= 9 * array, temporary
+    assert temporary <= 10 * array, temporary
 
 
 def test_shard_map():

@@ -23,6 +23,7 @@ OPTIMISERS = {
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
     ),
     "adafactor": osa.sparse_adafactor(0.1),
+    "exact": osa.exact_adamw(optax.linear_schedule(0.1, 0.0, STEPS)),
 }
 
 
@@ -40,7 +41,9 @@ def loss(params, ids):
 @jax.jit(donate_argnums=0)
 def step(train, ids):
     def one(tx, params, state):
-        updates, state = tx.update(osa.grad(loss)(params, ids), state, params)
+        read = state if isinstance(state, osa.ExactAdamState) else None
+        grads = osa.grad(loss, read=read)(params, ids)
+        updates, state = tx.update(grads, state, params)
         return osa.apply_updates(params, updates), state
 
     return {name: one(OPTIMISERS[name], *both) for name, both in train.items()}

@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "adafactor": osa.sparse_adafactor(0.01),
     "rowwise_adam": osa.rowwise_adam(0.01),
     "rowwise_adagrad": osa.rowwise_adagrad(0.01),
+    "exact_adam": osa.exact_adamw(0.01, weight_decay=0.1),
 }
 
 
@@ -82,7 +83,9 @@ def step_of(tx, lookup, out_shardings=None):
     """One step of training, the parameters and the state donated."""
 
     def step(params, state, ids):
-        value, grads = osa.value_and_grad(loss_of(lookup))(params, ids)
+        read = state if isinstance(state, osa.ExactAdamState) else None
+        fun = osa.value_and_grad(loss_of(lookup), read=read)
+        value, grads = fun(params, ids)
         updates, state = tx.update(grads, state, params)
         return osa.apply_updates(params, updates), state, value
 
@@ -96,7 +99,9 @@ def specs_of(
     rows, columns = (*spec, None, None)[:2]
     specs = {shape: P(rows, columns), shape[:1]: P(rows), shape[1:]: P(columns)}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(x, specs[x.shape]) for path, x in leaves if f"'{name}'" in str(path)]
+    return [
+        (x, specs.get(x.shape, P())) for path, x in leaves if f"'{name}'" in str(path)
+    ]
 
 
 _COLLECTIVE = re.compile(

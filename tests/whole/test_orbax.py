@@ -63,10 +63,9 @@ def shardings(mesh, rows, columns):
     """Tables and what is shaped like them, or has their rows, split; else whole."""
 
     def one(x):
-        if x.ndim == 2:
-            return NamedSharding(mesh, P(rows, columns))
-        of_rows = x.shape == (worker.ROWS,)
-        return NamedSharding(mesh, P(rows) if of_rows else P())
+        if x.shape[:1] != (worker.ROWS,):
+            return NamedSharding(mesh, P())
+        return NamedSharding(mesh, P(rows, columns) if x.ndim == 2 else P(rows))
 
     return jax.tree.map(one, jax.eval_shape(worker.init))
 

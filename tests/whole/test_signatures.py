@@ -9,13 +9,18 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import torch_compat
 
 SIGNATURES = {
-    osa.value_and_grad: "(fun, argnums=0, has_aux=False, *, sparse=True)",
-    osa.grad: "(fun, argnums=0, has_aux=False, *, sparse=True)",
+    osa.value_and_grad: "(fun, argnums=0, has_aux=False, *, sparse=True, read=None)",
+    osa.grad: "(fun, argnums=0, has_aux=False, *, sparse=True, read=None)",
     osa.coalesce: "(grad)",
     osa.sparse_adam: "(learning_rate, b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None, "
     "maximize=False)",
     osa.scale_by_sparse_adam: "(b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None)",
     osa.lazy: "(inner)",
+    osa.exact_adam: "(learning_rate, b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, "
+    "mu_dtype=None, *, nesterov=False)",
+    osa.exact_adamw: "(learning_rate, b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, "
+    "mu_dtype=None, weight_decay=0.0001, mask=None, *, nesterov=False)",
+    osa.flush: "(params, state)",
     osa.sparse_adafactor: "(learning_rate=0.01, beta2_decay=-0.8, eps=(None, 0.001), "
     "d=1.0, weight_decay=0.0, *, maximize=False)",
     osa.apply_updates: "(params, updates)",

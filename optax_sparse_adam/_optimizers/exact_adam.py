@@ -1,0 +1,464 @@
+"""Dense Adam's own numbers, at the cost of the rows that a gradient holds."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental.sparse import BCOO
+
+from .._jax_extras.sharding import full_along, laid_out
+from .._rows.checks import is_bcoo, is_leaf, leaves_like
+from .._rows.coalesce import accumulator_dtype, touched_rows, with_rows
+from .._rows.map_rows import Tables, map_all_rows, map_rows
+from .._rows.resting_rows import (
+    Constants,
+    ExactAdamState,
+    RowState,
+    Whole,
+    cast_floats,
+    centre_of_way,
+    held_by,
+    move_rows,
+    polynomial,
+    replace_held,
+    stamp,
+    way_of,
+)
+from .exact_schedule import (
+    Betas,
+    Steps,
+    constants_of,
+    fit,
+    hold_values,
+    largest_decay,
+    steps_from,
+    take_step,
+    way_ahead,
+)
+from .hyperparameters import NUMBER, check_hyperparameters, check_leaf
+
+Schedule = Callable[[jax.Array], Any]
+
+
+class _Step(NamedTuple):
+    """The numbers of one step of one parameter."""
+
+    done: jax.Array  # number of the steps before
+    before: Whole
+    after: Whole
+    constants: Constants
+    now: Steps
+
+
+def _update_rows(
+    grad: jax.Array, rows: Tables, step: _Step, betas: Betas, *, rest: bool
+) -> tuple[jax.Array, Tables]:
+    """The formula: pure arithmetic on rows, or on a whole array.
+
+    Args:
+      grad: Their gradients.
+      rows: Moments, last updates, decays until then; if they decay, parameters.
+      step: The numbers of this step.
+      betas: The constants.
+      rest: Whether to store resting points, not values.
+
+    Returns:
+      What to add to the stored parameters, and the new state of the rows.
+    """
+    dtype = grad.dtype
+    mu, nu, last, *decays = rows
+    param = decays.pop() if decays else None
+    state = RowState(mu.astype(dtype), nu.astype(dtype), last, tuple(decays))
+    moved = move_rows(state, step.before, step.constants, step.done)
+    constants, now = cast_floats((step.constants, step.now), dtype)
+    number = now.number[0]
+
+    mu = moved.mu + jnp.asarray(1 - betas.b1, dtype) * (grad - moved.mu)
+    nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * (grad * grad - moved.nu)
+    root = jnp.sqrt(nu)
+    move = now.size[0] * mu
+    if now.grad_size is not None:
+        move = move + now.grad_size[0] * grad
+    change = -move / (root + constants.eps * now.rho[0])
+    if rest:
+        ahead = polynomial(step.after.ways[1], dtype)
+        change = change - way_of(ahead, mu, root, centre_of_way(constants, number))
+    if param is None:
+        change = change + moved.by
+    else:
+        decay = now.log_decay[0]
+        change = change + jnp.exp(decay) * moved.by
+        change = change + jnp.expm1(moved.log_decay + decay) * param.astype(dtype)
+    last, log_decay = stamp(state, step.after, number)
+    return change, (mu, nu, last, *log_decay)
+
+
+@functools.partial(jax.jit, static_argnames="betas")
+def _update_sparse(
+    grad: BCOO, read: Tables, tables: Tables, step: _Step, *, betas: Betas
+) -> tuple[BCOO, Tables]:
+    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
+    if grad.n_sparse > tables[2].ndim:
+        raise ValueError(
+            "exact_adam updates rows, vectors along the last axis; got a gradient "
+            f"with {grad.n_sparse} sparse axes for a table of shape {grad.shape}. Look "
+            "whole rows up, not their elements."
+        )
+    dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
+    rows = touched_rows(grad, dtype)
+
+    def middle(grad: jax.Array, rows: Tables, step: _Step) -> tuple[jax.Array, Tables]:
+        return _update_rows(grad, rows, step, betas, rest=True)
+
+    data, tables = map_rows(middle, rows, tables, step, read=read)
+    return with_rows(grad, rows, data), tables
+
+
+@functools.partial(jax.jit, static_argnames="betas")
+def _update_dense(
+    grad: jax.Array, read: Tables, tables: Tables, step: _Step, *, betas: Betas
+) -> tuple[jax.Array, Tables]:
+    """One leaf with a dense gradient: every row is touched, and holds its value."""
+    dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
+
+    def function(tables: Tables, read: Tables, step: _Step) -> Tables:
+        grad, *state = tables
+        rows = (*state, *read)
+        change, news = _update_rows(grad.astype(dtype), rows, step, betas, rest=False)
+        pairs = zip((change, *news), tables, strict=True)
+        return tuple(new.astype(old.dtype) for new, old in pairs)
+
+    update, *news = map_all_rows(function, (grad, *tables), step, read=read)
+    return update, tuple(news)
+
+
+def _schedule(value: Any, name: str) -> Schedule:
+    """A number or a schedule as a schedule."""
+    if callable(value):
+        return value
+    if not isinstance(value, NUMBER):
+        raise TypeError(
+            f"exact_adam needs a {name} that is known for all steps to come, since "
+            "rows at rest move by it: a Python number, or a schedule of the step "
+            f"number; got {type(value).__name__}. optax.inject_hyperparams gives "
+            "arrays, which may change by hand. To change it by hand, call "
+            "flush(params, state) and make a new exact_adam, which takes the state."
+        )
+    if not value >= 0:
+        raise ValueError(f"Invalid {name}: {value}. A number must be at least 0.")
+    return lambda count: value
+
+
+def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("eps_root", eps_root)):
+        if not isinstance(value, NUMBER):
+            raise TypeError(
+                f"exact_adam needs {name} as a Python number, got "
+                f"{type(value).__name__}: rows that rest are moved by a sum whose "
+                "length follows from it."
+            )
+    check_hyperparameters(b1, b2, eps)
+    if eps_root != 0:
+        raise ValueError(
+            f"exact_adam supports eps_root=0.0 only, got {eps_root}: the moves of a "
+            "row that rests have a closed form without it. Use eps, or optax.adam."
+        )
+    if not b1 * b1 < b2:
+        raise ValueError(
+            f"exact_adam needs b1 < sqrt(b2), got b1={b1} and b2={b2}: otherwise the "
+            "moves of a row without gradients grow from step to step, and their sum "
+            "does not end. Choose a smaller b1 or a larger b2."
+        )
+
+
+def _zeros_for_rows(param: Any, dtype: Any) -> jax.Array:
+    """A zero for each vector along the last axis."""
+    axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
+    return full_along(param, 0, dtype, tuple(axes))
+
+
+def _exact_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
+    mu_dtype: Any,
+    nesterov: bool,
+    weight_decay: Any,
+    mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Both public forms; `weight_decay` is `None` where nothing decays."""
+    rate = _schedule(learning_rate, "learning rate")
+    _check(b1, b2, eps, eps_root)
+    decay = None
+    if weight_decay is not None:
+        decay = _schedule(weight_decay, "weight decay")
+        numbers = isinstance(learning_rate, NUMBER), isinstance(weight_decay, NUMBER)
+        limit = largest_decay(b1, b2)
+        if all(numbers) and not learning_rate * weight_decay <= limit:
+            raise ValueError(
+                "exact_adamw needs learning_rate * weight_decay of at most "
+                f"(1 - b1 / sqrt(b2)) / 2 = {limit:.3g}, got {learning_rate} * "
+                f"{weight_decay}: a row must keep more in a step than its momentum "
+                "does. Choose a smaller weight_decay."
+            )
+    if mu_dtype is not None:
+        mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
+    betas = Betas(float(b1), float(b2), float(eps), bool(nesterov))
+    fit(betas.b1, betas.b2, np.dtype("float32"))  # raises where there is none
+
+    def decaying(params: optax.Params) -> Any:
+        if decay is None or mask is None:
+            return jax.tree.map(lambda _: decay is not None, params)
+        marks = mask(params) if callable(mask) else mask
+        return jax.tree.map(
+            lambda mark, part: jax.tree.map(lambda _: bool(mark), part), marks, params
+        )
+
+    def init_fn(params: optax.Params) -> ExactAdamState:
+        for leaf in jax.tree.leaves(params):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ValueError(
+                    "exact_adam trains floating-point parameters, got "
+                    f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Leave it out "
+                    "with optax.masked or optax.partition."
+                )
+        dtype = jnp.result_type(float)
+        degree = fit(betas.b1, betas.b2, dtype).degree
+
+        def for_each(make: Callable[[Any], jax.Array]) -> Any:
+            return jax.tree.map(make, params)
+
+        def log_decay(param: Any) -> jax.Array:
+            return _zeros_for_rows(param, accumulator_dtype(jnp.result_type(param)))
+
+        return ExactAdamState(
+            count=jnp.zeros([], jnp.int32),
+            mu=for_each(functools.partial(full_along, dtype=mu_dtype)),
+            nu=for_each(full_along),
+            last=for_each(lambda param: _zeros_for_rows(param, jnp.int32)),
+            log_decay=(for_each(log_decay), for_each(log_decay)) if decay else (),
+            since=for_each(lambda _: jnp.zeros([], jnp.int32)),
+            ways=for_each(lambda _: jnp.zeros([2, degree], dtype)),
+            decay=for_each(lambda _: jnp.zeros(2, dtype)) if decay else (),
+            constants=constants_of(betas, dtype),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ExactAdamState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ExactAdamState]:
+        del extra_args
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        olds: list[Any] = [None] * len(grads)
+        marks = [decay is not None] * len(grads)
+        if params is not None:
+            olds = leaves_like(treedef, params, "Parameters", "gradients")
+            marks = treedef.flatten_up_to(decaying(params))
+        elif decay is not None:
+            raise ValueError(
+                "exact_adamw needs the parameters, which decay. Call "
+                "update(updates, state, params)."
+            )
+        nus = leaves_like(treedef, state.nu, "The moments", "gradients")
+        parts = held_by(state, nus, treedef)
+        steps = steps_from(state.count, rate, decay, betas, state.constants.eps.dtype)
+        kinds = {True: steps, False: steps.without_decay()}
+        aheads = {mark: way_ahead(kinds[mark], betas) for mark in set(marks)}
+        count = optax.safe_increment(state.count)
+        for i, (rows, before) in parts.items():
+            steps, grad = kinds[marks[i]], grads[i]
+            after = take_step(before, state.constants, steps, aheads[marks[i]])
+            if grad is not None:
+                check_leaf(grad, rows.nu)
+                now = jax.tree.map(lambda x: x[:1], steps)
+                step = _Step(state.count, before, after, state.constants, now)
+                tables = (rows.mu, rows.nu, rows.last, *rows.log_decay)
+                read = (olds[i],) if decay is not None else ()
+                one: Any = _update_sparse if is_bcoo(grad) else _update_dense
+                grads[i], tables = one(grad, read, tables, step, betas=betas)
+                mu, nu, last, *log_decay = tables
+                rows = RowState(mu, nu, last, tuple(log_decay))
+                if not is_bcoo(grad):
+                    after = hold_values(after, count)
+            parts[i] = rows, after
+        state = replace_held(state, treedef, parts)
+        return treedef.unflatten(grads), state._replace(count=count)
+
+    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+
+
+def exact_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The numbers of `optax.adam` on the dense gradient, at the cost of the batch.
+
+    Dense Adam moves every row in every step: a row that the batch does not hold goes on
+    with its momentum. `sparse_adam` and `lazy(optax.adam)` let it rest. `exact_adam`
+    moves it like dense Adam, but computes where it is only when it is read. In a step
+    `t` without a gradient for a row with the moments `m` and `v`,
+
+    .. math::
+
+      m \leftarrow b_1 m, \quad v \leftarrow b_2 v, \quad
+      p \leftarrow p - \alpha_t \frac{\sqrt{1 - b_2^t}}{1 - b_1^t}
+        \frac{m}{\sqrt{v} + \epsilon \sqrt{1 - b_2^t}}
+
+    The moves of the steps to come have a sum, the *way* that the row has still to go,
+    which depends on the step, on `m` and on `v`, but not on when the row was last
+    updated. The parameters hold, for a row with a row-sparse gradient, its *resting
+    point*: where its momentum is going to carry it. Its value, at any later step, is
+    the resting point without the way that it then has still to go, which is nothing
+    after some hundred steps. A few numbers, computed once in each step from the
+    schedule, give the way of any row.
+
+    Three things belong together::
+
+      loss, grads = osa.value_and_grad(loss_fn, read=state)(params, batch)
+      updates, state = tx.update(grads, state, params)
+      params = osa.apply_updates(params, updates)
+
+    `read=state` (see `value_and_grad`) lets the loss look rows up as dense Adam would
+    have them now; without it, the loss sees resting points, and this is another
+    optimiser. `flush(params, state)` puts the values in their place: before an
+    evaluation, an export, or a change of the learning rate by hand. Checkpoints of
+    `(params, state)` for this optimiser need no flush.
+
+    A gradient leaf may be a row-sparse BCOO; a dense array, for which every row is
+    brought up to date, and the parameter then holds values; or `None`, which is a
+    gradient of zeros at no cost: to freeze a parameter use `optax.partition` or
+    `optax.masked`. For large parameters with dense gradients put `optax.adam` beside
+    this one with `optax.partition`: the numbers are the same, and nothing needs to be
+    brought up to date. To clip by the norm of all gradients, put
+    `lazy(optax.clip_by_global_norm(...))` before it in a chain.
+
+    Beside the moments, the state takes 4 bytes for each row, and 12 in `exact_adamw`. A
+    step costs about what a step of `sparse_adam` costs and, for `read`, the lookups of
+    the moments. Arithmetic is in float32 at least, and closer to Adam in exact
+    arithmetic than dense Adam in float32: a row at rest is not rounded in each step.
+
+    Where `sparse_adam` is the better choice: where rows should rest (in dense Adam rare
+    rows go on moving for some ten steps after each gradient); where steps are many and
+    cheap, and lazy Adam's larger moves are welcome. When moving from dense to lazy
+    Adam, mind the learning rate: a row that every `1/f`-th batch holds is moved by
+    dense Adam by about `lr / sqrt(f)` for each gradient, by lazy Adam by `lr`.
+
+    Args:
+      learning_rate: A Python number of at least 0, or a schedule, called with the
+        numbers of steps before this one and before those to come, as traced scalars. It
+        must be a function of that number alone.
+      b1: Decay of the moving average of the gradient, in `[0, 1)`; below `sqrt(b2)`.
+      b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
+      eps: Added to the root of the corrected second moment, as in `optax.adam`.
+      eps_root: 0; anything else is refused.
+      mu_dtype: Type of `mu`; the parameter's own by default.
+      nesterov: As in `optax.adam`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with state `ExactAdamState`. Its
+      `update` raises `TypeError` and `ValueError` for gradients as that of
+      `sparse_adam` does, and `ValueError` for a gradient of single elements.
+
+    Raises:
+      TypeError: If a hyper-parameter is an array, such as those of
+        `optax.inject_hyperparams`.
+      ValueError: If one is out of its range.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> params, tx = {"table": jnp.ones((1000, 4))}, osa.exact_adam(0.1)
+      >>> state = tx.init(params)
+      >>> for ids in ([3, 3, 7], [5, 7, 9]):
+      ...     loss = lambda p: jnp.sum(p["table"][jnp.array(ids)] ** 2)
+      ...     grads = osa.grad(loss, read=state)(params)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     params = osa.apply_updates(params, updates)
+      >>> params, state = osa.flush(params, state)
+      >>> [round(float(params["table"][i, 0]), 4) for i in (0, 3, 7)]
+      [1.0, 0.833, 0.8004]
+
+    References:
+      Kingma and Ba, `Adam: A Method for Stochastic Optimization
+      <https://arxiv.org/abs/1412.6980>`_, 2014.
+    """
+    return _exact_adam(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, None, None
+    )
+
+
+def exact_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The numbers of `optax.adamw` on the dense gradient, at the cost of the batch.
+
+    `exact_adam` with decoupled weight decay; see there. Every row decays in every step,
+    whether the batch holds it or not:
+
+    .. math:: p \leftarrow (1 - \alpha_t \lambda_t) p - \dots
+
+    `lr * weight_decay` must be at most `(1 - b1 / sqrt(b2)) / 2`, that is 0.05 with the
+    default betas. A product of numbers above it raises; where schedules exceed it, now
+    or within the steps that a row's way takes, the rows become NaN.
+
+    Args:
+      learning_rate: As in `exact_adam`.
+      b1: As in `exact_adam`.
+      b2: As in `exact_adam`.
+      eps: As in `exact_adam`.
+      eps_root: As in `exact_adam`.
+      mu_dtype: As in `exact_adam`.
+      weight_decay: A Python number of at least 0, or a schedule.
+      mask: Which parameters decay: a tree of booleans, or a prefix of it, or a function
+        of the parameters that returns one.
+      nesterov: As in `optax.adamw`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with state `ExactAdamState`, whose
+      `update` needs the parameters.
+
+    Raises:
+      TypeError: If a hyper-parameter is an array.
+      ValueError: If one is out of its range.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table, tx = jnp.ones((1000, 4)), osa.exact_adamw(0.1, weight_decay=0.1)
+      >>> grad = osa.grad(lambda t: jnp.sum(t[jnp.array([3, 7])] ** 2))(table)
+      >>> update, state = tx.update(grad, tx.init(table), table)
+      >>> table, state = osa.flush(osa.apply_updates(table, update), state)
+      >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
+      [0.99, 0.89, 0.89]
+
+    References:
+      Loshchilov and Hutter, `Decoupled Weight Decay Regularization
+      <https://arxiv.org/abs/1711.05101>`_, 2017.
+    """
+    return _exact_adam(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, weight_decay, mask
+    )

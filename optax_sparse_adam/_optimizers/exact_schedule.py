@@ -1,0 +1,231 @@
+"""The way ahead of rows that rest, from the schedule of the steps to come.
+
+See `_rows/resting_rows.py` for what it is and why a few numbers hold it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._rows.resting_rows import (
+    Constants,
+    Whole,
+    centre_of_way,
+    chebyshev_coefficients,
+    nodes,
+    sum_at_nodes,
+)
+from .hyperparameters import one_minus_power
+
+# What may be missing of a way, relative to it, by the bytes of the type.
+_TOLERANCE = {4: 5e-8, 8: 1e-13}
+_MOST_NODES = 64
+
+
+class Betas(NamedTuple):
+    """The constants, all Python's own."""
+
+    b1: float
+    b2: float
+    eps: float
+    nesterov: bool
+
+
+class Steps(NamedTuple):
+    """The next step and those after it, up to the horizon.
+
+    Attributes:
+      number: The step's number, from 1.
+      size: `a_t`: learning rate and bias corrections.
+      grad_size: With `nesterov`, the same for the gradient of the step itself.
+      rho: Root of the second moment's correction.
+      log_decay: Logarithm of `1 - lr_t * weight_decay`; `None` without weight decay.
+    """
+
+    number: jax.Array
+    size: jax.Array
+    grad_size: jax.Array | None
+    rho: jax.Array
+    log_decay: jax.Array | None
+
+    def without_decay(self) -> "Steps":
+        """The same steps of a parameter that does not decay."""
+        if self.log_decay is None:
+            return self
+        return self._replace(log_decay=jnp.zeros_like(self.log_decay))
+
+
+class Fit(NamedTuple):
+    """How a way is approximated.
+
+    Attributes:
+      lead: How many steps ahead its centre is taken.
+      degree: Number of nodes.
+    """
+
+    lead: int
+    degree: int
+
+
+def horizon(b1: float, b2: float, dtype: Any) -> int:
+    """After how many steps nothing is left of a way.
+
+    The terms fall as `r = b1 / sqrt(b2)` to the power of the step, those of parameters
+    that decay by `lr * weight_decay` as `r / (1 - lr * weight_decay)`. Twice the steps
+    that the first needs are enough up to `largest_decay`.
+    """
+    tolerance = _TOLERANCE[np.dtype(dtype).itemsize]
+    log_r = math.log(b1) - math.log(b2) / 2 if b1 else -math.inf
+    return max(2, math.ceil(2 * math.log(tolerance) / log_r))
+
+
+def largest_decay(b1: float, b2: float) -> float:
+    """The largest `lr * weight_decay` for which the horizon is far enough."""
+    return (1 - b1 / math.sqrt(b2)) / 2
+
+
+@functools.cache
+def fit(b1: float, b2: float, dtype: Any) -> Fit:
+    """The centre that needs the fewest nodes, after the first step of a warm-up.
+
+    There the poles are farthest apart; all steps after it need fewer.
+    """
+    mean = 1 / (1 - b1 / math.sqrt(b2))  # of the steps ahead, by the size of the move
+    leads = {max(1, round(mean * factor)) for factor in (0.5, 1, 1.5, 2, 3, 4, 6)}
+    fits = [
+        Fit(lead, degree)
+        for lead in sorted(leads)
+        for most in (_MOST_NODES, _MOST_NODES - 1)
+        if (degree := _degree(b1, b2, lead, most, dtype)) < most
+    ]
+    if not fits:
+        raise ValueError(
+            f"exact_adam cannot sum up the moves of a row without gradients to full "
+            f"precision with b1={b1} and b2={b2}. Choose a smaller b1 or a larger b2."
+        )
+    return min(fits, key=lambda found: found.degree)
+
+
+def _degree(b1: float, b2: float, lead: int, most: int, dtype: Any) -> int:
+    """How many nodes are needed, odd if `most` is odd, or `most`."""
+    number = horizon(b1, b2, dtype)
+    t = np.arange(2, 2 + number)
+    rho = np.sqrt(1 - b2**t)
+    values = sum_at_nodes(
+        t * rho / (1 - b1**t),
+        rho / np.sqrt(1 - b2 ** (1 + lead)),
+        _powers(b1, b2, number),
+        nodes(most),
+    )
+    sizes = np.abs(chebyshev_coefficients(most) @ values)
+    rest = np.cumsum(sizes[::-1])[::-1]
+    enough = rest <= _TOLERANCE[np.dtype(dtype).itemsize] * sizes[0]
+    if not enough.any():
+        return most
+    degree = max(2, int(np.argmax(enough)))
+    return degree + (most - degree) % 2
+
+
+def _powers(b1: float, b2: float, number: int) -> tuple[np.ndarray, np.ndarray]:
+    j = np.arange(1, 1 + number)
+    with np.errstate(under="ignore"):
+        return b1**j, b2 ** (j / 2)
+
+
+def steps_from(
+    count: jax.Array,
+    learning_rate: Callable[[jax.Array], Any],
+    weight_decay: Callable[[jax.Array], Any] | None,
+    betas: Betas,
+    dtype: Any,
+) -> Steps:
+    """The steps after step `count`; schedules are called with the steps before."""
+    b1, b2 = betas[:2]
+    counts = count + jnp.arange(1 + horizon(b1, b2, dtype), dtype=count.dtype)
+    number = counts + 1
+
+    def values(schedule: Callable[[jax.Array], Any]) -> jax.Array:
+        def one(count: jax.Array) -> jax.Array:
+            return jnp.asarray(schedule(count), dtype).reshape(())
+
+        return jax.vmap(one)(counts)
+
+    rate = values(learning_rate)
+    rho = jnp.sqrt(one_minus_power(b2, number, dtype))
+    size, grad_size = rate * rho / one_minus_power(b1, number, dtype), None
+    if betas.nesterov:  # optax corrects the moment as that of the step after
+        grad_size = jnp.asarray(1 - b1, dtype) * size
+        size = rate * rho / one_minus_power(b1, number + 1, dtype)
+        size = jnp.asarray(b1, dtype) * size
+    log_decay = None
+    if weight_decay is not None:
+        decay = rate * values(weight_decay)
+        # Beyond, moves would be wrong without a sign of it.
+        decay = jnp.where(decay <= largest_decay(b1, b2), decay, jnp.nan)
+        log_decay = jnp.log1p(-decay)
+    return Steps(number, size, grad_size, rho, log_decay)
+
+
+def constants_of(betas: Betas, dtype: Any) -> Constants:
+    b1 = max(betas.b1, 1e-30)  # whose powers are 1, 0, 0, ... in float32
+    return Constants(
+        log_b1=jnp.full([], math.log(b1), dtype),
+        log_q=jnp.full([], math.log(betas.b2) / 2, dtype),
+        eps=jnp.full([], betas.eps, dtype),
+        lead=jnp.full([], fit(betas.b1, betas.b2, dtype).lead, jnp.int32),
+    )
+
+
+def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
+    """The way after the first of these steps, at the nodes."""
+    dtype = steps.size.dtype
+    lead, degree = fit(betas.b1, betas.b2, dtype)
+    ahead: Steps = jax.tree.map(lambda x: x[1:], steps)
+    size = ahead.size
+    if ahead.log_decay is not None:
+        size = size * jnp.exp(-jnp.cumsum(ahead.log_decay))
+    power1, power2 = _powers(betas.b1, betas.b2, len(size))
+    way: jax.Array = sum_at_nodes(
+        size,
+        ahead.rho / ahead.rho[lead - 1],
+        (jnp.asarray(power1, dtype), jnp.asarray(power2, dtype)),
+        jnp.asarray(nodes(degree), dtype),
+    )
+    return way
+
+
+def take_step(
+    whole: Whole, constants: Constants, steps: Steps, ahead: jax.Array
+) -> Whole:
+    """A parameter after the first of these steps, its rows at rest."""
+    dtype = steps.size.dtype
+    behind, _ = whole.ways
+    number, size, rho = (x[:1] for x in (steps.number, steps.size, steps.rho))
+    passed = (number - whole.since).astype(dtype)
+    decay = whole.decay
+    if decay is not None:
+        assert steps.log_decay is not None
+        behind = behind * jnp.exp(steps.log_decay[0])
+        # The sum in two numbers: the second is what the first rounds off (Dekker's
+        # Fast2Sum).
+        addend = steps.log_decay[0] + decay[1]
+        total = decay[0] + addend
+        decay = jnp.stack([total, addend - (total - decay[0])])
+    move = sum_at_nodes(
+        size,
+        constants.eps * rho / centre_of_way(constants, whole.since),
+        (jnp.exp(passed * constants.log_b1), jnp.exp(passed * constants.log_q)),
+        jnp.asarray(nodes(len(behind)), dtype),
+    )
+    return Whole(whole.since, jnp.stack([behind + move, ahead]), decay)
+
+
+def hold_values(whole: Whole, count: jax.Array) -> Whole:
+    """A parameter all of whose rows hold their value after step `count`."""
+    # A copy, since an array must not be donated twice.
+    return whole._replace(since=jnp.copy(count), ways=whole.ways.at[0].set(0))

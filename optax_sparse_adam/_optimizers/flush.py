@@ -1,0 +1,107 @@
+"""Brings all rows of a table up to date."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._rows.map_rows import Tables, map_all_rows
+from .._rows.resting_rows import (
+    Constants,
+    RowState,
+    Whole,
+    compute_type,
+    exact_states,
+    held_by,
+    is_exact,
+    move_rows,
+    replace_held,
+    rows_now,
+    stamp,
+)
+from .exact_schedule import hold_values
+
+Params = TypeVar("Params")
+State = TypeVar("State")
+
+
+def _flush_rows(
+    tables: Tables, _: Tables, whole: Whole, constants: Constants, count: jax.Array
+) -> Tables:
+    param, mu, nu, last, *decays = tables
+    rows = RowState(mu, nu, last, tuple(decays))
+    dtype = compute_type(param, rows)
+    rows = rows._replace(mu=mu.astype(dtype), nu=nu.astype(dtype))
+    moved = move_rows(rows, whole, constants, count)
+    last, log_decay = stamp(rows, whole, count)
+    moments = moved.mu.astype(mu.dtype), moved.nu.astype(nu.dtype)
+    return rows_now(param, moved), *moments, last, *log_decay
+
+
+@jax.jit
+def _flush(
+    param: jax.Array,
+    rows: RowState,
+    whole: Whole,
+    constants: Constants,
+    count: jax.Array,
+) -> tuple[jax.Array, RowState, Whole]:
+    tables = (param, rows.mu, rows.nu, rows.last, *rows.log_decay)
+    tables = map_all_rows(_flush_rows, tables, whole, constants, count)
+    param, mu, nu, last, *decays = tables
+    rows = RowState(mu, nu, last, tuple(decays))
+    return param, rows, hold_values(whole, count)
+
+
+def flush(params: Params, state: State) -> tuple[Params, State]:
+    """Puts the values of all rows in the place of what `exact_adam` keeps of them.
+
+    Between flushes, the parameters hold the resting point of each row whose last
+    gradient was row-sparse: where it is going to be once its momentum has died out,
+    before the weight decay since that gradient. Call `flush` before the parameters are
+    read by anything but `value_and_grad(..., read=state)`: an evaluation, an export, a
+    checkpoint for another program; and before the optimiser is replaced by one with
+    another learning rate. Training goes on with what it returns, with the same numbers.
+    Checkpoints of both parameters and state need no flush.
+
+    It reads and writes all rows, once. Under `jit` with both arguments donated this is
+    in place, on a CPU in blocks of rows.
+
+    Args:
+      params: The parameters.
+      state: The state of `exact_adam` or `exact_adamw`, or of an optimiser that holds
+        it: a chain, `optax.partition`, `optax.masked`.
+
+    Returns:
+      The parameters as dense Adam would have them, and a state that says so. Nothing
+      else in the state is changed.
+
+    Raises:
+      ValueError: If the state holds no state of `exact_adam`, or that of other
+        parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table, tx = jnp.ones((1000, 4)), osa.exact_adam(0.1)
+      >>> grad = osa.grad(lambda t: jnp.sum(t[jnp.array([3, 7])] ** 2))(table)
+      >>> update, state = tx.update(grad, tx.init(table))
+      >>> table = osa.apply_updates(table, update)
+      >>> round(float(table[3, 0]), 2)  # where its momentum will carry the row
+      0.4
+      >>> table, state = osa.flush(table, state)
+      >>> round(float(table[3, 0]), 2)
+      0.9
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    nodes, structure = exact_states(state, "flush")
+    for n, node in enumerate(nodes):
+        if not is_exact(node):
+            continue
+        parts = held_by(node, leaves, treedef)
+        for i, (rows, whole) in parts.items():
+            args = rows, whole, node.constants, node.count
+            leaves[i], *parts[i] = _flush(jnp.asarray(leaves[i]), *args)
+        nodes[n] = replace_held(node, treedef, parts)
+    return treedef.unflatten(leaves), structure.unflatten(nodes)

@@ -1,0 +1,190 @@
+"""Losses that read rows up to date: the numbers of the flushed parameters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam._rows.resting_rows import RowState
+
+from ..helpers.function_cases import FUNCTIONS
+from ..helpers.gradients import ROUNDED, check
+from ..helpers.lookup_cases import DENSE, LOOKUPS
+from ..helpers.support import assert_close
+from ..helpers.transform_cases import UNDER
+
+CASES = {
+    **LOOKUPS,
+    **UNDER,
+    **FUNCTIONS,
+    **{f"dense: {name}": case for name, case in DENSE.items()},
+}
+# All of them pass; these read rows in different ways.
+NAMES = [
+    "matrix of ids",
+    "take fill",
+    "rank 1",
+    "rank 3, i column",
+    "rank 3, i : j",
+    "i j out of range, fill",
+    "i k:l",
+    "dynamic_slice of columns",
+    "two tables, one dense",
+    "bfloat16 table",
+    *[*UNDER][::6],
+    *[*FUNCTIONS][::8],
+    "dense: tied output weights",
+    "dense: decay in a scan",
+]
+
+
+@pytest.fixture(autouse=True)
+def as_optax_expects():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@functools.cache
+def state_of_number():
+    """After ten steps, of another parameter."""
+    tx = osa.exact_adamw(optax.linear_schedule(0.1, 0.0, 30), weight_decay=0.1)
+    state, param = tx.init(jnp.ones([])), jnp.ones([])
+    for _ in range(10):
+        _, state = jax.jit(tx.update)(param, state, param)
+    return state
+
+
+def state_for(params):
+    """Rows whose last gradient came at any of ten steps; some hold their value."""
+    other, rng = state_of_number(), np.random.default_rng(3)
+
+    def rows(param):
+        shape = param.shape[: max(1, param.ndim - 1)] if param.ndim else ()
+        mu = jnp.asarray(rng.normal(size=param.shape), param.dtype)
+        nu = jnp.asarray(rng.uniform(0.5, 1, param.shape), param.dtype)
+        last = rng.integers(0, 11, shape).astype(np.int32)
+        decay = jnp.asarray(-0.01 * last, np.float32)
+        return RowState(mu, nu, jnp.asarray(last), (decay, jnp.zeros_like(decay)))
+
+    def tree(function):
+        return jax.tree.map(function, params)
+
+    parts = [*map(rows, jax.tree.leaves(params))]
+    unflatten = jax.tree.structure(params).unflatten
+    mu, nu, last, log_decay = zip(*parts, strict=True)
+    return other._replace(
+        mu=unflatten(mu),
+        nu=unflatten(nu),
+        last=unflatten(last),
+        log_decay=tuple(map(unflatten, zip(*log_decay, strict=True))),
+        since=tree(lambda _: jnp.int32(2)),
+        ways=tree(lambda _: other.ways.at[0].set(0.8 * other.ways[1])),
+        decay=tree(lambda _: other.decay),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_use(name):
+    """Each kind of lookup, and each use that is none, sees the flushed table."""
+    case = CASES[name]
+    params, ids = case.inputs()
+    state = state_for(params)
+
+    @jax.jit
+    def both(params, ids, state):
+        # The flushed table is another array, as it is to any program.
+        flushed = jax.lax.optimization_barrier(osa.flush(params, state)[0])
+        ours = osa.value_and_grad(case.loss, read=state)(params, ids)
+        return ours, jax.value_and_grad(case.loss)(flushed, ids)
+
+    result, expected = both(params, ids, state)
+    # The formula is compiled into other kernels; products lie in other orders.
+
+    check(case._replace(ulps=4 * ROUNDED + case.ulps), result, expected, name)
+
+
+@pytest.mark.parametrize("stop", [jax.lax.stop_gradient, lambda x: x])
+def test_whole_table_in_a_loop_and_after_it(stop):
+    """What a loop computes of a table is no value of the program around it."""
+
+    def loss(table, ids):
+        def step(total, i):
+            return total + jnp.sum(table[i] * jnp.sum(stop(table), 0)), None
+
+        return jax.lax.scan(step, 0.0, ids)[0] + jnp.sum(stop(table) ** 2)
+
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), "float32")
+    state, ids = state_for(table), jnp.arange(3)
+    value, grad = osa.value_and_grad(loss, read=state)(table, ids)
+    expected = jax.value_and_grad(loss)(osa.flush(table, state)[0], ids)
+    assert_close(value, expected[0], 1e-5)
+    grad = grad.todense() if hasattr(grad, "indices") else grad
+    assert_close(grad, expected[1], 1e-5, magnitude=10.0)
+
+
+def test_nothing_is_read():
+    """Without a gradient's rows: `sparse=False`, `grad`, and auxiliary outputs."""
+    table = jnp.ones((6, 3))
+    state, ids = state_for(table), jnp.arange(3)
+    flushed = osa.flush(table, state)[0]
+
+    def loss(table, ids):
+        return jnp.sum(table[ids] ** 2), table[ids]
+
+    read = osa.grad(loss, has_aux=True, sparse=False, read=state)
+    grad, rows = read(table, ids)
+    assert_close(rows, flushed[ids], 1e-6)
+    assert_close(grad, jax.grad(loss, has_aux=True)(flushed, ids)[0], 1e-6)
+
+
+def test_parts_of_a_tree():
+    """States anywhere in a tree, of some parameters; several arguments."""
+    labels = {"a": "exact", "b": "other", "c": "decayed"}
+    parts = {
+        "exact": osa.exact_adam(0.1),
+        "other": osa.sparse_adam(0.1),
+        "decayed": osa.exact_adamw(0.2, weight_decay=0.1),
+    }
+    tx = optax.chain(optax.identity(), optax.partition(parts, labels))
+    params = {name: jnp.ones((5, 2)) for name in labels}
+    ids = jnp.array([1, 3])
+
+    def loss(params, scale):
+        rows = {name: table[ids] for name, table in params.items()}
+        return scale * sum(jnp.sum(x**2) for x in rows.values()), rows
+
+    def step(params, state):
+        fun = osa.value_and_grad(loss, has_aux=True, read=state)
+        (_, rows), grads = fun(params, 1.0)
+        updates, state = tx.update(grads, state, params)
+        return osa.apply_updates(params, updates), state, rows
+
+    state = tx.init(params)
+    for _ in range(3):
+        flushed, _ = osa.flush(params, state)
+        params, state, rows = jax.jit(step)(params, state)
+        for name in labels:
+            assert_close(rows[name], flushed[name][ids], 1e-6, what=name)
+    assert not np.array_equal(params["a"], osa.flush(params, state)[0]["a"])
+
+
+def test_errors():
+    table, ids = jnp.ones((5, 2)), jnp.array([1, 3])
+
+    def loss(table):
+        return jnp.sum(table[ids])
+
+    state = osa.exact_adam(0.1).init({"a": table, "b": table})
+    with pytest.raises(ValueError, match="must belong to the parameters"):
+        osa.value_and_grad(loss, read=state)(table)
+    with pytest.raises(ValueError, match="`read` needs the state of an optimiser that"):
+        osa.value_and_grad(loss, read=optax.adam(0.1).init(table))(table)
+    state = osa.exact_adam(0.1).init(table)
+    with pytest.raises(ValueError, match="made of row lookups only"):
+        osa.grad(lambda t: loss(t) + jnp.sum(t), sparse=lambda *_: True, read=state)(
+            table
+        )

@@ -1,0 +1,525 @@
+"""exact_adam and exact_adamw give the numbers of optax's Adam on dense gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import assert_close, assert_identical, bcoo
+
+ROWS, WIDTH, BATCH, STEPS = 1000, 4, 16, 1000
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.01, 100, STEPS)
+
+
+@pytest.fixture(autouse=True)
+def as_optax_expects():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@functools.cache
+def problem():
+    """A table, targets, and batches of Zipf ids; one row rests for 900 steps."""
+    rng = np.random.default_rng(0)
+    weights = 1 / (1 + np.arange(ROWS))
+    ids = rng.choice(ROWS - 1, (STEPS, BATCH), p=weights[:-1] / weights[:-1].sum())
+    ids[[50, 950], 0] = ROWS - 1
+    table, targets = rng.normal(size=(2, ROWS, WIDTH)) * [[[0.1]], [[0.5]]]
+    return table, targets, ids.astype(np.int32), rng.normal(size=(*ids.shape, WIDTH))
+
+
+def loss(table, targets, ids, noise, size):
+    """Its gradient, about as large as `size`, depends on what is read."""
+    rows = table[ids]
+    values = jnp.sin(rows - targets[ids]) ** 2 + noise * rows
+    return size * jnp.sum(values), rows
+
+
+def train(tx, value_and_grad, apply_updates, table, targets, ids, noise, size):
+    """The table in the end, and the rows that each step has read."""
+
+    def step(carry, batch):
+        table, state = carry
+        fun = functools.partial(value_and_grad, read=state) if is_exact else dense
+        (_, rows), grad = fun(loss, has_aux=True)(table, targets, *batch, size)
+        updates, state = tx.update(grad, state, table)
+        return (apply_updates(table, updates), state), rows
+
+    is_exact, dense = value_and_grad is osa.value_and_grad, value_and_grad
+    carry, rows = jax.lax.scan(step, (table, tx.init(table)), (ids, noise))
+    return osa.flush(*carry)[0] if is_exact else carry[0], rows
+
+
+OURS = osa.value_and_grad, osa.apply_updates
+OPTAX = jax.value_and_grad, optax.apply_updates
+OPTIMIZERS = {
+    "adam": (osa.exact_adam(SCHEDULE), optax.adam(SCHEDULE)),
+    "adamw": (
+        osa.exact_adamw(SCHEDULE, weight_decay=0.1),
+        optax.adamw(SCHEDULE, weight_decay=0.1),
+    ),
+    # Poles near z = 1, and the z of roots.
+    "b2 = 0.95": (osa.exact_adam(SCHEDULE, b2=0.95), optax.adam(SCHEDULE, b2=0.95)),
+    "nadamw": (
+        osa.exact_adamw(0.003, 0.8, 0.95, 1e-4, weight_decay=0.1, nesterov=True),
+        optax.adamw(0.003, 0.8, 0.95, 1e-4, weight_decay=0.1, nesterov=True),
+    ),
+}
+
+
+@functools.cache
+def results(name, which, dtype, size):
+    with jax.enable_x64(dtype == "float64"):
+        run = compiled(name, which, dtype)
+        table, targets, ids, noise = problem()
+        arrays = (jnp.asarray(x, dtype) for x in (table, targets, noise))
+        table, targets, noise = arrays
+        out = run(table, targets, jnp.asarray(ids), noise, jnp.asarray(size, dtype))
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), out)
+
+
+@functools.cache
+def compiled(name, which, dtype):
+    ours, optaxs = OPTIMIZERS[name]
+    tx, functions = (ours, OURS) if which == "exact" else (optaxs, OPTAX)
+    return jax.jit(functools.partial(train, tx, *functions))
+
+
+def test_float32_among_64_bit_types():
+    """A state with numbers for float64 serves tables of float32 as well."""
+    table, ids = jnp.ones((4, 3), "float32"), np.array([[1], [2]], np.int32)
+    results = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            tx = osa.exact_adam(0.1, 0.9, 0.95)
+            grad = bcoo(np.full((2, 3), 0.5, np.float32), ids, table.shape)
+            update, state = tx.update(grad, tx.init(table))
+            for _ in range(3):
+                _, state = tx.update(None, state)
+            results.append(osa.flush(osa.apply_updates(table, update), state)[0])
+    assert_close(*results, 3e-7)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-7])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_against_dense(name, size):
+    """After 1,000 steps, and at each read in between.
+
+    In float64 to 1e-10. In float32, the dense run's own rounding is measured against
+    the dense run in float64, and allowed.
+    """
+    expected = results(name, "dense", "float64", size)
+    for actual, wanted in zip(
+        results(name, "exact", "float64", size), expected, strict=True
+    ):
+        assert_close(actual, wanted, 1e-10, magnitude=1.0)
+    dense, exact = (
+        [
+            a - b
+            for a, b in zip(results(name, kind, "float32", size), expected, strict=True)
+        ]
+        for kind in ("dense", "exact")
+    )
+    for a, b, what in zip(exact, dense, ("table", "reads"), strict=True):
+        for measure in (lambda x: np.abs(x).max(), np.std):
+            assert measure(a) <= 2 * measure(b), (what, measure(a), measure(b))
+
+
+SHAPES = {"table": (12, 3), "deep": (5, 4, 2), "vector": (9,), "dense": (3, 2)}
+DEPTHS = {"table": 1, "deep": 2, "vector": 1}
+
+
+@pytest.fixture
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def start():
+    rng = np.random.default_rng(1)
+    return {name: jnp.asarray(rng.normal(size=s)) for name, s in SHAPES.items()}
+
+
+def gradients(steps, kinds):
+    """Trees of gradients for each step, of the kinds that `kinds(step, name)` says."""
+    rng = np.random.default_rng(2)
+    for step in range(steps):
+        grads = {}
+        for name, shape in SHAPES.items():
+            kind = kinds(step, name)
+            depth = DEPTHS.get(name, 1)
+            indices = np.stack([rng.integers(0, n + 1, 4) for n in shape[:depth]], 1)
+            values = rng.normal(size=(4, *shape[depth:]))
+            rows = bcoo(values, indices.astype(np.int32), shape)
+            whole = jnp.asarray(rng.normal(size=shape))
+            grads[name] = {"rows": rows, "whole": whole, "none": None}[kind]
+        yield grads
+
+
+def densify(grads):
+    """What dense Adam gets: zeros where nothing is stored."""
+
+    def one(name, grad):
+        if grad is None:
+            return jnp.zeros(SHAPES[name])
+        if not hasattr(grad, "indices"):
+            return grad
+        index = tuple(grad.indices.T)
+        return jnp.zeros(grad.shape).at[index].add(grad.data, mode="drop")
+
+    return {name: one(name, grad) for name, grad in grads.items()}
+
+
+def mostly_rows(step, name):
+    return "whole" if name == "dense" else "rows"
+
+
+def mixed(step, name):
+    kinds = ["rows", "rows", "none", "whole", "none", "rows", "none", "whole", "whole"]
+    kind = kinds[(step + len(name)) % len(kinds)]
+    return "whole" if name == "dense" and kind == "rows" else kind
+
+
+def compare(tx, reference, kinds=mostly_rows, steps=40, visit=None):
+    """The flushed parameters and moments after each step equal those of dense Adam."""
+    params, state = start(), tx.init(start())
+    wanted, wanted_state = start(), reference.init(start())
+    update, wanted_update = jax.jit(tx.update), jax.jit(reference.update)
+    flush = jax.jit(osa.flush)
+    for step, grads in enumerate(gradients(steps, kinds)):
+        updates, state = update(grads, state, params)
+        params = osa.apply_updates(params, updates)
+        full, wanted_state = wanted_update(densify(grads), wanted_state, wanted)
+        wanted = optax.apply_updates(wanted, full)
+        flushed = flush(params, state)
+        assert_trees_close(flushed[0], wanted, f"step {step}")
+        if visit is not None:
+            params, state = visit(step, params, state)
+    return flushed, wanted_state
+
+
+def assert_trees_close(actual, expected, what=""):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        assert_close(a, b, 1e-12, magnitude=1.0, what=what)
+
+
+ADAMW = {"weight_decay": 0.1, "mask": lambda params: {n: n != "deep" for n in params}}
+
+
+@pytest.mark.parametrize("kinds", [mostly_rows, mixed])
+@pytest.mark.usefixtures("double")
+def test_kinds_of_gradients(kinds):
+    """Rows of any depth, dense gradients, and `None`, in turns on one parameter."""
+    (_, state), wanted = compare(
+        osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW), kinds
+    )
+    assert_trees_close(state.mu, wanted[0].mu)
+    assert_trees_close(state.nu, wanted[0].nu)
+
+
+@pytest.mark.usefixtures("double")
+def test_what_params_hold():
+    """Values where gradients are dense, resting points elsewhere."""
+    tx = osa.exact_adam(0.05)
+    params, state = start(), tx.init(start())
+    for grads in gradients(5, mostly_rows):
+        updates, state = tx.update(grads, state, params)
+        params = osa.apply_updates(params, updates)
+    flushed, _ = osa.flush(params, state)
+    assert_identical(params["dense"], flushed["dense"])
+    none = dict.fromkeys(SHAPES)
+    rest = jax.jit(lambda _, state: tx.update(none, state)[1])
+    state = jax.lax.fori_loop(0, 700, rest, state)  # until nothing is left of a way
+    rested, _ = osa.flush(params, state)
+    for name in DEPTHS:
+        assert np.abs(flushed[name] - params[name]).max() > 0.01
+        assert_identical(rested[name], params[name])
+
+
+@pytest.mark.usefixtures("double")
+def test_flush_in_between():
+    """It changes nothing but what the parameters hold; twice is once."""
+
+    def flush(step, params, state):
+        if step not in (7, 8, 20):
+            return params, state
+        once = osa.flush(params, state)
+        assert_identical(osa.flush(*once), once)
+        return once
+
+    compare(
+        osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW), mixed, visit=flush
+    )
+
+
+@pytest.mark.usefixtures("double")
+def test_change_of_the_learning_rate():
+    """By hand, between a flush and a new optimiser with the old state."""
+    slow, fast = osa.exact_adam(0.01), osa.exact_adam(0.1)
+    params, state = start(), slow.init(start())
+    wanted, reference = start(), optax.scale_by_adam()
+    wanted_state = reference.init(wanted)
+    for step, grads in enumerate(gradients(20, mostly_rows)):
+        if step == 10:
+            params, state = osa.flush(params, state)
+        tx, rate = (slow, 0.01) if step < 10 else (fast, 0.1)
+        updates, state = jax.jit(tx.update)(grads, state)
+        params = osa.apply_updates(params, updates)
+        full, wanted_state = reference.update(densify(grads), wanted_state)
+        wanted = jax.tree.map(lambda p, u, r=rate: p - r * u, wanted, full)
+    assert_trees_close(osa.flush(params, state)[0], wanted)
+
+
+@pytest.mark.usefixtures("double")
+def test_in_company():
+    """Clipping before it; beside it other optimisers; masks; chains of all."""
+    clip = optax.clip_by_global_norm(0.5)
+    labels = {name: "other" if name == "vector" else "exact" for name in SHAPES}
+
+    def build(adam, clip, other):
+        parts = {"exact": adam(0.05), "other": other}
+        chain = optax.chain(clip, optax.partition(parts, labels))
+        return optax.chain(chain, optax.masked(optax.identity(), dict(ADAMW)["mask"]))
+
+    compare(
+        build(osa.exact_adam, osa.lazy(clip), osa.lazy(optax.sgd(0.1))),
+        build(optax.adam, clip, optax.sgd(0.1)),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_long_rest(dtype):
+    """After a few gradients, 10,000 steps without any."""
+    steps = 10_000
+    schedule = optax.exponential_decay(0.01, 1000, 0.7)
+    with jax.enable_x64(dtype == "float64"):
+        table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), dtype)
+
+        def run(tx, as_grad, finish):
+            def step(carry, number):
+                table, state = carry
+                index = jnp.where(number < 5, number, len(table)).astype(jnp.int32)
+                value = jnp.sin(10 + number.astype(dtype)) * jnp.ones((1, 3), dtype)
+                grad = as_grad(bcoo(value, index.reshape(1, 1), table.shape))
+                updates, state = tx.update(grad, state, table)
+                return (osa.apply_updates(table, updates), state), None
+
+            first = table, tx.init(table)
+            carry, _ = jax.lax.scan(step, first, jnp.arange(steps, dtype=jnp.int32))
+            return finish(*carry)[0]
+
+        actual = jax.jit(
+            lambda: run(
+                osa.exact_adamw(schedule, weight_decay=0.1), lambda x: x, osa.flush
+            )
+        )()
+        with jax.enable_x64(True):
+            table = table.astype("float64")
+            expected = jax.jit(
+                lambda: run(
+                    optax.adamw(schedule, weight_decay=0.1),
+                    lambda x: (
+                        jnp.zeros(x.shape, x.dtype)
+                        .at[x.indices[:, 0]]
+                        .add(x.data, mode="drop")
+                    ),
+                    lambda table, state: (table, state),
+                )
+            )()
+    # In float32 the dense run would be off by 1e-6.
+    tol = {"float32": 2e-7, "float64": 1e-13}[dtype]
+    assert_close(actual, expected, tol, magnitude=1.0)
+
+
+# Of parameters near 1 at a rate of 0.1: in float32, optax's `1 - b2**t` has lost up to
+# 1e-4 of itself to cancellation after the first steps, ours nothing.
+FIRST_STEPS = 1e-5
+
+
+def flax_model():
+    model = nnx.Embed(12, 3, rngs=nnx.Rngs(0))
+    return model, jnp.array([[1, 4, 4], [4, 7, 0], [1, 1, 0], [9, 4, 1]])
+
+
+def flax_loss(model, ids):
+    return jnp.mean(jnp.sin(model(ids)) ** 2)
+
+
+def test_nnx_optimizer():
+    """A donated step of Flax NNX, which keeps its states in its own containers."""
+
+    def run(tx, step):
+        model, batches = flax_model()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        train = nnx.jit(step, donate_argnums=(0, 1))
+        for ids in batches:
+            train(model, optimizer, ids)
+        state = nnx.as_pure(optimizer.opt_state)
+        return nnx.as_pure(nnx.state(model, nnx.Param)), state
+
+    def dense(model, optimizer, ids):
+        optimizer.update(model, nnx.grad(flax_loss)(model, ids))
+
+    def exact(model, optimizer, ids):
+        graph, params = nnx.split(model)
+
+        def loss(params):
+            return flax_loss(nnx.merge(graph, params), ids)
+
+        read = nnx.as_pure(optimizer.opt_state)
+        optimizer.update(model, osa.grad(loss, read=read)(params))
+
+    expected, _ = run(optax.adamw(0.1), dense)
+    actual, _ = osa.flush(*run(osa.exact_adamw(0.1), exact))
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        assert_close(a, b, FIRST_STEPS, magnitude=1.0)
+
+
+def test_train_state():
+    """Flax's own state of training, donated."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train(state, ids):
+        grads = osa.grad(lambda p: jnp.sum(p["t"][ids] ** 2), read=state.opt_state)
+        return state.apply_gradients(grads=grads(state.params))
+
+    params, tx = {"t": jnp.ones((9, 2))}, osa.exact_adam(0.1)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    wanted, reference = jnp.ones((9, 2)), optax.adam(0.1)
+    wanted_state = reference.init(wanted)
+    for ids in np.array([[1, 4, 4], [4, 7, 0], [1, 1, 0]]):
+        state = train(state, ids)
+        full = jax.grad(lambda table, ids=ids: jnp.sum(table[ids] ** 2))(wanted)
+        updates, wanted_state = reference.update(full, wanted_state)
+        wanted = wanted + updates
+    assert_close(osa.flush(state.params, state.opt_state)[0]["t"], wanted, FIRST_STEPS)
+
+
+def test_shard_map():
+    """Each device keeps its rows, reads them up to date and updates them."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tx = osa.exact_adamw(0.1, weight_decay=0.1)
+    rows, whole = P("x"), P()
+    specs = (
+        rows,
+        osa.ExactAdamState(
+            count=whole,
+            mu=rows,
+            nu=rows,
+            last=rows,
+            log_decay=rows,
+            since=whole,
+            ways=whole,
+            decay=whole,
+            constants=whole,
+        ),
+    )
+
+    def step(table, state, ids):
+        loss = lambda table: jnp.sum(table[ids] ** 2)  # noqa: E731
+        grad = osa.grad(loss, read=state)(table)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    one = many = jnp.asarray(np.random.default_rng(0).normal(size=(32, 2)), "float32")
+    one_state = many_state = tx.init(one)
+    local = jax.shard_map(
+        step, mesh=mesh, in_specs=(*specs, P("x")), out_specs=specs, check_vma=False
+    )
+    local, flush = jax.jit(local), jax.jit(osa.flush)
+    for batch in range(4):
+        ids = np.random.default_rng(batch).integers(0, 4, (8, 3)).astype(np.int32)
+        many, many_state = local(many, many_state, ids.reshape(-1))
+        everywhere = (ids + 4 * np.arange(8)[:, None]).reshape(-1)
+        one, one_state = jax.jit(step)(one, one_state, everywhere)
+    assert_close(flush(many, many_state)[0], flush(one, one_state)[0], 1e-6)
+
+
+def test_low_precision():
+    """Arithmetic in float32: a bfloat16 table rounds where it is stored."""
+    tx = osa.exact_adamw(0.01, weight_decay=0.1)
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), "bfloat16")
+    wide = table.astype("float32")
+    states = tx.init(table), tx.init(wide)._replace(nu=jnp.zeros_like(wide))
+    assert (states[0].mu.dtype, states[0].last.dtype) == (jnp.bfloat16, jnp.int32)
+    grad = bcoo(jnp.ones((2, 4), "bfloat16"), np.array([[1], [5]], np.int32), (8, 4))
+    update, state = jax.jit(tx.update)(grad, states[0], table)
+    assert update.dtype == jnp.bfloat16
+    table, state = jax.jit(osa.flush)(osa.apply_updates(table, update), state)
+    assert table.dtype == state.nu.dtype == jnp.bfloat16
+    full = jnp.zeros((8, 4)).at[np.array([1, 5])].add(1.0)
+    reference = optax.adamw(0.01, weight_decay=0.1)
+    expected, _ = reference.update(full, reference.init(wide), wide)
+    # The resting point, the value, and the way itself are rounded to eight bits.
+    assert_close(table, wide + expected, 3 * 2.0**-8)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: osa.exact_adam(jnp.ones([])), TypeError, "known for all steps"),
+        (lambda: osa.exact_adam(-1.0), ValueError, "at least 0"),
+        (lambda: osa.exact_adamw(0.1, weight_decay=-1), ValueError, "weight decay: -1"),
+        (lambda: osa.exact_adam(0.1, 0.9, 0.8), ValueError, r"b1 < sqrt\(b2\)"),
+        (lambda: osa.exact_adam(0.1, 0.9, 0.85).init(jnp.ones(2)), ValueError, "full"),
+        (lambda: osa.exact_adam(0.1, jnp.ones([])), TypeError, "needs b1 as a Python"),
+        (lambda: osa.exact_adam(0.1, eps=0), ValueError, "epsilon"),
+        (lambda: osa.exact_adam(0.1, eps_root=1e-8), ValueError, "eps_root=0.0 only"),
+        (lambda: osa.exact_adamw(1.0, weight_decay=0.1), ValueError, "at most"),
+        (
+            lambda: optax.inject_hyperparams(osa.exact_adam)(0.1).init(jnp.ones(2)),
+            TypeError,
+            "inject_hyperparams",
+        ),
+        (
+            lambda: osa.exact_adam(0.1).init(jnp.arange(3)),
+            ValueError,
+            "masked",
+        ),
+        (lambda: osa.flush(1.0, optax.adam(0.1).init(1.0)), ValueError, "flush needs"),
+        (
+            lambda: osa.flush({}, osa.exact_adam(0.1).init(jnp.ones(2))),
+            ValueError,
+            "must belong to the parameters",
+        ),
+        (
+            lambda: osa.exact_adamw(0.1).update(
+                jnp.ones(2), osa.exact_adamw(0.1).init(jnp.ones(2))
+            ),
+            ValueError,
+            "needs the parameters",
+        ),
+        (
+            lambda: osa.exact_adam(0.1).update(
+                bcoo(jnp.ones(1), np.zeros((1, 2), np.int32), (3, 2)),
+                osa.exact_adam(0.1).init(jnp.ones((3, 2))),
+            ),
+            ValueError,
+            "2 sparse axes",
+        ),
+    ],
+)
+def test_errors(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_too_much_decay_later():
+    """A schedule shows only when it is called that rows lose too much in a step."""
+    tx = osa.exact_adamw(optax.linear_schedule(0, 10, 100), weight_decay=0.1)
+    table = jnp.ones((3, 1))
+    grad = bcoo(np.ones((1, 1), np.float32), np.zeros((1, 1), np.int32), (3, 1))
+    update, _ = tx.update(grad, tx.init(table), table)
+    assert np.isnan(update.data).all()
