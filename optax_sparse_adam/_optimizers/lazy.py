@@ -1,6 +1,7 @@
 """Any optax transformation, applied to the rows that a gradient holds."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +35,51 @@ def _touched(grad: Any, param: Any) -> Rows:
     return rows._replace(data=data if param is None else rows_like(param, data))
 
 
-def _worth_proving(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
-    """Whether a table is updated by itself, in place, where it provably may be.
+class _Table(NamedTuple):
+    """A parameter with a row-sparse gradient or none, and what of it is gathered.
 
-    Not outside of a program, where each loop over blocks would be compiled anew.
+    Attributes:
+      rows: The touched rows of its gradient.
+      shape: Its shape.
+      places: Which leaves of the state hold its rows.
+      state: These leaves.
+      params: The parameter, where `update` has been given parameters.
+      old: The touched rows of `state`, then of `params`.
     """
-    is_traced = isinstance(rows.indices, jax.core.Tracer)
-    return is_traced and rows.data.size > 0 and bool(tables)
+
+    rows: Rows
+    shape: tuple[int, ...]
+    places: list[int]
+    state: tuple[jax.Array, ...]
+    params: tuple[jax.Array, ...]
+    old: list[jax.Array]
+
+    @property
+    def is_worth_proving(self) -> bool:
+        """Whether it is updated by itself, in place, where that provably may be.
+
+        Not outside of a program, where each loop over blocks would be compiled anew.
+        """
+        is_traced = isinstance(self.rows.indices, jax.core.Tracer)
+        return is_traced and self.rows.data.size > 0 and bool(self.state)
+
+
+def _gather(rows: Rows, shape: Any, places: list[int], leaves: Any, param: Any) -> Any:
+    state = tuple(leaves[place] for place in places)
+    params = () if param is None else (param,)
+    old = [gather_rows(x, rows.indices) for x in (*state, *params)]
+    return _Table(rows, shape, places, state, params, old)
+
+
+def _scatter(
+    table: _Table, update: jax.Array, new_state: Sequence[jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The rows of the update, without padding, and the state with its new rows."""
+    state = tuple(
+        scatter_rows(whole, table.rows.indices, after_reading(old, new))
+        for whole, old, new in zip(table.state, table.old, new_state, strict=False)
+    )
+    return apart(keep_real(table.rows, update, table.shape)), state
 
 
 def lazy(
@@ -148,33 +187,30 @@ def lazy(
                 **extra_args,
             )
 
-        tables = [i if i in rows else None for i in range(len(grads))]
+        own = [i if i in rows else None for i in range(len(grads))]
         check_sizes(
             inner_update,
             [shapes, leaves, olds],
-            [tables, owners, tables],
+            [own, owners, own],
             depths,
             {i: touched.indices.shape[0] for i, touched in rows.items()},
             checked,
         )
-        held = {i: [n for n, owner in enumerate(owners) if owner == i] for i in rows}
-        written = {i: tuple(leaves[n] for n in held[i]) for i in rows}
-        read: Any = {i: () if olds[i] is None else (olds[i],) for i in rows}
-        alone = [i for i in rows if _worth_proving(rows[i], written[i])]
+        tables: dict[int, _Table] = {}
+        for i, touched in rows.items():
+            places = [place for place, owner in enumerate(owners) if owner == i]
+            tables[i] = _gather(touched, shapes[i].shape, places, leaves, olds[i])
+        alone = {i: table for i, table in tables.items() if table.is_worth_proving}
 
-        old = {
-            i: [gather_rows(x, touched.indices) for x in (*written[i], *read[i])]
-            for i, touched in rows.items()
-        }
-
-        def compact(data: Any, of_alone: Any) -> list[Any]:
+        def compact(data: Any, old: Any) -> list[Any]:
             """`inner.update` on compact trees."""
-            small_grads, small_params, small_leaves = [*grads], [*olds], [*leaves]
-            for i, taken in (old | of_alone).items():
-                small_grads[i] = data.get(i, rows[i].data)
-                for n, new in zip(held[i], taken, strict=False):
-                    small_leaves[n] = new
-                if read[i]:
+            small_grads, small_leaves, small_params = [*grads], [*leaves], [*olds]
+            for i, table in tables.items():
+                small_grads[i] = data.get(i, table.rows.data)
+                taken = old.get(i, table.old)
+                for place, new in zip(table.places, taken, strict=False):
+                    small_leaves[place] = new
+                if table.params:
                     small_params[i] = taken[-1]
             new_updates, new_state = inner_update(
                 [small_grads, small_leaves, small_params]
@@ -185,27 +221,22 @@ def lazy(
         small, middles, extra = take_apart(
             compact,
             [*range(len(grads)), *owners],
-            {i: rows[i].data for i in alone},
-            {i: old[i] for i in alone},
+            {i: table.rows.data for i, table in alone.items()},
+            {i: table.old for i, table in alone.items()},
         )
         results, new_leaves = small[: len(grads)], small[len(grads) :]
-        for i, touched in rows.items():
+        for i, table in tables.items():
             if i in middles:
-                new_data, news = map_rows(
-                    middles[i], touched, written[i], extra[i], read=read[i]
+                data, new_state = map_rows(
+                    middles[i], table.rows, table.state, extra[i], read=table.params
                 )
             else:
-                new_data = apart(keep_real(touched, results[i], shapes[i].shape))
-                news = tuple(
-                    scatter_rows(
-                        leaves[n], touched.indices, after_reading(taken, new_leaves[n])
-                    )
-                    for n, taken in zip(held[i], old[i], strict=False)
-                )
+                new_rows = [new_leaves[place] for place in table.places]
+                data, new_state = _scatter(table, results[i], new_rows)
             grad = grads[i]
-            results[i] = None if grad is None else with_rows(grad, touched, new_data)
-            for n, new in zip(held[i], news, strict=True):
-                new_leaves[n] = new
+            results[i] = None if grad is None else with_rows(grad, table.rows, data)
+            for place, new in zip(table.places, new_state, strict=True):
+                new_leaves[place] = new
         return treedef.unflatten(results), structure.unflatten(new_leaves)
 
     return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
