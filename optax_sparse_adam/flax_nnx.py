@@ -33,6 +33,7 @@ from flax import nnx
 
 from ._gradients import value_and_grad as _sparse
 from ._gradients.value_and_grad import Sparse
+from ._optimizers import flush as _flush
 
 Argnum = int | nnx.DiffState
 
@@ -46,6 +47,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     sparse: Sparse = True,
+    read: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `nnx.value_and_grad`, with row-sparse gradients for embedding tables.
 
@@ -69,6 +71,9 @@ def value_and_grad(
       has_aux: Whether `fun` returns a pair.
       sparse: Which leaves are to be row-sparse. Paths and trees are those of the
         gradient: `nnx.State`s in place of modules.
+      read: An `nnx.Optimizer` whose transformation contains `exact_adam` or
+        `exact_adamw`, or its `opt_state`: lookups see rows as dense Adam would have
+        them now.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -144,7 +149,7 @@ def value_and_grad(
         states = [jax.tree.map(_get, inputs[0][i], is_leaf=_is_states) for i in wrt]
         chosen = tuple(states) if isinstance(argnums, Sequence) else states[0]
         (value, changed), grads = _sparse.value_and_grad(
-            pure, has_aux=True, sparse=sparse
+            pure, has_aux=True, sparse=sparse, read=_state(read)
         )(chosen)
         before, rest = jax.tree.leaves(inputs), iter(changed)
         leaves = [next(rest) if i is None else before[i] for i in origins]
@@ -163,6 +168,7 @@ def grad(
     has_aux: bool = False,
     *,
     sparse: Sparse = True,
+    read: Any = None,
 ) -> Callable[..., Any]:
     """Like `nnx.grad`, with row-sparse gradients for embedding tables.
 
@@ -173,6 +179,7 @@ def grad(
       argnums: Which positional argument or arguments to differentiate.
       has_aux: Whether `fun` returns a pair.
       sparse: Which leaves are to be row-sparse.
+      read: An `nnx.Optimizer` with `exact_adam`, or its `opt_state`.
 
     Returns:
       A function like `fun` that returns the gradients, or `(gradients, aux)`.
@@ -185,7 +192,7 @@ def grad(
       >>> flax_nnx.grad(lambda embed: jnp.sum(embed(ids)))(embed).embedding[...]
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
-    both = value_and_grad(fun, argnums, has_aux, sparse=sparse)
+    both = value_and_grad(fun, argnums, has_aux, sparse=sparse, read=read)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -193,6 +200,43 @@ def grad(
         return (grads, result[1]) if has_aux else grads
 
     return grad_fun
+
+
+def flush(model: Any, optimizer: nnx.Optimizer[Any]) -> None:
+    """Brings all rows of a model up to date that `exact_adam` trains.
+
+    `optax_sparse_adam.flush` for a module and its optimiser, which change in place; see
+    there when to call it. Under `nnx.jit` donate both.
+
+    Args:
+      model: The module.
+      optimizer: Its optimiser.
+
+    Raises:
+      ValueError: If the optimiser's state holds no state of `exact_adam`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import optax_sparse_adam as osa
+      >>> from optax_sparse_adam import flax_nnx
+      >>> embed, ids = nnx.Embed(1000, 4, rngs=nnx.Rngs(0)), jnp.array([3, 7, 3])
+      >>> optimizer = nnx.Optimizer(embed, osa.exact_adam(1e-3), wrt=nnx.Param)
+      >>> def loss(embed):
+      ...     return jnp.sum(embed(ids) ** 2)
+      >>> grads = flax_nnx.grad(loss, read=optimizer)(embed)
+      >>> _ = optimizer.update(embed, grads)
+      >>> flax_nnx.flush(embed, optimizer)
+    """
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    params, state = _flush.flush(params, _state(optimizer))
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+
+
+def _state(read: Any) -> Any:
+    """The arrays of an optimiser's state."""
+    return nnx.as_pure(getattr(read, "opt_state", read))
 
 
 def _as_tuple(argnums: Any, values: Any) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ def value_and_grad(
         it, for the differentiated argument. A lookup then gives each row as dense Adam
         would have it now, and the gradient is taken there; nothing is written. A use
         other than lookups sees the whole table brought up to date, at the table's
-        price. With Flax NNX: `nnx.as_pure(optimizer.opt_state)`.
+        price.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.

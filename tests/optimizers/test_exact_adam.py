@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
+from optax_sparse_adam import flax_nnx
 
 from ..helpers.support import assert_close, assert_identical, bcoo
 
@@ -371,7 +372,7 @@ def test_nnx_optimizer():
     def dense(model, optimizer, ids):
         optimizer.update(model, nnx.grad(flax_loss)(model, ids))
 
-    def exact(model, optimizer, ids):
+    def split(model, optimizer, ids):
         graph, params = nnx.split(model)
 
         def loss(params):
@@ -380,11 +381,17 @@ def test_nnx_optimizer():
         read = nnx.as_pure(optimizer.opt_state)
         optimizer.update(model, osa.grad(loss, read=read)(params))
 
+    def whole(model, optimizer, ids):
+        grads = flax_nnx.grad(flax_loss, read=optimizer)(model, ids)
+        optimizer.update(model, grads)
+        flax_nnx.flush(model, optimizer)
+
     expected, _ = run(optax.adamw(0.1), dense)
-    actual, _ = osa.flush(*run(osa.exact_adamw(0.1), exact))
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for a, b in pairs:
-        assert_close(a, b, FIRST_STEPS, magnitude=1.0)
+    for step in (split, whole):
+        actual, _ = osa.flush(*run(osa.exact_adamw(0.1), step))
+        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+        for a, b in pairs:
+            assert_close(a, b, FIRST_STEPS, magnitude=1.0)
 
 
 def test_train_state():
