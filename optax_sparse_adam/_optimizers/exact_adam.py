@@ -39,7 +39,7 @@ from .exact_schedule import (
     take_step,
     way_ahead,
 )
-from .hyperparameters import NUMBER, check_hyperparameters, check_leaf
+from .hyperparameters import NUMBER, check_at_least, check_hyperparameters, check_leaf
 
 Schedule = Callable[[jax.Array], Any]
 
@@ -148,8 +148,7 @@ def _schedule(value: Any, name: str) -> Schedule:
             "arrays, which may change by hand. To change it by hand, call "
             "flush(params, state) and make a new exact_adam, which takes the state."
         )
-    if not value >= 0:
-        raise ValueError(f"Invalid {name}: {value}. A number must be at least 0.")
+    check_at_least(name, value, 0)
     return lambda count: value
 
 

@@ -26,6 +26,18 @@ def one_minus_power(b: Scalar, count: jax.Array, dtype: Any) -> jax.Array:
     return -jnp.expm1(count.astype(dtype) * jnp.asarray(log_b, dtype))
 
 
+def check_at_least(name: str, value: Any, low: float, hint: str = "") -> None:
+    """Raises for a Python number below `low`; traced values and schedules pass."""
+    if isinstance(value, NUMBER) and not value >= low:
+        raise ValueError(f"Invalid {name}: {value}. It must be at least {low}.{hint}")
+
+
+def check_learning_rate(value: Any) -> None:
+    """The same for all optimisers: 0 freezes, and a negative rate is a mistake."""
+    hint = " To maximize, negate the gradients, or set maximize."
+    check_at_least("learning rate", value, 0, hint)
+
+
 def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
     for index, b in enumerate((b1, b2)):
         if isinstance(b, NUMBER) and not 0.0 <= b < 1.0:

@@ -17,7 +17,9 @@ from .._rows.coalesce import accumulator_dtype
 from .hyperparameters import (
     NUMBER,
     Scalar,
+    check_at_least,
     check_hyperparameters,
+    check_learning_rate,
     check_moment,
     check_state_class,
     one_minus_power,
@@ -103,11 +105,7 @@ def scale_by_rowwise_rss(
       >>> [round(float(u), 3) for u in update[0]]
       [1.342, 0.447]
     """
-    start = initial_accumulator_value
-    if isinstance(start, NUMBER) and not start >= 0:
-        raise ValueError(
-            f"Invalid initial_accumulator_value: {start}. It must be at least 0."
-        )
+    check_at_least("initial_accumulator_value", initial_accumulator_value, 0)
     if isinstance(eps, NUMBER) and not eps > 0:
         # Rows without a gradient, padding among them, would be zero over zero.
         raise ValueError(f"Invalid eps: {eps}. It must be above 0.")
@@ -235,6 +233,8 @@ def _optimizer(
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: Scalar,
 ) -> optax.GradientTransformationExtraArgs:
+    check_learning_rate(learning_rate)
+    check_at_least("weight_decay", weight_decay, 0)
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
     # Without weight decay, no parameters are needed; the states are the same.
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()

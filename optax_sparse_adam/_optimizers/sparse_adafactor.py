@@ -14,7 +14,9 @@ from .adafactor_formula import step_numbers, update_dense, update_sparse
 from .hyperparameters import (
     NUMBER,
     Scalar,
+    check_at_least,
     check_leaf,
+    check_learning_rate,
     check_moment,
     check_state_class,
 )
@@ -46,17 +48,13 @@ def _check_hyperparameters(
     d: Scalar,
     weight_decay: Scalar,
 ) -> None:
-    bounds = {
-        "learning_rate": (learning_rate, "at least 0", lambda x: x >= 0),
-        "beta2_decay": (beta2_decay, "at most 0", lambda x: x <= 0),
-        "eps[0]": (eps[0], "None or at least 0", lambda x: x >= 0),
-        "eps[1]": (eps[1], "at least 0", lambda x: x >= 0),
-        "d": (d, "at least 1", lambda x: x >= 1),
-        "weight_decay": (weight_decay, "at least 0", lambda x: x >= 0),
-    }
-    for name, (value, words, holds) in bounds.items():
-        if isinstance(value, NUMBER) and not holds(value):
-            raise ValueError(f"Invalid {name}: {value}. It must be {words}.")
+    check_learning_rate(learning_rate)
+    check_at_least("eps[0]", eps[0], 0, " None stands for the machine epsilon.")
+    check_at_least("eps[1]", eps[1], 0)
+    check_at_least("d", d, 1)
+    check_at_least("weight_decay", weight_decay, 0)
+    if isinstance(beta2_decay, NUMBER) and not beta2_decay <= 0:
+        raise ValueError(f"Invalid beta2_decay: {beta2_decay}. It must be at most 0.")
 
 
 def check_gradient(grad: Any, param: Any) -> None:

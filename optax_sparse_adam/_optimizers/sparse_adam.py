@@ -20,6 +20,7 @@ from .hyperparameters import (
     Scalar,
     check_hyperparameters,
     check_leaf,
+    check_learning_rate,
     check_moment,
     check_state_class,
     one_minus_power,
@@ -276,8 +277,8 @@ def sparse_adam(
     out-of-bounds index are ignored. An empty gradient changes nothing but `count`.
 
     Args:
-      learning_rate: A number above 0, an array with one element, or a schedule, called
-        with the number of steps before this one.
+      learning_rate: A number, at least 0, an array with one element, or a schedule,
+        called with the number of steps before this one.
       b1: Decay of the moving average of the gradient, in `[0, 1)`.
       b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
       eps: Added to the root of the uncorrected second moment; above 0.
@@ -310,11 +311,7 @@ def sparse_adam(
       <https://arxiv.org/abs/1412.6980>`_, 2014; `torch.optim.SparseAdam
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html>`_.
     """
-    if isinstance(learning_rate, NUMBER) and not learning_rate > 0:
-        raise ValueError(
-            f"Invalid learning rate: {learning_rate}. A number must be above 0; a "
-            "schedule may return 0."
-        )
+    check_learning_rate(learning_rate)
 
     def scale(count: jax.Array) -> Scalar:
         rate = learning_rate(count) if callable(learning_rate) else learning_rate

@@ -247,7 +247,7 @@ def test_schedule_and_traced_hyperparameters():
 
 
 WRONG_NUMBERS = {
-    "learning_rate": {"learning_rate": -1e-3},
+    "learning rate": {"learning_rate": -1e-3},
     "beta2_decay": {"beta2_decay": 0.1},
     r"eps\[0\]": {"eps": (-1e-9, 1e-3)},
     r"eps\[1\]": {"eps": (None, -1e-9)},

@@ -201,7 +201,6 @@ def test_learning_rates_of_one_element(make, shape):
 
 
 BAD_NUMBERS = [
-    ({"lr": 0.0}, "Invalid learning rate: 0.0"),
     ({"lr": -1}, "Invalid learning rate: -1"),
     ({"lr": float("nan")}, "Invalid learning rate: nan"),
     ({"eps": 0.0}, "Invalid epsilon value: 0.0"),

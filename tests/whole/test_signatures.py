@@ -71,3 +71,21 @@ def test_as_torch(name):
     ):
         ours_, theirs_ = getattr(ours, method), getattr(theirs, method)
         assert signature(ours_) == signature(theirs_), method
+
+
+RATES = {
+    "sparse_adam": osa.sparse_adam,
+    "exact_adam": osa.exact_adam,
+    "exact_adamw": osa.exact_adamw,
+    "sparse_adafactor": osa.sparse_adafactor,
+    "rowwise_adam": osa.rowwise_adam,
+    "rowwise_adagrad": osa.rowwise_adagrad,
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_one_rule_for_the_learning_rate(name):
+    RATES[name](0)
+    for rate in (-1, float("nan")):
+        with pytest.raises(ValueError, match=f"Invalid learning rate: {rate}. It must"):
+            RATES[name](rate)
