@@ -48,10 +48,8 @@ def test_lowered_for_a_gpu(name):
     repeated = [rest for _, rest in scatters if "unique_indices = true" not in rest]
     assert len(repeated) == (name == "optax.apply_updates")
     combined = [rows for rows, rest in scatters if "= stablehlo." in rest]
-    # Besides, the updates are added, those of bfloat16 before they are rounded, and
-    # ours looks for indices that were scaled.
-    others = 1 if name in ("optax.apply_updates", "bfloat16") else 2
-    assert len(combined) == IN_PLACE[name] + others
+    # Besides, the updates are added, those of bfloat16 before they are rounded.
+    assert len(combined) == IN_PLACE[name] + (name != "bfloat16")
     # Else new rows come from behind a barrier.
     barriers = set(
         re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", text)
