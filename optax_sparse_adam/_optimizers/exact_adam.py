@@ -418,7 +418,10 @@ def exact_adamw(
     `exact_adam` with decoupled weight decay; see there. Every row decays in every step,
     whether the batch holds it or not:
 
-    .. math:: p \leftarrow (1 - \alpha_t \lambda_t) p - \dots
+    .. math::
+
+      p \leftarrow (1 - \alpha_t \lambda_t) \, p - \alpha_t
+        \frac{m / (1 - b_1^t)}{\sqrt{v / (1 - b_2^t)} + \epsilon}
 
     `lr * weight_decay` must be at most `(1 - b1 / sqrt(b2)) / 2`, that is 0.05 with the
     default betas. A product of numbers above it raises; where schedules exceed it, now
