@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import LINEAR, NONLINEAR, bind_eqn
-from .._rows.gather_scatter import in_bounds
+from .._rows.padding import in_bounds
 from . import rules_control_flow, rules_custom, rules_shard_map
 from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
 from .interpreter import Context, Results, shape_of

@@ -18,7 +18,8 @@ from jax.extend.core import Primitive, Var
 
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
-from .._rows.gather_scatter import row_bounds, twice
+from .._rows.gather_scatter import twice
+from .._rows.padding import row_bounds
 from ..native import _calls as native
 from .symbolic_values import Deferred, Part
 

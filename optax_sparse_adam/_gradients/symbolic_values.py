@@ -20,10 +20,11 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import partitioned
-from .._rows.coalesce import accumulator_dtype, pad, widened
+from .._rows.coalesce import accumulator_dtype, widened
 from .._rows.duplicates import sum_rows
-from .._rows.gather_scatter import in_bounds, row_bounds, scatter_add_rows
+from .._rows.gather_scatter import scatter_add_rows
 from .._rows.guarded import GuardedBCOO
+from .._rows.padding import in_bounds, pad_indices, row_bounds
 
 
 class Part(NamedTuple):
@@ -295,7 +296,7 @@ def coalesced(total: RowSum) -> RowSum:
             grad.indices, grad.data, total.shape, is_sorted=False
         )
         slot = jnp.arange(stored, dtype=jnp.int32)
-        indices = pad(indices, slot < count, slot, total.shape)
+        indices = pad_indices(indices, slot < count, slot, total.shape)
         part = Part(indices, data.astype(total.dtype))
     return RowSum(total.shape, total.dtype, (part,), unique=True)
 

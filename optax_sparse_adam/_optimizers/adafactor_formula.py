@@ -11,8 +11,8 @@ from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import rows_like
 from .._rows.coalesce import touched_rows, with_rows
-from .._rows.gather_scatter import in_bounds
 from .._rows.map_rows import map_rows, reduce_rows
+from .._rows.padding import in_bounds
 from .hyperparameters import Scalar
 
 Moments = tuple[jax.Array, ...]

@@ -8,7 +8,7 @@ import optax
 
 from .._jax_extras.sharding import laid_out, rows_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
+from .._rows.coalesce import Rows, accumulator_dtype, touched_rows, with_rows
 from .._rows.gather_scatter import (
     after_reading,
     apart,
@@ -16,6 +16,7 @@ from .._rows.gather_scatter import (
     scatter_rows,
 )
 from .._rows.map_rows import map_rows
+from .._rows.padding import mask_padding
 from .hyperparameters import check_transformation
 from .lazy_row_analysis import take_apart
 from .lazy_sizes import check_sizes
@@ -195,7 +196,9 @@ def lazy(
                     middles[i], touched, written[i], extra[i], read=read[i]
                 )
             else:
-                new_data = apart(keep_real(touched, results[i], shapes[i].shape))
+                new_data = apart(
+                    mask_padding(results[i], touched.indices, shapes[i].shape)
+                )
                 news = tuple(
                     scatter_rows(
                         leaves[n], touched.indices, after_reading(taken, new_leaves[n])

@@ -15,8 +15,8 @@ from .._jax_extras.sharding import gathered, mesh_of
 from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo
 from .duplicates import sum_rows
-from .gather_scatter import expand, in_bounds, row_bounds
 from .guarded import copy_with, entries
+from .padding import expand_like, in_bounds, pad_indices
 
 
 class Rows(NamedTuple):
@@ -49,18 +49,6 @@ def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     )
 
 
-def pad(
-    indices: jax.Array, valid: jax.Array, slot: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-    """Gives each padding slot an out-of-bounds index of its own.
-
-    Distinct, so that `unique_indices=True` is a promise that is kept; increasing, so
-    that padding at the end keeps sorted indices sorted.
-    """
-    outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
-    return jnp.where(valid[:, None], indices, outside)
-
-
 def on_each_device(grad: BCOO) -> BCOO:
     """The entries of a gradient, on a mesh whole on every device."""
     mesh = mesh_of(grad.data, grad.indices)
@@ -89,13 +77,13 @@ def _sums(grad: BCOO) -> Rows:
     if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
         stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
-        data = jnp.where(expand(valid, data), data, 0)
+        data = jnp.where(expand_like(valid, data), data, 0)
     else:
         indices, stop, data = sum_rows(
             indices, data, grad.shape, is_sorted=grad.indices_sorted
         )
         valid = slot < stop
-    return Rows(pad(indices, valid, slot, grad.shape), data, stop)
+    return Rows(pad_indices(indices, valid, slot, grad.shape), data, stop)
 
 
 @jax.jit
@@ -112,11 +100,6 @@ def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
         indices_sorted=grad.indices_sorted or not grad.unique_indices,
         unique_indices=True,
     )
-
-
-def keep_real(rows: Rows, data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`data` with zeros in the padding slots."""
-    return jnp.where(expand(in_bounds(rows.indices, shape), data), data, 0)
 
 
 def accumulator_dtype(*dtypes: Any) -> Any:

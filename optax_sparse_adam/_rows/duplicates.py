@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from .binary_search import search
-from .gather_scatter import expand, in_bounds, scatter_add_rows, scatter_rows, take_rows
+from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
+from .padding import expand_like, in_bounds, padding_key
 
 # How many neighbours a round adds up. XLA makes one GPU kernel of it, which reads each
 # entry once from memory and this many times from the caches.
@@ -74,11 +75,6 @@ def sum_groups(data: jax.Array, group: jax.Array) -> jax.Array:
     return sums
 
 
-def _padding(keys: jax.Array) -> np.ndarray:
-    """What stands for padding: no row has the largest number of the type."""
-    return np.asarray(jnp.iinfo(keys.dtype).max, keys.dtype)
-
-
 def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """What tells rows apart, in their order, whatever the size of the table.
 
@@ -94,7 +90,7 @@ def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         for axis, size in enumerate(sizes[1:], 1):
             bound = np.asarray(size, keys.dtype)
             keys = keys * bound + indices[:, axis : axis + 1]
-    return jnp.where(in_bounds(indices, shape)[:, None], keys, _padding(keys))
+    return jnp.where(in_bounds(indices, shape)[:, None], keys, padding_key(keys.dtype))
 
 
 def _rows_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
@@ -154,12 +150,16 @@ def _search_groups(
     # than to carry the positions through the sort.
     ordered = key if is_sorted else jnp.sort(key)
     first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])])
-    first &= ordered != _padding(keys)
+    first &= ordered != padding_key(keys.dtype)
     number = jnp.cumsum(first, dtype=jnp.int32) - 1
     target = jnp.where(first, number, nse)[:, None]
     distinct = scatter_rows(jnp.zeros_like(keys), target, ordered[:, None])
     group = number if is_sorted else number[search(ordered, key)]
-    return distinct, number[-1] + 1, jnp.where(key != _padding(keys), group, nse)
+    return (
+        distinct,
+        number[-1] + 1,
+        jnp.where(key != padding_key(keys.dtype), group, nse),
+    )
 
 
 def _order_groups(
@@ -178,7 +178,7 @@ def _in_order(keys: jax.Array, is_sorted: bool) -> _Order:
     if not is_sorted:
         *columns, position = lax.sort((*keys.T, slot), num_keys=keys.shape[1])
         keys = jnp.stack(columns, axis=1)
-    real = keys[:, 0] != _padding(keys)
+    real = keys[:, 0] != padding_key(keys.dtype)
     last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
     target = jnp.where(last, before, nse)[:, None]
@@ -199,7 +199,7 @@ def _sum_neighbours(data: jax.Array, found: _Order) -> jax.Array:
     """The sums of the rows, then zeros; `data` is in their order."""
     sums = take_rows(_running_sums(data, found.number), found.last[:, None])
     real = jnp.arange(len(data), dtype=jnp.int32) < found.rows
-    return jnp.where(expand(real, sums), sums, 0)
+    return jnp.where(expand_like(real, sums), sums, 0)
 
 
 def _running_sums(data: jax.Array, number: jax.Array) -> jax.Array:
@@ -213,7 +213,7 @@ def _running_sums(data: jax.Array, number: jax.Array) -> jax.Array:
     earlier = jnp.tril(jnp.ones([_NEIGHBOURS, _NEIGHBOURS], bool))
     joined = (number[:, :, None] == number[:, None, :]) & earlier[None]
     others = data[:, None]
-    sums = jnp.sum(jnp.where(expand(joined, others), others, 0), axis=2)
+    sums = jnp.sum(jnp.where(expand_like(joined, others), others, 0), axis=2)
     # Without a barrier XLA would compute the sums anew wherever one is read.
     sums = lax.optimization_barrier(sums)
     if len(sums) > 1:
@@ -225,7 +225,7 @@ def _running_sums(data: jax.Array, number: jax.Array) -> jax.Array:
             number == take_rows(number[:, -1], before)[:, None]
         )
         carried = take_rows(carried, before)[:, None]
-        sums = sums + jnp.where(expand(joined, carried), carried, 0)
+        sums = sums + jnp.where(expand_like(joined, carried), carried, 0)
     size = len(sums) * _NEIGHBOURS
     return sums.reshape(size, *data.shape[2:])[:nse]
 

@@ -5,27 +5,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
 from .._jax_extras.sharding import partitioned
 from .._jax_extras.unchecked import unchecked
-
-
-def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
-    """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
-    return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
-
-
-def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
-    inside = (indices >= 0) & (indices < row_bounds(shape, indices))
-    return jnp.all(inside, axis=1)
-
-
-def expand(flags: jax.Array, like: jax.Array) -> jax.Array:
-    return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))
+from .padding import append_padding, mask_padding
 
 
 def _gather_numbers(table: jax.Array, n_sparse: int) -> lax.GatherDimensionNumbers:
@@ -44,23 +29,8 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
     )
 
 
-def and_padding(index: jax.Array) -> jax.Array:
-    """One row and one of padding, `[2, n_sparse]`: for scatters of a single row.
-
-    XLA turns a scatter of a single row into a dynamic-update-slice, and a gather of one
-    (see `twice`) into a dynamic-slice. It then fuses a copy of the dynamic-slice into
-    each of its users, of which some run after the table has been updated in place: it
-    copies the table. On a GPU or a TPU it all-gathers a sharded table, too. Gathers and
-    scatters of two rows stay as they are. (tests/gradients/test_cost_of_steps.py)
-    """
-    if index.dtype.itemsize < 4:
-        index = index.astype(jnp.int32)  # as a uint8, -1 may be a row
-    outside = np.full(index.shape, -1).astype(index.dtype)
-    return jnp.concatenate([index, outside])
-
-
 def twice(index: jax.Array) -> jax.Array:
-    """A single row as two, `[2, n_sparse]`: for gathers, see `and_padding`.
+    """A single row as two, `[2, n_sparse]`: for gathers, see `padding.append_padding`.
 
     The row itself and not padding: whoever differentiates the gather adds to no other.
     """
@@ -89,9 +59,7 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads zeros."""
-    rows = take_rows(table, indices)
-    zero = jnp.zeros_like(rows, shape=())  # a 0 would make numbers of booleans
-    return jnp.where(expand(in_bounds(indices, table.shape), rows), rows, zero)
+    return mask_padding(take_rows(table, indices), indices, table.shape)
 
 
 def apart(rows: jax.Array) -> jax.Array:
@@ -171,7 +139,7 @@ def _scatter(
     unique: bool,
 ) -> jax.Array:
     if len(indices) == 1:
-        indices, rows = and_padding(indices), jnp.concatenate([rows, rows])
+        indices, rows = append_padding(indices), jnp.concatenate([rows, rows])
     scatter = functools.partial(
         function,
         dimension_numbers=_scatter_numbers(table, indices.shape[1]),

@@ -33,6 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from .padding import last_indices
+
 _GUARD = 1_618_033_989
 _REMEDY = (
     "A transformation that does not know BCOO, such as optax.scale, has changed them "
@@ -175,11 +177,9 @@ def _let_through(
     is_empty = (guard == 0) & _is_zero(data, n_batch)[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    # Distinct and in their order, as the flags promise; out of bounds for every table
-    # that the type can tell from its padding.
+    # Both are distinct and ascending, as the flags promise.
     slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
-    last = max(indices.shape[n_batch] - 1, 0)
-    outside = slot + (jnp.iinfo(indices.dtype).max - last)
+    outside = last_indices(slot, n_batch)
     indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))
     is_valid = is_intact | is_empty
     shape = (*guard.shape[:-1], *(1,) * (data.ndim - n_batch - 1))

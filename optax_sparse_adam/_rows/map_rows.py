@@ -10,8 +10,9 @@ from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, rows_like
-from .coalesce import Rows, keep_real, pad
-from .gather_scatter import gather_rows, in_bounds, scatter_rows, take_rows
+from .coalesce import Rows
+from .gather_scatter import gather_rows, scatter_rows, take_rows
+from .padding import in_bounds, mask_padding, pad_indices
 from .update_in_place import Middle, update_rows
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
@@ -47,7 +48,7 @@ def map_rows(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, tables = update_rows(middle, rows.data, rows.indices, tables, *args)
-        return keep_real(rows, out, shape).astype(rows.data.dtype), tables
+        return mask_padding(out, rows.indices, shape).astype(rows.data.dtype), tables
 
     def blocks(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
@@ -176,7 +177,7 @@ def _block(
     indices = gather_rows(rows.indices, slot[:, None])
     # Padding of its own by place: for a slot beyond nse, num_rows + slot might not fit
     # the type. Real slots of the last block are larger than any place.
-    return slot, pad(indices, slot < len(rows.data), place, shape)
+    return slot, pad_indices(indices, slot < len(rows.data), place, shape)
 
 
 def _in_blocks(rows: Rows, is_much: bool) -> bool:

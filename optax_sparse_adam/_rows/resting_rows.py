@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .coalesce import accumulator_dtype
-from .gather_scatter import expand
+from .padding import expand_like
 
 
 class Constants(NamedTuple):
@@ -225,7 +225,7 @@ def move_rows(
     is_value = last <= whole.since
 
     def pick(of_value: Any, of_resting_point: Any) -> jax.Array:
-        return expand(jnp.where(is_value, of_value, of_resting_point), mu)
+        return expand_like(jnp.where(is_value, of_value, of_resting_point), mu)
 
     one = jnp.ones_like(power1)
     behind, ahead = (polynomial(way, dtype) for way in whole.ways)
@@ -235,12 +235,12 @@ def move_rows(
         jnp.sqrt(nu) * pick(one, power2),
         pick(centre_of_way(constants, whole.since), centre_of_way(constants, count)),
     )
-    power1, power2 = expand(power1, mu), expand(power2, mu)
+    power1, power2 = expand_like(power1, mu), expand_like(power2, mu)
     decay = None
     if log_decay:
         # One number alone would lose what a step adds to a long training's sum.
         (old, old_rest), (new, new_rest) = log_decay, _decay_in(whole, dtype)
-        decay = expand((new - old) + (new_rest - old_rest), mu)
+        decay = expand_like((new - old) + (new_rest - old_rest), mu)
     return Moved(decay, by, power1 * mu, power2 * (power2 * nu))
 
 
