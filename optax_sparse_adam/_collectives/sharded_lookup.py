@@ -182,10 +182,10 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
     """The distinct ids, and for each id its place among them."""
     size = (exchange.devices * exchange.shard_rows + 2,)
-    shifted, stop, group = group_rows(ids[:, None] + 1, size, is_sorted=False)
+    shifted, group, count = group_rows(ids[:, None] + 1, size, is_sorted=False)
     slot = jnp.arange(len(ids), dtype=jnp.int32)
-    distinct = pad_indices(shifted, slot < stop, slot, size) - 1
-    return make_route(exchange, distinct, stop), group
+    distinct = pad_indices(shifted, slot < count, slot, size) - 1
+    return make_route(exchange, distinct, count), group
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -21,7 +21,7 @@ from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import partitioned
 from .._rows.coalesce import accumulator_dtype, widened
-from .._rows.duplicates import sum_rows
+from .._rows.duplicates import sum_duplicates
 from .._rows.gather_scatter import scatter_add_rows
 from .._rows.guarded import GuardedBCOO
 from .._rows.padding import in_bounds, pad_indices, row_bounds
@@ -292,7 +292,7 @@ def coalesced(total: RowSum) -> RowSum:
         elif exact == jnp.bool_:
             exact = jnp.int32
         grad = widened(BCOO((part.data, part.indices), shape=total.shape), exact)
-        indices, count, data = sum_rows(
+        indices, data, count = sum_duplicates(
             grad.indices, grad.data, total.shape, is_sorted=False
         )
         slot = jnp.arange(stored, dtype=jnp.int32)

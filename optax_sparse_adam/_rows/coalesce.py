@@ -14,7 +14,7 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import gathered, mesh_of
 from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo
-from .duplicates import sum_rows
+from .duplicates import sum_duplicates
 from .guarded import copy_with, entries
 from .padding import expand_like, in_bounds, pad_indices
 
@@ -25,12 +25,13 @@ class Rows(NamedTuple):
     Attributes:
       indices: `[nse, n_sparse]`, unique. Padding is out of bounds and distinct.
       data: `[nse, *row_shape]`. Zero where the index is padding.
-      stop: Scalar; every slot from here on is padding.
+      count: Scalar; all slots from this one on are padding. The number of touched rows,
+        unless the gradient was believed to be unique and has padding between its rows.
     """
 
     indices: jax.Array
     data: jax.Array
-    stop: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method count
 
 
 def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -76,14 +77,14 @@ def _sums(grad: BCOO) -> Rows:
     slot = jnp.arange(grad.nse, dtype=jnp.int32)
     if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
-        stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
+        count = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
         data = jnp.where(expand_like(valid, data), data, 0)
     else:
-        indices, stop, data = sum_rows(
+        indices, data, count = sum_duplicates(
             indices, data, grad.shape, is_sorted=grad.indices_sorted
         )
-        valid = slot < stop
-    return Rows(pad_indices(indices, valid, slot, grad.shape), data, stop)
+        valid = slot < count
+    return Rows(pad_indices(indices, valid, slot, grad.shape), data, count)
 
 
 @jax.jit

@@ -49,29 +49,29 @@ def group_rows(
 
     Returns:
       The distinct rows `[nse, n_sparse]` in ascending order, then slots without
-      meaning; how many they are; and for each entry the number of its row, `nse` for
-      padding.
+      meaning; for each entry the group that it is in, which is the place of its row
+      among them, `nse` for padding; and how many rows they are.
     """
-    keys, count, group = _group_keys(_keys(indices, shape), is_sorted=is_sorted)
-    return _rows_of(keys, shape[: indices.shape[1]]), count, group
+    keys, group, count = _group_keys(_keys(indices, shape), is_sorted=is_sorted)
+    return _rows_of(keys, shape[: indices.shape[1]]), group, count
 
 
-def sum_rows(
+def sum_duplicates(
     indices: jax.Array, data: jax.Array, shape: tuple[int, ...], is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds up the entries of each row.
 
     Returns:
-      The distinct rows and how many they are, as `group_rows`; and their sums, then
-      zeros.
+      The distinct rows, as `group_rows`; their sums, then zeros; and how many rows they
+      are.
     """
-    keys, count, sums = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
-    return _rows_of(keys, shape[: indices.shape[1]]), count, sums
+    keys, sums, count = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
+    return _rows_of(keys, shape[: indices.shape[1]]), sums, count
 
 
 def sum_groups(data: jax.Array, group: jax.Array) -> jax.Array:
-    """Adds up the entries of each group, by the third result of `group_rows`."""
-    _, _, sums = sum_rows(group[:, None], data, (len(group),), is_sorted=False)
+    """Adds up the entries of each group, by the second result of `group_rows`."""
+    _, sums, _ = sum_duplicates(group[:, None], data, (len(group),), is_sorted=False)
     return sums
 
 
@@ -126,15 +126,15 @@ def _sum_keys(
     keys: jax.Array, data: jax.Array, *, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def scattered(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
-        distinct, count, group = _search_groups(keys, is_sorted)
+        distinct, group, count = _search_groups(keys, is_sorted)
         zeros = jnp.zeros_like(data)
         sums = scatter_add_rows(zeros, group[:, None], data, unique=False)
-        return distinct, count, sums
+        return distinct, sums, count
 
     def neighbours(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         found = _in_order(keys, is_sorted)
         ordered = data if is_sorted else take_rows(data, found.position[:, None])
-        return _distinct(found), found.rows, _sum_neighbours(ordered, found)
+        return _distinct(found), _sum_neighbours(ordered, found), found.rows
 
     return lax.platform_dependent(keys, data, cpu=scattered, default=neighbours)
 
@@ -155,11 +155,8 @@ def _search_groups(
     target = jnp.where(first, number, nse)[:, None]
     distinct = scatter_rows(jnp.zeros_like(keys), target, ordered[:, None])
     group = number if is_sorted else number[search(ordered, key)]
-    return (
-        distinct,
-        number[-1] + 1,
-        jnp.where(key != padding_key(keys.dtype), group, nse),
-    )
+    group = jnp.where(key != padding_key(keys.dtype), group, nse)
+    return distinct, group, number[-1] + 1
 
 
 def _order_groups(
@@ -169,7 +166,7 @@ def _order_groups(
     found = _in_order(keys, is_sorted)
     position = found.position[:, None]
     group = scatter_rows(jnp.zeros_like(found.number), position, found.number)
-    return _distinct(found), found.rows, group
+    return _distinct(found), group, found.rows
 
 
 def _in_order(keys: jax.Array, is_sorted: bool) -> _Order:

@@ -70,7 +70,7 @@ def map_rows(
             target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
             return scatter_rows(data, target[:, None], out), tables
 
-        start = jnp.zeros([], rows.stop.dtype)
+        start = jnp.zeros([], rows.count.dtype)
         return _for_blocks(rows, start, block, (rows.data, tables))
 
     depth = rows.indices.shape[1] + rows.data.ndim - 1
@@ -101,13 +101,13 @@ def reduce_rows(
 
         def of_block(start: jax.Array) -> Any:
             slot, indices = _block(rows, start, size, shape)
-            part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.stop)
+            part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.count)
             return one_pass(part, tables, args)
 
         def block(start: jax.Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_block(start))
 
-        start = jnp.zeros([], rows.stop.dtype)
+        start = jnp.zeros([], rows.count.dtype)
         # Zeros to begin with would have to lie on a mesh as the sums do.
         return _for_blocks(rows, start + size, block, of_block(start))
 
@@ -161,7 +161,7 @@ def _for_blocks(
     """`carry = block(start, carry)` for each block that has rows, from `start` on."""
     size = _block_rows(rows.data)
     _, carry = lax.while_loop(
-        lambda state: state[0] < rows.stop,
+        lambda state: state[0] < rows.count,
         lambda state: (state[0] + size, block(*state)),
         (start, carry),
     )

@@ -99,8 +99,8 @@ def sum_rows(grad: BCOO) -> Sums:
     """Adds up duplicate rows.
 
     Returns:
-      The touched rows `[nse, 1]` in ascending order, then `num_rows + slot`; their
-      sums, then zeros; and how many rows they are.
+      The fields of `coalesce.Rows`: the touched rows `[nse, 1]` in ascending order,
+      then `num_rows + slot`; their sums, then zeros; and how many rows they are.
     """
     sums: Sums = _call("sum_rows", grad, (), ())
     return sums
@@ -114,8 +114,8 @@ def adam_rows(
     for name, moment in zip(("mu", "nu"), moments, strict=True):
         _check(name, moment, "float32", grad.shape)
     _check("factors", *numbers, "float32", (5,))
-    rows, data, mu, nu, stop = _call("adam_rows", grad, moments, numbers)
-    return (rows, data, stop), (mu, nu)
+    indices, data, mu, nu, count = _call("adam_rows", grad, moments, numbers)
+    return (indices, data, count), (mu, nu)
 
 
 def _call(
@@ -126,10 +126,10 @@ def _call(
     _check("data", grad.data, "float32", (grad.nse, *grad.shape[1:]))
     in_place = (grad.indices, grad.data, *tables)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
-    stop = jax.ShapeDtypeStruct((), jnp.int32)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
     call = jax.ffi.ffi_call(
         f"optax_sparse_adam.{name}",
-        [*results, stop],
+        [*results, count],
         input_output_aliases={i: i for i in range(len(in_place))},
     )
     num_rows, *row_shape = grad.shape
