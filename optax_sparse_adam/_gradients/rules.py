@@ -43,12 +43,12 @@ from .symbolic_values import (
     Deferred,
     Part,
     RowSum,
+    all_gather_parts,
     dense,
     elementwise,
     fill,
-    gathered,
     is_symbolic,
-    merged,
+    merge_parts,
     table,
 )
 
@@ -323,7 +323,7 @@ def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
         return NotImplemented
     if left.axes != right.axes:
         # Of a table that some lookups only read in the same way on all devices.
-        left, right = gathered(left), gathered(right)
+        left, right = all_gather_parts(left), all_gather_parts(right)
     carry = right.carry if left.carry is None else left.carry
     parts: dict[int, Part] = {}
     for part in left.parts + right.parts:
@@ -363,7 +363,7 @@ def _reduce_sum(context: Context, eqn: JaxprEqn, total: Any) -> Results:
     axes = eqn.params["axes"]
     if not all(axis in axes for axis in range(total.depth)):
         return NotImplemented
-    part = merged(total)
+    part = merge_parts(total)
     rest = tuple(1 + axis - total.depth for axis in axes if axis >= total.depth)
     valid = in_bounds(part.indices, total.shape)
     valid = valid.reshape((-1,) + (1,) * (part.data.ndim - 1))

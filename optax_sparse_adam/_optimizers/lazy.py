@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import laid_out, rows_like
+from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import Rows, accumulator_dtype, touched_rows, with_rows
+from .._rows.coalesce import Rows, accumulator_dtype, bcoo_like, touched_rows
 from .._rows.gather_scatter import (
-    after_reading,
-    apart,
     gather_rows,
+    order_after_gather,
+    prevent_fusion,
     scatter_rows,
 )
 from .._rows.map_rows import map_rows
@@ -32,7 +32,9 @@ def _touched(grad: Any, param: Any) -> Rows:
     check_bcoo(grad, None if param is None else jnp.shape(param))
     rows = touched_rows(grad, accumulator_dtype(grad.dtype))
     data = rows.data.astype(grad.dtype)
-    return rows._replace(data=data if param is None else rows_like(param, data))
+    return rows._replace(
+        data=data if param is None else shard_columns_like(param, data)
+    )
 
 
 def _worth_proving(rows: Rows, tables: tuple[jax.Array, ...]) -> bool:
@@ -196,19 +198,21 @@ def lazy(
                     middles[i], touched, written[i], extra[i], read=read[i]
                 )
             else:
-                new_data = apart(
+                new_data = prevent_fusion(
                     mask_padding(results[i], touched.indices, shapes[i].shape)
                 )
                 news = tuple(
                     scatter_rows(
-                        leaves[n], touched.indices, after_reading(taken, new_leaves[n])
+                        leaves[n],
+                        touched.indices,
+                        order_after_gather(taken, new_leaves[n]),
                     )
                     for n, taken in zip(held[i], old[i], strict=False)
                 )
             grad = grads[i]
-            results[i] = None if grad is None else with_rows(grad, touched, new_data)
+            results[i] = None if grad is None else bcoo_like(grad, touched, new_data)
             for n, new in zip(held[i], news, strict=True):
                 new_leaves[n] = new
         return treedef.unflatten(results), structure.unflatten(new_leaves)
 
-    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import gathered, mesh_of
+from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo
 from .duplicates import sum_duplicates
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # tuple has a method count
 
 
-def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Casts indices to a type that holds every row id and `nse` ids past the last."""
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
     own: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
@@ -50,10 +50,10 @@ def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     )
 
 
-def on_each_device(grad: BCOO) -> BCOO:
+def replicate_entries(grad: BCOO) -> BCOO:
     """The entries of a gradient, on a mesh whole on every device."""
     mesh = mesh_of(grad.data, grad.indices)
-    return entries(grad, lambda x: gathered(x, mesh))
+    return entries(grad, lambda x: replicate_rows(x, mesh))
 
 
 def touched_rows(grad: BCOO, dtype: Any) -> Rows:
@@ -61,14 +61,14 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
 
     A gradient that says `unique_indices` is believed and keeps its order.
     """
-    grad = widened(grad, dtype)
+    grad = cast_entries(grad, dtype)
     return _sums_by_kernel(grad) if native.fits(grad) else _sums(grad)
 
 
-def widened(grad: BCOO, dtype: Any) -> BCOO:
+def cast_entries(grad: BCOO, dtype: Any) -> BCOO:
     """A gradient with values of this type, and indices that hold padding as well."""
-    grad = on_each_device(grad)
-    indices = _wide(grad.indices, grad.shape)
+    grad = replicate_entries(grad)
+    indices = _widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
 
 
@@ -92,7 +92,7 @@ def _sums_by_kernel(grad: BCOO) -> Rows:
     return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
-def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
+def bcoo_like(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
     """A BCOO like `grad` with these rows in place of its entries."""
     return type(grad)(
         (data.astype(grad.dtype), rows.indices),

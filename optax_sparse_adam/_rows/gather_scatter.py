@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
-from .._jax_extras.sharding import partitioned
+from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
 from .padding import append_padding, mask_padding
 
@@ -29,7 +29,7 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
     )
 
 
-def twice(index: jax.Array) -> jax.Array:
+def repeat_row(index: jax.Array) -> jax.Array:
     """A single row as two, `[2, n_sparse]`: for gathers, see `padding.append_padding`.
 
     The row itself and not padding: whoever differentiates the gather adds to no other.
@@ -40,7 +40,7 @@ def twice(index: jax.Array) -> jax.Array:
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads whatever row is next to it."""
     if len(indices) == 1:
-        return take_rows(table, twice(indices))[:1]
+        return take_rows(table, repeat_row(indices))[:1]
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
@@ -54,7 +54,7 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
     axes = (None, *range(n_sparse, table.ndim))
-    return partitioned(unchecked(gather), table, indices, like=table, axes=axes)
+    return call_with_auto_axes(unchecked(gather), table, indices, like=table, axes=axes)
 
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -62,7 +62,7 @@ def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     return mask_padding(take_rows(table, indices), indices, table.shape)
 
 
-def apart(rows: jax.Array) -> jax.Array:
+def prevent_fusion(rows: jax.Array) -> jax.Array:
     """Keeps the computation of rows out of the kernel that scatters them.
 
     A kernel of a GPU that reads rows of a table and writes others gets a copy of the
@@ -71,7 +71,7 @@ def apart(rows: jax.Array) -> jax.Array:
     return lax.optimization_barrier(rows)
 
 
-def after_reading(old: jax.Array, rows: jax.Array) -> jax.Array:
+def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     """Orders the scatter of rows into a table after the gather of its old ones.
 
     Problem: where new rows are not computed from the old ones, as the last gradient in
@@ -93,7 +93,7 @@ def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    rows = apart(_cast(rows, table))
+    rows = prevent_fusion(_cast(rows, table))
     return _scatter(lax.scatter, table, indices, rows, unique=True)
 
 
@@ -147,4 +147,6 @@ def _scatter(
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
     axes = range(table.ndim)
-    return partitioned(unchecked(scatter), table, indices, rows, like=table, axes=axes)
+    return call_with_auto_axes(
+        unchecked(scatter), table, indices, rows, like=table, axes=axes
+    )

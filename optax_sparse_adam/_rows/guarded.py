@@ -81,7 +81,7 @@ class GuardedBCOO(BCOO):
         return obj
 
 
-def _guarded(name: str) -> Callable[..., Any]:
+def _guard_operator(name: str) -> Callable[..., Any]:
     """An operator of BCOO, on what the guard lets through; it may be a gradient."""
     operator = getattr(BCOO, name)
 
@@ -97,7 +97,7 @@ def _guarded(name: str) -> Callable[..., Any]:
 
 # What scales a gradient, and what `optax.apply_updates` adds an update by.
 for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]:
-    setattr(GuardedBCOO, f"__{_operator}__", _guarded(f"__{_operator}__"))
+    setattr(GuardedBCOO, f"__{_operator}__", _guard_operator(f"__{_operator}__"))
 
 
 def copy_with(cls: type[BCOO], mat: BCOO, data: jax.Array, indices: jax.Array) -> BCOO:

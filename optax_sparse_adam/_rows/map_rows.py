@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import mesh_of, rows_like
+from .._jax_extras.sharding import mesh_of, shard_columns_like
 from .coalesce import Rows
 from .gather_scatter import gather_rows, scatter_rows, take_rows
 from .padding import in_bounds, mask_padding, pad_indices
@@ -76,7 +76,7 @@ def map_rows(
     depth = rows.indices.shape[1] + rows.data.ndim - 1
     with_columns = [x for x in (*tables, *read) if x.ndim == depth]
     for table in with_columns[:1]:
-        rows = rows._replace(data=rows_like(table, rows.data))
+        rows = rows._replace(data=shard_columns_like(table, rows.data))
     args = (read, *args)
     if not _in_blocks(rows, is_reduced or any(x.ndim == depth for x in tables)):
         return one_pass(rows, tables, args)

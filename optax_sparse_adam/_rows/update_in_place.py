@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Program, Step, evaluate
 from .gather_scatter import (
-    after_reading,
-    apart,
     combine_rows,
+    order_after_gather,
+    prevent_fusion,
     scatter_rows,
     take_rows,
 )
@@ -37,7 +37,7 @@ class _Combination(NamedTuple):
     other: int
 
 
-def _made_from(program: Program, numbers: list[int]) -> set[int]:
+def _find_dependents(program: Program, numbers: list[int]) -> set[int]:
     """These values, and all that are computed from one of them."""
     found = set(numbers)
     for _, operands, results in program.steps:
@@ -46,11 +46,11 @@ def _made_from(program: Program, numbers: list[int]) -> set[int]:
     return found
 
 
-def _combination(
+def _find_combination(
     program: Program, table: Any, old: list[int], place: int, new: int
 ) -> _Combination | None:
     """How the old rows at this place become new ones, if it is a combination."""
-    moving = _made_from(program, [old[place]])
+    moving = _find_dependents(program, [old[place]])
     path = [s for s in program.slice([new])[0] if not moving.isdisjoint(s.operands)]
     avals: dict[int, Any] = {
         number: atom.aval
@@ -70,7 +70,7 @@ def _combination(
         and avals[new].dtype == avals[other].dtype == table.dtype
         and all(avals[number].shape == like.shape for number in numbers)
         and all(step.eqn.primitive.name in ELEMENTWISE for step in path)
-        and other not in _made_from(program, old)
+        and other not in _find_dependents(program, old)
     ):
         return None
 
@@ -103,7 +103,7 @@ def update_rows(
     old = program.inputs[1 : 1 + len(tables)]
     out, *new = program.outputs
     places = range(len(tables))
-    found = {i: _combination(program, tables[i], old, i, new[i]) for i in places}
+    found = {i: _find_combination(program, tables[i], old, i, new[i]) for i in places}
     combined = {i: one for i, one in found.items() if one is not None}
 
     def rest() -> tuple[list[Step], list[int]]:
@@ -126,10 +126,12 @@ def update_rows(
     for i in places:
         if i not in combined:
             made = jnp.asarray(env[new[i]])
-            if old[i] in starts and new[i] not in _made_from(program, [old[i]]):
-                made = after_reading(rows[i], made)
+            if old[i] in starts and new[i] not in _find_dependents(program, [old[i]]):
+                made = order_after_gather(rows[i], made)
             updated[i] = scatter_rows(tables[i], indices, made)
     result = jnp.asarray(env[out])
-    if out in _made_from(program, program.inputs[1 + len(tables) : len(rows) + 1]):
-        result = apart(result)  # it reads the table that it will be added to
+    if out in _find_dependents(
+        program, program.inputs[1 + len(tables) : len(rows) + 1]
+    ):
+        result = prevent_fusion(result)  # it reads the table that it will be added to
     return result, tuple(updated)

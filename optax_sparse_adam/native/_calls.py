@@ -65,7 +65,7 @@ def _check(name: str, x: jax.Array, dtype: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def take_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
+def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
     """`table[ids]`, `[*ids.shape, *table.shape[1:]]`.
 
     An id out of bounds reads `fill`, or if that is `None` the row that is next to it.
@@ -110,11 +110,11 @@ def adam_rows(
     grad: BCOO, moments: tuple[jax.Array, ...], factors: tuple[jax.Array, ...]
 ) -> tuple[Sums, tuple[jax.Array, ...]]:
     """Like `sum_rows`, with the update in place of the sums, and the new moments."""
-    numbers = (jnp.stack(factors),)
+    scalars = (jnp.stack(factors),)
     for name, moment in zip(("mu", "nu"), moments, strict=True):
         _check(name, moment, "float32", grad.shape)
-    _check("factors", *numbers, "float32", (5,))
-    indices, data, mu, nu, count = _call("adam_rows", grad, moments, numbers)
+    _check("factors", *scalars, "float32", (5,))
+    indices, data, mu, nu, count = _call("adam_rows", grad, moments, scalars)
     return (indices, data, count), (mu, nu)
 
 
