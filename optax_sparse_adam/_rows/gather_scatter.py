@@ -1,4 +1,10 @@
-"""Gathers rows of tables and scatters them; what lies outside of a table is padding."""
+"""Gathers and scatters of rows by `[nse, n_sparse]` indices; see `padding`.
+
+They are `lax.gather` and `lax.scatter` with three additions: gathers and scatters of a
+single row are of two (`repeat_row`, `append_padding`), Explicit mesh axes are left to
+the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
+(`unchecked`), because padding is out of bounds on purpose.
+"""
 
 import functools
 from collections.abc import Callable
@@ -44,8 +50,8 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
-    # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
-    # index into a table of more than 2**31 rows. XLA clamps by itself.
+    # mode="clip" compares in int32 where 64-bit types are off, and changes every index
+    # into a table of more than 2**31 rows. XLA clamps by itself.
     gather = functools.partial(
         lax.gather,
         dimension_numbers=_gather_numbers(table, n_sparse),
@@ -65,8 +71,10 @@ def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
 def prevent_fusion(rows: jax.Array) -> jax.Array:
     """Keeps the computation of rows out of the kernel that scatters them.
 
-    A kernel of a GPU that reads rows of a table and writes others gets a copy of the
-    whole table to read from.
+    Problem: a GPU copies the whole table. Cause: XLA fuses the computation of the new
+    rows into their scatter, and gives a kernel that reads and writes one table a copy
+    to read from. Remedy: an optimization barrier. Safe, because it changes no value.
+    Test: `tests/whole/test_compilers.py`.
     """
     return lax.optimization_barrier(rows)
 
@@ -74,12 +82,13 @@ def prevent_fusion(rows: jax.Array) -> jax.Array:
 def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     """Orders the scatter of rows into a table after the gather of its old ones.
 
-    Problem: where new rows are not computed from the old ones, as the last gradient in
-    Adan, but something else is, XLA does not know which comes first, and copies the
-    table. On a CPU it drops an `optimization_barrier` before it looks. Remedy: a choice
-    that depends on the old rows, and that it does not see through. Safe, because no
-    number is above infinity, NaN included. Tested by the memory of every
-    transformation in test_lazy_optax.py, which tells when this can go.
+    Problem: XLA copies the table. Cause: where new rows are not computed from the old
+    ones, as the last gradient in Adan, but something else is, XLA does not know which
+    comes first; on a CPU it drops an `optimization_barrier` before it looks. Remedy: a
+    select that depends on the old rows, and that XLA does not see through. Safe,
+    because no value is above infinity, NaN included. Test: the memory of every
+    transformation in `tests/optimizers/test_lazy_optax.py`, which tells when this can
+    go.
     """
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return rows
