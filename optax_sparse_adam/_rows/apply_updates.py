@@ -1,4 +1,4 @@
-"""Adds updates to parameters, row by row where the updates are row-sparse."""
+"""`apply_updates`: adds updates to parameters, a row-sparse one to its rows only."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
-"""The touched rows of a BCOO gradient, each once.
+"""Coalescing: the touched rows of a BCOO gradient, each once.
 
-`indices` is always an integer array of shape `[nse, n_sparse]`, and a row that lies
-outside of the table is padding: never gathered from, never scattered to.
+`touched_rows` returns them as `Rows` in the type that they are summed in, for the
+optimisers; the public `coalesce` returns a BCOO. The CPU kernel sums where it is there
+and knows the types, else `duplicates.sum_duplicates`.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def _widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Casts indices to a type that holds every row id and `nse` ids past the last."""
+    """Casts indices to a type that holds every row and `nse` padding indices."""
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
     own: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
     for dtype in (*own, jnp.int32, jnp.uint32):
@@ -51,7 +52,7 @@ def _widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def replicate_entries(grad: BCOO) -> BCOO:
-    """The entries of a gradient, on a mesh whole on every device."""
+    """The entries of a gradient, all of them on every device of a mesh."""
     mesh = mesh_of(grad.data, grad.indices)
     return entries(grad, lambda x: replicate_rows(x, mesh))
 
@@ -66,7 +67,7 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
 
 
 def cast_entries(grad: BCOO, dtype: Any) -> BCOO:
-    """A gradient with values of this type, and indices that hold padding as well."""
+    """Casts the values to `dtype`, and the indices to a type that holds padding."""
     grad = replicate_entries(grad)
     indices = _widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
@@ -93,7 +94,7 @@ def _sums_by_kernel(grad: BCOO) -> Rows:
 
 
 def bcoo_like(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
-    """A BCOO like `grad` with these rows in place of its entries."""
+    """A BCOO of these rows, of the shape and type of `grad`."""
     return type(grad)(
         (data.astype(grad.dtype), rows.indices),
         shape=grad.shape,
@@ -112,7 +113,7 @@ def accumulator_dtype(*dtypes: Any) -> Any:
 @jax.jit
 def _coalesce(grad: BCOO) -> BCOO:
     found = entries(grad)
-    # Believed to be unique, it might still hold padding in front.
+    # A gradient that is unique may still hold padding in front of rows.
     flags = {"indices_sorted": grad.indices_sorted, "unique_indices": False}
     found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
     rows = touched_rows(found, accumulator_dtype(grad.dtype))

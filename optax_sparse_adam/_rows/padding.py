@@ -13,8 +13,8 @@ Any index out of bounds is padding. Those that this package writes, for a table 
   ascending, so that padding at the end keeps sorted indices sorted. The indices of
   touched rows and of blocks, and the targets of scatters.
 - `num_rows` (`row_bounds`): where entries may be equal. Entries of a gradient that are
-  not coalesced, and as the number of groups, of entries that belong to no group.
-- The largest numbers of the type (`last_indices`): for a batch of gradients of any
+  not coalesced; also the group (`nse`) of entries that belong to no group.
+- The last indices of the type (`last_indices`): for a batch of gradients of any
   shape, whose entries became zeros.
 - The largest number of the type (`padding_key`): in sort keys, which then do not depend
   on the size of the table; sorts after all rows. Never an index.
@@ -63,8 +63,8 @@ def pad_indices(
     Args:
       indices: `[nse, n_sparse]`.
       valid: `[nse]`, which of them to keep.
-      slot: `[nse]`, distinct numbers of the slots. The type of the indices must hold
-        `num_rows + slot` (`cast_entries` widens it).
+      slot: `[nse]`, distinct. The type of the indices must hold `num_rows + slot`;
+        `coalesce.cast_entries` widens it.
       shape: The shape of the table.
     """
     outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]

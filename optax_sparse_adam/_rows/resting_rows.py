@@ -206,7 +206,7 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 
 def _decay_in(whole: Whole, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Both numbers; what the first loses in a smaller type goes to the second."""
+    """Both parts; what the first loses in a smaller type goes to the second."""
     assert whole.decay is not None  # where rows have one
     high, low = whole.decay
     cast = high.astype(dtype)
@@ -238,7 +238,7 @@ def move_rows(
     power1, power2 = expand_like(power1, mu), expand_like(power2, mu)
     decay = None
     if log_decay:
-        # One number alone would lose what a step adds to a long training's sum.
+        # A single float would lose what a step adds to the sum of a long training.
         (old, old_rest), (new, new_rest) = log_decay, _decay_in(whole, dtype)
         decay = expand_like((new - old) + (new_rest - old_rest), mu)
     return Moved(decay, by, power1 * mu, power2 * (power2 * nu))
@@ -262,9 +262,10 @@ def stamp(
     """`last` and `log_decay` of rows that are brought to step `count`."""
 
     def stamped(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Nothing is later than now. Without this, the new numbers would not depend on
-        # the old ones, and XLA for CPUs, which then may scatter before it has gathered,
-        # copies all of them to be safe (see `tests/optimizers/test_memory.py`).
+        # Problem: XLA for CPUs copies the table. Cause: it may scatter before it has
+        # gathered, where new values do not depend on the old ones. Remedy: a select
+        # that depends on them. Safe, because no row is later than now. Test:
+        # `tests/optimizers/test_memory.py`.
         return jnp.where(rows.last > count, old, new.astype(old.dtype))
 
     if not rows.log_decay:

@@ -1,10 +1,12 @@
 // Lookups of rows, the sums of a row-sparse gradient, and Adam on the rows that it
 // touches, for CPUs.
 //
-// Lookups copy each row as a whole. The rest is what `touched_rows` and `map_rows` do in
-// XLA, in one pass and in place: the gradient's buffer becomes the sums, or the update.
-// Sums are added in the order of the entries, so they are those of XLA bit for bit,
-// whatever the number of threads.
+// Lookups copy each row as a whole. The other functions do what `touched_rows` and
+// `map_rows` do in XLA, in one pass and in place: the gradient's buffer becomes the sums,
+// or the update. They return `(rows, data, ..., count)`: the touched rows in ascending
+// order, then padding, `num_rows + slot`; their sums or updates, then zeros; how many
+// rows are touched. Entries are added in their order, so that the sums are those of XLA
+// bit for bit on any number of threads.
 
 #include <algorithm>
 #include <atomic>
