@@ -178,6 +178,7 @@ def _order_groups(
 
 
 def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Order:
+    """A stable sort of the entries by key, so that sums have a fixed order."""
     nse = len(keys)
     slot = position = jnp.arange(nse, dtype=jnp.int32)
     if not is_sorted:
@@ -227,7 +228,7 @@ def _segmented_scan(data: jax.Array, group: jax.Array) -> jax.Array:
     joined = (group[:, :, None] == group[:, None, :]) & earlier[None]
     others = data[:, None]
     sums = jnp.sum(jnp.where(expand_like(joined, others), others, 0), axis=2)
-    # XLA would compute the sums anew wherever one is read, without a barrier.
+    # Without this barrier, XLA computes the sums anew wherever one is read.
     sums = lax.optimization_barrier(sums)
     if len(sums) > 1:
         carried = _segmented_scan(sums[:, -1], group[:, -1])
