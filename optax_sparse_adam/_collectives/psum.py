@@ -12,8 +12,9 @@ from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import first_row
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
-from .._rows.coalesce import coalesce, pad, touched_rows
+from .._rows.coalesce import coalesce, touched_rows
 from .._rows.guarded import entries
+from .._rows.padding import pad_indices
 
 AxisName = str | tuple[str, ...]
 
@@ -236,4 +237,4 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
         x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)
     )
     data = jnp.where(mine.reshape(-1, *(1,) * (data.ndim - 1)), data, 0)
-    return _coalesced(type(grad), data, pad(ids, mine, slot, shape), shape)
+    return _coalesced(type(grad), data, pad_indices(ids, mine, slot, shape), shape)

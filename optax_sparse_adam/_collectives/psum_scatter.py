@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO
 
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce
-from .._rows.gather_scatter import in_bounds
+from .._rows.padding import in_bounds
 from .exchange import plan
 from .psum import AxisName, local_rows, psum, rows_per_device
 from .routing import make_route, to_owners
@@ -88,8 +88,8 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
         total: BCOO = local_rows(psum(grad, axis_name), axis_name)
         return total
     grad = coalesce(grad)
-    stop = jnp.sum(in_bounds(grad.indices, grad.shape), dtype=jnp.int32)
-    route = make_route(exchange, grad.indices, stop)
+    count = jnp.sum(in_bounds(grad.indices, grad.shape), dtype=jnp.int32)
+    route = make_route(exchange, grad.indices, count)
     indices, data = to_owners(exchange, route, grad.data)
     total = coalesce(BCOO((data, indices), shape=shape))
     return type(grad)(

@@ -35,11 +35,11 @@ class Route(NamedTuple):
     rounds: jax.Array
 
 
-def make_route(exchange: Exchange, indices: jax.Array, stop: jax.Array) -> Route:
-    """The route of the first `stop` rows; the rest is padding above the table."""
+def make_route(exchange: Exchange, indices: jax.Array, count: jax.Array) -> Route:
+    """The route of the first `count` rows; the rest is padding above the table."""
     firsts = np.arange(1, exchange.devices) * exchange.shard_rows
     inner = search(indices[:, 0], jnp.asarray(firsts, indices.dtype))
-    ends = [jnp.zeros([1], jnp.int32), inner, stop.reshape(1)]
+    ends = [jnp.zeros([1], jnp.int32), inner, count.reshape(1)]
     starts = jnp.concatenate(ends)
     rounds = -(-jnp.max(jnp.diff(starts)) // exchange.capacity)
     return Route(indices, starts, lax.pmax(rounds, exchange.axis_name))

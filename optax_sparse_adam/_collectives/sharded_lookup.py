@@ -9,8 +9,9 @@ import numpy as np
 from jax import lax
 
 from .._jax_extras.varying_axes import vary, varying_axes
-from .._rows.coalesce import accumulator_dtype, pad
+from .._rows.coalesce import accumulator_dtype
 from .._rows.duplicates import group_rows, sum_groups
+from .._rows.padding import pad_indices
 from .exchange import Exchange, plan
 from .psum import AxisName, rows_per_device
 from .routing import Route, from_owners, make_route, read_rows, to_owners
@@ -180,10 +181,10 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
     """The distinct ids, and for each id its place among them."""
     size = (exchange.devices * exchange.shard_rows + 2,)
-    shifted, stop, group = group_rows(ids[:, None] + 1, size, is_sorted=False)
+    shifted, group, count = group_rows(ids[:, None] + 1, size, is_sorted=False)
     slot = jnp.arange(len(ids), dtype=jnp.int32)
-    distinct = pad(shifted, slot < stop, slot, size) - 1
-    return make_route(exchange, distinct, stop), group
+    distinct = pad_indices(shifted, slot < count, slot, size) - 1
+    return make_route(exchange, distinct, count), group
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import bind_eqn
-from .._rows.gather_scatter import in_bounds
+from .._rows.padding import in_bounds
 from . import rules_control_flow, rules_custom, rules_shard_map
 from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
 from .interpreter import Context, Results
@@ -40,7 +40,7 @@ from .symbolic_values import (
     dense,
     fill,
     is_symbolic,
-    merged,
+    merge_parts,
     table,
 )
 
@@ -56,7 +56,7 @@ def _reduce_sum(context: Context, eqn: JaxprEqn, total: Any) -> Results:
     axes = eqn.params["axes"]
     if not all(axis in axes for axis in range(total.depth)):
         return NotImplemented
-    part = merged(total)
+    part = merge_parts(total)
     rest = tuple(1 + axis - total.depth for axis in axes if axis >= total.depth)
     valid = in_bounds(part.indices, total.shape)
     valid = valid.reshape((-1,) + (1,) * (part.data.ndim - 1))

@@ -27,9 +27,9 @@ from .symbolic_values import (
     Deferred,
     Part,
     RowSum,
+    all_gather_parts,
     elementwise,
     fill,
-    gathered,
     is_symbolic,
 )
 
@@ -232,7 +232,7 @@ def _add(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results:
         return NotImplemented
     if left.axes != right.axes:
         # Of a table that some lookups only read in the same way on all devices.
-        left, right = gathered(left), gathered(right)
+        left, right = all_gather_parts(left), all_gather_parts(right)
     carry = right.carry if left.carry is None else left.carry
     parts: dict[int, Part] = {}
     for part in left.parts + right.parts:

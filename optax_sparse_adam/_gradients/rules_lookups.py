@@ -18,7 +18,8 @@ from jax.extend.core import Primitive, Var
 
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
-from .._rows.gather_scatter import row_bounds, twice
+from .._rows.gather_scatter import repeat_row
+from .._rows.padding import row_bounds
 from ..native import _calls as native
 from .symbolic_values import Deferred, Part
 
@@ -235,7 +236,8 @@ def slice_reader(
 ) -> Callable[[jax.Array], jax.Array] | None:
     """A slice of rows of arrays of this shape by a gather; `None` if it is no lookup.
 
-    XLA would copy a table of which rows are sliced: see `_rows.gather_scatter.twice`.
+    XLA would copy a table of which rows are sliced: see `_rows.gather_scatter`'s
+    `repeat_row`.
     """
     window = eqn.outvars[0].aval.shape
     if not shape or window[0] in (0, shape[0]):
@@ -264,7 +266,7 @@ def slice_reader(
         if eqn.primitive.name == "dynamic_slice":
             _show_bounds(eqn.primitive, array, starts, eqn.params)
         if len(indices) == 1:
-            return gather(array, twice(indices))[:1]
+            return gather(array, repeat_row(indices))[:1]
         return gather(array, indices)
 
     return read
@@ -318,7 +320,7 @@ def _rows_by_kernel(eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array
 def _gather(
     gather: Primitive, array: jax.Array, indices: jax.Array, params: dict[str, Any]
 ) -> jax.Array:
-    """A gather that reads at least two rows: see `_rows.gather_scatter.twice`.
+    """A gather that reads at least two rows: see `_rows.gather_scatter.repeat_row`.
 
     An axis of length 1 stands for all columns; XLA clamps indices into it.
     """
@@ -340,7 +342,7 @@ def _gather(
         start_index_map=(*batch, *numbers.start_index_map),
     )
     params = params | {"dimension_numbers": numbers, "unique_indices": False}
-    rows = gather.bind(array, twice(index.reshape(1, -1)), **params)
+    rows = gather.bind(array, repeat_row(index.reshape(1, -1)), **params)
     return rows[:1].reshape(shape)
 
 
@@ -360,7 +362,7 @@ def _kernel_rows(
         fill = math.nan if params["fill_value"] is None else params["fill_value"]
 
     def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
-        return native.take_rows(table, indices[..., column], fill).reshape(shape)
+        return native.look_up_rows(table, indices[..., column], fill).reshape(shape)
 
     def by_xla(table: jax.Array, indices: jax.Array) -> jax.Array:
         rows: jax.Array = gather.bind(table, indices, **params)

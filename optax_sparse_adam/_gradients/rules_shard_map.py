@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from .._jax_extras.sharding import first_row
-from .._rows.gather_scatter import in_bounds, row_bounds
+from .._rows.padding import in_bounds, row_bounds
 from .analysis import Analysis, Obstacle, Obstacles, Rule
 from .interpreter import Context, Results
 from .symbolic_values import Deferred, Part, RowSum, padded, table

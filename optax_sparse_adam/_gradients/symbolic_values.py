@@ -19,11 +19,12 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.sharding import partitioned
-from .._rows.coalesce import accumulator_dtype, pad, widened
-from .._rows.duplicates import sum_rows
-from .._rows.gather_scatter import in_bounds, row_bounds, scatter_add_rows
+from .._jax_extras.sharding import call_with_auto_axes
+from .._rows.coalesce import accumulator_dtype, cast_entries
+from .._rows.duplicates import sum_duplicates
+from .._rows.gather_scatter import scatter_add_rows
 from .._rows.guarded import GuardedBCOO
+from .._rows.padding import in_bounds, pad_indices, row_bounds
 
 
 class Part(NamedTuple):
@@ -261,7 +262,9 @@ class Known:
 
         def take(array: jax.Array) -> jax.Array:
             axes = range(part.data.ndim)
-            return partitioned(gather, array, part.indices, like=part.data, axes=axes)
+            return call_with_auto_axes(
+                gather, array, part.indices, like=part.data, axes=axes
+            )
 
         if isinstance(value, Deferred):
             # Of each function of the table once for each lookup.
@@ -276,13 +279,13 @@ class Known:
         if total.unique:
             return total
         if total not in self._coalesced:
-            self._coalesced[total] = coalesced(gathered(total))
+            self._coalesced[total] = coalesced(all_gather_parts(total))
         return self._coalesced[total]
 
 
 def coalesced(total: RowSum) -> RowSum:
     """The same sum with each row stored once; duplicates add up as in `coalesce`."""
-    part = merged(total)
+    part = merge_parts(total)
     stored = sum(part.indices.shape[0] for part in total.parts)
     if stored <= total.number and stored > 1:
         exact = total.dtype
@@ -290,17 +293,17 @@ def coalesced(total: RowSum) -> RowSum:
             exact = accumulator_dtype(exact)
         elif exact == jnp.bool_:
             exact = jnp.int32
-        grad = widened(BCOO((part.data, part.indices), shape=total.shape), exact)
-        indices, count, data = sum_rows(
+        grad = cast_entries(BCOO((part.data, part.indices), shape=total.shape), exact)
+        indices, data, count = sum_duplicates(
             grad.indices, grad.data, total.shape, is_sorted=False
         )
         slot = jnp.arange(stored, dtype=jnp.int32)
-        indices = pad(indices, slot < count, slot, total.shape)
+        indices = pad_indices(indices, slot < count, slot, total.shape)
         part = Part(indices, data.astype(total.dtype))
     return RowSum(total.shape, total.dtype, (part,), unique=True)
 
 
-def merged(total: RowSum, depth: int | None = None) -> Part:
+def merge_parts(total: RowSum, depth: int | None = None) -> Part:
     """All rows of a sum in one part, at most as many as the table has rows."""
     depth = total.depth if depth is None else depth
     parts = [_whole_rows(part, depth, total.shape) for part in total.parts]
@@ -325,7 +328,9 @@ def touched_by(touched: jax.Array, part: Part, shape: tuple[int, ...]) -> jax.Ar
         return touched.at[tuple(indices.T)].set(True, mode="drop")
 
     indices = _row_indices(part, touched.ndim, shape)
-    return partitioned(mark, touched, indices, like=touched, axes=range(touched.ndim))
+    return call_with_auto_axes(
+        mark, touched, indices, like=touched, axes=range(touched.ndim)
+    )
 
 
 def _row_indices(part: Part, depth: int, shape: tuple[int, ...]) -> jax.Array:
@@ -349,7 +354,7 @@ def every_row(touched: jax.Array, total: jax.Array) -> Part:
 
 def padded(total: RowSum, number: int, depth: int) -> Part:
     """All rows of a sum in one part of at least this many rows."""
-    part = merged(total, depth)
+    part = merge_parts(total, depth)
     missing = number - part.indices.shape[0]
     if missing <= 0:  # jaxlib 0.11.2 crashes on empty constants inside of shard_map
         return part
@@ -372,7 +377,7 @@ def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
     return Part(_row_indices(part, depth, shape), data)
 
 
-def gathered(total: RowSum) -> RowSum:
+def all_gather_parts(total: RowSum) -> RowSum:
     """The same sum inside of shard_map, every device with the rows of all."""
     if not total.axes:
         return total
@@ -385,9 +390,9 @@ def gathered(total: RowSum) -> RowSum:
 
 def to_bcoo(total: RowSum) -> BCOO:
     """The row-sparse gradient that a sum stands for."""
-    total = gathered(total)
+    total = all_gather_parts(total)
     stored = sum(part.indices.shape[0] for part in total.parts)
-    part = merged(total)
+    part = merge_parts(total)
     return GuardedBCOO(
         (part.data.astype(total.dtype), part.indices),
         shape=total.shape,

@@ -1,10 +1,10 @@
 """Layouts of rows and of states on a mesh.
 
-JAX partitions the programs, and needs two hints. The rows of a gradient are few, so
-every device gets all of them (`gathered`, `rows_like`). And a state is laid out as its
-parameter is (`full_along`, `laid_like`, `laid_out`). The type of an array says whether
-it lies on a mesh; how it lies there, the type says for Explicit mesh axes only. Without
-a mesh nothing here adds an operation to a program.
+JAX partitions the programs, and needs two hints. A gradient has few rows, so every
+device gets all of them (`replicate_rows`, `shard_columns_like`). A state is laid out as
+its parameter is (`full_along`, `shard_axes_like`, `jit_on_mesh`). The type of an array
+says whether it lies on a mesh, and for Explicit mesh axes also how. Without a mesh
+nothing here adds an operation to a program.
 """
 
 import functools
@@ -33,12 +33,13 @@ def _spec(x: jax.Array, axes: Sequence[int]) -> PartitionSpec:
     return PartitionSpec(*(spec[axis] for axis in axes))
 
 
-def gathered(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
+def replicate_rows(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
     """Gives every device all rows; the layout of the columns stays.
 
-    Problem: if a mesh axis splits the rows of a gradient but not its table, the
-    partitioner lets each device scatter its part into zeros of the table's size, and
-    sums these over the axis. Remedy: replicate the rows first, which are few. Test:
+    Problem: each device allocates zeros of the table's size, and these are summed over
+    a mesh axis. Cause: where the axis splits the rows of a gradient but not its table,
+    the partitioner lets each device scatter its part alone. Remedy: replicate the rows
+    first, which are few. Safe, because the values stay as they are. Test:
     `tests/collectives/test_sharded_memory.py`.
     """
     spec = jax.typeof(rows).sharding.spec
@@ -52,7 +53,7 @@ def gathered(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
     return rows
 
 
-def rows_like(table: jax.Array, rows: jax.Array) -> jax.Array:
+def shard_columns_like(table: jax.Array, rows: jax.Array) -> jax.Array:
     """Shards the columns of rows as the table's columns, over Explicit mesh axes."""
     mesh = mesh_of(table, rows)
     if not mesh.explicit_axes:
@@ -61,7 +62,7 @@ def rows_like(table: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.reshard(rows, NamedSharding(mesh, PartitionSpec(None, *columns)))
 
 
-def partitioned(
+def call_with_auto_axes(
     function: Callable[..., jax.Array],
     *arrays: jax.Array,
     like: jax.Array,
@@ -92,8 +93,8 @@ def partitioned(
 def first_row(axis_name: Any, shard_rows: int, dtype: Any) -> jax.Array:
     """The first row that this device owns of a table sharded along mesh axes."""
     # `axis_index` is an int32; row ids of large tables are wider.
-    number = lax.axis_index(axis_name).astype(dtype)
-    return number * np.asarray(shard_rows, dtype)
+    device = lax.axis_index(axis_name).astype(dtype)
+    return device * np.asarray(shard_rows, dtype)
 
 
 def full_along(
@@ -104,26 +105,28 @@ def full_along(
     full = tuple(jnp.shape(param))
     shape = tuple(full[axis] for axis in axes)
     x = jnp.full_like(param, value, dtype, None if shape == full else shape)
-    return laid_like(param, x, axes)
+    return shard_axes_like(param, x, axes)
 
 
 def _own(param: jax.Array, x: jax.Array) -> jax.Array:
     """Makes a constant depend on a parameter, without changing it.
 
-    XLA merges equal constants (common subexpression elimination). The zeros of two
-    states would be one array, and so have one layout.
+    Problem: the states of two parameters get one layout. Cause: XLA merges equal
+    constants (common subexpression elimination), so that the zeros of both are one
+    array. Remedy: multiply by a one that depends on the parameter. Safe, because the
+    product is the constant. Test: `tests/collectives/test_sharded_init.py`.
     """
     one, _ = lax.optimization_barrier((jnp.ones([], x.dtype), param))
     return x * one
 
 
-def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def shard_axes_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """`x`, whose axes are these axes of a parameter, sharded as they are."""
     mesh = mesh_of(param)
     if mesh.explicit_axes:
         return jax.reshard(x, NamedSharding(mesh, _spec(param, axes)))
-    # Inside a `shard_map` over some of the mesh axes, XLA stops with an error at a
-    # sharding group, and chooses the right layout without one.
+    # XLA stops with an error at a sharding group inside of a `shard_map` over some of
+    # the mesh axes, and chooses the right layout there without one.
     if mesh.auto_axes and not mesh.manual_axes:
         # The sum over the other axes has the layout of these axes. Only its layout is
         # used, so XLA does not compute it.
@@ -133,7 +136,7 @@ def laid_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     return x
 
 
-def laid_out(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def jit_on_mesh(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Compiles `init` for parameters on a mesh.
 
     Sharding constraints work only under `jit`; without it the state would be made on
@@ -147,9 +150,9 @@ def laid_out(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if mesh_of(*leaves).empty:
             return init(params)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            # `jit` traces a function once for arguments of equal types. Layouts over
-            # Auto axes are no part of a type, so two parameters would share one trace
-            # and with it one sharding group. A new lambda is traced anew.
+            # `jit` traces a function once for arguments of equal types. A type does not
+            # contain the layout over Auto axes, so two parameters would share one trace
+            # and with it one sharding group. JAX traces a new lambda anew.
             return jax.jit(lambda params: init(params))(params)
         return compiled(params)
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.sharding import rows_like
-from .._rows.coalesce import touched_rows, with_rows
-from .._rows.gather_scatter import in_bounds
+from .._jax_extras.sharding import shard_columns_like
+from .._rows.coalesce import bcoo_like, touched_rows
 from .._rows.map_rows import map_rows, reduce_rows
+from .._rows.padding import in_bounds
 from .hyperparameters import Scalar
 
 Moments = tuple[jax.Array, ...]
@@ -180,7 +180,7 @@ def update_sparse(
 ) -> tuple[BCOO, Moments]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
     rows = touched_rows(grad, step.size.dtype)
-    rows = rows._replace(data=rows_like(param, rows.data))
+    rows = rows._replace(data=shard_columns_like(param, rows.data))
     num_rows = jnp.sum(in_bounds(rows.indices, grad.shape)).astype(step.size.dtype)
     # The columns' average does not move where no row was touched.
     step = step._replace(weight=jnp.where(num_rows > 0, step.weight, 0))
@@ -202,7 +202,7 @@ def update_sparse(
         jnp.maximum(num_rows, 1),
         math.prod(rows.data.shape[1:]),
     )
-    return with_rows(grad, rows, update), _cast(new, moments)
+    return bcoo_like(grad, rows, update), _cast(new, moments)
 
 
 @jax.jit

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.sharding import full_along, laid_out
+from .._jax_extras.sharding import full_along, jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import accumulator_dtype, touched_rows, with_rows
+from .._rows.coalesce import accumulator_dtype, bcoo_like, touched_rows
 from .._rows.map_rows import Tables, map_all_rows, map_rows
 from .._rows.resting_rows import (
     Constants,
@@ -115,7 +115,7 @@ def _update_sparse(
         return _update_rows(grad, rows, step, betas, rest=True)
 
     data, tables = map_rows(middle, rows, tables, step, read=read)
-    return with_rows(grad, rows, data), tables
+    return bcoo_like(grad, rows, data), tables
 
 
 @functools.partial(jax.jit, static_argnames="betas")
@@ -292,7 +292,7 @@ def _exact_adam(
         state = replace_held(state, treedef, parts)
         return treedef.unflatten(grads), state._replace(count=count)
 
-    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
 
 
 def exact_adam(

@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import laid_out, rows_like
+from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import Rows, accumulator_dtype, keep_real, touched_rows, with_rows
+from .._rows.coalesce import Rows, accumulator_dtype, bcoo_like, touched_rows
 from .._rows.gather_scatter import (
-    after_reading,
-    apart,
     gather_rows,
+    order_after_gather,
+    prevent_fusion,
     scatter_rows,
 )
 from .._rows.map_rows import map_rows
+from .._rows.padding import mask_padding
 from .hyperparameters import check_transformation
 from .lazy_row_analysis import take_apart
 from .lazy_sizes import check_sizes
@@ -32,7 +33,9 @@ def _touched(grad: Any, param: Any) -> Rows:
     check_bcoo(grad, None if param is None else jnp.shape(param))
     rows = touched_rows(grad, accumulator_dtype(grad.dtype))
     data = rows.data.astype(grad.dtype)
-    return rows._replace(data=data if param is None else rows_like(param, data))
+    return rows._replace(
+        data=data if param is None else shard_columns_like(param, data)
+    )
 
 
 class _Table(NamedTuple):
@@ -76,10 +79,11 @@ def _scatter(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The rows of the update, without padding, and the state with its new rows."""
     state = tuple(
-        scatter_rows(whole, table.rows.indices, after_reading(old, new))
+        scatter_rows(whole, table.rows.indices, order_after_gather(old, new))
         for whole, old, new in zip(table.state, table.old, new_state, strict=False)
     )
-    return apart(keep_real(table.rows, update, table.shape)), state
+    rows = mask_padding(update, table.rows.indices, table.shape)
+    return prevent_fusion(rows), state
 
 
 def lazy(
@@ -234,9 +238,9 @@ def lazy(
                 new_rows = [new_leaves[place] for place in table.places]
                 data, new_state = _scatter(table, results[i], new_rows)
             grad = grads[i]
-            results[i] = None if grad is None else with_rows(grad, table.rows, data)
+            results[i] = None if grad is None else bcoo_like(grad, table.rows, data)
             for place, new in zip(table.places, new_state, strict=True):
                 new_leaves[place] = new
         return treedef.unflatten(results), structure.unflatten(new_leaves)
 
-    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import laid_like, mesh_of
+from .._jax_extras.sharding import mesh_of, shard_axes_like
 from .lazy_sizes import size_error
 
 # What cannot be right on some rows only, by the type of its state.
@@ -130,7 +130,7 @@ def state_laid_like(
         return state
     for n, (leaf, i) in enumerate(zip(leaves, owners, strict=True)):
         if i is not None and leaf.shape == shapes[i].shape[: leaf.ndim]:
-            leaves[n] = laid_like(tables[i], leaf, range(leaf.ndim))
+            leaves[n] = shard_axes_like(tables[i], leaf, range(leaf.ndim))
     return structure.unflatten(leaves)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import full_along, laid_out
+from .._jax_extras.sharding import full_along, jit_on_mesh
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
 from .hyperparameters import (
@@ -133,7 +133,7 @@ def scale_by_rowwise_rss(
         )
         return updates, ScaleByRowwiseRssState(sums)
 
-    return optax.GradientTransformation(laid_out(init_fn), update_fn)
+    return optax.GradientTransformation(jit_on_mesh(init_fn), update_fn)
 
 
 class ScaleByRowwiseAdamState(NamedTuple):
@@ -225,7 +225,7 @@ def scale_by_rowwise_adam(
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
         return updates, ScaleByRowwiseAdamState(count, mu, nu)
 
-    return optax.GradientTransformation(laid_out(init_fn), update_fn)
+    return optax.GradientTransformation(jit_on_mesh(init_fn), update_fn)
 
 
 def _optimizer(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import full_along, laid_out
+from .._jax_extras.sharding import full_along, jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .adafactor_formula import step_numbers, update_dense, update_sparse
@@ -240,4 +240,4 @@ def sparse_adafactor(
         )
         return updates, SparseAdafactorState(count, row, col, v)
 
-    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

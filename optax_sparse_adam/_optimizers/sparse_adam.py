@@ -10,9 +10,15 @@ import optax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import full_along, laid_out
+from .._jax_extras.sharding import full_along, jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import Rows, accumulator_dtype, touched_rows, widened, with_rows
+from .._rows.coalesce import (
+    Rows,
+    accumulator_dtype,
+    bcoo_like,
+    cast_entries,
+    touched_rows,
+)
 from .._rows.map_rows import map_rows
 from ..native import _calls as native
 from .hyperparameters import (
@@ -70,12 +76,12 @@ def update_sparse(
         data, moments = map_rows(formula, rows, moments, factors)
         return rows._replace(data=data), moments
 
-    wide = widened(grad, factors.scale.dtype)
+    wide = cast_entries(grad, factors.scale.dtype)
     if native.fits(wide, *moments):
         rows, moments = on_cpu(_by_kernel, by_rows, wide, moments, factors)
     else:
         rows, moments = by_rows(wide, moments, factors)
-    return with_rows(grad, rows, rows.data), moments
+    return bcoo_like(grad, rows, rows.data), moments
 
 
 def _by_kernel(grad: BCOO, moments: Moments, factors: Factors) -> tuple[Rows, Moments]:
@@ -182,7 +188,7 @@ def _sparse_adam(
         updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
         return updates, ScaleBySparseAdamState(count_inc, mu, nu)
 
-    return optax.GradientTransformationExtraArgs(laid_out(init_fn), update_fn)
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
 
 
 def scale_by_sparse_adam(

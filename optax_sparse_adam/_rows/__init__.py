@@ -1,1 +1,37 @@
-"""Arithmetic on a few rows of a large table."""
+"""Arithmetic on a few rows of a large table.
+
+Words, as all of the package uses them:
+
+- table: a parameter or a part of the state of which a step uses few rows; an array
+  `[num_rows, *row_shape]`, or `[*sizes, *row_shape]` where `n_sparse` is not 1.
+- row: the slice of a table at one index. A row is an index of `n_sparse` integers.
+- n_sparse: how many leading axes of a table an index is for; nearly always 1.
+- entry: an index that a BCOO stores, with its values: `indices[slot]`, `data[slot]`.
+- slot: the place of an entry in the arrays, from 0 to `nse - 1`.
+- nse: how many entries there are, padding included; as in JAX, "number of specified
+  elements". It is static.
+- padding: entries whose index is out of bounds. They mean nothing. See `padding`.
+- touched: a row with at least one entry, whatever its values. Only touched rows, and
+  their state, change.
+- duplicates: entries of one row. Their values add up.
+- coalesced: without duplicates, the touched rows in ascending order in front, padding
+  behind. Such rows are passed on as `(indices, data, count)`, always in this order.
+- count: how many touched rows there are; a scalar that is known when a program runs.
+- group: the place of an entry's row among the touched rows.
+- compact: holding the touched rows only, `[nse, *row_shape]` in place of a whole table.
+
+The files, those that others stand on first:
+
+- `padding`: what padding is; the functions that make it and recognise it.
+- `gather_scatter`: gathers, scatters and scatter-adds of rows.
+- `binary_search`: how many sorted numbers are less than each key.
+- `duplicates`: groups entries by row and adds up each group; one method for CPUs and
+  one, a segmented scan, for other devices.
+- `guarded`: the BCOO of this package's gradients, which notices changed indices.
+- `checks`: what counts as a gradient, and the errors for what does not.
+- `coalesce`: `Rows`, the touched rows of a gradient; the public `coalesce`.
+- `update_in_place`: which tables can be updated by one scatter with a combiner.
+- `map_rows`: gather, update, scatter, in blocks on a CPU; sums over rows.
+- `apply_updates`: the public `apply_updates`.
+- `resting_rows`: the formula and the state of `exact_adam`.
+"""

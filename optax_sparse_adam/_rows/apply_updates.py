@@ -1,4 +1,4 @@
-"""Adds updates to parameters, row by row where the updates are row-sparse."""
+"""`apply_updates`: adds updates to parameters, a row-sparse one to its rows only."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .coalesce import accumulator_dtype, on_each_device, touched_rows
+from .coalesce import accumulator_dtype, replicate_entries, touched_rows
 from .gather_scatter import gather_rows, scatter_add_rows, scatter_rows
 
 
@@ -15,7 +15,7 @@ from .gather_scatter import gather_rows, scatter_add_rows, scatter_rows
 def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
     if param.dtype == dtype:
-        found = on_each_device(update)
+        found = replicate_entries(update)
         unique = update.unique_indices
         return scatter_add_rows(param, found.indices, found.data, unique=unique)
     # A table of lower precision than the sums: add, then round once.

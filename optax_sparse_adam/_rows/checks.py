@@ -1,4 +1,4 @@
-"""What counts as a gradient, and what is raised for what does not."""
+"""Checks of gradients and trees: what counts as a gradient, and errors for the rest."""
 
 from typing import Any
 
@@ -54,8 +54,8 @@ def check_dense(grads: Any, name: str, call: str) -> None:
 def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
     """Raises unless `grad` is a row-sparse gradient of a table of this shape.
 
-    Every fault found here but one is static, and is raised while tracing, never
-    skipped: what a guard has to say is known to the program only (see `guarded`).
+    All faults but one are static, and are raised while tracing. Only a running program
+    knows the values of a guard (see `guarded`).
 
     Raises:
       TypeError: If the indices or the data have the wrong kind of type.

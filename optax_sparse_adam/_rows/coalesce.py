@@ -1,7 +1,8 @@
-"""The touched rows of a BCOO gradient, each once.
+"""Coalescing: the touched rows of a BCOO gradient, each once.
 
-`indices` is always an integer array of shape `[nse, n_sparse]`, and a row that lies
-outside of the table is padding: never gathered from, never scattered to.
+`touched_rows` returns them as `Rows` in the type that they are summed in, for the
+optimisers; the public `coalesce` returns a BCOO. The CPU kernel sums where it is there
+and knows the types, else `duplicates.sum_duplicates`.
 """
 
 from typing import Any, NamedTuple
@@ -11,12 +12,12 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import gathered, mesh_of
+from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo
-from .duplicates import sum_rows
-from .gather_scatter import expand, in_bounds, row_bounds
+from .duplicates import sum_duplicates
 from .guarded import copy_with, entries
+from .padding import expand_like, in_bounds, pad_indices
 
 
 class Rows(NamedTuple):
@@ -25,16 +26,17 @@ class Rows(NamedTuple):
     Attributes:
       indices: `[nse, n_sparse]`, unique. Padding is out of bounds and distinct.
       data: `[nse, *row_shape]`. Zero where the index is padding.
-      stop: Scalar; every slot from here on is padding.
+      count: Scalar; all slots from this one on are padding. The number of touched rows,
+        unless the gradient was believed to be unique and has padding between its rows.
     """
 
     indices: jax.Array
     data: jax.Array
-    stop: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method count
 
 
-def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Casts indices to a type that holds every row id and `nse` ids past the last."""
+def _widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Casts indices to a type that holds every row and `nse` padding indices."""
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
     own: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
     for dtype in (*own, jnp.int32, jnp.uint32):
@@ -49,22 +51,10 @@ def _wide(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     )
 
 
-def pad(
-    indices: jax.Array, valid: jax.Array, slot: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-    """Gives each padding slot an out-of-bounds index of its own.
-
-    Distinct, so that `unique_indices=True` is a promise that is kept; increasing, so
-    that padding at the end keeps sorted indices sorted.
-    """
-    outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
-    return jnp.where(valid[:, None], indices, outside)
-
-
-def on_each_device(grad: BCOO) -> BCOO:
-    """The entries of a gradient, on a mesh whole on every device."""
+def replicate_entries(grad: BCOO) -> BCOO:
+    """The entries of a gradient, all of them on every device of a mesh."""
     mesh = mesh_of(grad.data, grad.indices)
-    return entries(grad, lambda x: gathered(x, mesh))
+    return entries(grad, lambda x: replicate_rows(x, mesh))
 
 
 def touched_rows(grad: BCOO, dtype: Any) -> Rows:
@@ -72,14 +62,14 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
 
     A gradient that says `unique_indices` is believed and keeps its order.
     """
-    grad = widened(grad, dtype)
+    grad = cast_entries(grad, dtype)
     return _sums_by_kernel(grad) if native.fits(grad) else _sums(grad)
 
 
-def widened(grad: BCOO, dtype: Any) -> BCOO:
-    """A gradient with values of this type, and indices that hold padding as well."""
-    grad = on_each_device(grad)
-    indices = _wide(grad.indices, grad.shape)
+def cast_entries(grad: BCOO, dtype: Any) -> BCOO:
+    """Casts the values to `dtype`, and the indices to a type that holds padding."""
+    grad = replicate_entries(grad)
+    indices = _widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
 
 
@@ -88,14 +78,14 @@ def _sums(grad: BCOO) -> Rows:
     slot = jnp.arange(grad.nse, dtype=jnp.int32)
     if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
-        stop = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
-        data = jnp.where(expand(valid, data), data, 0)
+        count = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
+        data = jnp.where(expand_like(valid, data), data, 0)
     else:
-        indices, stop, data = sum_rows(
+        indices, data, count = sum_duplicates(
             indices, data, grad.shape, is_sorted=grad.indices_sorted
         )
-        valid = slot < stop
-    return Rows(pad(indices, valid, slot, grad.shape), data, stop)
+        valid = slot < count
+    return Rows(pad_indices(indices, valid, slot, grad.shape), data, count)
 
 
 @jax.jit
@@ -103,8 +93,8 @@ def _sums_by_kernel(grad: BCOO) -> Rows:
     return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
-def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
-    """A BCOO like `grad` with these rows in place of its entries."""
+def bcoo_like(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
+    """A BCOO of these rows, of the shape and type of `grad`."""
     return type(grad)(
         (data.astype(grad.dtype), rows.indices),
         shape=grad.shape,
@@ -112,11 +102,6 @@ def with_rows(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
         indices_sorted=grad.indices_sorted or not grad.unique_indices,
         unique_indices=True,
     )
-
-
-def keep_real(rows: Rows, data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`data` with zeros in the padding slots."""
-    return jnp.where(expand(in_bounds(rows.indices, shape), data), data, 0)
 
 
 def accumulator_dtype(*dtypes: Any) -> Any:
@@ -128,7 +113,7 @@ def accumulator_dtype(*dtypes: Any) -> Any:
 @jax.jit
 def _coalesce(grad: BCOO) -> BCOO:
     found = entries(grad)
-    # Believed to be unique, it might still hold padding in front.
+    # A gradient that is unique may still hold padding in front of rows.
     flags = {"indices_sorted": grad.indices_sorted, "unique_indices": False}
     found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
     rows = touched_rows(found, accumulator_dtype(grad.dtype))

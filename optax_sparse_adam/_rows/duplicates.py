@@ -1,9 +1,16 @@
-"""Numbers the distinct rows of a gradient, and adds up the entries of each.
+"""Sums of duplicates: groups the entries of a gradient by row, and adds up each group.
 
-A CPU sorts the ids alone, searches each entry's row among them, and adds every entry to
-its row. Other devices sort the ids together with the positions of the entries, and add
-up neighbours: on a GPU, additions to one address wait for each other, and their order,
-and with it the last bits, is left to chance.
+Two methods, chosen when the program is compiled:
+
+- A CPU sorts the ids alone, finds the row of each entry by binary search among them,
+  and scatter-adds every entry to its row.
+- Other devices sort the ids together with the positions of the entries, and add up
+  neighbours in a segmented scan. On a GPU, additions to one address wait for each
+  other, and their order, and with it the last bits, is left to chance.
+
+For a table of 10 rows and the ids `[7, 3, -1, 7]` with the values `[a, b, c, d]`, the
+distinct rows are `[3, 7]`, `count` is 2, the groups of the entries are `[1, 0, 4, 1]`
+(`nse`, here 4, for padding), and the sums are `[b, a + d, 0, 0]`.
 """
 
 import functools
@@ -16,11 +23,12 @@ import numpy as np
 from jax import lax
 
 from .binary_search import search
-from .gather_scatter import expand, in_bounds, scatter_add_rows, scatter_rows, take_rows
+from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
+from .padding import expand_like, in_bounds, padding_key
 
-# How many neighbours a round adds up. XLA makes one GPU kernel of it, which reads each
-# entry once from memory and this many times from the caches.
-_NEIGHBOURS = 8
+# How many neighbours a level of the segmented scan adds up. XLA makes one GPU kernel of
+# a level, which reads each entry once from memory and this many times from the caches.
+_BLOCK = 8
 
 
 class _Order(NamedTuple):
@@ -29,64 +37,60 @@ class _Order(NamedTuple):
     Attributes:
       keys: `[nse, k]`, the row of each entry, as `_keys` has it.
       position: `[nse]`, where the entry was.
-      number: `[nse]`, the number of its row in ascending order, `nse` for padding.
-      last: `[nse]`, the place of the last entry of each row, by the row's number.
-      rows: Scalar; how many rows there are.
+      group: `[nse]`, the place of its row among the distinct rows, `nse` for padding.
+      last: `[nse]`, for each group the place of its last entry.
+      count: Scalar; how many rows there are.
     """
 
     keys: jax.Array
     position: jax.Array
-    number: jax.Array
+    group: jax.Array
     last: jax.Array
-    rows: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method count
 
 
 def group_rows(
     indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Numbers the distinct rows in ascending order.
+    """Groups entries by row, in ascending order of the rows.
 
     Returns:
       The distinct rows `[nse, n_sparse]` in ascending order, then slots without
-      meaning; how many they are; and for each entry the number of its row, `nse` for
-      padding.
+      meaning; for each entry the group that it is in, which is the place of its row
+      among them, `nse` for padding; and how many rows they are.
     """
-    keys, count, group = _group_keys(_keys(indices, shape), is_sorted=is_sorted)
-    return _rows_of(keys, shape[: indices.shape[1]]), count, group
+    keys, group, count = _group_keys(_keys(indices, shape), is_sorted=is_sorted)
+    return _indices_of(keys, shape[: indices.shape[1]]), group, count
 
 
-def sum_rows(
+def sum_duplicates(
     indices: jax.Array, data: jax.Array, shape: tuple[int, ...], is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds up the entries of each row.
 
     Returns:
-      The distinct rows and how many they are, as `group_rows`; and their sums, then
-      zeros.
+      The distinct rows, as `group_rows`; their sums, then zeros; and how many rows they
+      are.
     """
-    keys, count, sums = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
-    return _rows_of(keys, shape[: indices.shape[1]]), count, sums
+    keys, sums, count = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
+    return _indices_of(keys, shape[: indices.shape[1]]), sums, count
 
 
 def sum_groups(data: jax.Array, group: jax.Array) -> jax.Array:
-    """Adds up the entries of each group, by the third result of `group_rows`."""
-    _, _, sums = sum_rows(group[:, None], data, (len(group),), is_sorted=False)
+    """Adds up the entries of each group, by the second result of `group_rows`."""
+    _, sums, _ = sum_duplicates(group[:, None], data, (len(group),), is_sorted=False)
     return sums
 
 
-def _padding(keys: jax.Array) -> np.ndarray:
-    """What stands for padding: no row has the largest number of the type."""
-    return np.asarray(jnp.iinfo(keys.dtype).max, keys.dtype)
-
-
 def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """What tells rows apart, in their order, whatever the size of the table.
+    """Sort keys of the entries, which order them as their rows are ordered.
 
-    JAX then traces what follows once for tables of all sizes.
+    Padding has the same key for tables of all sizes, so that JAX traces what follows
+    once for all of them.
 
     Returns:
-      `[nse, 1]`, one number for each row; or the indices themselves, `[nse, n_sparse]`,
-      where the type does not hold that.
+      `[nse, 1]`, the place of the row in the flattened table; or the indices
+      themselves, `[nse, n_sparse]`, where the type does not hold that.
     """
     sizes, keys = shape[: indices.shape[1]], indices
     if math.prod(sizes) <= jnp.iinfo(indices.dtype).max:
@@ -94,10 +98,10 @@ def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         for axis, size in enumerate(sizes[1:], 1):
             bound = np.asarray(size, keys.dtype)
             keys = keys * bound + indices[:, axis : axis + 1]
-    return jnp.where(in_bounds(indices, shape)[:, None], keys, _padding(keys))
+    return jnp.where(in_bounds(indices, shape)[:, None], keys, padding_key(keys.dtype))
 
 
-def _rows_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+def _indices_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """The indices `[nse, n_sparse]` of rows from their keys."""
     if keys.shape[1] == len(sizes):
         return keys
@@ -129,18 +133,18 @@ def _group_keys(
 def _sum_keys(
     keys: jax.Array, data: jax.Array, *, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def scattered(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
-        distinct, count, group = _search_groups(keys, is_sorted)
+    def scatter_add(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+        distinct, group, count = _search_groups(keys, is_sorted)
         zeros = jnp.zeros_like(data)
         sums = scatter_add_rows(zeros, group[:, None], data, unique=False)
-        return distinct, count, sums
+        return distinct, sums, count
 
-    def neighbours(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
-        found = _in_order(keys, is_sorted)
-        ordered = data if is_sorted else take_rows(data, found.position[:, None])
-        return _distinct(found), found.rows, _sum_neighbours(ordered, found)
+    def scan(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+        order = _sort_entries(keys, is_sorted)
+        ordered = data if is_sorted else take_rows(data, order.position[:, None])
+        return _distinct_keys(order), _sum_segments(ordered, order), order.count
 
-    return lax.platform_dependent(keys, data, cpu=scattered, default=neighbours)
+    return lax.platform_dependent(keys, data, cpu=scatter_add, default=scan)
 
 
 def _search_groups(
@@ -150,90 +154,100 @@ def _search_groups(
     if keys.shape[1] > 1:
         return _order_groups(keys, is_sorted)
     nse, key = len(keys), keys[:, 0]
-    # To sort the ids alone and to search them afterwards is three times faster on a CPU
-    # than to carry the positions through the sort.
+    # A CPU sorts the ids alone and searches them afterwards three times faster than it
+    # carries the positions through the sort.
     ordered = key if is_sorted else jnp.sort(key)
     first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])])
-    first &= ordered != _padding(keys)
-    number = jnp.cumsum(first, dtype=jnp.int32) - 1
-    target = jnp.where(first, number, nse)[:, None]
+    first &= ordered != padding_key(keys.dtype)
+    rank = jnp.cumsum(first, dtype=jnp.int32) - 1
+    target = jnp.where(first, rank, nse)[:, None]
     distinct = scatter_rows(jnp.zeros_like(keys), target, ordered[:, None])
-    group = number if is_sorted else number[search(ordered, key)]
-    return distinct, number[-1] + 1, jnp.where(key != _padding(keys), group, nse)
+    group = rank if is_sorted else rank[search(ordered, key)]
+    group = jnp.where(key != padding_key(keys.dtype), group, nse)
+    return distinct, group, rank[-1] + 1
 
 
 def _order_groups(
     keys: jax.Array, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`group_rows` for all other devices."""
-    found = _in_order(keys, is_sorted)
-    position = found.position[:, None]
-    group = scatter_rows(jnp.zeros_like(found.number), position, found.number)
-    return _distinct(found), found.rows, group
+    order = _sort_entries(keys, is_sorted)
+    position = order.position[:, None]
+    group = scatter_rows(jnp.zeros_like(order.group), position, order.group)
+    return _distinct_keys(order), group, order.count
 
 
-def _in_order(keys: jax.Array, is_sorted: bool) -> _Order:
+def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Order:
+    """A stable sort of the entries by key, so that sums have a fixed order."""
     nse = len(keys)
     slot = position = jnp.arange(nse, dtype=jnp.int32)
     if not is_sorted:
         *columns, position = lax.sort((*keys.T, slot), num_keys=keys.shape[1])
         keys = jnp.stack(columns, axis=1)
-    real = keys[:, 0] != _padding(keys)
+    real = keys[:, 0] != padding_key(keys.dtype)
     last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
     target = jnp.where(last, before, nse)[:, None]
     return _Order(
         keys=keys,
         position=position,
-        number=jnp.where(real, before, nse),
+        group=jnp.where(real, before, nse),
         last=scatter_rows(jnp.zeros_like(slot), target, slot),
-        rows=jnp.sum(last, dtype=jnp.int32),
+        count=jnp.sum(last, dtype=jnp.int32),
     )
 
 
-def _distinct(found: _Order) -> jax.Array:
-    return take_rows(found.keys, found.last[:, None])
+def _distinct_keys(order: _Order) -> jax.Array:
+    return take_rows(order.keys, order.last[:, None])
 
 
-def _sum_neighbours(data: jax.Array, found: _Order) -> jax.Array:
-    """The sums of the rows, then zeros; `data` is in their order."""
-    sums = take_rows(_running_sums(data, found.number), found.last[:, None])
-    real = jnp.arange(len(data), dtype=jnp.int32) < found.rows
-    return jnp.where(expand(real, sums), sums, 0)
+def _sum_segments(data: jax.Array, order: _Order) -> jax.Array:
+    """The sums of the groups, then zeros; `data` is in their order."""
+    sums = take_rows(_segmented_scan(data, order.group), order.last[:, None])
+    real = jnp.arange(len(data), dtype=jnp.int32) < order.count
+    return jnp.where(expand_like(real, sums), sums, 0)
 
 
-def _running_sums(data: jax.Array, number: jax.Array) -> jax.Array:
-    """For each entry the sum of its row's entries up to it, in a fixed order.
+def _segmented_scan(data: jax.Array, group: jax.Array) -> jax.Array:
+    """For each entry the sum of its group's entries up to it, in a fixed order.
 
-    First within blocks of neighbours; then the last sums of the blocks, which are few,
-    are themselves entries that add up.
+    A segmented scan (a prefix sum that begins anew with each group) in two steps: sums
+    within blocks of neighbours; then a scan of the last sums of the blocks, which are
+    few, and which every block adds to the entries that continue the group before it.
+    With blocks of two, the groups `[0, 0 | 0, 1 | 1, 1]` and the values
+    `[a, b | c, d | e, f]`:
+
+        sums within blocks           [a, a+b | c,     d | e,   e+f  ]
+        scan of their last ones      [   a+b |        d |    d+e+f  ]
+        carried over                 [       | a+b      | d,   d    ]
+        result                       [a, a+b | a+b+c, d | d+e, d+e+f]
     """
     nse = len(data)
-    data, number = _in_blocks(data), _in_blocks(number)
-    earlier = jnp.tril(jnp.ones([_NEIGHBOURS, _NEIGHBOURS], bool))
-    joined = (number[:, :, None] == number[:, None, :]) & earlier[None]
+    data, group = _split_into_blocks(data), _split_into_blocks(group)
+    earlier = jnp.tril(jnp.ones([_BLOCK, _BLOCK], bool))
+    joined = (group[:, :, None] == group[:, None, :]) & earlier[None]
     others = data[:, None]
-    sums = jnp.sum(jnp.where(expand(joined, others), others, 0), axis=2)
-    # Without a barrier XLA would compute the sums anew wherever one is read.
+    sums = jnp.sum(jnp.where(expand_like(joined, others), others, 0), axis=2)
+    # Without this barrier, XLA computes the sums anew wherever one is read.
     sums = lax.optimization_barrier(sums)
     if len(sums) > 1:
-        carried = _running_sums(sums[:, -1], number[:, -1])
+        carried = _segmented_scan(sums[:, -1], group[:, -1])
         block = jnp.arange(len(sums), dtype=jnp.int32)
-        # Read like this, rather than shifted by a slice, a GPU needs no branch for it.
+        # A gather, as a GPU would need a branch for a shift by a slice.
         before = jnp.maximum(block - 1, 0)[:, None]
         joined = (block > 0)[:, None] & (
-            number == take_rows(number[:, -1], before)[:, None]
+            group == take_rows(group[:, -1], before)[:, None]
         )
         carried = take_rows(carried, before)[:, None]
-        sums = sums + jnp.where(expand(joined, carried), carried, 0)
-    size = len(sums) * _NEIGHBOURS
+        sums = sums + jnp.where(expand_like(joined, carried), carried, 0)
+    size = len(sums) * _BLOCK
     return sums.reshape(size, *data.shape[2:])[:nse]
 
 
-def _in_blocks(entries: jax.Array) -> jax.Array:
-    """`[nse, ...]`, filled up with zeros, as `[blocks, neighbours, ...]`."""
-    blocks = -(-len(entries) // _NEIGHBOURS)
-    missing = blocks * _NEIGHBOURS - len(entries)
+def _split_into_blocks(entries: jax.Array) -> jax.Array:
+    """`[nse, ...]`, filled up with zeros, as `[blocks, _BLOCK, ...]`."""
+    blocks = -(-len(entries) // _BLOCK)
+    missing = blocks * _BLOCK - len(entries)
     fill = [(0, missing, 0), *[(0, 0, 0)] * (entries.ndim - 1)]
     entries = lax.pad(entries, jnp.zeros([], entries.dtype), fill)
-    return entries.reshape(blocks, _NEIGHBOURS, *entries.shape[1:])
+    return entries.reshape(blocks, _BLOCK, *entries.shape[1:])

@@ -1,31 +1,22 @@
-"""Gathers rows of tables and scatters them; what lies outside of a table is padding."""
+"""Gathers and scatters of rows by `[nse, n_sparse]` indices; see `padding`.
+
+They are `lax.gather` and `lax.scatter` with three additions: gathers and scatters of a
+single row are of two (`repeat_row`, `append_padding`), Explicit mesh axes are left to
+the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
+(`unchecked`), because padding is out of bounds on purpose.
+"""
 
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
-from .._jax_extras.sharding import partitioned
+from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
-
-
-def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
-    """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
-    return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
-
-
-def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
-    inside = (indices >= 0) & (indices < row_bounds(shape, indices))
-    return jnp.all(inside, axis=1)
-
-
-def expand(flags: jax.Array, like: jax.Array) -> jax.Array:
-    return flags.reshape(flags.shape + (1,) * (like.ndim - flags.ndim))
+from .padding import append_padding, mask_padding
 
 
 def _gather_numbers(table: jax.Array, n_sparse: int) -> lax.GatherDimensionNumbers:
@@ -44,23 +35,8 @@ def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNum
     )
 
 
-def and_padding(index: jax.Array) -> jax.Array:
-    """One row and one of padding, `[2, n_sparse]`: for scatters of a single row.
-
-    XLA turns a scatter of a single row into a dynamic-update-slice, and a gather of one
-    (see `twice`) into a dynamic-slice. It then fuses a copy of the dynamic-slice into
-    each of its users, of which some run after the table has been updated in place: it
-    copies the table. On a GPU or a TPU it all-gathers a sharded table, too. Gathers and
-    scatters of two rows stay as they are. (tests/gradients/test_cost_of_steps.py)
-    """
-    if index.dtype.itemsize < 4:
-        index = index.astype(jnp.int32)  # as a uint8, -1 may be a row
-    outside = np.full(index.shape, -1).astype(index.dtype)
-    return jnp.concatenate([index, outside])
-
-
-def twice(index: jax.Array) -> jax.Array:
-    """A single row as two, `[2, n_sparse]`: for gathers, see `and_padding`.
+def repeat_row(index: jax.Array) -> jax.Array:
+    """A single row as two, `[2, n_sparse]`: for gathers, see `padding.append_padding`.
 
     The row itself and not padding: whoever differentiates the gather adds to no other.
     """
@@ -70,12 +46,12 @@ def twice(index: jax.Array) -> jax.Array:
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads whatever row is next to it."""
     if len(indices) == 1:
-        return take_rows(table, twice(indices))[:1]
+        return take_rows(table, repeat_row(indices))[:1]
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
-    # mode="clip" compares int32 numbers where 64-bit types are off, and changes every
-    # index into a table of more than 2**31 rows. XLA clamps by itself.
+    # mode="clip" compares in int32 where 64-bit types are off, and changes every index
+    # into a table of more than 2**31 rows. XLA clamps by itself.
     gather = functools.partial(
         lax.gather,
         dimension_numbers=_gather_numbers(table, n_sparse),
@@ -84,34 +60,35 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
     axes = (None, *range(n_sparse, table.ndim))
-    return partitioned(unchecked(gather), table, indices, like=table, axes=axes)
+    return call_with_auto_axes(unchecked(gather), table, indices, like=table, axes=axes)
 
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads zeros."""
-    rows = take_rows(table, indices)
-    zero = jnp.zeros_like(rows, shape=())  # a 0 would make numbers of booleans
-    return jnp.where(expand(in_bounds(indices, table.shape), rows), rows, zero)
+    return mask_padding(take_rows(table, indices), indices, table.shape)
 
 
-def apart(rows: jax.Array) -> jax.Array:
+def prevent_fusion(rows: jax.Array) -> jax.Array:
     """Keeps the computation of rows out of the kernel that scatters them.
 
-    A kernel of a GPU that reads rows of a table and writes others gets a copy of the
-    whole table to read from.
+    Problem: a GPU copies the whole table. Cause: XLA fuses the computation of the new
+    rows into their scatter, and gives a kernel that reads and writes one table a copy
+    to read from. Remedy: an optimization barrier. Safe, because it changes no value.
+    Test: `tests/whole/test_compilers.py`.
     """
     return lax.optimization_barrier(rows)
 
 
-def after_reading(old: jax.Array, rows: jax.Array) -> jax.Array:
+def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     """Orders the scatter of rows into a table after the gather of its old ones.
 
-    Problem: where new rows are not computed from the old ones, as the last gradient in
-    Adan, but something else is, XLA does not know which comes first, and copies the
-    table. On a CPU it drops an `optimization_barrier` before it looks. Remedy: a choice
-    that depends on the old rows, and that it does not see through. Safe, because no
-    number is above infinity, NaN included. Tested by the memory of every
-    transformation in test_lazy_optax.py, which tells when this can go.
+    Problem: XLA copies the table. Cause: where new rows are not computed from the old
+    ones, as the last gradient in Adan, but something else is, XLA does not know which
+    comes first; on a CPU it drops an `optimization_barrier` before it looks. Remedy: a
+    select that depends on the old rows, and that XLA does not see through. Safe,
+    because no value is above infinity, NaN included. Test: the memory of every
+    transformation in `tests/optimizers/test_lazy_optax.py`, which tells when this can
+    go.
     """
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return rows
@@ -125,7 +102,7 @@ def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    rows = apart(_cast(rows, table))
+    rows = prevent_fusion(_cast(rows, table))
     return _scatter(lax.scatter, table, indices, rows, unique=True)
 
 
@@ -171,7 +148,7 @@ def _scatter(
     unique: bool,
 ) -> jax.Array:
     if len(indices) == 1:
-        indices, rows = and_padding(indices), jnp.concatenate([rows, rows])
+        indices, rows = append_padding(indices), jnp.concatenate([rows, rows])
     scatter = functools.partial(
         function,
         dimension_numbers=_scatter_numbers(table, indices.shape[1]),
@@ -179,4 +156,6 @@ def _scatter(
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
     axes = range(table.ndim)
-    return partitioned(unchecked(scatter), table, indices, rows, like=table, axes=axes)
+    return call_with_auto_axes(
+        unchecked(scatter), table, indices, rows, like=table, axes=axes
+    )

@@ -12,11 +12,11 @@ done to all arrays alike is done to the guard, too:
     h.indices, h.guard                                      # [[-6], [-14]], [[-2G], ...
 
 `k * G == G` holds for no other integer `k` than 1, overflow included, because `G` is
-odd. A guard of another type or shape raises while tracing, one of other numbers outside
-of a program. Inside of one the numbers cannot be asked for: values become NaN, and as
-their rows are lost, those of the first rows of the table, as many as are stored. Zeros
-in place of everything, as `jax.tree.map(jnp.zeros_like, g)` and a skipped step of
-`optax.apply_if_finite` make them, are no entries.
+odd. A guard of another type or shape raises while tracing, one of other values raises
+outside of a program. A program cannot raise for values: there the entries become NaN,
+and go to the first rows of the table, as many as are stored, because their own rows are
+lost. Zeros in place of everything, as `jax.tree.map(jnp.zeros_like, g)` and a skipped
+step of `optax.apply_if_finite` make them, are padding.
 
 Where gradient and update are in one program, XLA folds the comparison of the constants.
 
@@ -32,6 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
+
+from .padding import last_indices
 
 _GUARD = 1_618_033_989
 _REMEDY = (
@@ -79,8 +81,8 @@ class GuardedBCOO(BCOO):
         return obj
 
 
-def _guarded(name: str) -> Callable[..., Any]:
-    """An operator of BCOO, on what the guard lets through; it may be a gradient."""
+def _guard_operator(name: str) -> Callable[..., Any]:
+    """An operator of BCOO on the entries that the guard lets through."""
     operator = getattr(BCOO, name)
 
     def method(self: GuardedBCOO, *args: Any) -> Any:
@@ -95,11 +97,11 @@ def _guarded(name: str) -> Callable[..., Any]:
 
 # What scales a gradient, and what `optax.apply_updates` adds an update by.
 for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]:
-    setattr(GuardedBCOO, f"__{_operator}__", _guarded(f"__{_operator}__"))
+    setattr(GuardedBCOO, f"__{_operator}__", _guard_operator(f"__{_operator}__"))
 
 
 def copy_with(cls: type[BCOO], mat: BCOO, data: jax.Array, indices: jax.Array) -> BCOO:
-    """One of this class with the shape and the flags of another, and a new guard."""
+    """A BCOO of this class with the shape and the flags of `mat`, and a new guard."""
     return cls(
         (data, indices),
         shape=mat.shape,
@@ -109,12 +111,12 @@ def copy_with(cls: type[BCOO], mat: BCOO, data: jax.Array, indices: jax.Array) -
 
 
 def check_indices(grad: BCOO) -> None:
-    """Raises where indices are seen not to be what they were.
+    """Raises if the indices are known to have changed.
 
     Raises:
-      TypeError: If they, or the guard, are no integers.
+      TypeError: If the indices or the guard are not integers.
       ValueError: If the guard has another shape, or, outside of a program, other
-        numbers.
+        values.
     """
     guard = getattr(grad, "guard", None)
     for array in (grad.indices, guard):
@@ -156,7 +158,7 @@ def _is_zero(data: Any, n_batch: int) -> Any:
 
 
 def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -> BCOO:
-    """What the guard lets through, as a BCOO without one.
+    """The entries that the guard lets through, as a BCOO without a guard.
 
     Args:
       grad: The gradient; `check_indices` has seen no fault.
@@ -175,11 +177,9 @@ def _let_through(
     is_empty = (guard == 0) & _is_zero(data, n_batch)[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    # Distinct and in their order, as the flags promise; out of bounds for every table
-    # that the type can tell from its padding.
+    # Both are distinct and ascending, as the flags promise.
     slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
-    last = max(indices.shape[n_batch] - 1, 0)
-    outside = slot + (jnp.iinfo(indices.dtype).max - last)
+    outside = last_indices(slot, n_batch)
     indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))
     is_valid = is_intact | is_empty
     shape = (*guard.shape[:-1], *(1,) * (data.ndim - n_batch - 1))

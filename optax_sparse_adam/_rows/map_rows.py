@@ -1,4 +1,8 @@
-"""Gather rows, update them, scatter them: in blocks on a CPU, else in one pass."""
+"""Gather rows, update them, scatter them: in blocks on a CPU, else in one pass.
+
+The one idea of the package. Blocks of some thousand rows stay in a CPU's cache, and
+need no temporaries of the size of the gradient. A GPU runs one pass.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import mesh_of, rows_like
-from .coalesce import Rows, keep_real, pad
-from .gather_scatter import gather_rows, in_bounds, scatter_rows, take_rows
+from .._jax_extras.sharding import mesh_of, shard_columns_like
+from .coalesce import Rows
+from .gather_scatter import gather_rows, scatter_rows, take_rows
+from .padding import in_bounds, mask_padding, pad_indices
 from .update_in_place import Middle, update_rows
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
@@ -35,7 +40,7 @@ def map_rows(
 
     `middle` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
     the tables in `read` behind those of `tables`, and returns new ones of `tables`.
-    Where `reduce_rows` has gone through the same rows, `is_reduced` says so.
+    `is_reduced` says that `reduce_rows` has gone through the same rows.
 
     Returns:
       The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
@@ -47,16 +52,16 @@ def map_rows(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, tables = update_rows(middle, rows.data, rows.indices, tables, *args)
-        return keep_real(rows, out, shape).astype(rows.data.dtype), tables
+        return mask_padding(out, rows.indices, shape).astype(rows.data.dtype), tables
 
     def blocks(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        # Temporary memory above 32 MB is mapped and faulted in afresh at each call by
-        # the C library, which costs more than the arithmetic; a block stays in cache.
-        # Under vmap, each iteration would copy the tables: on_cpu then takes one_pass.
-        # The values are read and written with gather and scatter like every table: XLA
-        # copies a whole buffer in each iteration that both slices and updates it.
+        # The C library maps and faults in temporary memory above 32 MB afresh at each
+        # call, which costs more than the arithmetic; a block stays in cache. Under
+        # vmap, each iteration would copy the tables: on_cpu then takes one_pass. Gather
+        # and scatter read and write the values, too, because XLA copies a whole buffer
+        # in each iteration that both slices and updates it.
         nse = rows.data.shape[0]
         size = _block_rows(rows.data)
 
@@ -65,17 +70,17 @@ def map_rows(
             slot, indices = _block(rows, start, size, shape)
             part = take_rows(data, slot[:, None])
             out, tables = update_rows(middle, part, indices, tables, *args)
-            # Padding keeps its zeros. To drop it here spares a mask over the values.
+            # Padding keeps its zeros: dropped here, it needs no mask over the values.
             target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
             return scatter_rows(data, target[:, None], out), tables
 
-        start = jnp.zeros([], rows.stop.dtype)
+        start = jnp.zeros([], rows.count.dtype)
         return _for_blocks(rows, start, block, (rows.data, tables))
 
     depth = rows.indices.shape[1] + rows.data.ndim - 1
     with_columns = [x for x in (*tables, *read) if x.ndim == depth]
     for table in with_columns[:1]:
-        rows = rows._replace(data=rows_like(table, rows.data))
+        rows = rows._replace(data=shard_columns_like(table, rows.data))
     args = (read, *args)
     if not _in_blocks(rows, is_reduced or any(x.ndim == depth for x in tables)):
         return one_pass(rows, tables, args)
@@ -87,7 +92,7 @@ def reduce_rows(
 ) -> Any:
     """Adds up `terms(data, rows_of_tables, *args)`, a tree of sums over rows.
 
-    On a CPU it sees them in blocks. Padding is rows of zeros, whose terms must be zero.
+    On a CPU it sees them in blocks. Padding slots hold zeros, whose terms must be zero.
     """
     shape = tables[0].shape
 
@@ -100,14 +105,14 @@ def reduce_rows(
 
         def of_block(start: jax.Array) -> Any:
             slot, indices = _block(rows, start, size, shape)
-            part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.stop)
+            part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.count)
             return one_pass(part, tables, args)
 
         def block(start: jax.Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_block(start))
 
-        start = jnp.zeros([], rows.stop.dtype)
-        # Zeros to begin with would have to lie on a mesh as the sums do.
+        start = jnp.zeros([], rows.count.dtype)
+        # The first block, and not zeros, which would have to lie on a mesh as the sums.
         return _for_blocks(rows, start + size, block, of_block(start))
 
     if not _in_blocks(rows, is_much=True):
@@ -160,7 +165,7 @@ def _for_blocks(
     """`carry = block(start, carry)` for each block that has rows, from `start` on."""
     size = _block_rows(rows.data)
     _, carry = lax.while_loop(
-        lambda state: state[0] < rows.stop,
+        lambda state: state[0] < rows.count,
         lambda state: (state[0] + size, block(*state)),
         (start, carry),
     )
@@ -174,17 +179,18 @@ def _block(
     place = jnp.arange(size, dtype=jnp.int32)
     slot = start + place
     indices = gather_rows(rows.indices, slot[:, None])
-    # Padding of its own by place: for a slot beyond nse, num_rows + slot might not fit
-    # the type. Real slots of the last block are larger than any place.
-    return slot, pad(indices, slot < len(rows.data), place, shape)
+    # Padding is numbered by its place in the block: for a slot beyond nse,
+    # num_rows + slot might not fit the type. It stays distinct from the padding that
+    # was there, as slots of the last block are larger than any place.
+    return slot, pad_indices(indices, slot < len(rows.data), place, shape)
 
 
 def _in_blocks(rows: Rows, is_much: bool) -> bool:
     """Whether there are several blocks on a CPU, and they are worth their while.
 
-    Where there is not much to do, that is one pass over a state of one number a row, as
-    in row-wise Adagrad, all rows at once are faster while the temporaries (gradient,
-    sums, updates) stay below the size that the C library maps afresh at each call.
+    All rows at once are faster where there is little to do (one pass over a state of
+    one scalar per row, as in row-wise Adagrad), and the temporaries (gradient, sums,
+    updates) stay below the size that the C library maps afresh at each call.
     """
     is_mapped = 3 * rows.data.size * rows.data.dtype.itemsize > _MAPPED_BYTES
     return len(rows.data) > _block_rows(rows.data) and (is_much or is_mapped)

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .coalesce import accumulator_dtype
-from .gather_scatter import expand
+from .padding import expand_like
 
 
 class Constants(NamedTuple):
@@ -206,7 +206,7 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 
 def _decay_in(whole: Whole, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Both numbers; what the first loses in a smaller type goes to the second."""
+    """Both parts; what the first loses in a smaller type goes to the second."""
     assert whole.decay is not None  # where rows have one
     high, low = whole.decay
     cast = high.astype(dtype)
@@ -225,7 +225,7 @@ def move_rows(
     is_value = last <= whole.since
 
     def pick(of_value: Any, of_resting_point: Any) -> jax.Array:
-        return expand(jnp.where(is_value, of_value, of_resting_point), mu)
+        return expand_like(jnp.where(is_value, of_value, of_resting_point), mu)
 
     one = jnp.ones_like(power1)
     behind, ahead = (polynomial(way, dtype) for way in whole.ways)
@@ -235,12 +235,12 @@ def move_rows(
         jnp.sqrt(nu) * pick(one, power2),
         pick(centre_of_way(constants, whole.since), centre_of_way(constants, count)),
     )
-    power1, power2 = expand(power1, mu), expand(power2, mu)
+    power1, power2 = expand_like(power1, mu), expand_like(power2, mu)
     decay = None
     if log_decay:
-        # One number alone would lose what a step adds to a long training's sum.
+        # A single float would lose what a step adds to the sum of a long training.
         (old, old_rest), (new, new_rest) = log_decay, _decay_in(whole, dtype)
-        decay = expand((new - old) + (new_rest - old_rest), mu)
+        decay = expand_like((new - old) + (new_rest - old_rest), mu)
     return Moved(decay, by, power1 * mu, power2 * (power2 * nu))
 
 
@@ -262,9 +262,10 @@ def stamp(
     """`last` and `log_decay` of rows that are brought to step `count`."""
 
     def stamped(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Nothing is later than now. Without this, the new numbers would not depend on
-        # the old ones, and XLA for CPUs, which then may scatter before it has gathered,
-        # copies all of them to be safe (see `tests/optimizers/test_memory.py`).
+        # Problem: XLA for CPUs copies the table. Cause: it may scatter before it has
+        # gathered, where new values do not depend on the old ones. Remedy: a select
+        # that depends on them. Safe, because no row is later than now. Test:
+        # `tests/optimizers/test_memory.py`.
         return jnp.where(rows.last > count, old, new.astype(old.dtype))
 
     if not rows.log_decay:

@@ -1,9 +1,24 @@
-"""Updates rows where they are in their table, as far as the formula allows it.
+"""Updates of rows in place, by dependence analysis of the update's jaxpr.
 
-Much state is a moving average or a sum: each new number is computed from the old one in
-its place and from one other, as in `old + weight * (grad - old)`. A scatter with this
-formula as its combiner reads and writes such rows in one pass. To gather them, to
+Much state is a moving average or a sum: each new element is computed from the old one
+in its place and from one other, as in `old + weight * (grad - old)`. A scatter with
+this formula as its combiner reads and writes such rows in one pass. To gather them, to
 compute and to scatter takes three, and memory for what is in between.
+
+The analysis follows the old rows of a table through the jaxpr to the new ones. In
+
+    a = sub grad mu; b = mul 0.1 a; new_mu = add mu b
+    c = mul grad grad; d = sub c nu; e = mul 0.01 d; new_nu = add nu e
+
+`a`, `b` and `new_mu` depend on `mu`, and these three equations, all elementwise, read
+one other array, `grad`: `mu` is updated in place by the combiner `x + 0.1 * (y - x)`,
+and `nu` by `x + 0.01 * (y - x)` with `c` as the other array. A new row that is computed
+from two other arrays, or by an operation that is not elementwise, is gathered, computed
+and scattered.
+
+Known limits: tables of floating-point numbers only, whose new rows, and the other
+array, have the type of the table; old rows that a further result depends on, other than
+by the new ones, are gathered.
 """
 
 from collections.abc import Callable
@@ -14,9 +29,9 @@ import jax.numpy as jnp
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Program, Step, evaluate
 from .gather_scatter import (
-    after_reading,
-    apart,
     combine_rows,
+    order_after_gather,
+    prevent_fusion,
     scatter_rows,
     take_rows,
 )
@@ -29,33 +44,41 @@ class _Combination(NamedTuple):
     """How the rows of one table may be updated where they are.
 
     Attributes:
-      formula: The new number, from the old one and from another.
-      other: Which value of the program holds the others.
+      formula: The new element, from the old one and from another.
+      other: The id of the value that holds the others.
     """
 
     formula: Callable[[jax.Array, jax.Array], jax.Array]
     other: int
 
 
-def _made_from(program: Program, numbers: list[int]) -> set[int]:
-    """These values, and all that are computed from one of them."""
-    found = set(numbers)
+def _find_dependents(program: Program, value_ids: list[int]) -> set[int]:
+    """The ids of these values, and of all that are computed from one of them."""
+    dependents = set(value_ids)
     for _, operands, results in program.steps:
-        if not found.isdisjoint(operands):
-            found.update(results)
-    return found
+        if not dependents.isdisjoint(operands):
+            dependents.update(results)
+    return dependents
 
 
-def _combination(
+def _find_combination(
     program: Program, table: Any, old: list[int], place: int, new: int
 ) -> _Combination | None:
-    """How the old rows at this place become new ones, if it is a combination."""
-    moving = _made_from(program, [old[place]])
+    """How the old rows of a table are combined into new ones, `None` if they are not.
+
+    Args:
+      program: The update.
+      table: The table.
+      old: The ids of the old rows of all tables.
+      place: Which of them is the table's.
+      new: The id of its new rows.
+    """
+    moving = _find_dependents(program, [old[place]])
     path = [s for s in program.slice([new])[0] if not moving.isdisjoint(s.operands)]
     avals: dict[int, Any] = {
-        number: atom.aval
+        value_id: atom.aval
         for eqn, operands, results in path
-        for number, atom in zip(
+        for value_id, atom in zip(
             (*operands, *results), (*eqn.invars, *eqn.outvars), strict=True
         )
     }
@@ -63,21 +86,23 @@ def _combination(
     if new not in avals or len(others) != 1:
         return None
     (other,) = others
-    numbers = others | (avals.keys() & moving)
+    value_ids = others | (avals.keys() & moving)
     like = avals[old[place]]
     if not (
         jnp.issubdtype(table.dtype, jnp.floating)
         and avals[new].dtype == avals[other].dtype == table.dtype
-        and all(avals[number].shape == like.shape for number in numbers)
+        and all(avals[value_id].shape == like.shape for value_id in value_ids)
         and all(step.eqn.primitive.name in ELEMENTWISE for step in path)
-        and other not in _made_from(program, old)
+        and other not in _find_dependents(program, old)
     ):
         return None
 
     def formula(x: jax.Array, y: jax.Array) -> jax.Array:
         env = program.literals | {old[place]: x, other: y}
         for eqn, operands, (result,) in path:
-            env[result] = eqn.primitive.bind(*(env[n] for n in operands), **eqn.params)
+            env[result] = eqn.primitive.bind(
+                *(env[value_id] for value_id in operands), **eqn.params
+            )
         return env[new]
 
     return _Combination(formula, other)
@@ -93,7 +118,7 @@ def update_rows(
 ) -> tuple[jax.Array, Tables]:
     """Gathers rows, calls `middle(data, rows, *args)`, scatters rows; see `map_rows`.
 
-    What comes out of padding has no meaning.
+    Results in padding slots have no meaning.
     """
     rows = tuple(take_rows(table, indices) for table in (*tables, *read))
     closed = jax.make_jaxpr(middle)(data, rows, *args)
@@ -103,16 +128,16 @@ def update_rows(
     old = program.inputs[1 : 1 + len(tables)]
     out, *new = program.outputs
     places = range(len(tables))
-    found = {i: _combination(program, tables[i], old, i, new[i]) for i in places}
+    found = {i: _find_combination(program, tables[i], old, i, new[i]) for i in places}
     combined = {i: one for i, one in found.items() if one is not None}
 
     def rest() -> tuple[list[Step], list[int]]:
         """What is computed from the new rows of the combined tables."""
         wanted = [out, *(new[i] for i in places if i not in combined)]
         ready = {new[i] for i in combined}
-        return program.slice(wanted, lambda number: number in ready)
+        return program.slice(wanted, lambda value_id: value_id in ready)
 
-    # Old rows that something else is computed from, too, are gathered.
+    # Old rows are gathered if something else is computed from them, too.
     while lost := {i for i in combined if old[i] in rest()[1]}:
         combined = {i: combined[i] for i in combined if i not in lost}
     steps, _ = program.slice([one.other for one in combined.values()])
@@ -126,10 +151,12 @@ def update_rows(
     for i in places:
         if i not in combined:
             made = jnp.asarray(env[new[i]])
-            if old[i] in starts and new[i] not in _made_from(program, [old[i]]):
-                made = after_reading(rows[i], made)
+            if old[i] in starts and new[i] not in _find_dependents(program, [old[i]]):
+                made = order_after_gather(rows[i], made)
             updated[i] = scatter_rows(tables[i], indices, made)
     result = jnp.asarray(env[out])
-    if out in _made_from(program, program.inputs[1 + len(tables) : len(rows) + 1]):
-        result = apart(result)  # it reads the table that it will be added to
+    if out in _find_dependents(
+        program, program.inputs[1 + len(tables) : len(rows) + 1]
+    ):
+        result = prevent_fusion(result)  # it reads the table that it will be added to
     return result, tuple(updated)

@@ -1,4 +1,8 @@
-"""The kernel's functions on JAX arrays."""
+"""Calls of the kernel (`rows.cc`) on JAX arrays, and which arrays it takes.
+
+Rows and their values go in and come out as `(indices, data, ...)`, in the place of the
+arrays that are updated; `count` comes last.
+"""
 
 import math
 from typing import Any
@@ -16,13 +20,13 @@ _cast_p = primitives.convert_element_type_p
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 
-# Rows of so many numbers are read faster by the kernel, three to four times at 64: XLA
-# unrolls its loop over them, and vectorizes it only if it is longer.
+# The kernel reads rows of these widths faster than XLA, three to four times at 64: XLA
+# unrolls its loop over a row, and vectorizes it only if it is longer.
 _READ_WIDTHS = range(17, 80)
 
 
 def fits(grad: BCOO, *tables: jax.Array) -> bool:
-    """Whether the kernel is there and knows these types; all of it is static."""
+    """Whether the kernel is there and takes these arrays; known while tracing."""
     return (
         {grad.dtype, *(table.dtype for table in tables)} == {jnp.dtype("float32")}
         and grad.indices.dtype == jnp.int32
@@ -36,7 +40,7 @@ def fits(grad: BCOO, *tables: jax.Array) -> bool:
 
 
 def reads(table: jax.Array, ids: jax.Array) -> bool:
-    """Whether the kernel is there and reads these rows faster; all of it is static."""
+    """Whether the kernel is there and reads these rows faster; known while tracing."""
     return (
         table.dtype == jnp.float32
         and ids.dtype == jnp.int32
@@ -49,10 +53,10 @@ def reads(table: jax.Array, ids: jax.Array) -> bool:
 
 
 def _check(name: str, x: jax.Array, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raises unless an array is what the kernel is going to read or write.
+    """Raises unless an array has the type and shape that the kernel takes.
 
-    The kernel itself compares sizes once more when it runs, and XLA types: whatever a
-    caller has checked, no call leaves its buffers.
+    The kernel compares sizes once more when it runs, and XLA types: no call reads or
+    writes outside of its buffers, whatever a caller has checked.
 
     Raises:
       ValueError: If the type or the shape is another.
@@ -65,7 +69,7 @@ def _check(name: str, x: jax.Array, dtype: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def take_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
+def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
     """`table[ids]`, `[*ids.shape, *table.shape[1:]]`.
 
     An id out of bounds reads `fill`, or if that is `None` the row that is next to it.
@@ -90,7 +94,7 @@ def take_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array
         clamps=np.bool_(fill is None),
         fill=np.float32(0 if fill is None else fill),
     )
-    # Rows of a weak type, as those of `jnp.full((n, d), 0.1)`: a custom call has none.
+    # A custom call has no weak types, and the rows of `jnp.full((n, d), 0.1)` have one.
     weak: bool = jax.typeof(table).weak_type
     return _cast_p.bind(rows, new_dtype=rows.dtype, weak_type=weak, sharding=None)
 
@@ -99,8 +103,8 @@ def sum_rows(grad: BCOO) -> Sums:
     """Adds up duplicate rows.
 
     Returns:
-      The touched rows `[nse, 1]` in ascending order, then `num_rows + slot`; their
-      sums, then zeros; and how many rows they are.
+      The fields of `coalesce.Rows`: the touched rows `[nse, 1]` in ascending order,
+      then `num_rows + slot`; their sums, then zeros; and how many rows they are.
     """
     sums: Sums = _call("sum_rows", grad, (), ())
     return sums
@@ -110,12 +114,12 @@ def adam_rows(
     grad: BCOO, moments: tuple[jax.Array, ...], factors: tuple[jax.Array, ...]
 ) -> tuple[Sums, tuple[jax.Array, ...]]:
     """Like `sum_rows`, with the update in place of the sums, and the new moments."""
-    numbers = (jnp.stack(factors),)
+    scalars = (jnp.stack(factors),)
     for name, moment in zip(("mu", "nu"), moments, strict=True):
         _check(name, moment, "float32", grad.shape)
-    _check("factors", *numbers, "float32", (5,))
-    rows, data, mu, nu, stop = _call("adam_rows", grad, moments, numbers)
-    return (rows, data, stop), (mu, nu)
+    _check("factors", *scalars, "float32", (5,))
+    indices, data, mu, nu, count = _call("adam_rows", grad, moments, scalars)
+    return (indices, data, count), (mu, nu)
 
 
 def _call(
@@ -126,10 +130,10 @@ def _call(
     _check("data", grad.data, "float32", (grad.nse, *grad.shape[1:]))
     in_place = (grad.indices, grad.data, *tables)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
-    stop = jax.ShapeDtypeStruct((), jnp.int32)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
     call = jax.ffi.ffi_call(
         f"optax_sparse_adam.{name}",
-        [*results, stop],
+        [*results, count],
         input_output_aliases={i: i for i in range(len(in_place))},
     )
     num_rows, *row_shape = grad.shape

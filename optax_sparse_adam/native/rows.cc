@@ -1,10 +1,12 @@
 // Lookups of rows, the sums of a row-sparse gradient, and Adam on the rows that it
 // touches, for CPUs.
 //
-// Lookups copy each row as a whole. The rest is what `touched_rows` and `map_rows` do in
-// XLA, in one pass and in place: the gradient's buffer becomes the sums, or the update.
-// Sums are added in the order of the entries, so they are those of XLA bit for bit,
-// whatever the number of threads.
+// Lookups copy each row as a whole. The other functions do what `touched_rows` and
+// `map_rows` do in XLA, in one pass and in place: the gradient's buffer becomes the sums,
+// or the update. They return `(rows, data, ..., count)`: the touched rows in ascending
+// order, then padding, `num_rows + slot`; their sums or updates, then zeros; how many
+// rows are touched. Entries are added in their order, so that the sums are those of XLA
+// bit for bit on any number of threads.
 
 #include <algorithm>
 #include <atomic>
@@ -124,8 +126,8 @@ void MoveRows(float* data, int64_t width, int64_t nse,
 // it makes of the sums: touched rows first, in ascending order, then zeros.
 template <typename Middle>
 void ForEachRow(ffi::ThreadPool& pool, const int32_t* indices, int64_t nse,
-                int64_t width, int64_t num_rows, float* data, int32_t* rows,
-                int32_t* stop, const Middle& middle) {
+                int64_t num_rows, int64_t width, int32_t* rows, float* data,
+                int32_t* count, const Middle& middle) {
   constexpr int64_t kAhead = 4;  // rows to fetch ahead
   const std::vector<Entry> entries = Sorted(indices, nse, num_rows);
   std::vector<uint32_t> starts, from;
@@ -159,7 +161,7 @@ void ForEachRow(ffi::ThreadPool& pool, const int32_t* indices, int64_t nse,
     std::memset(data + (size + begin) * width, 0, bytes);
     for (int64_t k = size + begin; k < size + end; ++k) rows[k] = num_rows + k;
   });
-  *stop = size;
+  *count = size;
 }
 
 struct Sum {
@@ -228,15 +230,15 @@ std::string Misfit(const Ints& indices, const Floats& given, const Ints& rows,
 template <typename Middle>
 ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, const Floats& given,
                int64_t num_rows, int64_t width, Ints& rows, Floats& data,
-               ffi::BufferR0<ffi::S32>& stop, const Middle& middle) {
+               ffi::BufferR0<ffi::S32>& count, const Middle& middle) {
   const std::string misfit = Misfit(indices, given, rows, data, num_rows, width);
   if (!misfit.empty()) return Invalid(misfit);
   if (given.typed_data() != data.typed_data()) {
     return Invalid("The kernel updates data in place, got two buffers.");
   }
   try {
-    ForEachRow(pool, indices.typed_data(), indices.element_count(), width, num_rows,
-               data.typed_data(), rows.typed_data(), stop.typed_data(), middle);
+    ForEachRow(pool, indices.typed_data(), indices.element_count(), num_rows, width,
+               rows.typed_data(), data.typed_data(), count.typed_data(), middle);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
   }
@@ -248,7 +250,7 @@ ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Floats old
                     Floats old_nu, Floats factors, int64_t num_rows, int64_t width,
                     ffi::Result<Ints> rows, ffi::Result<Floats> data,
                     ffi::Result<Floats> mu, ffi::Result<Floats> nu,
-                    ffi::Result<ffi::BufferR0<ffi::S32>> stop) {
+                    ffi::Result<ffi::BufferR0<ffi::S32>> count) {
   const std::string misfit =
       Misfit("mu", old_mu, num_rows, width) + Misfit("nu", old_nu, num_rows, width) +
       Misfit("new mu", *mu, num_rows, width) + Misfit("new nu", *nu, num_rows, width) +
@@ -261,13 +263,13 @@ ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Floats old
   const float* f = factors.typed_data();
   const Adam adam{mu->typed_data(), nu->typed_data(), width, f[0], f[1], f[2],
                   f[3], f[4]};
-  return Run(pool, indices, given, num_rows, width, *rows, *data, *stop, adam);
+  return Run(pool, indices, given, num_rows, width, *rows, *data, *count, adam);
 }
 
 ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats given, int64_t num_rows,
                    int64_t width, ffi::Result<Ints> rows, ffi::Result<Floats> data,
-                   ffi::Result<ffi::BufferR0<ffi::S32>> stop) {
-  return Run(pool, indices, given, num_rows, width, *rows, *data, *stop, Sum{});
+                   ffi::Result<ffi::BufferR0<ffi::S32>> count) {
+  return Run(pool, indices, given, num_rows, width, *rows, *data, *count, Sum{});
 }
 
 // `table[indices]`. An index outside of the table reads the row that is next to it, or

@@ -47,9 +47,9 @@ def call(name, arrays, *, results=None, **sizes):
         out = results or [jax.ShapeDtypeStruct((*ids, WIDTH), "float32")]
         aliases = {}
     else:
-        stop = jax.ShapeDtypeStruct((), "int32")
+        count = jax.ShapeDtypeStruct((), "int32")
         outs = [value for key, value in struct.items() if key in IN_PLACE]
-        out = [*(results or outs), stop]
+        out = [*(results or outs), count]
         aliases = {} if results else {i: i for i in range(len(outs))}
     function = jax.ffi.ffi_call(
         f"optax_sparse_adam.{name}", out, input_output_aliases=aliases

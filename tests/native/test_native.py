@@ -78,8 +78,8 @@ def test_adam(cache, shape, nse, sign):
     numbers = map(jnp.float32, (sign, 1 - 0.8, 1 - 0.9, 1e-3, -size))
     factors = sparse_adam.Factors(*numbers)
     grad = bcoo(values, indices, shape)
-    (ids, update, stop), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
-    assert stop == len(rows)
+    (ids, update, count), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
+    assert count == len(rows)
     assert ids[: len(rows), 0].tolist() == [row for (row,) in rows]
     assert_identical(
         ids[len(rows) :, 0], np.arange(len(rows), nse, dtype=np.int32) + shape[0]

@@ -1,0 +1,101 @@
+"""Padding: entries whose index is out of bounds of the table.
+
+Arrays have a static number of entries, `nse`, and programs often have fewer rows to
+name. The other slots are padding. One rule holds everywhere: an entry is padding if any
+of its indices is negative or not less than the size of its dimension (`in_bounds` says
+which). Scatters drop padding; `gather_rows` reads zeros for it, and `take_rows`, which
+is faster, any row of the table.
+
+Any index out of bounds is padding. Those that this package writes, for a table of
+`num_rows` rows:
+
+- `num_rows + slot` (`pad_indices`): distinct, as `unique_indices` promises, and
+  ascending, so that padding at the end keeps sorted indices sorted. The indices of
+  touched rows and of blocks, and the targets of scatters.
+- `num_rows` (`row_bounds`): where entries may be equal. Entries of a gradient that are
+  not coalesced; also the group (`nse`) of entries that belong to no group.
+- The last indices of the type (`last_indices`): for a batch of gradients of any
+  shape, whose entries became zeros.
+- The largest number of the type (`padding_key`): in sort keys, which then do not depend
+  on the size of the table; sorts after all rows. Never an index.
+- `-1` (`append_padding`): beside a single index, whose table need not be known.
+
+For a table of 10 rows, `[7, -3, 3, 12]` holds the rows 7 and 3 and two padding entries;
+coalesced it is `[3, 7, 12, 13]`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
+    """The sizes of the sparse dimensions as one row of indices: `[1, n_sparse]`."""
+    return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
+
+
+def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
+    inside = (indices >= 0) & (indices < row_bounds(shape, indices))
+    return jnp.all(inside, axis=1)
+
+
+def expand_like(flags: jax.Array, data: jax.Array) -> jax.Array:
+    """`flags` with axes of size one behind, so that it broadcasts against `data`."""
+    return flags.reshape(flags.shape + (1,) * (data.ndim - flags.ndim))
+
+
+def mask_padding(
+    data: jax.Array, indices: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """`data` with zeros in the padding slots."""
+    zero = jnp.zeros_like(data, shape=())  # a 0 would turn booleans into integers
+    return jnp.where(expand_like(in_bounds(indices, shape), data), data, zero)
+
+
+def pad_indices(
+    indices: jax.Array, valid: jax.Array, slot: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """Replaces the indices of slots that are not valid by `num_rows + slot`.
+
+    Args:
+      indices: `[nse, n_sparse]`.
+      valid: `[nse]`, which of them to keep.
+      slot: `[nse]`, distinct. The type of the indices must hold `num_rows + slot`;
+        `coalesce.cast_entries` widens it.
+      shape: The shape of the table.
+    """
+    outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
+    return jnp.where(valid[:, None], indices, outside)
+
+
+def last_indices(slot: jax.Array, axis: int) -> jax.Array:
+    """The last indices of the type, as many as there are slots along an axis.
+
+    Distinct and ascending as the slots are, and out of bounds of every table whose
+    padding the type can hold.
+    """
+    return slot + (jnp.iinfo(slot.dtype).max - max(slot.shape[axis] - 1, 0))
+
+
+def append_padding(index: jax.Array) -> jax.Array:
+    """A single row and one of padding, `[2, n_sparse]`: for scatters of a single row.
+
+    Problem: a scatter of a single row copies the table, and on a GPU or a TPU
+    all-gathers a sharded one. Cause: XLA turns it into a dynamic-update-slice, and a
+    gather of a single row into a dynamic-slice, which it fuses into each of its users;
+    some of these run after the table has been updated in place. Remedy: scatters and
+    gathers (see `gather_scatter.repeat_row`) of two rows, which XLA leaves as they are.
+    Safe, because padding is dropped. Test: `tests/gradients/test_cost_of_steps.py`.
+    """
+    if index.dtype.itemsize < 4:
+        index = index.astype(jnp.int32)  # as a uint8, -1 may be a row
+    outside = np.full(index.shape, -1).astype(index.dtype)
+    return jnp.concatenate([index, outside])
+
+
+def padding_key(dtype: Any) -> np.ndarray:
+    """The sort key of padding: the largest number of the type, which is never a row."""
+    return np.asarray(jnp.iinfo(dtype).max, dtype)
