@@ -1,7 +1,8 @@
-"""Strict JAX for every test, and eight devices."""
+"""Strict JAX for every test, eight devices, and compiled programs that are kept."""
 
 import gc
 import os
+from pathlib import Path
 
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,6 +10,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+
+# Most of the suite's time is compiling. Programs are kept on disk, for the other worker
+# and for the next run: JAX finds them by their text, their flags and its own version.
+_CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax
@@ -26,6 +34,30 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+# `pytest -m quick`: a part of each room of the house, for the inner loop.
+_QUICK = {
+    "collectives/test_psum_scatter.py",
+    "gradients/test_errors.py",
+    "gradients/test_unused_leaves.py",
+    "optimizers/test_lazy_row_analysis.py",
+    "optimizers/test_lazy_sizes.py",
+    "optimizers/test_sparse_adam.py",
+    "optimizers/test_states.py",
+    "rows/test_apply_updates.py",
+    "torch_compat/test_groups.py",
+    "torch_compat/test_hooks.py",
+    "torch_compat/test_state_dict.py",
+    "torch_compat/test_steps.py",
+    "whole/test_signatures.py",
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "/".join(item.path.parts[-2:]) in _QUICK:
+            item.add_marker(pytest.mark.quick)
 
 
 def pytest_collection_finish():
@@ -53,6 +85,13 @@ def dtype(request):
     name, *x64 = request.param.split("-")
     with jax.enable_x64(bool(x64)):
         yield name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_file():
+    """Programs of a file are dropped after it: a worker would grow to several GB."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
