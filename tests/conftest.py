@@ -13,8 +13,10 @@ os.environ["XLA_FLAGS"] = (
 
 # Most of the suite's time is compiling. Programs are kept on disk, for the other worker
 # and for the next run: JAX finds them by their text, their flags and its own version.
-_CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(__file__).parents[1] / ".pytest_cache" / "jax"),
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
