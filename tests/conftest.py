@@ -6,9 +6,12 @@ from pathlib import Path
 
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Eight devices, set before JAX starts; tests that need a mesh take what they need.
+# Eight devices, set before JAX starts; tests that need a mesh take what they need. With
+# one, the kernel is used: native/test_main_tests.py runs some files so.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count="
+    + os.environ.get("TEST_DEVICES", "8")
 )
 
 # Most of the suite's time is compiling. Programs are kept on disk, for the other worker

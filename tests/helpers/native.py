@@ -22,7 +22,7 @@ def python(*args, **environment):
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 
