@@ -47,7 +47,7 @@ class Obstacle(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A scalar that the program holds, in the place of an obstacle.
+    """A scalar that is known while tracing, such as the zero of a broadcast.
 
     Attributes:
       value: The scalar.
@@ -56,6 +56,7 @@ class Number(NamedTuple):
     value: Any
 
 
+# What is known of a value: a sum of rows (`None`), none and why, or a known scalar.
 State = Obstacle | Number | None
 Obstacles = Sequence[State]
 UNKNOWN = Obstacle(None)

@@ -2,7 +2,8 @@
 
 A new primitive is a new entry: what to do with it (`apply`), through which operands a
 sum of rows reaches its results (`demand`), and what keeps a result from being one
-(`obstacles`). An elementwise primitive needs its name in `_jax_extras.jaxprs` only.
+(`obstacles`). An elementwise primitive needs its name in `_jax_extras.jaxprs`, and one
+that is zero at zero another one in `rules_elementwise`, to keep a sum of rows one.
 """
 
 import functools

@@ -20,7 +20,10 @@ from .symbolic_values import Deferred, Part, RowSum, padded, table
 
 
 def psum(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
-    """Leaves the sum over devices to whoever takes the rows of all of them."""
+    """Sums nothing yet: `RowSum.axes` names the mesh axes to sum over.
+
+    `all_gather_parts` or `RowSum.dense` do so later.
+    """
     axes = frozenset(eqn.params["axes"])
     if eqn.params.get("axis_index_groups") is not None:
         return NotImplemented

@@ -49,7 +49,8 @@ class Deferred:
       operands: Arrays of the table's shape, or of length 1 along the axes of its
         columns, or scalars, or values of this class.
       has_table: Whether a table is among what the value is computed from.
-      of_rows: Whether it is more than arithmetic that XLA computes while it gathers.
+      of_rows: Whether the value needs a state of each row (`outdated`), so that the
+        rows of its operands are gathered first, by the kernel where that is faster.
     """
 
     shape: tuple[int, ...]

@@ -4,5 +4,6 @@ Each file says what is missing, and what JAX version would make it needless:
 `sharding` (the layout of rows and of states on a mesh), `shard_alike` (one array laid
 out as another over Auto axes), `scatter_combining` (a scatter with any combiner),
 `on_cpu` (two implementations of one function), `jaxprs` (programs read and run again),
-`varying_axes` (over which mesh axes a value varies).
+`varying_axes` (over which mesh axes a value varies), `unchecked` (operations that
+checkify does not look into).
 """

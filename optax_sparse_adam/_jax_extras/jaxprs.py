@@ -28,6 +28,7 @@ NONLINEAR = (
     "polynomial pow rem round rsqrt sign sin sinh sqrt square stop_gradient tan tanh "
     "xor"
 )
+# Linear ones; casts are, if they keep every number (`rules_elementwise`).
 LINEAR = "convert_element_type copy name neg reduce_precision"
 OTHERS = "mul div add add_any sub select_n"
 ELEMENTWISE = frozenset(f"{NONLINEAR} {LINEAR} {OTHERS}".split())
@@ -126,7 +127,10 @@ class Program:
 def evaluate(
     steps: list[Step], given: dict[int, Any], rows: int | None = None
 ) -> dict[int, Any]:
-    """All that these steps make of the given values; of so many rows, if said."""
+    """Evaluates the steps, and returns all values by their number.
+
+    With `rows`, results have that many rows in place of the number that was traced.
+    """
     env = dict(given)
     for eqn, operands, results in steps:
         args = [env[number] for number in operands]

@@ -58,10 +58,10 @@ class _Table(NamedTuple):
     old: list[jax.Array]
 
     @property
-    def is_worth_proving(self) -> bool:
-        """Whether it is updated by itself, in place, where that provably may be.
+    def may_use_row_proof(self) -> bool:
+        """Whether to try the row-independence proof: needs rows, state and a trace.
 
-        Not outside of a program, where each loop over blocks would be compiled anew.
+        Outside of a program each loop over blocks would be compiled anew.
         """
         is_traced = isinstance(self.rows.indices, jax.core.Tracer)
         return is_traced and self.rows.data.size > 0 and bool(self.state)
@@ -116,11 +116,11 @@ def lazy(
     the touched rows: those of names, types and ranks are right, one of sizes that would
     choose other leaves than for the table is refused. Give the tree that it returns.
 
-    Inside of `jit`, a table is updated by itself and its moments where they lie, on a
-    CPU in blocks of rows, as far as rows are touched, wherever `inner.update` provably
-    treats each row of it alone, norms over gradients aside: Adam and its kin, Adagrad,
-    RMSProp, momentum, Lion, `per_row`, with clipping and schedules around them. All
-    else is updated together; the results are the same up to rounding.
+    Under `jit`, if the jaxpr of `inner.update` shows that it treats each row of a table
+    alone, norms over gradients aside, this table and its state are updated separately
+    and in place, on a CPU in blocks of rows if they are many. That holds for Adam and
+    its kin, Adagrad, RMSProp, momentum, Lion and `per_row`, with clipping and schedules
+    around them. All else is updated together; the results are the same up to rounding.
 
     Args:
       inner: The transformation, or a chain of them.
@@ -204,7 +204,7 @@ def lazy(
         for i, touched in rows.items():
             places = [place for place, owner in enumerate(owners) if owner == i]
             tables[i] = _gather(touched, shapes[i].shape, places, leaves, olds[i])
-        alone = {i: table for i, table in tables.items() if table.is_worth_proving}
+        alone = {i: table for i, table in tables.items() if table.may_use_row_proof}
 
         def compact(data: Any, old: Any) -> list[Any]:
             """`inner.update` on compact trees."""

@@ -1,4 +1,4 @@
-"""Proves of which tables an update treats each row alone, and takes it apart.
+"""Row-independence analysis for `lazy`: which tables an update treats row by row.
 
 The update of compact trees is traced once, and each value of its jaxpr is judged:
 
@@ -8,8 +8,8 @@ The update of compact trees is traced once, and each value of its jaxpr is judge
 - *plain*: all else, which may depend on everything: scalars, dense leaves, sums over
   rows, and the results of every operation that has no rule here.
 
-A table whose results are rows of it, computed with plain values that nobody's gathered
-rows are needed for, may be updated in blocks: the same equations hold for any of its
+A table may be updated in blocks if its results are rows of it, and if the plain values
+that they use depend on no table's gathered rows: the same equations hold for any of its
 rows. What has no rule only makes values plain, so a missing rule costs time, and no
 rule is needed to be right.
 """
@@ -27,8 +27,8 @@ _ALIKE = -1  # in place of the number of a table
 _NOBODY: frozenset[int] = frozenset()
 
 _REDUCTIONS = [f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or")]
-# Which primitives make row r of rows r, if the results are as many rows; given their
-# parameters.
+# For each primitive a test of its parameters: does row r of the result depend on row r
+# of the operands only, if the number of rows stays the same?
 _KEEPS_ROWS: dict[str, Callable[[dict[str, Any]], bool]] = {
     **dict.fromkeys(ELEMENTWISE, lambda params: True),
     **dict.fromkeys(_REDUCTIONS, lambda params: 0 not in params["axes"]),
@@ -46,8 +46,8 @@ class _Value(NamedTuple):
 
     Attributes:
       kind: The number of the table whose rows it has, `_ALIKE`, or `None` if plain.
-      own: Tables of whose gathered rows each row needs its own.
-      needs: Tables whose gathered rows are needed, more than its own.
+      own: Tables of whose gathered rows row `r` depends on row `r` only.
+      needs: Tables on whose gathered rows it depends in any other way.
     """
 
     kind: int | None = None

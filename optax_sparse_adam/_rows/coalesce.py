@@ -60,7 +60,8 @@ def replicate_entries(grad: BCOO) -> BCOO:
 def touched_rows(grad: BCOO, dtype: Any) -> Rows:
     """The touched rows of a gradient, duplicates added up in `dtype`.
 
-    A gradient that says `unique_indices` is believed and keeps its order.
+    A gradient with the flag `unique_indices` is not checked: nothing is summed or
+    sorted, and its entries keep their order.
     """
     grad = cast_entries(grad, dtype)
     return _sums_by_kernel(grad) if native.fits(grad) else _sums(grad)

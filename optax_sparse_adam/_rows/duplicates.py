@@ -1,6 +1,7 @@
 """Sums of duplicates: groups the entries of a gradient by row, and adds up each group.
 
-Two methods, chosen when the program is compiled:
+Two methods, chosen when the program is compiled, beside the kernel (`native`), which
+goes first where it may be used:
 
 - A CPU sorts the ids alone, finds the row of each entry by binary search among them,
   and scatter-adds every entry to its row.
@@ -133,18 +134,18 @@ def _group_keys(
 def _sum_keys(
     keys: jax.Array, data: jax.Array, *, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def scatter_add(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+    def on_cpus(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         distinct, group, count = _search_groups(keys, is_sorted)
         zeros = jnp.zeros_like(data)
         sums = scatter_add_rows(zeros, group[:, None], data, unique=False)
         return distinct, sums, count
 
-    def scan(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+    def on_other_devices(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         order = _sort_entries(keys, is_sorted)
         ordered = data if is_sorted else take_rows(data, order.position[:, None])
         return _distinct_keys(order), _sum_segments(ordered, order), order.count
 
-    return lax.platform_dependent(keys, data, cpu=scatter_add, default=scan)
+    return lax.platform_dependent(keys, data, cpu=on_cpus, default=on_other_devices)
 
 
 def _search_groups(
@@ -160,7 +161,7 @@ def _search_groups(
     first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])])
     first &= ordered != padding_key(keys.dtype)
     rank = jnp.cumsum(first, dtype=jnp.int32) - 1
-    target = jnp.where(first, rank, nse)[:, None]
+    target = jnp.where(first, rank, nse + jnp.arange(nse, dtype=jnp.int32))[:, None]
     distinct = scatter_rows(jnp.zeros_like(keys), target, ordered[:, None])
     group = rank if is_sorted else rank[search(ordered, key)]
     group = jnp.where(key != padding_key(keys.dtype), group, nse)
@@ -187,7 +188,7 @@ def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Order:
     real = keys[:, 0] != padding_key(keys.dtype)
     last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
-    target = jnp.where(last, before, nse)[:, None]
+    target = jnp.where(last, before, nse + slot)[:, None]
     return _Order(
         keys=keys,
         position=position,

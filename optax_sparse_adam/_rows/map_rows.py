@@ -82,7 +82,7 @@ def map_rows(
     for table in with_columns[:1]:
         rows = rows._replace(data=shard_columns_like(table, rows.data))
     args = (read, *args)
-    if not _in_blocks(rows, is_reduced or any(x.ndim == depth for x in tables)):
+    if not _should_use_blocks(rows, is_reduced or any(x.ndim == depth for x in tables)):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
 
@@ -115,7 +115,7 @@ def reduce_rows(
         # The first block, and not zeros, which would have to lie on a mesh as the sums.
         return _for_blocks(rows, start + size, block, of_block(start))
 
-    if not _in_blocks(rows, is_much=True):
+    if not _should_use_blocks(rows, has_wide_state=True):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
 
@@ -185,15 +185,16 @@ def _block(
     return slot, pad_indices(indices, slot < len(rows.data), place, shape)
 
 
-def _in_blocks(rows: Rows, is_much: bool) -> bool:
-    """Whether there are several blocks on a CPU, and they are worth their while.
+def _should_use_blocks(rows: Rows, has_wide_state: bool) -> bool:
+    """Whether a CPU goes through the rows in blocks; callers ask for the platform.
 
-    All rows at once are faster where there is little to do (one pass over a state of
-    one scalar per row, as in row-wise Adagrad), and the temporaries (gradient, sums,
-    updates) stay below the size that the C library maps afresh at each call.
+    There must be more than one block, and blocks must beat one pass. All rows at once
+    are faster where there is little to do (one pass over a state of one scalar per row,
+    as in row-wise Adagrad), and the temporaries (gradient, sums, updates) stay below
+    the size that the C library maps afresh at each call.
     """
     is_mapped = 3 * rows.data.size * rows.data.dtype.itemsize > _MAPPED_BYTES
-    return len(rows.data) > _block_rows(rows.data) and (is_much or is_mapped)
+    return len(rows.data) > _block_rows(rows.data) and (has_wide_state or is_mapped)
 
 
 def _block_rows(data: jax.Array) -> int:

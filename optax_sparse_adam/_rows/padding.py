@@ -11,9 +11,11 @@ Any index out of bounds is padding. Those that this package writes, for a table 
 
 - `num_rows + slot` (`pad_indices`): distinct, as `unique_indices` promises, and
   ascending, so that padding at the end keeps sorted indices sorted. The indices of
-  touched rows and of blocks, and the targets of scatters.
-- `num_rows` (`row_bounds`): where entries may be equal. Entries of a gradient that are
-  not coalesced; also the group (`nse`) of entries that belong to no group.
+  touched rows and of blocks (there `num_rows + place in the block`), and the targets of
+  scatters into buffers of `nse` slots (`nse + slot`).
+- `num_rows`, the sizes of all dimensions (`row_bounds`): where entries may be equal.
+  Entries of a gradient that are not coalesced; the group (`nse`) of entries that belong
+  to no group; rows that no device has asked for (`shard_rows`, in `_collectives`).
 - The last indices of the type (`last_indices`): for a batch of gradients of any
   shape, whose entries became zeros.
 - The largest number of the type (`padding_key`): in sort keys, which then do not depend

@@ -29,5 +29,5 @@ def lower(tx, grads, params, how="lower", donate=(), state=None, **extra):
 def at_once(function, *args):
     """The result of a program in which `lazy` updates all rows at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy._Table, "is_worth_proving", False)
+        patch.setattr(lazy._Table, "may_use_row_proof", False)
         return jax.jit(lambda *args: function(*args))(*args)
