@@ -16,6 +16,8 @@ _REFUSED = {
     "ApplyEvery": "it would update the rows of the last micro-batch only; let one "
     "gradient span the micro-batches, through a lax.scan in the loss",
     "DifferentiallyPrivateAggregateState": "it needs a gradient for each example",
+    "ExactAdamState": "in exact Adam no row rests; put it beside lazy, not inside: "
+    "optax.chain(lazy(optax.clip_by_global_norm(1.0)), exact_adam(...))",
     "FactoredState": "it takes means over all rows; use sparse_adafactor",
     "GaLoreState": "it works on whole matrices",
     "HutchinsonState": "it differentiates the loss at all parameters",

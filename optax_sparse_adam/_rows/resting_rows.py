@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from .coalesce import accumulator_dtype
 from .padding import expand_like
@@ -302,7 +303,9 @@ def _columns(state: ExactAdamState, treedef: Any) -> tuple[list[list[Any]], Any]
     away. Or that of the same parameters in other containers, in the same order: Flax
     has `nnx.Param`s in a module's state and none in that of its optimiser.
     """
-    own: Any = jax.tree.structure(state.nu)
+    own: Any = jax.tree.structure(
+        state.nu, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+    )
     like = own if own.num_leaves == treedef.num_leaves else treedef
     trees = [state.mu, state.nu, state.last, *state.log_decay, state.since, state.ways]
     if state.log_decay:

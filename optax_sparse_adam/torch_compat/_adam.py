@@ -66,6 +66,10 @@ def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     return (s.keep * wide_param + update).astype(param.dtype), state
 
 
+def _stores_nothing(grad: Any) -> bool:
+    return is_bcoo(grad) and grad.nse == 0
+
+
 class Adam(Optimizer):
     r"""Adam for dense gradients: `torch.optim.Adam` on JAX arrays.
 
@@ -192,6 +196,8 @@ class Adam(Optimizer):
             group.setdefault("fused", None)
 
     def _update(self, group: Group, params: list[Parameter]) -> None:
+        # What the loss does not use has a gradient with nothing stored: torch's None.
+        params = [param for param in params if not _stores_nothing(param.grad)]
         if any(is_bcoo(param.grad) for param in params):
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam "

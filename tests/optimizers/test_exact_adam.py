@@ -394,6 +394,35 @@ def test_nnx_optimizer():
             assert_close(a, b, FIRST_STEPS, magnitude=1.0)
 
 
+def test_nnx_optimizer_of_a_part():
+    """`optax.masked` leaves holes in the state, in containers that are not NNX's."""
+    model, batches = flax_model()
+    both = nnx.Dict(embed=model, scale=nnx.Param(jnp.ones(3)))
+    mask = jax.tree_util.tree_map_with_path(
+        lambda path, _: "embed" in jax.tree_util.keystr(path),
+        nnx.as_pure(nnx.state(both, nnx.Param)),
+    )
+    tx = optax.masked(osa.exact_adam(0.1), mask)
+    optimizer = nnx.Optimizer(both, tx, wrt=nnx.Param)
+
+    def loss(both, ids):
+        return flax_loss(both["embed"], ids) + jnp.sum(both["scale"][...])
+
+    for ids in batches:
+        grads = flax_nnx.grad(loss, read=optimizer)(both, ids)
+        optimizer.update(both, grads)
+    flax_nnx.flush(both, optimizer)
+
+    expected, reference = flax_model()[0], optax.adam(0.1)
+    table = expected.embedding[...]
+    state = reference.init(table)
+    for ids in batches:
+        full = jax.grad(lambda t, ids=ids: jnp.mean(jnp.sin(t[ids]) ** 2))(table)
+        updates, state = reference.update(full, state)
+        table = table + updates
+    assert_close(both["embed"].embedding[...], table, FIRST_STEPS, magnitude=1.0)
+
+
 def test_train_state():
     """Flax's own state of training, donated."""
 

@@ -263,6 +263,14 @@ def test_state_that_is_not_made_of_rows():
         tx.update(grad, tx.init(jnp.ones(SHAPE)))
 
 
+@pytest.mark.parametrize("around", [lambda tx: tx, osa.per_row])
+def test_exact_adam_is_refused(around):
+    """Its rows would rest: another optimiser, and nothing would say so."""
+    chain = optax.chain(optax.clip_by_global_norm(1.0), around(osa.exact_adam(0.1)))
+    with pytest.raises(ValueError, match="in exact Adam no row rests"):
+        osa.lazy(chain).init(jnp.ones(SHAPE))
+
+
 def test_multi_steps_is_refused():
     """Of both kinds: the class, and the transformation that it makes."""
     steps = optax.MultiSteps(

@@ -10,6 +10,7 @@ import optax
 import pytest
 import torch
 
+import optax_sparse_adam as osa
 from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter, SparseAdam
 
 from ..helpers.support import TOLERANCE, Magnitude
@@ -433,6 +434,19 @@ def test_a_mixed_model_has_two_optimisers():
         return [seen(optimizer) for optimizer in both]
 
     check(story)
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_skipped():
+    """Its gradient is a BCOO with nothing stored; torch's would be `None`."""
+    used, other = (Parameter(np.ones((3, 2), np.float32)) for _ in range(2))
+    optimizer = Adam([used, other], lr=0.1)
+    loss = osa.value_and_grad(lambda a, b: jnp.sum(a**2), argnums=(0, 1))
+    _, (used.grad, other.grad) = loss(used.data, other.data)
+    assert other.grad.nse == 0
+    optimizer.step()
+    assert (np.asarray(other.data) == 1).all()
+    assert other not in optimizer.state
+    assert (np.asarray(used.data) != 1).all()
 
 
 def test_eps_is_not_sparse_adams():
