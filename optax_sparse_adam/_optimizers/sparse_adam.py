@@ -202,10 +202,8 @@ def scale_by_sparse_adam(
 
     `sparse_adam` without the learning rate and the sign; see there for the formula.
     A transformation of optax that follows this one in a chain sees BCOO updates, and
-    those that scale or clip take the indices for values. A constant learning rate turns
-    the indices into floats, which raises; a *schedule* casts its factor to integers,
-    and all indices become 0, which raises, too, or in a program makes rows NaN (see
-    `apply_updates`). Use `sparse_adam`, which takes the learning rate itself, or put
+    those that scale or clip take the indices for values. That raises, or in a compiled
+    program makes the first rows of the table NaN (see `apply_updates`). Use `sparse_adam`, which takes the learning rate itself, or put
     the chain inside `lazy`, where it sees plain rows:
     `lazy(optax.chain(scale_by_sparse_adam(), optax.scale_by_learning_rate(schedule)))`.
 
