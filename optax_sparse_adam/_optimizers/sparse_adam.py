@@ -203,8 +203,9 @@ def scale_by_sparse_adam(
     `sparse_adam` without the learning rate and the sign; see there for the formula.
     A transformation of optax that follows this one in a chain sees BCOO updates, and
     those that scale or clip take the indices for values. That raises, or in a compiled
-    program makes the first rows of the table NaN (see `apply_updates`). Use `sparse_adam`, which takes the learning rate itself, or put
-    the chain inside `lazy`, where it sees plain rows:
+    program makes the first rows of the table NaN (see `apply_updates`). Use
+    `sparse_adam`, which takes the learning rate itself, or put the chain inside `lazy`,
+    where it sees plain rows:
     `lazy(optax.chain(scale_by_sparse_adam(), optax.scale_by_learning_rate(schedule)))`.
 
     Args:
