@@ -7,12 +7,18 @@ import jax
 from jax import lax
 
 
-def on_cpu(special: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> Any:
-    """`special(*args)` on a CPU, else `pure(*args)`.
+def on_cpu(
+    special: Callable[..., Any],
+    pure: Callable[..., Any],
+    *args: Any,
+    elsewhere: Callable[..., Any] | None = None,
+) -> Any:
+    """`special(*args)` on a CPU, else `pure(*args)`, or `elsewhere(*args)` if given.
 
     `lax.platform_dependent` chooses by the platform that a program is compiled for.
     Derivatives and `vmap` are those of `pure`: a call of the kernel has no derivative,
     and under `vmap` it, or a loop over blocks, would copy each of many tables.
+    So `pure` has the results of `special`, in their order; `elsewhere` need not.
     """
     leaves, tree = jax.tree.flatten(args)
 
@@ -35,4 +41,8 @@ def on_cpu(special: Callable[..., Any], pure: Callable[..., Any], *args: Any) ->
     # The primal values come from `call` as well: `vmap` of a `custom_jvp` expects them
     # to have the batch axes of the tangents.
     call.defjvp(lambda x, dx: (call(*x), jax.jvp(default, x, dx)[1]))
-    return lax.platform_dependent(*leaves, cpu=call, default=default)
+
+    def other(*leaves: jax.Array) -> Any:
+        return (elsewhere or pure)(*jax.tree.unflatten(tree, leaves))
+
+    return lax.platform_dependent(*leaves, cpu=call, default=other)

@@ -13,10 +13,10 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import full_along, jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import (
-    Rows,
     accumulator_dtype,
-    bcoo_like,
+    bcoo_of,
     cast_entries,
+    first_slots,
     touched_rows,
 )
 from .._rows.map_rows import map_rows
@@ -70,23 +70,24 @@ def update_sparse(
 ) -> tuple[BCOO, Moments]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
 
-    def by_rows(grad: BCOO, moments: Moments, factors: Factors) -> tuple[Rows, Moments]:
+    def by_rows(grad: BCOO, moments: Moments, factors: Factors) -> Any:
         rows = touched_rows(grad, grad.dtype)
         formula = functools.partial(_adam, weights=weights)
         data, moments = map_rows(formula, rows, moments, factors)
-        return rows._replace(data=data), moments
+        return (rows.indices, data), moments
+
+    def by_slots(grad: BCOO, moments: Moments, factors: Factors) -> Any:
+        (_, data), moments = by_rows(grad, moments, factors)
+        return first_slots(grad, data), moments
 
     wide = cast_entries(grad, factors.scale.dtype)
     if native.fits(wide, *moments):
-        rows, moments = on_cpu(_by_kernel, by_rows, wide, moments, factors)
+        args = wide, moments, factors
+        # A derivative's rows are to be in the order of the kernel's.
+        rows, moments = on_cpu(native.adam_rows, by_slots, *args, elsewhere=by_rows)
     else:
         rows, moments = by_rows(wide, moments, factors)
-    return bcoo_like(grad, rows, rows.data), moments
-
-
-def _by_kernel(grad: BCOO, moments: Moments, factors: Factors) -> tuple[Rows, Moments]:
-    rows, moments = native.adam_rows(grad, moments, factors)
-    return Rows(*rows), moments
+    return bcoo_of(grad, *rows, is_sorted=False), moments
 
 
 @jax.jit
@@ -267,10 +268,11 @@ def sparse_adam(
 
     A gradient leaf may be a row-sparse BCOO (see `value_and_grad`), a dense array, for
     which every row counts as touched, or `None`: parameter and moments stay as they
-    are. The update of a BCOO leaf is a coalesced BCOO, with exactly the pytree
-    structure of the gradient if that was coalesced; `apply_updates` and
-    `optax.apply_updates` take both. Under `jit` with the state and the parameters
-    donated the step is in place.
+    are. The update of a BCOO leaf is a BCOO that holds each touched row once; its
+    other slots are padding, with zeros. The order is that of the gradient if that was
+    coalesced, whose pytree structure the update then has, and else left open:
+    `coalesce` sorts. `apply_updates` and `optax.apply_updates` take both. Under `jit`
+    with the state and the parameters donated the step is in place.
 
     Arithmetic is in float32 at least; the moments are stored in the parameter's type,
     and an update has the type of its gradient. With `b2 = 0.999` a bfloat16 second

@@ -6,22 +6,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._jax_extras.on_cpu import on_cpu
+from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .coalesce import accumulator_dtype, replicate_entries, touched_rows
-from .gather_scatter import gather_rows, scatter_add_rows, scatter_rows
+from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
 
 
 @jax.jit
 def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
-    if param.dtype == dtype:
-        found = replicate_entries(update)
-        unique = update.unique_indices
-        return scatter_add_rows(param, found.indices, found.data, unique=unique)
-    # A table of lower precision than the sums: add, then round once.
-    rows = touched_rows(update, dtype)
-    old = gather_rows(param, rows.indices).astype(dtype)
-    return scatter_rows(param, rows.indices, old + rows.data)
+    rows, unique = replicate_entries(update), update.unique_indices
+    indices, data = rows.indices, rows.data
+    if param.dtype != dtype and not unique:
+        indices, data, _ = touched_rows(update, dtype)
+        unique = True
+
+    def by_xla(param: jax.Array, indices: jax.Array, data: jax.Array) -> jax.Array:
+        if param.dtype == dtype:
+            return scatter_add_rows(param, indices, data, unique=unique)
+        # A table of lower precision than the sums: add, then round once.
+        old = take_rows(param, indices).astype(dtype)
+        return scatter_rows(param, indices, old + data.astype(dtype))
+
+    if unique and native.writes(param, indices, data):
+        return on_cpu(native.add_rows, by_xla, param, indices, data)
+    return by_xla(param, indices, data)
 
 
 def _apply(param: Any, update: Any) -> Any:

@@ -15,7 +15,8 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo
-from .duplicates import sum_duplicates
+from .duplicates import group_rows, sum_duplicates
+from .gather_scatter import scatter_rows
 from .guarded import copy_with, entries
 from .padding import expand_like, in_bounds, pad_indices
 
@@ -94,13 +95,42 @@ def _sums_by_kernel(grad: BCOO) -> Rows:
     return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
+def first_slots(grad: BCOO, data: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows of `touched_rows`, each in the slot of its first entry.
+
+    Args:
+      grad: The gradient, with indices from `cast_entries`.
+      data: The values of the rows, in the order of `touched_rows`.
+
+    Returns:
+      Indices and values; all other slots are padding.
+    """
+    slot = jnp.arange(grad.nse, dtype=jnp.int32)
+    _, group, _ = group_rows(grad.indices, grad.shape, grad.indices_sorted)
+    first = jnp.full_like(slot, grad.nse).at[group].min(slot, mode="drop")
+    is_first = (group < grad.nse) & (first.at[group].get(mode="clip") == slot)
+    target = jnp.where(first < grad.nse, first, grad.nse + slot)
+    data = scatter_rows(jnp.zeros_like(data), target[:, None], data)
+    return pad_indices(grad.indices, is_first, slot, grad.shape), data
+
+
 def bcoo_like(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
     """A BCOO of these rows, of the shape and type of `grad`."""
+    return bcoo_of(grad, rows.indices, data, is_sorted=True)
+
+
+def bcoo_of(
+    grad: BCOO, indices: jax.Array, data: jax.Array, *, is_sorted: bool
+) -> BCOO:
+    """A BCOO of these entries, each row once, of the shape and type of `grad`.
+
+    `is_sorted` says whether they are in order where `grad` was not unique. The entries
+    of a gradient that is unique keep their order.
+    """
     return type(grad)(
-        (data.astype(grad.dtype), rows.indices),
+        (data.astype(grad.dtype), indices),
         shape=grad.shape,
-        # touched_rows sorts what it coalesces and keeps the order of the rest.
-        indices_sorted=grad.indices_sorted or not grad.unique_indices,
+        indices_sorted=grad.indices_sorted if grad.unique_indices else is_sorted,
         unique_indices=True,
     )
 

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
 from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
+from ..native import _calls as native
 from .padding import append_padding, mask_padding
 
 
@@ -59,8 +61,18 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         unique_indices=True,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
-    axes = (None, *range(n_sparse, table.ndim))
-    return call_with_auto_axes(unchecked(gather), table, indices, like=table, axes=axes)
+
+    def by_xla(table: jax.Array, indices: jax.Array) -> jax.Array:
+        axes = (None, *range(n_sparse, table.ndim))
+        read = unchecked(gather)
+        return call_with_auto_axes(read, table, indices, like=table, axes=axes)
+
+    def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
+        return native.look_up_rows(table, indices[:, 0], None)
+
+    if table.dtype == jnp.bfloat16 and n_sparse == 1 and native.reads(table, indices):
+        return on_cpu(by_kernel, by_xla, table, indices)  # see `_writes_by_kernel`
+    return by_xla(table, indices)
 
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -103,7 +115,26 @@ def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
     rows = prevent_fusion(_cast(rows, table))
-    return _scatter(lax.scatter, table, indices, rows, unique=True)
+
+    def by_xla(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        return _scatter(lax.scatter, table, indices, rows, unique=True)
+
+    if _writes_by_kernel(table, indices, rows):
+        return on_cpu(native.put_rows, by_xla, table, indices, rows)
+    return by_xla(table, indices, rows)
+
+
+def _writes_by_kernel(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
+    """Whether the kernel writes these rows, because XLA might widen the table.
+
+    Problem: a scatter into a bfloat16 table costs what the table costs. Cause: XLA for
+    CPUs has no scatter of this type in jaxlib 0.10, and converts the table to float32
+    and back; a gather in a loop has the table converted before the loop; and taking the
+    numbers for integers copies them, too. Remedy: the kernel, where
+    it is there. Safe, because it writes the same rows. Test:
+    `test_process_of_one_device`. From jaxlib 0.11.2 on XLA is in place, too.
+    """
+    return table.dtype == jnp.bfloat16 and native.writes(table, indices, rows)
 
 
 def combine_rows(
@@ -128,7 +159,9 @@ def combine_rows(
         return _scatter(scatter, table, indices, rows, unique=True)
 
     combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(in_turn, x, dx)[1]))
-    return (combine if takes_combiners() else in_turn)(table, indices, rows)
+    if not takes_combiners() or _writes_by_kernel(table, indices, rows):
+        return in_turn(table, indices, rows)
+    return combine(table, indices, rows)
 
 
 def scatter_add_rows(

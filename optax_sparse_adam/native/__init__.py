@@ -1,4 +1,4 @@
-"""A kernel for CPUs: sums and Adam in one pass over the touched rows, and lookups.
+"""A kernel for CPUs: sums and Adam in one pass over the touched rows; reads and writes.
 
 An installation from source compiles it where it finds a C++ compiler: `CXX`, a command
 in which a path with blanks is quoted, or else c++, g++ or clang++.
@@ -11,9 +11,11 @@ It has run on Linux, compiled by GCC and by Clang: on x86-64, and on an emulated
 processor. For macOS it compiles and links; nobody has run it there. There is none on
 Windows.
 
-`coalesce`, `sparse_adam` and everything that lifts rows use it by themselves on CPUs,
-for tables of float32 with one sparse axis and `int32` ids, in processes that have one
-CPU device and have not called `jax.distributed.initialize`. `value_and_grad` and `grad`
+`coalesce`, `sparse_adam`, `apply_updates` and everything that lifts rows use it by
+themselves on CPUs, for tables of float32 with one sparse axis and `int32` ids, in
+processes that have one CPU device and have not called `jax.distributed.initialize`.
+Tables and moments of bfloat16 it reads and writes for every optimiser, because XLA for
+CPUs (jaxlib 0.10) widens the whole of them. `value_and_grad` and `grad`
 use it there to look up whole rows of 17 to 79 numbers, by one `int32` id each, in
 tables whose gradient is row-sparse: XLA copies such rows one number at a time.
 Everything else, and every machine without it, takes the path in plain JAX; so do
@@ -32,7 +34,8 @@ a process. `jax.export` raises for programs that use it, since their "custom cal
 no compatibility guarantees": turn it off for that. Or, where it is there for those who
 load the program, too, and they call `available()` first, pass to `jax.export.export`
 `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target) for target in
-("optax_sparse_adam.adam_rows", "optax_sparse_adam.sum_rows",
+("optax_sparse_adam.adam_rows", "optax_sparse_adam.add_rows",
+"optax_sparse_adam.put_rows", "optax_sparse_adam.sum_rows",
 "optax_sparse_adam.take_rows")]`.
 """
 

@@ -5,6 +5,7 @@ arrays that are updated; `count` comes last.
 """
 
 import math
+import sys
 from typing import Any
 
 import jax
@@ -23,12 +24,17 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 # The kernel reads rows of these widths faster than XLA, three to four times at 64: XLA
 # unrolls its loop over a row, and vectorizes it only if it is longer.
 _READ_WIDTHS = range(17, 80)
+# What is larger the C library maps afresh at each step, so that it costs no more memory
+# traffic to write the sums elsewhere, and saves the copy of a gradient that is to stay.
+_KEPT_BYTES = 32 << 20
+_FLOATS = ("float32", "bfloat16")  # of tables and moments that the kernel updates
 
 
 def fits(grad: BCOO, *tables: jax.Array) -> bool:
     """Whether the kernel is there and takes these arrays; known while tracing."""
     return (
-        {grad.dtype, *(table.dtype for table in tables)} == {jnp.dtype("float32")}
+        grad.dtype == jnp.float32
+        and all(table.dtype in _FLOATS for table in tables)
         and grad.indices.dtype == jnp.int32
         and grad.n_sparse == 1
         and not grad.unique_indices
@@ -41,10 +47,11 @@ def fits(grad: BCOO, *tables: jax.Array) -> bool:
 
 def reads(table: jax.Array, ids: jax.Array) -> bool:
     """Whether the kernel is there and reads these rows faster; known while tracing."""
+    is_slow = math.prod(table.shape[1:]) in _READ_WIDTHS
     return (
-        table.dtype == jnp.float32
+        # XLA may widen a bfloat16 table, out of the loop that looks its rows up.
+        (table.dtype == jnp.bfloat16 or (table.dtype == jnp.float32 and is_slow))
         and ids.dtype == jnp.int32
-        and math.prod(table.shape[1:]) in _READ_WIDTHS
         and ids.size > 0
         and table.size > 0
         and mesh_of(table, ids).empty
@@ -52,7 +59,21 @@ def reads(table: jax.Array, ids: jax.Array) -> bool:
     )
 
 
-def _check(name: str, x: jax.Array, dtype: str, shape: tuple[int, ...]) -> None:
+def writes(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
+    """Whether the kernel is there and writes these rows; known while tracing."""
+    return (
+        table.dtype in _FLOATS
+        and rows.dtype in _FLOATS
+        and indices.dtype == jnp.int32
+        and indices.shape[1] == 1
+        and rows.size > 0
+        and table.size > 0
+        and mesh_of(table, indices, rows).empty
+        and available()
+    )
+
+
+def _check(name: str, x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> None:
     """Raises unless an array has the type and shape that the kernel takes.
 
     The kernel compares sizes once more when it runs, and XLA types: no call reads or
@@ -74,8 +95,6 @@ def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Ar
 
     An id out of bounds reads `fill`, or if that is `None` the row that is next to it.
     """
-    num_rows, *row_shape = table.shape
-    _check("a table", table, "float32", table.shape)
     _check("ids", ids, "int32", ids.shape)
     if table.size == 0:
         raise ValueError(
@@ -84,19 +103,23 @@ def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Ar
         )
     call = jax.ffi.ffi_call(
         "optax_sparse_adam.take_rows",
-        jax.ShapeDtypeStruct((*ids.shape, *row_shape), table.dtype),
+        jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype),
     )
     rows = call(
         table,
         ids,
-        num_rows=np.int64(num_rows),
-        width=np.int64(math.prod(row_shape)),
+        **_sizes(table.shape),
         clamps=np.bool_(fill is None),
-        fill=np.float32(0 if fill is None else fill),
+        fill=np.int64(_bits(0 if fill is None else fill, table.dtype)),
     )
     # A custom call has no weak types, and the rows of `jnp.full((n, d), 0.1)` have one.
     weak: bool = jax.typeof(table).weak_type
     return _cast_p.bind(rows, new_dtype=rows.dtype, weak_type=weak, sharding=None)
+
+
+def _bits(x: float, dtype: Any) -> int:
+    """The bits of a number as an integer, at least 0."""
+    return int.from_bytes(np.asarray(x, dtype).tobytes(), sys.byteorder)
 
 
 def sum_rows(grad: BCOO) -> Sums:
@@ -112,14 +135,54 @@ def sum_rows(grad: BCOO) -> Sums:
 
 def adam_rows(
     grad: BCOO, moments: tuple[jax.Array, ...], factors: tuple[jax.Array, ...]
-) -> tuple[Sums, tuple[jax.Array, ...]]:
-    """Like `sum_rows`, with the update in place of the sums, and the new moments."""
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """The update of each touched row in the slot of its first entry; the new moments.
+
+    All other slots are padding. The indices are unique, and not in order.
+    """
     scalars = (jnp.stack(factors),)
     for name, moment in zip(("mu", "nu"), moments, strict=True):
-        _check(name, moment, "float32", grad.shape)
+        _check(name, moment, _float_of(moment), grad.shape)
     _check("factors", *scalars, "float32", (5,))
-    indices, data, mu, nu, count = _call("adam_rows", grad, moments, scalars)
-    return (indices, data, count), (mu, nu)
+    indices, data, mu, nu, _ = _call("adam_rows", grad, moments, scalars)
+    return (indices, data), (mu, nu)
+
+
+def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """`table.at[indices].add(rows)` for unique indices, rounded once."""
+    return _write("add_rows", table, indices, rows)
+
+
+def put_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """`table.at[indices].set(rows)` for unique indices; the rows have its type."""
+    _check("rows", rows, table.dtype, rows.shape)
+    return _write("put_rows", table, indices, rows)
+
+
+def _write(
+    name: str, table: jax.Array, indices: jax.Array, rows: jax.Array
+) -> jax.Array:
+    nse = len(indices)
+    _check("a table", table, _float_of(table), table.shape)
+    _check("indices", indices, "int32", (nse, 1))
+    _check("rows", rows, _float_of(rows), (nse, *table.shape[1:]))
+    call = jax.ffi.ffi_call(
+        f"optax_sparse_adam.{name}",
+        jax.ShapeDtypeStruct(table.shape, table.dtype),
+        input_output_aliases={0: 0},
+    )
+    updated: jax.Array = call(table, indices, rows, **_sizes(table.shape))
+    return updated
+
+
+def _float_of(x: jax.Array) -> Any:
+    """The type that the kernel takes in the place of `x`."""
+    return x.dtype if x.dtype in _FLOATS else "float32"
+
+
+def _sizes(shape: tuple[int, ...]) -> dict[str, np.int64]:
+    num_rows, *row_shape = shape
+    return {"num_rows": np.int64(num_rows), "width": np.int64(math.prod(row_shape))}
 
 
 def _call(
@@ -128,15 +191,14 @@ def _call(
     """Calls the kernel, with the gradient and the tables updated in place."""
     _check("indices", grad.indices, "int32", (grad.nse, 1))
     _check("data", grad.data, "float32", (grad.nse, *grad.shape[1:]))
-    in_place = (grad.indices, grad.data, *tables)
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
-    count = jax.ShapeDtypeStruct((), jnp.int32)
+    arrays = (grad.indices, grad.data, *tables)
+    in_place = [*range(len(arrays))]
+    if grad.data.size * grad.data.dtype.itemsize > _KEPT_BYTES:
+        in_place.remove(1)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     call = jax.ffi.ffi_call(
         f"optax_sparse_adam.{name}",
-        [*results, count],
-        input_output_aliases={i: i for i in range(len(in_place))},
+        [*results, jax.ShapeDtypeStruct((), jnp.int32)],
+        input_output_aliases={i: i for i in in_place},
     )
-    num_rows, *row_shape = grad.shape
-    width = math.prod(row_shape)
-    sizes = {"num_rows": np.int64(num_rows), "width": np.int64(width)}
-    return call(*in_place, *others, **sizes)
+    return call(*arrays, *others, **_sizes(grad.shape))

@@ -14,7 +14,7 @@ import jax
 
 from . import _build
 
-TARGETS = ("adam_rows", "sum_rows", "take_rows")
+TARGETS = ("adam_rows", "add_rows", "put_rows", "sum_rows", "take_rows")
 INSTALLED = _build.SOURCE.parent  # where an installation leaves its library
 
 

@@ -1,12 +1,17 @@
-// Lookups of rows, the sums of a row-sparse gradient, and Adam on the rows that it
-// touches, for CPUs.
+// Lookups of rows, the sums of a row-sparse gradient, Adam on the rows that it touches,
+// and its update of a table, for CPUs.
 //
-// Lookups copy each row as a whole. The other functions do what `touched_rows` and
-// `map_rows` do in XLA, in one pass and in place: the gradient's buffer becomes the sums,
-// or the update. They return `(rows, data, ..., count)`: the touched rows in ascending
-// order, then padding, `num_rows + slot`; their sums or updates, then zeros; how many
-// rows are touched. Entries are added in their order, so that the sums are those of XLA
-// bit for bit on any number of threads.
+// Lookups copy each row as a whole. `sum_rows` and `adam_rows` do what `touched_rows` and
+// `map_rows` do in XLA, in one pass. The gradient's buffer may become the sums, or the
+// update. They return `(rows, data, ..., count)`: the index of each slot, the sum
+// or the update of its row, and how many rows are touched. `sum_rows` has the touched
+// rows in front, in ascending order. `adam_rows` leaves each row in the slot of its first
+// entry, which saves a pass over the values. All other slots are padding: the index is
+// `num_rows + slot`, the values are zeros. Entries are added in their order, so that the
+// sums are those of XLA bit for bit on any number of threads.
+//
+// `add_rows` and `put_rows` write rows into a table, in place. Tables and moments are
+// float32 or bfloat16, the arithmetic is in float32.
 
 #include <algorithm>
 #include <atomic>
@@ -20,7 +25,12 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -29,6 +39,7 @@ namespace {
 namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
+using Any = ffi::AnyBuffer;
 
 constexpr int64_t kMaxRow = std::numeric_limits<int32_t>::max();
 
@@ -66,133 +77,254 @@ void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
   shared->all_done.wait(lock, [&] { return shared->done == parts; });
 }
 
+// The upper half of a float, which is rounded to nearest, ties to even, as in XLA.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+float Load(float x) { return x; }
+
+float Load(Bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+void Store(float x, float* to) { *to = x; }
+
+void Store(float x, Bfloat16* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to->bits = x == x ? rounded : (bits >> 16) | 0x40;  // NaN stays NaN
+}
+
+// Fetches a row of numbers before it is needed.
+template <typename T>
+void PrefetchRow(const T* row, int64_t width) {
+  for (int64_t j = 0; j < width; j += 64 / sizeof(T)) __builtin_prefetch(row + j, 1);
+}
+
+// Asks for huge pages in a buffer that the kernel is the first to write. What is larger
+// than 32 MB the C library maps afresh at each step, and to have its pages of 4 kB mapped
+// and cleared one by one takes longer than to write them. It is advice, for the whole
+// pages inside of the buffer, and may be refused.
+void AdviseHugePages(void* data, size_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t begin = (uintptr_t(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (uintptr_t(data) + bytes) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
 struct Entry {
   uint32_t row, slot;
 };
 
-// The entries inside of the table by row, those of one row in their order: radix sort.
-std::vector<Entry> Sorted(const int32_t* indices, int64_t nse, int64_t num_rows) {
-  constexpr int kBits = 11;
-  std::vector<Entry> entries;
-  entries.reserve(nse);
-  for (int64_t slot = 0; slot < nse; ++slot) {
-    if (indices[slot] < 0 || indices[slot] >= num_rows) continue;
-    entries.push_back({uint32_t(indices[slot]), uint32_t(slot)});
-  }
-  std::vector<Entry> other(entries.size());
-  for (int shift = 0; (num_rows - 1) >> shift > 0; shift += kBits) {
-    const auto digit = [shift](const Entry& entry) {
-      return (entry.row >> shift) & ((1 << kBits) - 1);
-    };
-    uint32_t position[(1 << kBits) + 1] = {};
-    for (const Entry& entry : entries) ++position[digit(entry) + 1];
-    for (int i = 0; i < 1 << kBits; ++i) position[i + 1] += position[i];
-    for (const Entry& entry : entries) other[position[digit(entry)]++] = entry;
+// All entries by row, those of one row in their order, and at last padding, with
+// `num_rows` for a row: radix sort. The entries are cut into pieces, which are counted
+// and moved in parallel; the order does not depend on how many they are.
+std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
+                                int64_t nse, int64_t num_rows) {
+  int bits = 1;
+  while (num_rows >> bits > 0) ++bits;
+  const int passes = (bits + 10) / 11, digit_bits = (bits + passes - 1) / passes;
+  const int64_t digits = 1 << digit_bits;
+  const int64_t grain = std::max<int64_t>(8192, nse / (2 * pool.num_threads()) + 1);
+  const int64_t pieces = (nse + grain - 1) / grain;
+  std::unique_ptr<Entry[]> entries(new Entry[nse]), other(new Entry[nse]);
+  Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const bool inside = indices[slot] >= 0 && indices[slot] < num_rows;
+      entries[slot] = {uint32_t(inside ? indices[slot] : num_rows), uint32_t(slot)};
+    }
+  });
+  std::vector<uint32_t> positions(pieces * digits);
+  for (int shift = 0; shift < bits; shift += digit_bits) {
+    const auto digit = [=](Entry entry) { return (entry.row >> shift) & (digits - 1); };
+    std::fill(positions.begin(), positions.end(), 0);
+    Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
+      uint32_t* counts = positions.data() + begin / grain * digits;
+      for (int64_t i = begin; i < end; ++i) ++counts[digit(entries[i])];
+    });
+    uint32_t position = 0;
+    for (int64_t i = 0; i < digits; ++i) {
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        position += std::exchange(positions[piece * digits + i], position);
+      }
+    }
+    Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
+      uint32_t* next = positions.data() + begin / grain * digits;
+      for (int64_t i = begin; i < end; ++i) {
+        other[next[digit(entries[i])]++] = entries[i];
+      }
+    });
     entries.swap(other);
   }
   return entries;
 }
 
 // Moves row `from[k]` to row `k` for all k, in place. No two rows are moved from one.
-void MoveRows(float* data, int64_t width, int64_t nse,
+void MoveRows(ffi::ThreadPool& pool, float* data, int64_t width,
               const std::vector<uint32_t>& from) {
+  constexpr int64_t kAhead = 4;  // rows to fetch ahead
   const int64_t size = from.size();
   const auto copy = [width](float* to, const float* row) {
     std::memcpy(to, row, width * sizeof(float));
   };
-  std::vector<char> needed(nse), moved(size);
-  for (uint32_t row : from) needed[row] = 1;
-  // Fills row `k`, then the hole that this leaves, and so on, up to `last`.
-  std::vector<float> spare(width);
-  const auto fill = [&](int64_t k, int64_t last) {
-    while (k < size) {
-      moved[k] = 1;
-      if (from[k] == last) return copy(data + k * width, spare.data());
-      copy(data + k * width, data + from[k] * width);
-      k = from[k];
-    }
-  };
-  for (int64_t k = 0; k < size; ++k) {
-    if (!needed[k]) fill(k, nse);
+  std::vector<char> needed(size), moved(size);
+  for (uint32_t row : from) {
+    if (row < size) needed[row] = 1;
   }
+  // Fills row `k`, then the hole that this leaves, and so on: chains that share no row.
+  Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kAhead < size) PrefetchRow(data + from[k + kAhead] * width, width);
+      if (needed[k]) continue;
+      for (int64_t hole = k; hole < size; hole = from[hole]) {
+        moved[hole] = 1;
+        copy(data + hole * width, data + from[hole] * width);
+      }
+    }
+  });
+  std::vector<float> spare(width);
   for (int64_t k = 0; k < size; ++k) {  // what is left are circles
     if (moved[k] || from[k] == k) continue;
     copy(spare.data(), data + k * width);
-    fill(k, k);
+    int64_t hole = k;
+    for (; from[hole] != k; hole = from[hole]) {
+      moved[hole] = 1;
+      copy(data + hole * width, data + from[hole] * width);
+    }
+    moved[hole] = 1;
+    copy(data + hole * width, spare.data());
   }
+}
+
+// The entries of a gradient, and where its sums go: `data` may be `given`, and `rows`
+// may be `indices`.
+struct Gradient {
+  const int32_t* indices;
+  const float* given;
+  int64_t nse, num_rows, width;
+  int32_t* rows;
+  float* data;
+  int32_t* count;
+
+  void Clear(int64_t slot) const {
+    rows[slot] = num_rows + slot;
+    std::fill_n(data + slot * width, width, 0.0f);
+  }
+};
+
+// Brings the sums into ascending order of their rows, and clears the slots behind.
+void Order(ffi::ThreadPool& pool, const Gradient& grad, const Entry* entries,
+           int64_t size) {
+  std::vector<uint32_t> from;
+  for (int64_t i = 0; i < size; ++i) {
+    if (i > 0 && entries[i].row == entries[i - 1].row) continue;
+    grad.rows[from.size()] = entries[i].row;
+    from.push_back(entries[i].slot);
+  }
+  MoveRows(pool, grad.data, grad.width, from);
+  const int64_t count = from.size();
+  Parallel(pool, grad.nse - count, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = count + begin; slot < count + end; ++slot) grad.Clear(slot);
+  });
 }
 
 // Adds up the entries of each row, calls `middle(row, sums)`, and leaves in `data` what
-// it makes of the sums: touched rows first, in ascending order, then zeros.
+// it makes of the sums: where the first entry of the row was, or in order.
 template <typename Middle>
-void ForEachRow(ffi::ThreadPool& pool, const int32_t* indices, int64_t nse,
-                int64_t num_rows, int64_t width, int32_t* rows, float* data,
-                int32_t* count, const Middle& middle) {
-  constexpr int64_t kAhead = 4;  // rows to fetch ahead
-  const std::vector<Entry> entries = Sorted(indices, nse, num_rows);
-  std::vector<uint32_t> starts, from;
-  for (size_t i = 0; i < entries.size(); ++i) {
-    if (i > 0 && entries[i].row == entries[i - 1].row) continue;
-    starts.push_back(i);
-    from.push_back(entries[i].slot);
-  }
-  const int64_t size = from.size();
-  starts.push_back(entries.size());
-  Parallel(pool, size, 256, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) {
-        middle.Prefetch(entries[starts[k + kAhead]].row);
-        const float* next = data + from[k + kAhead] * width;
-        for (int64_t j = 0; j < width; j += 16) __builtin_prefetch(next + j, 1);
-      }
-      float* __restrict__ sum = data + from[k] * width;
+void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middle) {
+  constexpr int64_t kAhead = 8;  // entries to fetch ahead
+  const int64_t nse = grad.nse, width = grad.width;
+  const float* given = grad.given;
+  const std::unique_ptr<Entry[]> entries =
+      Sorted(pool, grad.indices, nse, grad.num_rows);
+  const Entry* padding = std::partition_point(
+      entries.get(), entries.get() + nse,
+      [&](Entry entry) { return entry.row < grad.num_rows; });
+  const int64_t size = padding - entries.get();
+  const auto is_first = [&entries](int64_t i) {
+    return i == 0 || entries[i].row != entries[i - 1].row;
+  };
+  const auto fetch = [&](int64_t i) {
+    if (i >= size) return;
+    PrefetchRow(given + entries[i].slot * width, width);
+    if (is_first(i)) middle.Prefetch(entries[i].row);
+  };
+  if (given != grad.data) AdviseHugePages(grad.data, nse * width * sizeof(float));
+  std::atomic<int32_t> touched{0};
+  Parallel(pool, size, 512, [&](int64_t begin, int64_t end) {
+    int64_t i = begin;
+    while (i < end && !is_first(i)) ++i;  // of a row that another part adds up
+    int32_t mine = 0;
+    for (; i < end; ++mine) {
+      const int64_t row = entries[i].row, slot = entries[i].slot;
+      fetch(i + kAhead);
+      float* __restrict__ sum = grad.data + slot * width;
+      if (given != grad.data) std::memcpy(sum, given + slot * width, width * sizeof(float));
       for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
-      for (uint32_t i = starts[k] + 1; i < starts[k + 1]; ++i) {
-        const float* __restrict__ addend = data + entries[i].slot * width;
+      for (++i; i < size && entries[i].row == row; ++i) {
+        fetch(i + kAhead);
+        const float* __restrict__ addend = given + entries[i].slot * width;
         for (int64_t j = 0; j < width; ++j) sum[j] += addend[j];
+        if (!Middle::kInOrder) grad.Clear(entries[i].slot);  // while it is in the cache
       }
-      rows[k] = entries[starts[k]].row;
-      middle(rows[k], sum);
+      if (!Middle::kInOrder) grad.rows[slot] = row;
+      middle(row, sum);
     }
+    touched += mine;
   });
-  MoveRows(data, width, nse, from);
+  *grad.count = touched;
+  if (Middle::kInOrder) return Order(pool, grad, entries.get(), size);
   Parallel(pool, nse - size, 1024, [&](int64_t begin, int64_t end) {
-    const int64_t bytes = (end - begin) * width * sizeof(float);
-    std::memset(data + (size + begin) * width, 0, bytes);
-    for (int64_t k = size + begin; k < size + end; ++k) rows[k] = num_rows + k;
+    for (int64_t i = begin; i < end; ++i) grad.Clear(padding[i].slot);
   });
-  *count = size;
 }
 
 struct Sum {
+  static constexpr bool kInOrder = true;
   void Prefetch(int64_t) const {}
   void operator()(int64_t, float*) const {}
 };
 
-// The formula of `_adam_rows`.
+// The formula of `_adam`, with moments of types that may differ.
+template <typename Mu, typename Nu>
 struct Adam {
-  float *mu, *nu;
+  static constexpr bool kInOrder = false;
+  Mu* mu;
+  Nu* nu;
   int64_t width;
   float sign, one_minus_b1, one_minus_b2, eps, scale;
 
   void Prefetch(int64_t row) const {
-    for (int64_t j = 0; j < width; j += 16) {
-      __builtin_prefetch(mu + row * width + j, 1);
-      __builtin_prefetch(nu + row * width + j, 1);
-    }
+    PrefetchRow(mu + row * width, width);
+    PrefetchRow(nu + row * width, width);
   }
 
   void operator()(int64_t row, float* __restrict__ grad) const {
-    float* __restrict__ m = mu + row * width;
-    float* __restrict__ v = nu + row * width;
+    Mu* __restrict__ old_m = mu + row * width;
+    Nu* __restrict__ old_v = nu + row * width;
     for (int64_t j = 0; j < width; ++j) {
       const float g = sign * grad[j];
-      m[j] += one_minus_b1 * (g - m[j]);
-      v[j] += one_minus_b2 * (g * g - v[j]);
-      grad[j] = scale * m[j] / (std::sqrt(v[j]) + eps);
+      float m = Load(old_m[j]), v = Load(old_v[j]);
+      m += one_minus_b1 * (g - m);
+      v += one_minus_b2 * (g * g - v);
+      Store(m, old_m + j);
+      Store(v, old_v + j);
+      grad[j] = scale * m / (std::sqrt(v) + eps);
     }
   }
 };
+
+template <typename Mu, typename Nu>
+Adam(Mu*, Nu*, int64_t, float, float, float, float, float) -> Adam<Mu, Nu>;
 
 // Why a buffer is not what the kernel is going to read or write, which is memory that
 // nobody else checks; empty if it is. Its type is checked by XLA.
@@ -213,7 +345,25 @@ ffi::Error Invalid(const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
 }
 
-// The buffers of a gradient of a table: those of the results are those of the inputs.
+// Calls `function` with the numbers of a table, a pointer to their type.
+template <typename Function>
+ffi::Error WithType(const Any& table, const Function& function) {
+  void* data = table.untyped_data();
+  if (table.element_type() == ffi::F32) return function(static_cast<float*>(data));
+  if (table.element_type() == ffi::BF16) return function(static_cast<Bfloat16*>(data));
+  return Invalid("The kernel takes tables of float32 or bfloat16, got another type.");
+}
+
+// Why a table is not updated where it is.
+std::string Elsewhere(const char* name, const Any& old, const Any& updated) {
+  if (old.untyped_data() == updated.untyped_data() &&
+      old.element_type() == updated.element_type()) {
+    return "";
+  }
+  return std::string("The kernel updates ") + name + " in place, got two buffers. ";
+}
+
+// The buffers of a gradient of a table, and of what becomes of it.
 std::string Misfit(const Ints& indices, const Floats& given, const Ints& rows,
                    const Floats& data, int64_t num_rows, int64_t width) {
   const int64_t nse = indices.element_count();
@@ -231,14 +381,15 @@ template <typename Middle>
 ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, const Floats& given,
                int64_t num_rows, int64_t width, Ints& rows, Floats& data,
                ffi::BufferR0<ffi::S32>& count, const Middle& middle) {
-  const std::string misfit = Misfit(indices, given, rows, data, num_rows, width);
+  const std::string misfit =
+      Misfit(indices, given, rows, data, num_rows, width);
   if (!misfit.empty()) return Invalid(misfit);
-  if (given.typed_data() != data.typed_data()) {
-    return Invalid("The kernel updates data in place, got two buffers.");
-  }
+  const int64_t nse = indices.element_count();
+  const Gradient grad{indices.typed_data(), given.typed_data(), nse,
+                      num_rows,             width,              rows.typed_data(),
+                      data.typed_data(),    count.typed_data()};
   try {
-    ForEachRow(pool, indices.typed_data(), indices.element_count(), num_rows, width,
-               rows.typed_data(), data.typed_data(), count.typed_data(), middle);
+    ForEachRow(pool, grad, middle);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
   }
@@ -246,24 +397,24 @@ ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, const Floats& given,
 }
 
 // The inputs but `factors` are the buffers of the outputs, in their order.
-ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Floats old_mu,
-                    Floats old_nu, Floats factors, int64_t num_rows, int64_t width,
+ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Any old_mu,
+                    Any old_nu, Floats factors, int64_t num_rows, int64_t width,
                     ffi::Result<Ints> rows, ffi::Result<Floats> data,
-                    ffi::Result<Floats> mu, ffi::Result<Floats> nu,
+                    ffi::Result<Any> mu, ffi::Result<Any> nu,
                     ffi::Result<ffi::BufferR0<ffi::S32>> count) {
   const std::string misfit =
       Misfit("mu", old_mu, num_rows, width) + Misfit("nu", old_nu, num_rows, width) +
       Misfit("new mu", *mu, num_rows, width) + Misfit("new nu", *nu, num_rows, width) +
-      Misfit("factors", factors, 5, 1);
+      Misfit("factors", factors, 5, 1) + Elsewhere("mu", old_mu, *mu) +
+      Elsewhere("nu", old_nu, *nu);
   if (!misfit.empty()) return Invalid(misfit);
-  if (old_mu.typed_data() != mu->typed_data() ||
-      old_nu.typed_data() != nu->typed_data()) {
-    return Invalid("The kernel updates the moments in place, got other buffers.");
-  }
   const float* f = factors.typed_data();
-  const Adam adam{mu->typed_data(), nu->typed_data(), width, f[0], f[1], f[2],
-                  f[3], f[4]};
-  return Run(pool, indices, given, num_rows, width, *rows, *data, *count, adam);
+  return WithType(*mu, [&](auto* m) {
+    return WithType(*nu, [&](auto* v) {
+      const Adam adam{m, v, width, f[0], f[1], f[2], f[3], f[4]};
+      return Run(pool, indices, given, num_rows, width, *rows, *data, *count, adam);
+    });
+  });
 }
 
 ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats given, int64_t num_rows,
@@ -272,39 +423,115 @@ ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats given, int64_t num
   return Run(pool, indices, given, num_rows, width, *rows, *data, *count, Sum{});
 }
 
-// `table[indices]`. An index outside of the table reads the row that is next to it, or
-// `fill` in place of a row.
-ffi::Error TakeRows(ffi::ThreadPool pool, Floats table, Ints indices, int64_t num_rows,
-                    int64_t width, bool clamps, float fill,
-                    ffi::Result<Floats> rows) {
+// Copies rows of numbers of type `T`, whatever these mean.
+template <typename T>
+void CopyRows(ffi::ThreadPool& pool, const T* table, const int32_t* index,
+              int64_t size, int64_t num_rows, int64_t width, bool clamps, T fill,
+              T* out) {
   constexpr int64_t kAhead = 8;  // rows to fetch ahead
-  const int64_t size = indices.element_count();
-  if (num_rows < 1 || width < 1) return Invalid("The kernel takes no empty table.");
-  const std::string misfit = Misfit("a table", table, num_rows, width);
-  if (!misfit.empty()) return Invalid(misfit);
-  if (int64_t(rows->element_count()) != size * width) {
-    return Invalid("The kernel returns as many rows as there are indices.");
-  }
-  const int32_t* index = indices.typed_data();
   const auto row = [&](int64_t k) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);
   };
-  const float* data = table.typed_data();
-  float* out = rows->typed_data();
+  AdviseHugePages(out, size * width * sizeof(T));
   Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) {
-        const float* next = data + row(k + kAhead) * width;
-        for (int64_t j = 0; j < width; j += 16) __builtin_prefetch(next + j);
-      }
+      if (k + kAhead < size) PrefetchRow(table + row(k + kAhead) * width, width);
       if (clamps || row(k) == index[k]) {
-        std::memcpy(out + k * width, data + row(k) * width, width * sizeof(float));
+        std::memcpy(out + k * width, table + row(k) * width, width * sizeof(T));
       } else {
         std::fill_n(out + k * width, width, fill);
       }
     }
   });
-  return ffi::Error::Success();
+}
+
+// `table[indices]`. An index outside of the table reads the row that is next to it, or
+// in place of a row the number whose bits are `fill`.
+ffi::Error TakeRows(ffi::ThreadPool pool, Any table, Ints indices, int64_t num_rows,
+                    int64_t width, bool clamps, int64_t fill, ffi::Result<Any> rows) {
+  const int64_t size = indices.element_count();
+  if (num_rows < 1 || width < 1) return Invalid("The kernel takes no empty table.");
+  const std::string misfit = Misfit("a table", table, num_rows, width);
+  if (!misfit.empty()) return Invalid(misfit);
+  if (int64_t(rows->element_count()) != size * width ||
+      rows->element_type() != table.element_type()) {
+    return Invalid("The kernel returns as many rows as there are indices.");
+  }
+  const auto copy = [&](auto fill) {
+    using T = decltype(fill);
+    CopyRows(pool, static_cast<const T*>(table.untyped_data()), indices.typed_data(),
+             size, num_rows, width, clamps, fill, static_cast<T*>(rows->untyped_data()));
+    return ffi::Error::Success();
+  };
+  switch (ffi::ByteWidth(table.element_type())) {
+    case 2: return copy(uint16_t(fill));
+    case 4: return copy(uint32_t(fill));
+  }
+  return Invalid("The kernel looks up numbers of two or four bytes.");
+}
+
+// Calls `write(row of the table, row of the values)` for each slot that has a row.
+// `indices` are unique.
+template <typename T, typename U, typename Write>
+void WriteRows(ffi::ThreadPool& pool, T* table, const int32_t* indices, const U* values,
+               int64_t nse, int64_t num_rows, int64_t width, const Write& write) {
+  constexpr int64_t kAhead = 16;  // slots to fetch ahead
+  const auto inside = [&](int64_t k) { return indices[k] >= 0 && indices[k] < num_rows; };
+  Parallel(pool, nse, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kAhead < nse && inside(k + kAhead)) {
+        PrefetchRow(table + indices[k + kAhead] * width, width);
+      }
+      if (inside(k)) write(table + indices[k] * width, values + k * width);
+    }
+  });
+}
+
+// The table and what goes into it; the result is the buffer of the table.
+std::string Misfit(const Any& table, const Ints& indices, const Any& values,
+                   int64_t num_rows, int64_t width, const Any& updated) {
+  const int64_t nse = indices.element_count();
+  if (nse < 1 || num_rows < 1 || width < 1) return "The kernel writes no empty rows. ";
+  return Misfit("a table", table, num_rows, width) + Misfit("rows", values, nse, width) +
+         Misfit("indices", indices, nse, 1) +
+         Misfit("a new table", updated, num_rows, width) +
+         Elsewhere("a table", table, updated);
+}
+
+// `table.at[indices].add(values)`, each sum rounded once. Padding is dropped.
+ffi::Error AddRows(ffi::ThreadPool pool, Any table, Ints indices, Any values,
+                   int64_t num_rows, int64_t width, ffi::Result<Any> updated) {
+  const std::string misfit = Misfit(table, indices, values, num_rows, width, *updated);
+  if (!misfit.empty()) return Invalid(misfit);
+  const int64_t nse = indices.element_count();
+  return WithType(table, [&](auto* to) {
+    return WithType(values, [&](auto* from) {
+      const auto add = [width](auto* __restrict__ row, const auto* __restrict__ value) {
+        for (int64_t j = 0; j < width; ++j) Store(Load(row[j]) + Load(value[j]), row + j);
+      };
+      WriteRows(pool, to, indices.typed_data(), from, nse, num_rows, width, add);
+      return ffi::Error::Success();
+    });
+  });
+}
+
+// `table.at[indices].set(values)`, of one type. Padding is dropped.
+ffi::Error PutRows(ffi::ThreadPool pool, Any table, Ints indices, Any values,
+                   int64_t num_rows, int64_t width, ffi::Result<Any> updated) {
+  std::string misfit = Misfit(table, indices, values, num_rows, width, *updated);
+  if (table.element_type() != values.element_type()) {
+    misfit += "The kernel writes rows of the type of the table, got another one. ";
+  }
+  if (!misfit.empty()) return Invalid(misfit);
+  const int64_t nse = indices.element_count();
+  return WithType(table, [&](auto* to) {
+    const auto* from = static_cast<decltype(to)>(values.untyped_data());
+    const auto copy = [width](auto* row, const auto* value) {
+      std::memcpy(row, value, width * sizeof(*row));
+    };
+    WriteRows(pool, to, indices.typed_data(), from, nse, num_rows, width, copy);
+    return ffi::Error::Success();
+  });
 }
 
 }  // namespace
@@ -317,15 +544,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(adam_rows, AdamRows,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
                                   .Arg<Floats>()
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
                                   .Ret<Ints>()
                                   .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
                                   .Ret<ffi::BufferR0<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(sum_rows, SumRows,
@@ -342,12 +569,32 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(sum_rows, SumRows,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(take_rows, TakeRows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
+                                  .Arg<Any>()
                                   .Arg<Ints>()
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
                                   .Attr<bool>("clamps")
-                                  .Attr<float>("fill")
-                                  .Ret<Floats>());
+                                  .Attr<int64_t>("fill")
+                                  .Ret<Any>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(add_rows, AddRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()
+                                  .Arg<Ints>()
+                                  .Arg<Any>()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Ret<Any>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(put_rows, PutRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()
+                                  .Arg<Ints>()
+                                  .Arg<Any>()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Ret<Any>());
 
 #pragma GCC visibility pop

@@ -1,5 +1,6 @@
 """Run by test_native.py with one CPU device: what a user's process does."""
 
+import functools
 import json
 import os
 import re
@@ -56,16 +57,16 @@ def squares(table, ids):
     return jnp.sum(jnp.square(table[ids]))
 
 
-def training(shape=SHAPE, nse=NSE):
-    """A step with lookups, traced."""
-    tx = osa.sparse_adam(0.1)
+def training(shape=SHAPE, nse=NSE, tx=None, dtype=jnp.float32):
+    """A step with lookups, traced; by default of `sparse_adam`."""
+    tx = tx or osa.sparse_adam(0.1)
 
     def step(table, state, ids):
         grad = osa.grad(squares)(table, ids)
         updates, state = tx.update(grad, state, table)
         return osa.apply_updates(table, updates), state
 
-    table = jax.ShapeDtypeStruct(shape, jnp.float32)
+    table = jax.ShapeDtypeStruct(shape, dtype)
     ids = jax.ShapeDtypeStruct((nse,), jnp.int32)
     jitted = jax.jit(step, donate_argnums=(0, 1))
     return jitted.trace(table, jax.eval_shape(tx.init, table), ids)
@@ -83,6 +84,27 @@ def looked_up():
 def memory(traced, rows):
     sizes = traced((rows, 64), nse=4096).lower().compile().memory_analysis()
     return sizes.temp_size_in_bytes, sizes.alias_size_in_bytes - 3 * rows * 64 * 4
+
+
+def low_precision():
+    """Temporary bytes of steps on two sizes of a table, by optimiser."""
+    bfloat16 = jnp.bfloat16
+    rounded = osa.stochastic_rounding(osa.sparse_adam(0.1), 0, state_dtype=bfloat16)
+    cases = {
+        "sparse_adam": (osa.sparse_adam(0.1), bfloat16),
+        "sparse_adam, mu": (osa.sparse_adam(0.1, mu_dtype=bfloat16), jnp.float32),
+        "lazy(adam)": (osa.lazy(optax.adam(0.1)), bfloat16),
+        "lazy(adam), mu": (osa.lazy(optax.adam(0.1, mu_dtype=bfloat16)), jnp.float32),
+        "rowwise_adam": (osa.rowwise_adam(0.1, mu_dtype=bfloat16), bfloat16),
+        "rounded": (osa.lazy(rounded), bfloat16),
+        "exact_adam": (osa.exact_adam(0.1), bfloat16),
+        "sparse_adafactor": (osa.sparse_adafactor(), bfloat16),
+    }
+    found = {}
+    for name, (tx, dtype) in cases.items():
+        traced = functools.partial(training, tx=tx, dtype=dtype)
+        found[name] = [memory(traced, rows)[0] for rows in (100_000, 10_000_000)]
+    return found
 
 
 def targets(lowering):
@@ -177,6 +199,7 @@ def main():
                     training().lower(lowering_platforms=("cuda",))
                 ),
                 "training memory": [memory(training, rows) for rows in heights],
+                "low precision": low_precision() if available() else {},
                 "looked up": looked_up(),
                 "sparse_adam": trained(osa.sparse_adam(0.1, maximize=True)),
                 "lazy": trained(lazy),

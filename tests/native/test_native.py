@@ -78,20 +78,90 @@ def test_adam(cache, shape, nse, sign):
     numbers = map(jnp.float32, (sign, 1 - 0.8, 1 - 0.9, 1e-3, -size))
     factors = sparse_adam.Factors(*numbers)
     grad = bcoo(values, indices, shape)
-    (ids, update, count), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
-    assert count == len(rows)
-    assert ids[: len(rows), 0].tolist() == [row for (row,) in rows]
-    assert_identical(
-        ids[len(rows) :, 0], np.arange(len(rows), nse, dtype=np.int32) + shape[0]
-    )
+    (ids, update), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
+    # Each row where its first entry was; the other slots are padding.
+    inside = (indices[:, 0] >= 0) & (indices[:, 0] < shape[0])
+    _, first = np.unique(np.where(inside, indices[:, 0], -1), return_index=True)
+    slot = first[inside[first]]
+    assert [(row,) for row in ids[slot, 0].tolist()] == list(rows)
+    padding = np.setdiff1d(np.arange(nse), slot)
+    assert_identical(ids[padding, 0], np.int32(padding) + shape[0])
     tol = TOLERANCE["float32"].numpy
     # A sum of two numbers is rounded relative to the larger one.
     assert_close(moments[0], expected.mu, tol, magnitude=np.abs(start) + 1)
     assert_close(moments[1], expected.nu, tol)
     touched = [row for (row,) in rows]
-    assert_close(update[: len(rows)], expected.table[touched], 3 * tol, magnitude=5.0)
-    assert not np.asarray(update[len(rows) :]).any()
+    assert_close(update[slot], expected.table[touched], 3 * tol, magnitude=5.0)
+    assert not np.asarray(update)[padding].any()
     assert_identical((moments[0][4], moments[1][4]), (start[4], np.square(start[4])))
+
+
+@needs_compiler
+@pytest.mark.parametrize("types", [("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_adam_of_low_precision(cache, types):
+    """The update of float32 moments of the same value, and these rounded once."""
+    rng = np.random.default_rng(0)
+    shape = (50, 24)
+    values, indices = random_entries(rng, shape, 1, 300, outside=True)
+    start = np.abs(rng.standard_normal((2, *shape))) * 2.0 ** rng.integers(-90, 2)
+    start[0, 3], values[indices[:, 0] == 5] = np.nan, np.inf
+    moments = [jnp.asarray(x, t) for x, t in zip(start, types, strict=True)]
+    wide = [x.astype("float32") for x in moments]
+    factors = sparse_adam.Factors(*map(jnp.float32, (1, 0.2, 0.1, 1e-3, -0.5)))
+    grad = bcoo(values, indices, shape)
+    update, low = jax.jit(_calls.adam_rows)(grad, moments, factors)
+    expected, new = jax.jit(_calls.adam_rows)(grad, wide, factors)
+    rounded = [x.astype(t) for x, t in zip(new, types, strict=True)]
+    assert_identical((update, low), (expected, (*rounded,)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("types", ["bb", "bf", "ff"])
+def test_rows_are_added_and_put(cache, types):
+    """Like XLA's scatter; sums in float32, rounded once. Padding is dropped."""
+    rng = np.random.default_rng(0)
+    table_type, type_ = ({"b": "bfloat16", "f": "float32"}[x] for x in types)
+    bits = rng.integers(0, 2**32, (2, 3000, 5), "uint32")  # all kinds of numbers
+    table = jnp.asarray(bits[0].view("float32")).astype(table_type)
+    near = table.astype("float32") * rng.choice([2.0**-8, 2.0**-9, 1.0], table.shape)
+    rows = jnp.where(rng.random((3000, 1)) < 0.5, near, bits[1].view("float32"))
+    # Of two NaN the payload is left to the compiler.
+    rows = jnp.where(jnp.isnan(rows), 1.0, rows).astype(type_)
+    indices = rng.permutation(np.arange(-500, 5500))[:3000, None].astype(np.int32)
+
+    def add(table, indices, rows):
+        wide, at = table.astype("float32"), table.at[indices[:, 0]]
+        old = wide.at[indices[:, 0]].get(mode="clip")
+        return at.set((old + rows.astype("float32")).astype(table.dtype), mode="drop")
+
+    def put(table, indices, rows):
+        return table.at[indices[:, 0]].set(rows, mode="drop")
+
+    indices = np.where(indices < 0, 10**9 - indices, indices)  # -1 would be the last
+    assert_identical(
+        jax.jit(_calls.add_rows)(table, indices, rows),
+        jax.jit(add)(table, indices, rows),
+    )
+    rows = rows.astype(table.dtype)
+    assert_identical(
+        jax.jit(_calls.put_rows)(table, indices, rows),
+        jax.jit(put)(table, indices, rows),
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("nse", [1, 300_000])
+def test_large_gradients(cache, nse, monkeypatch):
+    """Pieces of the sort, parts of hot rows, and sums that lie elsewhere."""
+    monkeypatch.setattr(_calls, "_KEPT_BYTES", 0)
+    rng = np.random.default_rng(0)
+    shape = (5_000_000, 3)
+    indices = rng.zipf(1.3, (nse, 1)).clip(max=shape[0] + 9).astype(np.int32) - 1
+    values = rng.standard_normal((nse, 3)).astype(np.float32)
+    grad = bcoo(values, indices, shape)
+    actual = jax.jit(sums)(grad)
+    assert_identical(actual, jax.jit(coalesce._sums)(grad))
+    assert_identical(grad.data, values)
 
 
 @needs_compiler
@@ -102,7 +172,7 @@ def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     program = str(Path(__file__).parents[1] / "helpers" / "kernel_cases.py")
     done = python(program, str(library), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "117 wrong calls refused\n"
+    assert done.stdout == "293 wrong calls refused\n"
     assert not done.stderr
 
 
@@ -149,13 +219,13 @@ def test_process_of_one_device(cache):
     """What it does by itself, and that it changes nothing but the time."""
     with_it = run(cache)
     without = run(cache, OPTAX_SPARSE_ADAM_NATIVE="0")
-    assert with_it["uses"] == ["adam_rows"]
-    assert with_it["training uses"] == ["take_rows", "adam_rows"]
+    assert with_it["uses"] == ["adam_rows", "add_rows"]
+    assert with_it["training uses"] == ["take_rows", "adam_rows", "add_rows"]
     assert with_it["looked up"] == without["looked up"]
     for name in ("uses", "training uses"):
         assert without[name] == with_it[f"{name} on a GPU"] == []
-    # The sums of float16 values are float32, its moments are not.
-    assert with_it["uses for others"] == [["sum_rows"], [], [], [], []]
+    # The sums of float16 values are float32, its moments and its table are not.
+    assert with_it["uses for others"] == [["sum_rows"], ["add_rows"], [], [], []]
     assert with_it["lazy"] == without["lazy"]
     assert with_it["rowwise_adam"] == without["rowwise_adam"]
     pairs = zip(*(arrays(x["sparse_adam"]) for x in (with_it, without)), strict=True)
@@ -176,6 +246,8 @@ def test_process_of_one_device(cache):
     small, large = with_it["memory"]
     assert small == large
     assert len({*map(tuple, with_it["training memory"])}) == 1
+    for name, (low, high) in with_it["low precision"].items():
+        assert low == high < 25 * 4096 * 64 * 4, name
     temporary, alias = small
     assert alias == 4  # the count; the three tables are subtracted
     # The gradient's buffer, which becomes the update; its indices; some vectors of ids.
