@@ -53,6 +53,10 @@ html_theme = "sphinx_book_theme"
 html_title = "optax_sparse_adam"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "navbar_persistent": [],  # the search is in the sidebar
+}
 html_copy_source = False
 html_show_copyright = False

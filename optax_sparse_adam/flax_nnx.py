@@ -20,6 +20,10 @@ takes 8). `nnx.jit(f, graph_updates=False)` returns the variables that `f` chang
 
 A training step, compiled in either way, donates what it changes, the model and the
 optimiser: `nnx.jit(donate_argnums=(0, 1))`.
+
+**On a GPU** `nnx.Optimizer.update` adds row-sparse updates by atomics, as it calls
+`optax.apply_updates`. `docs/models.md`, "Updates on a GPU", has ten lines that do the
+same with `optax_sparse_adam.apply_updates`.
 """
 
 import functools

@@ -230,7 +230,7 @@ def lazy(
         )
         results, new_leaves = small[: len(grads)], small[len(grads) :]
         for i, table in tables.items():
-            if i in middles:
+            if i in middles:  # proven; `map_rows` decides whether in blocks
                 data, new_state = map_rows(
                     middles[i], table.rows, table.state, extra[i], read=table.params
                 )

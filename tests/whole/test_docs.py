@@ -103,6 +103,20 @@ def test_formulas_are_shown_without_a_server(site):
 def test_tables_of_times_are_made_of_the_files(site):
     page = (site / "performance.html").read_text(encoding="utf-8")
     assert page.count('class="benchmark') >= 6
+    assert "On GitHub," not in page
+
+
+def test_readers_on_github_find_the_times():
+    for page, text in _TEXTS.items():
+        for rest in text.split("{benchmark-table}")[1:]:
+            after = rest.split("```\n\n", 1)[1]
+            hint = after.split("\n\n")[0]
+            assert hint.startswith("On GitHub, "), page.name
+            for name, anchor in re.findall(r"\]\((.+?\.md)(?:#(.+?))?\)", hint):
+                linked = (page.parent / name).read_text(encoding="utf-8")
+                heads = re.findall(r"^#+ (.+)$", linked, re.M)
+                slugs = [x.lower().replace(" ", "-") for x in heads]
+                assert not anchor or anchor in slugs, f"{page.name}: {name}#{anchor}"
 
 
 def test_messages_on_the_errors_page_exist():
