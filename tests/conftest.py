@@ -14,7 +14,7 @@ os.environ["XLA_FLAGS"] = (
     + os.environ.get("TEST_DEVICES", "8")
 )
 
-# Most of the suite's time is compiling, and a third of that LLVM's optimizations. Without
+# Most of the suite's time is compiling, a fifth of that LLVM's optimizations. Without
 # them XLA still fuses, aliases and plans memory as it does for users: optimized HLO and
 # memory are equal to the byte. native/test_main_tests.py runs with them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
