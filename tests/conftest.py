@@ -64,10 +64,26 @@ _QUICK = {
 }
 
 
+# Few tests, of minutes each: a worker that begins one of them last works alone.
+_LONG = {"native", "whole"}
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.parts[-2] not in _LONG)
     for item in items:
         if "/".join(item.path.parts[-2:]) in _QUICK:
             item.add_marker(pytest.mark.quick)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file goes to one worker: two would both compile what its tests share."""
+    if config.option.dist != "load":
+        return None  # another way was asked for
+    config.option.loadscopereorder = False
+    from xdist.scheduler import LoadFileScheduling  # where there is xdist
+
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_finish():
