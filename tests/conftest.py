@@ -14,7 +14,12 @@ os.environ["XLA_FLAGS"] = (
     + os.environ.get("TEST_DEVICES", "8")
 )
 
-# Most of the suite's time is compiling. Programs are kept on disk, for the other worker
+# Most of the suite's time is compiling, a fifth of that LLVM's optimizations. Without
+# them XLA still fuses, aliases and plans memory as it does for users: optimized HLO and
+# memory are equal to the byte. native/test_main_tests.py runs with them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+
+# Programs are kept on disk, for the other worker
 # and for the next run: JAX finds them by their text, their flags and its own version.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
@@ -59,10 +64,26 @@ _QUICK = {
 }
 
 
+# Few tests, of minutes each: a worker that begins one of them last works alone.
+_LONG = {"native", "whole"}
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.parts[-2] not in _LONG)
     for item in items:
         if "/".join(item.path.parts[-2:]) in _QUICK:
             item.add_marker(pytest.mark.quick)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file goes to one worker: two would both compile what its tests share."""
+    if config.option.dist != "load":
+        return None  # another way was asked for
+    config.option.loadscopereorder = False
+    from xdist.scheduler import LoadFileScheduling  # where there is xdist
+
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_finish():

@@ -21,6 +21,7 @@ from ..helpers.support import (
     bcoo,
     random_entries,
     row_sums,
+    to_dense,
 )
 
 SHAPE = (24, 3)
@@ -92,7 +93,7 @@ def test_psum(shape, axes, check_vma):
     for grads, scale in ((total, 1), (mean, devices)):
         assert_coalesced(grads["t"], rows, min(5 * devices, SHAPE[0]))
         assert_identical(
-            grads["t"].todense(), (expected / scale).astype(np.float32), "table"
+            to_dense(grads["t"]), (expected / scale).astype(np.float32), "table"
         )
         assert_identical(grads["w"], values[::5].sum(0) / np.float32(scale), "dense")
         assert grads["n"] is None

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 import optax_sparse_adam as osa
 from optax_sparse_adam._collectives.exchange import default_capacity
 
-from ..helpers.routed import FAST, P, make_mesh, on_mesh, weighted_loss
+from ..helpers.routed import P, make_mesh, on_mesh, weighted_loss
 from ..helpers.support import bcoo
 
 SHARE, WIDTH = 1000, 16  # ids on each device, numbers in each row
@@ -96,7 +96,7 @@ def test_step_costs_nothing_for_the_table():
     tx = osa.sparse_adam(0.1)
     state = osa.ScaleBySparseAdamState(P(), P("d"), P("d"))
 
-    @partial(jax.jit, donate_argnums=(0, 1, 2), compiler_options=FAST)
+    @partial(jax.jit, donate_argnums=(0, 1, 2))
     @partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=(P("d"), state))
     def step(table, mu, nu, ids, weights):
         loss = partial(weighted_loss, axis_name="d")

@@ -61,7 +61,16 @@ def checked(read, optimizer, table=TABLE):
     return lambda ids: run(table, state, jnp.asarray(ids, jnp.int32))[0].get()
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
+LOOKUPS_TWICE = [
+    *((name, "plain") for name in LOOKUPS),
+    *(
+        pytest.param(name, "kernel", marks=needs_compiler)
+        for name in ("many", "scalar", "scan")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "kernel"), LOOKUPS_TWICE, indirect=["kernel"])
 def test_lookups(name, kernel):
     read, inside, outside = LOOKUPS[name]
     step = checked(read, OPTIMIZERS["sparse_adam"])

@@ -12,7 +12,7 @@ from jax import lax
 
 import optax_sparse_adam as osa
 
-from ..helpers.gradients import assert_same, is_bcoo
+from ..helpers.gradients import assert_same, dense, is_bcoo
 from ..helpers.support import assert_identical
 
 # A program is a nested tuple: the name of an entry below, and what it is applied to. It
@@ -259,12 +259,6 @@ def inputs(rows):
     return params, jnp.asarray([[0, 3, -1], [3, 2, 0]])
 
 
-def as_arrays(tree):
-    return jax.tree.map(
-        lambda x: x.todense() if is_bcoo(x) else x, tree, is_leaf=is_bcoo
-    )
-
-
 def rounds_to_few_bits(program):
     return {"cast", "gradient of half precision"} & set(words(program))
 
@@ -340,7 +334,7 @@ def compare_second(program, rows):
 
     def size(lib):
         def function(p):
-            grads = as_arrays(lib.grad(loss)(p, ids))
+            grads = dense(lib.grad(loss)(p, ids))
             return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(grads))
 
         return function

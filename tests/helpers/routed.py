@@ -12,10 +12,6 @@ import optax_sparse_adam as osa
 P = PartitionSpec
 
 
-# Half the time of a compilation goes into machine code; HLO and memory are the same.
-FAST = {"xla_backend_optimization_level": 0}
-
-
 def make_mesh(sizes, names):
     number = int(np.prod(sizes))
     types = (AxisType.Auto,) * len(sizes)
@@ -27,8 +23,7 @@ def on_mesh(mesh, in_specs, out_specs, check_vma=True):
     kwargs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
 
     def decorator(function):
-        mapped = jax.shard_map(function, mesh=mesh, **kwargs)
-        return jax.jit(mapped, compiler_options=FAST)
+        return jax.jit(jax.shard_map(function, mesh=mesh, **kwargs))
 
     return decorator
 

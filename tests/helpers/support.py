@@ -109,6 +109,18 @@ def bcoo(values, indices, shape, **flags):
     return BCOO((jnp.asarray(values), jnp.asarray(indices)), shape=shape, **flags)
 
 
+def to_dense(grad):
+    """The array that a BCOO stands for, by a loop of NumPy over its entries.
+
+    `BCOO.todense` would be compiled for each shape and each number of entries.
+    """
+    indices, values = np.asarray(grad.indices), np.asarray(grad.data)
+    real = ((indices >= 0) & (indices < grad.shape[: grad.n_sparse])).all(axis=1)
+    array = np.zeros(grad.shape, values.dtype)
+    np.add.at(array, tuple(indices[real].T), values[real])
+    return array
+
+
 def random_entries(rng, shape, n_sparse, nse, dtype="float32", outside=False):
     """Values and indices with duplicates, explicit zeros and, on request, padding.
 

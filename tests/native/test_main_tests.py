@@ -22,7 +22,12 @@ _FILES = (
 @needs_compiler
 def test_with_the_kernel(cache):
     # A worker of xdist has inherited the flags of the tests, and added them again.
-    variables = {"TEST_DEVICES": "1", "XLA_FLAGS": "", "XDG_CACHE_HOME": str(cache)}
+    variables = {
+        "TEST_DEVICES": "1",
+        "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
+        "XDG_CACHE_HOME": str(cache),
+    }
     status = python("-m", "optax_sparse_adam.native", "--status", **variables)
     assert "Used on CPUs" in status.stdout
     files = [str(_TESTS / name) for name in _FILES]

@@ -16,6 +16,7 @@ from ..helpers.support import (
     bcoo,
     random_entries,
     row_sums,
+    to_dense,
 )
 
 WAYS = pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -31,7 +32,7 @@ def test_equals_the_dense_sum(dtype, n_sparse, n_dense):
     start = rng.integers(-99, 99, shape).astype(dtype) / 32
     for nse in (0, 20):
         update = bcoo(*random_entries(rng, shape, n_sparse, nse, dtype), shape)
-        expected = start + np.asarray(update.todense())
+        expected = start + to_dense(update)
         for apply in (osa.apply_updates, jax.jit(optax.apply_updates)):
             assert_identical(np.asarray(apply(jnp.asarray(start), update)), expected)
 

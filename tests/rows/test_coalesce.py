@@ -144,29 +144,44 @@ def test_search(size, dtype):
 LIMIT = 2**31 - 1
 
 
+LARGE_SHAPES = [
+    # The last row and the padding after it fit into int32, and just do not fit.
+    ((LIMIT - 6, 1), 1, "int32", "int32"),
+    ((LIMIT - 5, 1), 1, "int32", "uint32"),
+    ((LIMIT, 1), 1, "int32", "uint32"),
+    ((LIMIT + 1, 1), 1, "uint32", "uint32"),
+    ((3_000_000_000, 1), 1, "int32", "uint32"),
+    ((2**32 - 7, 1), 1, "uint32", "uint32"),
+    # The flat number of a row does not fit into int32, or into uint32.
+    ((70_000, 60_000), 2, "int32", "int32"),
+    ((70_000, 60_000), 2, "uint32", "uint32"),
+    ((70_000, 70_000), 2, "int32", "int32"),
+    ((70_000, 70_000), 2, "uint32", "uint32"),
+    ((100_000, 100_000, 3), 2, "int32", "int32"),
+    ((100_000, 100_000, 3), 3, "int32", "int32"),
+    ((LIMIT, LIMIT, 3), 3, "int32", "uint32"),
+    ((3_000_000_000, 3_000_000_000), 2, "int32", "uint32"),
+]
+# With 64-bit types the first of each combination of types and `n_sparse`.
+LARGE_SHAPES = [
+    *((*case, False) for case in LARGE_SHAPES),
+    *(
+        (*case, True)
+        for case in {case[1:]: case for case in LARGE_SHAPES[::-1]}.values()
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "n_sparse", "index_type", "result_type"),
-    [
-        # The last row and the padding after it fit into int32, and just do not fit.
-        ((LIMIT - 6, 1), 1, "int32", "int32"),
-        ((LIMIT - 5, 1), 1, "int32", "uint32"),
-        ((LIMIT, 1), 1, "int32", "uint32"),
-        ((LIMIT + 1, 1), 1, "uint32", "uint32"),
-        ((3_000_000_000, 1), 1, "int32", "uint32"),
-        ((2**32 - 7, 1), 1, "uint32", "uint32"),
-        # The flat number of a row does not fit into int32, or into uint32.
-        ((70_000, 60_000), 2, "int32", "int32"),
-        ((70_000, 60_000), 2, "uint32", "uint32"),
-        ((70_000, 70_000), 2, "int32", "int32"),
-        ((70_000, 70_000), 2, "uint32", "uint32"),
-        ((100_000, 100_000, 3), 2, "int32", "int32"),
-        ((100_000, 100_000, 3), 3, "int32", "int32"),
-        ((LIMIT, LIMIT, 3), 3, "int32", "uint32"),
-        ((3_000_000_000, 3_000_000_000), 2, "int32", "uint32"),
-    ],
+    ("shape", "n_sparse", "index_type", "result_type", "is_x64"), LARGE_SHAPES
 )
-def test_large_shapes(x64, shape, n_sparse, index_type, result_type):
+def test_large_shapes(shape, n_sparse, index_type, result_type, is_x64):
     """Tables that are too large to exist: row numbers must not wrap around."""
+    with jax.enable_x64(is_x64):
+        check_large_shape(shape, n_sparse, index_type, result_type)
+
+
+def check_large_shape(shape, n_sparse, index_type, result_type):
     types = np.iinfo(index_type)
     last = [min(n - 1, types.max) for n in shape[:n_sparse]]
     first = [0] * n_sparse

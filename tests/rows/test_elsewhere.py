@@ -38,7 +38,8 @@ def elsewhere():
 @pytest.mark.parametrize(("n_sparse", "shape"), test_coalesce.SHAPES)
 def test_sums(n_sparse, shape):
     rng = np.random.default_rng(0)
-    sizes = (0, 1, 8, 9, 65, 600) if len(shape) == 2 else (9, 600)
+    # Levels of the scan; a row of another shape is summed alike.
+    sizes = (0, 1, 8, 9, 65, 600) if shape == (7, 5) else (65,)
     for nse, outside in itertools.product(sizes, (False, True)):
         values, ids = random_entries(rng, shape, n_sparse, nse, outside=outside)
         values[64:] = 0  # sums of more would not be exact

@@ -144,6 +144,15 @@ def test_no_operation_makes_a_table(apply, nse, monkeypatch):
     assert not operations_on(copied.as_text(), shape) <= names
 
 
+def test_moving_averages_are_combined_where_they_are():
+    """In one pass by the scatter's combiner, and not gathered, computed, scattered."""
+    shape, tx = (100, 4), osa.sparse_adam(0.1)
+    grad = bcoo(*random_entries(np.random.default_rng(0), shape, 1, 7), shape)
+    text = jax.jit(tx.update).lower(grad, tx.init(jnp.zeros(shape))).as_text()
+    combiners = re.findall(r'"stablehlo.scatter".*?stablehlo.return', text, re.S)
+    assert sum("stablehlo.subtract" in combiner for combiner in combiners) == 2
+
+
 def test_buffers_are_reused():
     shape = (1000, 64)
     tx = osa.sparse_adam(0.1)
