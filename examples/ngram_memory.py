@@ -48,7 +48,7 @@ WIDTH, LAYERS, HEADS = 128, 2, 4  # of the transformer
 ORDERS = (2, 3, 4, 5, 6)  # lengths of the n-grams
 MEMORY_WIDTH = 32
 LEARNING_RATE, MEMORY_RATE = 2e-3, 0.1
-DENSE_STEPS = 10  # a dense step takes a second
+DENSE_STEPS = 10  # enough to time one
 
 
 # --- the text ---
