@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import varying_axes
-from .._rows.resting_rows import exact_states, held_by, is_exact, values_of_rows
+from .._rows.resting_rows import values_of_rows
+from .._rows.resting_state import exact_states, held_by, is_exact
 from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .interpreter import Context

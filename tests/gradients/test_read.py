@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows.resting_rows import RowState
+from optax_sparse_adam._rows.resting_state import RowState
 
 from ..helpers.function_cases import FUNCTIONS
 from ..helpers.gradients import ROUNDED, check
