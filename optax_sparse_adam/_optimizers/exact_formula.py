@@ -7,11 +7,25 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .._rows.coalesce import accumulator_dtype, bcoo_like, touched_rows
+from .._jax_extras.on_cpu import on_cpu
+from .._rows.coalesce import (
+    Rows,
+    accumulator_dtype,
+    bcoo_like,
+    cast_entries,
+    touched_rows,
+)
 from .._rows.map_rows import Tables, map_all_rows, map_rows
-from .._rows.resting_rows import cast_floats, move_rows, stamp
+from .._rows.resting_rows import (
+    cast_floats,
+    decay_in,
+    move_rows,
+    numbers_of_rows,
+    stamp,
+)
 from .._rows.resting_state import RowState, Whole
 from .._rows.ways import Constants, centre_of_way, polynomial, way_of
+from ..native import _calls as native
 from .exact_schedule import Betas, Steps
 
 
@@ -80,13 +94,55 @@ def update_sparse(
             "whole rows up, not their elements."
         )
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
-    rows = touched_rows(grad, dtype)
+    mu, nu, last, *decays = tables
+    wide = cast_entries(grad, dtype)
 
     def middle(grad: jax.Array, rows: Tables, step: Step) -> tuple[jax.Array, Tables]:
         return _update_rows(grad, rows, step, betas, rest=True)
 
-    data, tables = map_rows(middle, rows, tables, step, read=read)
-    return bcoo_like(grad, rows, data), tables
+    def by_rows(
+        grad: BCOO, read: Tables, tables: Tables, step: Step
+    ) -> tuple[Rows, Tables]:
+        rows = touched_rows(grad, dtype)
+        data, tables = map_rows(middle, rows, tables, step, read=read)
+        return rows._replace(data=data), tables
+
+    def by_kernel(
+        grad: BCOO, read: Tables, tables: Tables, step: Step
+    ) -> tuple[Rows, Tables]:
+        before = step.before, step.constants, step.done
+        numbers = jnp.stack([*numbers_of_rows(*before), *_numbers(step, betas)])
+        steps = jnp.stack([step.done, step.before.since])
+        rows, tables = native.exact_adam_rows(grad, tables, read, numbers, steps)
+        return Rows(*rows), tables
+
+    if last.ndim == 1 and native.fits(wide, mu, nu, *decays, *read):
+        rows, tables = on_cpu(by_kernel, by_rows, wide, read, tables, step)
+    else:
+        rows, tables = by_rows(wide, read, tables, step)
+    return bcoo_like(grad, rows, rows.data), tables
+
+
+def _numbers(step: Step, betas: Betas) -> list[jax.Array]:
+    """What the kernel needs for the step itself, in float32."""
+    dtype = jnp.dtype("float32")
+    constants, now = cast_floats((step.constants, step.now), dtype)
+    zero = jnp.zeros([], dtype)
+    decays = (zero, zero, zero)
+    centre = centre_of_way(constants, now.number[0])
+    if step.after.decay is not None:
+        decays = (now.log_decay[0], *decay_in(step.after, dtype))
+    return [
+        jnp.asarray(1 - betas.b1, dtype),
+        jnp.asarray(1 - betas.b2, dtype),
+        now.size[0],
+        zero if now.grad_size is None else now.grad_size[0],
+        constants.eps * now.rho[0],
+        decays[0],
+        centre,
+        *decays[1:],
+        *polynomial(step.after.ways[1], dtype),
+    ]
 
 
 @functools.partial(jax.jit, static_argnames="betas")

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..native import _calls as native
 from .coalesce import accumulator_dtype
 from .padding import expand_like
 from .resting_state import RowState, Whole
@@ -49,7 +50,7 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _decay_in(whole: Whole, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def decay_in(whole: Whole, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Both parts; what the first loses in a smaller type goes to the second."""
     assert whole.decay is not None  # where rows have one
     high, low = whole.decay
@@ -83,7 +84,7 @@ def move_rows(
     decay = None
     if log_decay:
         # A single float would lose what a step adds to the sum of a long training.
-        (old, old_rest), (new, new_rest) = log_decay, _decay_in(whole, dtype)
+        (old, old_rest), (new, new_rest) = log_decay, decay_in(whole, dtype)
         decay = expand_like((new - old) + (new_rest - old_rest), mu)
     return Moved(decay, by, power1 * mu, power2 * (power2 * nu))
 
@@ -114,9 +115,39 @@ def stamp(
 
     if not rows.log_decay:
         return stamped(rows.last, count), ()
-    decays = _decay_in(whole, rows.log_decay[0].dtype)
+    decays = decay_in(whole, rows.log_decay[0].dtype)
     pairs = zip(rows.log_decay, decays, strict=True)
     return stamped(rows.last, count), tuple(stamped(*pair) for pair in pairs)
+
+
+def numbers_of_rows(
+    whole: Whole, constants: Constants, count: jax.Array
+) -> list[jax.Array]:
+    """What the kernel needs to bring rows to step `count`, in float32."""
+    single = cast_floats(constants, jnp.float32)
+    decay = (jnp.float32(0), jnp.float32(0))
+    if whole.decay is not None:
+        decay = decay_in(whole, jnp.float32)
+    centres = (centre_of_way(single, step) for step in (whole.since, count))
+    ways = (polynomial(way, jnp.float32) for way in whole.ways)
+    heads = (single.log_b1, single.log_q, *centres, *decay)
+    return [*heads, *(number for way in ways for number in way)]
+
+
+def look_up_values(
+    param: jax.Array,
+    rows: RowState,
+    whole: Whole,
+    constants: Constants,
+    count: jax.Array,
+    ids: jax.Array,
+    fill: float | None,
+) -> jax.Array:
+    """`values_of_rows` of the rows with these ids, by the kernel."""
+    numbers = jnp.stack(numbers_of_rows(whole, constants, count))
+    steps = jnp.stack([count, whole.since])
+    tables = (*rows[:3], *rows.log_decay)
+    return native.look_up_rows_now(param, tables, numbers, steps, ids, fill)
 
 
 def values_of_rows(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class Constants(NamedTuple):
@@ -92,9 +93,18 @@ def polynomial(values: jax.Array, dtype: Any) -> list[jax.Array]:
     of the second matrix grow: in a product of both matrices large numbers would cancel.
     """
     degree = len(values)
-    for matrix in (chebyshev_coefficients(degree), _monomials(degree)):
+
+    def times(matrix: np.ndarray, values: jax.Array) -> jax.Array:
         # Not a matrix product, which some devices compute in lower precision.
-        values = jnp.sum(jnp.asarray(matrix, values.dtype) * values[None, :], axis=1)
+        return jnp.sum(jnp.asarray(matrix, values.dtype) * values[None, :], axis=1)
+
+    values = times(chebyshev_coefficients(degree), values)
+    # The last ones are rounding errors, except in the first steps. The kernel computes
+    # with those that are not zero.
+    sizes = jnp.abs(values)
+    largest = jnp.flip(lax.cummax(jnp.flip(sizes)))
+    is_noise = largest <= jnp.finfo(dtype).eps * sizes[0]  # false for NaN
+    values = times(_monomials(degree), jnp.where(is_noise, 0, values))
     return list(values.astype(dtype))
 
 

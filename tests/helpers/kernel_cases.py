@@ -16,13 +16,30 @@ ROWS, NSE, WIDTH = 9, 6, 3
 GRADIENT = {"indices": ((NSE, 1), "int32"), "data": ((NSE, WIDTH), "float32")}
 MOMENTS = dict.fromkeys(("mu", "nu"), ((ROWS, WIDTH), "float32"))
 TABLE = {"table": ((ROWS, WIDTH), "float32"), "indices": ((2, NSE), "int32")}
+NODES = 3
+RESTING = MOMENTS | {"last": ((ROWS,), "int32")}
+STEPS = {"steps": ((2,), "int32")}
+DECAYS = dict.fromkeys(("high", "low"), ((ROWS,), "float32"))
 CALLS = {
     "adam_rows": GRADIENT | MOMENTS | {"factors": ((5,), "float32")},
+    "exact_adam_rows": GRADIENT
+    | RESTING
+    | {"numbers": ((15 + 3 * NODES,), "float32")}
+    | STEPS
+    | DECAYS
+    | {"param": ((ROWS, WIDTH), "float32")},
     "sum_rows": GRADIENT,
     "take_rows": TABLE,
+    "take_rows_now": {"table": TABLE["table"]}
+    | RESTING
+    | {"numbers": ((6 + 2 * NODES,), "float32")}
+    | STEPS
+    | {"indices": TABLE["indices"]}
+    | DECAYS,
 }
+LOOKUPS = ("take_rows", "take_rows_now")
 # The memory of these arrays is that of the results.
-IN_PLACE = ("indices", "data", "mu", "nu")
+IN_PLACE = ("indices", "data", "mu", "nu", "last", "high", "low")
 
 
 def wrong(shape, dtype):
@@ -41,16 +58,22 @@ def call(name, arrays, *, results=None, **sizes):
     struct = {key: jax.ShapeDtypeStruct(*value) for key, value in arrays.items()}
     args = [_array(key, *value) for key, value in arrays.items()]
     attributes = {"num_rows": np.int64(ROWS), "width": np.int64(WIDTH)}
-    if name == "take_rows":
+    if name in LOOKUPS:
         attributes |= {"clamps": np.bool_(True), "fill": np.float32(0)}
         ids = struct["indices"].shape
         out = results or [jax.ShapeDtypeStruct((*ids, WIDTH), "float32")]
         aliases = {}
     else:
-        count = jax.ShapeDtypeStruct((), "int32")
-        outs = [value for key, value in struct.items() if key in IN_PLACE]
-        out = [*(results or outs), count]
-        aliases = {} if results else {i: i for i in range(len(outs))}
+        names = [key for key in struct if key in IN_PLACE]
+        out = [*(results or map(struct.get, names))]
+        place = min(len(out), 5)  # of the count: the results of a decay are last
+        out.insert(place, jax.ShapeDtypeStruct((), "int32"))
+        aliases = {
+            [*struct].index(key): i + (i >= place) for i, key in enumerate(names)
+        }
+        aliases = {} if results else aliases
+    if "numbers" in arrays:
+        attributes |= {"nodes": np.int64(NODES)}
     function = jax.ffi.ffi_call(
         f"optax_sparse_adam.{name}", out, input_output_aliases=aliases
     )
@@ -70,7 +93,7 @@ def cases():
     """Every wrong call: `(name, arrays, keyword arguments of call)`."""
     for name, arrays in CALLS.items():
         for key, value in arrays.items():
-            is_ids = (name, key) == ("take_rows", "indices")  # any shape will do
+            is_ids = name in LOOKUPS and key == "indices"  # any shape will do
             for other in wrong(*value):
                 if not is_ids or other[1] != "int32":
                     yield name, arrays | {key: other}, {}
@@ -82,18 +105,22 @@ def cases():
         ):
             if (name, *sizes) != ("sum_rows", "num_rows") or sizes["num_rows"] <= 0:
                 yield name, arrays, sizes
+        if "numbers" in arrays:
+            yield name, arrays, {"nodes": 0}
+            yield name, arrays, {"nodes": -1}
+            yield name, {key: x for key, x in arrays.items() if key != "high"}, {}
         struct = [
             jax.ShapeDtypeStruct(*value)
             for key, value in arrays.items()
             if key in IN_PLACE
         ]
-        if name == "take_rows":
+        if name in LOOKUPS:
             struct = [jax.ShapeDtypeStruct((2, NSE, WIDTH), "float32")]
         else:
             yield name, arrays, {"results": struct}  # not in place
         for i, result in enumerate(struct):
             for shape, dtype in wrong(result.shape, result.dtype.name):
-                if name == "take_rows" and 0 in shape:
+                if name in LOOKUPS and 0 in shape:
                     continue  # XLA makes no call for a result without numbers
                 others = [*struct]
                 others[i] = jax.ShapeDtypeStruct(shape, dtype)
