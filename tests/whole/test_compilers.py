@@ -29,6 +29,7 @@ IN_PLACE = {
     "per_row": 2,
     "rowwise_adam": 2,
     "rowwise_adagrad": 1,
+    "exact_adam": 0,  # rows are brought up to date before they are averaged
     "sparse_adafactor": 0,  # needs all rows before it updates one
 }
 
