@@ -40,7 +40,8 @@ class Part(NamedTuple):
 class Origin(NamedTuple):
     """A table, or one whose rows are behind; `make(*arrays)` is the value.
 
-    The first of the arrays is the table as it is stored.
+    The first of the arrays is the table as it is stored, the second, if any, a tree of
+    what is known of its rows; all others are numbers.
     """
 
     make: "Callable[..., Deferred]"

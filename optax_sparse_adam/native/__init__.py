@@ -15,7 +15,8 @@ Windows.
 for tables of float32 with one sparse axis and `int32` ids, in processes that have one
 CPU device and have not called `jax.distributed.initialize`. `value_and_grad` and `grad`
 use it there to look up whole rows of 17 to 79 numbers, by one `int32` id each, in
-tables whose gradient is row-sparse: XLA copies such rows one number at a time.
+tables whose gradient is row-sparse: XLA copies such rows one number at a time; and, of
+any width, rows that the state of `exact_adam` brings up to date, and for its step.
 Everything else, and every machine without it, takes the path in plain JAX; so do
 derivatives and `vmap` of all this. Rows and sums are the same bit for bit. Adam rounds
 each operation once, where XLA contracts multiply and add: results differ by 1e-7 of

@@ -1,7 +1,7 @@
-// Lookups of rows, the sums of a row-sparse gradient, and Adam on the rows that it
-// touches, for CPUs.
+// Lookups of rows, the sums of a row-sparse gradient, and Adam and exact Adam on the rows
+// that it touches, for CPUs.
 //
-// Lookups copy each row as a whole. The other functions do what `touched_rows` and
+// Lookups copy each row as a whole, or bring it up to date on the way. The other functions do what `touched_rows` and
 // `map_rows` do in XLA, in one pass and in place: the gradient's buffer becomes the sums,
 // or the update. They return `(rows, data, ..., count)`: the touched rows in ascending
 // order, then padding, `num_rows + slot`; their sums or updates, then zeros; how many
@@ -303,7 +303,7 @@ struct RestingRows {
 INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
                     float* __restrict__ out) {
   const RestingRows::Row now = rows.Find(row);
-  const float decay = std::exp(now.log_decay);
+  const float decay = rows.high == nullptr ? 1.0f : std::exp(now.log_decay);
   for (int64_t j = 0; j < rows.width; j += kPart) {
     const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
     const float* nu = rows.nu + place;
@@ -351,8 +351,11 @@ struct ExactAdam {
     const RestingRows::Row now = rows.Find(row);
     const float one_minus_b1 = numbers[0], one_minus_b2 = numbers[1];
     const float size = numbers[2], grad_size = numbers[3], eps = numbers[4];
-    const float decay = std::exp(numbers[5]);
-    const float loss = std::expm1(now.log_decay + numbers[5]);
+    float decay = 1.0f, loss = 0.0f;
+    if (rows.high != nullptr) {
+      decay = std::exp(numbers[5]);
+      loss = std::expm1(now.log_decay + numbers[5]);
+    }
     for (int64_t j = 0; j < rows.width; j += kPart) {
       const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
       float* __restrict__ g = grad + j;

@@ -1,5 +1,6 @@
 """Run by test_native.py with one CPU device: what a user's process does."""
 
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam.native import available
 
 SHAPE, NSE = (5000, 24), 3000
+EXACT = {"exact_adam": osa.exact_adam, "exact_adamw": osa.exact_adamw}
 
 
 def gradient(seed, shape=SHAPE, nse=NSE, n_sparse=1, dtype="float32", **flags):
@@ -56,12 +58,13 @@ def squares(table, ids):
     return jnp.sum(jnp.square(table[ids]))
 
 
-def training(shape=SHAPE, nse=NSE):
+def training(shape=SHAPE, nse=NSE, make=osa.sparse_adam):
     """A step with lookups, traced."""
-    tx = osa.sparse_adam(0.1)
+    tx = make(0.1)
 
     def step(table, state, ids):
-        grad = osa.grad(squares)(table, ids)
+        read = state if isinstance(state, osa.ExactAdamState) else None
+        grad = osa.grad(squares, read=read)(table, ids)
         updates, state = tx.update(grad, state, table)
         return osa.apply_updates(table, updates), state
 
@@ -173,6 +176,19 @@ def main():
                 ],
                 "memory": [memory(lowered, rows) for rows in heights],
                 "training uses": targets(training().lower()),
+                "uses of exact Adam": [
+                    targets(training(make=make).lower()) for make in EXACT.values()
+                ],
+                "uses of exact Adam on a GPU": targets(
+                    training(make=osa.exact_adam).lower(lowering_platforms=("cuda",))
+                ),
+                "memory of exact Adam": [
+                    [
+                        memory(functools.partial(training, make=make), rows)[0]
+                        for rows in heights
+                    ]
+                    for make in EXACT.values()
+                ],
                 "training uses on a GPU": targets(
                     training().lower(lowering_platforms=("cuda",))
                 ),

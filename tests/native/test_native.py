@@ -151,6 +151,10 @@ def test_process_of_one_device(cache):
     without = run(cache, OPTAX_SPARSE_ADAM_NATIVE="0")
     assert with_it["uses"] == ["adam_rows"]
     assert with_it["training uses"] == ["take_rows", "adam_rows"]
+    exact = ["take_rows_now", "exact_adam_rows"]
+    assert with_it["uses of exact Adam"] == [exact, exact]
+    assert without["uses of exact Adam"] == [[], []]
+    assert with_it["uses of exact Adam on a GPU"] == []
     assert with_it["looked up"] == without["looked up"]
     for name in ("uses", "training uses"):
         assert without[name] == with_it[f"{name} on a GPU"] == []
@@ -176,6 +180,10 @@ def test_process_of_one_device(cache):
     small, large = with_it["memory"]
     assert small == large
     assert len({*map(tuple, with_it["training memory"])}) == 1
+    for small_one, large_one in with_it["memory of exact Adam"]:
+        assert small_one == large_one
+        # That of sparse_adam, and some numbers.
+        assert small_one <= with_it["training memory"][0][0] + 8192
     temporary, alias = small
     assert alias == 4  # the count; the three tables are subtracted
     # The gradient's buffer, which becomes the update; its indices; some vectors of ids.
