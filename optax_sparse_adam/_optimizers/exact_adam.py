@@ -241,8 +241,9 @@ def exact_adam(
 
     Beside the moments, the state takes 4 bytes for each row, and 12 in `exact_adamw`. A
     step costs what a step of `sparse_adam` costs and, for `read`, the lookups of the
-    moments: together 1.25 to 1.7 times as much (see the documentation's page). Arithmetic is in float32 at least, and closer to Adam in exact
-    arithmetic than dense Adam in float32: a row at rest is not rounded in each step.
+    moments: together 1.25 to 1.7 times as much (see the documentation's page).
+    Arithmetic is in float32 at least, and closer to Adam in exact arithmetic than dense
+    Adam in float32: a row at rest is not rounded in each step.
 
     Where `sparse_adam` is the better choice: where rows should rest (in dense Adam rare
     rows go on moving for some ten steps after each gradient); where steps are many and
