@@ -59,7 +59,8 @@ def training_step(tx, sparse):
         return loss(table[ids], weights, jax.nn.softplus, jnp.mean)
 
     def step(table, state, ids, weights):
-        value, grad = value_and_grad(model)(table, ids, weights)
+        read = {"read": state} if isinstance(state, osa.ExactAdamState) else {}
+        value, grad = value_and_grad(model, **read)(table, ids, weights)
         updates, state = tx.update(grad, state, table)
         return osa.apply_updates(table, updates), state, value
 

@@ -16,7 +16,7 @@ from ._optimizers.sparse_adam import sparse_adam as sparse_adam
 from ._optimizers.exact_adam import exact_adam as exact_adam
 from ._optimizers.exact_adam import exact_adamw as exact_adamw
 from ._optimizers.flush import flush as flush
-from ._rows.resting_rows import ExactAdamState as ExactAdamState
+from ._rows.resting_state import ExactAdamState as ExactAdamState
 from ._optimizers.sparse_adafactor import SparseAdafactorState as SparseAdafactorState
 from ._optimizers.sparse_adafactor import sparse_adafactor as sparse_adafactor
 from ._optimizers.rowwise import ScaleByRowwiseAdamState as ScaleByRowwiseAdamState

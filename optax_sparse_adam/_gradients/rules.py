@@ -21,17 +21,15 @@ from .._rows.padding import in_bounds
 from . import rules_control_flow, rules_custom, rules_shard_map
 from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
 from .interpreter import Context, Results
+from .reading import gather_from, look_up, slice_reader
 from .rule_kinds import all_of, each_of, never, none
 from .rules_elementwise import ELEMENTWISE_RULES
 from .rules_lookups import (
-    gather_from,
     is_pad_of_row,
     is_scatter_of_rows,
     is_update_of_rows,
-    look_up,
     pad_part,
     scatter_part,
-    slice_reader,
     update_part,
 )
 from .symbolic_values import (

@@ -1,27 +1,22 @@
-"""Lookups and their transposes: which rows a gather reads and a scatter adds to.
+"""The transposes of lookups: which rows a scatter adds to.
 
 A table is looked up by `gather`, by `dynamic_slice` and, one row at a constant index,
 by `slice`; the transposes are `scatter-add`, `dynamic_update_slice` and `pad`. Here all
 of them become a gather and a sum of rows: one kind of lookup.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Var
 
-from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import mesh_of
-from .._rows.gather_scatter import repeat_row
 from .._rows.padding import row_bounds
-from ..native import _calls as native
-from .symbolic_values import Deferred, Part
+from .symbolic_values import Part
 
 _Mode = lax.GatherScatterMode
 
@@ -63,7 +58,7 @@ def _scatter_numbers(eqn: Any) -> _Numbers:
     return _Numbers(axes, window, numbers.update_window_dims)
 
 
-def _with_batch(indices: jax.Array, batching_dims: tuple[int, ...]) -> jax.Array:
+def with_batch(indices: jax.Array, batching_dims: tuple[int, ...]) -> jax.Array:
     """Indices with a column in front for each batching dimension.
 
     A `vmap` over tables and ids is a lookup of `tables[b, ids[b]]`.
@@ -125,7 +120,7 @@ def is_every_row(jaxpr: Any, atom: Any) -> bool:
     return len(rows) == num_rows
 
 
-def _ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
+def start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
     """Indices `[..., depth]` in a type in which an id beyond the limits is seen to be.
 
     Those that are clamped are so in their own type: as an int32, a uint32 of 2**31 or
@@ -133,7 +128,7 @@ def _ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
     """
     dtype = indices.dtype
     if dtype.itemsize < 4:
-        return _ids(indices.astype(jnp.int32), limits, clamps=clamps)
+        return start_ids(indices.astype(jnp.int32), limits, clamps=clamps)
     if clamps:
         largest = int(jnp.iinfo(dtype).max)
         last = np.asarray([min(limit, largest) for limit in limits], dtype)
@@ -144,7 +139,7 @@ def _ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
     return indices.astype(jnp.int64 if dtype.itemsize == 8 else jnp.int32)
 
 
-def _starts_inside(starts: jax.Array, limits: list[int]) -> jax.Array:
+def starts_inside(starts: jax.Array, limits: list[int]) -> jax.Array:
     """Whether each index `[..., depth]` starts a slice that lies in the table."""
     last = np.asarray(limits, starts.dtype).reshape((1,) * (starts.ndim - 1) + (-1,))
     return jnp.all((starts >= 0) & (starts <= last), axis=-1)
@@ -161,11 +156,11 @@ def scatter_part(
     axes, window, inner = _scatter_numbers(eqn)
     depth = _depth(window, axes, shape)
     number = math.prod(indices.shape[:-1])
-    indices = _with_batch(indices, numbers.scatter_indices_batching_dims)
+    indices = with_batch(indices, numbers.scatter_indices_batching_dims)
     limits = [shape[axis] - window[axis] for axis in axes]
     indices = indices.reshape(number, len(axes))
-    indices = _ids(indices, limits, clamps=mode == _Mode.CLIP)
-    inside = _starts_inside(indices, limits)[:, None]
+    indices = start_ids(indices, limits, clamps=mode == _Mode.CLIP)
+    inside = starts_inside(indices, limits)[:, None]
     ids = indices[:, np.asarray([axes.index(axis) for axis in range(depth)])]
     ids = jnp.where(inside, ids, row_bounds(shape, ids))
 
@@ -192,17 +187,17 @@ def scatter_part(
     return Part(ids, placed)
 
 
-def _constants(starts: Iterable[int]) -> list[np.ndarray]:
+def constants(starts: Iterable[int]) -> list[np.ndarray]:
     places = [*map(int, starts)]
     dtype = jnp.int32 if max(places) <= jnp.iinfo(jnp.int32).max else jnp.uint32
     return [np.asarray(place, dtype) for place in places]
 
 
-def _first(starts: Any, shape: Any, window: Any) -> list[jax.Array]:
+def first_of_window(starts: Any, shape: Any, window: Any) -> list[jax.Array]:
     """Where a slice starts along each axis; as `dynamic_slice` does, it is clamped."""
     limits = [size - part for size, part in zip(shape, window, strict=True)]
     first = [
-        _ids(jnp.asarray(start)[None], [limit], clamps=True)[0]
+        start_ids(jnp.asarray(start)[None], [limit], clamps=True)[0]
         for start, limit in zip(starts, limits, strict=True)
     ]
     dtype = max((start.dtype for start in first), key=lambda d: d.itemsize)
@@ -214,7 +209,7 @@ def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
     window = update.shape
     depth = max(1, _depth(window, range(len(shape)), shape))
     number = window[0] if depth == 1 else 1
-    first = _first(starts, shape, window)
+    first = first_of_window(starts, shape, window)
     ids = jnp.stack(first[:depth])[None, :]
     ids = ids + jnp.arange(number, dtype=ids.dtype)[:, None]
     rows = update.reshape(number, *window[depth:])
@@ -228,179 +223,4 @@ def update_part(shape: tuple[int, ...], update: jax.Array, starts: Any) -> Part:
 def pad_part(eqn: Any, row: jax.Array) -> Part:
     """The row that a pad with zeros puts at a constant place."""
     shape, config = eqn.outvars[0].aval.shape, eqn.params["padding_config"]
-    return update_part(shape, row, _constants(low for low, _, _ in config))
-
-
-def slice_reader(
-    eqn: Any, shape: tuple[int, ...], starts: Any
-) -> Callable[[jax.Array], jax.Array] | None:
-    """A slice of rows of arrays of this shape by a gather; `None` if it is no lookup.
-
-    XLA would copy a table of which rows are sliced: see `_rows.gather_scatter`'s
-    `repeat_row`.
-    """
-    window = eqn.outvars[0].aval.shape
-    if not shape or window[0] in (0, shape[0]):
-        return None
-    if eqn.primitive.name == "slice":
-        strides = eqn.params["strides"] or (1,) * len(shape)
-        if window[0] != 1 or set(strides[1:]) - {1}:
-            return None
-        starts = _constants(eqn.params["start_indices"])
-    row, *columns = _first(starts, shape, window)
-    rows = row + jnp.arange(window[0], dtype=row.dtype)
-    indices = jnp.stack([jnp.broadcast_to(x, rows.shape) for x in (rows, *columns)], 1)
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, len(shape))),
-        collapsed_slice_dims=(0,),
-        start_index_map=tuple(range(len(shape))),
-    )
-
-    def gather(array: jax.Array, indices: jax.Array) -> jax.Array:
-        # An axis of length 1 stands for all columns; XLA clamps indices into it.
-        sizes = (1, *map(min, window[1:], array.shape[1:]))
-        mode = _Mode.PROMISE_IN_BOUNDS
-        return lax.gather(array, indices, numbers, slice_sizes=sizes, mode=mode)
-
-    def read(array: jax.Array) -> jax.Array:
-        if eqn.primitive.name == "dynamic_slice":
-            _show_bounds(eqn.primitive, array, starts, eqn.params)
-        if len(indices) == 1:
-            return gather(array, repeat_row(indices))[:1]
-        return gather(array, indices)
-
-    return read
-
-
-def _show_bounds(
-    read: Primitive,
-    table: jax.Array,
-    indices: Sequence[jax.Array],
-    params: dict[str, Any],
-) -> None:
-    """Reads nothing at these indices, for `checkify.index_checks` to check them.
-
-    checkify has a rule for a gather and for a dynamic_slice, and sees neither what the
-    kernel reads nor that an index has been clamped. A slice without columns has the
-    same bounds, and XLA drops it. (tests/gradients/test_checkify.py)
-    """
-    collapsed = range(1, 1)
-    if "dimension_numbers" in params:
-        collapsed = params["dimension_numbers"].collapsed_slice_dims
-    sizes = params["slice_sizes"]
-    sizes = tuple(
-        size if axis == 0 or axis in collapsed else 0 for axis, size in enumerate(sizes)
-    )
-    read.bind(table, *indices, **params | {"slice_sizes": sizes})
-
-
-def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
-    """A gather from a table, or `None` where XLA's gather is as good."""
-    rows = _rows_by_kernel(eqn, table.dense, indices)
-    if rows is None and math.prod(indices.shape[:-1]) == 1:
-        rows = _gather(eqn.primitive, table.dense, indices, eqn.params)
-    return rows
-
-
-def _rows_by_kernel(eqn: Any, table: jax.Array, indices: jax.Array) -> jax.Array | None:
-    """A gather of whole rows by the kernel, or `None` where XLA's is as good."""
-    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-    axes = numbers.start_index_map
-    # A scalar id under `vmap` indexes all axes; clamped, the others begin at zero.
-    rest_is_clamped = eqn.params["mode"] != _Mode.FILL_OR_DROP
-    whole = 0 in axes and (len(axes) == 1 or rest_is_clamped)
-    whole = whole and eqn.params["slice_sizes"] == (1, *table.shape[1:])
-    last = numbers.offset_dims == tuple(range(indices.ndim - 1, out.ndim))
-    if not (whole and last and native.reads(table, indices)):
-        return None
-    items = (*eqn.params.items(),)
-    return _kernel_rows(eqn.primitive, items, out.shape, table, indices)
-
-
-def _gather(
-    gather: Primitive, array: jax.Array, indices: jax.Array, params: dict[str, Any]
-) -> jax.Array:
-    """A gather that reads at least two rows: see `_rows.gather_scatter.repeat_row`.
-
-    An axis of length 1 stands for all columns; XLA clamps indices into it.
-    """
-    numbers = params["dimension_numbers"]
-    sizes = tuple(map(min, params["slice_sizes"], array.shape))
-    params = params | {"slice_sizes": sizes}
-    if math.prod(indices.shape[:-1]) != 1 or mesh_of(array, indices).explicit_axes:
-        return gather.bind(array, indices, **params)
-    batch = numbers.operand_batching_dims
-    index = _with_batch(indices, numbers.start_indices_batching_dims)
-    dropped = tuple(sorted((*numbers.collapsed_slice_dims, *batch)))
-    shape = [1] * (indices.ndim - 1 + len(numbers.offset_dims))
-    kept = (size for axis, size in enumerate(sizes) if axis not in dropped)
-    for axis, size in zip(numbers.offset_dims, kept, strict=True):
-        shape[axis] = size
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, 1 + len(numbers.offset_dims))),
-        collapsed_slice_dims=dropped,
-        start_index_map=(*batch, *numbers.start_index_map),
-    )
-    params = params | {"dimension_numbers": numbers, "unique_indices": False}
-    rows = gather.bind(array, repeat_row(index.reshape(1, -1)), **params)
-    return rows[:1].reshape(shape)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _kernel_rows(
-    gather: Primitive,
-    items: Any,
-    shape: tuple[int, ...],
-    table: jax.Array,
-    indices: jax.Array,
-) -> jax.Array:
-    params = dict(items)
-    _show_bounds(gather, table, [indices], params)
-    column = params["dimension_numbers"].start_index_map.index(0)
-    fill = None
-    if params["mode"] == _Mode.FILL_OR_DROP:
-        fill = math.nan if params["fill_value"] is None else params["fill_value"]
-
-    def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
-        return native.look_up_rows(table, indices[..., column], fill).reshape(shape)
-
-    def by_xla(table: jax.Array, indices: jax.Array) -> jax.Array:
-        rows: jax.Array = gather.bind(table, indices, **params)
-        return rows
-
-    return on_cpu(by_kernel, by_xla, table, indices)
-
-
-def gather_from(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
-    """A gather of a value that is computed at the gathered elements only.
-
-    Returns `None` where that would need a fill value that only the gather knows.
-    """
-    params = dict(eqn.params)
-    out = eqn.outvars[0].aval
-    filled = params["mode"] == _Mode.FILL_OR_DROP
-    value = params["fill_value"]
-    if filled:
-        if value is None and not jnp.issubdtype(out.dtype, jnp.inexact):
-            return None
-        params.update(mode=_Mode.CLIP, fill_value=None)
-
-    def take(array: jax.Array) -> jax.Array:
-        if table.of_rows and array.shape == table.shape:
-            rows = _rows_by_kernel(eqn, array, indices)
-            if rows is not None:
-                return rows
-        return _gather(eqn.primitive, array, indices, params)
-
-    result = table.select(take, out.shape)
-    if not filled:
-        return result
-    numbers = params["dimension_numbers"]
-    axes = numbers.start_index_map
-    limits = [table.shape[axis] - params["slice_sizes"][axis] for axis in axes]
-    inside = _starts_inside(_ids(indices, limits, clamps=False), limits)
-    batch = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]
-    inside = lax.broadcast_in_dim(inside, out.shape, batch)
-    return jnp.where(
-        inside, result, jnp.asarray(jnp.nan if value is None else value, out.dtype)
-    )
+    return update_part(shape, row, constants(low for low, _, _ in config))

@@ -16,7 +16,7 @@ from .._jax_extras.sharding import first_row
 from .._rows.padding import in_bounds, row_bounds
 from .analysis import Analysis, Obstacle, Obstacles, Rule
 from .interpreter import Context, Results
-from .symbolic_values import Deferred, Part, RowSum, padded, table
+from .symbolic_values import Deferred, Origin, Part, RowSum, padded
 
 
 def psum(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
@@ -39,22 +39,29 @@ def _shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     params, outer = eqn.params, list[Any](eqn.outvars)
     body = ClosedJaxpr(params["jaxpr"], ())
     wanted = context.wanted(eqn)
-    is_table = [isinstance(arg, Deferred) and arg.is_table for arg in args]
-    pairs = zip(body.jaxpr.invars, is_table, strict=True)
-    shapes = frozenset(var.aval.shape for var, is_one in pairs if is_one)
-    arrays = list(map(context.dense, args))
+    origins = [arg.origin if isinstance(arg, Deferred) else None for arg in args]
+    pairs = zip(body.jaxpr.invars, origins, strict=True)
+    shapes = frozenset(var.aval.shape for var, origin in pairs if origin is not None)
+    arrays = [
+        context.dense(arg) if origin is None else origin.arrays
+        for arg, origin in zip(args, origins, strict=True)
+    ]
+    in_specs = tuple(
+        spec if origin is None else _specs_of_state(origin, spec)
+        for spec, origin in zip(params["in_specs"], origins, strict=True)
+    )
 
     def run(finish: Callable[..., list[Any]], out_specs: Any) -> Any:
-        def function(*arrays: jax.Array) -> Any:
+        def function(*arrays: Any) -> Any:
             inner = context.in_new_trace()._replace(shapes=shapes)
-            pairs = zip(arrays, is_table, strict=True)
-            values = [table(x) if is_one else x for x, is_one in pairs]
+            pairs = zip(arrays, origins, strict=True)
+            values = [x if own is None else own.make(*x) for x, own in pairs]
             return tuple(finish(inner, inner.evaluate(body, values, wanted)))
 
         return jax.shard_map(
             function,
             mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
+            in_specs=in_specs,
             out_specs=out_specs,
             axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
@@ -89,6 +96,13 @@ def _shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
         else RowSum(var.aval.shape, var.aval.dtype, (Part(*value),))
         for value, axes, var in zip(run(finish, specs), layouts, outer, strict=True)
     ]
+
+
+def _specs_of_state(origin: Origin, spec: PartitionSpec) -> Any:
+    """How the arrays of a value lie: what has rows as they do, numbers everywhere."""
+    rows, numbers = origin.arrays[:2], origin.arrays[2:]
+    of_rows = jax.tree.map(lambda x: PartitionSpec(*spec[: x.ndim]), rows)
+    return (*of_rows, *jax.tree.map(lambda _: PartitionSpec(), numbers))
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:

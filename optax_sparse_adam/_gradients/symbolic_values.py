@@ -25,6 +25,9 @@ from .._rows.duplicates import sum_duplicates
 from .._rows.gather_scatter import scatter_add_rows
 from .._rows.guarded import GuardedBCOO
 from .._rows.padding import in_bounds, pad_indices, row_bounds
+from .._rows.resting_rows import values_of_rows
+from .._rows.resting_state import RowState, Whole
+from .._rows.ways import Constants
 
 
 class Part(NamedTuple):
@@ -32,6 +35,17 @@ class Part(NamedTuple):
 
     indices: jax.Array
     data: jax.Array
+
+
+class Origin(NamedTuple):
+    """A table, or one whose rows are behind; `make(*arrays)` is the value.
+
+    The first of the arrays is the table as it is stored, the second, if any, a tree of
+    what is known of its rows; all others are numbers.
+    """
+
+    make: "Callable[..., Deferred]"
+    arrays: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,8 +63,7 @@ class Deferred:
       operands: Arrays of the table's shape, or of length 1 along the axes of its
         columns, or scalars, or values of this class.
       has_table: Whether a table is among what the value is computed from.
-      of_rows: Whether the value needs a state of each row (`outdated`), so that the
-        rows of its operands are gathered first, by the kernel where that is faster.
+      origin: Where the value comes from, if it is none of a function of the loss.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +71,7 @@ class Deferred:
     apply: Callable[..., jax.Array]
     operands: tuple[Any, ...]
     has_table: bool
-    of_rows: bool = False
+    origin: "Origin | None" = None
 
     def select(
         self,
@@ -114,9 +127,9 @@ def _broadcast(shape: Any, scalar: jax.Array) -> jax.Array:
 
 
 def table(array: jax.Array) -> Deferred:
-    return Deferred(
-        jnp.shape(array), jnp.result_type(array), _identity, (array,), has_table=True
-    )
+    shape, dtype = jnp.shape(array), jnp.result_type(array)
+    origin = Origin(table, (array,))
+    return Deferred(shape, dtype, _identity, (array,), has_table=True, origin=origin)
 
 
 def fill(shape: tuple[int, ...], dtype: Any, scalar: Any) -> Deferred:
@@ -136,25 +149,27 @@ def elementwise(
 
 
 def outdated(
-    array: jax.Array, state: Any, value: Callable[[jax.Array, Any], jax.Array]
+    array: jax.Array,
+    rows: RowState,
+    whole: Whole,
+    constants: Constants,
+    count: jax.Array,
 ) -> Deferred:
-    """A table whose rows are brought up to date where they are looked up.
+    """A table whose rows are brought up to step `count` where they are looked up.
 
-    Args:
-      array: The table, as it is stored.
-      state: Tree of arrays with the rows of the table, without columns or with them.
-      value: `value(rows, state_of_rows)`, where the state of a row without columns has
-        axes of length 1 in their place.
+    The state of a vector along the last axis has an axis of length 1 in its place.
     """
     treedef: Any
-    leaves, treedef = jax.tree.flatten(state)
+    leaves, treedef = jax.tree.flatten(rows)
     full = [x.reshape(x.shape + (1,) * (array.ndim - x.ndim)) for x in leaves]
 
-    def apply(shape: Any, rows: jax.Array, *leaves: jax.Array) -> jax.Array:
-        return value(rows, treedef.unflatten(leaves))
+    def apply(shape: Any, array: jax.Array, *leaves: jax.Array) -> jax.Array:
+        rows = treedef.unflatten(leaves)
+        return values_of_rows(array, rows, whole, constants, count)
 
+    origin = Origin(outdated, (array, rows, whole, constants, count))
     operands = (array, *full)
-    return Deferred(array.shape, array.dtype, apply, operands, True, of_rows=True)
+    return Deferred(array.shape, array.dtype, apply, operands, True, origin)
 
 
 class DenseCarry(Exception):

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import varying_axes
-from .._rows.resting_rows import exact_states, held_by, is_exact, values_of_rows
+from .._rows.resting_state import exact_states, held_by, is_exact
 from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .interpreter import Context
@@ -242,13 +242,8 @@ def _current(tree: Any, read: Any) -> list[Deferred]:
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
             for i, (rows, whole) in held_by(node, leaves, treedef).items():
-                value = functools.partial(
-                    values_of_rows,
-                    whole=whole,
-                    constants=node.constants,
-                    count=node.count,
-                )
-                values[i] = outdated(jnp.asarray(leaves[i]), rows, value)
+                args = rows, whole, node.constants, node.count
+                values[i] = outdated(jnp.asarray(leaves[i]), *args)
     return values
 
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._rows.resting_rows import (
+from .._rows.resting_state import Whole
+from .._rows.ways import (
     Constants,
-    Whole,
     centre_of_way,
     chebyshev_coefficients,
     nodes,

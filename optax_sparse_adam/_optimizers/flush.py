@@ -6,19 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from .._rows.map_rows import Tables, map_all_rows
-from .._rows.resting_rows import (
-    Constants,
+from .._rows.resting_rows import compute_type, move_rows, rows_now, stamp
+from .._rows.resting_state import (
     RowState,
     Whole,
-    compute_type,
     exact_states,
     held_by,
     is_exact,
-    move_rows,
     replace_held,
-    rows_now,
-    stamp,
 )
+from .._rows.ways import Constants
 from .exact_schedule import hold_values
 
 Params = TypeVar("Params")

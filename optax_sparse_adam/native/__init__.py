@@ -17,7 +17,8 @@ processes that have one CPU device and have not called `jax.distributed.initiali
 Tables and moments of bfloat16 it reads and writes for every optimiser, because XLA for
 CPUs (jaxlib 0.10) widens the whole of them. `value_and_grad` and `grad`
 use it there to look up whole rows of 17 to 79 numbers, by one `int32` id each, in
-tables whose gradient is row-sparse: XLA copies such rows one number at a time.
+tables whose gradient is row-sparse: XLA copies such rows one number at a time; and, of
+any width, rows that the state of `exact_adam` brings up to date, and for its step.
 Everything else, and every machine without it, takes the path in plain JAX; so do
 derivatives and `vmap` of all this. Rows and sums are the same bit for bit. Adam rounds
 each operation once, where XLA contracts multiply and add: results differ by 1e-7 of
@@ -35,8 +36,9 @@ no compatibility guarantees": turn it off for that. Or, where it is there for th
 load the program, too, and they call `available()` first, pass to `jax.export.export`
 `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target) for target in
 ("optax_sparse_adam.adam_rows", "optax_sparse_adam.add_rows",
-"optax_sparse_adam.put_rows", "optax_sparse_adam.sum_rows",
-"optax_sparse_adam.take_rows")]`.
+"optax_sparse_adam.exact_adam_rows", "optax_sparse_adam.put_rows",
+"optax_sparse_adam.sum_rows", "optax_sparse_adam.take_rows",
+"optax_sparse_adam.take_rows_now")]`.
 """
 
 from ._library import available as available

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 Version = tuple[int, int]
-SOURCE = Path(__file__).with_name("rows.cc")
+SOURCE = Path(__file__).with_name("rows.cc")  # it includes the headers beside it
 # No contraction of multiply and add, so that each compiler rounds alike; sqrt need not
 # set errno, so that it is one instruction for several numbers; and what is inline in
 # XLA's headers is not mixed with that of other libraries and versions.
@@ -73,8 +73,10 @@ def interface(include: str | Path) -> Version:
 
 
 def _prefix() -> str:
-    key = f"{FLAGS} {sys.platform} {platform.machine()}"
-    return f"rows-{hashlib.sha256(key.encode() + SOURCE.read_bytes()).hexdigest()[:16]}"
+    digest = hashlib.sha256(f"{FLAGS} {sys.platform} {platform.machine()}".encode())
+    for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
+        digest.update(path.read_bytes())
+    return f"rows-{digest.hexdigest()[:16]}"
 
 
 def library_name(version: Version) -> str:

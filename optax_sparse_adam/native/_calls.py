@@ -70,6 +70,24 @@ def writes(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
     )
 
 
+def reads_now(table: jax.Array, tables: tuple[jax.Array, ...], ids: jax.Array) -> bool:
+    """Whether the kernel is there and takes these for `look_up_rows_now`.
+
+    At any width: in plain JAX, rows are gathered from three tables or more.
+    """
+    mu, nu, last, *decays = tables
+    floats = {x.dtype for x in (table, mu, nu, *decays)}
+    return (
+        floats == {jnp.dtype("float32")}
+        and last.dtype == ids.dtype == jnp.int32
+        and last.ndim == 1
+        and ids.size > 0
+        and table.size > 0
+        and mesh_of(table, *tables, ids).empty
+        and available()
+    )
+
+
 def _check(name: str, x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> None:
     """Raises unless an array has the type and shape that the kernel takes.
 
@@ -177,7 +195,104 @@ def _float_of(x: jax.Array) -> Any:
     return x.dtype if x.dtype in _FLOATS else "float32"
 
 
-def _sizes(shape: tuple[int, ...]) -> dict[str, np.int64]:
+def exact_adam_rows(
+    grad: BCOO,
+    tables: tuple[jax.Array, ...],
+    read: tuple[jax.Array, ...],
+    numbers: jax.Array,
+    steps: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """Like `adam_rows`, with the step of `exact_adam`, and its new tables.
+
+    Args:
+      grad: The gradient.
+      tables: `mu`, `nu` and `last`; if rows decay, both of `log_decay`.
+      read: If rows decay, the parameter.
+      numbers: Those of `resting_rows.numbers_of_rows`, then those of
+        `exact_formula._numbers`.
+      steps: As in `look_up_rows_now`.
+    """
+    _check("indices", grad.indices, "int32", (grad.nse, 1))
+    _check("data", grad.data, "float32", (grad.nse, *grad.shape[1:]))
+    _check_resting(grad.shape, tables, numbers, steps)
+    for param in read:
+        _check("a table", param, "float32", grad.shape)
+    before = (grad.indices, grad.data, *tables[:3])
+    decays = tables[3:]
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*before, *decays)]
+    results.insert(5, jax.ShapeDtypeStruct((), jnp.int32))
+    places = [*range(5), *range(7, 7 + len(decays))]
+    call = jax.ffi.ffi_call(
+        "optax_sparse_adam.exact_adam_rows",
+        results,
+        input_output_aliases={i: i - (i > 5) for i in places},
+    )
+    indices, data, *news = call(
+        *before,
+        numbers,
+        steps,
+        *decays,
+        *read,
+        **_sizes(grad.shape),
+        nodes=np.int64((numbers.size - 15) // 3),
+    )
+    del news[3]  # the count
+    return (indices, data), tuple(news)
+
+
+def look_up_rows_now(
+    table: jax.Array,
+    tables: tuple[jax.Array, ...],
+    numbers: jax.Array,
+    steps: jax.Array,
+    ids: jax.Array,
+    fill: float | None,
+) -> jax.Array:
+    """`look_up_rows`, brought up to date: `resting_rows.values_of_rows` of them.
+
+    Args:
+      table: The parameter of `exact_adam`.
+      tables: `mu`, `nu` and `last`; if rows decay, both of `log_decay`.
+      numbers: Those of `resting_rows.numbers_of_rows`.
+      steps: The step that rows are brought to, and the last of those after which they
+        hold values.
+      ids: Which rows.
+      fill: What an id out of bounds reads; if `None`, the row that is next to it.
+    """
+    _check("a table", table, "float32", table.shape)
+    _check("ids", ids, "int32", ids.shape)
+    _check_resting(table.shape, tables, numbers, steps)
+    call = jax.ffi.ffi_call(
+        "optax_sparse_adam.take_rows_now",
+        jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype),
+    )
+    rows: jax.Array = call(
+        *(table, *tables[:3], numbers, steps, ids, *tables[3:]),
+        **_sizes(table.shape),
+        nodes=np.int64((numbers.size - 6) // 2),
+        clamps=np.bool_(fill is None),
+        fill=np.float32(0 if fill is None else fill),
+    )
+    return rows
+
+
+def _check_resting(
+    shape: tuple[int, ...],
+    tables: tuple[jax.Array, ...],
+    numbers: jax.Array,
+    steps: jax.Array,
+) -> None:
+    mu, nu, last, *decays = tables
+    for name, moment in (("mu", mu), ("nu", nu)):
+        _check(name, moment, "float32", shape)
+    _check("last", last, "int32", shape[:1])
+    for decay in decays:
+        _check("a decay", decay, "float32", shape[:1])
+    _check("numbers", numbers, "float32", (numbers.size,))
+    _check("steps", steps, "int32", (2,))
+
+
+def _sizes(shape: tuple[int, ...]) -> dict[str, Any]:
     num_rows, *row_shape = shape
     return {"num_rows": np.int64(num_rows), "width": np.int64(math.prod(row_shape))}
 

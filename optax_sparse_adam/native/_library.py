@@ -14,7 +14,15 @@ import jax
 
 from . import _build
 
-TARGETS = ("adam_rows", "add_rows", "put_rows", "sum_rows", "take_rows")
+TARGETS = (
+    "adam_rows",
+    "add_rows",
+    "exact_adam_rows",
+    "put_rows",
+    "sum_rows",
+    "take_rows",
+    "take_rows_now",
+)
 INSTALLED = _build.SOURCE.parent  # where an installation leaves its library
 
 

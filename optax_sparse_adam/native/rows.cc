@@ -1,289 +1,23 @@
-// Lookups of rows, the sums of a row-sparse gradient, Adam on the rows that it touches,
-// and its update of a table, for CPUs.
+// Lookups of rows, the sums of a row-sparse gradient, Adam and exact Adam on the rows that
+// it touches, and their update of a table, for CPUs.
 //
-// Lookups copy each row as a whole. `sum_rows` and `adam_rows` do what `touched_rows` and
-// `map_rows` do in XLA, in one pass and in place: the gradient's buffer becomes the sums,
-// or the update. They return `(rows, data, ..., count)`: the index of each slot, the sum
-// or the update of its row, and how many rows are touched. `sum_rows` has the touched
-// rows in front, in ascending order. `adam_rows` leaves each row in the slot of its first
-// entry, which saves a pass over the values. All other slots are padding: the index is
-// `num_rows + slot`, the values are zeros. Entries are added in their order, so that the
-// sums are those of XLA bit for bit on any number of threads.
+// `take_rows` copies each row as a whole, `take_rows_now` brings it up to date on the way.
+// `sum_rows`, `adam_rows` and `exact_adam_rows` do what `touched_rows` and `map_rows` do in
+// XLA, in one pass and in place: the gradient's buffer becomes the sums, or the update.
+// They return `(rows, data, ..., count)`: the index of each slot, the sum or the update of
+// its row, and how many rows are touched. `sum_rows` has the touched rows in front, in
+// ascending order. The others leave each row in the slot of its first entry, which saves a
+// pass over the values. All other slots are padding: the index is `num_rows + slot`, the
+// values are zeros. Entries are added in their order, so that the sums are those of XLA
+// bit for bit on any number of threads.
 //
 // `add_rows` and `put_rows` write rows into a table, in place. Tables and moments are
-// float32 or bfloat16, the arithmetic is in float32.
+// float32 or bfloat16, those of exact Adam float32; the arithmetic is in float32.
 
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <limits>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <string>
-#include <utility>
-#include <vector>
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
-#include "xla/ffi/api/ffi.h"
+#include "exact_adam.h"
+#include "frame.h"
 
 namespace {
-
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-using Any = ffi::AnyBuffer;
-
-constexpr int64_t kMaxRow = std::numeric_limits<int32_t>::max();
-
-// Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the
-// pool. A thread that comes late finds nothing left to do: nobody waits for its start,
-// so that there is no deadlock in a pool whose threads all wait here.
-void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
-              const std::function<void(int64_t, int64_t)>& body) {
-  struct Shared {
-    std::atomic<int64_t> next{0};
-    int64_t done = 0;
-    std::mutex mutex;
-    std::condition_variable all_done;
-  };
-  const int64_t parts = (size + grain - 1) / grain;
-  auto shared = std::make_shared<Shared>();
-  auto work = [shared, parts, size, grain, &body] {
-    int64_t mine = 0;
-    for (int64_t part; (part = shared->next.fetch_add(1)) < parts; ++mine) {
-      body(part * grain, std::min(size, (part + 1) * grain));
-    }
-    if (mine == 0) return;  // `body` may be gone
-    std::lock_guard<std::mutex> lock(shared->mutex);
-    shared->done += mine;
-    if (shared->done == parts) shared->all_done.notify_one();
-  };
-  const int64_t helpers = std::min(pool.num_threads(), parts) - 1;
-  try {
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
-  } catch (const std::bad_alloc&) {
-    // Those that have begun need `body`: do the rest here.
-  }
-  work();
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->all_done.wait(lock, [&] { return shared->done == parts; });
-}
-
-// The upper half of a float, which is rounded to nearest, ties to even, as in XLA.
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-float Load(float x) { return x; }
-
-float Load(Bfloat16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof(wide));
-  return wide;
-}
-
-void Store(float x, float* to) { *to = x; }
-
-void Store(float x, Bfloat16* to) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  to->bits = x == x ? rounded : (bits >> 16) | 0x40;  // NaN stays NaN
-}
-
-// Fetches a row of numbers before it is needed.
-template <typename T>
-void PrefetchRow(const T* row, int64_t width) {
-  for (int64_t j = 0; j < width; j += 64 / sizeof(T)) __builtin_prefetch(row + j, 1);
-}
-
-// Asks for huge pages in a buffer that the kernel is the first to write. What is larger
-// than 32 MB the C library maps afresh at each step, and to have its pages of 4 kB mapped
-// and cleared one by one takes longer than to write them. It is advice, for the whole
-// pages inside of the buffer, and may be refused.
-void AdviseHugePages(void* data, size_t bytes) {
-#ifdef __linux__
-  constexpr uintptr_t kPage = 2 << 20;
-  const uintptr_t begin = (uintptr_t(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (uintptr_t(data) + bytes) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)data, (void)bytes;
-#endif
-}
-
-struct Entry {
-  uint32_t row, slot;
-};
-
-// All entries by row, those of one row in their order, and at last padding, with
-// `num_rows` for a row: radix sort. The entries are cut into pieces, which are counted
-// and moved in parallel; the order does not depend on how many they are.
-std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
-                                int64_t nse, int64_t num_rows) {
-  int bits = 1;
-  while (num_rows >> bits > 0) ++bits;
-  const int passes = (bits + 10) / 11, digit_bits = (bits + passes - 1) / passes;
-  const int64_t digits = 1 << digit_bits;
-  const int64_t grain = std::max<int64_t>(8192, nse / (2 * pool.num_threads()) + 1);
-  const int64_t pieces = (nse + grain - 1) / grain;
-  std::unique_ptr<Entry[]> entries(new Entry[nse]), other(new Entry[nse]);
-  Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t slot = begin; slot < end; ++slot) {
-      const bool inside = indices[slot] >= 0 && indices[slot] < num_rows;
-      entries[slot] = {uint32_t(inside ? indices[slot] : num_rows), uint32_t(slot)};
-    }
-  });
-  std::vector<uint32_t> positions(pieces * digits);
-  for (int shift = 0; shift < bits; shift += digit_bits) {
-    const auto digit = [=](Entry entry) { return (entry.row >> shift) & (digits - 1); };
-    std::fill(positions.begin(), positions.end(), 0);
-    Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
-      uint32_t* counts = positions.data() + begin / grain * digits;
-      for (int64_t i = begin; i < end; ++i) ++counts[digit(entries[i])];
-    });
-    uint32_t position = 0;
-    for (int64_t i = 0; i < digits; ++i) {
-      for (int64_t piece = 0; piece < pieces; ++piece) {
-        position += std::exchange(positions[piece * digits + i], position);
-      }
-    }
-    Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
-      uint32_t* next = positions.data() + begin / grain * digits;
-      for (int64_t i = begin; i < end; ++i) {
-        other[next[digit(entries[i])]++] = entries[i];
-      }
-    });
-    entries.swap(other);
-  }
-  return entries;
-}
-
-// Moves row `from[k]` to row `k` for all k, in place. No two rows are moved from one.
-void MoveRows(ffi::ThreadPool& pool, float* data, int64_t width,
-              const std::vector<uint32_t>& from) {
-  constexpr int64_t kAhead = 4;  // rows to fetch ahead
-  const int64_t size = from.size();
-  const auto copy = [width](float* to, const float* row) {
-    std::memcpy(to, row, width * sizeof(float));
-  };
-  std::vector<char> needed(size), moved(size);
-  for (uint32_t row : from) {
-    if (row < size) needed[row] = 1;
-  }
-  // Fills row `k`, then the hole that this leaves, and so on: chains that share no row.
-  Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) PrefetchRow(data + from[k + kAhead] * width, width);
-      if (needed[k]) continue;
-      for (int64_t hole = k; hole < size; hole = from[hole]) {
-        moved[hole] = 1;
-        copy(data + hole * width, data + from[hole] * width);
-      }
-    }
-  });
-  std::vector<float> spare(width);
-  for (int64_t k = 0; k < size; ++k) {  // what is left are circles
-    if (moved[k] || from[k] == k) continue;
-    copy(spare.data(), data + k * width);
-    int64_t hole = k;
-    for (; from[hole] != k; hole = from[hole]) {
-      moved[hole] = 1;
-      copy(data + hole * width, data + from[hole] * width);
-    }
-    moved[hole] = 1;
-    copy(data + hole * width, spare.data());
-  }
-}
-
-// The entries of a gradient, whose `data` become the sums of `rows`. These may lie where
-// the indices do.
-struct Gradient {
-  const int32_t* indices;
-  int64_t nse, num_rows, width;
-  int32_t* rows;
-  float* data;
-  int32_t* count;
-
-  void Clear(int64_t slot) const {
-    rows[slot] = num_rows + slot;
-    std::fill_n(data + slot * width, width, 0.0f);
-  }
-};
-
-// Brings the sums into ascending order of their rows, and clears the slots behind.
-void Order(ffi::ThreadPool& pool, const Gradient& grad, const Entry* entries,
-           int64_t size) {
-  std::vector<uint32_t> from;
-  for (int64_t i = 0; i < size; ++i) {
-    if (i > 0 && entries[i].row == entries[i - 1].row) continue;
-    grad.rows[from.size()] = entries[i].row;
-    from.push_back(entries[i].slot);
-  }
-  MoveRows(pool, grad.data, grad.width, from);
-  const int64_t count = from.size();
-  Parallel(pool, grad.nse - count, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t slot = count + begin; slot < count + end; ++slot) grad.Clear(slot);
-  });
-}
-
-// Adds up the entries of each row, calls `middle(row, sums)`, and leaves in `data` what
-// it makes of the sums: where the first entry of the row was, or in order.
-template <typename Middle>
-void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middle) {
-  constexpr int64_t kAhead = 8;  // entries to fetch ahead
-  const int64_t nse = grad.nse, width = grad.width;
-  float* data = grad.data;
-  const std::unique_ptr<Entry[]> entries =
-      Sorted(pool, grad.indices, nse, grad.num_rows);
-  const Entry* padding = std::partition_point(
-      entries.get(), entries.get() + nse,
-      [&](Entry entry) { return entry.row < grad.num_rows; });
-  const int64_t size = padding - entries.get();
-  const auto is_first = [&entries](int64_t i) {
-    return i == 0 || entries[i].row != entries[i - 1].row;
-  };
-  const auto fetch = [&](int64_t i) {
-    if (i >= size) return;
-    PrefetchRow(data + entries[i].slot * width, width);
-    if (is_first(i)) middle.Prefetch(entries[i].row);
-  };
-  std::atomic<int32_t> touched{0};
-  Parallel(pool, size, 512, [&](int64_t begin, int64_t end) {
-    int64_t i = begin;
-    while (i < end && !is_first(i)) ++i;  // of a row that another part adds up
-    int32_t mine = 0;
-    for (; i < end; ++mine) {
-      const int64_t row = entries[i].row, slot = entries[i].slot;
-      fetch(i + kAhead);
-      float* __restrict__ sum = data + slot * width;
-      for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
-      for (++i; i < size && entries[i].row == row; ++i) {
-        fetch(i + kAhead);
-        const float* __restrict__ addend = data + entries[i].slot * width;
-        for (int64_t j = 0; j < width; ++j) sum[j] += addend[j];
-        if (!Middle::kInOrder) grad.Clear(entries[i].slot);  // while it is in the cache
-      }
-      if (!Middle::kInOrder) grad.rows[slot] = row;
-      middle(row, sum);
-    }
-    touched += mine;
-  });
-  *grad.count = touched;
-  if (Middle::kInOrder) return Order(pool, grad, entries.get(), size);
-  Parallel(pool, nse - size, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) grad.Clear(padding[i].slot);
-  });
-}
 
 struct Sum {
   static constexpr bool kInOrder = true;
@@ -300,9 +34,9 @@ struct Adam {
   int64_t width;
   float sign, one_minus_b1, one_minus_b2, eps, scale;
 
-  void Prefetch(int64_t row) const {
-    PrefetchRow(mu + row * width, width);
-    PrefetchRow(nu + row * width, width);
+  INLINE void Prefetch(int64_t row) const {
+    PrefetchRow<true>(mu + row * width, width);
+    PrefetchRow<true>(nu + row * width, width);
   }
 
   void operator()(int64_t row, float* __restrict__ grad) const {
@@ -433,7 +167,7 @@ void CopyRows(ffi::ThreadPool& pool, const T* table, const int32_t* index,
   AdviseHugePages(out, size * width * sizeof(T));
   Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) PrefetchRow(table + row(k + kAhead) * width, width);
+      if (k + kAhead < size) PrefetchRow<false>(table + row(k + kAhead) * width, width);
       if (clamps || row(k) == index[k]) {
         std::memcpy(out + k * width, table + row(k) * width, width * sizeof(T));
       } else {
@@ -468,6 +202,122 @@ ffi::Error TakeRows(ffi::ThreadPool pool, Any table, Ints indices, int64_t num_r
   return Invalid("The kernel looks up numbers of two or four bytes.");
 }
 
+// Calls of exact Adam take `(high, low, table)`, or `(high, low)`, behind the rest where
+// rows decay, and nothing where they do not.
+std::string Decays(const ffi::RemainingArgs& more, size_t wanted, int64_t num_rows,
+                   int64_t width, std::vector<const float*>& found) {
+  if (more.size() == 0) return found.resize(wanted), "";
+  if (more.size() != wanted) return "The kernel takes all arrays of a decay or none. ";
+  for (size_t i = 0; i < wanted; ++i) {
+    const auto buffer = more.get<Floats>(i);
+    if (buffer.has_error()) return buffer.error().message();
+    const std::string misfit = i < 2 ? Misfit("a decay", *buffer, num_rows, 1)
+                                     : Misfit("a table", *buffer, num_rows, width);
+    if (!misfit.empty()) return misfit;
+    found.push_back(buffer->typed_data());
+  }
+  return "";
+}
+
+// The inputs up to `last`, and the decays, are the buffers of the outputs.
+ffi::Error ExactAdamRows(ffi::ThreadPool pool, Ints indices, Floats given,
+                         Floats old_mu, Floats old_nu, Ints old_last, Floats numbers,
+                         Ints steps, ffi::RemainingArgs more, int64_t num_rows,
+                         int64_t width, int64_t nodes, ffi::Result<Ints> rows,
+                         ffi::Result<Floats> data, ffi::Result<Floats> mu,
+                         ffi::Result<Floats> nu, ffi::Result<Ints> last,
+                         ffi::Result<ffi::BufferR0<ffi::S32>> count,
+                         ffi::RemainingRets decays) {
+  std::vector<const float*> others;
+  const int64_t first = RestingRows::kNumbers, second = ExactAdam::kNumbers;
+  if (nodes < 1) return Invalid("The kernel takes one node of a way at least.");
+  const std::string misfit =
+      Misfit("mu", old_mu, num_rows, width) + Misfit("nu", old_nu, num_rows, width) +
+      Misfit("new mu", *mu, num_rows, width) + Misfit("new nu", *nu, num_rows, width) +
+      Misfit("last", old_last, num_rows, 1) + Misfit("new last", *last, num_rows, 1) +
+      Misfit("numbers", numbers, first + second + 3 * nodes, 1) +
+      Misfit("steps", steps, 2, 1) + Decays(more, 3, num_rows, width, others);
+  if (!misfit.empty()) return Invalid(misfit);
+  bool in_place = old_mu.typed_data() == mu->typed_data() &&
+                  old_nu.typed_data() == nu->typed_data() &&
+                  old_last.typed_data() == last->typed_data() &&
+                  decays.size() == (more.size() > 0 ? 2 : 0);
+  float* logs[2] = {};
+  for (size_t i = 0; in_place && i < decays.size(); ++i) {
+    auto result = decays.get<Floats>(i);
+    in_place = result.has_value() && (*result)->typed_data() == others[i] &&
+               Misfit("a new decay", **result, num_rows, 1).empty();
+    if (in_place) logs[i] = (*result)->typed_data();
+  }
+  if (!in_place) {
+    return Invalid("The kernel updates the state in place, got other buffers.");
+  }
+  const float* n = numbers.typed_data();
+  const int32_t* step = steps.typed_data();
+  const RestingRows resting{mu->typed_data(), nu->typed_data(), last->typed_data(),
+                            logs[0], logs[1], width, n, nodes, step[0], step[1]};
+  const ExactAdam adam{resting, others[2], n + first + 2 * nodes};
+  return Run(pool, indices, given, num_rows, width, *rows, *data, *count, adam);
+}
+
+// `TakeRows` of rows that are brought up to date. A row that was read shortly before is
+// copied.
+ffi::Error TakeRowsNow(ffi::ThreadPool pool, Floats table, Floats mu, Floats nu,
+                       Ints last, Floats numbers, Ints steps, Ints indices,
+                       ffi::RemainingArgs more, int64_t num_rows, int64_t width,
+                       int64_t nodes, bool clamps, float fill,
+                       ffi::Result<Floats> rows) {
+  constexpr int64_t kAhead = 8;          // rows to fetch ahead
+  constexpr int64_t kRemembered = 1024;  // rows, by the last bits of their ids
+  std::vector<const float*> others;
+  if (num_rows < 1 || width < 1) return Invalid("The kernel takes no empty table.");
+  if (nodes < 1) return Invalid("The kernel takes one node of a way at least.");
+  const std::string misfit =
+      Misfit("a table", table, num_rows, width) + Misfit("mu", mu, num_rows, width) +
+      Misfit("nu", nu, num_rows, width) + Misfit("last", last, num_rows, 1) +
+      Misfit("numbers", numbers, RestingRows::kNumbers + 2 * nodes, 1) +
+      Misfit("steps", steps, 2, 1) + Decays(more, 2, num_rows, width, others);
+  if (!misfit.empty()) return Invalid(misfit);
+  const int64_t size = indices.element_count();
+  if (int64_t(rows->element_count()) != size * width) {
+    return Invalid("The kernel returns as many rows as there are indices.");
+  }
+  const int32_t* step = steps.typed_data();
+  const RestingRows resting{mu.typed_data(), nu.typed_data(), last.typed_data(),
+                            const_cast<float*>(others[0]),
+                            const_cast<float*>(others[1]), width,
+                            numbers.typed_data(), nodes, step[0], step[1]};
+  const auto read = HAS_AVX2 ? ReadRowAvx2 : ReadRowPlain;
+  const int32_t* index = indices.typed_data();
+  const auto row = [&](int64_t k) {
+    return std::clamp<int64_t>(index[k], 0, num_rows - 1);
+  };
+  const float* data = table.typed_data();
+  float* out = rows->typed_data();
+  AdviseHugePages(out, size * width * sizeof(float));
+  Parallel(pool, size, 2048, [&](int64_t begin, int64_t end) {
+    int64_t places[kRemembered];  // where rows were read to
+    std::fill_n(places, kRemembered, -1);
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kAhead < end) {
+        const int64_t next = row(k + kAhead);
+        resting.Prefetch<false>(next);
+        PrefetchRow<false>(data + next * width, width);
+      }
+      int64_t& place = places[row(k) % kRemembered];
+      if (!clamps && row(k) != index[k]) {
+        std::fill_n(out + k * width, width, fill);
+      } else if (place >= 0 && row(place) == row(k)) {
+        std::memcpy(out + k * width, out + place * width, width * sizeof(float));
+      } else {
+        read(resting, row(k), data, out + k * width);
+        place = k;
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // Calls `write(row of the table, row of the values)` for each slot that has a row.
 // `indices` are unique.
 template <typename T, typename U, typename Write>
@@ -478,7 +328,7 @@ void WriteRows(ffi::ThreadPool& pool, T* table, const int32_t* indices, const U*
   Parallel(pool, nse, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       if (k + kAhead < nse && inside(k + kAhead)) {
-        PrefetchRow(table + indices[k + kAhead] * width, width);
+        PrefetchRow<true>(table + indices[k + kAhead] * width, width);
       }
       if (inside(k)) write(table + indices[k] * width, values + k * width);
     }
@@ -594,5 +444,45 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(put_rows, PutRows,
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
                                   .Ret<Any>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(exact_adam_rows, ExactAdamRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .RemainingArgs()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int64_t>("nodes")
+                                  .Ret<Ints>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Ints>()
+                                  .Ret<ffi::BufferR0<ffi::S32>>()
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(take_rows_now, TakeRowsNow,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .RemainingArgs()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int64_t>("nodes")
+                                  .Attr<bool>("clamps")
+                                  .Attr<float>("fill")
+                                  .Ret<Floats>());
 
 #pragma GCC visibility pop

@@ -44,6 +44,7 @@ def test_a_whole_run(index, tmp_path):
     )
     assert [name for name, *_ in results] == [
         "optax.adam",
+        "osa.exact_adam",
         "osa.sparse_adam",
         "osa.rowwise_adagrad",
     ]

@@ -1,18 +1,21 @@
 """Losses that read rows up to date: the numbers of the flushed parameters."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows.resting_rows import RowState
+from optax_sparse_adam._rows.resting_state import RowState
 
 from ..helpers.function_cases import FUNCTIONS
-from ..helpers.gradients import ROUNDED, check
+from ..helpers.gradients import ROUNDED, check, dense
 from ..helpers.lookup_cases import DENSE, LOOKUPS
 from ..helpers.support import assert_close
 from ..helpers.transform_cases import UNDER
@@ -170,6 +173,35 @@ def test_parts_of_a_tree():
         for name in labels:
             assert_close(rows[name], flushed[name][ids], 1e-6, what=name)
     assert not np.array_equal(params["a"], osa.flush(params, state)[0]["a"])
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="with one device: no mesh")
+@pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P()])
+def test_inside_shard_map(spec):
+    """A model's own shard_map: the rows that are looked up are brought up to date."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(64, 6)), "float32")
+    state, ids = state_for(table), jnp.array([3, 1, 3, 15])
+
+    def loss(table, ids):
+        rows = jax.shard_map(
+            lambda table, ids: jnp.sin(table[ids]),
+            mesh=mesh,
+            in_specs=(spec, P()),
+            out_specs=spec,
+            check_vma=False,
+        )(table, ids)
+        return jnp.sum(rows**2)
+
+    both = osa.value_and_grad(loss, read=state)
+    value, grad = jax.jit(both)(table, ids)
+    expected = jax.value_and_grad(loss)(osa.flush(table, state)[0], ids)
+    assert_close(value, expected[0], 1e-5)
+    assert_close(dense(grad), expected[1], 1e-5, magnitude=1.0)
+    # A root is taken of what is looked up only.
+    program = str(jax.make_jaxpr(both)(table, ids))
+    roots = re.findall(r":f32\[([\d,]+)\] = sqrt", program)
+    assert {shape.split(",")[0] for shape in roots if "," in shape} == {"4"}
 
 
 def test_errors():

@@ -39,6 +39,7 @@ def cases():
         "per_row": (osa.lazy(osa.per_row(optax.adam(1e-3))), "float32", ours),
         "rowwise_adam": (osa.rowwise_adam(1e-3), "float32", ours),
         "rowwise_adagrad": (osa.rowwise_adagrad(1e-3), "float32", ours),
+        "exact_adam": (osa.exact_adam(1e-3), "float32", ours),
         "sparse_adafactor": (osa.sparse_adafactor(1e-3), "float32", ours),
     }
 
@@ -62,11 +63,11 @@ def laid_out(table, ids):
     return table.at[ids].get(out_sharding=P("x", None))
 
 
-def gradient(table, ids, scale, lookup=plain):
+def gradient(table, ids, scale, lookup=plain, read=None):
     def loss(table):
         return jnp.sum(jnp.tanh(lookup(table, ids) * scale))
 
-    return osa.grad(loss)(table)
+    return osa.grad(loss, read=read)(table)
 
 
 def stored(table, ids, data):
@@ -78,7 +79,8 @@ def traced(case, rows, sharding_of, gradient=gradient, number=IDS):
     tx, dtype, apply = case
 
     def step(table, state, ids, scale):
-        grad = gradient(table, ids, scale)
+        read = {"read": state} if isinstance(state, osa.ExactAdamState) else {}
+        grad = gradient(table, ids, scale, **read)
         updates, state = tx.update(grad, state, table)
         return apply(table, updates), state
 

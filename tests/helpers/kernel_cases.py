@@ -24,13 +24,35 @@ WRITTEN = {
 }
 LOW = {"table": ((ROWS, WIDTH), "bfloat16")}
 FACTORS = {"factors": ((5,), "float32")}
+NODES = 3
+RESTING = MOMENTS | {"last": ((ROWS,), "int32")}
+STEPS = {"steps": ((2,), "int32")}
+DECAYS = dict.fromkeys(("high", "low"), ((ROWS,), "float32"))
+EXACT = (
+    GRADIENT
+    | RESTING
+    | {"numbers": ((15 + 3 * NODES,), "float32")}
+    | STEPS
+    | DECAYS
+    | {"param": ((ROWS, WIDTH), "float32")}
+)
+NOW = (
+    {"table": TABLE["table"]}
+    | RESTING
+    | {"numbers": ((6 + 2 * NODES,), "float32")}
+    | STEPS
+    | {"indices": TABLE["indices"]}
+    | DECAYS
+)
 # The function, and its arrays.
 CALLS = (
     ("adam_rows", GRADIENT | MOMENTS | FACTORS),
     ("adam_rows", GRADIENT | LOW_MOMENTS | FACTORS),
+    ("exact_adam_rows", EXACT),
     ("sum_rows", GRADIENT),
     ("take_rows", TABLE),
     ("take_rows", TABLE | LOW),
+    ("take_rows_now", NOW),
     ("add_rows", WRITTEN),
     ("add_rows", WRITTEN | LOW),
     ("put_rows", WRITTEN),
@@ -38,8 +60,10 @@ CALLS = (
 # The memory of these arrays is that of the results.
 IN_PLACE = {
     "adam_rows": ("indices", "data", "mu", "nu"),
+    "exact_adam_rows": ("indices", "data", "mu", "nu", "last", "high", "low"),
     "sum_rows": ("indices", "data"),
     "take_rows": (),
+    "take_rows_now": (),
     "add_rows": ("table",),
     "put_rows": ("table",),
 }
@@ -61,17 +85,25 @@ def call(name, arrays, *, results=None, **sizes):
     struct = {key: jax.ShapeDtypeStruct(*value) for key, value in arrays.items()}
     args = [_array(key, *value) for key, value in arrays.items()]
     attributes = {"num_rows": np.int64(ROWS), "width": np.int64(WIDTH)}
-    if name == "take_rows":
-        attributes |= {"clamps": np.bool_(True), "fill": np.int64(0)}
+    if "numbers" in arrays:
+        attributes |= {"nodes": np.int64(NODES)}
+    if not IN_PLACE[name]:
+        number = np.int64 if name == "take_rows" else np.float32
+        attributes |= {"clamps": np.bool_(True), "fill": number(0)}
         ids = struct["indices"].shape
         out = results or [jax.ShapeDtypeStruct((*ids, WIDTH), arrays["table"][1])]
         aliases = {}
     else:
-        outs = [struct[key] for key in IN_PLACE[name]]
-        out = results or outs
-        if name in ("adam_rows", "sum_rows"):
-            out = [*out, jax.ShapeDtypeStruct((), "int32")]
-        aliases = {} if results else {i: i for i in range(len(outs))}
+        names = [key for key in IN_PLACE[name] if key in struct]
+        out = [*(results or map(struct.get, names))]
+        place = len(out)
+        if "indices" in names:
+            place = min(place, 5)  # of the count: the results of a decay are last
+            out.insert(place, jax.ShapeDtypeStruct((), "int32"))
+        aliases = {
+            [*struct].index(key): i + (i >= place) for i, key in enumerate(names)
+        }
+        aliases = {} if results else aliases
     function = jax.ffi.ffi_call(
         f"optax_sparse_adam.{name}", out, input_output_aliases=aliases
     )
@@ -91,7 +123,7 @@ def cases():
     """Every wrong call: `(name, arrays, keyword arguments of call)`."""
     for name, arrays in CALLS:
         for key, value in arrays.items():
-            is_ids = (name, key) == ("take_rows", "indices")  # any shape will do
+            is_ids = not IN_PLACE[name] and key == "indices"  # any shape will do
             for other in wrong(*value):
                 is_only_result = (*IN_PLACE[name],) == (key,)
                 if is_only_result and 0 in other[0]:
@@ -107,7 +139,11 @@ def cases():
             if (name, *sizes) != ("sum_rows", "num_rows") or sizes["num_rows"] <= 0:
                 yield name, arrays, sizes
         struct = [jax.ShapeDtypeStruct(*arrays[key]) for key in IN_PLACE[name]]
-        if name == "take_rows":
+        if "numbers" in arrays:
+            yield name, arrays, {"nodes": 0}
+            yield name, arrays, {"nodes": -1}
+            yield name, {key: x for key, x in arrays.items() if key != "high"}, {}
+        if not struct:
             struct = [jax.ShapeDtypeStruct((2, NSE, WIDTH), arrays["table"][1])]
         else:
             yield name, arrays, {"results": struct}  # not in place

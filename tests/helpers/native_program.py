@@ -19,6 +19,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam.native import available
 
 SHAPE, NSE = (5000, 24), 3000
+EXACT = {"exact_adam": osa.exact_adam, "exact_adamw": osa.exact_adamw}
 
 
 def gradient(seed, shape=SHAPE, nse=NSE, n_sparse=1, dtype="float32", **flags):
@@ -62,7 +63,8 @@ def training(shape=SHAPE, nse=NSE, tx=None, dtype=jnp.float32):
     tx = tx or osa.sparse_adam(0.1)
 
     def step(table, state, ids):
-        grad = osa.grad(squares)(table, ids)
+        read = state if isinstance(state, osa.ExactAdamState) else None
+        grad = osa.grad(squares, read=read)(table, ids)
         updates, state = tx.update(grad, state, table)
         return osa.apply_updates(table, updates), state
 
@@ -195,6 +197,19 @@ def main():
                 ],
                 "memory": [memory(lowered, rows) for rows in heights],
                 "training uses": targets(training().lower()),
+                "uses of exact Adam": [
+                    targets(training(tx=make(0.1)).lower()) for make in EXACT.values()
+                ],
+                "uses of exact Adam on a GPU": targets(
+                    training(tx=osa.exact_adam(0.1)).lower(lowering_platforms=("cuda",))
+                ),
+                "memory of exact Adam": [
+                    [
+                        memory(functools.partial(training, tx=make(0.1)), rows)[0]
+                        for rows in heights
+                    ]
+                    for make in EXACT.values()
+                ],
                 "training uses on a GPU": targets(
                     training().lower(lowering_platforms=("cuda",))
                 ),

@@ -53,7 +53,12 @@ def shard_map(mesh, step):
     return jax.jit(mapped, donate_argnums=(0, 1)), P()
 
 
-FORMS = {"sharded_jit": sharded_jit, "shard_map": shard_map}
+ADAM, EXACT_ADAM = osa.sparse_adam(0.05), osa.exact_adamw(0.05, weight_decay=0.1)
+FORMS = {
+    "sharded_jit": (sharded_jit, ADAM),
+    "shard_map": (shard_map, ADAM),
+    "exact_adam": (sharded_jit, EXACT_ADAM),
+}
 
 
 def train(form, devices, steps=STEPS):
@@ -62,24 +67,22 @@ def train(form, devices, steps=STEPS):
     Returns:
       The parameters and the state of the optimiser.
     """
-    tx = osa.sparse_adam(0.05)
+    layout, tx = FORMS[form]
     mesh = jax.make_mesh(
         (len(devices),), ("d",), devices=devices, axis_types=(AxisType.Auto,)
     )
 
     def step(params, state, ids, labels):
-        grads = osa.grad(loss)(params, ids, labels)
+        read = state if isinstance(state, osa.ExactAdamState) else None
+        grads = osa.grad(loss, read=read)(params, ids, labels)
         updates, state = tx.update(grads, state, params)
         return osa.apply_updates(params, updates), state
 
-    run, table_spec = FORMS[form](mesh, step)
+    run, table_spec = layout(mesh, step)
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, table_spec)
     shardings = {"exact": rows, "table": rows, "w": whole}
     params = jax.tree.map(jax.device_put, start(), shardings)
-    state = jax.jit(
-        tx.init,
-        out_shardings=osa.ScaleBySparseAdamState(whole, shardings, shardings),
-    )(params)
+    state = tx.init(params)
     along = NamedSharding(mesh, P("d"))
     for number in range(steps):
         ids, labels = map(partial(share, along), batch(number))

@@ -9,8 +9,13 @@ from ..helpers.native import needs_compiler, python
 
 _TESTS = Path(__file__).parents[1]
 _FILES = (
+    "gradients/test_read.py",
     "gradients/test_models.py",
     "gradients/test_unused_leaves.py",
+    "optimizers/test_exact_adam.py::test_against_dense",
+    "optimizers/test_exact_adam.py::test_long_rest",
+    "optimizers/test_exact_adam.py::test_what_params_hold",
+    "optimizers/test_exact_adam.py::test_too_much_decay_later",
     "optimizers/test_inside_programs.py",
     "optimizers/test_sparse_adam.py",
     "optimizers/test_sparse_adam_parity.py",

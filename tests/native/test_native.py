@@ -171,7 +171,7 @@ def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     program = str(Path(__file__).parents[1] / "helpers" / "kernel_cases.py")
     done = python(program, str(library), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "294 wrong calls refused\n"
+    assert done.stdout == "420 wrong calls refused\n"
     assert not done.stderr
 
 
@@ -220,6 +220,10 @@ def test_process_of_one_device(cache):
     without = run(cache, OPTAX_SPARSE_ADAM_NATIVE="0")
     assert with_it["uses"] == ["adam_rows", "add_rows"]
     assert with_it["training uses"] == ["take_rows", "adam_rows", "add_rows"]
+    exact = ["take_rows_now", "exact_adam_rows", "add_rows"]
+    assert with_it["uses of exact Adam"] == [exact, exact]
+    assert without["uses of exact Adam"] == [[], []]
+    assert with_it["uses of exact Adam on a GPU"] == []
     assert with_it["looked up"] == without["looked up"]
     for name in ("uses", "training uses"):
         assert without[name] == with_it[f"{name} on a GPU"] == []
@@ -247,6 +251,10 @@ def test_process_of_one_device(cache):
     assert len({*map(tuple, with_it["training memory"])}) == 1
     for name, (low, high) in with_it["low precision"].items():
         assert low == high < 25 * 4096 * 64 * 4, name
+    for small_one, large_one in with_it["memory of exact Adam"]:
+        assert small_one == large_one
+        # That of sparse_adam, and some numbers.
+        assert small_one <= with_it["training memory"][0][0] + 8192
     temporary, alias = small
     assert alias == 4  # the count; the three tables are subtracted
     # The gradient's buffer, which becomes the update; its indices; some vectors of ids.

@@ -1,0 +1,166 @@
+"""The step of `exact_adam` on rows, or on a whole parameter."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO
+
+from .._jax_extras.on_cpu import on_cpu
+from .._rows.coalesce import (
+    accumulator_dtype,
+    bcoo_of,
+    cast_entries,
+    first_slots,
+    touched_rows,
+)
+from .._rows.map_rows import Tables, map_all_rows, map_rows
+from .._rows.resting_rows import (
+    cast_floats,
+    decay_in,
+    move_rows,
+    numbers_of_rows,
+    stamp,
+)
+from .._rows.resting_state import RowState, Whole
+from .._rows.ways import Constants, centre_of_way, polynomial, way_of
+from ..native import _calls as native
+from .exact_schedule import Betas, Steps
+
+
+class Step(NamedTuple):
+    """The numbers of one step of one parameter."""
+
+    done: jax.Array  # number of the steps before
+    before: Whole
+    after: Whole
+    constants: Constants
+    now: Steps
+
+
+def _update_rows(
+    grad: jax.Array, rows: Tables, step: Step, betas: Betas, *, rest: bool
+) -> tuple[jax.Array, Tables]:
+    """The formula: pure arithmetic on rows, or on a whole array.
+
+    Args:
+      grad: Their gradients.
+      rows: Moments, last updates, decays until then; if they decay, parameters.
+      step: The numbers of this step.
+      betas: The constants.
+      rest: Whether to store resting points, not values.
+
+    Returns:
+      What to add to the stored parameters, and the new state of the rows.
+    """
+    dtype = grad.dtype
+    mu, nu, last, *decays = rows
+    param = decays.pop() if decays else None
+    state = RowState(mu.astype(dtype), nu.astype(dtype), last, tuple(decays))
+    moved = move_rows(state, step.before, step.constants, step.done)
+    constants, now = cast_floats((step.constants, step.now), dtype)
+    number = now.number[0]
+
+    mu = moved.mu + jnp.asarray(1 - betas.b1, dtype) * (grad - moved.mu)
+    nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * (grad * grad - moved.nu)
+    root = jnp.sqrt(nu)
+    move = now.size[0] * mu
+    if now.grad_size is not None:
+        move = move + now.grad_size[0] * grad
+    change = -move / (root + constants.eps * now.rho[0])
+    if rest:
+        ahead = polynomial(step.after.ways[1], dtype)
+        change = change - way_of(ahead, mu, root, centre_of_way(constants, number))
+    if param is None:
+        change = change + moved.by
+    else:
+        decay = now.log_decay[0]
+        change = change + jnp.exp(decay) * moved.by
+        change = change + jnp.expm1(moved.log_decay + decay) * param.astype(dtype)
+    last, log_decay = stamp(state, step.after, number)
+    return change, (mu, nu, last, *log_decay)
+
+
+@functools.partial(jax.jit, static_argnames="betas")
+def update_sparse(
+    grad: BCOO, read: Tables, tables: Tables, step: Step, *, betas: Betas
+) -> tuple[BCOO, Tables]:
+    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
+    if grad.n_sparse > tables[2].ndim:
+        raise ValueError(
+            "exact_adam updates rows, vectors along the last axis; got a gradient "
+            f"with {grad.n_sparse} sparse axes for a table of shape {grad.shape}. Look "
+            "whole rows up, not their elements."
+        )
+    dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
+    mu, nu, last, *decays = tables
+    wide = cast_entries(grad, dtype)
+
+    def middle(grad: jax.Array, rows: Tables, step: Step) -> tuple[jax.Array, Tables]:
+        return _update_rows(grad, rows, step, betas, rest=True)
+
+    def by_rows(grad: BCOO, read: Tables, tables: Tables, step: Step) -> Any:
+        rows = touched_rows(grad, dtype)
+        data, tables = map_rows(middle, rows, tables, step, read=read)
+        return (rows.indices, data), tables
+
+    def by_slots(grad: BCOO, *args: Any) -> Any:
+        (_, data), tables = by_rows(grad, *args)
+        return first_slots(grad, data), tables
+
+    def by_kernel(grad: BCOO, read: Tables, tables: Tables, step: Step) -> Any:
+        before = step.before, step.constants, step.done
+        numbers = jnp.stack([*numbers_of_rows(*before), *_numbers(step, betas)])
+        steps = jnp.stack([step.done, step.before.since])
+        return native.exact_adam_rows(grad, tables, read, numbers, steps)
+
+    floats = mu, nu, *decays, *read
+    is_float32 = all(x.dtype == jnp.float32 for x in floats)
+    if last.ndim == 1 and is_float32 and native.fits(wide, *floats):
+        args = wide, read, tables, step
+        # A derivative's rows are to be in the order of the kernel's.
+        rows, tables = on_cpu(by_kernel, by_slots, *args, elsewhere=by_rows)
+    else:
+        rows, tables = by_rows(wide, read, tables, step)
+    return bcoo_of(grad, *rows, is_sorted=False), tables
+
+
+def _numbers(step: Step, betas: Betas) -> list[jax.Array]:
+    """What the kernel needs for the step itself, in float32."""
+    dtype = jnp.dtype("float32")
+    constants, now = cast_floats((step.constants, step.now), dtype)
+    zero = jnp.zeros([], dtype)
+    decays = (zero, zero, zero)
+    centre = centre_of_way(constants, now.number[0])
+    if step.after.decay is not None:
+        decays = (now.log_decay[0], *decay_in(step.after, dtype))
+    return [
+        jnp.asarray(1 - betas.b1, dtype),
+        jnp.asarray(1 - betas.b2, dtype),
+        now.size[0],
+        zero if now.grad_size is None else now.grad_size[0],
+        constants.eps * now.rho[0],
+        decays[0],
+        centre,
+        *decays[1:],
+        *polynomial(step.after.ways[1], dtype),
+    ]
+
+
+@functools.partial(jax.jit, static_argnames="betas")
+def update_dense(
+    grad: jax.Array, read: Tables, tables: Tables, step: Step, *, betas: Betas
+) -> tuple[jax.Array, Tables]:
+    """One leaf with a dense gradient: every row is touched, and holds its value."""
+    dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
+
+    def function(tables: Tables, read: Tables, step: Step) -> Tables:
+        grad, *state = tables
+        rows = (*state, *read)
+        change, news = _update_rows(grad.astype(dtype), rows, step, betas, rest=False)
+        pairs = zip((change, *news), tables, strict=True)
+        return tuple(new.astype(old.dtype) for new, old in pairs)
+
+    update, *news = map_all_rows(function, (grad, *tables), step, read=read)
+    return update, tuple(news)

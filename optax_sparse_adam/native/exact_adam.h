@@ -1,0 +1,201 @@
+// The formulas of exact Adam: rows that are read, or updated, after they have rested.
+
+#pragma once
+
+#include "frame.h"
+
+namespace {
+
+// Functions over the numbers of a row, compiled for AVX2 as well, which most CPUs have
+// and the flags do not ask for. The same numbers: no multiplication is contracted with
+// an addition in either.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_AVX2 __builtin_cpu_supports("avx2")
+#define FOR_AVX2 __attribute__((target("avx2")))
+#else
+#define HAS_AVX2 false
+#define FOR_AVX2
+#endif
+
+constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
+
+// The way that rows have still to go: see `_rows/ways.py`, `way_of`.
+struct Way {
+  const float* coefficients;  // of the powers of z
+  int64_t size, nodes;        // those that are not zero, and all
+  float centre;
+
+  Way(const float* coefficients, int64_t nodes, float centre)
+      : coefficients(coefficients), size(nodes), nodes(nodes), centre(centre) {
+    while (size > 1 && coefficients[size - 1] == 0) --size;
+  }
+
+  // Of `sign * mu` and `scale * root`, for at most `kPart` numbers. One loop after the
+  // other, each of which a compiler vectorizes, as the number of coefficients is known
+  // only here.
+  INLINE void operator()(const float* __restrict__ mu, float sign,
+                         const float* __restrict__ root, float scale, int64_t n,
+                         float* __restrict__ way) const {
+    float z[kPart], factor[kPart];
+    const float c = centre, half = std::sqrt(centre);
+    for (int64_t i = 0; i < n; ++i) {
+      const float s = root[i] * scale, inverse = 1.0f / (s + c);
+      factor[i] = mu[i] * sign * inverse;
+      z[i] = (s - c) * inverse;
+      way[i] = 0.0f;
+    }
+    for (int64_t i = 0; nodes % 2 == 1 && i < n; ++i) {
+      const float s = std::sqrt(root[i] * scale);
+      z[i] = (s - half) / (s + half);
+    }
+    for (int64_t k = (size - 1) / 4 * 4; k >= 0; k -= 4) {
+      float a[4] = {};
+      std::memcpy(a, coefficients + k, std::min<int64_t>(4, size - k) * sizeof(float));
+      const float c0 = a[0], c1 = a[1], c2 = a[2], c3 = a[3];
+      for (int64_t i = 0; i < n; ++i) {
+        way[i] = (((way[i] * z[i] + c3) * z[i] + c2) * z[i] + c1) * z[i] + c0;
+      }
+    }
+    for (int64_t i = 0; i < n; ++i) way[i] *= factor[i];
+  }
+};
+
+// The state of all rows, and the numbers that bring one up to date: `move_rows` of
+// `_rows/resting_rows.py`. Without weight decay, `high` and `low` are null.
+struct RestingRows {
+  static constexpr int64_t kNumbers = 6;
+
+  float *mu, *nu;
+  int32_t* last;
+  float *high, *low;
+  int64_t width;
+  const float* numbers;  // as `native._calls._numbers_of_rows` lists them
+  int64_t nodes;
+  int32_t count, since;
+  Way behind{numbers + kNumbers, nodes, numbers[2]};
+  Way ahead{numbers + kNumbers + nodes, nodes, numbers[3]};
+
+  struct Row {
+    const Way* way;
+    float power1, power2;  // of the moments
+    float sign, root;      // of the moments in the way
+    float log_decay;
+  };
+
+  template <bool kWrites>
+  INLINE void Prefetch(int64_t row) const {
+    PrefetchRow<kWrites>(mu + row * width, width);
+    PrefetchRow<kWrites>(nu + row * width, width);
+    __builtin_prefetch(last + row);
+  }
+
+  Row Find(int64_t row) const {
+    const float steps = float(count - last[row]);
+    const bool is_value = last[row] <= since;
+    const float power1 = std::exp(steps * numbers[0]);
+    const float power2 = std::exp(steps * numbers[1]);
+    Row found{is_value ? &behind : &ahead, power1, power2, is_value ? -1.0f : power1,
+              is_value ? 1.0f : power2, 0.0f};
+    if (high != nullptr) {
+      found.log_decay = (numbers[4] - high[row]) + (numbers[5] - low[row]);
+    }
+    return found;
+  }
+};
+
+INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
+                    float* __restrict__ out) {
+  const RestingRows::Row now = rows.Find(row);
+  const float decay = rows.high == nullptr ? 1.0f : std::exp(now.log_decay);
+  for (int64_t j = 0; j < rows.width; j += kPart) {
+    const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
+    const float* nu = rows.nu + place;
+    const float* value = table + place;
+    float root[kPart], by[kPart];
+    for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
+    (*now.way)(rows.mu + place, now.sign, root, now.root, n, by);
+    if (rows.high == nullptr) {
+      for (int64_t i = 0; i < n; ++i) out[j + i] = value[i] + by[i];
+    } else {
+      for (int64_t i = 0; i < n; ++i) out[j + i] = decay * value[i] + by[i];
+    }
+  }
+}
+
+FOR_AVX2 void ReadRowAvx2(const RestingRows& rows, int64_t row, const float* table,
+                          float* out) {
+  ReadRow(rows, row, table, out);
+}
+
+void ReadRowPlain(const RestingRows& rows, int64_t row, const float* table,
+                  float* out) {
+  ReadRow(rows, row, table, out);
+}
+
+// The formula of `_optimizers/exact_formula.py`.
+struct ExactAdam {
+  static constexpr bool kInOrder = false;
+  static constexpr int64_t kNumbers = 9;
+
+  RestingRows rows;
+  const float* table;    // read where rows decay
+  const float* numbers;  // as `native._calls.exact_adam_rows` lists them
+  Way after{numbers + kNumbers, rows.nodes, numbers[6]};
+  bool has_avx2 = HAS_AVX2;
+
+  INLINE void Prefetch(int64_t row) const {
+    rows.Prefetch<true>(row);
+    if (rows.high != nullptr) {
+      PrefetchRow<false>(table + row * rows.width, rows.width);
+    }
+  }
+
+  INLINE void Update(int64_t row, float* grad) const {
+    const RestingRows::Row now = rows.Find(row);
+    const float one_minus_b1 = numbers[0], one_minus_b2 = numbers[1];
+    const float size = numbers[2], grad_size = numbers[3], eps = numbers[4];
+    float decay = 1.0f, loss = 0.0f;
+    if (rows.high != nullptr) {
+      decay = std::exp(numbers[5]);
+      loss = std::expm1(now.log_decay + numbers[5]);
+    }
+    for (int64_t j = 0; j < rows.width; j += kPart) {
+      const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
+      float* __restrict__ g = grad + j;
+      float* __restrict__ mu = rows.mu + place;
+      float* __restrict__ nu = rows.nu + place;
+      float root[kPart], by[kPart], way[kPart];
+      for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
+      (*now.way)(mu, now.sign, root, now.root, n, by);
+      for (int64_t i = 0; i < n; ++i) {
+        const float m = mu[i] * now.power1, v = nu[i] * now.power2 * now.power2;
+        mu[i] = m + one_minus_b1 * (g[i] - m);
+        nu[i] = v + one_minus_b2 * (g[i] * g[i] - v);
+        root[i] = std::sqrt(nu[i]);
+      }
+      after(mu, 1.0f, root, 1.0f, n, way);
+      if (rows.high != nullptr) {
+        const float* value = table + place;
+        for (int64_t i = 0; i < n; ++i) by[i] = decay * by[i] + loss * value[i];
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        const float move = size * mu[i] + grad_size * g[i];
+        g[i] = -move / (root[i] + eps) - way[i] + by[i];
+      }
+    }
+    rows.last[row] = rows.count + 1;
+    if (rows.high != nullptr) {
+      rows.high[row] = numbers[7];
+      rows.low[row] = numbers[8];
+    }
+  }
+
+  FOR_AVX2 void UpdateAvx2(int64_t row, float* grad) const { Update(row, grad); }
+  void UpdatePlain(int64_t row, float* grad) const { Update(row, grad); }
+
+  void operator()(int64_t row, float* grad) const {
+    has_avx2 ? UpdateAvx2(row, grad) : UpdatePlain(row, grad);
+  }
+};
+
+}  // namespace

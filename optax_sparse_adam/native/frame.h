@@ -1,0 +1,282 @@
+// What the functions of the kernel share: threads, types of numbers, and the frame of all
+// updates, which adds up the entries of each row and calls a formula with the sums.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+using Any = ffi::AnyBuffer;
+
+constexpr int64_t kMaxRow = std::numeric_limits<int32_t>::max();
+
+// Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the
+// pool. A thread that comes late finds nothing left to do: nobody waits for its start,
+// so that there is no deadlock in a pool whose threads all wait here.
+void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
+              const std::function<void(int64_t, int64_t)>& body) {
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    int64_t done = 0;
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  const int64_t parts = (size + grain - 1) / grain;
+  auto shared = std::make_shared<Shared>();
+  auto work = [shared, parts, size, grain, &body] {
+    int64_t mine = 0;
+    for (int64_t part; (part = shared->next.fetch_add(1)) < parts; ++mine) {
+      body(part * grain, std::min(size, (part + 1) * grain));
+    }
+    if (mine == 0) return;  // `body` may be gone
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->done += mine;
+    if (shared->done == parts) shared->all_done.notify_one();
+  };
+  const int64_t helpers = std::min(pool.num_threads(), parts) - 1;
+  try {
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+  } catch (const std::bad_alloc&) {
+    // Those that have begun need `body`: do the rest here.
+  }
+  work();
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->all_done.wait(lock, [&] { return shared->done == parts; });
+}
+
+// The upper half of a float, which is rounded to nearest, ties to even, as in XLA.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+float Load(float x) { return x; }
+
+float Load(Bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+void Store(float x, float* to) { *to = x; }
+
+void Store(float x, Bfloat16* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to->bits = x == x ? rounded : (bits >> 16) | 0x40;  // NaN stays NaN
+}
+
+// Fetches a row of numbers before it is read, or written. Always inline, as are all that
+// only fetch: GCC 12 takes such a function for one without effects, and drops its calls.
+#define INLINE inline __attribute__((always_inline))
+template <bool kWrites, typename T>
+INLINE void PrefetchRow(const T* row, int64_t width) {
+  for (int64_t j = 0; j < width; j += 64 / sizeof(T)) {
+    __builtin_prefetch(row + j, kWrites);
+  }
+}
+
+// Asks for huge pages in a buffer that the kernel is the first to write. What is larger
+// than 32 MB the C library maps afresh at each step, and to have its pages of 4 kB mapped
+// and cleared one by one takes longer than to write them. It is advice, for the whole
+// pages inside of the buffer, and may be refused.
+void AdviseHugePages(void* data, size_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t begin = (uintptr_t(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (uintptr_t(data) + bytes) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
+struct Entry {
+  uint32_t row, slot;
+};
+
+// All entries by row, those of one row in their order, and at last padding, with
+// `num_rows` for a row: radix sort. The entries are cut into pieces, which are counted
+// and moved in parallel; the order does not depend on how many they are.
+std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
+                                int64_t nse, int64_t num_rows) {
+  int bits = 1;
+  while (num_rows >> bits > 0) ++bits;
+  const int passes = (bits + 10) / 11, digit_bits = (bits + passes - 1) / passes;
+  const int64_t digits = 1 << digit_bits;
+  const int64_t grain = std::max<int64_t>(8192, nse / (2 * pool.num_threads()) + 1);
+  const int64_t pieces = (nse + grain - 1) / grain;
+  std::unique_ptr<Entry[]> entries(new Entry[nse]), other(new Entry[nse]);
+  Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const bool inside = indices[slot] >= 0 && indices[slot] < num_rows;
+      entries[slot] = {uint32_t(inside ? indices[slot] : num_rows), uint32_t(slot)};
+    }
+  });
+  std::vector<uint32_t> positions(pieces * digits);
+  for (int shift = 0; shift < bits; shift += digit_bits) {
+    const auto digit = [=](Entry entry) { return (entry.row >> shift) & (digits - 1); };
+    std::fill(positions.begin(), positions.end(), 0);
+    Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
+      uint32_t* counts = positions.data() + begin / grain * digits;
+      for (int64_t i = begin; i < end; ++i) ++counts[digit(entries[i])];
+    });
+    uint32_t position = 0;
+    for (int64_t i = 0; i < digits; ++i) {
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        position += std::exchange(positions[piece * digits + i], position);
+      }
+    }
+    Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
+      uint32_t* next = positions.data() + begin / grain * digits;
+      for (int64_t i = begin; i < end; ++i) {
+        other[next[digit(entries[i])]++] = entries[i];
+      }
+    });
+    entries.swap(other);
+  }
+  return entries;
+}
+
+// Moves row `from[k]` to row `k` for all k, in place. No two rows are moved from one.
+void MoveRows(ffi::ThreadPool& pool, float* data, int64_t width,
+              const std::vector<uint32_t>& from) {
+  constexpr int64_t kAhead = 4;  // rows to fetch ahead
+  const int64_t size = from.size();
+  const auto copy = [width](float* to, const float* row) {
+    std::memcpy(to, row, width * sizeof(float));
+  };
+  std::vector<char> needed(size), moved(size);
+  for (uint32_t row : from) {
+    if (row < size) needed[row] = 1;
+  }
+  // Fills row `k`, then the hole that this leaves, and so on: chains that share no row.
+  Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kAhead < size) PrefetchRow<false>(data + from[k + kAhead] * width, width);
+      if (needed[k]) continue;
+      for (int64_t hole = k; hole < size; hole = from[hole]) {
+        moved[hole] = 1;
+        copy(data + hole * width, data + from[hole] * width);
+      }
+    }
+  });
+  std::vector<float> spare(width);
+  for (int64_t k = 0; k < size; ++k) {  // what is left are circles
+    if (moved[k] || from[k] == k) continue;
+    copy(spare.data(), data + k * width);
+    int64_t hole = k;
+    for (; from[hole] != k; hole = from[hole]) {
+      moved[hole] = 1;
+      copy(data + hole * width, data + from[hole] * width);
+    }
+    moved[hole] = 1;
+    copy(data + hole * width, spare.data());
+  }
+}
+
+// The entries of a gradient, whose `data` become the sums of `rows`. These may lie where
+// the indices do.
+struct Gradient {
+  const int32_t* indices;
+  int64_t nse, num_rows, width;
+  int32_t* rows;
+  float* data;
+  int32_t* count;
+
+  void Clear(int64_t slot) const {
+    rows[slot] = num_rows + slot;
+    std::fill_n(data + slot * width, width, 0.0f);
+  }
+};
+
+// Brings the sums into ascending order of their rows, and clears the slots behind.
+void Order(ffi::ThreadPool& pool, const Gradient& grad, const Entry* entries,
+           int64_t size) {
+  std::vector<uint32_t> from;
+  for (int64_t i = 0; i < size; ++i) {
+    if (i > 0 && entries[i].row == entries[i - 1].row) continue;
+    grad.rows[from.size()] = entries[i].row;
+    from.push_back(entries[i].slot);
+  }
+  MoveRows(pool, grad.data, grad.width, from);
+  const int64_t count = from.size();
+  Parallel(pool, grad.nse - count, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = count + begin; slot < count + end; ++slot) grad.Clear(slot);
+  });
+}
+
+// Adds up the entries of each row, calls `middle(row, sums)`, and leaves in `data` what
+// it makes of the sums: where the first entry of the row was, or in order.
+template <typename Middle>
+void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middle) {
+  constexpr int64_t kAhead = 8;  // entries to fetch ahead
+  const int64_t nse = grad.nse, width = grad.width;
+  float* data = grad.data;
+  const std::unique_ptr<Entry[]> entries =
+      Sorted(pool, grad.indices, nse, grad.num_rows);
+  const Entry* padding = std::partition_point(
+      entries.get(), entries.get() + nse,
+      [&](Entry entry) { return entry.row < grad.num_rows; });
+  const int64_t size = padding - entries.get();
+  const auto is_first = [&entries](int64_t i) {
+    return i == 0 || entries[i].row != entries[i - 1].row;
+  };
+  const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
+    if (i >= size) return;
+    PrefetchRow<true>(data + entries[i].slot * width, width);
+    if (is_first(i)) middle.Prefetch(entries[i].row);
+  };
+  std::atomic<int32_t> touched{0};
+  Parallel(pool, size, 512, [&](int64_t begin, int64_t end) {
+    int64_t i = begin;
+    while (i < end && !is_first(i)) ++i;  // of a row that another part adds up
+    int32_t mine = 0;
+    for (; i < end; ++mine) {
+      const int64_t row = entries[i].row, slot = entries[i].slot;
+      fetch(i + kAhead);
+      float* __restrict__ sum = data + slot * width;
+      for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
+      for (++i; i < size && entries[i].row == row; ++i) {
+        fetch(i + kAhead);
+        const float* __restrict__ addend = data + entries[i].slot * width;
+        for (int64_t j = 0; j < width; ++j) sum[j] += addend[j];
+        if (!Middle::kInOrder) grad.Clear(entries[i].slot);  // while it is in the cache
+      }
+      if (!Middle::kInOrder) grad.rows[slot] = row;
+      middle(row, sum);
+    }
+    touched += mine;
+  });
+  *grad.count = touched;
+  if (Middle::kInOrder) return Order(pool, grad, entries.get(), size);
+  Parallel(pool, nse - size, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) grad.Clear(padding[i].slot);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,124 @@
+"""exact_adam by the optional kernel: the numbers of the plain path, and its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam.native import _calls
+
+from ..helpers.native import needs_compiler
+from ..helpers.support import TOLERANCE, assert_close, assert_identical, bcoo
+
+pytestmark = needs_compiler
+
+ROWS, STEPS = 40, 12
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 30)
+OPTIMIZERS = {
+    "adam": lambda: osa.exact_adam(0.1),
+    "adamw": lambda: osa.exact_adamw(SCHEDULE, weight_decay=0.1),
+    "nadam": lambda: osa.exact_adam(SCHEDULE, nesterov=True),
+    "z of roots": lambda: osa.exact_adam(SCHEDULE, b2=0.95),
+}
+
+
+def train(tx, width):
+    """Rows of all ages; those of one step in the middle hold values."""
+
+    def loss(table, ids):
+        rows = jnp.take(table, ids, axis=0, mode="fill", fill_value=2.0)
+        return jnp.sum(jnp.sin(rows) ** 2), rows
+
+    def step(carry, ids):
+        table, state = carry
+        both = osa.value_and_grad(loss, has_aux=True, read=state)
+        (_, rows), grad = both(table, ids)
+        updates, state = tx.update(grad, state, table)
+        return (osa.apply_updates(table, updates), state), rows
+
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((ROWS, width)), "float32")
+    ids = rng.integers(-2, ROWS + 2, (STEPS, 25), "int32")
+    ids[:, :5] = 7  # read more than once in a step
+    carry = table, tx.init(table)
+    carry, _ = jax.lax.scan(step, carry, ids[:4])
+    carry, rows = jax.lax.scan(step, osa.flush(*carry), ids[4:])
+    return carry, rows
+
+
+@pytest.mark.parametrize("width", [1, 70])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
+    """Widths of a part of the loops over a row, and of more than one."""
+
+    def run(uses_kernel):
+        monkeypatch.setattr(_calls, "available", lambda: uses_kernel)
+        jax.clear_caches()  # what was traced with another answer
+        traced = jax.jit(lambda: train(OPTIMIZERS[name](), width)).trace()
+        for target in ("take_rows_now", "exact_adam_rows"):
+            found = f"optax_sparse_adam.{target}" in str(traced.jaxpr)
+            assert found == uses_kernel
+        return traced.lower().compile()()
+
+    actual, expected = run(True), run(False)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(b.dtype, jnp.floating):
+            # Steps of about 0.1 each, whose rounding errors add up.
+            assert_close(a, b, STEPS * TOLERANCE["float32"].torch, magnitude=1.0)
+        else:
+            assert_identical(a, b)
+
+
+def test_where_it_is_not_used(cache, monkeypatch):
+    """Other types, and rows whose vectors have a state each."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    jax.clear_caches()
+    for table in (jnp.ones((9, 3, 20)), jnp.ones((9, 20), "bfloat16")):
+        tx = osa.exact_adam(0.1)
+
+        def step(table, state, tx=tx):
+            ids = jnp.arange(3)
+            grad = osa.grad(lambda t: jnp.sum(t[ids] ** 2), read=state)(table)
+            return tx.update(grad, state, table)
+
+        program = str(jax.make_jaxpr(step)(table, tx.init(table)))
+        assert "exact_adam_rows" not in program
+        assert "take_rows_now" not in program
+
+
+# Each array of both calls.
+SHAPES = {
+    "indices": ((6, 1), "int32"),
+    "data": ((6, 3), "float32"),
+    "mu": ((9, 3), "float32"),
+    "nu": ((9, 3), "float32"),
+    "last": ((9,), "int32"),
+    "high": ((9,), "float32"),
+    "low": ((9,), "float32"),
+    "param": ((9, 3), "float32"),
+    "steps": ((2,), "int32"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("how", ["rows", "type"])
+def test_every_wrong_array_is_refused_while_tracing(name, how):
+    arrays = {key: jnp.zeros(*value) for key, value in SHAPES.items()}
+    wrong = arrays[name]
+    other = "uint32" if wrong.dtype == jnp.int32 else "float16"
+    arrays[name] = wrong[1:] if how == "rows" else wrong.astype(other)
+    grad = bcoo(np.ones((6, 3), np.float32), np.zeros((6, 1), np.int32), (9, 3))
+    grad.data, grad.indices = arrays["data"], arrays["indices"]
+    tables = tuple(arrays[key] for key in ("mu", "nu", "last", "high", "low"))
+    param, steps = arrays["param"], arrays["steps"]
+    words = r"The kernel takes .*, got .*`init`"
+    with pytest.raises(ValueError, match=words):
+        _calls.exact_adam_rows(grad, tables, (param,), jnp.zeros(18), steps)
+    if name in ("indices", "data", "param"):
+        return
+    with pytest.raises(ValueError, match=words):
+        _calls.look_up_rows_now(
+            jnp.zeros((9, 3)), tables, jnp.zeros(8), steps, arrays["indices"], None
+        )
