@@ -2,8 +2,8 @@
 // and its update of a table, for CPUs.
 //
 // Lookups copy each row as a whole. `sum_rows` and `adam_rows` do what `touched_rows` and
-// `map_rows` do in XLA, in one pass. The gradient's buffer may become the sums, or the
-// update. They return `(rows, data, ..., count)`: the index of each slot, the sum
+// `map_rows` do in XLA, in one pass and in place: the gradient's buffer becomes the sums,
+// or the update. They return `(rows, data, ..., count)`: the index of each slot, the sum
 // or the update of its row, and how many rows are touched. `sum_rows` has the touched
 // rows in front, in ascending order. `adam_rows` leaves each row in the slot of its first
 // entry, which saves a pass over the values. All other slots are padding: the index is
@@ -205,11 +205,10 @@ void MoveRows(ffi::ThreadPool& pool, float* data, int64_t width,
   }
 }
 
-// The entries of a gradient, and where its sums go: `data` may be `given`, and `rows`
-// may be `indices`.
+// The entries of a gradient, whose `data` become the sums of `rows`. These may lie where
+// the indices do.
 struct Gradient {
   const int32_t* indices;
-  const float* given;
   int64_t nse, num_rows, width;
   int32_t* rows;
   float* data;
@@ -243,7 +242,7 @@ template <typename Middle>
 void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middle) {
   constexpr int64_t kAhead = 8;  // entries to fetch ahead
   const int64_t nse = grad.nse, width = grad.width;
-  const float* given = grad.given;
+  float* data = grad.data;
   const std::unique_ptr<Entry[]> entries =
       Sorted(pool, grad.indices, nse, grad.num_rows);
   const Entry* padding = std::partition_point(
@@ -255,10 +254,9 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middl
   };
   const auto fetch = [&](int64_t i) {
     if (i >= size) return;
-    PrefetchRow(given + entries[i].slot * width, width);
+    PrefetchRow(data + entries[i].slot * width, width);
     if (is_first(i)) middle.Prefetch(entries[i].row);
   };
-  if (given != grad.data) AdviseHugePages(grad.data, nse * width * sizeof(float));
   std::atomic<int32_t> touched{0};
   Parallel(pool, size, 512, [&](int64_t begin, int64_t end) {
     int64_t i = begin;
@@ -267,12 +265,11 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middl
     for (; i < end; ++mine) {
       const int64_t row = entries[i].row, slot = entries[i].slot;
       fetch(i + kAhead);
-      float* __restrict__ sum = grad.data + slot * width;
-      if (given != grad.data) std::memcpy(sum, given + slot * width, width * sizeof(float));
+      float* __restrict__ sum = data + slot * width;
       for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
       for (++i; i < size && entries[i].row == row; ++i) {
         fetch(i + kAhead);
-        const float* __restrict__ addend = given + entries[i].slot * width;
+        const float* __restrict__ addend = data + entries[i].slot * width;
         for (int64_t j = 0; j < width; ++j) sum[j] += addend[j];
         if (!Middle::kInOrder) grad.Clear(entries[i].slot);  // while it is in the cache
       }
@@ -381,12 +378,13 @@ template <typename Middle>
 ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, const Floats& given,
                int64_t num_rows, int64_t width, Ints& rows, Floats& data,
                ffi::BufferR0<ffi::S32>& count, const Middle& middle) {
-  const std::string misfit =
-      Misfit(indices, given, rows, data, num_rows, width);
+  const std::string misfit = Misfit(indices, given, rows, data, num_rows, width);
   if (!misfit.empty()) return Invalid(misfit);
+  if (given.typed_data() != data.typed_data()) {
+    return Invalid("The kernel updates data in place, got two buffers.");
+  }
   const int64_t nse = indices.element_count();
-  const Gradient grad{indices.typed_data(), given.typed_data(), nse,
-                      num_rows,             width,              rows.typed_data(),
+  const Gradient grad{indices.typed_data(), nse, num_rows, width, rows.typed_data(),
                       data.typed_data(),    count.typed_data()};
   try {
     ForEachRow(pool, grad, middle);
