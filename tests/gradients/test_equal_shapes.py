@@ -86,6 +86,8 @@ ROW_SPARSE = {
 }
 DENSE = {
     "exponential": lambda g, t: jnp.exp(g) - 1,
+    "one at zero": lambda g, t: jnp.exp(g / 64),
+    "cosine": lambda g, t: jnp.cos(g),
     "clip, not at zero": lambda g, t: jnp.clip(g, 1, 2),
     "one where small": lambda g, t: jnp.where(jnp.abs(g) > 1, g, 1.0),
     "rectified": lambda g, t: jax.nn.relu(g),
