@@ -11,7 +11,16 @@ from jax.sharding import AxisType, PartitionSpec
 import optax_sparse_adam as osa
 from optax_sparse_adam._gradients.interpreter import Context
 
-from ..helpers.gradients import TABLES, Case, assert_same, dense, is_bcoo, square
+from ..helpers.gradients import (
+    TABLES,
+    Case,
+    assert_row_sparse,
+    assert_same,
+    dense,
+    is_bcoo,
+    square,
+    touched_rows,
+)
 
 PARAMS, IDS = Case(None, params=TABLES).inputs()
 OTHER = PARAMS["s"] * PARAMS["t"][::-1]
@@ -86,6 +95,8 @@ ROW_SPARSE = {
 }
 DENSE = {
     "exponential": lambda g, t: jnp.exp(g) - 1,
+    "one at zero": lambda g, t: jnp.exp(g / 64),
+    "cosine": lambda g, t: jnp.cos(g),
     "clip, not at zero": lambda g, t: jnp.clip(g, 1, 2),
     "one where small": lambda g, t: jnp.where(jnp.abs(g) > 1, g, 1.0),
     "rectified": lambda g, t: jax.nn.relu(g),
@@ -115,6 +126,21 @@ def test_custom_backward(functions):
         is_sparse = functions is ROW_SPARSE or name == "plain"
         assert is_bcoo(actual[name]) == is_sparse, name
         assert_same(actual[name], expected[name], CLOSE, name)
+
+
+def test_two_sums_without_duplicates():
+    """Each holds a row once, and together they do not."""
+    sign = with_gradient(ROW_SPARSE["sign"])
+
+    def loss(p, ids):
+        rows = sign(p["t"])[ids], sign(p["t"])[ids - 1]
+        return sum(square(x, p["w"]) for x in rows)
+
+    actual, expected = both(loss)
+    shape, nse = PARAMS["t"].shape, actual["t"].nse
+    assert_row_sparse(actual["t"], shape, "float32", nse)
+    assert len(touched_rows(actual["t"])) < nse
+    assert_same(actual["t"], expected["t"])
 
 
 def test_narrow_table():

@@ -134,6 +134,10 @@ def assert_row_sparse(grad, shape, dtype, nse, n_sparse=1, what="the gradient"):
     expected = (tuple(shape), jnp.dtype(dtype), nse, n_sparse, 0)
     assert layout == expected, f"{what}: {layout}, not {expected}"
     assert jnp.issubdtype(grad.indices.dtype, jnp.integer), f"{what}: {grad.indices}"
+    rows = np.asarray(grad.indices).tolist()
+    assert not grad.indices_sorted or rows == sorted(rows), f"{what} is not sorted"
+    is_unique = len(set(map(tuple, rows))) == len(rows)
+    assert not grad.unique_indices or is_unique, f"{what} is not unique: {rows}"
 
 
 def assert_same(actual, expected, ulps=0, what="the gradient"):
