@@ -1,4 +1,4 @@
-"""Time against the number of rows, drawn."""
+"""Time against the number of rows, or time per id against the number of ids, drawn."""
 
 import argparse
 from pathlib import Path
@@ -29,15 +29,31 @@ def picture(text):
     return path
 
 
-def series(run):
-    """For each kind of problem and each phase: rows, median and quartiles in ms."""
+def is_by_ids(run):
+    """Whether the batches of a run differ more than its tables."""
+    problems = [result["problem"] for result in run["results"]]
+    ids, rows = ({problem[key] for problem in problems} for key in ("ids", "rows"))
+    return len(ids) > len(rows)
+
+
+def series(run, by_ids):
+    """The points of each kind of problem and each phase.
+
+    A point is the number of rows, median and quartiles in ms; or the number of ids,
+    and the same in microseconds for each.
+    """
     found = {}
     for result in run["results"]:
-        rows, *kind = result["problem"].values()
+        rows, dim, ids, dtype = result["problem"].values()
+        kind = f"rows of {dim} {dtype}"
+        if not by_ids:
+            kind = f"{ids:,} Zipf ids, {kind}"
+        scale = 1e6 / ids if by_ids else 1e3
         for measured in result["measurements"]:
-            panels = found.setdefault(tuple(kind), {phase: {} for phase in PHASES})
+            panels = found.setdefault(kind, {phase: {} for phase in PHASES})
             points = panels[measured["phase"]].setdefault(measured["name"], [])
-            points.append((rows, *(1e3 * x for x in spread(measured["seconds"]))))
+            times = (scale * x for x in spread(measured["seconds"]))
+            points.append((ids if by_ids else rows, *times))
     return found
 
 
@@ -58,8 +74,9 @@ def draw_times(axes, lines):
         axes.fill_between(rows, low, high, color=style["color"], alpha=0.18, lw=0)
 
 
-def style(axes, lines):
-    axes.set(xscale="log", yscale="log", xlabel="rows of the table")
+def style(axes, lines, by_ids):
+    label = "Zipf ids in a batch" if by_ids else "rows of the table"
+    axes.set(xscale="log", yscale="log", xlabel=label)
     # Labels at what was measured, and at 1, 2 and 5 times the powers of ten.
     measured = sorted({rows for points in lines.values() for rows, *_ in points})
     axes.set_xticks(measured, [label_of(rows) for rows in measured])
@@ -75,19 +92,19 @@ def draw(path, run):
     """Draws two panels, update and step, for each kind of problem."""
     from matplotlib.figure import Figure
 
-    kinds = series(run)
+    by_ids = is_by_ids(run)
+    unit = "microseconds per id" if by_ids else "ms"
+    kinds = series(run, by_ids)
     size = (9.5, 0.8 + 3.6 * len(kinds))
     canvas = Figure(figsize=size, layout="constrained", dpi=150)
     lines = canvas.subplots(max(1, len(kinds)), 2, squeeze=False, sharey="row")
     handles = {}
     for line, (kind, panels) in zip(lines, kinds.items(), strict=False):
-        dim, ids, dtype = kind
-        batch = f"{ids:,} Zipf ids, rows of {dim} {dtype}"
-        line[0].set_ylabel("ms, median and quartiles")
+        line[0].set_ylabel(f"{unit}, median and quartiles")
         for axes, (phase, lines_of) in zip(line, panels.items(), strict=True):
             draw_times(axes, lines_of)
-            style(axes, lines_of)
-            axes.set_title(f"{TITLES[phase]}\n{batch}", fontsize=10, loc="left")
+            style(axes, lines_of, by_ids)
+            axes.set_title(f"{TITLES[phase]}\n{kind}", fontsize=10, loc="left")
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles[label] = handle
     canvas.legend(

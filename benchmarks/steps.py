@@ -2,11 +2,13 @@
 
 python benchmarks/steps.py
 python benchmarks/steps.py --rows 10000000 --dim 128 --ids 1048576 --json large.json
+python benchmarks/steps.py --shapes 1000000x64x8192 4000000x64x1048576 --plot ids.png
 
 Measures the row-sparse optimisers of this package, torch.optim.SparseAdam where torch
 is installed, and optax.adam on dense gradients, in turns in one process: see README.md.
 The last column is the time of the bytes that must be moved, at the rate of a copy, over
-the time taken. JAX_PLATFORMS=cpu measures on the CPU of a machine with a GPU.
+the time taken. --plot draws time per id where there are more batches than tables,
+else time against rows. JAX_PLATFORMS=cpu measures on the CPU of a machine with a GPU.
 """
 
 import argparse
@@ -39,6 +41,15 @@ def size(text):
     return int(text)
 
 
+def shape(text):
+    """A table and a batch: `ROWSxDIMxIDS`."""
+    sizes = text.split("x")
+    if len(sizes) != 3:
+        message = f"a shape is ROWSxDIMxIDS, such as 4000000x64x1048576, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return tuple(map(size, sizes))
+
+
 def optimizer(name):
     try:
         make_optimizer(name)
@@ -57,6 +68,13 @@ def parse_args(argv=None):
     parser.add_argument("--rows", **many, help="of the table (default: 1,000,000)")
     parser.add_argument("--dim", **many, help="length of a row (default: 64)")
     parser.add_argument("--ids", **many, help="in a batch (default: 8,192 and 65,536)")
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        nargs="+",
+        metavar="ROWSxDIMxIDS",
+        help="instead of --rows, --dim and --ids: just these",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
@@ -87,9 +105,14 @@ def parse_args(argv=None):
         "--json", type=Path, metavar="FILE.json", help="keep all times, for report.py"
     )
     parser.add_argument(
-        "--plot", type=picture, metavar="FILE.png", help="draw time against rows"
+        "--plot",
+        type=picture,
+        metavar="FILE.png",
+        help="draw times",
     )
     args = parser.parse_args(argv)
+    if args.shapes and (args.rows or args.dim or args.ids):
+        parser.error("--shapes: not together with --rows, --dim or --ids")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json: there is no folder {args.json.parent}")
     return args
@@ -97,7 +120,9 @@ def parse_args(argv=None):
 
 def problems(args):
     """All sizes that were asked for."""
-    if args.rows or args.dim or args.ids:
+    if args.shapes:
+        sizes = args.shapes
+    elif args.rows or args.dim or args.ids:
         rows, dim = args.rows or [1_000_000], args.dim or [64]
         sizes = itertools.product(rows, dim, args.ids or [8_192, 65_536])
     else:
@@ -157,7 +182,7 @@ def main(argv=None):
     torch, environment["torch"] = None, "left out"
     if args.against in ("torch", "both"):
         torch, environment["torch"] = load_torch(environment["platform"])
-    kept = ("rows", "dim", "ids", "dtype", "optimizer", "against", "repeats")
+    kept = ("rows", "dim", "ids", "shapes", "dtype", "optimizer", "against", "repeats")
     copy_bytes, copy_seconds = time_copies(args.repeats)
     run = {
         "environment": environment,

@@ -138,6 +138,8 @@ def test_startup(monkeypatch, capsys):
         ("--optimizer adam", "rowwise_adagrad, or lazy_X"),
         ("--optimizer lazy_adafactor", "use sparse_adafactor"),
         ("--plot a.bmp", "must end in .png"),
+        ("--shapes 5x6", "a shape is ROWSxDIMxIDS"),
+        ("--shapes 5x6x7 --ids 8", "not together with"),
         ("--json no/a.json", "there is no folder no"),
     ],
 )
