@@ -1,6 +1,7 @@
 """The way ahead of rows that rest, from the schedule of the steps to come.
 
-See `_rows/resting_rows.py` for what it is and why a few numbers hold it.
+See `_rows/resting_rows.py` for what it is, and `_rows/ways.py` for why a few numbers
+hold it.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The way that a row at rest has still to go, as a polynomial.
 
-See `resting_rows` for what it is.
+See `resting_rows` for what it is; a few numbers hold it.
 
 As a function of `s = sqrt(v)`, `(s + c) way / m` has its poles at `s = -eps rho_t q^-j`
 only. The map `z = (s - c) / (s + c)` takes `s` from `[0, inf)` to `[-1, 1)` and the

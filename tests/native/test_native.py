@@ -253,8 +253,8 @@ def test_process_of_one_device(cache):
         assert low == high < 25 * 4096 * 64 * 4, name
     for small_one, large_one in with_it["memory of exact Adam"]:
         assert small_one == large_one
-        # That of sparse_adam, and some numbers.
-        assert small_one <= with_it["training memory"][0][0] + 16384
+        # That of sparse_adam, and the numbers of some hundred steps to come.
+        assert small_one <= with_it["training memory"][0][0] + 20_000
     temporary, alias = small
     assert alias == 4  # the count; the three tables are subtracted
     # The gradient's buffer, which becomes the update; its indices; some vectors of ids.
