@@ -79,7 +79,8 @@ def style(axes, lines, by_ids):
     axes.set(xscale="log", yscale="log", xlabel=label)
     # Labels at what was measured, and at 1, 2 and 5 times the powers of ten.
     measured = sorted({rows for points in lines.values() for rows, *_ in points})
-    axes.set_xticks(measured, [label_of(rows) for rows in measured])
+    labels = [f"{x:,}" if by_ids else label_of(x) for x in measured]
+    axes.set_xticks(measured, labels)
     axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axes.yaxis.set_major_formatter(label_of)
     axes.minorticks_off()
