@@ -105,10 +105,7 @@ def parse_args(argv=None):
         "--json", type=Path, metavar="FILE.json", help="keep all times, for report.py"
     )
     parser.add_argument(
-        "--plot",
-        type=picture,
-        metavar="FILE.png",
-        help="draw times",
+        "--plot", type=picture, metavar="FILE.png", help="draw the times, see above"
     )
     args = parser.parse_args(argv)
     if args.shapes and (args.rows or args.dim or args.ids):

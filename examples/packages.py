@@ -12,9 +12,9 @@ https://arxiv.org/abs/1606.06357), with an inverse of each relation, of Lacroix 
 Four optimisers train for the same time. A dense step moves every row of the table, the
 others only those that a batch has read: so they take many more steps. (`exact_adam` is
 dense Adam: it moves a row when it is next read to where dense steps would have moved it
-by then.) They are compared
-after equal steps and after equal time by how well they rank the true ends of edges that
-were held out, and the best one says which packages go together.
+by then.) They are compared after equal steps and after equal time by how well they rank
+the true ends of edges that were held out, and the best one says which packages go
+together.
 """
 
 import os
