@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
@@ -14,10 +15,19 @@ os.environ["XLA_FLAGS"] = (
     + os.environ.get("TEST_DEVICES", "8")
 )
 
-# Most of the suite's time is compiling, a fifth of that LLVM's optimizations. Without
-# them XLA still fuses, aliases and plans memory as it does for users: optimized HLO and
-# memory are equal to the byte. native/test_main_tests.py runs with them.
+# Most of the suite's time is compiling. LLVM's optimizations are a fifth of that:
+# without them XLA still fuses, aliases and plans memory as it does for users. Its
+# fusion emitters are half of the rest, and one piece of code is compiled faster than
+# several. Without the emitters XLA fuses otherwise: tests that look at a program use
+# `compile_for_users` of helpers/support.py. jaxlib 0.12 has no others.
+# native/test_main_tests.py runs with everything.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and version(
+    "jaxlib"
+).startswith("0.10."):
+    os.environ["XLA_FLAGS"] += (
+        " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
 
 # Programs are kept on disk, for the other worker
 # and for the next run: JAX finds them by their text, their flags and its own version.

@@ -13,7 +13,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam._collectives.exchange import default_capacity
 
 from ..helpers.routed import P, make_mesh, on_mesh, weighted_loss
-from ..helpers.support import bcoo
+from ..helpers.support import bcoo, compile_for_users
 
 SHARE, WIDTH = 1000, 16  # ids on each device, numbers in each row
 ID, ROW = 4, 4 * WIDTH  # bytes
@@ -50,7 +50,7 @@ def compiled(function, mesh, rows, tables=1):
         abstract((number,), jnp.int32),
         abstract((number, WIDTH), jnp.float32),
     )
-    return function.lower(*[table] * tables, ids, weights).compile()
+    return compile_for_users(function.lower(*[table] * tables, ids, weights))
 
 
 def gradient(mesh, **sizes):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 
 from ..helpers.mesh import OPTIMIZERS, Case, specs_of
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, compile_for_users
 
 SHAPE = (64, 16)
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
@@ -64,7 +64,7 @@ def test_tables_of_one_shape(name):
     specs = {"a": P("x", "y"), "b": P("y", None), "c": P(None, ("x", "y")), "d": P()}
     case = case_of(name, AxisType.Auto)
     params = {name: case.struct(SHAPE, "float32", s) for name, s in specs.items()}
-    program = jax.jit(case.tx.init).lower(params).compile()
+    program = compile_for_users(jax.jit(case.tx.init).lower(params))
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(case.tx.init, params),

@@ -18,7 +18,7 @@ from ..helpers.mesh import (
     specs_of,
     step_of,
 )
-from ..helpers.support import bcoo
+from ..helpers.support import bcoo, compile_for_users
 
 SMALL, LARGE = 80_000, 8_000_000
 WIDTH, NSE = 64, 1024
@@ -96,7 +96,7 @@ def test_cost(case, lower):
     sizes = []
     for rows in (SMALL, LARGE):
         lowered, old = lower(case, rows)
-        program = lowered.compile()
+        program = compile_for_users(lowered)
         memory = program.memory_analysis()
         tables = [x for x, _ in specs_of(old, (rows, WIDTH), case.table)]
         in_place = memory.alias_size_in_bytes - bytes_on_one_device(tables)
@@ -135,7 +135,7 @@ def test_shard_map():
             local, mesh=case.mesh, in_specs=(*specs, P("x"), P("x")), out_specs=specs
         )
         step = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, values, ids)
-        program = step.compile()
+        program = compile_for_users(step)
         memory = program.memory_analysis()
         in_place = bytes_on_one_device(jax.tree.leaves((table, state)))
         assert memory.alias_size_in_bytes == in_place
@@ -150,7 +150,8 @@ def add_to_table(add):
     table = case.struct((SMALL, WIDTH), "float32", P())
     values = case.struct((NSE, WIDTH), "float32", P("x"))
     ids = case.struct((NSE, 1), "int32", P("x"))
-    program = jax.jit(add, donate_argnums=0).lower(table, values, ids).compile()
+    program = jax.jit(add, donate_argnums=0).lower(table, values, ids)
+    program = compile_for_users(program)
     temporary = program.memory_analysis().temp_size_in_bytes
     return largest_collective(program.as_text()), temporary
 
@@ -191,7 +192,8 @@ def test_blocks(case):
     def step(state, values, ids):
         return case.tx.update(bcoo(values, ids, table.shape), state)
 
-    program = jax.jit(step, donate_argnums=0).lower(state, values, ids).compile()
+    program = jax.jit(step, donate_argnums=0).lower(state, values, ids)
+    program = compile_for_users(program)
     text = program.as_text()
     block = map_rows._BLOCK_BYTES // (WIDTH * 4)
     assert f"s32[{block},1]" in text

@@ -12,6 +12,7 @@ import optax_sparse_adam as osa
 from ..helpers.function_cases import FUNCTIONS
 from ..helpers.gradients import is_bcoo
 from ..helpers.lookup_cases import LOOKUPS
+from ..helpers.support import compile_for_users
 from ..helpers.transform_cases import UNDER
 from .test_models import IDS, MODELS
 
@@ -79,7 +80,7 @@ def materialised(text, rows):
 
 def assert_costs_nothing(function, inputs):
     """Less memory than a bit for each row of the table, and no array of its height."""
-    compiled = jax.jit(function).lower(*inputs).compile()
+    compiled = compile_for_users(jax.jit(function).lower(*inputs))
     analysis = compiled.memory_analysis()
     held = analysis.temp_size_in_bytes, analysis.output_size_in_bytes
     assert sum(held) < TALL / 8, f"(temporary, output) bytes: {held}"
@@ -154,7 +155,7 @@ def test_dense_gradient_is_seen():
     function = jax.value_and_grad(case.loss)
     jaxpr = jax.make_jaxpr(function)(*case.abstract(SHORT))
     assert set(table_sized(jaxpr.jaxpr, SHORT)) >= {"broadcast_in_dim", "scatter-add"}
-    compiled = jax.jit(function).lower(*case.abstract(TALL)).compile()
+    compiled = compile_for_users(jax.jit(function).lower(*case.abstract(TALL)))
     assert "scatter" in materialised(compiled.as_text(), TALL)
     assert compiled.memory_analysis().output_size_in_bytes > 4 * 4 * TALL
 
@@ -236,7 +237,7 @@ def test_checkpoint_still_saves_memory():
 
     def temporary(lib, wrap):
         lowered = jax.jit(lib.grad(loss(wrap))).lower(params, ids)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        return compile_for_users(lowered).memory_analysis().temp_size_in_bytes
 
     held, plain = temporary(osa, jax.checkpoint), temporary(osa, lambda f: f)
     reference = temporary(jax, jax.checkpoint)

@@ -10,7 +10,7 @@ from jax import lax
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import assert_row_sparse, assert_same
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, compile_for_users
 
 OPTIMIZERS = {
     "sparse_adam": osa.sparse_adam(0.1),
@@ -70,7 +70,7 @@ def test_rests(name, apply):
             np.array(x) for x in jax.tree.leaves((params, state)) if rows in x.shape
         ]
         used, before = np.array(params["used"]), counts(state)
-        compiled = step.lower(params, state, ids, none).compile()
+        compiled = compile_for_users(step.lower(params, state, ids, none))
         params, state = compiled(params, state, ids, none)
     assert compiled.memory_analysis().temp_size_in_bytes < rows
     rested = [x for x in jax.tree.leaves((params, state)) if rows in x.shape]

@@ -164,6 +164,29 @@ class NumpyAdam:
             self.table[row] -= size * self.mu[row] / (np.sqrt(self.nu[row]) + self.eps)
 
 
+def compile_for_users(lowered):
+    """The program that users get, for a look at its text and its memory.
+
+    For the tests XLA leaves its fusion emitters out (`conftest.py` says why), and fuses
+    otherwise then.
+    """
+    return lowered.compile(compiler_options=_for_users())
+
+
+def jit_for_users(function):
+    """`jax.jit`, compiled as for users.
+
+    Without its fusion emitters XLA for CPUs clamps where a slice of rows begins in the
+    type of the index: of 1,000 rows and an int8, to -25, and writes there.
+    """
+    return jax.jit(function, compiler_options=_for_users())
+
+
+def _for_users():
+    are_left_out = "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]
+    return {"xla_cpu_use_fusion_emitters": True} if are_left_out else {}
+
+
 def assert_same_memory(small, large):
     """The bytes that programs for two heights of a table hold for a moment."""
     # Elsewhere buffers are packed anew, by what else is there.

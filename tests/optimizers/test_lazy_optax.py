@@ -15,7 +15,7 @@ import pytest
 import optax_sparse_adam as osa
 
 from ..helpers.identity import assert_identity, make_task
-from ..helpers.support import bcoo
+from ..helpers.support import bcoo, compile_for_users
 
 RATE = 0.1
 # Names that optax deprecates are public too.
@@ -211,9 +211,7 @@ def temporaries(tx, rows):
 
     args = params, state, array((8, 5), "float64"), array((8, 1), "int32")
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-    # Buffers are assigned before LLVM, which takes half of the time.
-    options = {"xla_backend_optimization_level": 0}
-    return lowered.compile(options).memory_analysis().temp_size_in_bytes
+    return compile_for_users(lowered).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("name", [*WORKS, *MEASURES])

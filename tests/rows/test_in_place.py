@@ -16,7 +16,13 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import native
 from optax_sparse_adam._rows import gather_scatter, map_rows
 
-from ..helpers.support import assert_identical, assert_same_memory, bcoo, random_entries
+from ..helpers.support import (
+    assert_identical,
+    assert_same_memory,
+    bcoo,
+    compile_for_users,
+    random_entries,
+)
 
 SMALL, LARGE = 100_000, 10_000_000
 
@@ -38,13 +44,14 @@ def compiled(shape, grad, *, apply=None, tx=None):
     state = jax.eval_shape(tx.init, table)
     if apply is None:
         update = jax.jit(lambda state, grad: tx.update(grad, state), donate_argnums=0)
-        return update.lower(state, grad).compile()
+        return compile_for_users(update.lower(state, grad))
 
     def step(table, state, grad):
         updates, state = tx.update(grad, state)
         return apply(table, updates), state
 
-    return jax.jit(step, donate_argnums=(0, 1)).lower(table, state, grad).compile()
+    step = jax.jit(step, donate_argnums=(0, 1))
+    return compile_for_users(step.lower(table, state, grad))
 
 
 APPLY = {"update": None, "step": osa.apply_updates, "optax": optax.apply_updates}
