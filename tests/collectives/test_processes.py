@@ -1,6 +1,7 @@
 """Two processes of two devices each give one process's numbers."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def free_port():
 
 def run_processes(commands):
     """Runs all at once; stops all as soon as one fails or the time is over."""
-    env = program_environment()
+    compiler = [x for x in os.environ["XLA_FLAGS"].split() if x.startswith("--xla_cpu")]
+    env = program_environment() | {"XLA_FLAGS": " ".join(compiler)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with contextlib.ExitStack() as stack:
         processes = []
