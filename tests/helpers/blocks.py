@@ -1,5 +1,7 @@
 """Which tables `lazy` updates by themselves, and the same update at once."""
 
+import contextlib
+
 import jax
 import pytest
 
@@ -9,21 +11,28 @@ from optax_sparse_adam._optimizers.lazy_row_analysis import take_apart
 
 def lower(tx, grads, params, how="lower", donate=(), state=None, **extra):
     """The lowered update, and which leaves are updated by themselves, by name."""
-    taken = []
-
-    def recorded(*args):
-        taken.append(take_apart(*args))
-        return taken[-1]
-
     state = jax.eval_shape(tx.init, params) if state is None else state
     update = jax.jit(lambda *args: tx.update(*args, **extra), donate_argnums=donate)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy, "take_apart", recorded)
+    with recorded() as taken:
         lowered = getattr(update, how)(grads, state, params)
     is_leaf = lazy.is_leaf
     leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in leaves]
     return lowered, {names[i] for parts in taken for i in parts.middles}
+
+
+@contextlib.contextmanager
+def recorded():
+    """A list that gets what each `lazy` takes apart while it is traced."""
+    taken = []
+
+    def record(*args):
+        taken.append(take_apart(*args))
+        return taken[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lazy, "take_apart", record)
+        yield taken
 
 
 def at_once(function, *args):

@@ -1,4 +1,4 @@
-"""`lazy` in blocks: which of optax's transformations, with what results and memory."""
+"""`lazy` in blocks: with what results and memory."""
 
 import functools
 import re
@@ -21,28 +21,6 @@ from ..helpers.support import (
     compile_for_users,
     random_entries,
 )
-from .test_lazy_optax import WORKS, make
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-# Of the transformations that work, those that keep rows in their state and treat each
-# row alone. The others have no state to take along, or norms of parameters, updates or
-# the state, of columns, random numbers or branches in the middle.
-IN_BLOCKS = """
-adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad chain ema
-inject_hyperparams inject_stateful_hyperparams lion masked multi_transform nadam nadamw
-named_chain optimistic_adam optimistic_adam_v2 optimistic_gradient_descent partition
-radam rmsprop rprop scale_by_adadelta scale_by_adam scale_by_adamax scale_by_adan
-scale_by_amsgrad scale_by_belief scale_by_lion scale_by_optimistic_gradient
-scale_by_radam scale_by_rms scale_by_rprop scale_by_rss scale_by_stddev scale_by_yogi
-signum trace with_extra_args_support yogi
-
-contrib.acprop contrib.ademamix contrib.adopt contrib.cocob contrib.madgrad
-contrib.scale_by_acprop contrib.scale_by_ademamix contrib.scale_by_adopt
-contrib.scale_by_cocob contrib.scale_by_madgrad contrib.scale_by_simplified_ademamix
-contrib.schedule_free contrib.schedule_free_adamw contrib.schedule_free_sgd
-contrib.simplified_ademamix contrib.split_real_and_imaginary
-"""
 
 FLAGSHIP = optax.chain(
     optax.clip_by_global_norm(0.5),
@@ -79,18 +57,6 @@ def trees(shapes, nse=8, n_sparse=1, dtype="float32"):
         for k, s in shapes.items()
     }
     return grads, params
-
-
-def test_which_of_optax():
-    found = set()
-    grads, params = trees({"table": (20, 6)})
-    grads["bias"] = params["bias"] = jnp.ones(4)
-    for name, arguments in WORKS.items():
-        tx = osa.lazy(make(name, arguments))
-        _, tables = lower(tx, grads, params, "trace", value=jnp.float32(1))
-        assert tables <= {"table"}
-        found |= {name for _ in tables}
-    assert found == set(IN_BLOCKS.split())
 
 
 def jitted(tx):
@@ -213,21 +179,20 @@ def test_memory(monkeypatch):
     """Blocks, and nothing of the size of the gradient but the results."""
     monkeypatch.undo()
     nse, width = 65_536, 64
-    tx, temporary = osa.lazy(FLAGSHIP), []
-    for rows in (100_000, 10_000_000):
-        table = jax.ShapeDtypeStruct((rows, width), "float32")
-        data = jax.ShapeDtypeStruct((nse, width), "float32")
-        indices = jax.ShapeDtypeStruct((nse, 1), "int32")
-        grad = jax.eval_shape(lambda *x, s=table.shape: bcoo(*x, s), data, indices)
-        lowered, tables = lower(tx, grad, table, donate=1)
-        assert tables == {""}
-        memory = compile_for_users(lowered).memory_analysis()
-        assert memory.alias_size_in_bytes == 2 * rows * width * 4 + 8
-        temporary.append(memory.temp_size_in_bytes)
-    assert temporary[0] == temporary[1]
+    rows = 30_000_000  # a bit for each were more than is allowed
+    table = jax.ShapeDtypeStruct((rows, width), "float32")
+    data = jax.ShapeDtypeStruct((nse, width), "float32")
+    indices = jax.ShapeDtypeStruct((nse, 1), "int32")
+    grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
+    lowered, tables = lower(osa.lazy(FLAGSHIP), grad, table, donate=1)
+    assert tables == {""}
+    memory = compile_for_users(lowered).memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * rows * width * 4 + 8
     # Vectors of ids to sort and to search; gradient, update, moments, decay of a block.
     limit = 8 * nse * 4 + 6 * map_rows._BLOCK_BYTES
-    assert temporary[0] <= limit, f"{temporary[0]} bytes, more than {limit}"
+    assert limit < rows / 8
+    temporary = memory.temp_size_in_bytes
+    assert temporary <= limit, f"{temporary} bytes, more than {limit}"
 
 
 def test_memory_of_many_tables(monkeypatch):
