@@ -380,17 +380,15 @@ def test_trained_as_with_dense_gradients(loop, densely_trained):
 @pytest.mark.parametrize("jit_kwargs", [{}, {"graph_updates": False}])
 def test_step_in_place(jit_kwargs):
     """Nothing of the table's size beside the table, which stays where it is."""
-    temporary = []
-    for rows in (2_000, 20_000):
-        new = Model(nnx.Rngs(0), rows, 64)
-        optimizer = nnx.Optimizer(new, osa.sparse_adam(0.1), wrt=nnx.Param)
-        jit = nnx.jit(donate_argnums=(0, 1), **jit_kwargs)
-        step = jit(functools.partial(training_step, flax_nnx))
-        batch = IDS, jnp.ones(2)
-        lowered = step.lower(new, optimizer, *batch)
-        memory = compile_for_users(lowered).memory_analysis()
-        temporary.append(memory.temp_size_in_bytes)
-        pointer = new.embed.embedding[...].unsafe_buffer_pointer()
-        step(new, optimizer, *batch)
-        assert new.embed.embedding[...].unsafe_buffer_pointer() == pointer
-    assert temporary[0] == temporary[1] < 20_000 * 64
+    rows = 200_000
+    new = Model(nnx.Rngs(0), rows, 4)
+    optimizer = nnx.Optimizer(new, osa.sparse_adam(0.1), wrt=nnx.Param)
+    jit = nnx.jit(donate_argnums=(0, 1), **jit_kwargs)
+    step = jit(functools.partial(training_step, flax_nnx))
+    batch = IDS, jnp.ones(2)
+    lowered = step.lower(new, optimizer, *batch)
+    memory = compile_for_users(lowered).memory_analysis()
+    assert memory.temp_size_in_bytes < rows / 8, memory.temp_size_in_bytes
+    pointer = new.embed.embedding[...].unsafe_buffer_pointer()
+    step(new, optimizer, *batch)
+    assert new.embed.embedding[...].unsafe_buffer_pointer() == pointer
