@@ -98,7 +98,17 @@ def test_optimizers(name, kernel):
     assert_small(temporary(several, OPTIMIZERS[name], (7,), **tables))
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
+# The kernel takes part in the update, to which all lookups are rows: of each kind one.
+LOOKUPS_TWICE = [
+    *((name, "plain") for name in LOOKUPS),
+    *(
+        pytest.param(name, "kernel", marks=needs_compiler)
+        for name in ("scalar", "many", "constant and many", "scan over single ids")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "kernel"), LOOKUPS_TWICE, indirect=["kernel"])
 def test_auxiliary_outputs(name, kernel):
     """Of all types, and of rows that the loss does not read."""
     read, shape = LOOKUPS[name]

@@ -41,7 +41,7 @@ def squared_gradient(lib, read=dense):
 
 def test_gradient_of_gradient():
     """Of either library over either; row-sparse where the outer one is ours."""
-    expected = jax.grad(squared_gradient(jax))(PARAMS, IDS)
+    expected = jax.jit(jax.grad(squared_gradient(jax)))(PARAMS, IDS)
     for outer, inner in ((jax, osa), (osa, jax), (osa, osa)):
         for lift in (jax.jit, lambda f: f):
             grads = lift(outer.grad(squared_gradient(inner)))(PARAMS, IDS)
@@ -175,7 +175,7 @@ def test_branches_of_gradients():
 
 
 def test_jit_and_checkpoint_around():
-    expected = jax.grad(squared_gradient(jax))(PARAMS, IDS)
+    expected = jax.jit(jax.grad(squared_gradient(jax)))(PARAMS, IDS)
     function = jax.checkpoint(jax.jit(squared_gradient(osa)))
     grads = jax.jit(jax.grad(function))(PARAMS, IDS)
     assert_same(grads["t"], expected["t"])

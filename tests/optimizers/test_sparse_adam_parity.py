@@ -85,9 +85,15 @@ HYPERS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64-x64"], indirect=True)
-@pytest.mark.parametrize("n_dense", [0, 1, 2])
-@pytest.mark.parametrize("n_sparse", [1, 2, 3])
+# In float64 each number of axes once: shapes and types are independent of each other,
+# and the hyperparameters below take all types.
+AXES = [(n_sparse, n_dense) for n_sparse in (1, 2, 3) for n_dense in (0, 1, 2)]
+AXES = [(*axes, "float32") for axes in AXES] + [
+    (*axes, "float64-x64") for axes in ((1, 2), (2, 0), (3, 1))
+]
+
+
+@pytest.mark.parametrize(("n_sparse", "n_dense", "dtype"), AXES, indirect=["dtype"])
 def test_shapes(dtype, n_sparse, n_dense):
     number = 3 * (n_sparse - 1) + n_dense
     rng = np.random.default_rng(number)
