@@ -7,7 +7,7 @@ from pathlib import Path
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices, set before JAX starts; tests that need a mesh take what they need. With
-# one, the kernel is used: native/test_main_tests.py runs some files so.
+# one, the kernel is used: native/test_main_tests.py runs some tests so.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count="
@@ -16,7 +16,7 @@ os.environ["XLA_FLAGS"] = (
 
 # Most of the suite's time is compiling, a fifth of that LLVM's optimizations. Without
 # them XLA still fuses, aliases and plans memory as it does for users: optimized HLO and
-# memory are equal to the byte. native/test_main_tests.py runs with them.
+# memory are equal to the byte. native/test_main_tests.py has some with them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 # Programs are kept on disk, for the other worker
@@ -33,6 +33,8 @@ import jax
 import pytest
 
 from optax_sparse_adam.native import _library
+
+from .helpers.native import compile_once
 
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
@@ -140,6 +142,7 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        compile_once(patch)
         _library.register(_library.build())
     return folder
 
