@@ -8,7 +8,7 @@ from pathlib import Path
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices, set before JAX starts; tests that need a mesh take what they need. With
-# one, the kernel is used: native/test_main_tests.py runs some files so.
+# one, the kernel is used: native/test_main_tests.py runs some tests so.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count="
@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = (
 # fusion emitters are half of the rest, and one piece of code is compiled faster than
 # several. Without the emitters XLA fuses otherwise: tests that look at a program use
 # `compile_for_users` of helpers/support.py. jaxlib 0.12 has no others.
-# native/test_main_tests.py runs with everything.
+# native/test_main_tests.py has some with everything.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and version(
     "jaxlib"
@@ -43,6 +43,8 @@ import jax
 import pytest
 
 from optax_sparse_adam.native import _library
+
+from .helpers.native import compile_once
 
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
@@ -154,6 +156,7 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        compile_once(patch)
         _library.register(_library.build())
     return folder
 

@@ -1,6 +1,7 @@
 """The programs of examples/: loaded as modules, and run as a user runs them."""
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "examples"
+# In a training LLVM's optimizations save more time than they take.
+_OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
 
 
 def load_example(name):
@@ -20,7 +23,8 @@ def load_example(name):
 
 def run_example(name, *options, cwd, check=True):
     command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    env = os.environ | _OPTIMIZED
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
     assert not check or done.returncode == 0, done.stderr
     return done
 

@@ -1,6 +1,7 @@
 """What the tests of the optional kernel share, beside the fixtures of conftest.py."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,16 @@ from optax_sparse_adam.native import _build
 needs_compiler = pytest.mark.skipif(
     not _build.compiler(), reason="there is no C++ compiler"
 )
+
+_KEPT = Path(__file__).parents[2] / ".pytest_cache" / "kernels"
+
+
+def compile_once(monkeypatch):
+    """Lets `CXX` be the compiler that is there, which keeps what it has made."""
+    if command := _build.compiler():
+        keeping = Path(__file__).with_name("compiler.py")
+        command = [sys.executable, str(keeping), str(_KEPT), *command]
+        monkeypatch.setenv("CXX", shlex.join(command))
 
 
 def python(*args, **environment):
@@ -33,7 +44,7 @@ def sanitized(folder):
     `None` where the compiler has none, or they are none to preload.
     """
     compiler = _build.compiler()
-    flags = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    flags = "-O0 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
     library = folder / "sanitized.so"
     command = [*compiler, *_build.FLAGS.split(), *flags.split()]
     command += [f"-isystem{jax.ffi.include_dir()}", str(_build.SOURCE)]

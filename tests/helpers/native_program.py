@@ -16,9 +16,9 @@ import optax
 from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.native import available
 
 SHAPE, NSE = (5000, 24), 3000
+ROWS = 30_000_000  # so many that one byte for each is more than a step may hold
 EXACT = {"exact_adam": osa.exact_adam, "exact_adamw": osa.exact_adamw}
 
 
@@ -83,13 +83,13 @@ def looked_up():
     return np.asarray(grad.data).tobytes().hex()
 
 
-def memory(traced, rows):
-    sizes = traced((rows, 64), nse=4096).lower().compile().memory_analysis()
-    return sizes.temp_size_in_bytes, sizes.alias_size_in_bytes - 3 * rows * 64 * 4
+def memory(traced):
+    sizes = traced((ROWS, 64), nse=4096).lower().compile().memory_analysis()
+    return sizes.temp_size_in_bytes, sizes.alias_size_in_bytes - 3 * ROWS * 64 * 4
 
 
 def low_precision():
-    """Temporary bytes of steps on two sizes of a table, by optimiser."""
+    """Temporary bytes of a step, by optimiser."""
     bfloat16 = jnp.bfloat16
     rounded = osa.stochastic_rounding(osa.sparse_adam(0.1), 0, state_dtype=bfloat16)
     cases = {
@@ -105,7 +105,7 @@ def low_precision():
     found = {}
     for name, (tx, dtype) in cases.items():
         traced = functools.partial(training, tx=tx, dtype=dtype)
-        found[name] = [memory(traced, rows)[0] for rows in (100_000, 10_000_000)]
+        found[name] = memory(traced)[0]
     return found
 
 
@@ -170,65 +170,65 @@ def derivative():
     return float(jax.jvp(loss, (jnp.float32(0.1),), (jnp.float32(1.0),))[1])
 
 
+def both_ways():
+    """What can be compared with the plain path."""
+    lazy = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)))
+    return {
+        "uses": targets(lowered(SHAPE).lower()),
+        "training uses": targets(training().lower()),
+        "uses of exact Adam": [
+            targets(training(tx=make(0.1)).lower()) for make in EXACT.values()
+        ],
+        "looked up": looked_up(),
+        "sparse_adam": trained(osa.sparse_adam(0.1, maximize=True)),
+        "lazy": trained(lazy),
+        "rowwise_adam": trained(osa.rowwise_adam(0.1)),
+        "export": [exported(), exported("optax_sparse_adam.sum_rows")],
+        "gradient of many": gradient_of_many(),
+        "derivative": derivative(),
+    }
+
+
+def with_the_kernel():
+    """Where it is not used, and memory: the plain path's is tested elsewhere."""
+    cuda = {"lowering_platforms": ("cuda",)}
+    exact = {name: make(0.1) for name, make in EXACT.items()}
+    flags = {"unique_indices": True, "indices_sorted": True}
+    return {
+        "uses on a GPU": targets(lowered(SHAPE).lower(**cuda)),
+        "training uses on a GPU": targets(training().lower(**cuda)),
+        "uses of exact Adam on a GPU": targets(
+            training(tx=exact["exact_adam"]).lower(**cuda)
+        ),
+        "uses for others": [
+            targets(lowered(*args, **kwargs).lower())
+            for args, kwargs in (
+                [(SHAPE,), {"dtype": "float16"}],
+                [(SHAPE,), flags],
+                [((50, 100, 24),), {"n_sparse": 2}],
+                [(SHAPE,), {"nse": 0}],
+                [((2**31 - 9, 1),), {}],
+            )
+        ],
+        "uses under vmap": targets(jax.jit(jax.vmap(many()[0])).lower(*many()[1])),
+        "ensemble": ensemble(),
+        "memory": memory(lowered),
+        "training memory": memory(training),
+        "memory of exact Adam": [
+            memory(functools.partial(training, tx=tx))[0] for tx in exact.values()
+        ],
+        "low precision": low_precision(),
+    }
+
+
 def main():
     if "--one-core" in sys.argv:
         print(json.dumps({"sparse_adam": trained(osa.sparse_adam(0.1, maximize=True))}))
         return
-    wide = {"unique_indices": True, "indices_sorted": True}
-    # The memory of the plain path is tested without a process of its own.
-    heights = (100_000, 10_000_000) if available() else ()
-    lazy = osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)))
-    print(
-        json.dumps(
-            {
-                "uses": targets(lowered(SHAPE).lower()),
-                "uses on a GPU": targets(
-                    lowered(SHAPE).lower(lowering_platforms=("cuda",))
-                ),
-                "uses for others": [
-                    targets(lowered(*args, **kwargs).lower())
-                    for args, kwargs in (
-                        [(SHAPE,), {"dtype": "float16"}],
-                        [(SHAPE,), wide],
-                        [((50, 100, 24),), {"n_sparse": 2}],
-                        [(SHAPE,), {"nse": 0}],
-                        [((2**31 - 9, 1),), {}],
-                    )
-                ],
-                "memory": [memory(lowered, rows) for rows in heights],
-                "training uses": targets(training().lower()),
-                "uses of exact Adam": [
-                    targets(training(tx=make(0.1)).lower()) for make in EXACT.values()
-                ],
-                "uses of exact Adam on a GPU": targets(
-                    training(tx=osa.exact_adam(0.1)).lower(lowering_platforms=("cuda",))
-                ),
-                "memory of exact Adam": [
-                    [
-                        memory(functools.partial(training, tx=make(0.1)), rows)[0]
-                        for rows in heights
-                    ]
-                    for make in EXACT.values()
-                ],
-                "training uses on a GPU": targets(
-                    training().lower(lowering_platforms=("cuda",))
-                ),
-                "training memory": [memory(training, rows) for rows in heights],
-                "low precision": low_precision() if available() else {},
-                "looked up": looked_up(),
-                "sparse_adam": trained(osa.sparse_adam(0.1, maximize=True)),
-                "lazy": trained(lazy),
-                "rowwise_adam": trained(osa.rowwise_adam(0.1)),
-                "uses under vmap": targets(
-                    jax.jit(jax.vmap(many()[0])).lower(*many()[1])
-                ),
-                "export": [exported(), exported("optax_sparse_adam.sum_rows")],
-                "ensemble": ensemble(),
-                "gradient of many": gradient_of_many(),
-                "derivative": derivative(),
-            }
-        )
-    )
+    kernel = both_ways() | with_the_kernel()
+    os.environ["OPTAX_SPARSE_ADAM_NATIVE"] = "0"
+    jax.clear_caches()  # what was traced with it
+    print(json.dumps([kernel, both_ways()]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The optional kernel: how it is compiled, found, and done without."""
 
+import re
 import shlex
+import shutil
 import sys
 import unittest.mock
 from pathlib import Path
@@ -10,7 +12,12 @@ import pytest
 
 from optax_sparse_adam.native import __main__, _build, _library
 
-from ..helpers.native import needs_compiler, python
+from ..helpers.native import compile_once, needs_compiler, python
+
+
+@pytest.fixture(autouse=True)
+def once(monkeypatch):
+    compile_once(monkeypatch)
 
 
 @needs_compiler
@@ -47,40 +54,32 @@ def test_which_library_is_taken(cache, alone, monkeypatch, tmp_path):
 
 def test_name_says_what_a_library_was_compiled_from(tmp_path, monkeypatch):
     names = {_build.library_name((0, 3)), _build.library_name((0, 4))}
-    other = tmp_path / "rows.cc"
-    other.write_text(_build.SOURCE.read_text() + "\n")
     for target, value in {
         "platform.machine": lambda: "other",
         "sys.platform": "other",
         "optax_sparse_adam.native._build.FLAGS": "-O0",
-        "optax_sparse_adam.native._build.SOURCE": other,
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(target, value)
             names.add(_build.library_name((0, 3)))
-    assert len(names) == 6
+    folder = _build.SOURCE.parent
+    for path in (_build.SOURCE, *folder.glob("*.h")):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(_build, "SOURCE", tmp_path / "rows.cc")
+    assert _build.library_name((0, 3)) in names  # wherever the source is
+    for path in [*tmp_path.iterdir()]:  # the source, and each of its headers
+        path.write_text(path.read_text() + "\n")
+        names.add(_build.library_name((0, 3)))
+    assert len(names) == 5 + 1 + len([*folder.glob("*.h")])
 
 
-OTHER_HEADERS = """
-import re
-import sys
-from pathlib import Path
-import jax
-from optax_sparse_adam.native import _build, _library
-folder = Path(sys.argv[1])
-for part in ("api.h", "c_api.h", "ffi.h"):
-    text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", part).read_text()
-    text = re.sub(r"XLA_FFI_API_MINOR \\d+", "XLA_FFI_API_MINOR 0", text)
-    path = folder / "include" / "xla" / "ffi" / "api" / part
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-library = _build.compile_into(_library.cache(), folder / "include")
-assert library.name.endswith("-0.0.so"), library
-"""
-REFUSED = """
+# It is refused before it runs, so it need not be fast.
+FAST_TO_COMPILE = _build.FLAGS.replace("-O3", "-O0")
+REFUSED = f"""
 import warnings
 import jax.numpy as jnp
-from optax_sparse_adam.native import _library
+from optax_sparse_adam.native import _build, _library
+_build.FLAGS = {FAST_TO_COMPILE!r}
 _library.INSTALLED = _library.cache() / "none"
 with warnings.catch_warnings(record=True) as caught:
     assert not _library.available()
@@ -91,12 +90,20 @@ assert jnp.ones(3).sum() == 3
 
 
 @needs_compiler
-def test_what_xla_refuses_does_not_stop_the_backend(tmp_path):
+def test_what_xla_refuses_does_not_stop_the_backend(tmp_path, monkeypatch):
     """In a process that has not started JAX; all of the interfaces since 0.1 work."""
-    variables = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}
-    for code in (OTHER_HEADERS, REFUSED):
-        done = python("-c", code, str(tmp_path), **variables)
-        assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_build, "FLAGS", FAST_TO_COMPILE)
+    headers = tmp_path / "include" / "xla" / "ffi" / "api"
+    headers.mkdir(parents=True)
+    for part in ("api.h", "c_api.h", "ffi.h"):
+        text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", part).read_text()
+        text = re.sub(r"XLA_FFI_API_MINOR \d+", "XLA_FFI_API_MINOR 0", text)
+        (headers / part).write_text(text)
+    library = _build.compile_into(_library.cache(), tmp_path / "include")
+    assert library.name.endswith("-0.0.so")
+    done = python("-c", REFUSED, XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
 
 
 def test_where_it_cannot_be_looked_for(tmp_path, alone, monkeypatch):

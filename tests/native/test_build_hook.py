@@ -12,12 +12,17 @@ import pytest
 
 from optax_sparse_adam.native import _build
 
-from ..helpers.native import needs_compiler
+from ..helpers.native import compile_once, needs_compiler
 
 wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not there")
 
 _ROOT = Path(__file__).parents[2]
 _NEEDED = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore")
+
+
+@pytest.fixture(autouse=True)
+def once(monkeypatch):
+    compile_once(monkeypatch)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 def train(tx, width):
-    """Rows of all ages; those of one step in the middle hold values."""
+    """Rows of all ages; those of a step before a flush hold values."""
 
     def loss(table, ids):
         rows = jnp.take(table, ids, axis=0, mode="fill", fill_value=2.0)
@@ -38,20 +38,22 @@ def train(tx, width):
         updates, state = tx.update(grad, state, table)
         return (osa.apply_updates(table, updates), state), rows
 
+    def steps(carry, ids):
+        carry, rows = jax.lax.scan(step, carry, ids)
+        return osa.flush(*carry), (carry, rows)
+
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.standard_normal((ROWS, width)), "float32")
     ids = rng.integers(-2, ROWS + 2, (STEPS, 25), "int32")
     ids[:, :5] = 7  # read more than once in a step
-    carry = table, tx.init(table)
-    carry, _ = jax.lax.scan(step, carry, ids[:4])
-    carry, rows = jax.lax.scan(step, osa.flush(*carry), ids[4:])
-    return carry, rows
+    return jax.lax.scan(steps, (table, tx.init(table)), ids.reshape(3, -1, 25))
 
 
-@pytest.mark.parametrize("width", [1, 70])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "width"), [("adamw", 1), *((n, 70) for n in OPTIMIZERS)]
+)
 def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
-    """Widths of a part of the loops over a row, and of more than one."""
+    """Rows of one number, and of more than one part of the loops over a row."""
 
     def run(uses_kernel):
         monkeypatch.setattr(_calls, "available", lambda: uses_kernel)

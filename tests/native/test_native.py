@@ -171,7 +171,7 @@ def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     program = str(Path(__file__).parents[1] / "helpers" / "kernel_cases.py")
     done = python(program, str(library), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "465 wrong calls refused\n"
+    assert done.stdout == "356 wrong calls refused\n"
     assert not done.stderr
 
 
@@ -200,10 +200,10 @@ def test_every_wrong_array_is_refused_while_tracing(name, how):
         _calls.adam_rows(grad, (arrays["mu"], arrays["nu"]), factors)
 
 
-def run(cache, *args, **environment):
+def run(cache, *args):
     program = str(Path(__file__).parents[1] / "helpers" / "native_program.py")
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
-    variables = {"XLA_FLAGS": flags, "XDG_CACHE_HOME": str(cache)} | environment
+    variables = {"XLA_FLAGS": flags, "XDG_CACHE_HOME": str(cache)}
     result = python(program, *args, **variables)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -216,8 +216,7 @@ def arrays(hexes):
 @needs_compiler
 def test_process_of_one_device(cache):
     """What it does by itself, and that it changes nothing but the time."""
-    with_it = run(cache)
-    without = run(cache, OPTAX_SPARSE_ADAM_NATIVE="0")
+    with_it, without = run(cache)
     assert with_it["uses"] == ["adam_rows", "add_rows"]
     assert with_it["training uses"] == ["take_rows", "adam_rows", "add_rows"]
     exact = ["take_rows_now", "exact_adam_rows", "add_rows"]
@@ -246,17 +245,17 @@ def test_process_of_one_device(cache):
     assert "no compatibility guarantees" in refused
     assert exported == ""
     assert without["export"] == ["", ""]
-    small, large = with_it["memory"]
-    assert small == large
-    assert len({*map(tuple, with_it["training memory"])}) == 1
-    for name, (low, high) in with_it["low precision"].items():
-        assert low == high < 25 * 4096 * 64 * 4, name
-    for small_one, large_one in with_it["memory of exact Adam"]:
-        assert small_one == large_one
-        # That of sparse_adam, and the numbers of some hundred steps to come.
-        assert small_one <= with_it["training memory"][0][0] + 20_000
-    temporary, alias = small
+    # Of 30 million rows a byte each, or more, would be seen.
+    for name, temporary in with_it["low precision"].items():
+        assert temporary < 12 * 4096 * 64 * 4, name
+    training, alias = with_it["training memory"]
+    assert training < 3 * 4096 * 64 * 4
     assert alias == 4  # the count; the three tables are subtracted
+    for temporary in with_it["memory of exact Adam"]:
+        # That of sparse_adam, and the numbers of some hundred steps to come.
+        assert temporary <= training + 20_000
+    temporary, alias = with_it["memory"]
+    assert alias == 4
     # The gradient's buffer, which becomes the update; its indices; some vectors of ids.
     assert temporary <= 4096 * (64 * 4 + 3 * 4) + 1024
     if hasattr(os, "sched_setaffinity"):
