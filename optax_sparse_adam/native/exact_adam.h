@@ -20,14 +20,41 @@ namespace {
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
 
 // The way that rows have still to go: see `_rows/ways.py`, `way_of`.
+//
+// Far above the centre, where the roots of most rows lie, `z` is close to 1, and four
+// terms of the polynomial's Taylor series in `u = 1 - z` are all that a float holds.
 struct Way {
   const float* coefficients;  // of the powers of z
   int64_t size, nodes;        // those that are not zero, and all
   float centre;
+  float taylor[4];  // of the powers of u
+  float far;        // roots from which on these suffice
 
   Way(const float* coefficients, int64_t nodes, float centre)
       : coefficients(coefficients), size(nodes), nodes(nodes), centre(centre) {
     while (size > 1 && coefficients[size - 1] == 0) --size;
+    FindTaylor();
+  }
+
+  bool IsZero() const { return size == 1 && coefficients[0] == 0; }
+  bool is_of_roots() const { return nodes % 2 == 1; }
+
+  void FindTaylor() {
+    std::vector<double> series(coefficients, coefficients + size);
+    for (int64_t k = 0; k < size; ++k) {  // of powers of z - 1: Horner's scheme
+      for (int64_t j = size - 2; j >= k; --j) series[j] += series[j + 1];
+    }
+    for (int64_t k = 1; k < size; k += 2) series[k] = -series[k];
+    for (int64_t k = 0; k < 4; ++k) taylor[k] = k < size ? float(series[k]) : 0.0f;
+    const auto rest = [&](double u) {  // what four terms leave out, at most
+      double sum = 0.0;
+      for (int64_t k = size - 1; k >= 4; --k) sum = (sum + std::abs(series[k])) * u;
+      return sum * u * u * u;
+    };
+    double u = 2.0;
+    while (u > 1e-6 && !(rest(u) <= 0x1p-25 * std::abs(series[0]))) u *= 0.75;
+    const bool found = u > 1e-6 && !is_of_roots();
+    far = found ? centre * float(2.0 / u - 1.0) : std::numeric_limits<float>::infinity();
   }
 
   // Of `sign * mu` and `scale * root`, for at most `kPart` numbers. One loop after the
@@ -36,15 +63,28 @@ struct Way {
   INLINE void operator()(const float* __restrict__ mu, float sign,
                          const float* __restrict__ root, float scale, int64_t n,
                          float* __restrict__ way) const {
+    const float c = centre;
+    int32_t is_near = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      is_near |= !(root[i] * scale >= far) & (mu[i] != 0.0f);
+    }
+    if (!is_near) {
+      const float c0 = taylor[0], c1 = taylor[1], c2 = taylor[2], c3 = taylor[3];
+      for (int64_t i = 0; i < n; ++i) {
+        const float inverse = 1.0f / (root[i] * scale + c), u = 2.0f * c * inverse;
+        way[i] = mu[i] * sign * inverse * (((c3 * u + c2) * u + c1) * u + c0);
+      }
+      return;
+    }
     float z[kPart], factor[kPart];
-    const float c = centre, half = std::sqrt(centre);
+    const float half = std::sqrt(centre);
     for (int64_t i = 0; i < n; ++i) {
       const float s = root[i] * scale, inverse = 1.0f / (s + c);
       factor[i] = mu[i] * sign * inverse;
       z[i] = (s - c) * inverse;
       way[i] = 0.0f;
     }
-    for (int64_t i = 0; nodes % 2 == 1 && i < n; ++i) {
+    for (int64_t i = 0; is_of_roots() && i < n; ++i) {
       const float s = std::sqrt(root[i] * scale);
       z[i] = (s - half) / (s + half);
     }
@@ -82,11 +122,11 @@ struct RestingRows {
     float log_decay;
   };
 
-  template <bool kWrites>
-  INLINE void Prefetch(int64_t row) const {
-    PrefetchRow<kWrites>(mu + row * width, width);
-    PrefetchRow<kWrites>(nu + row * width, width);
-    __builtin_prefetch(last + row);
+  // Whether a row has no way to go that a float would hold: its moves have fallen by
+  // exp(-32) since its last update. Its moments need not be read.
+  bool HasArrived(int64_t row) const {
+    if (last[row] <= since) return behind.IsZero();
+    return float(count - last[row]) * (numbers[0] - numbers[1]) < -32.0f;
   }
 
   Row Find(int64_t row) const {
@@ -107,13 +147,16 @@ INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
                     float* __restrict__ out) {
   const RestingRows::Row now = rows.Find(row);
   const float decay = rows.high == nullptr ? 1.0f : std::exp(now.log_decay);
+  const bool has_arrived = rows.HasArrived(row);
   for (int64_t j = 0; j < rows.width; j += kPart) {
     const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
     const float* nu = rows.nu + place;
     const float* value = table + place;
-    float root[kPart], by[kPart];
-    for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
-    (*now.way)(rows.mu + place, now.sign, root, now.root, n, by);
+    float root[kPart], by[kPart] = {};
+    if (!has_arrived) {
+      for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
+      (*now.way)(rows.mu + place, now.sign, root, now.root, n, by);
+    }
     if (rows.high == nullptr) {
       for (int64_t i = 0; i < n; ++i) out[j + i] = value[i] + by[i];
     } else {
@@ -132,6 +175,78 @@ void ReadRowPlain(const RestingRows& rows, int64_t row, const float* table,
   ReadRow(rows, row, table, out);
 }
 
+// Where rows were read to, for the next ids of the same rows to copy them: of all threads,
+// by a hash of the row. A place is found only when its row is there.
+class Places {
+ public:
+  explicit Places(int64_t size) {
+    while ((int64_t(1) << bits_) < size && bits_ < 16) ++bits_;
+    places_.reset(new std::atomic<uint64_t>[int64_t(1) << bits_]);
+    for (int64_t i = 0; i < int64_t(1) << bits_; ++i) places_[i] = ~uint64_t(0);
+  }
+
+  // A place of this row, or -1.
+  int64_t Find(int64_t row) const {
+    const uint64_t found = At(row).load(std::memory_order_acquire);
+    return int64_t(found >> 32) == row ? int64_t(uint32_t(found)) : -1;
+  }
+
+  void Keep(int64_t row, int64_t place) const {
+    if (place > kMaxRow) return;
+    At(row).store(uint64_t(row) << 32 | uint64_t(place), std::memory_order_release);
+  }
+
+ private:
+  std::atomic<uint64_t>& At(int64_t row) const {
+    return places_[(uint32_t(row) * 2654435769u) >> (32 - bits_)];  // Fibonacci hashing
+  }
+
+  int bits_ = 10;
+  std::unique_ptr<std::atomic<uint64_t>[]> places_;
+};
+
+// The rows of these ids as they are now; see `TakeRows` for ids outside of the table.
+void ReadRowsNow(ffi::ThreadPool& pool, const RestingRows& resting, const float* table,
+                 const int32_t* index, int64_t size, int64_t num_rows, bool clamps,
+                 float fill, float* out) {
+  constexpr int64_t kAhead = 8;  // rows to fetch ahead; what tells which, twice as far
+  const int64_t width = resting.width;
+  const auto read = HAS_AVX2 ? ReadRowAvx2 : ReadRowPlain;
+  const Places places(size);
+  const auto row = [&](int64_t k) {
+    return std::clamp<int64_t>(index[k], 0, num_rows - 1);
+  };
+  AdviseHugePages(out, size * width * sizeof(float));
+  Parallel(pool, size, 2048, [&](int64_t begin, int64_t end) {
+    int64_t found[kAhead];  // the places of the next ids
+    const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
+      if (k >= end) return;
+      const int64_t first = row(k) * width, place = places.Find(row(k));
+      found[k % kAhead] = place;
+      if (place >= 0) return PrefetchRow<false>(out + place * width, width);
+      PrefetchRow<false>(table + first, width);
+      if (resting.HasArrived(row(k))) return;
+      PrefetchRow<false>(resting.mu + first, width);
+      PrefetchRow<false>(resting.nu + first, width);
+    };
+    for (int64_t k = begin; k < begin + kAhead; ++k) fetch(k);
+    for (int64_t k = begin; k < end; ++k) {
+      int64_t place = found[k % kAhead];
+      if (k + 2 * kAhead < end) __builtin_prefetch(resting.last + row(k + 2 * kAhead));
+      fetch(k + kAhead);
+      if (place < 0) place = places.Find(row(k));
+      if (!clamps && row(k) != index[k]) {
+        std::fill_n(out + k * width, width, fill);
+      } else if (place >= 0) {
+        std::memcpy(out + k * width, out + place * width, width * sizeof(float));
+      } else {
+        read(resting, row(k), table, out + k * width);
+        places.Keep(row(k), k);
+      }
+    }
+  });
+}
+
 // The formula of `_optimizers/exact_formula.py`.
 struct ExactAdam {
   static constexpr bool kInOrder = false;
@@ -144,7 +259,9 @@ struct ExactAdam {
   bool has_avx2 = HAS_AVX2;
 
   INLINE void Prefetch(int64_t row) const {
-    rows.Prefetch<true>(row);
+    PrefetchRow<true>(rows.mu + row * rows.width, rows.width);
+    PrefetchRow<true>(rows.nu + row * rows.width, rows.width);
+    __builtin_prefetch(rows.last + row);
     if (rows.high != nullptr) {
       PrefetchRow<false>(table + row * rows.width, rows.width);
     }

@@ -260,15 +260,12 @@ ffi::Error ExactAdamRows(ffi::ThreadPool pool, Ints indices, Floats given,
   return Run(pool, indices, given, num_rows, width, *rows, *data, *count, adam);
 }
 
-// `TakeRows` of rows that are brought up to date. A row that was read shortly before is
-// copied.
+// `TakeRows` of rows that are brought up to date.
 ffi::Error TakeRowsNow(ffi::ThreadPool pool, Floats table, Floats mu, Floats nu,
                        Ints last, Floats numbers, Ints steps, Ints indices,
                        ffi::RemainingArgs more, int64_t num_rows, int64_t width,
                        int64_t nodes, bool clamps, float fill,
                        ffi::Result<Floats> rows) {
-  constexpr int64_t kAhead = 8;          // rows to fetch ahead
-  constexpr int64_t kRemembered = 1024;  // rows, by the last bits of their ids
   std::vector<const float*> others;
   if (num_rows < 1 || width < 1) return Invalid("The kernel takes no empty table.");
   if (nodes < 1) return Invalid("The kernel takes one node of a way at least.");
@@ -287,34 +284,12 @@ ffi::Error TakeRowsNow(ffi::ThreadPool pool, Floats table, Floats mu, Floats nu,
                             const_cast<float*>(others[0]),
                             const_cast<float*>(others[1]), width,
                             numbers.typed_data(), nodes, step[0], step[1]};
-  const auto read = HAS_AVX2 ? ReadRowAvx2 : ReadRowPlain;
-  const int32_t* index = indices.typed_data();
-  const auto row = [&](int64_t k) {
-    return std::clamp<int64_t>(index[k], 0, num_rows - 1);
-  };
-  const float* data = table.typed_data();
-  float* out = rows->typed_data();
-  AdviseHugePages(out, size * width * sizeof(float));
-  Parallel(pool, size, 2048, [&](int64_t begin, int64_t end) {
-    int64_t places[kRemembered];  // where rows were read to
-    std::fill_n(places, kRemembered, -1);
-    for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < end) {
-        const int64_t next = row(k + kAhead);
-        resting.Prefetch<false>(next);
-        PrefetchRow<false>(data + next * width, width);
-      }
-      int64_t& place = places[row(k) % kRemembered];
-      if (!clamps && row(k) != index[k]) {
-        std::fill_n(out + k * width, width, fill);
-      } else if (place >= 0 && row(place) == row(k)) {
-        std::memcpy(out + k * width, out + place * width, width * sizeof(float));
-      } else {
-        read(resting, row(k), data, out + k * width);
-        place = k;
-      }
-    }
-  });
+  try {
+    ReadRowsNow(pool, resting, table.typed_data(), indices.typed_data(), size, num_rows,
+                clamps, fill, rows->typed_data());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for places");
+  }
   return ffi::Error::Success();
 }
 

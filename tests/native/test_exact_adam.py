@@ -21,15 +21,21 @@ OPTIMIZERS = {
     "adamw": lambda: osa.exact_adamw(SCHEDULE, weight_decay=0.1),
     "nadam": lambda: osa.exact_adam(SCHEDULE, nesterov=True),
     "z of roots": lambda: osa.exact_adam(SCHEDULE, b2=0.95),
+    "rows arrive": lambda: osa.exact_adam(0.1, b1=1e-3),  # within five steps
 }
 
 
 def train(tx, width):
-    """Rows of all ages; those of a step before a flush hold values."""
+    """Rows of all ages; those of a step before a flush hold values.
+
+    Their gradients are of size 1 to 1e-9, so that roots are far above `eps`, and below.
+    """
+    weights = 10.0 ** -(jnp.arange(ROWS, dtype="float32") % 10)
 
     def loss(table, ids):
         rows = jnp.take(table, ids, axis=0, mode="fill", fill_value=2.0)
-        return jnp.sum(jnp.sin(rows) ** 2), rows
+        weight = jnp.take(weights, ids, mode="clip")
+        return jnp.sum(weight[:, None] * jnp.sin(rows) ** 2), rows
 
     def step(carry, ids):
         table, state = carry
@@ -71,6 +77,28 @@ def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
             assert_close(a, b, STEPS * TOLERANCE["float32"].torch, magnitude=1.0)
         else:
             assert_identical(a, b)
+
+
+@pytest.mark.parametrize("fill", [2.0, None])
+def test_many_lookups(cache, fill):
+    """A row that was read before is copied: each is as if it was read alone."""
+    rng = np.random.default_rng(0)
+    table, mu, nu = (rng.standard_normal((ROWS, 3), "float32") for _ in range(3))
+    last = rng.integers(1, 9, ROWS).astype("int32")
+    numbers = np.array([-0.1, -5e-4, 1e-9, 2e-9, 0, 0, 0, 0, 1, 0.5], "float32")
+
+    @jax.jit
+    def look_up(ids):
+        args = (mu, nu**2, last), numbers, np.array([9, 0], "int32")
+        return _calls.look_up_rows_now(jnp.asarray(table), *args, ids, fill)
+
+    alone = np.concatenate([look_up(np.array([i], "int32")) for i in range(ROWS)])
+    ids = rng.integers(-3, ROWS + 3, 30_000).astype("int32")
+    expected = alone[np.clip(ids, 0, ROWS - 1)]
+    if fill is not None:
+        expected[(ids < 0) | (ids >= ROWS)] = fill
+    assert np.abs(alone - table).min() > 0
+    assert_identical(look_up(ids), expected)
 
 
 def test_where_it_is_not_used(cache, monkeypatch):
