@@ -85,7 +85,7 @@ def _show_bounds(
     kernel reads nor that an index has been clamped. A slice without columns has the
     same bounds, and XLA drops it. (tests/gradients/test_checkify.py)
     """
-    collapsed = range(1, 1)
+    collapsed: Sequence[int] = ()
     if "dimension_numbers" in params:
         collapsed = params["dimension_numbers"].collapsed_slice_dims
     sizes = params["slice_sizes"]

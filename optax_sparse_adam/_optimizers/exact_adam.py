@@ -16,6 +16,7 @@ from .._rows.resting_state import ExactAdamState, RowState, held_by, replace_hel
 from .exact_formula import Step, update_dense, update_sparse
 from .exact_schedule import (
     Betas,
+    checked_constants,
     constants_of,
     fit,
     hold_values,
@@ -39,7 +40,8 @@ def _schedule(value: Any, name: str) -> Schedule:
             "rows at rest move by it: a Python number, or a schedule of the step "
             f"number; got {type(value).__name__}. optax.inject_hyperparams gives "
             "arrays, which may change by hand. To change it by hand, call "
-            "flush(params, state) and make a new exact_adam, which takes the state."
+            "flush(params, state) and make a new exact_adam of the same b1, b2 and "
+            "eps, which takes the state."
         )
     check_at_least(name, value, 0)
     return lambda count: value
@@ -54,10 +56,15 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
                 "length follows from it."
             )
     check_hyperparameters(b1, b2, eps)
+    if eps < np.finfo(np.float32).tiny:
+        raise ValueError(
+            f"exact_adam needs an eps that float32 holds in full, of at least 1.2e-38, "
+            f"got {eps}."
+        )
     if eps_root != 0:
         raise ValueError(
             f"exact_adam supports eps_root=0.0 only, got {eps_root}: the moves of a "
-            "row that rests have a closed form without it. Use eps, or optax.adam."
+            "row that rests can be summed up without it only. Use eps, or optax.adam."
         )
     if not b1 * b1 < b2:
         raise ValueError(
@@ -162,17 +169,18 @@ def _exact_adam(
             )
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
         parts = held_by(state, nus, treedef)
-        steps = steps_from(state.count, rate, decay, betas, state.constants.eps.dtype)
+        constants = checked_constants(state, betas)
+        steps = steps_from(state.count, rate, decay, betas, constants.eps.dtype)
         kinds = {True: steps, False: steps.without_decay()}
         aheads = {mark: way_ahead(kinds[mark], betas) for mark in set(marks)}
         count = optax.safe_increment(state.count)
         for i, (rows, before) in parts.items():
             steps, grad = kinds[marks[i]], grads[i]
-            after = take_step(before, state.constants, steps, aheads[marks[i]])
+            after = take_step(before, constants, steps, aheads[marks[i]])
             if grad is not None:
                 check_leaf(grad, rows.nu)
                 now = jax.tree.map(lambda x: x[:1], steps)
-                step = Step(state.count, before, after, state.constants, now)
+                step = Step(state.count, before, after, constants, now)
                 tables = (rows.mu, rows.nu, rows.last, *rows.log_decay)
                 read = (olds[i],) if decay is not None else ()
                 one: Any = update_sparse if is_bcoo(grad) else update_dense

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.on_cpu import on_cpu
@@ -39,10 +40,21 @@ class Step(NamedTuple):
     now: Steps
 
 
+def _rounded(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` as the type of `like` holds it; XLA may drop a cast there and back."""
+    if like.dtype.itemsize >= x.dtype.itemsize:
+        return x
+    info = jnp.finfo(like.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
 def _update_rows(
     grad: jax.Array, rows: Tables, step: Step, betas: Betas, *, rest: bool
 ) -> tuple[jax.Array, Tables]:
-    """The formula: pure arithmetic on rows, or on a whole array.
+    """The formula, for rows or for a whole dense array.
+
+    `ExactAdam::Update` in `native/exact_adam.h` is the same formula for CPUs: change
+    both. `tests/native/test_exact_adam.py` compares them.
 
     Args:
       grad: Their gradients.
@@ -70,8 +82,10 @@ def _update_rows(
         move = move + now.grad_size[0] * grad
     change = -move / (root + constants.eps * now.rho[0])
     if rest:
-        ahead = polynomial(step.after.ways[1], dtype)
-        change = change - way_of(ahead, mu, root, centre_of_way(constants, number))
+        # Of the moments as they are stored, since the way is read back from these.
+        ahead, kept = polynomial(step.after.ways[1], dtype), _rounded(mu, rows[0])
+        root = jnp.sqrt(_rounded(nu, rows[1]))
+        change = change - way_of(ahead, kept, root, centre_of_way(constants, number))
     if param is None:
         change = change + moved.by
     else:
@@ -106,8 +120,8 @@ def update_sparse(
         return (rows.indices, data), tables
 
     def by_slots(grad: BCOO, *args: Any) -> Any:
-        (_, data), tables = by_rows(grad, *args)
-        return first_slots(grad, data), tables
+        rows, tables = by_rows(grad, *args)
+        return first_slots(grad, *rows), tables
 
     def by_kernel(grad: BCOO, read: Tables, tables: Tables, step: Step) -> Any:
         before = step.before, step.constants, step.done

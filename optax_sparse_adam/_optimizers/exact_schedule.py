@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._rows.resting_state import Whole
+from .._rows.resting_state import ExactAdamState, Whole
 from .._rows.ways import (
     Constants,
     centre_of_way,
@@ -97,7 +97,9 @@ def fit(b1: float, b2: float, dtype: Any) -> Fit:
     There the poles are farthest apart; all steps after it need fewer.
     """
     mean = 1 / (1 - b1 / math.sqrt(b2))  # of the steps ahead, by the size of the move
-    leads = {max(1, round(mean * factor)) for factor in (0.5, 1, 1.5, 2, 3, 4, 6)}
+    most_ahead = horizon(b1, b2, dtype)
+    factors = (0.5, 1, 1.5, 2, 3, 4, 6)
+    leads = {min(max(1, round(mean * factor)), most_ahead) for factor in factors}
     fits = [
         Fit(lead, degree)
         for lead in sorted(leads)
@@ -173,13 +175,39 @@ def steps_from(
 
 
 def constants_of(betas: Betas, dtype: Any) -> Constants:
-    b1 = max(betas.b1, 1e-30)  # whose powers are 1, 0, 0, ... in float32
+    b1 = max(betas.b1, 1e-30)  # whose square is 0 in float32
     return Constants(
         log_b1=jnp.full([], math.log(b1), dtype),
         log_q=jnp.full([], math.log(betas.b2) / 2, dtype),
         eps=jnp.full([], betas.eps, dtype),
         lead=jnp.full([], fit(betas.b1, betas.b2, dtype).lead, jnp.int32),
     )
+
+
+def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
+    """The constants of a state; NaN where they are not those of this optimiser.
+
+    Raises:
+      ValueError: If that is known at once: outside of `jit`, or by the shapes.
+    """
+    found = state.constants
+    own = constants_of(betas, found.eps.dtype)
+    pairs = zip(found[:3], own[:3], strict=True)  # the lead follows from these
+    # As close as two machines compute a logarithm.
+    is_same = jnp.stack(
+        [abs(a - b) <= jnp.asarray(1e-5, b.dtype) * abs(b) for a, b in pairs]
+    ).all()
+    degree = fit(betas.b1, betas.b2, found.eps.dtype).degree
+    degrees = {way.shape[-1] for way in jax.tree.leaves(state.ways)}
+    is_traced = isinstance(is_same, jax.core.Tracer)
+    if degrees - {degree} or not (is_traced or is_same):
+        raise ValueError(
+            "exact_adam needs a state that was made with its own b1, b2 and eps, by "
+            "which resting rows have moved; got that of others. Only the learning "
+            "rate and the weight decay may change, after flush(params, state). Make "
+            "a new state by init."
+        )
+    return found._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
 
 
 def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
@@ -212,11 +240,12 @@ def take_step(
     if decay is not None:
         assert steps.log_decay is not None
         behind = behind * jnp.exp(steps.log_decay[0])
-        # The sum in two numbers: the second is what the first rounds off (Dekker's
-        # Fast2Sum).
-        addend = steps.log_decay[0] + decay[1]
-        total = decay[0] + addend
-        decay = jnp.stack([total, addend - (total - decay[0])])
+        # The sum in two numbers: the second is what the first rounds off (Knuth's
+        # TwoSum).
+        before, addend = decay[0], steps.log_decay[0] + decay[1]
+        total = before + addend
+        added = total - before
+        decay = jnp.stack([total, (before - (total - added)) + (addend - added)])
     move = sum_at_nodes(
         size,
         constants.eps * rho / centre_of_way(constants, whole.since),

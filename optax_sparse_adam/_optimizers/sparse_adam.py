@@ -52,7 +52,10 @@ def _adam(
     factors: Factors,
     weights: Weights | None = None,
 ) -> tuple[jax.Array, Moments]:
-    """The formula: pure arithmetic on rows, or on a whole dense array.
+    """The formula, for rows or for a whole dense array.
+
+    `Adam` in `native/rows.cc` is the same formula for CPUs: change both.
+    `tests/native/test_native.py` compares them.
 
     `weights` are `1 - b1` and `1 - b2` where they are known while tracing.
     """
@@ -77,8 +80,8 @@ def update_sparse(
         return (rows.indices, data), moments
 
     def by_slots(grad: BCOO, moments: Moments, factors: Factors) -> Any:
-        (_, data), moments = by_rows(grad, moments, factors)
-        return first_slots(grad, data), moments
+        rows, moments = by_rows(grad, moments, factors)
+        return first_slots(grad, *rows), moments
 
     wide = cast_entries(grad, factors.scale.dtype)
     if native.fits(wide, *moments):

@@ -65,7 +65,8 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
     sorted, and its entries keep their order.
     """
     grad = cast_entries(grad, dtype)
-    return _sums_by_kernel(grad) if native.fits(grad) else _sums(grad)
+    by_kernel = native.fits(grad) and not grad.unique_indices
+    return _sums_by_kernel(grad) if by_kernel else _sums(grad)
 
 
 def cast_entries(grad: BCOO, dtype: Any) -> BCOO:
@@ -95,16 +96,21 @@ def _sums_by_kernel(grad: BCOO) -> Rows:
     return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
-def first_slots(grad: BCOO, data: jax.Array) -> tuple[jax.Array, jax.Array]:
+def first_slots(
+    grad: BCOO, indices: jax.Array, data: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The rows of `touched_rows`, each in the slot of its first entry.
 
     Args:
       grad: The gradient, with indices from `cast_entries`.
-      data: The values of the rows, in the order of `touched_rows`.
+      indices: Those of its `touched_rows`.
+      data: The values of these rows, in the same order.
 
     Returns:
       Indices and values; all other slots are padding.
     """
+    if grad.unique_indices:
+        return indices, data
     slot = jnp.arange(grad.nse, dtype=jnp.int32)
     _, group, _ = group_rows(grad.indices, grad.shape, grad.indices_sorted)
     first = jnp.full_like(slot, grad.nse).at[group].min(slot, mode="drop")

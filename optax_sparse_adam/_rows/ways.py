@@ -110,11 +110,12 @@ def polynomial(values: jax.Array, dtype: Any) -> list[jax.Array]:
 
 def way_of(coefficients: list[Any], mu: Any, root: Any, centre: Any) -> jax.Array:
     """The way of rows with this first moment and this root of the second."""
+    # `(root - centre) / (root + centre)`, and 1, not NaN, where a root is infinite.
     inverse = 1 / (root + centre)
-    z = (root - centre) * inverse
+    z = 1 - 2 * centre * inverse
     if is_of_roots(len(coefficients)):
-        root, centre = jnp.sqrt(root), jnp.sqrt(centre)
-        z = (root - centre) / (root + centre)
+        centre = jnp.sqrt(centre)
+        z = 1 - 2 * centre / (jnp.sqrt(root) + centre)
     total = coefficients[-1]
     for coefficient in coefficients[-2::-1]:
         total = total * z + coefficient

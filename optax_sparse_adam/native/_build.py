@@ -1,7 +1,9 @@
 """How the kernel is compiled. Imports no JAX: an installation has its headers only.
 
 The name of a library says what it was compiled from and for, so that none of an older
-source, of other flags or of another machine is ever loaded.
+source, of other `FLAGS` or for another kind of processor is ever loaded. It does not
+say what `CXX` adds: `CXX="g++ -march=native"` is for one machine, not for a home folder
+that several share.
 """
 
 import ctypes

@@ -34,7 +34,6 @@ def fits(grad: BCOO, *tables: jax.Array) -> bool:
         and all(table.dtype in _FLOATS for table in tables)
         and grad.indices.dtype == jnp.int32
         and grad.n_sparse == 1
-        and not grad.unique_indices
         and grad.nse > 0
         and math.prod(grad.shape) > 0
         and mesh_of(grad.data, *tables).empty

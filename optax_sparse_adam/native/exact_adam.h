@@ -18,11 +18,13 @@ namespace {
 #endif
 
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
+constexpr int64_t kMostNodes = 64;  // of a way
 
 // The way that rows have still to go: see `_rows/ways.py`, `way_of`.
 //
 // Far above the centre, where the roots of most rows lie, `z` is close to 1, and four
-// terms of the polynomial's Taylor series in `u = 1 - z` are all that a float holds.
+// terms of the polynomial's Taylor series in `u = 1 - z` are all that a float holds. Not
+// used where `z` is that of roots.
 struct Way {
   const float* coefficients;  // of the powers of z
   int64_t size, nodes;        // those that are not zero, and all
@@ -40,7 +42,10 @@ struct Way {
   bool is_of_roots() const { return nodes % 2 == 1; }
 
   void FindTaylor() {
-    std::vector<double> series(coefficients, coefficients + size);
+    far = std::numeric_limits<float>::infinity();
+    if (is_of_roots()) return;
+    double series[kMostNodes];
+    std::copy_n(coefficients, size, series);
     for (int64_t k = 0; k < size; ++k) {  // of powers of z - 1: Horner's scheme
       for (int64_t j = size - 2; j >= k; --j) series[j] += series[j + 1];
     }
@@ -53,8 +58,7 @@ struct Way {
     };
     double u = 2.0;
     while (u > 1e-6 && !(rest(u) <= 0x1p-25 * std::abs(series[0]))) u *= 0.75;
-    const bool found = u > 1e-6 && !is_of_roots();
-    far = found ? centre * float(2.0 / u - 1.0) : std::numeric_limits<float>::infinity();
+    if (u > 1e-6) far = centre * float(2.0 / u - 1.0);
   }
 
   // Of `sign * mu` and `scale * root`, for at most `kPart` numbers. One loop after the
@@ -79,14 +83,13 @@ struct Way {
     float z[kPart], factor[kPart];
     const float half = std::sqrt(centre);
     for (int64_t i = 0; i < n; ++i) {
-      const float s = root[i] * scale, inverse = 1.0f / (s + c);
+      const float inverse = 1.0f / (root[i] * scale + c);
       factor[i] = mu[i] * sign * inverse;
-      z[i] = (s - c) * inverse;
+      z[i] = 1.0f - 2.0f * c * inverse;
       way[i] = 0.0f;
     }
     for (int64_t i = 0; is_of_roots() && i < n; ++i) {
-      const float s = std::sqrt(root[i] * scale);
-      z[i] = (s - half) / (s + half);
+      z[i] = 1.0f - 2.0f * half / (std::sqrt(root[i] * scale) + half);
     }
     for (int64_t k = (size - 1) / 4 * 4; k >= 0; k -= 4) {
       float a[4] = {};
@@ -109,7 +112,7 @@ struct RestingRows {
   int32_t* last;
   float *high, *low;
   int64_t width;
-  const float* numbers;  // as `native._calls._numbers_of_rows` lists them
+  const float* numbers;  // as `numbers_of_rows` there lists them
   int64_t nodes;
   int32_t count, since;
   Way behind{numbers + kNumbers, nodes, numbers[2]};
@@ -119,44 +122,47 @@ struct RestingRows {
     const Way* way;
     float power1, power2;  // of the moments
     float sign, root;      // of the moments in the way
-    float log_decay;
   };
 
-  // Whether a row has no way to go that a float would hold: its moves have fallen by
-  // exp(-32) since its last update. Its moments need not be read.
+  // Whether what a row has still to go is below a rounding error of a single move, so
+  // that its moments need not be read: its moves have fallen by exp(-32) since its last
+  // update. Where values decay, they fall as well, by less than the root of that.
   bool HasArrived(int64_t row) const {
     if (last[row] <= since) return behind.IsZero();
-    return float(count - last[row]) * (numbers[0] - numbers[1]) < -32.0f;
+    const float fallen = float(count - last[row]) * (numbers[0] - numbers[1]);
+    return fallen < (high == nullptr ? -32.0f : -64.0f);
+  }
+
+  float LogDecay(int64_t row) const {
+    if (high == nullptr) return 0.0f;
+    return (numbers[4] - high[row]) + (numbers[5] - low[row]);
   }
 
   Row Find(int64_t row) const {
     const float steps = float(count - last[row]);
-    const bool is_value = last[row] <= since;
     const float power1 = std::exp(steps * numbers[0]);
     const float power2 = std::exp(steps * numbers[1]);
-    Row found{is_value ? &behind : &ahead, power1, power2, is_value ? -1.0f : power1,
-              is_value ? 1.0f : power2, 0.0f};
-    if (high != nullptr) {
-      found.log_decay = (numbers[4] - high[row]) + (numbers[5] - low[row]);
-    }
-    return found;
+    if (last[row] <= since) return {&behind, power1, power2, -1.0f, 1.0f};
+    return {&ahead, power1, power2, power1, power2};
   }
 };
 
 INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
                     float* __restrict__ out) {
+  const float decay = std::exp(rows.LogDecay(row));
+  const float* stored = table + row * rows.width;
+  if (rows.HasArrived(row)) {
+    for (int64_t j = 0; j < rows.width; ++j) out[j] = decay * stored[j];
+    return;
+  }
   const RestingRows::Row now = rows.Find(row);
-  const float decay = rows.high == nullptr ? 1.0f : std::exp(now.log_decay);
-  const bool has_arrived = rows.HasArrived(row);
   for (int64_t j = 0; j < rows.width; j += kPart) {
     const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
     const float* nu = rows.nu + place;
-    const float* value = table + place;
-    float root[kPart], by[kPart] = {};
-    if (!has_arrived) {
-      for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
-      (*now.way)(rows.mu + place, now.sign, root, now.root, n, by);
-    }
+    const float* value = stored + j;
+    float root[kPart], by[kPart];
+    for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
+    (*now.way)(rows.mu + place, now.sign, root, now.root, n, by);
     if (rows.high == nullptr) {
       for (int64_t i = 0; i < n; ++i) out[j + i] = value[i] + by[i];
     } else {
@@ -176,13 +182,17 @@ void ReadRowPlain(const RestingRows& rows, int64_t row, const float* table,
 }
 
 // Where rows were read to, for the next ids of the same rows to copy them: of all threads,
-// by a hash of the row. A place is found only when its row is there.
+// by a hash of the row, the newest of rows that share one. `Keep` releases what was
+// written to the place, and `Find` acquires it: whoever finds a place finds its row there.
+// At most 512 KB, which stay in a cache.
 class Places {
  public:
   explicit Places(int64_t size) {
     while ((int64_t(1) << bits_) < size && bits_ < 16) ++bits_;
     places_.reset(new std::atomic<uint64_t>[int64_t(1) << bits_]);
-    for (int64_t i = 0; i < int64_t(1) << bits_; ++i) places_[i] = ~uint64_t(0);
+    for (int64_t i = 0; i < int64_t(1) << bits_; ++i) {
+      places_[i].store(~uint64_t(0), std::memory_order_relaxed);  // no row
+    }
   }
 
   // A place of this row, or -1.
@@ -191,8 +201,8 @@ class Places {
     return int64_t(found >> 32) == row ? int64_t(uint32_t(found)) : -1;
   }
 
-  void Keep(int64_t row, int64_t place) const {
-    if (place > kMaxRow) return;
+  void Keep(int64_t row, int64_t place) {
+    if (place > std::numeric_limits<uint32_t>::max()) return;
     At(row).store(uint64_t(row) << 32 | uint64_t(place), std::memory_order_release);
   }
 
@@ -201,7 +211,7 @@ class Places {
     return places_[(uint32_t(row) * 2654435769u) >> (32 - bits_)];  // Fibonacci hashing
   }
 
-  int bits_ = 10;
+  int bits_ = 4;  // at least 1, for the shift
   std::unique_ptr<std::atomic<uint64_t>[]> places_;
 };
 
@@ -212,7 +222,7 @@ void ReadRowsNow(ffi::ThreadPool& pool, const RestingRows& resting, const float*
   constexpr int64_t kAhead = 8;  // rows to fetch ahead; what tells which, twice as far
   const int64_t width = resting.width;
   const auto read = HAS_AVX2 ? ReadRowAvx2 : ReadRowPlain;
-  const Places places(size);
+  Places places(size);
   const auto row = [&](int64_t k) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);
   };
@@ -225,10 +235,17 @@ void ReadRowsNow(ffi::ThreadPool& pool, const RestingRows& resting, const float*
       found[k % kAhead] = place;
       if (place >= 0) return PrefetchRow<false>(out + place * width, width);
       PrefetchRow<false>(table + first, width);
+      if (resting.high != nullptr) {
+        __builtin_prefetch(resting.high + row(k));
+        __builtin_prefetch(resting.low + row(k));
+      }
       if (resting.HasArrived(row(k))) return;
       PrefetchRow<false>(resting.mu + first, width);
       PrefetchRow<false>(resting.nu + first, width);
     };
+    for (int64_t k = begin; k < std::min(begin + 2 * kAhead, end); ++k) {
+      __builtin_prefetch(resting.last + row(k));
+    }
     for (int64_t k = begin; k < begin + kAhead; ++k) fetch(k);
     for (int64_t k = begin; k < end; ++k) {
       int64_t place = found[k % kAhead];
@@ -264,6 +281,8 @@ struct ExactAdam {
     __builtin_prefetch(rows.last + row);
     if (rows.high != nullptr) {
       PrefetchRow<false>(table + row * rows.width, rows.width);
+      __builtin_prefetch(rows.high + row);
+      __builtin_prefetch(rows.low + row);
     }
   }
 
@@ -274,7 +293,7 @@ struct ExactAdam {
     float decay = 1.0f, loss = 0.0f;
     if (rows.high != nullptr) {
       decay = std::exp(numbers[5]);
-      loss = std::expm1(now.log_decay + numbers[5]);
+      loss = std::expm1(rows.LogDecay(row) + numbers[5]);
     }
     for (int64_t j = 0; j < rows.width; j += kPart) {
       const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);

@@ -230,7 +230,9 @@ ffi::Error ExactAdamRows(ffi::ThreadPool pool, Ints indices, Floats given,
                          ffi::RemainingRets decays) {
   std::vector<const float*> others;
   const int64_t first = RestingRows::kNumbers, second = ExactAdam::kNumbers;
-  if (nodes < 1) return Invalid("The kernel takes one node of a way at least.");
+  if (nodes < 1 || nodes > kMostNodes) {
+    return Invalid("The kernel takes ways of 1 to 64 nodes.");
+  }
   const std::string misfit =
       Misfit("mu", old_mu, num_rows, width) + Misfit("nu", old_nu, num_rows, width) +
       Misfit("new mu", *mu, num_rows, width) + Misfit("new nu", *nu, num_rows, width) +
@@ -268,7 +270,9 @@ ffi::Error TakeRowsNow(ffi::ThreadPool pool, Floats table, Floats mu, Floats nu,
                        ffi::Result<Floats> rows) {
   std::vector<const float*> others;
   if (num_rows < 1 || width < 1) return Invalid("The kernel takes no empty table.");
-  if (nodes < 1) return Invalid("The kernel takes one node of a way at least.");
+  if (nodes < 1 || nodes > kMostNodes) {
+    return Invalid("The kernel takes ways of 1 to 64 nodes.");
+  }
   const std::string misfit =
       Misfit("a table", table, num_rows, width) + Misfit("mu", mu, num_rows, width) +
       Misfit("nu", nu, num_rows, width) + Misfit("last", last, num_rows, 1) +

@@ -6,6 +6,7 @@ functions are called directly, and what users see is tested in processes of one 
 
 import json
 import os
+import re
 import socket
 import unittest.mock
 from pathlib import Path
@@ -15,10 +16,14 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.experimental.sparse import BCOO
 
+import optax_sparse_adam as osa
 from optax_sparse_adam._optimizers import sparse_adam
 from optax_sparse_adam._rows import coalesce
+from optax_sparse_adam._rows.guarded import copy_with
 from optax_sparse_adam.native import _calls, _library
 
 from ..helpers.native import needs_compiler, python, sanitized
@@ -113,6 +118,77 @@ def test_adam_of_low_precision(cache, types):
     expected, new = jax.jit(_calls.adam_rows)(grad, wide, factors)
     rounded = [x.astype(t) for x, t in zip(new, types, strict=True)]
     assert_identical((update, low), (expected, (*rounded,)))
+
+
+def by_both(monkeypatch, step, *args):
+    """What a program gives with the kernel and without, and its text with it."""
+    results = []
+    for uses in (True, False):
+        monkeypatch.setattr(_calls, "available", lambda uses=uses: uses)
+        jax.clear_caches()  # what was traced with the other answer
+        lowered = jax.jit(step).lower(*args)
+        results.append(lowered.compile()(*args))
+        if uses:
+            text = lowered.as_text()
+    jax.clear_caches()
+    assert "optax_sparse_adam" not in lowered.as_text()
+    return *results, text
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["adam", "exact_adam"])
+def test_unique_rows(cache, monkeypatch, name):
+    """Rows that a transformation before has added up, padding among them: in place."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((60, 24)), "float32")
+    tx = {"adam": osa.sparse_adam(0.1), "exact_adam": osa.exact_adam(0.1)}[name]
+    indices = rng.permutation(np.arange(-20, 80, dtype="int32"))[:70, None]
+    values = rng.standard_normal((70, 24)).astype("float32")
+    grad = BCOO((values, indices), shape=table.shape, unique_indices=True)
+
+    def steps(data, table):
+        state, changed = tx.init(table), copy_with(BCOO, grad, data, indices)
+        for _ in range(3):
+            update, state = tx.update(changed, state, table)
+        return update.indices, update.data, state
+
+    *results, text = by_both(monkeypatch, steps, values, table)
+    assert f"optax_sparse_adam.{name}_rows" in text
+    (ids, *found), (expected_ids, *expected) = results
+    assert_identical(ids, expected_ids)
+    inside = (indices >= 0) & (indices < 60)
+    padding = 60 + np.arange(70, dtype="int32")
+    assert_identical(ids, np.where(inside, indices, padding[:, None]))
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert_close(a, b, TOLERANCE["float32"].torch, magnitude=np.abs(b) + 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["lazy", "rowwise_adam", "sparse_adafactor"])
+def test_others_of_low_precision(cache, monkeypatch, name):
+    """Rows of bfloat16 that the kernel reads and writes are those of XLA."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((60, 24)), "bfloat16")
+    ids = jnp.asarray(rng.integers(-3, 63, 300), "int32")
+    tx = {
+        "lazy": osa.lazy(optax.adam(0.1, mu_dtype="bfloat16")),
+        "rowwise_adam": osa.rowwise_adam(0.1, mu_dtype="bfloat16"),
+        "sparse_adafactor": osa.sparse_adafactor(0.1),
+    }[name]
+
+    def steps(table, ids):
+        state = tx.init(table)
+        for _ in range(3):
+            grad = osa.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
+            update, state = tx.update(grad, state, table)
+            table = osa.apply_updates(table, update)
+        return table, state
+
+    with jax.numpy_dtype_promotion("standard"):  # as optax.adam needs
+        found, expected, text = by_both(monkeypatch, steps, table, ids)
+    assert {"take_rows", "add_rows"} <= set(re.findall(r"sparse_adam\.(\w+)", text))
+    assert_identical(found, expected)
+    assert np.any(found[0] != table)
 
 
 @needs_compiler
@@ -227,7 +303,8 @@ def test_process_of_one_device(cache):
     for name in ("uses", "training uses"):
         assert without[name] == with_it[f"{name} on a GPU"] == []
     # The sums of float16 values are float32, its moments and its table are not.
-    assert with_it["uses for others"] == [["sum_rows"], ["add_rows"], [], [], []]
+    unique = ["adam_rows", "add_rows"]
+    assert with_it["uses for others"] == [["sum_rows"], unique, [], [], []]
     assert with_it["lazy"] == without["lazy"]
     assert with_it["rowwise_adam"] == without["rowwise_adam"]
     pairs = zip(*(arrays(x["sparse_adam"]) for x in (with_it, without)), strict=True)

@@ -541,10 +541,62 @@ def test_low_precision():
     assert_close(table, wide + expected, 3 * 2.0**-8)
 
 
+@pytest.mark.parametrize("nu_dtype", ["float32", "bfloat16"])
+def test_rounded_moments(nu_dtype):
+    """Rows that are touched in every step: the moments' rounding moves none of them."""
+    tx = osa.exact_adam(0.1, mu_dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.normal(size=(8, 64)), "float32")
+    ids = np.array([[1], [5]], np.int32)
+    state = tx.init(start)
+    state = state._replace(nu=state.nu.astype(nu_dtype))
+    expected = np.float64(start)
+    mu, nu = np.zeros((2, 2, 64))
+    table, step, flush = start, jax.jit(tx.update), jax.jit(osa.flush)
+    for t in range(1, 6):
+        values = rng.normal(size=(2, 64)).astype("float32")
+        update, state = step(bcoo(values, ids, start.shape), state, table)
+        table = osa.apply_updates(table, update)
+        mu, nu = 0.9 * mu + 0.1 * values, 0.999 * nu + 0.001 * np.square(values)
+        size = np.sqrt(nu / (1 - 0.999**t)) + 1e-8
+        expected[[1, 5]] -= 0.1 * mu / (1 - 0.9**t) / size
+        mu = np.float64(mu.astype(jnp.bfloat16))
+        nu = np.float64(nu.astype(nu_dtype))
+        assert_close(flush(table, state)[0], expected, 1e-6, magnitude=10.0)
+
+
+@pytest.mark.parametrize("changed", [{"b1": 0.8}, {"b2": 0.99}, {"eps": 1e-7}])
+def test_state_of_other_constants(changed):
+    """Other decay rates or another epsilon raise; the learning rate may change."""
+    table = jnp.ones((3, 4))
+    grad = bcoo(np.ones((1, 4), np.float32), np.zeros((1, 1), np.int32), (3, 4))
+    table, state = osa.flush(table, osa.exact_adam(0.1).init(table))
+    update, _ = osa.exact_adam(0.2).update(grad, state)
+    assert np.isfinite(update.data).all()
+    other = osa.exact_adam(0.1, **changed)
+    with pytest.raises(ValueError, match="its own b1, b2 and eps"):
+        other.update(grad, state)
+    if "eps" in changed:  # which a program knows only when it runs
+        update, _ = jax.jit(other.update)(grad, state)
+        assert np.isnan(update.data).all()
+
+
+def test_infinite_second_moment():
+    """A gradient whose square overflows stops its element, as in dense Adam."""
+    table = jnp.ones((3, 4))
+    ids = np.zeros((1, 1), np.int32)
+    tx = osa.exact_adam(0.1)
+    values = np.array([[1e20, 1.0, 1e-7, 1.0]], np.float32)
+    update, state = jax.jit(tx.update)(bcoo(values, ids, (3, 4)), tx.init(table))
+    table, _ = osa.flush(osa.apply_updates(table, update), state)
+    assert_close(table[0], [1.0, 0.9, 1 - 0.1 / 1.1, 0.9], 1e-5)  # 1e-7 and eps
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
         (lambda: osa.exact_adam(jnp.ones([])), TypeError, "known for all steps"),
+        (lambda: osa.exact_adam(0.1, eps=1e-40), ValueError, "float32 holds in full"),
         (lambda: osa.exact_adam(-1.0), ValueError, "at least 0"),
         (lambda: osa.exact_adamw(0.1, weight_decay=-1), ValueError, "weight decay: -1"),
         (lambda: osa.exact_adam(0.1, 0.9, 0.8), ValueError, r"b1 < sqrt\(b2\)"),
