@@ -2,9 +2,9 @@
 
 JAX partitions the programs, and needs two hints. A gradient has few rows, so every
 device gets all of them (`replicate_rows`, `shard_columns_like`). A state is laid out as
-its parameter is (`full_along`, `shard_axes_like`, `jit_on_mesh`). The type of an array
-says whether it lies on a mesh, and for Explicit mesh axes also how. Without a mesh
-nothing here adds an operation to a program.
+its parameter is (`shard_axes_like`, `jit_on_mesh`). The type of an array says whether
+it lies on a mesh, and for Explicit mesh axes also how. Without a mesh nothing here adds
+an operation to a program.
 """
 
 import functools
@@ -95,17 +95,6 @@ def first_row(axis_name: Any, shard_rows: int, dtype: Any) -> jax.Array:
     # `axis_index` is an int32; row ids of large tables are wider.
     device = lax.axis_index(axis_name).astype(dtype)
     return device * np.asarray(shard_rows, dtype)
-
-
-def full_along(
-    param: jax.Array, value: Any = 0, dtype: Any = None, axes: Any = None
-) -> jax.Array:
-    """An array full of a value, of the shape of these axes of a parameter, or all."""
-    axes = tuple(range(jnp.ndim(param))) if axes is None else axes
-    full = tuple(jnp.shape(param))
-    shape = tuple(full[axis] for axis in axes)
-    x = jnp.full_like(param, value, dtype, None if shape == full else shape)
-    return shard_axes_like(param, x, axes)
 
 
 def _own(param: jax.Array, x: jax.Array) -> jax.Array:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._jax_extras.sharding import full_along, jit_on_mesh
+from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
+from .._rows.new_arrays import full_along
 from .._rows.resting_state import ExactAdamState, RowState, held_by, replace_held
 from .exact_formula import Step, update_dense, update_sparse
 from .exact_schedule import (

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import full_along, jit_on_mesh
+from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
+from .._rows.new_arrays import full_along
 from .hyperparameters import (
     NUMBER,
     Scalar,

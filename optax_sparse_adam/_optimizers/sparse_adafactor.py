@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import full_along, jit_on_mesh
+from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
+from .._rows.new_arrays import full_along
 from .adafactor_formula import step_numbers, update_dense, update_sparse
 from .hyperparameters import (
     NUMBER,

@@ -10,7 +10,7 @@ import optax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import full_along, jit_on_mesh
+from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import (
     accumulator_dtype,
@@ -20,6 +20,7 @@ from .._rows.coalesce import (
     touched_rows,
 )
 from .._rows.map_rows import map_rows
+from .._rows.new_arrays import full_along
 from ..native import _calls as native
 from .hyperparameters import (
     NUMBER,

@@ -33,6 +33,7 @@ The files, those that others stand on first:
 - `update_in_place`: which tables can be updated by one scatter with a combiner.
 - `map_rows`: gather, update, scatter, in blocks on a CPU; sums over rows.
 - `apply_updates`: the public `apply_updates`.
+- `new_arrays`: the arrays of a new state, laid out as the parameter is.
 - `resting_rows`: where rows at rest are, for `exact_adam`; `resting_state`: what is
   known of them; `ways`: the polynomial that gives the way they have still to go.
 """

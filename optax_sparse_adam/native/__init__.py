@@ -38,7 +38,7 @@ load the program, too, and they call `available()` first, pass to `jax.export.ex
 ("optax_sparse_adam.adam_rows", "optax_sparse_adam.add_rows",
 "optax_sparse_adam.exact_adam_rows", "optax_sparse_adam.put_rows",
 "optax_sparse_adam.sum_rows", "optax_sparse_adam.take_rows",
-"optax_sparse_adam.take_rows_now")]`.
+"optax_sparse_adam.take_rows_now", "optax_sparse_adam.zeros")]`.
 """
 
 from ._library import available as available

@@ -22,6 +22,7 @@ TARGETS = (
     "sum_rows",
     "take_rows",
     "take_rows_now",
+    "zeros",
 )
 INSTALLED = _build.SOURCE.parent  # where an installation leaves its library
 

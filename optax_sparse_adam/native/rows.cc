@@ -11,8 +11,9 @@
 // values are zeros. Entries are added in their order, so that the sums are those of XLA
 // bit for bit on any number of threads.
 //
-// `add_rows` and `put_rows` write rows into a table, in place. Tables and moments are
-// float32 or bfloat16, those of exact Adam float32; the arithmetic is in float32.
+// `add_rows` and `put_rows` write rows into a table, in place; `zeros` makes a new state.
+// Tables and moments are float32 or bfloat16, those of exact Adam float32; the arithmetic
+// is in float32.
 
 #include "exact_adam.h"
 #include "frame.h"
@@ -361,6 +362,17 @@ ffi::Error PutRows(ffi::ThreadPool pool, Any table, Ints indices, Any values,
   });
 }
 
+// Zeros for a new state, in huge pages.
+ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<Any> zeros) {
+  char* data = static_cast<char*>(zeros->untyped_data());
+  const int64_t bytes = zeros->size_bytes();
+  AdviseHugePages(data, bytes);
+  Parallel(pool, bytes, 8 << 20, [&](int64_t begin, int64_t end) {
+    std::memset(data + begin, 0, end - begin);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // All else is hidden by -fvisibility=hidden.
@@ -463,5 +475,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(take_rows_now, TakeRowsNow,
                                   .Attr<bool>("clamps")
                                   .Attr<float>("fill")
                                   .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    zeros, Zeros, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<Any>());
 
 #pragma GCC visibility pop

@@ -289,6 +289,36 @@ def arrays(hexes):
     return [np.frombuffer(bytes.fromhex(x), np.float32) for x in hexes]
 
 
+def flags_of_memory(address):
+    """Those of the kernel of Linux for the mapping that holds this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+@needs_compiler
+def test_new_states(cache, monkeypatch):
+    """Zeros of its own for each leaf, large ones in huge pages; eagerly and compiled."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    init = osa.sparse_adam(0.1, mu_dtype="bfloat16").init
+    shapes = {"large": (200_000, 16), "as large": (200_000, 16), "small": (9, 2)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    assert "optax_sparse_adam.zeros" in jax.jit(init).lower(params).as_text()
+    for state in (init(params), jax.jit(init)(params)):
+        arrays = jax.tree.leaves((state.mu, state.nu))
+        assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays) == 6
+        for name, shape in shapes.items():
+            assert_identical(state.mu[name], np.zeros(shape, jnp.bfloat16))
+            assert_identical(state.nu[name], np.zeros(shape, np.float32))
+            place = state.nu[name].unsafe_buffer_pointer() + state.nu[name].nbytes // 2
+            if Path("/sys/kernel/mm/transparent_hugepage").exists():
+                assert ("hg" in flags_of_memory(place)) == ("large" in name)
+
+
 @needs_compiler
 def test_process_of_one_device(cache):
     """What it does by itself, and that it changes nothing but the time."""

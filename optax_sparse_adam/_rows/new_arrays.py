@@ -1,0 +1,35 @@
+"""The arrays of a new state."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._jax_extras.sharding import shard_axes_like
+from ..native import _calls as native
+
+
+def full_along(
+    param: jax.Array, value: Any = 0, dtype: Any = None, axes: Any = None
+) -> jax.Array:
+    """An array full of a value, of the shape of these axes of a parameter, or all."""
+    axes = tuple(range(jnp.ndim(param))) if axes is None else axes
+    full = tuple(jnp.shape(param))
+    shape = tuple(full[axis] for axis in axes)
+    type_ = jax.dtypes.canonicalize_dtype(dtype or jnp.result_type(param))
+    if isinstance(value, int) and value == 0 and native.clears(param, shape, type_):
+        return _zeros(param, shape, type_)
+    x = jnp.full_like(param, value, dtype, None if shape == full else shape)
+    return shard_axes_like(param, x, axes)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), keep_unused=True)
+def _zeros(param: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros on the device of a parameter."""
+    del param
+    zeros: jax.Array = lax.platform_dependent(
+        cpu=lambda: native.zeros(shape, dtype), default=lambda: jnp.zeros(shape, dtype)
+    )
+    return zeros
