@@ -302,7 +302,7 @@ def flags_of_memory(address):
 
 @needs_compiler
 def test_new_states(cache, monkeypatch):
-    """Zeros of its own for each leaf, large ones in huge pages; eagerly and compiled."""
+    """Zeros of its own for each leaf, large ones in huge pages."""
     monkeypatch.setattr(_calls, "available", lambda: True)
     init = osa.sparse_adam(0.1, mu_dtype="bfloat16").init
     shapes = {"large": (200_000, 16), "as large": (200_000, 16), "small": (9, 2)}
