@@ -29,8 +29,8 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and version(
         " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     )
 
-# Programs are kept on disk, for the other worker
-# and for the next run: JAX finds them by their text, their flags and its own version.
+# Programs are kept on disk, for the other worker and for the next run: JAX finds them
+# by their text, their flags and its own version.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(Path(__file__).parents[1] / ".pytest_cache" / "jax"),
@@ -58,7 +58,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-# `pytest -m quick`: a part of each room of the house, for the inner loop.
+# `pytest -m quick`: some fast tests of each folder of the package except `native/`.
 _QUICK = {
     "collectives/test_psum_scatter.py",
     "gradients/test_errors.py",

@@ -61,8 +61,8 @@ def _of_one(apply: Apply) -> Rule:
 # Elementwise functions of one value that are zero at zero.
 
 _ZERO_AT_ZERO = (
-    "abs asin asinh atan atanh cbrt ceil convert_element_type copy erf erf_inv expm1 "
-    "floor log1p name neg reduce_precision round sign sin sinh sqrt square tan tanh"
+    "abs asin asinh atan atanh cbrt ceil convert_element_type erf erf_inv expm1 floor "
+    "log1p reduce_precision round sign sin sinh sqrt square tan tanh"
 )
 # The same where it depends on other operands, which are numbers, or on parameters.
 _AT_ZERO: dict[str, Callable[..., Any]] = {

@@ -20,7 +20,9 @@ from jax.extend.core import (
 )
 
 # Primitives of one result, each element of which is computed from the same element of
-# every operand, or from operands that are scalars.
+# every operand, or from operands that are scalars. Gradient rules, `lazy_row_analysis`
+# and `update_in_place` believe it: a wrong name here gives wrong numbers in all three.
+# One that is zero at zero is named in `rules_elementwise`, too.
 NONLINEAR = (
     "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma "
     "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma "
@@ -28,10 +30,10 @@ NONLINEAR = (
     "polynomial pow rem round rsqrt sign sin sinh sqrt square stop_gradient tan tanh "
     "xor"
 )
-# Linear ones; casts are, if they keep every number (`rules_elementwise`).
-LINEAR = "convert_element_type copy name neg reduce_precision"
-OTHERS = "mul div add add_any sub select_n"
-ELEMENTWISE = frozenset(f"{NONLINEAR} {LINEAR} {OTHERS}".split())
+LINEAR = "copy name neg"
+# Those with a rule of their own in `rules_elementwise`.
+_OTHERS = "add add_any convert_element_type div mul reduce_precision select_n sub"
+ELEMENTWISE = frozenset(f"{NONLINEAR} {LINEAR} {_OTHERS}".split())
 
 # The parameter of a primitive that says how many rows it makes.
 _ROWS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}

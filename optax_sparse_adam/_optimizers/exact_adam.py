@@ -171,8 +171,8 @@ def _exact_adam(
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
         parts = held_by(state, nus, treedef)
         constants = checked_constants(state, betas)
-        steps = steps_from(state.count, rate, decay, betas, constants.eps.dtype)
-        kinds = {True: steps, False: steps.without_decay()}
+        ahead = steps_from(state.count, rate, decay, betas, constants.eps.dtype)
+        kinds = {True: ahead, False: ahead.without_decay()}
         aheads = {mark: way_ahead(kinds[mark], betas) for mark in set(marks)}
         count = optax.safe_increment(state.count)
         for i, (rows, before) in parts.items():
@@ -250,15 +250,15 @@ def exact_adam(
 
     Beside the moments, the state takes 4 bytes for each row, and 12 in `exact_adamw`. A
     step costs what a step of `sparse_adam` costs and, for `read`, the lookups of the
-    moments: together 1.25 to 1.7 times as much (see the documentation's page).
+    moments; the documentation's page says how much that is.
     Arithmetic is in float32 at least, and closer to Adam in exact arithmetic than dense
     Adam in float32: a row at rest is not rounded in each step.
 
-    Where `sparse_adam` is the better choice: where rows should rest (in dense Adam rare
-    rows go on moving for some ten steps after each gradient); where steps are many and
-    cheap, and lazy Adam's larger moves are welcome. When moving from dense to lazy
-    Adam, mind the learning rate: a row that every `1/f`-th batch holds is moved by
-    dense Adam by about `lr / sqrt(f)` for each gradient, by lazy Adam by `lr`.
+    `sparse_adam` is the better choice where rows should rest: in dense Adam rare rows
+    go on moving for some ten steps after each gradient. When moving from dense to lazy
+    Adam, mind the learning rate: a row that a share `f` of the batches hold is moved by
+    dense Adam by about `lr / sqrt(f)` for each gradient (`f` above `1 - b2`), by lazy
+    Adam by `lr`, which is less.
 
     Args:
       learning_rate: A Python number of at least 0, or a schedule, called with the

@@ -58,8 +58,8 @@ class _Table(NamedTuple):
     old: list[jax.Array]
 
     @property
-    def may_use_row_proof(self) -> bool:
-        """Whether to try the row-independence proof: needs rows, state and a trace.
+    def is_worth_analysing(self) -> bool:
+        """Whether to ask if its rows are independent: it has some, state and a trace.
 
         Outside of a program each loop over blocks would be compiled anew.
         """
@@ -118,9 +118,10 @@ def lazy(
 
     Under `jit`, if the jaxpr of `inner.update` shows that it treats each row of a table
     alone, norms over gradients aside, this table and its state are updated separately
-    and in place, on a CPU in blocks of rows if they are many. That holds for Adam and
-    its kin, Adagrad, RMSProp, momentum, Lion and `per_row`, with clipping and schedules
-    around them. All else is updated together; the results are the same up to rounding.
+    and in place, on a CPU in blocks of rows if they fill more than one. That holds for
+    Adam and its kin, Adagrad, RMSProp, momentum, Lion and `per_row`, with clipping and
+    schedules around them. All else is updated together; the results are the same up to
+    rounding.
 
     Args:
       inner: The transformation, or a chain of them.
@@ -204,7 +205,7 @@ def lazy(
         for i, touched in rows.items():
             places = [place for place, owner in enumerate(owners) if owner == i]
             tables[i] = _gather(touched, shapes[i].shape, places, leaves, olds[i])
-        alone = {i: table for i, table in tables.items() if table.may_use_row_proof}
+        alone = {i: table for i, table in tables.items() if table.is_worth_analysing}
 
         def compact(data: Any, old: Any) -> list[Any]:
             """`inner.update` on compact trees."""
@@ -230,7 +231,7 @@ def lazy(
         )
         results, new_leaves = small[: len(grads)], small[len(grads) :]
         for i, table in tables.items():
-            if i in middles:  # proven; `map_rows` decides whether in blocks
+            if i in middles:  # independent; `map_rows` decides whether in blocks
                 data, new_state = map_rows(
                     middles[i], table.rows, table.state, extra[i], read=table.params
                 )

@@ -16,9 +16,13 @@ Words, as all of the package uses them:
 - duplicates: entries of one row. Their values add up.
 - coalesced: without duplicates, the touched rows in ascending order in front, padding
   behind. Such rows are passed on as `(indices, data, count)`, always in this order.
-- count: how many touched rows there are; a scalar that is known when a program runs.
+- count: how many touched rows there are, or, where rows are believed to be unique and
+  padding lies between them, how many slots there are up to the last one; a scalar that
+  is known when a program runs.
 - group: the place of an entry's row among the touched rows.
 - compact: holding the touched rows only, `[nse, *row_shape]` in place of a whole table.
+- middle: the formula between gather and scatter, `middle(data, rows_of_tables, *args)`.
+- block: as many touched rows as a CPU updates at a time; see `map_rows`.
 
 The files, those that others stand on first:
 

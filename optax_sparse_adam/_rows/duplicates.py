@@ -29,7 +29,7 @@ from .padding import expand_like, in_bounds, padding_key
 
 # How many neighbours a level of the segmented scan adds up. XLA makes one GPU kernel of
 # a level, which reads each entry once from memory and this many times from the caches.
-_BLOCK = 8
+_NEIGHBOURS = 8
 
 
 class _Order(NamedTuple):
@@ -134,18 +134,18 @@ def _group_keys(
 def _sum_keys(
     keys: jax.Array, data: jax.Array, *, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def on_cpus(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+    def by_search(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         distinct, group, count = _search_groups(keys, is_sorted)
         zeros = jnp.zeros_like(data)
         sums = scatter_add_rows(zeros, group[:, None], data, unique=False)
         return distinct, sums, count
 
-    def on_other_devices(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+    def by_scan(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         order = _sort_entries(keys, is_sorted)
         ordered = data if is_sorted else take_rows(data, order.position[:, None])
         return _distinct_keys(order), _sum_segments(ordered, order), order.count
 
-    return lax.platform_dependent(keys, data, cpu=on_cpus, default=on_other_devices)
+    return lax.platform_dependent(keys, data, cpu=by_search, default=by_scan)
 
 
 def _search_groups(
@@ -225,7 +225,7 @@ def _segmented_scan(data: jax.Array, group: jax.Array) -> jax.Array:
     """
     nse = len(data)
     data, group = _split_into_blocks(data), _split_into_blocks(group)
-    earlier = jnp.tril(jnp.ones([_BLOCK, _BLOCK], bool))
+    earlier = jnp.tril(jnp.ones([_NEIGHBOURS, _NEIGHBOURS], bool))
     joined = (group[:, :, None] == group[:, None, :]) & earlier[None]
     others = data[:, None]
     sums = jnp.sum(jnp.where(expand_like(joined, others), others, 0), axis=2)
@@ -241,14 +241,14 @@ def _segmented_scan(data: jax.Array, group: jax.Array) -> jax.Array:
         )
         carried = take_rows(carried, before)[:, None]
         sums = sums + jnp.where(expand_like(joined, carried), carried, 0)
-    size = len(sums) * _BLOCK
+    size = len(sums) * _NEIGHBOURS
     return sums.reshape(size, *data.shape[2:])[:nse]
 
 
 def _split_into_blocks(entries: jax.Array) -> jax.Array:
-    """`[nse, ...]`, filled up with zeros, as `[blocks, _BLOCK, ...]`."""
-    blocks = -(-len(entries) // _BLOCK)
-    missing = blocks * _BLOCK - len(entries)
+    """`[nse, ...]`, filled up with zeros, as `[blocks, _NEIGHBOURS, ...]`."""
+    blocks = -(-len(entries) // _NEIGHBOURS)
+    missing = blocks * _NEIGHBOURS - len(entries)
     fill = [(0, missing, 0), *[(0, 0, 0)] * (entries.ndim - 1)]
     entries = lax.pad(entries, jnp.zeros([], entries.dtype), fill)
-    return entries.reshape(blocks, _BLOCK, *entries.shape[1:])
+    return entries.reshape(blocks, _NEIGHBOURS, *entries.shape[1:])

@@ -4,7 +4,9 @@ Arrays have a static number of entries, `nse`, and programs often have fewer row
 name. The other slots are padding. One rule holds everywhere: an entry is padding if any
 of its indices is negative or not less than the size of its dimension (`in_bounds` says
 which). Scatters drop padding; `gather_rows` reads zeros for it, and `take_rows`, which
-is faster, any row of the table.
+is faster, any row of the table. In `coalesce.Rows` and in updates the values of padding
+are zeros; in a gradient that is not coalesced they may be anything, and whoever adds up
+its values masks them.
 
 Any index out of bounds is padding. Those that this package writes, for a table of
 `num_rows` rows:

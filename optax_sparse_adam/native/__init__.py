@@ -11,18 +11,23 @@ It has run on Linux, compiled by GCC and by Clang: on x86-64, and on an emulated
 processor. For macOS it compiles and links; nobody has run it there. There is none on
 Windows.
 
-`coalesce`, `sparse_adam`, `apply_updates` and everything that lifts rows use it by
-themselves on CPUs, for tables of float32 with one sparse axis and `int32` ids, in
-processes that have one CPU device and have not called `jax.distributed.initialize`.
-Tables and moments of bfloat16 it reads and writes for every optimiser, because XLA for
-CPUs (jaxlib 0.10) widens the whole of them. `value_and_grad` and `grad`
-use it there to look up whole rows of 17 to 79 numbers, by one `int32` id each, in
-tables whose gradient is row-sparse: XLA copies such rows one number at a time; and, of
-any width, rows that the state of `exact_adam` brings up to date, and for its step.
+It is used on CPUs without being asked for, in processes that have one CPU device and
+have not called `jax.distributed.initialize`, for tables with one sparse axis and
+`int32` ids:
+
+- Sums of duplicates, the steps of `sparse_adam` and `exact_adam`, and `apply_updates`:
+  of float32. Moments of `sparse_adam` and tables may be bfloat16.
+- Lookups inside of `value_and_grad` and `grad`, of whole rows by one id each: of 17 to
+  79 float32, which XLA copies one number at a time, and of all that `read=state` brings
+  up to date.
+- Rows of bfloat16 tables and moments, for every optimiser and lookup: XLA for CPUs
+  widens the whole of them (before jaxlib 0.11.2).
+- States of 4 MB or more that `init` makes: in huge pages, on Linux.
+
 Everything else, and every machine without it, takes the path in plain JAX; so do
-derivatives and `vmap` of all this. Rows and sums are the same bit for bit. Adam rounds
-each operation once, where XLA contracts multiply and add: results differ by 1e-7 of
-their size.
+derivatives and `vmap` of all this. Rows and sums are the same bit for bit. The steps
+round each operation once, where XLA contracts multiply and add: results differ by 1e-7
+of their size.
 
 A library serves each jaxlib whose version of XLA's foreign function interface is that
 of the headers it was compiled with, or a later one with the same major version: XLA

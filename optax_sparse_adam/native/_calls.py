@@ -25,6 +25,9 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 # unrolls its loop over a row, and vectorizes it only if it is longer.
 _READ_WIDTHS = range(17, 80)
 _FLOATS = ("float32", "bfloat16")  # of tables and moments that the kernel updates
+# How many numbers come before the nodes of the ways: of `resting_rows.numbers_of_rows`
+# and of `exact_formula._numbers`. As `kNumbers` in `exact_adam.h`.
+_RESTING_NUMBERS, _STEP_NUMBERS = 6, 9
 _HUGE_PAGES = 4 << 20  # bytes that have a page of 2 MB inside, wherever they begin
 
 
@@ -255,7 +258,7 @@ def exact_adam_rows(
         *decays,
         *read,
         **_sizes(grad.shape),
-        nodes=np.int64((numbers.size - 15) // 3),
+        nodes=np.int64((numbers.size - _RESTING_NUMBERS - _STEP_NUMBERS) // 3),
     )
     del news[3]  # the count
     return (indices, data), tuple(news)
@@ -290,7 +293,7 @@ def look_up_rows_now(
     rows: jax.Array = call(
         *(table, *tables[:3], numbers, steps, ids, *tables[3:]),
         **_sizes(table.shape),
-        nodes=np.int64((numbers.size - 6) // 2),
+        nodes=np.int64((numbers.size - _RESTING_NUMBERS) // 2),
         clamps=np.bool_(fill is None),
         fill=np.float32(0 if fill is None else fill),
     )

@@ -132,6 +132,7 @@ def status() -> str:
     library = loaded()
     if library is None:
         return (
-            "Not there for this jaxlib: compile it by the same command without flags."
+            "Not there, or not for this source and this jaxlib: compile it by the same "
+            "command without flags."
         )
     return f"Used on CPUs: {library}"

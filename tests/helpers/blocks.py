@@ -38,5 +38,5 @@ def recorded():
 def at_once(function, *args):
     """The result of a program in which `lazy` updates all rows at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy._Table, "may_use_row_proof", False)
+        patch.setattr(lazy._Table, "is_worth_analysing", False)
         return jax.jit(lambda *args: function(*args))(*args)

@@ -1,7 +1,7 @@
 """Run by test_compilers.py: compiles steps for a device that is not there.
 
-`python -m tests._compiler_program cuda|tpu ROWS...` prints what the programs hold that
-are compiled for tables with these numbers of rows.
+`python -m tests.helpers.compiler_program cuda|tpu ROWS...` prints what the programs
+hold that are compiled for tables with these numbers of rows.
 """
 
 import functools
