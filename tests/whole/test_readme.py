@@ -44,19 +44,6 @@ def test_first_blocks_are_the_main_job_an_example_and_the_tests():
     assert "python -m pytest" in _SHELL[1]
 
 
-def test_links_lead_to_files_and_headings():
-    """The site's own links are checked by its build."""
-    links = re.findall(r"\]\((?!https:)([^)#]+)(?:#([^)]+))?\)", _README)
-    assert len(links) > 15
-    for name, anchor in links:
-        path = _ROOT / name
-        assert path.exists(), name
-        if anchor:
-            heads = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
-            slugs = [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in heads]
-            assert anchor in slugs, f"{name}#{anchor}"
-
-
 def test_times_are_those_of_the_files():
     def medians(name):
         measured = json.loads((_ROOT / "benchmarks" / name).read_text(encoding="utf-8"))
