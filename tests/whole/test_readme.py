@@ -34,8 +34,11 @@ def test_is_short():
     assert _README.count("\n") <= 150
 
 
-def test_first_blocks_are_the_main_job_an_example_and_the_tests():
-    assert [language for language, _ in _BLOCKS[:3]] == ["sh", "python", "sh"]
+def test_begins_with_the_main_job_and_ends_with_the_tests():
+    languages = [language for language, _ in _BLOCKS]
+    assert languages[:2] == ["sh", "python"]
+    assert languages.count("sh") == 2
+    assert languages[-1] == "sh"
     assert _SHELL[0].splitlines() == [
         "python -m venv .venv && . .venv/bin/activate",
         'pip install ".[examples]"',
