@@ -23,13 +23,15 @@ extensions = [
     # Of this folder.
     "benchmark_tables",
     "example_programs",
+    "github_pages",
     "inline_code",
     "mathml",
     "public_names",
 ]
 exclude_patterns = ["_*", "build"]
 
-# Notebooks are in a folder of their own, and run by their own tests.
+# Notebooks are in a folder of their own, and run by their own tests. Pages link to that
+# one, which GitHub shows; `github_pages` makes of it links to the copy.
 _notebooks = _DOCS / "notebooks"
 shutil.rmtree(_notebooks, ignore_errors=True)
 shutil.copytree(

@@ -6,13 +6,9 @@
 A table for each phase; one row for each contestant and file, one column for each
 problem. A cell holds the median of the rounds in milliseconds, and in brackets the
 share of torch's median in the same run, with the quartiles of the shares of each round.
-
-GitHub shows no such table. A paragraph that begins with "On GitHub, " and links to the
-text that has it is for readers there; the site is built without it.
 """
 
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,11 +101,6 @@ class BenchmarkTable(SphinxDirective):
         return [_table(rows) for rows in tables.values()]
 
 
-def drop_hints(app: Any, page: str, source: list[str]) -> None:
-    source[0] = re.sub(r"^On GitHub, .*?\n\n", "", source[0], flags=re.M | re.S)
-
-
 def setup(app: Any) -> dict[str, bool]:
     app.add_directive("benchmark-table", BenchmarkTable)
-    app.connect("source-read", drop_hints)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

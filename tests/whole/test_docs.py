@@ -106,17 +106,57 @@ def test_tables_of_times_are_made_of_the_files(site):
     assert "On GitHub," not in page
 
 
-def test_readers_on_github_find_the_times():
-    for page, text in _TEXTS.items():
-        for rest in text.split("{benchmark-table}")[1:]:
-            after = rest.split("```\n\n", 1)[1]
-            hint = after.split("\n\n")[0]
-            assert hint.startswith("On GitHub, "), page.name
-            for name, anchor in re.findall(r"\]\((.+?\.md)(?:#(.+?))?\)", hint):
-                linked = (page.parent / name).read_text(encoding="utf-8")
-                heads = re.findall(r"^#+ (.+)$", linked, re.M)
-                slugs = [x.lower().replace(" ", "-") for x in heads]
-                assert not anchor or anchor in slugs, f"{page.name}: {name}#{anchor}"
+def test_pages_of_the_site_stand_for_files(site):
+    page = (site / "index.html").read_text(encoding="utf-8")
+    for name in ("notebooks/optimizers", "contributing", "changelog", "api/index"):
+        assert re.search(rf'<td>.*href="{name}.html"', page), name
+    assert not (site / "_downloads").exists()  # of files for which no page stands
+
+
+def test_readers_on_github_find_what_the_site_makes():
+    """GitHub shows no table of times and includes no text."""
+    made = re.compile(r"^```\{(?:benchmark|include|example).*?^```$\s*", re.M | re.S)
+    rests = [(page, rest) for page in _TEXTS for rest in made.split(_TEXTS[page])[1:]]
+    assert len(rests) >= 12
+    for page, rest in rests:
+        hint = rest.split("\n\n")[0]
+        assert hint.startswith("On GitHub, "), f"{page.name}: {rest[:80]}"
+        assert "](../" in hint, f"{page.name}: {hint}"
+
+
+def _prose(path):
+    """A text without its blocks of code."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def _anchors(path):
+    """Those that GitHub makes of headings."""
+    heads = re.findall(r"^#+ (.+)$", _prose(path), re.M)
+    return {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in heads}
+
+
+def test_links_lead_to_files_that_git_tracks():
+    """As GitHub shows the texts. The site's links are checked by its build."""
+    done = subprocess.run(
+        ["git", "ls-files"], cwd=_ROOT, capture_output=True, text=True
+    )
+    tracked = {_ROOT / name for name in done.stdout.splitlines()}
+    if not tracked:
+        pytest.skip("not in a clone of the repository")
+    tracked |= {folder for path in tracked for folder in path.parents}
+    texts = [*_ROOT.glob("*.md"), *_TEXTS, *(_ROOT / "benchmarks").glob("*.md")]
+    checked = 0
+    for text in texts:
+        links = re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]+))?\)", _prose(text))
+        for name, anchor in links:
+            path = (text.parent / name).resolve() if name else text
+            assert path in tracked, f"{text.name}: {name}"
+            assert not anchor or anchor in _anchors(path), (
+                f"{text.name}: {name}#{anchor}"
+            )
+        checked += len(links)
+    assert checked > 100
 
 
 def test_messages_on_the_errors_page_exist():
