@@ -19,7 +19,8 @@ def full_along(
     full = tuple(jnp.shape(param))
     shape = tuple(full[axis] for axis in axes)
     type_ = jax.dtypes.canonicalize_dtype(dtype or jnp.result_type(param))
-    if isinstance(value, int) and value == 0 and native.clears(param, shape, type_):
+    is_zero = isinstance(value, int | float) and value == 0
+    if is_zero and native.clears(param, shape, type_):
         return _zeros(param, shape, type_)
     x = jnp.full_like(param, value, dtype, None if shape == full else shape)
     return shard_axes_like(param, x, axes)
