@@ -7,6 +7,7 @@ back.
 
 `exact_adam` has the public functions and their checks, `exact_schedule` what follows
 from the schedule in each step, `exact_formula` the step on rows, and `_rows/ways` and
-`_rows/resting_rows` where a row at rest is. On a CPU `native/exact_adam.h` does what
-the last three do.
+`_rows/resting_rows` where a row at rest is. Where the kernel is used,
+`native/exact_adam.h` does the arithmetic on rows of the last three, and JAX computes
+the numbers that it is given.
 """

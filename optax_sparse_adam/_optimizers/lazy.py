@@ -118,8 +118,8 @@ def lazy(
 
     Under `jit`, if the jaxpr of `inner.update` shows that it treats each row of a table
     alone, norms over gradients aside, this table and its state are updated separately
-    and in place, on a CPU in blocks of rows if they fill more than one. That holds for
-    Adam and its kin, Adagrad, RMSProp, momentum, Lion and `per_row`, with clipping and
+    and in place, on a CPU in blocks of rows where that is faster. That holds for Adam
+    and its kin, Adagrad, RMSProp, momentum, Lion and `per_row`, with clipping and
     schedules around them. All else is updated together; the results are the same up to
     rounding.
 

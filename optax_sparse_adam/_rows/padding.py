@@ -22,7 +22,7 @@ Any index out of bounds is padding. Those that this package writes, for a table 
   shape, whose entries became zeros.
 - The largest number of the type (`padding_key`): in sort keys, which then do not depend
   on the size of the table; sorts after all rows. Never an index.
-- `-1` (`append_padding`): beside a single index, whose table need not be known.
+- `-1`: beside a single index, whose table need not be known (`append_padding`).
 
 For a table of 10 rows, `[7, -3, 3, 12]` holds the rows 7 and 3 and two padding entries;
 coalesced it is `[3, 7, 12, 13]`.

@@ -15,19 +15,21 @@ It is used on CPUs without being asked for, in processes that have one CPU devic
 have not called `jax.distributed.initialize`, for tables with one sparse axis and
 `int32` ids:
 
-- Sums of duplicates, the steps of `sparse_adam` and `exact_adam`, and `apply_updates`:
-  of float32. Moments of `sparse_adam` and tables may be bfloat16.
-- Lookups inside of `value_and_grad` and `grad`, of whole rows by one id each: of 17 to
-  79 float32, which XLA copies one number at a time, and of all that `read=state` brings
-  up to date.
+- Sums of duplicates, of float32; the step of `sparse_adam`, with moments of float32 or
+  bfloat16; `apply_updates`, with tables of either.
+- The step of `exact_adam` and lookups with `read=state`, all of float32, in tables of
+  at most two axes.
+- Other lookups inside of `value_and_grad` and `grad`, of whole rows of 17 to 79 float32
+  by one id each: XLA copies such rows one number at a time.
 - Rows of bfloat16 tables and moments, for every optimiser and lookup: XLA for CPUs
   widens the whole of them (before jaxlib 0.11.2).
-- States of 4 MB or more that `init` makes: in huge pages, on Linux.
+- Arrays of zeros of 4 MiB or more that `init` of this library's optimisers makes: in
+  huge pages, on Linux.
 
 Everything else, and every machine without it, takes the path in plain JAX; so do
-derivatives and `vmap` of all this. Rows and sums are the same bit for bit. The steps
-round each operation once, where XLA contracts multiply and add: results differ by 1e-7
-of their size.
+derivatives and `vmap` of all this. Rows as they are stored, and sums, are the same bit
+for bit. Steps, and rows that are brought up to date, differ by 1e-7 of their size: XLA
+contracts multiply and add, and the kernel leaves out what a float does not hold.
 
 A library serves each jaxlib whose version of XLA's foreign function interface is that
 of the headers it was compiled with, or a later one with the same major version: XLA
@@ -35,10 +37,10 @@ takes older ones for 12 months at least. They are the headers of the jaxlib in t
 environment. Where a build cannot see it, they are those of the newest one, and for an
 older jaxlib the kernel may have to be compiled by the command.
 
-`OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, of an installation and of
-a process. `jax.export` raises for programs that use it, since their "custom calls have
-no compatibility guarantees": turn it off for that. Or, where it is there for those who
-load the program, too, and they call `available()` first, pass to `jax.export.export`
+`OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, while installing or in a
+process. `jax.export` raises for programs that use it, since their "custom calls have no
+compatibility guarantees": turn it off for that. Or keep it: if those who load the
+program have the kernel and call `available()` first, pass to `jax.export.export`
 `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target) for target in
 ("optax_sparse_adam.adam_rows", "optax_sparse_adam.add_rows",
 "optax_sparse_adam.exact_adam_rows", "optax_sparse_adam.put_rows",

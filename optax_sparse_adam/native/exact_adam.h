@@ -271,7 +271,7 @@ struct ExactAdam {
 
   RestingRows rows;
   const float* table;    // read where rows decay
-  const float* numbers;  // as `native._calls.exact_adam_rows` lists them
+  const float* numbers;  // as `_numbers` there lists them
   Way after{numbers + kNumbers, rows.nodes, numbers[6]};
   bool has_avx2 = HAS_AVX2;
 
