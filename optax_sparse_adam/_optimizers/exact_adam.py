@@ -1,6 +1,7 @@
 """Dense Adam's own numbers, at the cost of the rows that a gradient holds."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,10 +58,12 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
                 "length follows from it."
             )
     check_hyperparameters(b1, b2, eps)
-    if eps < np.finfo(np.float32).tiny:
+    smallest = 1e-36 / math.sqrt(1 - b2)
+    if eps < smallest:
         raise ValueError(
-            f"exact_adam needs an eps that float32 holds in full, of at least 1.2e-38, "
-            f"got {eps}."
+            f"exact_adam needs an eps of at least {smallest:.2g} for b2={b2}, got "
+            f"{eps}: its inverse, and that of eps * sqrt(1 - b2), must be numbers of "
+            "float32."
         )
     if eps_root != 0:
         raise ValueError(

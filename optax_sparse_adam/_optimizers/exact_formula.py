@@ -28,6 +28,7 @@ from .._rows.resting_state import RowState, Whole
 from .._rows.ways import Constants, centre_of_way, polynomial, way_of
 from ..native import _calls as native
 from .exact_schedule import Betas, Steps
+from .rounding import nearest
 
 
 class Step(NamedTuple):
@@ -45,6 +46,8 @@ def _rounded(x: jax.Array, like: jax.Array) -> jax.Array:
     if like.dtype.itemsize >= x.dtype.itemsize:
         return x
     info = jnp.finfo(like.dtype)
+    if info.minexp > jnp.finfo(jnp.float32).minexp:  # whose small numbers would be 0
+        return nearest(x.astype(jnp.float32), like.dtype).astype(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
 

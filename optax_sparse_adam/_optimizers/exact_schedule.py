@@ -191,21 +191,23 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
       ValueError: If that is known at once: outside of `jit`, or by the shapes.
     """
     found = state.constants
-    own = constants_of(betas, found.eps.dtype)
-    pairs = zip(found[:3], own[:3], strict=True)  # the lead follows from these
+    dtype = jax.dtypes.canonicalize_dtype(found.eps.dtype)
+    own = constants_of(betas, dtype)
+    pairs = zip(found[:3], own[:3], strict=True)
     # As close as two machines compute a logarithm.
     is_same = jnp.stack(
         [abs(a - b) <= jnp.asarray(1e-5, b.dtype) * abs(b) for a, b in pairs]
     ).all()
-    degree = fit(betas.b1, betas.b2, found.eps.dtype).degree
+    is_same &= found.lead == own.lead
+    degree = fit(betas.b1, betas.b2, dtype).degree
     degrees = {way.shape[-1] for way in jax.tree.leaves(state.ways)}
     is_traced = isinstance(is_same, jax.core.Tracer)
     if degrees - {degree} or not (is_traced or is_same):
         raise ValueError(
             "exact_adam needs a state that was made with its own b1, b2 and eps, by "
             "which resting rows have moved; got that of others. Only the learning "
-            "rate and the weight decay may change, after flush(params, state). Make "
-            "a new state by init."
+            "rate and the weight decay may change, after flush(params, state), but "
+            "not jax_enable_x64. Make a new state by init."
         )
     return found._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
 

@@ -43,7 +43,8 @@ def _neighbours(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(below, -largest, largest), jnp.clip(above, -largest, largest)
 
 
-def _nearest(x: jax.Array, dtype: Any) -> jax.Array:
+def nearest(x: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds float32 numbers to the nearest of a type, in float32."""
     near = _round(jnp.round, x, dtype)
     beyond = jnp.abs(near) > min(float(jnp.finfo(dtype).max), _LARGEST)
     return jnp.where(beyond, jnp.copysign(jnp.inf, near), near)
@@ -96,7 +97,7 @@ def round_update(
     x = old + update.astype(jnp.float32)
     below, above = _neighbours(x, param.dtype)
     down, up = _neighbours(below - old, dtype)[0], _neighbours(above - old, dtype)[1]
-    lo, hi = (_nearest(old + change, param.dtype) for change in (down, up))
+    lo, hi = (nearest(old + change, param.dtype) for change in (down, up))
     rounded = jnp.where(_choose(bits, x, lo, hi), up, down)
     rounded = jnp.where(jnp.isfinite(x), rounded, x)
     # -0.0 leaves every number as it is, itself included.

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._jax_extras.sharding import shard_axes_like
 from ..native import _calls as native
@@ -18,7 +17,7 @@ def full_along(
     axes = tuple(range(jnp.ndim(param))) if axes is None else axes
     full = tuple(jnp.shape(param))
     shape = tuple(full[axis] for axis in axes)
-    type_ = jax.dtypes.canonicalize_dtype(dtype or jnp.result_type(param))
+    type_ = jnp.result_type(param) if dtype is None else jnp.dtype(dtype)
     is_zero = isinstance(value, int | float) and value == 0
     if is_zero and native.clears(param, shape, type_):
         return _zeros(param, shape, type_)
@@ -28,9 +27,6 @@ def full_along(
 
 @functools.partial(jax.jit, static_argnums=(1, 2), keep_unused=True)
 def _zeros(param: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros on the device of a parameter."""
+    """Zeros on the device of a parameter, which is a CPU."""
     del param
-    zeros: jax.Array = lax.platform_dependent(
-        cpu=lambda: native.zeros(shape, dtype), default=lambda: jnp.zeros(shape, dtype)
-    )
-    return zeros
+    return native.zeros(shape, dtype)

@@ -28,6 +28,7 @@ _FLOATS = ("float32", "bfloat16")  # of tables and moments that the kernel updat
 # How many numbers come before the nodes of the ways: of `resting_rows.numbers_of_rows`
 # and of `exact_formula._numbers`. As `kNumbers` in `exact_adam.h`.
 _RESTING_NUMBERS, _STEP_NUMBERS = 6, 9
+_CLEARED = ("float32", "bfloat16", "float16", "float64", "int32")
 _HUGE_PAGES = 4 << 20  # bytes that have a page of 2 MB inside, wherever they begin
 
 
@@ -91,16 +92,30 @@ def reads_now(table: jax.Array, tables: tuple[jax.Array, ...], ids: jax.Array) -
     )
 
 
-def clears(param: jax.Array, shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether the kernel is there and makes these zeros; known while tracing.
+def clears(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether the kernel is there and makes these zeros, on the device of `param`.
 
     A step goes to some rows of a state, and to others in the next one. The processor
     remembers the places of more memory by pages of 2 MB than by those of 4 kB, which
     XLA's own arrays have: a step of 8,192 ids of 1M x 64 takes an eighth less, one of
     65,536 a twentieth.
+
+    Not inside of a program, which XLA would keep from merging equal arrays, and from
+    dropping those that are not used.
     """
-    size = math.prod(shape) * jnp.dtype(dtype).itemsize
-    return size >= _HUGE_PAGES and mesh_of(param).empty and available()
+    if not isinstance(param, jax.Array) or isinstance(param, jax.core.Tracer):
+        return False
+    devices: Any = param.sharding.device_set
+    device, *others = devices
+    return (
+        str(dtype) in _CLEARED
+        and math.prod(shape) * dtype.itemsize >= _HUGE_PAGES
+        and device.platform == "cpu"
+        and not others
+        and param.sharding.memory_kind in (None, device.default_memory().kind)
+        and mesh_of(param).empty
+        and available()
+    )
 
 
 def _check(name: str, x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> None:
@@ -150,9 +165,7 @@ def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Ar
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """`jnp.zeros` in huge pages, where the system has them."""
     result = jax.ShapeDtypeStruct(shape, dtype)
-    # XLA would make equal calls one, and copy its result.
-    call = jax.ffi.ffi_call("optax_sparse_adam.zeros", result, has_side_effect=True)
-    cleared: jax.Array = call()
+    cleared: jax.Array = jax.ffi.ffi_call("optax_sparse_adam.zeros", result)()
     return cleared
 
 

@@ -29,7 +29,7 @@ struct Way {
   const float* coefficients;  // of the powers of z
   int64_t size, nodes;        // those that are not zero, and all
   float centre;
-  float taylor[4];  // of the powers of u
+  float taylor[4] = {};  // of the powers of u
   float far;        // roots from which on these suffice
 
   Way(const float* coefficients, int64_t nodes, float centre)
@@ -68,7 +68,7 @@ struct Way {
                          const float* __restrict__ root, float scale, int64_t n,
                          float* __restrict__ way) const {
     const float c = centre;
-    int32_t is_near = 0;
+    int32_t is_near = is_of_roots();
     for (int64_t i = 0; i < n; ++i) {
       is_near |= !(root[i] * scale >= far) & (mu[i] != 0.0f);
     }

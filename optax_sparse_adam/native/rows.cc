@@ -364,6 +364,12 @@ ffi::Error PutRows(ffi::ThreadPool pool, Any table, Ints indices, Any values,
 
 // Zeros for a new state, in huge pages.
 ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<Any> zeros) {
+  const auto type = zeros->element_type();
+  // Of numbers of four bits XLA has two in a byte.
+  if (type != ffi::F64 && type != ffi::F32 && type != ffi::F16 && type != ffi::BF16 &&
+      type != ffi::S32) {
+    return Invalid("The kernel makes zeros of float64, float32, float16, bfloat16, int32.");
+  }
   char* data = static_cast<char*>(zeros->untyped_data());
   const int64_t bytes = zeros->size_bytes();
   AdviseHugePages(data, bytes);

@@ -152,6 +152,11 @@ def test_unique_rows(cache, monkeypatch, name):
             update, state = tx.update(changed, state, table)
         return update.indices, update.data, state
 
+    if name == "adam":  # the plain path's, in the same order
+        args = monkeypatch, lambda x: jax.jvp(lambda x: steps(x, table)[1], (x,), (x,))
+        (data, changes), (expected, more), _ = by_both(*args, values)
+        for a, b in ((data, expected), (changes, more)):
+            assert_close(a, b, TOLERANCE["float32"].torch, magnitude=np.abs(b) + 1)
     *results, text = by_both(monkeypatch, steps, values, table)
     assert f"optax_sparse_adam.{name}_rows" in text
     (ids, *found), (expected_ids, *expected) = results
@@ -307,16 +312,34 @@ def test_new_states(cache, monkeypatch):
     init = osa.sparse_adam(0.1, mu_dtype="bfloat16").init
     shapes = {"large": (200_000, 16), "as large": (200_000, 16), "small": (9, 2)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    assert "optax_sparse_adam.zeros" in jax.jit(init).lower(params).as_text()
-    for state in (init(params), jax.jit(init)(params)):
-        arrays = jax.tree.leaves((state.mu, state.nu))
-        assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays) == 6
-        for name, shape in shapes.items():
-            assert_identical(state.mu[name], np.zeros(shape, jnp.bfloat16))
-            assert_identical(state.nu[name], np.zeros(shape, np.float32))
-            place = state.nu[name].unsafe_buffer_pointer() + state.nu[name].nbytes // 2
-            if Path("/sys/kernel/mm/transparent_hugepage").exists():
-                assert ("hg" in flags_of_memory(place)) == ("large" in name)
+    state = init(params)
+    arrays = jax.tree.leaves((state.mu, state.nu))
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays) == 6
+    for name, shape in shapes.items():
+        assert_identical(state.mu[name], np.zeros(shape, jnp.bfloat16))
+        assert_identical(state.nu[name], np.zeros(shape, np.float32))
+        place = state.nu[name].unsafe_buffer_pointer() + state.nu[name].nbytes // 2
+        if "large" in name and Path("/sys/kernel/mm/transparent_hugepage").exists():
+            assert "hg" in flags_of_memory(place)
+
+
+@needs_compiler
+def test_new_states_without_it(cache, monkeypatch):
+    """Inside of programs, and of what is no array of floats on a CPU."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    monkeypatch.setattr(_calls, "zeros", None)
+    init, size = osa.sparse_adam(0.1).init, (200_000, 16)
+    params = {
+        "numpy": np.ones(size, "float32"),
+        "small numbers": jnp.zeros((20_000_000,), "int4"),
+        "keys": jax.random.split(jax.random.key(0), 3),
+    }
+    state = init(params)
+    assert jax.tree.map(jnp.shape, state.nu) == jax.tree.map(jnp.shape, params)
+    wide = jnp.ones(size)
+    assert jax.eval_shape(init, wide).nu.shape == size
+    assert "zeros" not in jax.jit(init).lower(wide).as_text()
+    assert init(jax.ShapeDtypeStruct(size, "float32")).nu.shape == size
 
 
 @needs_compiler

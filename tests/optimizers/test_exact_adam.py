@@ -541,10 +541,18 @@ def test_low_precision():
     assert_close(table, wide + expected, 3 * 2.0**-8)
 
 
-@pytest.mark.parametrize("nu_dtype", ["float32", "bfloat16"])
-def test_rounded_moments(nu_dtype):
+@pytest.mark.parametrize(
+    ("mu_dtype", "nu_dtype", "scale"),
+    [
+        ("bfloat16", "float32", 1.0),
+        ("bfloat16", "bfloat16", 1.0),
+        ("float16", "float32", 1e-4),  # most of which float16 has as subnormal numbers
+        ("float32", "float16", 0.1),
+    ],
+)
+def test_rounded_moments(mu_dtype, nu_dtype, scale):
     """Rows that are touched in every step: the moments' rounding moves none of them."""
-    tx = osa.exact_adam(0.1, mu_dtype="bfloat16")
+    tx = osa.exact_adam(0.1, mu_dtype=mu_dtype)
     rng = np.random.default_rng(0)
     start = jnp.asarray(rng.normal(size=(8, 64)), "float32")
     ids = np.array([[1], [5]], np.int32)
@@ -554,14 +562,15 @@ def test_rounded_moments(nu_dtype):
     mu, nu = np.zeros((2, 2, 64))
     table, step, flush = start, jax.jit(tx.update), jax.jit(osa.flush)
     for t in range(1, 6):
-        values = rng.normal(size=(2, 64)).astype("float32")
+        # No small ones, whose squares float16 would have as zeros.
+        values = scale * np.sign(rng.normal(size=(2, 64))) * rng.uniform(1, 2, (2, 64))
+        values = values.astype("float32")
         update, state = step(bcoo(values, ids, start.shape), state, table)
         table = osa.apply_updates(table, update)
         mu, nu = 0.9 * mu + 0.1 * values, 0.999 * nu + 0.001 * np.square(values)
         size = np.sqrt(nu / (1 - 0.999**t)) + 1e-8
         expected[[1, 5]] -= 0.1 * mu / (1 - 0.9**t) / size
-        mu = np.float64(mu.astype(jnp.bfloat16))
-        nu = np.float64(nu.astype(nu_dtype))
+        mu, nu = np.float64(mu.astype(mu_dtype)), np.float64(nu.astype(nu_dtype))
         assert_close(flush(table, state)[0], expected, 1e-6, magnitude=10.0)
 
 
@@ -576,9 +585,22 @@ def test_state_of_other_constants(changed):
     other = osa.exact_adam(0.1, **changed)
     with pytest.raises(ValueError, match="its own b1, b2 and eps"):
         other.update(grad, state)
-    if "eps" in changed:  # which a program knows only when it runs
+    if "b2" not in changed:  # a program knows only when it runs
         update, _ = jax.jit(other.update)(grad, state)
         assert np.isnan(update.data).all()
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.999, 0.9999])
+def test_smallest_epsilon(b2):
+    tx = osa.exact_adam(0.1, b2=b2, eps=1e-36 / np.sqrt(1 - b2))
+    table, step = jnp.ones((3, 4)), jax.jit(tx.update)
+    grad = bcoo(np.ones((1, 4), np.float32), np.zeros((1, 1), np.int32), (3, 4))
+    state = tx.init(table)
+    for _ in range(3):
+        update, state = step(grad, state)
+        table = osa.apply_updates(table, update)
+    expected = np.array([[0.7], [1.0], [1.0]]) * np.ones(4)
+    assert_close(osa.flush(table, state)[0], expected, 1e-5)
 
 
 def test_infinite_second_moment():
@@ -596,7 +618,7 @@ def test_infinite_second_moment():
     ("make", "error", "words"),
     [
         (lambda: osa.exact_adam(jnp.ones([])), TypeError, "known for all steps"),
-        (lambda: osa.exact_adam(0.1, eps=1e-40), ValueError, "float32 holds in full"),
+        (lambda: osa.exact_adam(0.1, eps=1e-37), ValueError, "eps of at least"),
         (lambda: osa.exact_adam(-1.0), ValueError, "at least 0"),
         (lambda: osa.exact_adamw(0.1, weight_decay=-1), ValueError, "weight decay: -1"),
         (lambda: osa.exact_adam(0.1, 0.9, 0.8), ValueError, r"b1 < sqrt\(b2\)"),

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -138,10 +139,12 @@ def _anchors(path):
 
 def test_links_lead_to_files_that_git_tracks():
     """As GitHub shows the texts. The site's links are checked by its build."""
-    done = subprocess.run(
-        ["git", "ls-files"], cwd=_ROOT, capture_output=True, text=True
-    )
-    tracked = {_ROOT / name for name in done.stdout.splitlines()}
+    listed = ""
+    if shutil.which("git"):
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=_ROOT, capture_output=True, text=True
+        ).stdout
+    tracked = {_ROOT / name for name in listed.splitlines()}
     if not tracked:
         pytest.skip("not in a clone of the repository")
     tracked |= {folder for path in tracked for folder in path.parents}
