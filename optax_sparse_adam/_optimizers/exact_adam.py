@@ -173,16 +173,26 @@ def _exact_adam(
             )
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
         parts = held_by(state, nus, treedef)
+        if bool(state.log_decay) != (decay is not None):
+            given, own = ("exact_adam", "exact_adamw")[:: 1 if decay else -1]
+            raise ValueError(
+                f"{own} needs a state that was made by {own}, got that of {given}: "
+                "only the state of exact_adamw knows how far each row has decayed. To "
+                "change the weight decay between runs, use exact_adamw in all of them, "
+                "with weight_decay=0 where nothing decays."
+            )
         constants = checked_constants(state, betas)
         ahead = steps_from(state.count, rate, decay, betas, constants.eps.dtype)
         kinds = {True: ahead, False: ahead.without_decay()}
-        aheads = {mark: way_ahead(kinds[mark], betas) for mark in set(marks)}
+        aheads = {m: way_ahead(kinds[m], betas) for m in {marks[i] for i in parts}}
         count = optax.safe_increment(state.count)
         for i, (rows, before) in parts.items():
             steps, grad = kinds[marks[i]], grads[i]
             after = take_step(before, constants, steps, aheads[marks[i]])
             if grad is not None:
                 check_leaf(grad, rows.nu)
+                if not is_bcoo(grad):
+                    after = hold_values(after, count)
                 now = jax.tree.map(lambda x: x[:1], steps)
                 step = Step(state.count, before, after, constants, now)
                 tables = (rows.mu, rows.nu, rows.last, *rows.log_decay)
@@ -191,8 +201,6 @@ def _exact_adam(
                 grads[i], tables = one(grad, read, tables, step, betas=betas)
                 mu, nu, last, *log_decay = tables
                 rows = RowState(mu, nu, last, tuple(log_decay))
-                if not is_bcoo(grad):
-                    after = hold_values(after, count)
             parts[i] = rows, after
         state = replace_held(state, treedef, parts)
         return treedef.unflatten(grads), state._replace(count=count)
@@ -266,7 +274,9 @@ def exact_adam(
     Args:
       learning_rate: A Python number of at least 0, or a schedule, called with the
         numbers of steps before this one and before those to come, as traced scalars. It
-        must be a function of that number alone.
+        must be a function of that number alone. Where it is NaN in steps to come, rows
+        do not move; where it grows in all of them as fast as momentum dies out, they
+        become NaN.
       b1: Decay of the moving average of the gradient, in `[0, 1)`; below `sqrt(b2)`.
       b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
       eps: Added to the root of the corrected second moment, as in `optax.adam`.

@@ -78,7 +78,8 @@ def _update_rows(
     number = now.number[0]
 
     mu = moved.mu + jnp.asarray(1 - betas.b1, dtype) * (grad - moved.mu)
-    nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * (grad * grad - moved.nu)
+    nu = jnp.where(moved.nu < jnp.inf, grad * grad - moved.nu, 0)  # infinity stays
+    nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * nu
     root = jnp.sqrt(nu)
     move = now.size[0] * mu
     if now.grad_size is not None:

@@ -156,7 +156,10 @@ def steps_from(
         def one(count: jax.Array) -> jax.Array:
             return jnp.asarray(schedule(count), dtype).reshape(())
 
-        return jax.vmap(one)(counts)
+        found = jax.vmap(one)(counts)
+        # Schedules need not be defined after their last step, as `(1 - t / T) ** 0.9`.
+        # Rows do not move there; if training does get there, it is the first value.
+        return jnp.where(jnp.isnan(found) & (counts != count), 0, found)
 
     rate = values(learning_rate)
     rho = jnp.sqrt(one_minus_power(b2, number, dtype))
@@ -213,7 +216,7 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
 
 
 def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
-    """The way after the first of these steps, at the nodes."""
+    """The way after the first of these steps, at the nodes; NaN if it has no end."""
     dtype = steps.size.dtype
     lead, degree = fit(betas.b1, betas.b2, dtype)
     ahead: Steps = jax.tree.map(lambda x: x[1:], steps)
@@ -221,13 +224,18 @@ def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
     if ahead.log_decay is not None:
         size = size * jnp.exp(-jnp.cumsum(ahead.log_decay))
     power1, power2 = _powers(betas.b1, betas.b2, len(size))
+    # Without an end, the learning rate grows for all of these steps as fast as momentum
+    # dies out. What is smaller than 0.02 tolerances can be no part of a parameter.
+    r, tolerance = betas.b1 / math.sqrt(betas.b2), _TOLERANCE[dtype.itemsize]
+    terms = abs(size) * jnp.asarray(r ** np.arange(1, 1 + len(size)), dtype)
+    is_over = terms[-1] <= tolerance * jnp.maximum(10 * jnp.sum(terms), 0.02)
     way: jax.Array = sum_at_nodes(
         size,
         ahead.rho / ahead.rho[lead - 1],
         (jnp.asarray(power1, dtype), jnp.asarray(power2, dtype)),
         jnp.asarray(nodes(degree), dtype),
     )
-    return way
+    return jnp.where(is_over, way, jnp.nan)
 
 
 def take_step(
@@ -258,6 +266,11 @@ def take_step(
 
 
 def hold_values(whole: Whole, count: jax.Array) -> Whole:
-    """A parameter all of whose rows hold their value after step `count`."""
+    """A parameter all of whose rows hold their value after step `count`.
+
+    Their decay begins anew, as that of rows whose state comes fresh from `init`.
+    """
     # A copy, since an array must not be donated twice.
-    return whole._replace(since=jnp.copy(count), ways=whole.ways.at[0].set(0))
+    since, ways = jnp.copy(count), whole.ways.at[0].set(0)
+    decay = None if whole.decay is None else jnp.zeros_like(whole.decay)
+    return Whole(since, ways, decay)

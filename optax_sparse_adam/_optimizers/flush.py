@@ -30,7 +30,7 @@ def _flush_rows(
     dtype = compute_type(param, rows)
     rows = rows._replace(mu=mu.astype(dtype), nu=nu.astype(dtype))
     moved = move_rows(rows, whole, constants, count)
-    last, log_decay = stamp(rows, whole, count)
+    last, log_decay = stamp(rows, hold_values(whole, count), count)
     moments = moved.mu.astype(mu.dtype), moved.nu.astype(nu.dtype)
     return rows_now(param, moved), *moments, last, *log_decay
 
@@ -57,9 +57,10 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
     gradient was row-sparse: where it is going to be once its momentum has died out,
     before the weight decay since that gradient. Call `flush` before the parameters are
     read by anything but `value_and_grad(..., read=state)`: an evaluation, an export, a
-    checkpoint for another program; and before the optimiser is replaced by one with
-    another learning rate. Training goes on with what it returns, with the same numbers.
-    Checkpoints of both parameters and state need no flush.
+    checkpoint for another program; before rows are changed by hand; and before the
+    optimiser is replaced by one with another learning rate. Training goes on with what
+    it returns, with the same numbers. Checkpoints of both parameters and state need no
+    flush.
 
     It reads and writes all rows, once. Under `jit` with both arguments donated this is
     in place, on a CPU in blocks of rows.

@@ -306,7 +306,8 @@ struct ExactAdam {
       for (int64_t i = 0; i < n; ++i) {
         const float m = mu[i] * now.power1, v = nu[i] * now.power2 * now.power2;
         mu[i] = m + one_minus_b1 * (g[i] - m);
-        nu[i] = v + one_minus_b2 * (g[i] * g[i] - v);
+        // Infinity stays, and is not subtracted from itself.
+        nu[i] = v + one_minus_b2 * (v < INFINITY ? g[i] * g[i] - v : 0.0f);
         root[i] = std::sqrt(nu[i]);
       }
       after(mu, 1.0f, root, 1.0f, n, way);

@@ -1,0 +1,190 @@
+"""exact_adam where a run changes: tables that grow, states of others, odd schedules."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import assert_close, bcoo
+
+ROWS, WIDTH = 8, 3
+ADAMW = {"weight_decay": 0.1, "b2": 0.95}
+
+
+def start(rows=ROWS, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, WIDTH)))
+
+
+def loss(table, ids):
+    return jnp.sum(jnp.sin(table[ids] + ids[:, None]))
+
+
+def runner(tx, is_exact):
+    """Trains on some batches; returns table, state, and the loss before each step."""
+
+    def step(carry, ids):
+        table, state = carry
+        fun = osa.value_and_grad(loss, read=state) if is_exact else dense
+        value, grad = fun(table, ids)
+        updates, state = tx.update(grad, state, table)
+        return (osa.apply_updates(table, updates), state), value
+
+    dense = jax.value_and_grad(loss)
+    return jax.jit(lambda table, state, ids: jax.lax.scan(step, (table, state), ids))
+
+
+def batches(steps, rows=ROWS, seed=1):
+    """Some rows rest for long, the last one always."""
+    ids = np.random.default_rng(seed).zipf(1.5, (steps, 4)) % (rows - 1)
+    return jnp.asarray(ids, "int32")
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def grown(new, old):
+    """The recipe of `docs/recipes.md`."""
+    return old if new.shape == old.shape else new.at[: len(old)].set(old)
+
+
+def test_a_table_that_grows():
+    """New rows decay from now on, not from the beginning."""
+    ours, optaxs = osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW)
+    exact, dense = runner(ours, True), runner(optaxs, False)
+    (table, state), _ = exact(start(), ours.init(start()), batches(50))
+    (wanted, wanted_state), _ = dense(start(), optaxs.init(start()), batches(50))
+    table, state = osa.flush(table, state)
+    assert_close(table, wanted, 1e-12)
+    tables = [jnp.concatenate([old, start(4, seed=2)]) for old in (table, wanted)]
+    state = jax.tree.map(grown, ours.init(tables[0]), state)
+    wanted_state = jax.tree.map(grown, optaxs.init(tables[1]), wanted_state)
+    (table, state), values = exact(tables[0], state, batches(50, ROWS + 4))
+    (wanted, _), expected = dense(tables[1], wanted_state, batches(50, ROWS + 4))
+    assert_close(values, expected, 1e-12)
+    assert_close(osa.flush(table, state)[0], wanted, 1e-12)
+
+
+def test_a_dense_run_goes_on_and_back():
+    """As `docs/exact_adam.md` says, with optax's own state before and after."""
+    ours, optaxs = osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW)
+    exact, dense = runner(ours, True), runner(optaxs, False)
+    first, second, third = jnp.split(batches(90), 3)
+    (wanted, wanted_state), _ = dense(start(), optaxs.init(start()), batches(90))
+    (table, state), _ = dense(start(), optaxs.init(start()), first)
+    adam, *rest = state
+    state = ours.init(table)
+    state = state._replace(
+        count=adam.count,
+        mu=adam.mu,
+        nu=adam.nu,
+        last=state.last + adam.count,
+        since=state.since + adam.count,
+    )
+    (table, state), _ = exact(table, state, second)
+    table, state = osa.flush(table, state)
+    state = optax.ScaleByAdamState(state.count, state.mu, state.nu), *rest
+    (table, state), _ = dense(table, state, third)
+    for actual, expected in zip(
+        jax.tree.leaves((table, state)),
+        jax.tree.leaves((wanted, wanted_state)),
+        strict=True,
+    ):
+        assert_close(actual, expected, 1e-11)
+
+
+def test_a_state_with_or_without_decay():
+    table = start()
+    grad = bcoo(np.ones((1, WIDTH)), np.zeros((1, 1), np.int32), table.shape)
+    pair = {"exact_adam": osa.exact_adam(0.1), "exact_adamw": osa.exact_adamw(0.1)}
+    for (own, tx), other in zip(pair.items(), reversed(pair), strict=True):
+        words = re.escape(f"{own} needs a state that was made by {own}, got that of")
+        with pytest.raises(ValueError, match=f"{words} {other}: "):
+            tx.update(grad, pair[other].init(table), table)
+
+
+@pytest.mark.parametrize("make", [osa.exact_adam, osa.exact_adamw])
+def test_parameters_without_an_array(make):
+    """Such as Equinox and `optax.partition` leave in a tree."""
+    tx, table = make(0.1), start()
+    grad = bcoo(np.ones((1, WIDTH)), np.zeros((1, 1), np.int32), table.shape)
+    params, grads = {"a": None, "table": table}, {"a": None, "table": grad}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    expected, _ = tx.update(grad, tx.init(table), table)
+    assert updates["a"] is None
+    np.testing.assert_array_equal(updates["table"].data, expected.data)
+
+
+def test_second_gradient_after_an_overflow():
+    """The element that stopped stays where it is, as in dense Adam."""
+    with jax.enable_x64(False):
+        tx, table = osa.exact_adam(0.1), jnp.ones((2, 2))
+        state, step = tx.init(table), jax.jit(tx.update)
+        for size in (1e20, 1.0, 1.0):
+            values = np.array([[size, 1.0]], np.float32)
+            grad = bcoo(values, np.zeros((1, 1), np.int32), (2, 2))
+            update, state = step(grad, state)
+            table = osa.apply_updates(table, update)
+        table, _ = osa.flush(table, state)
+        assert_close(table, [[1.0, 0.7], [1.0, 1.0]], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        # Undefined after the last step.
+        lambda count: 0.1 * (1 - count / 60) ** 0.9,
+        # Still at first, and again in the end.
+        lambda count: jnp.where((count < 30) | (count > 50), 0.0, 0.1),
+        # Growing, with an end, and by less than momentum dies out.
+        optax.exponential_decay(1e-7, 1, 1.2, end_value=0.1),
+        optax.exponential_decay(1e-7, 1, 1.05),
+    ],
+)
+def test_odd_schedules(schedule):
+    def at(count):
+        return schedule(jnp.asarray(count, float))
+
+    ours, optaxs = osa.exact_adam(at), optax.adam(at)
+    exact, dense, ids = runner(ours, True), runner(optaxs, False), batches(60)
+    (table, state), values = exact(start(), ours.init(start()), ids)
+    (wanted, _), expected = dense(start(), optaxs.init(start()), ids)
+    assert_close(values, expected, 1e-11, magnitude=1.0)
+    assert_close(osa.flush(table, state)[0], wanted, 1e-11, magnitude=1.0)
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.2, 10.0])
+def test_a_way_without_an_end(factor):
+    """NaN at once, in place of a table that is wrong."""
+    tx = osa.exact_adam(optax.exponential_decay(1e-3, 1, factor))
+    grad = bcoo(np.ones((1, WIDTH)), np.zeros((1, 1), np.int32), (ROWS, WIDTH))
+    update, _ = jax.jit(tx.update)(grad, tx.init(start()))
+    assert np.isnan(update.data).all()
+
+
+def test_the_end_of_a_schedule_that_does_not_end_training():
+    """A learning rate that is NaN when its step comes is used."""
+    tx = osa.exact_adam(lambda count: 0.1 * (1 - count / 3) ** 0.5)
+    (table, state), _ = runner(tx, True)(start(), tx.init(start()), batches(4))
+    assert np.isfinite(osa.flush(table, state)[0]).all()
+    (table, state), _ = runner(tx, True)(table, state, batches(1))
+    assert np.isnan(osa.flush(table, state)[0]).any()
+
+
+def test_rows_of_a_table_that_is_not_trained_here():
+    """As `docs/exact_adam.md` reads them, of a table with a state of its own."""
+    tx, ids = osa.exact_adam(0.1), jnp.array([3, 7, 3])
+    (table, state), _ = runner(tx, True)(start(), tx.init(start()), batches(5))
+
+    def look_up(table):
+        return 0.0, table[ids]
+
+    (_, rows), _ = osa.value_and_grad(look_up, has_aux=True, read=state)(table)
+    assert_close(rows, osa.flush(table, state)[0][ids], 1e-14)
