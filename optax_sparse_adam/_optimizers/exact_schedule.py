@@ -228,7 +228,7 @@ def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
     # dies out. What is smaller than 0.02 tolerances can be no part of a parameter.
     r, tolerance = betas.b1 / math.sqrt(betas.b2), _TOLERANCE[dtype.itemsize]
     terms = abs(size) * jnp.asarray(r ** np.arange(1, 1 + len(size)), dtype)
-    is_over = terms[-1] <= tolerance * jnp.maximum(10 * jnp.sum(terms), 0.02)
+    is_over = terms[-1] < tolerance * jnp.maximum(50 * jnp.sum(terms), 0.02)
     way: jax.Array = sum_at_nodes(
         size,
         ahead.rho / ahead.rho[lead - 1],
