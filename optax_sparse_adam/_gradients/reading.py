@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
+from .._jax_extras.varying_axes import bind
 from .._rows.gather_scatter import repeat_row
 from .._rows.resting_rows import look_up_values
 from .._rows.resting_state import RowState
@@ -92,7 +93,7 @@ def _show_bounds(
     sizes = tuple(
         size if axis == 0 or axis in collapsed else 0 for axis, size in enumerate(sizes)
     )
-    read.bind(table, *indices, **params | {"slice_sizes": sizes})
+    bind(read, table, *indices, **params | {"slice_sizes": sizes})
 
 
 def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
@@ -144,7 +145,7 @@ def _gather(
     sizes = tuple(map(min, params["slice_sizes"], array.shape))
     params = params | {"slice_sizes": sizes}
     if math.prod(indices.shape[:-1]) != 1 or mesh_of(array, indices).explicit_axes:
-        return gather.bind(array, indices, **params)
+        return bind(gather, array, indices, **params)
     batch = numbers.operand_batching_dims
     index = with_batch(indices, numbers.start_indices_batching_dims)
     dropped = tuple(sorted((*numbers.collapsed_slice_dims, *batch)))
@@ -158,7 +159,7 @@ def _gather(
         start_index_map=(*batch, *numbers.start_index_map),
     )
     params = params | {"dimension_numbers": numbers, "unique_indices": False}
-    rows = gather.bind(array, repeat_row(index.reshape(1, -1)), **params)
+    rows = bind(gather, array, repeat_row(index.reshape(1, -1)), **params)
     return rows[:1].reshape(shape)
 
 

@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import bind_eqn
+from .._jax_extras.varying_axes import bind, vary
 from .._rows.padding import in_bounds
 from . import rules_control_flow, rules_custom, rules_shard_map
 from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
@@ -36,11 +37,14 @@ from .symbolic_values import (
     Deferred,
     Part,
     RowSum,
+    all_gather_parts,
     dense,
+    elementwise,
     fill,
     is_symbolic,
     merge_parts,
     table,
+    vary_parts,
 )
 
 
@@ -70,6 +74,20 @@ def _same_rows(context: Context, eqn: JaxprEqn, value: Any) -> Results:
     if isinstance(value, Deferred) and value.is_table:
         return [table(bind_eqn(eqn, dense(value)))]
     return NotImplemented
+
+
+def _vary(context: Context, eqn: JaxprEqn, value: Any) -> Results:
+    """Before anything that may differ by device, the rows of all of them are summed."""
+    axes = tuple(eqn.params["axes"])
+    if isinstance(value, RowSum) and value.carry is None:
+        if not value.axes.isdisjoint(axes):
+            value = all_gather_parts(value)
+        return [vary_parts(value, axes)]
+    if isinstance(value, Deferred) and not value.is_table:
+        # What is looked up may vary already.
+        function = functools.partial(vary, axes=axes)
+        return [elementwise(value.shape, value.dtype, function, value)]
+    return _same_rows(context, eqn, value)
 
 
 def _reshard(context: Context, eqn: JaxprEqn, value: Any) -> Results:
@@ -153,7 +171,7 @@ def _slice(context: Context, eqn: JaxprEqn, value: Any, *starts: Any) -> Results
             for name, number in _SLICE_OF_ONE.items():
                 if params.get(name) is not None:
                     params[name] = (*params[name][:i], number, *params[name][i + 1 :])
-        return eqn.primitive.bind(array, *starts, **params)
+        return bind(eqn.primitive, array, *starts, **params)
 
     take = read or window
     return [value.select(take, _out(eqn).shape)]
@@ -198,7 +216,7 @@ def _pad_obstacles(
 RULES: dict[str, Rule] = {
     **ELEMENTWISE_RULES,
     "optimization_barrier": each_of(_barrier),
-    "pvary": all_of(_same_rows),
+    "pvary": all_of(_vary),
     "reduce_sum": never(_reduce_sum),
     "reshard": all_of(_reshard),
     "sharding_constraint": all_of(_same_rows),

@@ -22,6 +22,7 @@ from .symbolic_values import (
     DenseCarry,
     Part,
     RowSum,
+    all_gather_parts,
     dense,
     every_row,
     is_symbolic,
@@ -264,6 +265,8 @@ def _cond(context: Context, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     if not context.passes_table(eqn, args):
         return NotImplemented
     wanted = context.wanted(eqn)
+    # Devices may take different branches: they sum before, or as JAX does inside.
+    args = tuple(all_gather_parts(x) if isinstance(x, RowSum) else x for x in args)
 
     def results(branch: ClosedJaxpr) -> list[Any]:
         inner = context.in_new_trace()

@@ -253,8 +253,12 @@ def _subtract(context: Context, eqn: JaxprEqn, left: Any, right: Any) -> Results
 
 
 def _select(context: Context, eqn: JaxprEqn, which: Any, *cases: Any) -> Results:
-    if not all(isinstance(case, RowSum) and case.is_plain for case in cases):
+    if not all(isinstance(case, RowSum) and case.carry is None for case in cases):
         return NotImplemented
+    axes = cases[0].axes
+    if any(case.axes != axes for case in cases):
+        cases = tuple(map(all_gather_parts, cases))
+        axes = frozenset()
 
     def chosen(i: int, part: Part) -> Part:
         zeros = [jnp.zeros_like(part.data)] * len(cases)
@@ -262,7 +266,7 @@ def _select(context: Context, eqn: JaxprEqn, which: Any, *cases: Any) -> Results
         return Part(part.indices, bind_eqn(eqn, context.rows(which, part), *zeros))
 
     parts = [chosen(i, part) for i, case in enumerate(cases) for part in case.parts]
-    return [RowSum(_out(eqn).shape, _out(eqn).dtype, tuple(parts))]
+    return [RowSum(_out(eqn).shape, _out(eqn).dtype, tuple(parts), axes=axes)]
 
 
 ELEMENTWISE_RULES: dict[str, Rule] = {

@@ -1,7 +1,8 @@
 """The rules of the interpreter for `shard_map` and for sums over its axes.
 
 The rows of all devices leave `shard_map` side by side, so a sum of rows over devices
-needs no communication there: it is the rows of all of them.
+needs no communication there: it is the rows of all of them. Anything before that may
+differ by device, such as a factor, gets the sum: each device gathers the rows of all.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,20 +17,34 @@ from .._jax_extras.sharding import first_row
 from .._rows.padding import in_bounds, row_bounds
 from .analysis import Analysis, Obstacle, Obstacles, Rule
 from .interpreter import Context, Results
-from .symbolic_values import Deferred, Origin, Part, RowSum, padded
+from .symbolic_values import (
+    Deferred,
+    Origin,
+    Part,
+    RowSum,
+    all_gather_parts,
+    padded,
+    vary_parts,
+)
 
 
 def psum(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
     """Sums nothing yet: `RowSum.axes` names the mesh axes to sum over.
 
-    `all_gather_parts` or `RowSum.dense` do so later.
+    `all_gather_parts` or `RowSum.dense` do so later, before anything that may differ by
+    device. With `check_vma`, a `pvary` comes before that. Without it nothing tells, so
+    the rows of all devices are gathered at once.
     """
     axes = frozenset(eqn.params["axes"])
     if eqn.params.get("axis_index_groups") is not None:
         return NotImplemented
     if not all(isinstance(x, RowSum) and x.is_plain and x.parts for x in args):
         return NotImplemented
-    return [RowSum(x.shape, x.dtype, x.parts, axes=axes) for x in args]
+    varying = (vary_parts(x, tuple(axes)) for x in args)
+    sums = [RowSum(x.shape, x.dtype, x.parts, axes=axes) for x in varying]
+    if eqn.primitive.name == "psum_invariant":
+        return sums
+    return [all_gather_parts(x, to="varying") for x in sums]
 
 
 def _shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
@@ -119,6 +134,8 @@ def _layout(value: Any, spec: PartitionSpec) -> tuple[str, ...] | None:
     if any(_mesh_axes(entry) for entry in spec[value.depth :]):
         return None
     shards = [axis for entry in spec for axis in _mesh_axes(entry)]
+    if not value.axes.isdisjoint(shards):  # each device's copy of one sum
+        return None
     return (*sorted(value.axes), *shards)
 
 

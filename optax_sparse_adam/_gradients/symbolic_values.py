@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import call_with_auto_axes
+from .._jax_extras.varying_axes import vary
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
 from .._rows.gather_scatter import scatter_add_rows
@@ -393,12 +394,18 @@ def _whole_rows(part: Part, depth: int, shape: tuple[int, ...]) -> Part:
     return Part(_row_indices(part, depth, shape), data)
 
 
-def all_gather_parts(total: RowSum) -> RowSum:
+def vary_parts(total: RowSum, axes: tuple[str, ...]) -> RowSum:
+    """The same sum inside of shard_map, of rows that vary over these axes as well."""
+    parts = tuple(Part(*(vary(x, axes) for x in part)) for part in total.parts)
+    return dataclasses.replace(total, parts=parts)
+
+
+def all_gather_parts(total: RowSum, to: str = "invarying") -> RowSum:
     """The same sum inside of shard_map, every device with the rows of all."""
     if not total.axes:
         return total
     gather = functools.partial(
-        lax.all_gather, axis_name=tuple(total.axes), tiled=True, to="invarying"
+        lax.all_gather, axis_name=tuple(total.axes), tiled=True, to=to
     )
     parts = tuple(Part(*map(gather, part)) for part in total.parts)
     return RowSum(total.shape, total.dtype, parts)

@@ -19,6 +19,8 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 
+from .varying_axes import bind
+
 # Primitives of one result, each element of which is computed from the same element of
 # every operand, or from operands that are scalars. Gradient rules, `lazy_row_analysis`
 # and `update_in_place` believe it: a wrong name here gives wrong numbers in all three.
@@ -56,7 +58,7 @@ def bind_eqn(eqn: JaxprEqn, *args: Any, **params: Any) -> Any:
     shapes that it was traced with.
     """
     with eqn.ctx.manager:
-        return eqn.primitive.bind(*args, **(eqn.params | params))
+        return bind(eqn.primitive, *args, **(eqn.params | params))
 
 
 class Step(NamedTuple):

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
 
 def varying_axes(*arrays: Any) -> tuple[str, ...]:
@@ -27,4 +28,14 @@ def _varies(x: Any, axis: str) -> bool:
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts an array to vary over these axes as well."""
     own = varying_axes(x)
-    return lax.pcast(x, tuple(a for a in axes if a not in own), to="varying")
+    missing = tuple(axis for axis in axes if axis not in own)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Applies a primitive; operands may vary over other mesh axes than the rest.
+
+    A primitive takes none such, and rows vary by their ids where their table does not.
+    """
+    axes = varying_axes(*operands) if len(operands) > 1 else ()
+    return primitive.bind(*(vary(x, axes) for x in operands), **params)

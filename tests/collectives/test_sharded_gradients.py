@@ -152,3 +152,82 @@ def test_apply_if_finite_inside_lazy():
         expected = jax.jit(step)(jnp.asarray(same))
         with jax.set_mesh(mesh):
             assert_close(jax.jit(step)(table), expected, 1e-6)
+
+
+def psum_of_weighted(table, own, same):
+    return lax.psum(table * own, "x")
+
+
+# Functions of a table, of a number that each device has its own of, and of one that is
+# the same on all devices.
+PLAIN = {
+    "scaled": lambda t, own, same: t * same,
+    "divided": lambda t, own, same: t / same,
+    "scaled by its own": lambda t, own, same: t * own,
+    "scaled by a mean": lambda t, own, same: t * lax.pmean(own, "x"),
+    "and its own number": lambda t, own, same: 2 * t + own,
+    "tanh": lambda t, own, same: jnp.tanh(t * same) + jnp.tanh(t) * own,
+    "chosen": lambda t, own, same: jnp.where(same > 0, t, 2 * t),
+    "chosen by its own": lambda t, own, same: jnp.where(own > 0, t, 2 * t),
+    "a branch": lambda t, own, same: lax.cond(same > 0, lambda t: 2 * t, abs, t),
+    "chosen by row": lambda t, own, same: jnp.where(t * same > 0, t, jnp.sin(t)),
+}
+SUMS = {
+    "psum": psum_of_weighted,
+    "psum, scaled": lambda *args: psum_of_weighted(*args) * args[2],
+    "psum, scaled by its own": lambda *args: psum_of_weighted(*args) * args[1],
+    "psum, tanh": lambda *args: jnp.tanh(psum_of_weighted(*args)) - args[0],
+    "psum of chosen": lambda t, own, same: lax.psum(jnp.where(own > 0, t, t * t), "x"),
+    "psum of two": lambda t, own, same: sum(lax.psum((t * own, jnp.sin(t)), "x")),
+    "psum of psum": lambda *args: lax.psum(psum_of_weighted(*args) * args[1], "x"),
+}
+CASES = [(name, P()) for name in PLAIN | SUMS] + [(name, P("x")) for name in SUMS]
+
+
+def of_devices(table, own, same, ids, function, spec, check_vma):
+    """The mean over devices of each one's loss of `function(table)[ids]`."""
+
+    def local(table, own, same, ids):
+        rows = function(table, own[0], same)[ids]
+        return lax.pmean(jnp.sum(jnp.sin(rows) * own[0]), "x")
+
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    specs = (spec, P("x"), P(), P("x"))
+    kwargs = {"in_specs": specs, "out_specs": P(), "check_vma": check_vma}
+    return jax.shard_map(local, mesh=mesh, **kwargs)(table, own, same, ids)
+
+
+def of_one_device(table, own, same, ids, function, spec):
+    """The same without `shard_map`: `vmap` has names of axes, and no types of them."""
+
+    def local(table, own, ids):
+        return jnp.sum(jnp.sin(function(table, own, same)[ids]) * own)
+
+    tables = table.reshape(2, -1, table.shape[1]) if spec else table
+    split = (0 if spec else None, 0, 0)
+    mapped = jax.vmap(local, split, axis_name="x")
+    return jnp.mean(mapped(tables, own, ids.reshape(2, -1)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("name", "spec"), CASES, ids=str)
+def test_function_of_a_table_inside_shard_map(name, spec, check_vma):
+    """Rows of all devices are summed before anything that may differ by device."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.uniform(-1, 1, (ROWS, WIDTH)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, ROWS // 2, 8), jnp.int32)
+    args = table, jnp.asarray([0.75, -0.5]), jnp.float32(0.5), ids
+    kwargs = {"function": (PLAIN | SUMS)[name], "spec": spec}
+    split = partial(of_devices, check_vma=check_vma, **kwargs)
+    whole = partial(of_one_device, **kwargs)
+
+    @jax.jit
+    def gradients(*args):
+        grad = partial(osa.grad, argnums=(0, 1, 2), sparse=(True, False, False))
+        others = (jax.grad(loss, argnums=(0, 1, 2))(*args) for loss in (split, whole))
+        return (grad(split)(*args), *others)
+
+    (of_table, *of_numbers), *expected = gradients(*args)
+    for others in expected:
+        for one, other in zip((to_dense(of_table), *of_numbers), others, strict=True):
+            assert_close(one, other, 2e-6, magnitude=1)
