@@ -40,6 +40,14 @@ def check_learning_rate(value: Any) -> None:
 
 def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
     for index, b in enumerate((b1, b2)):
+        dtype = jnp.result_type(b)
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant < 10:
+            raise TypeError(
+                f"b{index + 1} must be a number, or an array of a type that tells "
+                f"0.999 from 1, got one of {dtype}. optax.inject_hyperparams casts "
+                "numbers to the type of the parameters: give it "
+                'static_args=("b1", "b2").'
+            )
         if isinstance(b, NUMBER) and not 0.0 <= b < 1.0:
             raise ValueError(
                 f"Invalid beta parameter at index {index}: {b}. "

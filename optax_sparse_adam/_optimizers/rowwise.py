@@ -65,6 +65,8 @@ def _map_grads(
 
 def _average(old: jax.Array, new: jax.Array, b: Scalar) -> jax.Array:
     check_moment(old, new.shape, "moment")
+    if isinstance(b, NUMBER) and b < 0.5:  # what is rounded is the smaller part
+        return new + jnp.asarray(b, old.dtype) * (old - new)
     return old + jnp.asarray(1 - b, old.dtype) * (new - old)
 
 

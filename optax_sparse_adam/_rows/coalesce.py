@@ -143,8 +143,13 @@ def bcoo_of(
 
 def accumulator_dtype(*dtypes: Any) -> Any:
     """The type to compute in: at least float32."""
+
+    def wide(dtype: Any) -> Any:  # JAX promotes the float8 types to no other
+        is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+        return jnp.float32 if is_narrow else dtype
+
     with jax.numpy_dtype_promotion("standard"):  # the user's setting may be strict
-        return jnp.result_type(*dtypes, jnp.float32)
+        return jnp.result_type(*map(wide, dtypes), jnp.float32)
 
 
 @jax.jit

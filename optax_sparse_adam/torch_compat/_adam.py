@@ -95,7 +95,7 @@ class Adam(Optimizer):
     Args:
       params: Parameters, pairs `(name, parameter)` or groups; see `Optimizer`.
       lr: Learning rate, at least 0: a number, an array with one element, or a schedule
-        of optax, which is called with the number of steps before this one.
+        of optax, called with the number of the parameter's own steps before this one.
       betas: Decay of the moving averages of the gradient and its square, in `[0, 1)`.
       eps: Added to the root of the corrected second moment; at least 0.
       weight_decay: :math:`\lambda`, at least 0.

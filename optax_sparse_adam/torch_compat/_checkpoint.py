@@ -120,6 +120,9 @@ class CheckpointMixin(HookMixin):
                     f"{len(new['params'])} parameters, the optimizer's has "
                     f"{len(group['params'])}"
                 )
+            if new.get("differentiable") is False and "differentiable" not in group:
+                # torch adds it to the groups of every optimiser that has loaded a dict.
+                new = {k: value for k, value in new.items() if k != "differentiable"}
             self._check_options(i, new)
             params.update(zip(new["params"], group["params"], strict=True))
             groups.append(_unpack(new, group))

@@ -52,7 +52,7 @@ class SparseAdam(Optimizer):
     Args:
       params: Parameters, pairs `(name, parameter)` or groups; see `Optimizer`.
       lr: Learning rate, above 0: a number, an array with one element, or a schedule of
-        optax, which is called with the number of steps before this one.
+        optax, called with the number of the parameter's own steps before this one.
       betas: Decay of the moving averages of the gradient and its square, in `[0, 1)`.
       eps: Added to the root of the uncorrected second moment; above 0.
       maximize: Ascend instead of descend.

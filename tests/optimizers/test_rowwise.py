@@ -258,3 +258,27 @@ def test_none_changes_nothing(tx):
     assert_identical(updates, expected | {"a": None, "c": None})
     for old, both, one in zip(state, new, alone_state, strict=True):
         assert_identical(both, old | one if isinstance(old, dict) else one)
+
+
+def test_no_memory_of_large_gradients():
+    """With `b2 = 0` a small gradient after a large one is not lost to rounding."""
+    tx, table = osa.rowwise_adam(0.1, b1=0, b2=0), jnp.ones((3, 2))
+    state, step = tx.init(table), jax.jit(tx.update)
+    sizes = (1.0, 1e-4, 1.0, 1e-6)
+    for size in sizes:
+        values = np.full((1, 2), size, np.float32)
+        updates, state = step(bcoo(values, np.zeros((1, 1), np.int32), (3, 2)), state)
+        table = osa.apply_updates(table, updates)
+    expected = 1 - 0.1 * sum(size / (size + 1e-8) for size in sizes)
+    np.testing.assert_allclose(table[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [osa.sparse_adam, osa.rowwise_adam])
+def test_decay_rates_that_bfloat16_rounds_to_one(make):
+    params = jnp.ones((3, 2), "bfloat16")
+    with pytest.raises(TypeError, match=r"tells 0\.999 from 1.*static_args"):
+        optax.inject_hyperparams(make)(0.1).init(params)
+    tx = optax.inject_hyperparams(make, static_args=("b1", "b2"))(0.1)
+    grad = bcoo(jnp.ones((1, 2), "bfloat16"), np.zeros((1, 1), np.int32), (3, 2))
+    updates, _ = tx.update(grad, tx.init(params), params)
+    np.testing.assert_allclose(updates.data.astype("float32"), -0.1, rtol=2**-7)

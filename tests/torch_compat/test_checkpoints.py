@@ -11,6 +11,7 @@ import optax
 import pytest
 import torch
 
+from optax_sparse_adam import torch_compat
 from optax_sparse_adam.torch_compat import Parameter, SparseAdam
 
 from ..helpers.support import Magnitude
@@ -213,3 +214,21 @@ def test_state_of_other_parameters_is_refused_at_the_step():
     small.param_groups[0]["params"][0].grad = gradient(OURS, 0, (5, 3))
     with pytest.raises(ValueError, match=r"shape \(5, 3\) must have .*\(6, 3\)"):
         small.step()
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "Adafactor"])
+def test_a_group_added_after_loading(name):
+    """torch then has `differentiable` among its defaults, and in the new group."""
+    theirs, more = (torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2))
+    optimizer = getattr(torch.optim, name)([theirs], lr=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [more]})
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][1]["differentiable"] is False
+    groups = [{"params": [Parameter(jnp.ones((4, 2)))]} for _ in range(2)]
+    ours = getattr(torch_compat, name)(groups)
+    ours.load_state_dict(saved)
+    assert ours.param_groups[1]["lr"] == 0.1
+    saved["param_groups"][1]["differentiable"] = True
+    with pytest.raises(ValueError, match="differentiable=True"):
+        ours.load_state_dict(saved)
