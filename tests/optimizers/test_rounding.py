@@ -176,3 +176,39 @@ def test_special_numbers(dtype):
     state = jnp.asarray([largest + beyond, *end[1:]])
     actual = rounding.round_value(jnp.zeros(6, jnp.uint32), state, dtype)
     np.testing.assert_array_equal(np.asarray(actual).astype(np.float64), expected)
+
+
+FLOAT8 = {
+    "sparse_adam": osa.sparse_adam(0.5),
+    "exact_adam": osa.exact_adam(0.5),
+    "rowwise_adagrad": osa.rowwise_adagrad(0.5),
+    "sparse_adafactor": osa.sparse_adafactor(0.5),
+    "nearest": osa.lazy(optax.adam(0.5)),
+    "stochastic": osa.lazy(
+        osa.stochastic_rounding(
+            optax.adam(0.5), jax.random.key(0), state_dtype=jnp.float32
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_tables(name):
+    """JAX promotes float8 to no other type. The first step is the learning rate."""
+    tx, table = FLOAT8[name], jnp.ones((8, 4), "float8_e4m3fn")
+    ids = jnp.array([3, 3, 5])
+
+    @jax.jit
+    def step(table, state):
+        grad = osa.grad(lambda t: jnp.sum(t[ids].astype("float32")))(table)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    new, _ = step(table, tx.init(table))
+    assert new.dtype == table.dtype
+    new = np.asarray(new, "float32")
+    if name in ("exact_adam", "sparse_adafactor"):  # resting points; relative steps
+        assert (new[[3, 5]] < 1).all()
+    else:
+        np.testing.assert_array_equal(new[[3, 5]], 0.5)
+    np.testing.assert_array_equal(np.delete(new, [3, 5], axis=0), 1)
