@@ -33,10 +33,10 @@ Examples:
 # Parameters and optimisers.
 from ._parameter import Parameter as Parameter
 from ._optimizer import Optimizer as Optimizer
-from ._sparse_adam import SparseAdam as SparseAdam
-from ._adam import Adam as Adam
-from ._adam import AdamW as AdamW
-from ._adafactor import Adafactor as Adafactor
+from ._optimizers import SparseAdam as SparseAdam
+from ._optimizers import Adam as Adam
+from ._optimizers import AdamW as AdamW
+from ._optimizers import Adafactor as Adafactor
 
 # Hooks around the steps of all optimisers.
 from ._hooks import RemovableHandle as RemovableHandle

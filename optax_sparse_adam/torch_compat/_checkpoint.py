@@ -1,4 +1,10 @@
-"""state_dict and load_state_dict: the state of an optimiser as plain data, and back."""
+"""Checkpoints: `state_dict` and `load_state_dict`, in the layout of `torch.optim`.
+
+A state_dict is `{"state": {0: {"step": ..., ...}, ...}, "param_groups": [{"lr": ...,
+"params": [0, ...]}, ...]}`: parameters are indices in the order of the groups. Stricter
+than torch in one respect: options that the optimiser does not have are refused, because
+a checkpoint of another optimiser would be continued with another formula.
+"""
 
 import copy
 from collections import defaultdict
@@ -9,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._formulas import Group, learning_rate
 from ._hooks import HookMixin
 from ._parameter import Parameter, as_numpy, is_array
 
@@ -22,18 +29,15 @@ _OF_SCHEDULERS = (
 
 
 class CheckpointMixin(HookMixin):
-    """An optimiser's way in and out of a dict, in the layout of torch."""
+    """What an optimiser holds, and how it is saved and loaded."""
 
     defaults: dict[str, Any]
-    param_groups: list[dict[str, Any]]
+    param_groups: list[Group]
     state: defaultdict[Any, dict[str, Any]]
 
     def state_dict(self) -> StateDict:
-        """The state as plain data: numbers and NumPy arrays, copies all.
+        """The state in torch's layout, in numbers and NumPy arrays.
 
-        The layout is that of torch, to the key:
-        `{"state": {0: {"step": ..., ...}, ...}, "param_groups": [{"lr": ..., "params":
-        [0, ...]}, ...]}`, where parameters are indices in the order of the groups.
         torch loads it once the arrays are tensors::
 
           tensors = jax.tree.map(
@@ -41,14 +45,14 @@ class CheckpointMixin(HookMixin):
               optimizer.state_dict(),
           )
 
-        (bfloat16, of which NumPy and torch have different ideas, with
+        (bfloat16, which NumPy and torch represent differently, with
         `torch.from_numpy(x.astype(np.float32))`: torch casts it back when it loads.)
 
         A learning rate that is a schedule is saved as its value for the next step: the
-        schedule belongs to the program, its place in it is `"step"`.
+        schedule belongs to the program, its argument is `"step"`.
 
         Returns:
-          A dict that no later step changes.
+          A dict of copies, which no later step changes.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -59,39 +63,35 @@ class CheckpointMixin(HookMixin):
           (0.1, [0])
           >>> optimizer.load_state_dict(saved)
         """
-        self._call_hooks("save pre")
+        self._run_hooks("save_pre")
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        # A parameter that is listed twice has the index of its last place: torch's.
+        # A parameter that is listed twice has the index of its last place, as in torch.
         index: dict[Any, int] = {param: i for i, param in enumerate(params)}
-        state = {index.get(key, key): _plain(x) for key, x in self.state.items()}
+        state = {index.get(key, key): _to_numpy(x) for key, x in self.state.items()}
         groups = [self._pack(group, index) for group in self.param_groups]
-        return self._filter_by_hooks(
-            "save post", {"state": state, "param_groups": groups}
-        )
+        return self._run_hooks("save_post", {"state": state, "param_groups": groups})
 
-    def _pack(self, group: dict[str, Any], index: dict[Any, int]) -> dict[str, Any]:
-        packed = {key: _plain(x) for key, x in group.items() if key != "params"}
+    def _pack(self, group: Group, index: dict[Any, int]) -> Group:
+        packed = {key: _to_numpy(x) for key, x in group.items() if key != "params"}
         if callable(group.get("lr")):
             states = [self.state.get(param, {}) for param in group["params"]]
             steps = [int(state.get("step", 0)) for state in states]
-            packed["lr"] = schedule_value(group["lr"], max(steps, default=0))
-        packed["params"] = [index[param] for param in group["params"]]
-        return packed
+            packed["lr"] = learning_rate(group, max(steps, default=0))
+        return packed | {"params": [index[param] for param in group["params"]]}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restores a state that `state_dict` of this class or of torch's returned.
+        """Restores what `state_dict` of this class or of torch's returned.
 
-        Parameters are matched by their place in the groups, not by their names. Arrays
-        may be of NumPy, JAX or torch and of any floating-point type; they are copied to
-        the type, and, where the shapes agree, to the devices of their parameter. The
-        options of the groups are replaced by the loaded ones, all of them; only a
+        Parameters are matched by their positions in the groups, not by their names.
+        Arrays may be of NumPy, JAX or torch and of any floating-point type; they are
+        copied to the type, and, where the shapes are equal, to the devices of their
+        parameter. The loaded options replace those of the groups, except that a
         learning rate that is a schedule stays where a number is loaded.
 
-        torch loads what another optimiser saved and ignores the options that it does
-        not have; this raises. An option of your own is fine if the optimiser's group
-        has it, too. To go on with this optimiser's formula from another's moments (a
-        table trained by Adam as a dense one, and from now on by SparseAdam), load the
-        state alone::
+        torch ignores options of another optimiser; this raises. An option of your own
+        is loaded if the optimiser's group has it, too. To continue with this
+        optimiser's formula from the moments of another (a table trained by Adam as a
+        dense one, and from now on by SparseAdam), load only the state::
 
           groups = optimizer.state_dict()["param_groups"]
           optimizer.load_state_dict(saved | {"param_groups": groups})
@@ -100,10 +100,10 @@ class CheckpointMixin(HookMixin):
           state_dict: The dict, which is left as it is.
 
         Raises:
-          ValueError: If the groups differ in number or size from the optimiser's, or
-            have options that this optimiser does not have.
+          ValueError: If the groups differ from the optimiser's in their count or sizes,
+            or have options that this optimiser does not have.
         """
-        state_dict = self._filter_by_hooks("load pre", state_dict.copy())
+        state_dict = self._run_hooks("load_pre", state_dict.copy())
         saved = state_dict["param_groups"]
         if len(self.param_groups) != len(saved):
             raise ValueError(
@@ -123,7 +123,7 @@ class CheckpointMixin(HookMixin):
             if new.get("differentiable") is False and "differentiable" not in group:
                 # torch adds it to the groups of every optimiser that has loaded a dict.
                 new = {k: value for k, value in new.items() if k != "differentiable"}
-            self._check_options(i, new)
+            self._check_saved(i, new)
             params.update(zip(new["params"], group["params"], strict=True))
             groups.append(_unpack(new, group))
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -131,12 +131,12 @@ class CheckpointMixin(HookMixin):
             if key in params:
                 state[params[key]] = _like(params[key], value)
             else:
-                state[key] = _plain(value)
+                state[key] = _to_numpy(value)
         self.__setstate__({"state": state, "param_groups": groups})
-        self._call_hooks("load post")
+        self._run_hooks("load_post")
 
-    def _check_options(self, index: int, saved: dict[str, Any]) -> None:
-        """Raises if a saved group has options of which this optimiser knows nothing."""
+    def _check_saved(self, index: int, saved: Group) -> None:
+        """Raises if a saved group has options that this optimiser does not have."""
         known = {"param_names", *_OF_SCHEDULERS}
         known.update(self.defaults, self.param_groups[index])
         unknown = [f"{key}={saved[key]!r}" for key in saved if key not in known]
@@ -151,27 +151,20 @@ class CheckpointMixin(HookMixin):
             )
 
 
-def schedule_value(schedule: Any, count: int) -> float:
-    """The value of a schedule after `count` steps."""
-    # On a CPU, so that to read it does not wait for all that an accelerator has to do.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return float(schedule(count))
-
-
-def _plain(value: Any) -> Any:
+def _to_numpy(value: Any) -> Any:
     """A deep copy, with NumPy arrays for all arrays."""
     if is_array(value):
         return np.array(as_numpy(value))
     if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items()}
+        return {key: _to_numpy(x) for key, x in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(map(_to_numpy, value))
     return copy.deepcopy(value)
 
 
-def _unpack(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+def _unpack(saved: Group, group: Group) -> Group:
     """The saved options for this group's parameters."""
-    new = {key: _plain(x) for key, x in saved.items()}
+    new = {key: _to_numpy(x) for key, x in saved.items()}
     new["params"] = group["params"]
     if "param_names" in group:
         new.setdefault("param_names", group["param_names"])
@@ -187,7 +180,7 @@ def _like(param: Parameter, value: Any, key: Any = None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_like(param, x) for x in value)
     if key == "step" or not is_array(value):
-        return _plain(value)
+        return _to_numpy(value)
     with np.errstate(over="ignore"):  # infinite in a narrower type, as in torch
         array = np.array(as_numpy(value), param.dtype)
     if param.data.committed and array.shape == param.shape:

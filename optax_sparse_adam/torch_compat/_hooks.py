@@ -1,4 +1,12 @@
-"""Hooks: functions that are called before and after a step, a save and a load."""
+"""Hooks: functions that are called before and after a step, a save and a load.
+
+As in `torch.optim.Optimizer` and `torch.utils.hooks`. There are six events. Each
+optimiser has an ordered dictionary of hooks for each of them, and `_hooks_of_all` has
+those of all optimisers, for the two events of a step.
+
+Two things differ from torch: a hook may remove itself while it runs, and the hooks of a
+step run once where a `step` that overrides another calls it.
+"""
 
 import functools
 import itertools
@@ -6,11 +14,11 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-Hooks = OrderedDict[int, Callable[..., Any]]
+Hook = Callable[..., Any]
+Hooks = OrderedDict[int, Hook]
 Step = TypeVar("Step", bound=Callable[..., Any])
 
-_step_pre_hooks: Hooks = OrderedDict()
-_step_post_hooks: Hooks = OrderedDict()
+_hooks_of_all: defaultdict[str, Hooks] = defaultdict(OrderedDict)
 
 
 class RemovableHandle:
@@ -29,9 +37,7 @@ class RemovableHandle:
 
     _ids = itertools.count()
 
-    def __init__(
-        self, hooks: Hooks, hook: Callable[..., Any], *, prepend: bool = False
-    ) -> None:
+    def __init__(self, hooks: Hooks, hook: Hook, *, prepend: bool = False) -> None:
         self.id = next(self._ids)
         self._hooks = hooks
         hooks[self.id] = hook
@@ -49,28 +55,14 @@ class RemovableHandle:
         self.remove()
 
 
-def register_optimizer_step_pre_hook(hook: Callable[..., Any]) -> RemovableHandle:
-    """Registers a hook that runs before every step of every optimiser.
-
-    Args:
-      hook: As for `Optimizer.register_step_pre_hook`, whose hooks run after this one.
-
-    Returns:
-      A handle that removes the hook.
-    """
-    return RemovableHandle(_step_pre_hooks, hook)
+def register_optimizer_step_pre_hook(hook: Hook) -> RemovableHandle:
+    """`Optimizer.register_step_pre_hook` for all optimisers, before their own hooks."""
+    return RemovableHandle(_hooks_of_all["step_pre"], hook)
 
 
-def register_optimizer_step_post_hook(hook: Callable[..., Any]) -> RemovableHandle:
-    """Registers a hook that runs after every step of every optimiser.
-
-    Args:
-      hook: As for `Optimizer.register_step_post_hook`, whose hooks run before this one.
-
-    Returns:
-      A handle that removes the hook.
-    """
-    return RemovableHandle(_step_post_hooks, hook)
+def register_optimizer_step_post_hook(hook: Hook) -> RemovableHandle:
+    """`Optimizer.register_step_post_hook` for all optimisers, after their own hooks."""
+    return RemovableHandle(_hooks_of_all["step_post"], hook)
 
 
 def with_step_hooks(step: Step) -> Step:
@@ -81,7 +73,8 @@ def with_step_hooks(step: Step) -> Step:
         self: HookMixin = args[0]
         if self._stepping:  # called by the step of a subclass, whose hooks are running
             return step(*args, **kwargs)
-        for hook in (*_step_pre_hooks.values(), *self._hooks["step pre"].values()):
+        hooks, of_all = self._hooks, _hooks_of_all
+        for hook in (*of_all["step_pre"].values(), *hooks["step_pre"].values()):
             result = hook(self, args, kwargs)
             if result is None:
                 continue
@@ -96,7 +89,7 @@ def with_step_hooks(step: Step) -> Step:
             out = step(*args, **kwargs)
         finally:
             self._stepping = False
-        for hook in (*self._hooks["step post"].values(), *_step_post_hooks.values()):
+        for hook in (*hooks["step_post"].values(), *of_all["step_post"].values()):
             hook(self, args, kwargs)
         return out
 
@@ -104,7 +97,11 @@ def with_step_hooks(step: Step) -> Step:
 
 
 class HookMixin:
-    """The hooks of one optimiser: what `Optimizer` inherits."""
+    """The hooks of one optimiser: what `Optimizer` inherits.
+
+    Every registration returns a `RemovableHandle`. Hooks of an event run in the order
+    of their registration; `prepend=True` puts one before those that are there.
+    """
 
     _stepping = False
 
@@ -125,95 +122,58 @@ class HookMixin:
         vars(self).update(state)
         vars(self).setdefault("_hooks", defaultdict(OrderedDict))
 
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Registers a hook that runs before each step.
+    def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Calls `hook(optimizer, args, kwargs)` before each step.
 
-        Args:
-          hook: `hook(optimizer, args, kwargs) -> None or (new_args, new_kwargs)`, where
-            `args` are those of `step` and start with the optimiser itself.
-
-        Returns:
-          A handle that removes the hook.
+        `args` are those of `step` and start with the optimiser itself. The hook returns
+        `None`, or `(new_args, new_kwargs)` for the step and the hooks after it.
         """
-        return RemovableHandle(self._hooks["step pre"], hook)
+        return RemovableHandle(self._hooks["step_pre"], hook)
 
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Registers a hook that runs after each step.
+    def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
+        """Calls `hook(optimizer, args, kwargs)` after each step.
 
-        Args:
-          hook: `hook(optimizer, args, kwargs) -> None`, with the arguments that the
-            step was called with in the end.
-
-        Returns:
-          A handle that removes the hook.
+        The arguments are those that the step was called with in the end.
         """
-        return RemovableHandle(self._hooks["step post"], hook)
+        return RemovableHandle(self._hooks["step_post"], hook)
 
     def register_state_dict_pre_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
+        self, hook: Hook, prepend: bool = False
     ) -> RemovableHandle:
-        """Registers a hook that runs before `state_dict`.
-
-        Args:
-          hook: `hook(optimizer) -> None`.
-          prepend: Run it before the hooks that are registered already, not after them.
-
-        Returns:
-          A handle that removes the hook.
-        """
-        return RemovableHandle(self._hooks["save pre"], hook, prepend=prepend)
+        """Calls `hook(optimizer)` before `state_dict`."""
+        return RemovableHandle(self._hooks["save_pre"], hook, prepend=prepend)
 
     def register_state_dict_post_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
+        self, hook: Hook, prepend: bool = False
     ) -> RemovableHandle:
-        """Registers a hook that runs after `state_dict`.
+        """Calls `hook(optimizer, state_dict)` after `state_dict`.
 
-        Args:
-          hook: `hook(optimizer, state_dict) -> None or another state_dict`; it may
-            change the one that it gets.
-          prepend: Run it before the hooks that are registered already, not after them.
-
-        Returns:
-          A handle that removes the hook.
+        The hook may change the dict that it gets, or return another one.
         """
-        return RemovableHandle(self._hooks["save post"], hook, prepend=prepend)
+        return RemovableHandle(self._hooks["save_post"], hook, prepend=prepend)
 
     def register_load_state_dict_pre_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
+        self, hook: Hook, prepend: bool = False
     ) -> RemovableHandle:
-        """Registers a hook that runs before `load_state_dict`.
+        """Calls `hook(optimizer, state_dict)` before `load_state_dict`.
 
-        Args:
-          hook: `hook(optimizer, state_dict) -> None or another state_dict`; it gets a
-            shallow copy, which it may change.
-          prepend: Run it before the hooks that are registered already, not after them.
-
-        Returns:
-          A handle that removes the hook.
+        The hook gets a shallow copy, which it may change, or returns another dict.
         """
-        return RemovableHandle(self._hooks["load pre"], hook, prepend=prepend)
+        return RemovableHandle(self._hooks["load_pre"], hook, prepend=prepend)
 
     def register_load_state_dict_post_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
+        self, hook: Hook, prepend: bool = False
     ) -> RemovableHandle:
-        """Registers a hook that runs after `load_state_dict`.
+        """Calls `hook(optimizer)` after `load_state_dict`."""
+        return RemovableHandle(self._hooks["load_post"], hook, prepend=prepend)
 
-        Args:
-          hook: `hook(optimizer) -> None`.
-          prepend: Run it before the hooks that are registered already, not after them.
+    def _run_hooks(self, event: str, *state_dict: Any) -> Any:
+        """Calls the hooks of a save or a load.
 
-        Returns:
-          A handle that removes the hook.
+        Where they get a state_dict, each gets what the one before it returned.
         """
-        return RemovableHandle(self._hooks["load post"], hook, prepend=prepend)
-
-    def _filter_by_hooks(self, kind: str, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state_dict as the hooks of this kind leave it."""
-        for hook in tuple(self._hooks[kind].values()):
-            result = hook(self, state_dict)
-            state_dict = state_dict if result is None else result
-        return state_dict
-
-    def _call_hooks(self, kind: str) -> None:
-        for hook in tuple(self._hooks[kind].values()):
-            hook(self)
+        for hook in tuple(self._hooks[event].values()):
+            result = hook(self, *state_dict)
+            if state_dict and result is not None:
+                state_dict = (result,)
+        return state_dict[0] if state_dict else None

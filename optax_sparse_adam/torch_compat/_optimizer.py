@@ -1,52 +1,76 @@
-"""`Optimizer`: the base of all, with parameter groups, the step and zero_grad."""
+"""`Optimizer`: the base class, with parameter groups, options and the compiled step.
 
-import functools
+As `torch.optim.Optimizer`. An optimiser of this package is a subclass with a formula
+and tables of its options: defaults, checks, state, step and checkpoints follow.
+
+Limits: a step is called outside of `jit`, and is not differentiable.
+"""
+
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from ._checkpoint import CheckpointMixin, schedule_value
+from ._checkpoint import CheckpointMixin
+from ._formulas import Formula, Group, Shape, scalar
 from ._hooks import with_step_hooks
 from ._parameter import Gradient, Parameter, register_overwritten
 
-Group = dict[str, Any]
 Params = Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[Group]
-# A parameter and the arrays of its state, by their keys.
-Table = tuple[jax.Array, dict[str, jax.Array]]
-Shapes = dict[str, tuple[int, ...]]
 
 
-def compile_for_groups(
-    update_table: Callable[[Table, Gradient, jax.Array], Table],
-) -> Callable[[list[Table], list[Gradient | None], np.ndarray], list[Table]]:
-    """Compiles the update of one table into that of many, in place.
+class Rule(NamedTuple):
+    """What an option, or an entry of one, must be, and the error if not."""
 
-    `update_table` gets the table, its gradient, and the scalars of this step: they are
-    not compiled in, so groups may change at each step.
-    """
+    option: str
+    holds: Callable[[Any], bool]
+    words: str
+    entry: int | None = None
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def update_tables(
-        tables: list[Table], grads: list[Any], scalars: jax.Array
-    ) -> list[Table]:
-        return list(map(update_table, tables, grads, scalars))
+    def check(self, options: Group) -> None:
+        value = options[self.option]
+        if self.entry is not None:
+            value = value[self.entry]
+        if self.option == "lr" and callable(value):
+            return
+        if math.prod(getattr(value, "shape", ())) != 1:
+            shape = tuple(value.shape)
+            raise ValueError(
+                f"Tensor {self.option} must be 1-element, got shape {shape}"
+            )
+        if not self.holds(scalar(value)):
+            raise ValueError(self.words.format(scalar(value)))
 
-    return update_tables
+
+BETAS = tuple(
+    Rule(
+        "betas",
+        lambda x: 0.0 <= x < 1.0,
+        f"Invalid beta parameter at index {i}: {{}}",
+        i,
+    )
+    for i in (0, 1)
+)
+# Parameters that an optimiser refuses: kind, test, reason.
+SPARSE = (
+    "Sparse",
+    lambda data: isinstance(data, BCOO),
+    "requires dense parameter tensors",
+)
+COMPLEX = ("Complex", jnp.iscomplexobj, "does not support complex parameters")
 
 
 class Optimizer(CheckpointMixin):
     """Base of the optimisers: what is common to all of them in `torch.optim`.
 
-    A new optimiser overrides `step`, as in torch; hooks run around it. Those of this
-    package leave `step` and override what it calls: `_state_shapes`, `_scalars`,
-    `_as_step` and `_update_tables`.
+    A new optimiser overrides `step`, as in torch; hooks run around it.
 
     Args:
       params: Parameters, pairs `(name, parameter)`, or dicts with the key `"params"`
@@ -63,17 +87,25 @@ class Optimizer(CheckpointMixin):
 
     Raises:
       TypeError: If `params` is not an iterable of these.
-      ValueError: If there are no parameters, if only some have names, or if a parameter
-        is in two groups. (Twice in one group is a warning: it is updated twice.)
+      ValueError: If an option is out of its range, a parameter is of a kind that the
+        optimiser refuses, there are no parameters, only some have names, or one is in
+        two groups. (Twice in one group is a warning: it is updated twice.)
     """
 
-    defaults: dict[str, Any]
-    param_groups: list[Group]
-    state: defaultdict[Any, dict[str, Any]]
+    # What makes an optimiser of this package: its formula; the options of a group, in
+    # torch's order; what they must be; those that older checkpoints lack, with the
+    # values that they then have; and the parameters that it refuses.
+    _formula: Formula | None = None
+    _options: tuple[str, ...] = ()
+    _rules: tuple[Rule, ...] = ()
+    _added_later: Mapping[str, Any] = MappingProxyType({})
+    _refused: tuple[tuple[str, Callable[[Any], bool], str], ...] = ()
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         super().__init__()
-        self.defaults = defaults
+        for rule in self._rules:
+            rule.check(defaults)
+        self.defaults = {name: defaults[name] for name in self._options or defaults}
         if isinstance(params, (Parameter, jax.Array, np.ndarray, BCOO)):
             raise TypeError(
                 "params argument given to the optimizer should be an iterable of "
@@ -88,6 +120,19 @@ class Optimizer(CheckpointMixin):
             groups = [{"params": groups}]
         for group in groups:
             self.add_param_group(group)
+        for refused in self._refused:
+            self._refuse(*refused)
+
+    def _refuse(self, kind: str, is_kind: Callable[[Any], bool], why: str) -> None:
+        places = [
+            [i, j]
+            for i, group in enumerate(self.param_groups)
+            for j, param in enumerate(group["params"])
+            if is_kind(param.data)
+        ]
+        if places:
+            name = type(self).__name__
+            raise ValueError(f"{kind} params at indices {places}: {name} {why}")
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group, which takes the options that it does not give from `defaults`.
@@ -140,7 +185,7 @@ class Optimizer(CheckpointMixin):
         self.param_groups.append(param_group)
 
     def _check_group(self, new: Group) -> None:
-        """Raises if a group does not go with those that are there."""
+        """Raises if a group cannot be added to those that are there."""
         for group in self.param_groups:
             if ("param_names" in new) != ("param_names" in group):
                 kind = "with" if "param_names" in new else "without"
@@ -163,7 +208,7 @@ class Optimizer(CheckpointMixin):
         counted. The parameters of a group are updated in one compiled call, in place.
 
         Args:
-          closure: Called first, to compute the loss anew and to set the gradients.
+          closure: Called first, to compute the loss again and to set the gradients.
 
         Returns:
           What `closure` returned, or `None`.
@@ -174,42 +219,31 @@ class Optimizer(CheckpointMixin):
                 self._update(group, params)
         return loss
 
-    def _state_shapes(self, group: Group, param: Parameter) -> Shapes:
-        """The arrays in the state of a parameter, besides `"step"`."""
-        raise NotImplementedError
-
-    def _scalars(self, group: Group, param: Parameter, step: int) -> list[float]:
-        """The scalars of a step, in the order in which the update takes them."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _update_tables(
-        tables: list[Table], grads: list[Gradient | None], scalars: np.ndarray, /
-    ) -> list[Table]:
-        """What `compile_for_groups` returned; `scalars` has a row for each table."""
-        raise NotImplementedError
-
     def _update(self, group: Group, params: list[Parameter]) -> None:
         """Updates these parameters, each listed once and with a gradient."""
+        formula = self._formula
+        if formula is None:
+            raise NotImplementedError("an Optimizer of your own overrides step")
         tables, steps = [], []
         for param in params:
             state = self.state[param]
-            shapes = self._state_shapes(group, param)
+            shapes = formula.shapes(group, param.shape)
             if not state:
                 state.update(self._init_state(param, shapes))
             arrays = {key: state[key] for key in shapes if key in state}
             _check_shapes(param, arrays, shapes)
             tables.append((param.data, arrays))
             steps.append(int(state["step"]) + 1)
-        places = zip(params, steps, strict=True)
-        scalars = np.array([self._scalars(group, *place) for place in places])
-        tables = self._update_tables(tables, [p.grad for p in params], scalars)
+        pairs = zip(params, steps, strict=True)
+        scalars = np.array([formula.scalars(group, p.dtype, step) for p, step in pairs])
+        # No array has changed so far, nor does one if the program cannot be compiled.
+        tables = formula.update(tables, [p.grad for p in params], scalars)
         for param, step, (data, arrays) in zip(params, steps, tables, strict=True):
             param.adopt(data)
             self.state[param].update(arrays, step=self._as_step(step))
             jax.tree.map(register_overwritten, arrays)
 
-    def _init_state(self, param: Parameter, shapes: Shapes) -> dict[str, Any]:
+    def _init_state(self, param: Parameter, shapes: dict[str, Shape]) -> dict[str, Any]:
         arrays = {
             key: jnp.zeros_like(param.data, shape=shape)
             for key, shape in shapes.items()
@@ -217,30 +251,21 @@ class Optimizer(CheckpointMixin):
         return {"step": self._as_step(0), **arrays}
 
     def _as_step(self, step: Any) -> Any:
-        """A count of steps, as the state of this optimiser holds it."""
-        return step
+        dtype = self._formula and self._formula.step_dtype
+        return np.array(step, dtype) if dtype else step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self._added_later.items():
+                group.setdefault(name, value)
         for param in self._params():
             saved = self.state.get(param, {})
-            if "step" in saved:  # a number or an array, as torch's version had it
+            if "step" in saved:  # a number or an array: versions of torch differ
                 saved["step"] = self._as_step(saved["step"])
             for array in jax.tree.leaves(saved):
                 if isinstance(array, jax.Array):
                     register_overwritten(array)
-
-    def _refuse(self, kind: str, is_kind: Callable[[Any], bool], why: str) -> None:
-        """Raises if the arrays of some parameters are of this kind."""
-        places = [
-            [i, j]
-            for i, group in enumerate(self.param_groups)
-            for j, param in enumerate(group["params"])
-            if is_kind(param.data)
-        ]
-        if places:
-            name = type(self).__name__
-            raise ValueError(f"{kind} params at indices {places}: {name} {why}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters.
@@ -265,7 +290,7 @@ class Optimizer(CheckpointMixin):
 
 
 def _check_shapes(
-    param: Parameter, arrays: dict[str, jax.Array], shapes: Shapes
+    param: Parameter, arrays: dict[str, jax.Array], shapes: dict[str, Shape]
 ) -> None:
     """Raises where a state_dict of other parameters or options was loaded."""
     found = {key: jnp.shape(array) for key, array in arrays.items()}
@@ -274,26 +299,8 @@ def _check_shapes(
             f"The state of a parameter of shape {param.shape} must have arrays of the "
             f"shapes {shapes}, got {found}. Load the state_dict of an optimizer of "
             "this kind, these parameters and these options, or delete the parameter "
-            "from `optimizer.state` to start anew."
+            "from `optimizer.state`: its state then starts with zeros."
         )
-
-
-def scalar(option: Any) -> Any:
-    """An option as a Python number; it may be an array with one element."""
-    return option.item() if hasattr(option, "item") else option
-
-
-def scalar_lr(lr: Any) -> Any:
-    """A learning rate as a Python number."""
-    if math.prod(getattr(lr, "shape", ())) != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    return scalar(lr)
-
-
-def learning_rate(group: Group, count: int) -> Any:
-    """The learning rate of a group for the step after `count` steps."""
-    lr = group["lr"]
-    return schedule_value(lr, count) if callable(lr) else scalar(lr)
 
 
 def _typename(value: Any) -> str:

@@ -1,4 +1,14 @@
-"""`Parameter`: an array that the optimiser replaces, and its gradient."""
+"""`Parameter`: an array that an optimiser overwrites, and its gradient.
+
+In place of `torch.nn.Parameter`. JAX arrays are immutable, and a step overwrites the
+buffer of one by donating it. So two rules hold: a parameter and a state own their
+buffers (`own` copies what is given), and a gradient never shares a buffer that a step
+overwrites (`copy_overwritten` copies it then). For the second, the addresses of all
+buffers that steps overwrite are registered:
+
+  one.grad = two.data      # the gradient of sum(x * y) with respect to x is y
+  optimizer.step()         # overwrites the buffer of two.data: the gradient is a copy
+"""
 
 import copy
 from typing import Any
@@ -19,18 +29,18 @@ _overwritten: WeakValueDictionary[Address, jax.Array] = WeakValueDictionary()
 
 
 def _addresses(array: jax.Array) -> list[Address]:
-    """Where an array lies: a device and an address for each of its shards here."""
+    """A device and an address for each shard of the array in this process."""
     try:
         return [(array.device, array.unsafe_buffer_pointer())]
     except (ValueError, jax.errors.JaxRuntimeError):  # not for arrays in shards
         shards = [shard.data for shard in array.addressable_shards]
-        if len(shards) < 2:  # a runtime that does not tell addresses
+        if len(shards) < 2:  # a runtime that does not expose addresses
             return [(None, id(array))]
         return [address for shard in shards for address in _addresses(shard)]
 
 
 def register_overwritten(array: jax.Array) -> None:
-    """Notes that steps overwrite this array: a gradient of its buffer is copied."""
+    """Notes that steps overwrite this array: a gradient in its buffer is copied."""
     for address in _addresses(array):
         _overwritten[address] = array
 
@@ -57,7 +67,7 @@ def as_numpy(value: Any) -> np.ndarray:
         value = value.detach().cpu()
         try:
             return np.asarray(value)
-        except TypeError:  # torch knows no NumPy type for bfloat16, JAX does
+        except TypeError:  # torch has no NumPy type for bfloat16, JAX has one
             value = jax.dlpack.from_dlpack(value)
     return np.asarray(value)
 
@@ -65,8 +75,7 @@ def as_numpy(value: Any) -> np.ndarray:
 def own(value: Any) -> Any:
     """A copy that nothing else holds: an array, or a BCOO of what is sparse.
 
-    The step overwrites its buffers in place, so they must not be a caller's; and the
-    memory of NumPy and torch, which JAX shares or reads later, may change at any time.
+    Also of NumPy's and torch's memory, which JAX would share, or read later.
     """
     if isinstance(value, BCOO):
         return jax.tree.map(own, value)
@@ -91,18 +100,15 @@ def _check_concrete(value: Any, what: str) -> None:
 class Parameter:
     """An array that an optimiser trains.
 
-    JAX arrays do not change, so a parameter holds one array after the other: `data` is
-    the present one. Two parameters are equal only if they are the same object;
-    `jax.tree.map(lambda p: p.data, tree)` makes a tree of arrays of one of parameters.
+    `data` is the present array, the parameter's own: a copy of what was given.
+    `Optimizer.step` overwrites it, so an array taken from `data` lives until the next
+    step that updates the parameter; using it afterwards raises JAX's `RuntimeError:
+    Array has been deleted`. Keep `jnp.copy(parameter.data)` instead. A NumPy view
+    (`np.asarray(parameter.data)`) stays valid and does not change.
 
-    The array is the parameter's own, a copy of what was given. `Optimizer.step` updates
-    it in place by donating its buffer, so an array taken from `data` lives until the
-    next step that updates the parameter; to use it afterwards raises JAX's
-    `RuntimeError: Array has been deleted`. Keep `jnp.copy(parameter.data)` instead. A
-    NumPy view of it (`np.asarray(parameter.data)`) stays valid and does not change.
-
-    A copied, deep-copied or unpickled parameter has an array of its own and, as in
-    torch, no gradient.
+    Two parameters are equal only if they are the same object, and each is a leaf:
+    `jax.tree.map(lambda p: p.data, tree)` is the tree of arrays. A copied, deep-copied
+    or unpickled parameter has an array of its own and, as in torch, no gradient.
 
     Args:
       data: An array of JAX, NumPy or torch, floating point or complex, any shape.
@@ -130,7 +136,7 @@ class Parameter:
 
     @property
     def data(self) -> jax.Array:
-        """The present array, until the next step. To set it sets a copy."""
+        """The present array, until the next step. Setting it sets a copy."""
         return self._data
 
     @data.setter
@@ -141,10 +147,10 @@ class Parameter:
 
     @property
     def grad(self) -> Gradient | None:
-        """Gradient (row-sparse, dense or `None`). To set it replaces, never adds.
+        """Gradient (row-sparse, dense or `None`). Setting it replaces, never adds.
 
-        What is set may be an array of JAX, NumPy or torch, a BCOO, or a sparse tensor
-        of torch. Arrays of NumPy and torch are copied, and so are arrays that a step
+        It may be set to an array of JAX, NumPy or torch, a BCOO, or a sparse tensor of
+        torch. Arrays of NumPy and torch are copied, and so are arrays that a step
         overwrites: the `data` of a parameter, the state of an optimiser.
 
         Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
@@ -178,8 +184,6 @@ class Parameter:
                 f"attempting to assign a gradient with dtype '{grad.dtype}' to a "
                 f"tensor of dtype '{self.dtype}'. Cast one of them with astype."
             )
-        # A step cannot overwrite a buffer and read it as a gradient, and the gradient
-        # of `sum(x**2) / 2` may well be `x` itself, that of `sum(x * y)` may be `y`.
         return jax.tree.map(copy_overwritten, grad)
 
     @property

@@ -121,8 +121,8 @@ def test_temporary_memory_does_not_grow_with_the_table():
         one = jax.ShapeDtypeStruct((num_rows, 8), jnp.float32)
         grad = jax.eval_shape(lambda: gradient(OURS, 0, (num_rows, 8), 100))
         tables = [(one, {"exp_avg": one, "exp_avg_sq": one})] * 2
-        numbers = jax.ShapeDtypeStruct((2, 5), jnp.float32)
-        step = SparseAdam._update_tables.lower(tables, [grad, grad], numbers)
+        scalars = jax.ShapeDtypeStruct((2, 5), jnp.float32)
+        step = SparseAdam._formula.update.lower(tables, [grad, grad], scalars)
         return step.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(2_000) == temporary(2_000_000)
@@ -302,13 +302,13 @@ def test_groups_that_change_compile_nothing(compilations):
 
 def test_one_call_for_a_group(monkeypatch):
     calls = []
-    update = SparseAdam._update_tables
+    formula = SparseAdam._formula
 
-    def count(tables, grads, numbers):
+    def count(tables, grads, scalars):
         calls.append(len(tables))
-        return update(tables, grads, numbers)
+        return formula.update(tables, grads, scalars)
 
-    monkeypatch.setattr(SparseAdam, "_update_tables", staticmethod(count))
+    monkeypatch.setattr(SparseAdam, "_formula", formula._replace(update=count))
     groups = [[table(OURS, i) for i in range(3)], [table(OURS)]]
     steps(OURS, SparseAdam([{"params": group} for group in groups]), 2)
     assert calls == [3, 1, 3, 1]

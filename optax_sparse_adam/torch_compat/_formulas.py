@@ -1,0 +1,209 @@
+"""The formulas of SparseAdam, Adam and Adafactor: one step of one table.
+
+Each takes a table, its gradient and the scalars of the step, and returns the new table.
+The scalars are computed on the host, in double precision: in float32 `1 - beta2**step`
+cancels to 1e-4 of its size. They are arguments of the compiled program, so options may
+change without a compilation. This is why not even `SparseAdam` calls the transformation
+of its formula, `sparse_adam`, which computes them itself.
+
+Only this module knows the package's optimisers.
+"""
+
+import functools
+import math
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO
+
+from .._optimizers.hyperparameters import check_leaf
+from .._optimizers.sparse_adafactor import SparseAdafactorState, sparse_adafactor
+from .._optimizers.sparse_adam import Factors, update_dense, update_sparse
+from .._rows.apply_updates import apply_updates
+from .._rows.coalesce import accumulator_dtype
+from ._parameter import Gradient
+
+# A parameter and the arrays of its state, by their keys.
+Table = tuple[jax.Array, dict[str, jax.Array]]
+Group = dict[str, Any]
+Shape = tuple[int, ...]
+MOMENTS = ("exp_avg", "exp_avg_sq")  # in torch's state; mu and nu in optax's
+
+
+class Formula(NamedTuple):
+    """How an optimiser updates the tables of a group.
+
+    Attributes:
+      update: `update(tables, grads, scalars)` returns the new tables, in place;
+        `scalars` has a row for each table.
+      scalars: `scalars(group, dtype, step)` returns those of a parameter's step.
+      shapes: `shapes(group, shape)` returns the shapes of the arrays in a state.
+      step_dtype: Type of the array `"step"` in a state; `None` for a Python integer.
+    """
+
+    update: Any
+    scalars: Callable[[Group, Any, int], tuple[float, ...]]
+    shapes: Callable[[Group, Shape], dict[str, Shape]]
+    step_dtype: Any = "float32"
+
+
+def scalar(option: Any) -> Any:
+    """An option as a Python number; it may be an array with one element."""
+    return option.item() if hasattr(option, "item") else option
+
+
+def learning_rate(group: Group, count: int) -> Any:
+    """The learning rate of a group after `count` steps, as a Python number."""
+    lr = group["lr"]
+    if not callable(lr):
+        return scalar(lr)
+    # On a CPU: on an accelerator it would wait for all steps that are queued there.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return float(lr(count))
+
+
+def _compile(update_table: Callable[[Table, Gradient, Any], Table]) -> Any:
+    """Compiles the update of one table into that of many, in place."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update_tables(
+        tables: list[Table], grads: list[Any], scalars: jax.Array
+    ) -> list[Table]:
+        new = []
+        for table, grad, row in zip(tables, grads, scalars, strict=True):
+            check_leaf(grad, table[0])
+            dtype = accumulator_dtype(grad.dtype, table[0].dtype)
+            new.append(update_table(table, grad, row.astype(dtype)))
+        return new
+
+    return update_tables
+
+
+def _sparse_adam(table: Table, grad: Gradient, scalars: Any) -> Table:
+    param, state = table
+    update = update_sparse if isinstance(grad, BCOO) else update_dense
+    moments = tuple(state[key] for key in MOMENTS)
+    delta, moments = update(grad, moments, Factors(*scalars))
+    return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
+
+
+def _sparse_adam_scalars(group: Group, dtype: Any, step: int) -> Any:
+    beta1, beta2 = map(scalar, group["betas"])
+    size = learning_rate(group, step - 1) * math.sqrt(1.0 - beta2**step)
+    factors: Any = Factors  # of arrays; here of numbers
+    return factors(
+        sign=-1.0 if group.get("maximize", False) else 1.0,
+        one_minus_b1=1.0 - beta1,
+        one_minus_b2=1.0 - beta2,
+        eps=scalar(group["eps"]),
+        scale=-size / (1.0 - beta1**step),
+    )
+
+
+# `sign` is -1 to maximize; `decay` times the parameter is added to the gradient; `keep`
+# is the factor of a decoupled decay; `scale` has step size and bias corrections.
+AdamScalars = namedtuple(
+    "AdamScalars", "sign decay keep beta1 weight1 beta2 weight2 eps scale"
+)
+
+
+def _adam(table: Table, grad: Any, scalars: Any) -> Table:
+    # Not `optax.adam`, which computes `1 - b2**t` in float32. And `optax.amsgrad` takes
+    # the maximum of the corrected second moments, torch that of the uncorrected ones.
+    param, state = table
+    s, dtype = AdamScalars(*scalars), scalars.dtype
+    wide_param, wide_grad = param.astype(dtype), s.sign * grad.astype(dtype)
+    # torch leaves out a decay of 0, which would turn an infinite parameter into NaN.
+    wide_grad += jnp.where(s.decay == 0, 0, s.decay * wide_param)
+
+    new = {key: array.astype(dtype) for key, array in state.items()}
+    new["exp_avg"] = s.beta1 * new["exp_avg"] + s.weight1 * wide_grad
+    new["exp_avg_sq"] = s.beta2 * new["exp_avg_sq"] + s.weight2 * wide_grad**2
+    second = new["exp_avg_sq"]
+    if "max_exp_avg_sq" in new:
+        second = new["max_exp_avg_sq"] = jnp.maximum(new["max_exp_avg_sq"], second)
+    update = s.scale * new["exp_avg"] / (jnp.sqrt(second) + s.eps)
+
+    state = {key: new[key].astype(array.dtype) for key, array in state.items()}
+    return (s.keep * wide_param + update).astype(param.dtype), state
+
+
+def _adam_scalars(group: Group, dtype: Any, step: int) -> Any:
+    beta1, beta2 = map(scalar, group["betas"])
+    lr, decay = learning_rate(group, step - 1), scalar(group["weight_decay"])
+    decoupled = group["decoupled_weight_decay"]
+    # The formula divides the second moment by `root**2`; with numerator and denominator
+    # multiplied by `root` no element needs that division.
+    root = math.sqrt(1.0 - beta2**step)
+    return AdamScalars(
+        sign=-1.0 if group["maximize"] else 1.0,
+        decay=0.0 if decoupled else decay,
+        keep=1.0 - lr * decay if decoupled else 1.0,
+        beta1=beta1,
+        weight1=1.0 - beta1,
+        beta2=beta2,
+        weight2=1.0 - beta2,
+        eps=scalar(group["eps"]) * root,
+        scale=-lr * root / (1.0 - beta1**step),
+    )
+
+
+def _adam_shapes(group: Group, shape: Shape) -> dict[str, Shape]:
+    keys = (*MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else MOMENTS
+    return dict.fromkeys(keys, shape)
+
+
+AdafactorScalars = namedtuple(
+    "AdafactorScalars", "sign count lr beta2_decay eps1 eps2 d weight_decay"
+)
+# The arrays of a factored second moment, and the axes that they average over.
+_MEANS = {"row_var": -1, "col_var": -2}
+
+
+def _adafactor(table: Table, grad: Any, scalars: Any) -> Table:
+    param, state = table
+    s = AdafactorScalars(*scalars)
+    tx = sparse_adafactor(s.lr, s.beta2_decay, (s.eps1, s.eps2), s.d, s.weight_decay)
+    v_row, v_col = (
+        state[key].squeeze(axis) if key in state else None
+        for key, axis in _MEANS.items()
+    )
+    count = s.count.astype(jnp.int32)
+    old = SparseAdafactorState(count, v_row, v_col, state.get("variance"))
+    delta, new = tx.update(s.sign.astype(grad.dtype) * grad, old, param)
+    moments = {"row_var": new.v_row, "col_var": new.v_col, "variance": new.v}
+    state = {key: moments[key].reshape(array.shape) for key, array in state.items()}
+    return apply_updates(param, delta), state
+
+
+def _adafactor_scalars(group: Group, dtype: Any, step: int) -> Any:
+    eps1, eps2 = group["eps"]
+    return AdafactorScalars(
+        sign=-1.0 if group["maximize"] else 1.0,
+        count=step - 1,
+        lr=learning_rate(group, step - 1),
+        beta2_decay=scalar(group["beta2_decay"]),
+        eps1=float(jnp.finfo(dtype).eps) if eps1 is None else scalar(eps1),
+        eps2=scalar(eps2),
+        d=scalar(group["d"]),
+        weight_decay=scalar(group["weight_decay"]),
+    )
+
+
+def _adafactor_shapes(group: Group, shape: Shape) -> dict[str, Shape]:
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+
+
+SPARSE_ADAM = Formula(
+    _compile(_sparse_adam),
+    _sparse_adam_scalars,
+    lambda group, shape: dict.fromkeys(MOMENTS, shape),
+    step_dtype=None,
+)
+ADAM = Formula(_compile(_adam), _adam_scalars, _adam_shapes)
+ADAFACTOR = Formula(_compile(_adafactor), _adafactor_scalars, _adafactor_shapes)
