@@ -1,9 +1,9 @@
 """Checkpoints: `state_dict` and `load_state_dict`, in the layout of `torch.optim`.
 
 A state_dict is `{"state": {0: {"step": ..., ...}, ...}, "param_groups": [{"lr": ...,
-"params": [0, ...]}, ...]}`: parameters are indices in the order of the groups. Stricter
-than torch in one respect: options that the optimiser does not have are refused, because
-a checkpoint of another optimiser would be continued with another formula.
+"params": [0, ...]}, ...]}`: parameters are indices in the order of the groups. Unlike
+in torch, options that the optimiser does not have are refused: a checkpoint of another
+optimiser would be continued with another formula.
 """
 
 import copy
@@ -45,14 +45,9 @@ class CheckpointMixin(HookMixin):
               optimizer.state_dict(),
           )
 
-        (bfloat16, which NumPy and torch represent differently, with
-        `torch.from_numpy(x.astype(np.float32))`: torch casts it back when it loads.)
-
-        A learning rate that is a schedule is saved as its value for the next step: the
-        schedule belongs to the program, its argument is `"step"`.
-
-        Returns:
-          A dict of copies, which no later step changes.
+        (bfloat16 with `torch.from_numpy(x.astype(np.float32))`: torch casts it back
+        when it loads.) No later step changes the dict. A learning rate that is a
+        schedule is saved as its value for the next step.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -67,37 +62,31 @@ class CheckpointMixin(HookMixin):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         # A parameter that is listed twice has the index of its last place, as in torch.
         index: dict[Any, int] = {param: i for i, param in enumerate(params)}
-        state = {index.get(key, key): _to_numpy(x) for key, x in self.state.items()}
-        groups = [self._pack(group, index) for group in self.param_groups]
+        state = {index.get(key, key): _copied(x) for key, x in self.state.items()}
+        groups = []
+        for group in self.param_groups:
+            packed = {key: _copied(x) for key, x in group.items() if key != "params"}
+            if callable(group.get("lr")):
+                states = (self.state.get(param, {}) for param in group["params"])
+                steps = (int(state.get("step", 0)) for state in states)
+                packed["lr"] = learning_rate(group, max(steps, default=0))
+            groups.append(packed | {"params": [index[p] for p in group["params"]]})
         return self._run_hooks("save_post", {"state": state, "param_groups": groups})
-
-    def _pack(self, group: Group, index: dict[Any, int]) -> Group:
-        packed = {key: _to_numpy(x) for key, x in group.items() if key != "params"}
-        if callable(group.get("lr")):
-            states = [self.state.get(param, {}) for param in group["params"]]
-            steps = [int(state.get("step", 0)) for state in states]
-            packed["lr"] = learning_rate(group, max(steps, default=0))
-        return packed | {"params": [index[param] for param in group["params"]]}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores what `state_dict` of this class or of torch's returned.
 
         Parameters are matched by their positions in the groups, not by their names.
         Arrays may be of NumPy, JAX or torch and of any floating-point type; they are
-        copied to the type, and, where the shapes are equal, to the devices of their
-        parameter. The loaded options replace those of the groups, except that a
-        learning rate that is a schedule stays where a number is loaded.
-
-        torch ignores options of another optimiser; this raises. An option of your own
-        is loaded if the optimiser's group has it, too. To continue with this
-        optimiser's formula from the moments of another (a table trained by Adam as a
-        dense one, and from now on by SparseAdam), load only the state::
+        copied, in the type and, where the shapes are equal, to the devices of their
+        parameter. The loaded options replace those of the groups, but a learning rate
+        that is a schedule stays. An option of your own is loaded if the optimiser's
+        group has it, too. To continue with this optimiser's formula from the moments of
+        another (a table trained by Adam, and from now on by SparseAdam), load the state
+        alone::
 
           groups = optimizer.state_dict()["param_groups"]
           optimizer.load_state_dict(saved | {"param_groups": groups})
-
-        Args:
-          state_dict: The dict, which is left as it is.
 
         Raises:
           ValueError: If the groups differ from the optimiser's in their count or sizes,
@@ -116,22 +105,24 @@ class CheckpointMixin(HookMixin):
             if len(group["params"]) != len(new["params"]):
                 raise ValueError(
                     "loaded state dict contains a parameter group that doesn't match "
-                    f"the size of optimizer's group: group {i} has "
-                    f"{len(new['params'])} parameters, the optimizer's has "
-                    f"{len(group['params'])}"
+                    f"the size of optimizer's group: group {i} has {len(new['params'])}"
+                    f" parameters, the optimizer's has {len(group['params'])}"
                 )
             if new.get("differentiable") is False and "differentiable" not in group:
                 # torch adds it to the groups of every optimiser that has loaded a dict.
                 new = {k: value for k, value in new.items() if k != "differentiable"}
             self._check_saved(i, new)
             params.update(zip(new["params"], group["params"], strict=True))
-            groups.append(_unpack(new, group))
+            new = _copied(new) | {"params": group["params"]}
+            if "param_names" in group:
+                new.setdefault("param_names", group["param_names"])
+            if callable(group.get("lr")) and not callable(new.get("lr")):
+                new["lr"] = group["lr"]
+            groups.append(new)
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for key, value in state_dict["state"].items():
-            if key in params:
-                state[params[key]] = _like(params[key], value)
-            else:
-                state[key] = _to_numpy(value)
+            param = params.get(key)
+            state[key if param is None else param] = _copied(value, param)
         self.__setstate__({"state": state, "param_groups": groups})
         self._run_hooks("load_post")
 
@@ -151,36 +142,16 @@ class CheckpointMixin(HookMixin):
             )
 
 
-def _to_numpy(value: Any) -> Any:
-    """A deep copy, with NumPy arrays for all arrays."""
-    if is_array(value):
+def _copied(value: Any, param: Parameter | None = None, key: Any = None) -> Any:
+    """A deep copy, with NumPy arrays; or, but for a `"step"`, arrays like `param`."""
+    if isinstance(value, dict):
+        return {key: _copied(x, param, key) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(x, param) for x in value)
+    if not is_array(value):
+        return copy.deepcopy(value)
+    if param is None or key == "step":
         return np.array(as_numpy(value))
-    if isinstance(value, dict):
-        return {key: _to_numpy(x) for key, x in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_to_numpy, value))
-    return copy.deepcopy(value)
-
-
-def _unpack(saved: Group, group: Group) -> Group:
-    """The saved options for this group's parameters."""
-    new = {key: _to_numpy(x) for key, x in saved.items()}
-    new["params"] = group["params"]
-    if "param_names" in group:
-        new.setdefault("param_names", group["param_names"])
-    if callable(group.get("lr")) and not callable(new.get("lr")):
-        new["lr"] = group["lr"]
-    return new
-
-
-def _like(param: Parameter, value: Any, key: Any = None) -> Any:
-    """A deep copy, with arrays in the type and on the devices of their parameter."""
-    if isinstance(value, dict):
-        return {key: _like(param, x, key) for key, x in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_like(param, x) for x in value)
-    if key == "step" or not is_array(value):
-        return _to_numpy(value)
     with np.errstate(over="ignore"):  # infinite in a narrower type, as in torch
         array = np.array(as_numpy(value), param.dtype)
     if param.data.committed and array.shape == param.shape:

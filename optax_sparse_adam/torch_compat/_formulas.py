@@ -3,10 +3,8 @@
 Each takes a table, its gradient and the scalars of the step, and returns the new table.
 The scalars are computed on the host, in double precision: in float32 `1 - beta2**step`
 cancels to 1e-4 of its size. They are arguments of the compiled program, so options may
-change without a compilation. This is why not even `SparseAdam` calls the transformation
-of its formula, `sparse_adam`, which computes them itself.
-
-Only this module knows the package's optimisers.
+change without a compilation. `sparse_adam` itself would take traced betas in float32,
+so here its formula is called.
 """
 
 import functools

@@ -1,11 +1,8 @@
 """Hooks: functions that are called before and after a step, a save and a load.
 
-As in `torch.optim.Optimizer` and `torch.utils.hooks`. There are six events. Each
-optimiser has an ordered dictionary of hooks for each of them, and `_hooks_of_all` has
-those of all optimisers, for the two events of a step.
-
-Two things differ from torch: a hook may remove itself while it runs, and the hooks of a
-step run once where a `step` that overrides another calls it.
+As in `torch.optim.Optimizer` and `torch.utils.hooks`: for each event a dictionary of
+hooks, of one optimiser or of all. Two things differ from torch. A hook may remove
+itself while it runs, and hooks run once where a `step` calls that of its base class.
 """
 
 import functools
@@ -18,7 +15,7 @@ Hook = Callable[..., Any]
 Hooks = OrderedDict[int, Hook]
 Step = TypeVar("Step", bound=Callable[..., Any])
 
-_hooks_of_all: defaultdict[str, Hooks] = defaultdict(OrderedDict)
+_hooks_of_all: defaultdict[str, Hooks] = defaultdict(OrderedDict)  # by event
 
 
 class RemovableHandle:
@@ -73,8 +70,8 @@ def with_step_hooks(step: Step) -> Step:
         self: HookMixin = args[0]
         if self._stepping:  # called by the step of a subclass, whose hooks are running
             return step(*args, **kwargs)
-        hooks, of_all = self._hooks, _hooks_of_all
-        for hook in (*of_all["step_pre"].values(), *hooks["step_pre"].values()):
+        own, common = self._hooks, _hooks_of_all
+        for hook in (*common["step_pre"].values(), *own["step_pre"].values()):
             result = hook(self, args, kwargs)
             if result is None:
                 continue
@@ -89,7 +86,7 @@ def with_step_hooks(step: Step) -> Step:
             out = step(*args, **kwargs)
         finally:
             self._stepping = False
-        for hook in (*hooks["step_post"].values(), *of_all["step_post"].values()):
+        for hook in (*own["step_post"].values(), *common["step_post"].values()):
             hook(self, args, kwargs)
         return out
 
@@ -97,10 +94,9 @@ def with_step_hooks(step: Step) -> Step:
 
 
 class HookMixin:
-    """The hooks of one optimiser: what `Optimizer` inherits.
+    """The hooks of one optimiser, which run in the order of their registration.
 
-    Every registration returns a `RemovableHandle`. Hooks of an event run in the order
-    of their registration; `prepend=True` puts one before those that are there.
+    `prepend=True` puts a hook before those that are registered already.
     """
 
     _stepping = False
@@ -125,16 +121,13 @@ class HookMixin:
     def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
         """Calls `hook(optimizer, args, kwargs)` before each step.
 
-        `args` are those of `step` and start with the optimiser itself. The hook returns
-        `None`, or `(new_args, new_kwargs)` for the step and the hooks after it.
+        `args` start with the optimiser. The hook returns `None`, or other arguments
+        `(new_args, new_kwargs)` for the step and the hooks after it.
         """
         return RemovableHandle(self._hooks["step_pre"], hook)
 
     def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
-        """Calls `hook(optimizer, args, kwargs)` after each step.
-
-        The arguments are those that the step was called with in the end.
-        """
+        """Calls `hook(optimizer, args, kwargs)` after each step."""
         return RemovableHandle(self._hooks["step_post"], hook)
 
     def register_state_dict_pre_hook(
@@ -146,19 +139,13 @@ class HookMixin:
     def register_state_dict_post_hook(
         self, hook: Hook, prepend: bool = False
     ) -> RemovableHandle:
-        """Calls `hook(optimizer, state_dict)` after `state_dict`.
-
-        The hook may change the dict that it gets, or return another one.
-        """
+        """Calls `hook(optimizer, state_dict)`, which may return another dict."""
         return RemovableHandle(self._hooks["save_post"], hook, prepend=prepend)
 
     def register_load_state_dict_pre_hook(
         self, hook: Hook, prepend: bool = False
     ) -> RemovableHandle:
-        """Calls `hook(optimizer, state_dict)` before `load_state_dict`.
-
-        The hook gets a shallow copy, which it may change, or returns another dict.
-        """
+        """Calls `hook(optimizer, copy)`, which may change or replace the copy."""
         return RemovableHandle(self._hooks["load_pre"], hook, prepend=prepend)
 
     def register_load_state_dict_post_hook(
@@ -168,10 +155,7 @@ class HookMixin:
         return RemovableHandle(self._hooks["load_post"], hook, prepend=prepend)
 
     def _run_hooks(self, event: str, *state_dict: Any) -> Any:
-        """Calls the hooks of a save or a load.
-
-        Where they get a state_dict, each gets what the one before it returned.
-        """
+        """Calls the hooks of a save or a load; a dict goes from each to the next."""
         for hook in tuple(self._hooks[event].values()):
             result = hook(self, *state_dict)
             if state_dict and result is not None:

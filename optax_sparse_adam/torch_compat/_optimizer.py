@@ -9,9 +9,9 @@ Limits: a step is called outside of `jit`, and is not differentiable.
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,50 +21,9 @@ from jax.experimental.sparse import BCOO
 from ._checkpoint import CheckpointMixin
 from ._formulas import Formula, Group, Shape, scalar
 from ._hooks import with_step_hooks
-from ._parameter import Gradient, Parameter, register_overwritten
+from ._parameter import Parameter, register_overwritten
 
 Params = Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[Group]
-
-
-class Rule(NamedTuple):
-    """What an option, or an entry of one, must be, and the error if not."""
-
-    option: str
-    holds: Callable[[Any], bool]
-    words: str
-    entry: int | None = None
-
-    def check(self, options: Group) -> None:
-        value = options[self.option]
-        if self.entry is not None:
-            value = value[self.entry]
-        if self.option == "lr" and callable(value):
-            return
-        if math.prod(getattr(value, "shape", ())) != 1:
-            shape = tuple(value.shape)
-            raise ValueError(
-                f"Tensor {self.option} must be 1-element, got shape {shape}"
-            )
-        if not self.holds(scalar(value)):
-            raise ValueError(self.words.format(scalar(value)))
-
-
-BETAS = tuple(
-    Rule(
-        "betas",
-        lambda x: 0.0 <= x < 1.0,
-        f"Invalid beta parameter at index {i}: {{}}",
-        i,
-    )
-    for i in (0, 1)
-)
-# Parameters that an optimiser refuses: kind, test, reason.
-SPARSE = (
-    "Sparse",
-    lambda data: isinstance(data, BCOO),
-    "requires dense parameter tensors",
-)
-COMPLEX = ("Complex", jnp.iscomplexobj, "does not support complex parameters")
 
 
 class Optimizer(CheckpointMixin):
@@ -76,14 +35,13 @@ class Optimizer(CheckpointMixin):
       params: Parameters, pairs `(name, parameter)`, or dicts with the key `"params"`
         (one of these two, or a single parameter) and any options of the group's own.
         Generators are fine, sets are not.
-      defaults: The options of groups that do not give their own.
+      defaults: The options of groups that do not give their own; an attribute, too.
 
     Attributes:
       param_groups: The groups, each a dict of options and a list `"params"`. Options
         may be changed between steps; nothing is compiled again.
-      state: For each parameter, from its first step on, a dict of arrays. They are the
-        optimiser's own: like `Parameter.data`, they live until the next step.
-      defaults: The options of groups that do not give their own.
+      state: For each parameter, from its first step on, a dict of arrays. Like
+        `Parameter.data`, they live until the next step.
 
     Raises:
       TypeError: If `params` is not an iterable of these.
@@ -93,19 +51,23 @@ class Optimizer(CheckpointMixin):
     """
 
     # What makes an optimiser of this package: its formula; the options of a group, in
-    # torch's order; what they must be; those that older checkpoints lack, with the
-    # values that they then have; and the parameters that it refuses.
-    _formula: Formula | None = None
-    _options: tuple[str, ...] = ()
-    _rules: tuple[Rule, ...] = ()
-    _added_later: Mapping[str, Any] = MappingProxyType({})
-    _refused: tuple[tuple[str, Callable[[Any], bool], str], ...] = ()
+    # torch's order; what they must be, by the words of the error; those that older
+    # checkpoints lack, with the values that they then have; and why it refuses
+    # parameters of a kind.
+    _formula: ClassVar[Formula | None] = None
+    _options: ClassVar[tuple[str, ...]] = ()
+    _rules: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+    _added_later: ClassVar[dict[str, Any]] = {}
+    _refused: ClassVar[dict[str, str]] = {}
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         super().__init__()
-        for rule in self._rules:
-            rule.check(defaults)
         self.defaults = {name: defaults[name] for name in self._options or defaults}
+        if self._rules:
+            numbers = {name: _number(name, x) for name, x in self.defaults.items()}
+            for words, holds in self._rules.items():
+                if not holds(SimpleNamespace(**numbers)):
+                    raise ValueError(words.format(**numbers))
         if isinstance(params, (Parameter, jax.Array, np.ndarray, BCOO)):
             raise TypeError(
                 "params argument given to the optimizer should be an iterable of "
@@ -120,31 +82,23 @@ class Optimizer(CheckpointMixin):
             groups = [{"params": groups}]
         for group in groups:
             self.add_param_group(group)
-        for refused in self._refused:
-            self._refuse(*refused)
-
-    def _refuse(self, kind: str, is_kind: Callable[[Any], bool], why: str) -> None:
-        places = [
-            [i, j]
-            for i, group in enumerate(self.param_groups)
-            for j, param in enumerate(group["params"])
-            if is_kind(param.data)
-        ]
-        if places:
-            name = type(self).__name__
-            raise ValueError(f"{kind} params at indices {places}: {name} {why}")
+        for kind, words in self._refused.items():
+            found = [
+                [i, j]
+                for i, group in enumerate(self.param_groups)
+                for j, param in enumerate(group["params"])
+                if kind == _kind(param.data)
+            ]
+            if found:
+                name = type(self).__name__
+                raise ValueError(f"{kind} params at indices {found}: {name} {words}")
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group, which takes the options that it does not give from `defaults`.
 
         Args:
           param_group: A dict with the key `"params"` and any options. The dict itself
-            becomes the group.
-
-        Raises:
-          TypeError: If this is not a dict, or its parameters are not parameters in a
-            collection with an order.
-          ValueError: If only some parameters have names, or one is in another group.
+            becomes the group. It raises what the constructor raises.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
@@ -156,8 +110,8 @@ class Optimizer(CheckpointMixin):
                 "Please use a list instead."
             )
         params = [params] if isinstance(params, Parameter) else list(params)
-        names = [param[0] for param in params if isinstance(param, tuple)]
-        params = [param[1] if isinstance(param, tuple) else param for param in params]
+        names = [p[0] for p in params if isinstance(p, tuple)]
+        params = [p[1] if isinstance(p, tuple) else p for p in params]
         if names and len(names) != len(params):
             raise ValueError(
                 "all optimizer params should be with/without names. Some param names "
@@ -186,9 +140,10 @@ class Optimizer(CheckpointMixin):
 
     def _check_group(self, new: Group) -> None:
         """Raises if a group cannot be added to those that are there."""
+        named = "param_names" in new
         for group in self.param_groups:
-            if ("param_names" in new) != ("param_names" in group):
-                kind = "with" if "param_names" in new else "without"
+            if named != ("param_names" in group):
+                kind = "with" if named else "without"
                 raise ValueError(
                     "all optimizer param groups should be with/without names. cannot "
                     f"add param group {kind} names to the optimizer"
@@ -202,16 +157,14 @@ class Optimizer(CheckpointMixin):
 
     @with_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient.
+        """Updates every parameter that has a gradient, in place.
 
         A parameter whose gradient is `None` stays as it is, and its steps are not
-        counted. The parameters of a group are updated in one compiled call, in place.
+        counted. The parameters of a group are updated in one compiled call.
 
         Args:
-          closure: Called first, to compute the loss again and to set the gradients.
-
-        Returns:
-          What `closure` returned, or `None`.
+          closure: Called first, to compute the loss and to set the gradients. The step
+            returns what it returned.
         """
         loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -231,7 +184,14 @@ class Optimizer(CheckpointMixin):
             if not state:
                 state.update(self._init_state(param, shapes))
             arrays = {key: state[key] for key in shapes if key in state}
-            _check_shapes(param, arrays, shapes)
+            found = {key: jnp.shape(array) for key, array in arrays.items()}
+            if found != shapes:  # of a state_dict of other parameters or options
+                raise ValueError(
+                    f"The state of a parameter of shape {param.shape} must have arrays "
+                    f"of the shapes {shapes}, got {found}. Load the state_dict of an "
+                    "optimizer of this kind, these parameters and these options, or "
+                    "delete the parameter from `optimizer.state` to start from zeros."
+                )
             tables.append((param.data, arrays))
             steps.append(int(state["step"]) + 1)
         pairs = zip(params, steps, strict=True)
@@ -244,10 +204,8 @@ class Optimizer(CheckpointMixin):
             jax.tree.map(register_overwritten, arrays)
 
     def _init_state(self, param: Parameter, shapes: dict[str, Shape]) -> dict[str, Any]:
-        arrays = {
-            key: jnp.zeros_like(param.data, shape=shape)
-            for key, shape in shapes.items()
-        }
+        like = param.data
+        arrays = {k: jnp.zeros_like(like, shape=shape) for k, shape in shapes.items()}
         return {"step": self._as_step(0), **arrays}
 
     def _as_step(self, step: Any) -> Any:
@@ -268,17 +226,19 @@ class Optimizer(CheckpointMixin):
                     register_overwritten(array)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters.
+        """Resets the gradients of all parameters, to `None` or to zeros.
 
-        Args:
-          set_to_none: If `False`, dense gradients become zeros, and row-sparse ones
-            become empty: the next step counts but changes nothing.
+        A row-sparse gradient of zeros is empty: a step counts but changes nothing.
         """
         for param in self._params():
-            if set_to_none:
+            grad = param.grad
+            if grad is None or set_to_none:
                 param.grad = None
-            elif param.grad is not None:
-                param.grad = _zeros_like(param.grad)
+            elif isinstance(grad, BCOO):
+                no_rows = grad.data[:0], grad.indices[:0]
+                param.grad = BCOO(no_rows, shape=grad.shape)
+            else:
+                param.grad = jnp.zeros_like(grad)
 
     def __repr__(self) -> str:
         text = f"{type(self).__name__} ("
@@ -289,18 +249,22 @@ class Optimizer(CheckpointMixin):
         return text + ")"
 
 
-def _check_shapes(
-    param: Parameter, arrays: dict[str, jax.Array], shapes: dict[str, Shape]
-) -> None:
-    """Raises where a state_dict of other parameters or options was loaded."""
-    found = {key: jnp.shape(array) for key, array in arrays.items()}
-    if found != shapes:
-        raise ValueError(
-            f"The state of a parameter of shape {param.shape} must have arrays of the "
-            f"shapes {shapes}, got {found}. Load the state_dict of an optimizer of "
-            "this kind, these parameters and these options, or delete the parameter "
-            "from `optimizer.state`: its state then starts with zeros."
-        )
+def _number(name: str, option: Any) -> Any:
+    """An option as numbers, for its checks: a schedule is any learning rate."""
+    if isinstance(option, (tuple, list)):
+        return type(option)(_number(name, entry) for entry in option)
+    if name == "lr" and callable(option):
+        return math.inf
+    shape = tuple(getattr(option, "shape", ()))
+    if math.prod(shape) != 1:
+        raise ValueError(f"Tensor {name} must be 1-element, got shape {shape}")
+    return scalar(option)
+
+
+def _kind(data: Any) -> str:
+    if isinstance(data, BCOO):
+        return "Sparse"
+    return "Complex" if jnp.iscomplexobj(data) else "Dense"
 
 
 def _typename(value: Any) -> str:
@@ -310,20 +274,12 @@ def _typename(value: Any) -> str:
 
 
 def _calls(params: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Splits parameters into those that can go into one call: commonly, all of them.
-
-    One program runs on one set of devices, and overwrites each buffer once: a parameter
-    that is listed twice is updated twice, one after the other.
-    """
+    """Splits parameters into those that can go into one call: commonly, all of them."""
+    # One program runs on one set of devices, and overwrites each buffer once: a
+    # parameter that is listed twice is updated twice, one after the other.
     while params:
         calls: defaultdict[Any, list[Parameter]] = defaultdict(list)
         for param in dict.fromkeys(params):
             calls[frozenset(param.data.devices())].append(param)
         yield from calls.values()
         params = list((Counter(params) - Counter(set(params))).elements())
-
-
-def _zeros_like(grad: Gradient) -> Gradient:
-    if isinstance(grad, BCOO):
-        return BCOO((grad.data[:0], grad.indices[:0]), shape=grad.shape)
-    return jnp.zeros_like(grad)

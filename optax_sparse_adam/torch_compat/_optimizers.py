@@ -1,13 +1,12 @@
 """`SparseAdam`, `Adam`, `AdamW` and `Adafactor`, as in `torch.optim`.
 
 Each class is a signature and tables; `Optimizer` has what they share, `_formulas` the
-arithmetic. What differs from torch: a step overwrites its arrays, so `differentiable`
-is refused; `foreach`, `fused` and `capturable` have no effect, because a group is
-always updated by one compiled program; and a learning rate may be a schedule.
+arithmetic. Differences from torch: a learning rate may be a schedule; `foreach`,
+`fused` and `capturable` have no effect, because one compiled program always updates a
+group; and `differentiable` is refused, because this program overwrites its arrays.
 """
 
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,15 @@ import jax.numpy as jnp
 from .._optimizers.sparse_adam import ScaleBySparseAdamState
 from .._rows.checks import is_bcoo
 from ._formulas import ADAFACTOR, ADAM, MOMENTS, SPARSE_ADAM, Group
-from ._optimizer import BETAS, COMPLEX, SPARSE, Optimizer, Params, Rule
+from ._optimizer import Optimizer, Params
 from ._parameter import Parameter, own
+
+_BETAS: dict[str, Any] = {
+    "Invalid beta parameter at index 0: {betas[0]}": lambda x: 0 <= x.betas[0] < 1,
+    "Invalid beta parameter at index 1: {betas[1]}": lambda x: 0 <= x.betas[1] < 1,
+}
+_DENSE = {"Sparse": "requires dense parameter tensors"}
+_REAL = {"Complex": "does not support complex parameters"}
 
 
 class SparseAdam(Optimizer):
@@ -55,12 +61,12 @@ class SparseAdam(Optimizer):
 
     _formula = SPARSE_ADAM
     _options = ("lr", "betas", "eps", "maximize")
-    _rules = (
-        Rule("lr", lambda x: x > 0.0, "Invalid learning rate: {}"),
-        Rule("eps", lambda x: x > 0.0, "Invalid epsilon value: {}"),
-        *BETAS,
-    )
-    _refused = (SPARSE, COMPLEX)
+    _rules: ClassVar = {
+        "Invalid learning rate: {lr}": lambda x: x.lr > 0,
+        "Invalid epsilon value: {eps}": lambda x: x.eps > 0,
+        **_BETAS,
+    }
+    _refused: ClassVar = _DENSE | _REAL
 
     def __init__(
         self,
@@ -84,17 +90,11 @@ class SparseAdam(Optimizer):
         super()._update(group, params)
 
     def to_optax(self, tree: Any) -> ScaleBySparseAdamState:
-        """The state with which `optax_sparse_adam.sparse_adam` continues.
+        """A copy of the state, with which `optax_sparse_adam.sparse_adam` continues.
 
-        Args:
-          tree: A tree of parameters, such as `{"users": users, "items": items}`.
-
-        Returns:
-          A copy of their state, with `mu` and `nu` shaped like the tree.
-
-        Raises:
-          ValueError: If the parameters have made different numbers of steps: the
-            functional state has one count for all of them.
+        `tree` is a tree of parameters, such as `{"users": users, "items": items}`, and
+        becomes the structure of `mu` and `nu`. Raises `ValueError` if the parameters
+        have made different numbers of steps: the functional state has one count.
         """
 
         def get(key: str, param: Parameter) -> Any:
@@ -114,14 +114,10 @@ class SparseAdam(Optimizer):
         return ScaleBySparseAdamState(jnp.array(max(steps), jnp.int32), mu, nu)
 
     def from_optax(self, tree: Any, state: ScaleBySparseAdamState) -> None:
-        """Continues from a state of `optax_sparse_adam.sparse_adam`.
+        """Continues from a state of `optax_sparse_adam.sparse_adam` for this tree.
 
         The moments are copied, in the type of their parameter. The parameters' own
         arrays are for the caller to set.
-
-        Args:
-          tree: A tree of parameters of this optimiser.
-          state: The functional state, with `mu` and `nu` shaped like the tree.
         """
 
         def load(param: Parameter, mu: jax.Array, nu: jax.Array) -> None:
@@ -159,8 +155,8 @@ class Adam(Optimizer):
       eps: Added to the root of the corrected second moment; at least 0.
       weight_decay: :math:`\lambda`, at least 0.
       amsgrad: Divide by the largest second moment so far; one more array of state.
-      foreach, capturable, fused: No effect: a step is always one compiled program.
-      differentiable: Must be `False`: a step overwrites its arrays.
+      foreach, capturable, fused: No effect.
+      differentiable: Must be `False`.
       decoupled_weight_decay: Decay as in `AdamW`.
 
     Examples:
@@ -181,23 +177,21 @@ class Adam(Optimizer):
         *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach"),
         *("capturable", "differentiable", "fused", "decoupled_weight_decay"),
     )
-    _rules = (
-        Rule("lr", lambda x: x >= 0.0, "Invalid learning rate: {}"),
-        Rule("eps", lambda x: x >= 0.0, "Invalid epsilon value: {}"),
-        *BETAS,
-        Rule("weight_decay", lambda x: x >= 0.0, "Invalid weight_decay value: {}"),
-    )
-    _added_later = MappingProxyType(
-        {
-            "maximize": False,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "decoupled_weight_decay": False,
-            "fused": None,
-        }
-    )
-    _refused = (SPARSE, COMPLEX)
+    _rules: ClassVar = {
+        "Invalid learning rate: {lr}": lambda x: x.lr >= 0,
+        "Invalid epsilon value: {eps}": lambda x: x.eps >= 0,
+        **_BETAS,
+        "Invalid weight_decay value: {weight_decay}": lambda x: x.weight_decay >= 0,
+    }
+    _added_later: ClassVar = {
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "decoupled_weight_decay": False,
+        "fused": None,
+    }
+    _refused: ClassVar = _DENSE | _REAL
 
     def __init__(
         self,
@@ -215,6 +209,7 @@ class Adam(Optimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
+        betas = tuple(betas)  # type: ignore[assignment]  # of any length until checked
         super().__init__(params, locals())
         if fused and foreach:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
@@ -237,7 +232,7 @@ class Adam(Optimizer):
     def _update(self, group: Group, params: list[Parameter]) -> None:
         # `value_and_grad` gives leaves that the loss does not use a BCOO with nothing
         # stored, where torch has None.
-        used = [p for p in params if not (is_bcoo(p.grad) and p.grad.nse == 0)]
+        used = [p for p in params if not (is_bcoo(p.grad) and not p.grad.nse)]
         if any(is_bcoo(p.grad) for p in used):
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam "
@@ -325,7 +320,7 @@ class Adafactor(Optimizer):
         machine epsilon of the parameter's type), and of the parameter's size.
       d: Threshold of the update's root mean square, at least 1.
       weight_decay: Decoupled, at least 0.
-      foreach: No effect: a step is always one compiled program.
+      foreach: No effect.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -342,19 +337,20 @@ class Adafactor(Optimizer):
 
     _formula = ADAFACTOR
     _options = ("lr", "beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize")
-    _rules = tuple(
-        Rule(option, holds, f"{name} should be {words} but is: {{}}", index)
-        for option, index, holds, name, words in (
-            ("lr", None, lambda x: x >= 0, "Learning rate", ">= 0"),
-            ("beta2_decay", None, lambda x: x <= 0, "beta2_decay", "<= 0"),
-            ("eps", 0, lambda x: x is None or x >= 0, "epsilon1", ">= 0"),
-            ("eps", 1, lambda x: x >= 0, "epsilon2", ">= 0"),
-            ("d", None, lambda x: x >= 1, "Clipping threshold d", ">= 1"),
-            ("weight_decay", None, lambda x: x >= 0, "weight_decay", ">= 0"),
-        )
-    )
-    _added_later = MappingProxyType({"foreach": None})
-    _refused = (SPARSE,)
+    _rules: ClassVar = {
+        "Learning rate should be >= 0 but is: {lr}": lambda x: x.lr >= 0,
+        "beta2_decay should be <= 0 but is: {beta2_decay}": lambda x: (
+            x.beta2_decay <= 0
+        ),
+        "epsilon1 should be >= 0 but is: {eps[0]}": lambda x: (x.eps[0] or 0) >= 0,
+        "epsilon2 should be >= 0 but is: {eps[1]}": lambda x: x.eps[1] >= 0,
+        "Clipping threshold d should be >= 1 but is: {d}": lambda x: x.d >= 1,
+        "weight_decay should be >= 0 but is: {weight_decay}": (
+            lambda x: x.weight_decay >= 0
+        ),
+    }
+    _added_later: ClassVar = {"foreach": None}
+    _refused: ClassVar = _DENSE
 
     def __init__(
         self,

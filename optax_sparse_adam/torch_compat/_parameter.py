@@ -1,13 +1,10 @@
 """`Parameter`: an array that an optimiser overwrites, and its gradient.
 
-In place of `torch.nn.Parameter`. JAX arrays are immutable, and a step overwrites the
-buffer of one by donating it. So two rules hold: a parameter and a state own their
-buffers (`own` copies what is given), and a gradient never shares a buffer that a step
-overwrites (`copy_overwritten` copies it then). For the second, the addresses of all
-buffers that steps overwrite are registered:
+In place of `torch.nn.Parameter`. A step donates the arrays of parameters and states, so
+that XLA overwrites their buffers. These must be theirs alone: `own` copies what is
+given. And no gradient may share one; that of `sum(x * y)` with respect to `x` is `y`:
 
-  one.grad = two.data      # the gradient of sum(x * y) with respect to x is y
-  optimizer.step()         # overwrites the buffer of two.data: the gradient is a copy
+  x.grad = y.data   # a copy, because the address of `y.data` is registered
 """
 
 import copy
@@ -40,17 +37,15 @@ def _addresses(array: jax.Array) -> list[Address]:
 
 
 def register_overwritten(array: jax.Array) -> None:
-    """Notes that steps overwrite this array: a gradient in its buffer is copied."""
+    """Notes that steps overwrite this array."""
     for address in _addresses(array):
         _overwritten[address] = array
 
 
 def copy_overwritten(array: jax.Array) -> jax.Array:
-    """The array, or a copy if steps overwrite its buffer.
-
-    Addresses are compared, not only the objects: `jax.device_put` to the device where
-    an array already is makes a second array of the same buffer.
-    """
+    """The array, or a copy if steps overwrite its buffer."""
+    # Not objects but addresses are compared: `jax.device_put` to the device where an
+    # array already is makes a second array of the same buffer.
     if any(address in _overwritten for address in _addresses(array)):
         return jnp.copy(array)
     return array
@@ -73,10 +68,7 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def own(value: Any) -> Any:
-    """A copy that nothing else holds: an array, or a BCOO of what is sparse.
-
-    Also of NumPy's and torch's memory, which JAX would share, or read later.
-    """
+    """A copy that nothing else holds: an array, or a BCOO of what is sparse."""
     if isinstance(value, BCOO):
         return jax.tree.map(own, value)
     if isinstance(value, jax.Array):
@@ -85,6 +77,7 @@ def own(value: Any) -> Any:
         value = value.coalesce()
         arrays = own(value.values()), own(value.indices().T)
         return BCOO(arrays, shape=tuple(value.shape))
+    # JAX shares NumPy's and torch's memory, or reads it later: copy it now.
     return jnp.asarray(np.array(as_numpy(value)))
 
 
@@ -150,21 +143,18 @@ class Parameter:
         """Gradient (row-sparse, dense or `None`). Setting it replaces, never adds.
 
         It may be set to an array of JAX, NumPy or torch, a BCOO, or a sparse tensor of
-        torch. Arrays of NumPy and torch are copied, and so are arrays that a step
-        overwrites: the `data` of a parameter, the state of an optimiser.
-
-        Setting raises `TypeError` for what is not an array, and `RuntimeError` for an
-        array of another shape or type than the parameter's, and inside of `jit`.
+        torch. Setting raises `TypeError` for anything else, and `RuntimeError` for
+        another shape or type than the parameter's, and inside of `jit`.
         """
         return self._grad
 
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        self._grad = None if value is None else self._check_grad(value)
-
     _grad: Gradient | None = None
 
-    def _check_grad(self, grad: Any) -> Gradient:
+    @grad.setter
+    def grad(self, grad: Any) -> None:
+        if grad is None:
+            self._grad = None
+            return
         if not isinstance(grad, (jax.Array, BCOO)):
             if not is_array(grad):
                 raise TypeError(
@@ -184,15 +174,10 @@ class Parameter:
                 f"attempting to assign a gradient with dtype '{grad.dtype}' to a "
                 f"tensor of dtype '{self.dtype}'. Cast one of them with astype."
             )
-        return jax.tree.map(copy_overwritten, grad)
+        self._grad = jax.tree.map(copy_overwritten, grad)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._data.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self._data.dtype
+    shape = property(lambda self: self._data.shape)
+    dtype = property(lambda self: self._data.dtype)
 
     def adopt(self, data: jax.Array) -> None:
         """Sets `data` to an array that nothing else holds, without a copy."""
@@ -209,8 +194,7 @@ class Parameter:
         return copy.deepcopy(self)  # an array that steps overwrite has one owner
 
     def __repr__(self) -> str:
-        name = f"{self.dtype}{list(self.shape)}"
-        grad = self.grad
-        if grad is not None and not isinstance(grad, BCOO):
-            return f"Parameter({name}, grad={grad.dtype}{list(grad.shape)})"
-        return f"Parameter({name}, grad={grad})"
+        grad: Any = self.grad
+        if isinstance(grad, jax.Array):
+            grad = f"{grad.dtype}{list(grad.shape)}"
+        return f"Parameter({self.dtype}{list(self.shape)}, grad={grad})"

@@ -177,7 +177,7 @@ def test_the_state_of_another_is_refused_at_the_step():
     ours = SparseAdam([start(OURS)])
     groups = ours.state_dict()["param_groups"]
     ours.load_state_dict(theirs.state_dict() | {"param_groups": groups})
-    words = r"arrays of the shapes \{'exp_avg': \(4, 3\), .*got \{\}.*starts with zeros"
+    words = r"arrays of the shapes \{'exp_avg': \(4, 3\), .*got \{\}.*start from zeros"
     with pytest.raises(ValueError, match=words):
         steps(OURS, ours, 1, 0, to_sparse=True)
     ours.state.clear()
