@@ -1,9 +1,9 @@
 """torch.optim's classes on JAX arrays: `step`, hooks, param groups, `state_dict`.
 
-For programs and checkpoints that come from torch. `SparseAdam` trains the tables with
-row-sparse gradients; `Adam`, `AdamW` and `Adafactor` train the rest. They keep what
-torch's optimisers keep and speak torch's words, give torch's numbers, and read and
-write torch's checkpoints. torch itself is not needed.
+For programs and checkpoints that come from torch. `SparseAdam` trains tables with
+row-sparse gradients; `Adam`, `AdamW` and `Adafactor` train dense parameters. They have
+torch's options, states and results, and read and write torch's checkpoints. torch
+itself is not needed.
 
 Examples:
   >>> import jax

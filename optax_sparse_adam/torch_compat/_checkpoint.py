@@ -36,7 +36,7 @@ class CheckpointMixin(HookMixin):
     state: defaultdict[Any, dict[str, Any]]
 
     def state_dict(self) -> StateDict:
-        """The state in torch's layout, in numbers and NumPy arrays.
+        """The state in torch's layout, in Python scalars and NumPy arrays.
 
         torch loads it once the arrays are tensors::
 

@@ -49,12 +49,12 @@ class Formula(NamedTuple):
 
 
 def scalar(option: Any) -> Any:
-    """An option as a Python number; it may be an array with one element."""
+    """An option as a Python scalar; it may be an array with one element."""
     return option.item() if hasattr(option, "item") else option
 
 
 def learning_rate(group: Group, count: int) -> Any:
-    """The learning rate of a group after `count` steps, as a Python number."""
+    """The learning rate of a group after `count` steps, as a Python scalar."""
     lr = group["lr"]
     if not callable(lr):
         return scalar(lr)
@@ -91,7 +91,7 @@ def _sparse_adam(table: Table, grad: Gradient, scalars: Any) -> Table:
 def _sparse_adam_scalars(group: Group, dtype: Any, step: int) -> Any:
     beta1, beta2 = map(scalar, group["betas"])
     size = learning_rate(group, step - 1) * math.sqrt(1.0 - beta2**step)
-    factors: Any = Factors  # of arrays; here of numbers
+    factors: Any = Factors  # typed as arrays; here scalars
     return factors(
         sign=-1.0 if group.get("maximize", False) else 1.0,
         one_minus_b1=1.0 - beta1,

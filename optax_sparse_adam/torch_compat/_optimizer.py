@@ -64,10 +64,10 @@ class Optimizer(CheckpointMixin):
         super().__init__()
         self.defaults = {name: defaults[name] for name in self._options or defaults}
         if self._rules:
-            numbers = {name: _number(name, x) for name, x in self.defaults.items()}
+            scalars = {name: _scalar(name, x) for name, x in self.defaults.items()}
             for words, holds in self._rules.items():
-                if not holds(SimpleNamespace(**numbers)):
-                    raise ValueError(words.format(**numbers))
+                if not holds(SimpleNamespace(**scalars)):
+                    raise ValueError(words.format(**scalars))
         if isinstance(params, (Parameter, jax.Array, np.ndarray, BCOO)):
             raise TypeError(
                 "params argument given to the optimizer should be an iterable of "
@@ -219,7 +219,7 @@ class Optimizer(CheckpointMixin):
                 group.setdefault(name, value)
         for param in self._params():
             saved = self.state.get(param, {})
-            if "step" in saved:  # a number or an array: versions of torch differ
+            if "step" in saved:  # a scalar or an array: versions of torch differ
                 saved["step"] = self._as_step(saved["step"])
             for array in jax.tree.leaves(saved):
                 if isinstance(array, jax.Array):
@@ -249,10 +249,10 @@ class Optimizer(CheckpointMixin):
         return text + ")"
 
 
-def _number(name: str, option: Any) -> Any:
-    """An option as numbers, for its checks: a schedule is any learning rate."""
+def _scalar(name: str, option: Any) -> Any:
+    """An option as Python scalars, for its checks: a schedule is any learning rate."""
     if isinstance(option, (tuple, list)):
-        return type(option)(_number(name, entry) for entry in option)
+        return type(option)(_scalar(name, entry) for entry in option)
     if name == "lr" and callable(option):
         return math.inf
     shape = tuple(getattr(option, "shape", ()))

@@ -28,7 +28,7 @@ _REAL = {"Complex": "does not support complex parameters"}
 class SparseAdam(Optimizer):
     """Adam for row-sparse gradients: `torch.optim.SparseAdam` on JAX arrays.
 
-    The same numbers as torch, by the formula of `optax_sparse_adam.sparse_adam` (see
+    Its results are torch's, by the formula of `optax_sparse_adam.sparse_adam` (see
     there, also for `eps`). Only rows that the gradient holds change, in parameters and
     moments. Each parameter counts its own steps; one with an empty gradient counts.
 
@@ -41,8 +41,8 @@ class SparseAdam(Optimizer):
       eps: Added to the root of the uncorrected second moment; above 0.
       maximize: Ascend instead of descend.
       allow_dense: Take dense gradients too, with this formula for all rows, instead of
-        refusing them. `Adam` has torch's numbers for them, which differ by the place of
-        `eps`.
+        refusing them. `Adam` has torch's formula for them, where `eps` is added to the
+        corrected root.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -131,7 +131,7 @@ class SparseAdam(Optimizer):
 class Adam(Optimizer):
     r"""Adam for dense gradients: `torch.optim.Adam` on JAX arrays.
 
-    The same numbers as torch. For a gradient :math:`g` of the parameter :math:`p`, to
+    Its results are torch's. For a gradient :math:`g` of the parameter :math:`p`, to
     which :math:`\lambda p` has been added, at step :math:`t`, each parameter counting
     its own steps:
 
@@ -286,7 +286,7 @@ class AdamW(Adam):
                 "loaded state dict has decoupled_weight_decay=False and weight_decay="
                 f"{saved['weight_decay']} in group {index}: Adam's, where the decay is "
                 "a part of the gradient. Load it into Adam, or set its "
-                "decoupled_weight_decay to True to go on with AdamW's decay."
+                "decoupled_weight_decay to True to continue with AdamW's decay."
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ def _refuse_differentiable(group: Group) -> None:
 class Adafactor(Optimizer):
     """Adafactor: `torch.optim.Adafactor` on JAX arrays.
 
-    The same numbers as torch for dense gradients, by the formula of
+    For dense gradients its results are torch's, by the formula of
     `optax_sparse_adam.sparse_adafactor` (see there, also for what it means with
     row-sparse gradients, which torch refuses).
 

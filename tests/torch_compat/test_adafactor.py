@@ -1,25 +1,18 @@
 """The shim beside `torch.optim`: Adafactor."""
 
 import copy
-import pickle
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 
 import optax_sparse_adam as osa
 from optax_sparse_adam.torch_compat import Adafactor, Parameter
 
-from .test_checkpoints import (
-    copy_parameters,
-    in_order,
-    numpy_dict,
-    save_and_load,
-    to_torch,
-)
+from .test_adam import round_trips
 from .test_programs import (
     OURS,
     TORCH,
@@ -27,39 +20,21 @@ from .test_programs import (
     check,
     failure,
     gradient,
-    plain,
+    make_dense,
     seen,
     table,
+    to_numpy,
+)
+from .test_programs import (
+    dense_steps as steps,
 )
 
 STORIES = []
 SHAPES = [(), (1,), (5,), (4, 3), (1, 3), (4, 1), (2, 3, 4), (2, 1, 3, 2)]
 
 
-def make(world, shapes=SHAPES, seed=0, dtype="float64", **options):
-    rng = np.random.default_rng(seed)
-    arrays = [np.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-    return world.optim.Adafactor(list(map(world.parameter, arrays)), **options)
-
-
-def steps(world, optimizer, number=4, seed=0):
-    rng = np.random.default_rng(seed)
-    for i in range(number):
-        for group in optimizer.param_groups:
-            for j, param in enumerate(group["params"]):
-                values = rng.normal(size=tuple(param.shape)) * 10.0 ** ((i + j) % 5 - 2)
-                values = values.astype(plain(param).dtype)
-                # One parameter has a gradient only now and then.
-                skipped = j == 1 and i % 3
-                param.grad = None if skipped else world.parameter(values).data
-        optimizer.step()
-    return seen(optimizer)
-
-
-@pytest.fixture
-def enabled_x64():
-    with jax.enable_x64(True):
-        yield
+def make(world, shapes=SHAPES, **options):
+    return make_dense(world, "Adafactor", shapes=shapes, **options)
 
 
 OPTIONS = {
@@ -75,8 +50,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_numbers(options, dtype):
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)]
+)
+def test_results(options, dtype):
     def story(world):
         optimizer = make(world, dtype=dtype, **options)
         return [steps(world, optimizer, seed=seed) for seed in range(3)]
@@ -115,12 +92,6 @@ def groups(world):
     return steps(world, optimizer), repr(optimizer)
 
 
-def test_a_learning_rate_in_an_array():
-    check(
-        lambda world: steps(world, make(world, dtype="float32", lr=world.tensor(0.5)))
-    )
-
-
 @STORIES.append
 def refused_options(world):
     given = [
@@ -144,21 +115,7 @@ def refused_options(world):
 
 
 @STORIES.append
-def round_trips(world):
-    optimizer = make(world, lr=0.5, weight_decay=0.1)
-    steps(world, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    log = [plain(saved)]
-    other = make(world)
-    other.load_state_dict(copy.deepcopy(saved))
-    log += [steps(world, other, seed=1), repr(other)]
-    for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        log += [steps(world, copied, seed=2), repr(copied)]
-    return log, seen(other)
-
-
-@STORIES.append
-def steps_that_are_numbers(world):
+def steps_that_are_scalars(world):
     """As older torch saved them; and before `foreach` was an option."""
     optimizer = make(world)
     steps(world, optimizer)
@@ -171,37 +128,13 @@ def steps_that_are_numbers(world):
     return log, steps(world, optimizer)
 
 
-@pytest.mark.parametrize("story", STORIES)
-@pytest.mark.usefixtures("enabled_x64")
+STORIES.append(functools.partial(round_trips, kind="Adafactor"))
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda x: getattr(x, "__name__", "trip"))
 def test_as_torch(story):
-    check(story, 1e-12)
-
-
-@pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
-@pytest.mark.usefixtures("enabled_x64")
-def test_a_torch_checkpoint_continued(convert):
-    theirs, ours = make(TORCH, weight_decay=0.01), make(OURS)
-    steps(TORCH, theirs)
-    copy_parameters(theirs, ours)
-    ours.load_state_dict(convert(theirs.state_dict()))
-    back = make(TORCH)
-    back.load_state_dict(to_torch(ours.state_dict()))
-    copy_parameters(ours, back)
-    assert_same(in_order(back), in_order(theirs))
-    results = [steps(w, x, 100, 1) for w, x in ((OURS, ours), (TORCH, theirs))]
-    assert_same(*results, tol=1e-12)
-
-
-def test_schedule_of_optax():
-    schedule = optax.linear_schedule(0.5, 0.1, 4)
-    ours, by_hand = (
-        make(OURS, dtype="float32", lr=schedule),
-        make(OURS, dtype="float32"),
-    )
-    for i in range(4):
-        by_hand.param_groups[0]["lr"] = float(schedule(i))
-        results = [steps(OURS, x, 1, seed=i)[0] for x in (ours, by_hand)]
-        assert_same(*results, tol=0)
+    with jax.enable_x64(True):
+        assert_same(to_numpy(story(OURS)), to_numpy(story(TORCH)), 1e-12)
 
 
 def test_row_sparse_gradients():
@@ -218,9 +151,9 @@ def test_row_sparse_gradients():
         optimizer.step()
         updates, state = tx.update(sparse.grad, state, params)
         params = osa.apply_updates(params, updates)
-        assert_same(plain(sparse), np.asarray(params), 1e-6)
+        assert_same(to_numpy(sparse), np.asarray(params), 1e-6)
         if i < 2:
-            assert_same(plain(sparse), plain(dense), 1e-6)
+            assert_same(to_numpy(sparse), to_numpy(dense), 1e-6)
     moments = optimizer.state[sparse]
     assert moments["step"] == 4
     np.testing.assert_allclose(moments["row_var"][:, 0], state.v_row, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The shim beside `torch.optim`: Adam and AdamW."""
+"""The shim beside `torch.optim`: Adam and AdamW, and what Adafactor shares."""
 
 import copy
 import pickle
@@ -28,36 +28,18 @@ from .test_programs import (
     check,
     failure,
     gradient,
-    plain,
     seen,
     table,
+    to_numpy,
+)
+from .test_programs import (
+    dense_steps as steps,
+)
+from .test_programs import (
+    make_dense as make,
 )
 
 STORIES = []
-SHAPES = [(), (5,), (4, 3), (2, 3, 4)]
-
-
-def make(world, kind="Adam", dtype="float64", shapes=SHAPES, **options):
-    rng = np.random.default_rng(0)
-    arrays = [np.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-    return getattr(world.optim, kind)(list(map(world.parameter, arrays)), **options)
-
-
-def steps(world, optimizer, number=4, seed=0):
-    """What the optimiser holds after each step, with gradients of many sizes."""
-    rng = np.random.default_rng(seed)
-    log = []
-    for i in range(number):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for j, param in enumerate(params):
-            values = rng.normal(size=tuple(param.shape)) * 10.0 ** ((i + j) % 5 - 2)
-            values = np.asarray(values, plain(param).dtype)
-            # One parameter has a gradient only now and then.
-            skipped = j == 1 and i % 3
-            param.grad = None if skipped else world.parameter(values).data
-        optimizer.step()
-        log.append(seen(optimizer))
-    return log
 
 
 @pytest.fixture
@@ -82,7 +64,7 @@ OPTIONS = {
 def compare(ours, theirs, tol):
     """Every array after every step, against the largest value it has had so far.
 
-    A difference of nearly equal numbers has the rounding errors of the numbers.
+    A difference of nearly equal values has the rounding errors of the values.
     """
     magnitudes = {}
     for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
@@ -100,8 +82,10 @@ def compare(ours, theirs, tol):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_numbers(options, kind, dtype):
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)]
+)
+def test_results(options, kind, dtype):
     with jax.enable_x64(dtype == "float64"):
         logs = [
             steps(world, make(world, kind, dtype, **options), 20)
@@ -187,12 +171,13 @@ def a_row_sparse_gradient(world):
 
 
 @STORIES.append
-def round_trips(world):
-    optimizer = make(world, "AdamW", lr=0.5, amsgrad=True)
+def round_trips(world, kind="AdamW"):
+    options = {"amsgrad": True} if kind == "AdamW" else {"weight_decay": 0.1}
+    optimizer = make(world, kind, lr=0.5, **options)
     steps(world, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
-    log = [plain(saved)]
-    other = make(world, "AdamW")
+    log = [to_numpy(saved)]
+    other = make(world, kind)
     other.load_state_dict(copy.deepcopy(saved))
     log += [steps(world, other, seed=1), repr(other)]
     for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
@@ -202,7 +187,7 @@ def round_trips(world):
 
 @STORIES.append
 def old_dicts(world):
-    """Steps that are numbers, and without the options that torch has added."""
+    """Steps that are Python scalars, and without the options that torch has added."""
     log = []
     for kind in ("Adam", "AdamW"):
         optimizer = make(world, kind, weight_decay=0.1)
@@ -240,11 +225,12 @@ def test_as_torch(story):
 
 
 @pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adafactor"])
 @pytest.mark.usefixtures("enabled_x64")
 def test_a_torch_checkpoint_continued(convert, kind):
     """Saved in the middle, a hundred steps here and in torch, and back."""
-    options = {"weight_decay": 0.1, "amsgrad": True, "lr": 0.01}
+    options = {"weight_decay": 0.1, "lr": 0.01}
+    options |= {} if kind == "Adafactor" else {"amsgrad": True}
     theirs, ours = make(TORCH, kind, **options), make(OURS, kind)
     steps(TORCH, theirs, 10)
     copy_parameters(theirs, ours)
@@ -277,7 +263,7 @@ def test_a_scheduler_of_torch(scheduler):
             logs, (OURS, TORCH), (ours, theirs), strict=True
         ):
             steps(world, optimizer, 1, seed=i)
-            log.append(plain(optimizer.param_groups[0]["params"]))
+            log.append(to_numpy(optimizer.param_groups[0]["params"]))
         schedule.step()
     compare(*logs, TOLERANCE["float32"].torch)
     copy_parameters(theirs, ours)
@@ -295,27 +281,29 @@ def test_infinite_parameters():
         for values in ([0, 0, 0, 0], [0, 1, 1, np.nan]):
             param.grad = world.parameter(np.array(values, np.float32)).data
             optimizer.step()
-        return plain(param)
+        return to_numpy(param)
 
     np.testing.assert_array_equal(story(OURS), story(TORCH))
     np.testing.assert_array_equal(story(OURS), [np.inf, -np.inf, np.nan, np.nan])
 
 
+@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_learning_rate_in_an_array(shape):
+def test_a_learning_rate_in_an_array(shape, kind):
     """Of float32, in which torch computes with it."""
 
     def story(world):
         lr = world.tensor(np.full(shape, 0.3, np.float32))
-        return steps(world, make(world, dtype="float32", lr=lr))
+        return steps(world, make(world, kind, dtype="float32", lr=lr))
 
     check(story, TOLERANCE["float32"].torch)
 
 
-def test_schedule_of_optax():
+@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
+def test_schedule_of_optax(kind):
     schedule = optax.linear_schedule(0.5, 0.1, 4)
-    ours = make(OURS, dtype="float32", lr=schedule)
-    by_hand = make(OURS, dtype="float32")
+    ours = make(OURS, kind, dtype="float32", lr=schedule)
+    by_hand = make(OURS, kind, dtype="float32")
     for i in range(4):
         by_hand.param_groups[0]["lr"] = float(schedule(i))
         results = [steps(OURS, x, 1, seed=i)[0][0] for x in (ours, by_hand)]
@@ -417,7 +405,7 @@ def test_refused_parameters(data, words):
 
 
 def test_a_mixed_model_has_two_optimisers():
-    """As in torch: the table's row-sparse, the rest's dense; each its own formula."""
+    """As in torch: row-sparse for the table, dense for the weight."""
 
     def story(world):
         rows, weight = table(world), table(world, 1, (3, 2))

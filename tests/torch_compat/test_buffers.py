@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax_sparse_adam.torch_compat import Parameter, SparseAdam
 
 from ..helpers.support import assert_identical
-from .test_programs import OURS, gradient, plain, seen, steps, table
+from .test_programs import OURS, gradient, seen, steps, table, to_numpy
 
 
-def stepped(number=1):
+def stepped(count=1):
     """An optimiser whose state is there and whose step is compiled."""
-    optimizer = SparseAdam([table(OURS, i) for i in range(number)], lr=0.1)
+    optimizer = SparseAdam([table(OURS, i) for i in range(count)], lr=0.1)
     steps(OURS, optimizer, 2)
     return optimizer, optimizer.param_groups[0]["params"]
 
@@ -43,11 +43,11 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("way", ["new", "assigned"])
-def test_a_parameter_owns_its_array(kind, way):
+@pytest.mark.parametrize("how", ["new", "assigned"])
+def test_a_parameter_owns_its_array(kind, how):
     """Large enough that a copy in the background would still be running."""
     source = MAKERS[kind](np.ones((500_000, 8), np.float32))
-    if way == "new":
+    if how == "new":
         param = Parameter(source)
     else:
         param = Parameter(np.zeros(3))
@@ -87,12 +87,12 @@ def test_old_arrays_are_an_error_and_copies_stay():
     optimizer, (param,) = stepped()
     old = list(arrays(optimizer))
     copies = [jnp.copy(x) for x in old]
-    values = plain(old)
+    values = to_numpy(old)
     optimizer.step()
     for array in old:
         with pytest.raises(RuntimeError, match="deleted"):
             array + 1
-    assert_identical(plain(copies), values)
+    assert_identical(to_numpy(copies), values)
     assert not np.array_equal(param.data, values[0])
 
 
@@ -101,10 +101,10 @@ def test_numpy_views_stay(view):
     """The runtime does not overwrite a buffer that someone else is looking at."""
     optimizer, _ = stepped()
     views = [view(x) for x in arrays(optimizer)]
-    values = plain(views)
+    values = to_numpy(views)
     for _ in range(3):
         optimizer.step()
-    assert_identical(plain(views), values)
+    assert_identical(to_numpy(views), values)
 
 
 def test_steps_are_in_place():
@@ -235,14 +235,14 @@ def test_a_copied_optimiser():
 
 
 def test_state_handed_over():
-    """What torch programs do to keep the moments when they make an optimiser anew."""
+    """What torch programs do to keep the moments when they make another optimiser."""
     old, (param,) = stepped()
     expected, _ = stepped()
-    whole = SparseAdam([param], lr=0.1)
-    whole.state = old.state
-    steps(OURS, whole, 1)
+    other = SparseAdam([param], lr=0.1)
+    other.state = old.state
+    steps(OURS, other, 1)
     one = SparseAdam([param], lr=0.1)
-    one.state[param] = whole.state[param]
+    one.state[param] = other.state[param]
     steps(OURS, one, 1)
     steps(OURS, old, 1)
     for _ in range(3):

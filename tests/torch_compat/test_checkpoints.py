@@ -1,4 +1,4 @@
-"""Checkpoints: from torch and back, of any type, apart from what goes on."""
+"""Checkpoints: from torch and back, of any type, apart from what continues."""
 
 import copy
 import io
@@ -15,14 +15,23 @@ from optax_sparse_adam import torch_compat
 from optax_sparse_adam.torch_compat import Parameter, SparseAdam
 
 from ..helpers.support import Magnitude
-from .test_programs import OURS, TORCH, assert_same, gradient, plain, seen, steps, table
+from .test_programs import (
+    OURS,
+    TORCH,
+    assert_same,
+    gradient,
+    seen,
+    steps,
+    table,
+    to_numpy,
+)
 from .test_state_dict import make
 
 
 def copy_parameters(source, target):
     for old, new in zip(source.param_groups, target.param_groups, strict=True):
         for param, other in zip(old["params"], new["params"], strict=True):
-            values = np.array(plain(param))
+            values = np.array(to_numpy(param))
             other.data = torch.tensor(values) if torch.is_tensor(other) else values
 
 
@@ -46,7 +55,7 @@ def save_and_load(state_dict):
 
 
 def numpy_dict(state_dict):
-    return pickle.loads(pickle.dumps(plain(state_dict)))
+    return pickle.loads(pickle.dumps(to_numpy(state_dict)))
 
 
 @pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
@@ -62,22 +71,22 @@ def test_a_torch_checkpoint_continued(convert, dtype):
         groups = [{"params": [one, two], **options}, {"params": [three], "eps": 0.1}]
         return world.optim.SparseAdam(groups)
 
-    def train(world, optimizer, number, seed):
+    def train(world, optimizer, count, seed):
         rng = np.random.default_rng(seed)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         path = []
-        for i in range(number):
+        for i in range(count):
             for j, param in enumerate(params):
                 values = rng.normal(size=(4, 3)).astype(dtype)
                 grad = world.sparse(values, rng.integers(0, 6, 4), (6, 3))
                 param.grad = grad if i % (j + 1) == 0 else None
             optimizer.step()
-            path.append(np.concatenate(plain(params)))
+            path.append(np.concatenate(to_numpy(params)))
         return path
 
-    def train_both(ours, theirs, number, seed):
-        magnitude = Magnitude(np.concatenate(plain(start)))
-        paths = (train(OURS, ours, number, seed), train(TORCH, theirs, number, seed))
+    def train_both(ours, theirs, count, seed):
+        magnitude = Magnitude(np.concatenate(to_numpy(start)))
+        paths = (train(OURS, ours, count, seed), train(TORCH, theirs, count, seed))
         for step, tables in enumerate(zip(*paths, strict=True)):
             magnitude.check(*tables, tol, f"parameters after {step + 1} steps")
 
@@ -143,7 +152,7 @@ def test_saved_and_loaded_dicts_never_change():
     steps(OURS, optimizer)
     saved = optimizer.state_dict()
     loaded = optimizer.state_dict()
-    before = plain(saved)
+    before = to_numpy(saved)
     optimizer.load_state_dict(loaded)
     lr *= 2
     optimizer.param_groups[0]["lr"] *= 2
@@ -152,8 +161,8 @@ def test_saved_and_loaded_dicts_never_change():
     optimizer.param_groups[0]["param_names"].append("b")
     for i in range(3):
         steps(OURS, optimizer, seed=i)
-        assert_same(plain(saved), before, 0)
-        assert_same(plain(loaded), before, 0)
+        assert_same(to_numpy(saved), before, 0)
+        assert_same(to_numpy(loaded), before, 0)
     expected = seen(optimizer)
     for state_dict in (saved, loaded):
         for array in jax.tree.leaves(state_dict):
@@ -173,9 +182,9 @@ def test_a_loaded_torch_dict_stays_apart():
     expected = seen(ours)
     steps(TORCH, theirs, seed=1)  # changes `saved` in place
     assert_same(seen(ours), expected, 0)
-    before = plain(saved)
+    before = to_numpy(saved)
     steps(OURS, ours, seed=2)
-    assert_same(plain(saved), before, 0)
+    assert_same(to_numpy(saved), before, 0)
 
 
 def test_arrays_are_numpy():
@@ -189,7 +198,7 @@ def test_arrays_are_numpy():
     assert {type(x) for x in state.values()} == {int, np.ndarray}
 
 
-def test_schedule_stays_where_a_number_is_loaded():
+def test_schedule_stays_where_a_scalar_is_loaded():
     schedule = optax.linear_schedule(0.5, 0.0, 10)
     optimizer = make(OURS, lr=schedule)
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
@@ -201,9 +210,9 @@ def test_schedule_stays_where_a_number_is_loaded():
     assert other.param_groups[0]["lr"] is schedule
     copy_parameters(optimizer, other)
     assert_same(steps(OURS, other), steps(OURS, optimizer), 0)
-    number = make(OURS)
-    number.load_state_dict(saved)
-    assert number.param_groups[0]["lr"] == pytest.approx(0.3)
+    constant = make(OURS)
+    constant.load_state_dict(saved)
+    assert constant.param_groups[0]["lr"] == pytest.approx(0.3)
 
 
 def test_state_of_other_parameters_is_refused_at_the_step():

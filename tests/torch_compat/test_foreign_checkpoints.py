@@ -1,10 +1,11 @@
 """Checkpoints of every optimiser of torch, in each of ours.
 
-Either the program goes on with torch's numbers, or it stops with the reason.
+Either the program continues with torch's results, or it stops with the reason.
 """
 
 import copy
 import inspect
+import itertools
 import re
 
 import jax
@@ -17,7 +18,7 @@ from optax_sparse_adam.torch_compat import Adam, AdamW, Optimizer, Parameter, Sp
 
 from .test_adam import compare
 from .test_checkpoints import copy_parameters
-from .test_programs import OURS, TORCH, plain, seen
+from .test_programs import OURS, TORCH, seen, to_numpy
 
 OF_TORCH = sorted(
     name
@@ -26,7 +27,9 @@ OF_TORCH = sorted(
     and issubclass(cls, torch.optim.Optimizer)
     and cls is not torch.optim.Optimizer
 )
-# Options that change the numbers, where an optimiser has them.
+# Those of ours, and two that share options with them; the others are slow tests.
+CORE = {"SparseAdam", "Adam", "AdamW", "Adafactor", "RAdam", "SGD"}
+# Options that change the results, where an optimiser has them.
 VARIANTS = {
     "defaults": {},
     "weight_decay": {"weight_decay": 0.1},
@@ -48,10 +51,10 @@ def start(world):
     return world.parameter(np.random.default_rng(0).normal(size=(4, 3)))
 
 
-def steps(world, optimizer, number, seed, to_sparse=False):
+def steps(world, optimizer, count, seed, to_sparse=False):
     rng = np.random.default_rng(seed)
     log = []
-    for _ in range(number):
+    for _ in range(count):
         (param,) = optimizer.param_groups[0]["params"]
         values = rng.normal(size=(4, 3))
         param.grad = (
@@ -60,7 +63,7 @@ def steps(world, optimizer, number, seed, to_sparse=False):
             else world.parameter(values).data
         )
         optimizer.step(*([lambda: 1.0] if isinstance(optimizer, LBFGS) else []))
-        log.append(plain(param))
+        log.append(to_numpy(param))
     return log
 
 
@@ -87,8 +90,13 @@ def continues(source, group, target):
     return source == target
 
 
-@pytest.mark.parametrize("target", OF_OURS)
-@pytest.mark.parametrize("source", OF_TORCH)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(*pair, marks=() if pair[0] in CORE else pytest.mark.slow)
+        for pair in itertools.product(OF_TORCH, OF_OURS)
+    ],
+)
 def test_each_into_each(source, target):
     accepted = 0
     with jax.enable_x64(True):

@@ -17,7 +17,7 @@ STORIES = []
 
 
 def options(optimizer):
-    """The groups but for their parameters, of which only the number is left."""
+    """The groups but for their parameters, of which only the count is left."""
     groups = [dict(group) for group in optimizer.param_groups]
     return [group | {"params": len(group["params"])} for group in groups]
 
@@ -268,9 +268,9 @@ def test_schedule_of_optax():
 
 def test_arrays_of_jax_as_options():
     results = []
-    for number in (lambda x: x, jnp.float32, lambda x: jnp.array([x], jnp.float32)):
-        betas = (number(0.5), number(0.75))
-        optimizer = SparseAdam([table(OURS)], number(0.25), betas, eps=number(0.5))
+    for cast in (lambda x: x, jnp.float32, lambda x: jnp.array([x], jnp.float32)):
+        betas = (cast(0.5), cast(0.75))
+        optimizer = SparseAdam([table(OURS)], cast(0.25), betas, eps=cast(0.5))
         results.append(np.array(steps(OURS, optimizer)[0][0][0]))
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])

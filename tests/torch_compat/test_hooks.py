@@ -8,7 +8,7 @@ import pytest
 
 from optax_sparse_adam.torch_compat import SparseAdam
 
-from .test_programs import OURS, check, failure, gradient, plain, seen, table
+from .test_programs import OURS, check, failure, gradient, seen, table, to_numpy
 
 STORIES = []
 
@@ -64,7 +64,7 @@ def arguments_of_steps(world):
 
     def hook(optimizer_, args, kwargs):
         same = optimizer_ is optimizer and args[0] is optimizer
-        log.append((same, len(args), sorted(kwargs), plain(seen(optimizer))))
+        log.append((same, len(args), sorted(kwargs), to_numpy(seen(optimizer))))
 
     optimizer.register_step_pre_hook(hook)
     optimizer.register_step_post_hook(hook)
@@ -90,7 +90,7 @@ def changed_arguments(world):
         optimizer.register_step_pre_hook(add(2))
         optimizer.register_step_pre_hook(lambda *args: None)
         optimizer.register_step_pre_hook(lambda o, args, kwargs: ((*args, None), {}))
-        optimizer.register_step_post_hook(lambda o, *rest: log.append(rest[0][1:]))
+        optimizer.register_step_post_hook(lambda o, args, kwargs: log.append(args[1:]))
         log.append(optimizer.step())
     log.append(optimizer.step(closure=lambda: 3))
     other = make(world)

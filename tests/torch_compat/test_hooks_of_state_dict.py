@@ -3,7 +3,7 @@
 import pytest
 
 from .test_hooks import make, note
-from .test_programs import check, plain, seen
+from .test_programs import check, seen, to_numpy
 
 STORIES = []
 
@@ -42,9 +42,9 @@ def saving_hooks_that_change(world):
 
     optimizer.register_state_dict_pre_hook(set_rate)
     optimizer.register_state_dict_post_hook(another)
-    log = [plain(optimizer.state_dict())]
+    log = [to_numpy(optimizer.state_dict())]
     optimizer.register_state_dict_post_hook(in_place, prepend=True)
-    log.append(plain(optimizer.state_dict()))
+    log.append(to_numpy(optimizer.state_dict()))
     optimizer.register_state_dict_post_hook(lambda *args: {"only": 1})
     return log, optimizer.state_dict()
 
@@ -70,12 +70,12 @@ def loading_hooks_that_change(world):
     optimizer = make(world)
     optimizer.register_load_state_dict_pre_hook(in_place)
     optimizer.load_state_dict(saved)
-    log += [seen(optimizer), plain(saved)]
+    log += [seen(optimizer), to_numpy(saved)]
     optimizer.register_load_state_dict_pre_hook(another, prepend=True)
     optimizer.register_load_state_dict_post_hook(after)
     optimizer.load_state_dict(saved)
     optimizer.step()
-    return log, seen(optimizer), plain(saved)
+    return log, seen(optimizer), to_numpy(saved)
 
 
 @pytest.mark.parametrize("story", STORIES)

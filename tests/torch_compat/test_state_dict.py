@@ -4,19 +4,19 @@ import copy
 
 import pytest
 
-from .test_programs import check, failure, gradient, plain, seen, steps, table
+from .test_programs import check, failure, gradient, seen, steps, table, to_numpy
 
 STORIES = []
 
 
-def make(world, number=2, **options):
-    tables = [table(world, i) for i in range(number)]
+def make(world, count=2, **options):
+    tables = [table(world, i) for i in range(count)]
     return world.optim.SparseAdam(tables, **{"lr": 0.1, **options})
 
 
 @STORIES.append
 def structure(world):
-    """Keys in order, the numbers of parameters, names, options of one's own."""
+    """Keys in order, the indices of parameters, names, options of one's own."""
     one, two, three = (table(world, i) for i in range(3))
     optimizer = world.optim.SparseAdam(
         [
@@ -28,11 +28,11 @@ def structure(world):
             {"eps": 0.1, "params": [("three", three)], "betas": (0, 0.5)},
         ]
     )
-    log = [plain(optimizer.state_dict())]
+    log = [to_numpy(optimizer.state_dict())]
     for param in (three, one):
         param.grad = gradient(world, 0)
         optimizer.step()
-        log.append(plain(optimizer.state_dict()))
+        log.append(to_numpy(optimizer.state_dict()))
     optimizer.state["key"] = {"value": world.tensor([1.0])}
     return log, optimizer.state_dict()
 
@@ -57,7 +57,7 @@ def round_trip(world):
 def before_the_first_step(world):
     optimizer = make(world)
     saved = optimizer.state_dict()
-    log = [plain(saved)]
+    log = [to_numpy(saved)]
     steps(world, optimizer)
     optimizer.load_state_dict(saved)
     return log, seen(optimizer), steps(world, optimizer)
@@ -112,7 +112,7 @@ def old_dicts(world):
 
 @STORIES.append
 def keys_of_ones_own(world):
-    """Numbers of parameters are only names; what names nothing is kept."""
+    """Indices of parameters are only names; what names nothing is kept."""
     optimizer = make(world)
     steps(world, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())

@@ -7,7 +7,7 @@ import torch
 from optax_sparse_adam import torch_compat
 
 from ..helpers.support import TOLERANCE, assert_close
-from .test_programs import TORCH, check, failure, gradient, plain, seen, steps, table
+from .test_programs import TORCH, check, failure, gradient, seen, steps, table, to_numpy
 
 STORIES = []
 
@@ -120,7 +120,7 @@ def closures(world):
     calls = []
 
     def closure():
-        calls.append(plain(param))
+        calls.append(to_numpy(param))
         param.grad = gradient(world, len(calls))
         return len(calls)
 
@@ -143,7 +143,7 @@ def gradients_of_torch(world):
     optimizer = world.optim.SparseAdam([param])
     log = []
     for i in range(3):
-        made = torch.from_numpy(plain(table(world, i))).relu().to_sparse(1 + i % 2)
+        made = torch.from_numpy(to_numpy(table(world, i))).relu().to_sparse(1 + i % 2)
         for grad in (gradient(TORCH, i), made):
             param.grad = grad
             optimizer.step()
