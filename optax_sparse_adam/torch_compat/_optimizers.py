@@ -232,7 +232,7 @@ class Adam(Optimizer):
     def _update(self, group: Group, params: list[Parameter]) -> None:
         # `value_and_grad` gives leaves that the loss does not use a BCOO with nothing
         # stored, where torch has None.
-        used = [p for p in params if not (is_bcoo(p.grad) and not p.grad.nse)]
+        used = [p for p in params if getattr(p.grad, "nse", 1)]
         if any(is_bcoo(p.grad) for p in used):
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam "

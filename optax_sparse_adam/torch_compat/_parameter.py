@@ -138,6 +138,8 @@ class Parameter:
         # A table that is sparse itself is held only to be refused, as in torch.
         self.adopt(own(value))
 
+    _grad: Gradient | None = None
+
     @property
     def grad(self) -> Gradient | None:
         """Gradient (row-sparse, dense or `None`). Setting it replaces, never adds.
@@ -147,8 +149,6 @@ class Parameter:
         another shape or type than the parameter's, and inside of `jit`.
         """
         return self._grad
-
-    _grad: Gradient | None = None
 
     @grad.setter
     def grad(self, grad: Any) -> None:

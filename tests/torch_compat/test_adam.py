@@ -170,7 +170,6 @@ def a_row_sparse_gradient(world):
     return failure(optimizer.step), seen(optimizer)[0]
 
 
-@STORIES.append
 def round_trips(world, kind="AdamW"):
     options = {"amsgrad": True} if kind == "AdamW" else {"weight_decay": 0.1}
     optimizer = make(world, kind, lr=0.5, **options)
@@ -183,6 +182,9 @@ def round_trips(world, kind="AdamW"):
     for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
         log += [steps(world, copied, seed=2), repr(copied)]
     return log, seen(other)
+
+
+STORIES.append(round_trips)
 
 
 @STORIES.append
