@@ -7,20 +7,18 @@ from pathlib import Path
 
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Eight devices, set before JAX starts; tests that need a mesh take what they need. With
-# one, the kernel is used: native/test_main_tests.py runs some tests so.
+# Eight devices, set before JAX starts; tests that need a mesh take what they need. So
+# the kernel is not used unless a test asks for it: see `backend`.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count="
-    + os.environ.get("TEST_DEVICES", "8")
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
 # Most of the suite's time is compiling. LLVM's optimizations are a fifth of that:
 # without them XLA still fuses, aliases and plans memory as it does for users. Its
 # fusion emitters are half of the rest, and one piece of code is compiled faster than
 # several. Without the emitters XLA fuses otherwise: tests that look at a program use
-# `compile_for_users` of helpers/support.py. jaxlib 0.12 has no others.
-# native/test_main_tests.py has some with everything.
+# `compile_for_users` of helpers/support.py. jaxlib 0.12 has no others. The numbers of
+# torch are also compared with everything: `optimized`.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and version(
     "jaxlib"
@@ -42,9 +40,10 @@ import hypothesis
 import jax
 import pytest
 
-from optax_sparse_adam.native import _library
+from optax_sparse_adam.native import _calls, _library
 
-from .helpers.native import compile_once
+from .helpers.native import compile_once, needs_compiler
+from .helpers.support import slow_but
 
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
@@ -58,22 +57,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-# `pytest -m quick`: some fast tests of each folder of the package except `native/`.
-_QUICK = {
-    "collectives/test_psum_scatter.py",
-    "gradients/test_errors.py",
-    "gradients/test_unused_leaves.py",
-    "optimizers/test_lazy_row_analysis.py",
-    "optimizers/test_lazy_sizes.py",
-    "optimizers/test_sparse_adam.py",
-    "optimizers/test_states.py",
-    "rows/test_apply_updates.py",
-    "torch_compat/test_groups.py",
-    "torch_compat/test_hooks.py",
-    "torch_compat/test_state_dict.py",
-    "torch_compat/test_steps.py",
-    "whole/test_signatures.py",
-}
+collect_ignore = ["helpers"]  # which has no tests, and programs of slow ones
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files that are slow as a whole need packages that the core does not."""
+    is_core = config.option.markexpr == "not slow"
+    if is_core and collection_path.suffix == ".py":
+        return (
+            "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+        )
+    return None
 
 
 # Few tests, of minutes each: a worker that begins one of them last works alone.
@@ -82,9 +76,6 @@ _LONG = {"native", "whole"}
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parts[-2] not in _LONG)
-    for item in items:
-        if "/".join(item.path.parts[-2:]) in _QUICK:
-            item.add_marker(pytest.mark.quick)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -107,6 +98,41 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 100)
 
 
+_STARTED = pytest.StashKey[float]()
+_MANY_SECONDS = 2.0
+
+
+def _cpu_seconds():
+    """Those of this process, and of the processes that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.stash[_STARTED] = _cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":
+        report.cpu_seconds = _cpu_seconds() - item.stash[_STARTED]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Lists core tests that took long, compiling included; none fails by the clock."""
+    ended = [r for r in terminalreporter.getreports("") if r.when == "teardown"]
+    core = [r for r in ended if not {"slow", "torch"} & set(r.keywords)]
+    long = [r for r in core if r.cpu_seconds > _MANY_SECONDS]
+    total = sum(r.cpu_seconds for r in core)
+    terminalreporter.section(f"{total:.0f} s of CPU in {len(core)} tests of the core")
+    terminalreporter.line(f"Over {_MANY_SECONDS:.0f} s, to be made shorter or slow:")
+    for report in sorted(long, key=lambda r: -r.cpu_seconds):
+        terminalreporter.line(f"{report.cpu_seconds:5.1f} s {report.nodeid}")
+
+
 @pytest.fixture(autouse=True)
 def strict():
     """Nothing is promoted or broadcast in silence."""
@@ -114,14 +140,14 @@ def strict():
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["x32", "x64"])
+@pytest.fixture(params=slow_but([False, True], False), ids=["x32", "x64"])
 def x64(request):
     """The test runs without and with 64-bit types."""
     with jax.enable_x64(request.param):
         yield request.param
 
 
-@pytest.fixture(params=["float32", "float32-x64", "float64-x64"])
+@pytest.fixture(params=slow_but(["float32", "float32-x64", "float64-x64"], "float32"))
 def dtype(request):
     """The type of the parameters; float32 without and with 64-bit types."""
     name, *x64 = request.param.split("-")
@@ -159,6 +185,24 @@ def cache(tmp_path_factory):
         compile_once(patch)
         _library.register(_library.build())
     return folder
+
+
+@pytest.fixture(
+    params=["plain", pytest.param("kernel", marks=needs_compiler)], scope="module"
+)
+def backend(request):
+    """The tests of a file run in plain JAX, and again with the kernel.
+
+    It is made for processes with one CPU device. Here are eight, and it is used all
+    the same: no program of such a file may be for several.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "kernel":
+            request.getfixturevalue("cache")
+            patch.setattr(_calls, "available", lambda: True)
+            jax.clear_caches()  # what was traced without it
+        yield request.param
+    jax.clear_caches()
 
 
 @pytest.fixture

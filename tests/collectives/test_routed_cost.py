@@ -13,7 +13,11 @@ import optax_sparse_adam as osa
 from optax_sparse_adam._collectives.exchange import default_capacity
 
 from ..helpers.routed import P, make_mesh, on_mesh, weighted_loss
-from ..helpers.support import bcoo, compile_for_users
+from ..helpers.support import (
+    bcoo,
+    compile_for_users,
+    slow_but,
+)
 
 SHARE, WIDTH = 1000, 16  # ids on each device, numbers in each row
 ID, ROW = 4, 4 * WIDTH  # bytes
@@ -73,7 +77,7 @@ def scattered(mesh, **sizes):
     return function
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", slow_but([2, 4, 8], 4))
 def test_bytes_sent_grow_with_the_share(devices):
     """In one round, hardly more than the share, on however many devices."""
     mesh = make_mesh((devices,), ("d",))

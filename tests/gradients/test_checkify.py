@@ -11,6 +11,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam.native import _calls
 
 from ..helpers.native import needs_compiler
+from ..helpers.support import slow_but
 
 ROWS, WIDTH = 50, 20
 TABLE = jnp.ones((ROWS, WIDTH))
@@ -63,14 +64,15 @@ def checked(read, optimizer, table=TABLE):
 
 LOOKUPS_TWICE = [
     *((name, "plain") for name in LOOKUPS),
-    *(
-        pytest.param(name, "kernel", marks=needs_compiler)
-        for name in ("many", "scalar", "scan")
-    ),
+    *((name, "kernel") for name in ("many", "scalar", "scan")),
 ]
 
 
-@pytest.mark.parametrize(("name", "kernel"), LOOKUPS_TWICE, indirect=["kernel"])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    slow_but(LOOKUPS_TWICE, ("many", "plain"), ("scan", "plain"), ("many", "kernel")),
+    indirect=["kernel"],
+)
 def test_lookups(name, kernel):
     read, inside, outside = LOOKUPS[name]
     step = checked(read, OPTIMIZERS["sparse_adam"])
@@ -85,7 +87,7 @@ def test_stack_of_tables():
     assert "out-of-bounds indexing" in (step([[3, 3], [3, 50]]) or "no error")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "lazy momentum"))
 def test_right_steps(name, kernel):
     """With padding: duplicate ids make some."""
     assert checked(LOOKUPS["many"][0], OPTIMIZERS[name])([3, 3, 7, 3]) is None

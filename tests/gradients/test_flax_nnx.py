@@ -13,7 +13,10 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
 from ..helpers.gradients import assert_row_sparse, dense, is_bcoo
-from ..helpers.support import compile_for_users
+from ..helpers.support import (
+    compile_for_users,
+    slow_but,
+)
 
 IDS = jnp.array([[0, 3, 15], [3, 7, 0]])
 
@@ -183,7 +186,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *list(CASES)[::3]))
 def test_same_as_nnx(name):
     """Value, gradients, `aux`, and all that the loss does to its arguments."""
     function, kwargs, make, tables = CASES[name]
@@ -355,7 +358,9 @@ def densely_trained():
         return nnx_jit(nnx, new, optimizer, *batches(200))
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", slow_but(LOOPS, LOOPS[0]), ids=lambda loop: loop.__name__
+)
 def test_trained_as_with_dense_gradients(loop, densely_trained):
     """200 steps: the same statistics, keys and evaluation loss.
 
@@ -377,7 +382,7 @@ def test_trained_as_with_dense_gradients(loop, densely_trained):
     assert loss < start / 2
 
 
-@pytest.mark.parametrize("jit_kwargs", [{}, {"graph_updates": False}])
+@pytest.mark.parametrize("jit_kwargs", slow_but([{}, {"graph_updates": False}], {}))
 def test_step_in_place(jit_kwargs):
     """Nothing of the table's size beside the table, which stays where it is."""
     rows = 200_000

@@ -23,6 +23,7 @@ from ..helpers.gradients import (
     dense,
     is_bcoo,
 )
+from ..helpers.support import slow_but
 
 # The libraries promote types and ranks as JAX does by default.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -264,7 +265,9 @@ class Table(NamedTuple):
 DONATED = nnx.jit(donate_argnums=(0, 1))
 
 
-@pytest.mark.parametrize("jit", [DONATED, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "jit", slow_but([DONATED, lambda f: f], DONATED), ids=["jit", "eager"]
+)
 @pytest.mark.parametrize("how", ["split", "module"])
 def test_nnx_optimizer(how, jit):
     """A training step as the `nnx` guides write it, with two names changed."""

@@ -17,7 +17,10 @@ from optax_sparse_adam._rows.resting_state import RowState
 from ..helpers.function_cases import FUNCTIONS
 from ..helpers.gradients import ROUNDED, check, dense
 from ..helpers.lookup_cases import DENSE, LOOKUPS
-from ..helpers.support import assert_close
+from ..helpers.support import (
+    assert_close,
+    slow_but,
+)
 from ..helpers.transform_cases import UNDER
 
 CASES = {
@@ -90,7 +93,7 @@ def state_for(params):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:3], *NAMES[11::4]))
 def test_every_use(name):
     """Each kind of lookup, and each use that is none, sees the flushed table."""
     case = CASES[name]
@@ -175,8 +178,7 @@ def test_parts_of_a_tree():
     assert not np.array_equal(params["a"], osa.flush(params, state)[0]["a"])
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="with one device: no mesh")
-@pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P()])
+@pytest.mark.parametrize("spec", slow_but([P("x"), P("x", "y"), P()], P("x", "y")))
 def test_inside_shard_map(spec):
     """A model's own shard_map: the rows that are looked up are brought up to date."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

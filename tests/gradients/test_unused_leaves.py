@@ -10,7 +10,11 @@ from jax import lax
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import assert_row_sparse, assert_same
-from ..helpers.support import assert_identical, compile_for_users
+from ..helpers.support import (
+    assert_identical,
+    compile_for_users,
+    slow_but,
+)
 
 OPTIMIZERS = {
     "sparse_adam": osa.sparse_adam(0.1),
@@ -47,10 +51,13 @@ def counts(state):
 
 @pytest.mark.parametrize(
     ("name", "apply"),
-    [
-        *((name, osa.apply_updates) for name in OPTIMIZERS),
-        ("sparse_adam", optax.apply_updates),
-    ],
+    slow_but(
+        [
+            *((name, osa.apply_updates) for name in OPTIMIZERS),
+            ("sparse_adam", optax.apply_updates),
+        ],
+        *((name, osa.apply_updates) for name in ("sparse_adam", "lazy")),
+    ),
 )
 def test_rests(name, apply):
     optimizer, rows = OPTIMIZERS[name], 200_003
@@ -97,7 +104,9 @@ TABLE = jnp.arange(1.0, 21.0).reshape(5, 4)
 
 
 @pytest.mark.parametrize("function", [square, in_scan, in_branches])
-@pytest.mark.parametrize("lift", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "lift", slow_but([jax.jit, lambda f: f], jax.jit), ids=["jit", "eager"]
+)
 def test_empty_batch(function, lift):
     ids = jnp.zeros((3, 0), jnp.int32)
     value, grad = lift(osa.value_and_grad(function))(TABLE, ids)

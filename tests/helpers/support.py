@@ -7,7 +7,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.sparse import BCOO
+
+
+def slow_but(cases, *core, is_one_value=False):
+    """The cases of `parametrize`, marked slow but for those of the core.
+
+    A tuple is the values of several parameters, unless it is said to be one value.
+    """
+    return [
+        pytest.param(
+            *(x if type(x) is tuple and not is_one_value else (x,)),
+            marks=() if any(x is y or x == y for y in core) else pytest.mark.slow,
+        )
+        for x in cases
+    ]
 
 
 class Tolerance(NamedTuple):

@@ -10,7 +10,13 @@ import optax_sparse_adam as osa
 from optax_sparse_adam.native import _calls
 
 from ..helpers.native import needs_compiler
-from ..helpers.support import TOLERANCE, assert_close, assert_identical, bcoo
+from ..helpers.support import (
+    TOLERANCE,
+    assert_close,
+    assert_identical,
+    bcoo,
+    slow_but,
+)
 
 pytestmark = needs_compiler
 
@@ -56,7 +62,8 @@ def train(tx, width):
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [("adamw", 1), *((n, 70) for n in OPTIMIZERS)]
+    ("name", "width"),
+    slow_but([("adamw", 1), *((n, 70) for n in OPTIMIZERS)], ("nadam", 70)),
 )
 def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
     """Rows of one number, and of more than one part of the loops over a row."""

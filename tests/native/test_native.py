@@ -244,6 +244,7 @@ def test_large_gradients(cache, nse):
     assert_identical(grad.data, values)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     """Where there are sanitizers, no call has left its buffers either."""
@@ -342,6 +343,7 @@ def test_new_states_without_it(cache, monkeypatch):
     assert init(jax.ShapeDtypeStruct(size, "float32")).nu.shape == size
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_process_of_one_device(cache):
     """What it does by itself, and that it changes nothing but the time."""

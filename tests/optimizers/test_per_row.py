@@ -16,6 +16,7 @@ from ..helpers.support import (
     bcoo,
     random_entries,
     row_sums,
+    slow_but,
 )
 
 SHAPE = (9, 4)
@@ -69,7 +70,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", slow_but(OPTIMIZERS, "schedule", "clip", "random keys")
+)
 def test_each_row_is_a_parameter(name):
     """It gets what the optimiser gives it alone, at the steps that touch it."""
     tx, rng = OPTIMIZERS[name], np.random.default_rng(0)
@@ -89,7 +92,9 @@ def test_each_row_is_a_parameter(name):
             )
 
 
-@pytest.mark.parametrize("shape", [(13,), (13, 5), (13, 2, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", slow_but([(13,), (13, 5), (13, 2, 5)], (13, 5), is_one_value=True), ids=str
+)
 @pytest.mark.parametrize("rows", [(2, 5, 7, 11), range(13)], ids=["some", "all"])
 def test_touched_rows_are_a_table(rows, shape):
     """Dense gradients too, and leaves without rows."""

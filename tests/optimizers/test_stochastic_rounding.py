@@ -12,7 +12,13 @@ from flax.training.train_state import TrainState
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_identical, bcoo, compile_for_users, random_entries
+from ..helpers.support import (
+    assert_identical,
+    bcoo,
+    compile_for_users,
+    random_entries,
+    slow_but,
+)
 
 SHAPE = (40, 8)
 KEY = jax.random.key(0)
@@ -75,7 +81,9 @@ def test_small_updates_add_up():
 
 
 @pytest.mark.parametrize(
-    "inner", [optax.adam(0.0), osa.sparse_adam(1e-9)], ids=["optax", "sparse"]
+    "inner",
+    slow_but([optax.adam(0.0), osa.sparse_adam(1e-9)], optax.adam(0.0)),
+    ids=["optax", "sparse"],
 )
 def test_bfloat16_moments_follow_float32_ones(inner):
     """With b2 = 0.999 a change of the second moment is below the type's precision."""
@@ -182,7 +190,7 @@ LIFTED = {
 }
 
 
-@pytest.mark.parametrize("name", LIFTED)
+@pytest.mark.parametrize("name", slow_but(LIFTED, "chain", "rowwise", "noise"))
 def test_lazy(name):
     """The touched rows change as a table of their own; the others keep every bit."""
     tx, grad = LIFTED[name], make_grad()
@@ -271,7 +279,7 @@ COSTS = {
 }
 
 
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", slow_but(COSTS, "adam"))
 def test_memory(name):
     """The step is in place, and its scratch memory knows nothing of the rows."""
     tx, per_number, scalars = COSTS[name]

@@ -19,8 +19,13 @@ import optax_sparse_adam as osa
 
 from ..collectives import test_routed, test_sharded_jit
 from ..helpers.mesh import Case
-from ..helpers.support import assert_close, assert_identical, bcoo, random_entries
-from ..optimizers import test_sparse_adam_parity
+from ..helpers.support import (
+    assert_close,
+    assert_identical,
+    bcoo,
+    random_entries,
+    slow_but,
+)
 from . import test_coalesce
 
 
@@ -35,7 +40,9 @@ def elsewhere():
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("n_sparse", "shape"), test_coalesce.SHAPES)
+@pytest.mark.parametrize(
+    ("n_sparse", "shape"), slow_but(test_coalesce.SHAPES, *test_coalesce.SHAPES[1::3])
+)
 def test_sums(n_sparse, shape):
     rng = np.random.default_rng(0)
     # Levels of the scan; a row of another shape is summed alike.
@@ -76,8 +83,12 @@ def test_rounding_and_neighbours():
     assert_close(sums[real], exact[real], error, magnitude=sizes[real], what="sums")
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_torch_parity_of_steps(dtype):
+    pytest.importorskip("torch")
+    from ..optimizers import test_sparse_adam_parity
+
     with jax.enable_x64(dtype == "float64"):
         rng = np.random.default_rng(0)
         shape, hyper = (7, 5), test_sparse_adam_parity.HYPERS[0]
@@ -113,7 +124,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[0]), ids=str)
 def test_eight_devices(case):
     test_sharded_jit.on_one_device.cache_clear()
     with jax.numpy_dtype_promotion("standard"):

@@ -15,7 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_identical, bcoo, compile_for_users, to_dense
+from ..helpers.support import (
+    assert_identical,
+    bcoo,
+    compile_for_users,
+    slow_but,
+    to_dense,
+)
 
 SHAPE = (9, 4)
 TABLE = jnp.arange(36.0).reshape(SHAPE)
@@ -86,8 +92,12 @@ TAKERS = {
 FEW = ("apply_updates", "optax.apply_updates", "sparse_adam")
 
 
-@pytest.mark.parametrize("taker", TAKERS)
-@pytest.mark.parametrize("change", CHANGES)
+# Each change for one taker, and one change for each.
+PAIRS = [(change, taker) for change in CHANGES for taker in TAKERS]
+FEW_PAIRS = [(c, t) for c, t in PAIRS if t == "apply_updates" or c == "clip"]
+
+
+@pytest.mark.parametrize(("change", "taker"), slow_but(PAIRS, *FEW_PAIRS))
 def test_raises_outside_of_programs(change, taker):
     function, _ = CHANGES[change]
     grad = function(gradient())
@@ -95,7 +105,7 @@ def test_raises_outside_of_programs(change, taker):
         TAKERS[taker](grad)
 
 
-@pytest.mark.parametrize("taker", FEW)
+@pytest.mark.parametrize("taker", slow_but(FEW, "apply_updates"))
 @pytest.mark.parametrize("change", CHANGES)
 def test_nan_or_error_in_programs(change, taker):
     function, is_static = CHANGES[change]

@@ -15,6 +15,8 @@ from orbax.checkpoint import v1 as ocp
 from ..helpers import checkpoint_worker as worker
 from ..helpers.support import assert_identical, program_environment
 
+pytestmark = pytest.mark.slow
+
 # Before what, to which file: while the arrays are written; when they are, and their
 # folder gets its name; and when only the name of the checkpoint itself is missing.
 MOMENTS = [

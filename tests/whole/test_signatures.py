@@ -3,7 +3,6 @@
 import inspect
 
 import pytest
-import torch
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import torch_compat
@@ -49,11 +48,13 @@ def test_functions(function, expected):
     assert str(signature(function)) == expected
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "name", ["SparseAdam", "Adam", "AdamW", "Adafactor", "Optimizer"]
 )
 def test_as_torch(name):
     """All that torch's documentation lists; `allow_dense` is ours."""
+    torch = pytest.importorskip("torch")
     ours, theirs = getattr(torch_compat, name), getattr(torch.optim, name)
     assert signature(ours, ["allow_dense"]) == signature(theirs)
     for method in (
