@@ -75,7 +75,14 @@ _LONG = {"native", "whole"}
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.parts[-2] not in _LONG)
+    files = {item.path: number for number, item in enumerate(items)}
+
+    def place(item):
+        kernel = hasattr(item, "callspec") and item.callspec.params.get("backend")
+        is_short = item.path.parts[-2] not in _LONG
+        return is_short, files[item.path], kernel == "kernel"  # these last in a file
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -98,39 +105,42 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 100)
 
 
-_STARTED = pytest.StashKey[float]()
-_MANY_SECONDS = 2.0
-
-
-def _cpu_seconds():
-    """Those of this process, and of the processes that it has waited for."""
-    return sum(os.times()[:4])
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    item.stash[_STARTED] = _cpu_seconds()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if call.when == "teardown":
-        report.cpu_seconds = _cpu_seconds() - item.stash[_STARTED]
-    return report
-
-
-def pytest_terminal_summary(terminalreporter):
+class CpuSeconds:
     """Lists core tests that took long, compiling included; none fails by the clock."""
-    ended = [r for r in terminalreporter.getreports("") if r.when == "teardown"]
-    core = [r for r in ended if not {"slow", "torch"} & set(r.keywords)]
-    long = [r for r in core if r.cpu_seconds > _MANY_SECONDS]
-    total = sum(r.cpu_seconds for r in core)
-    terminalreporter.section(f"{total:.0f} s of CPU in {len(core)} tests of the core")
-    terminalreporter.line(f"Over {_MANY_SECONDS:.0f} s, to be made shorter or slow:")
-    for report in sorted(long, key=lambda r: -r.cpu_seconds):
-        terminalreporter.line(f"{report.cpu_seconds:5.1f} s {report.nodeid}")
+
+    started = pytest.StashKey[float]()
+    limit = 2.0
+
+    def now(self):
+        """CPU seconds of this process, and of those that it has waited for."""
+        return sum(os.times()[:4])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        item.stash[self.started] = self.now()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if call.when == "teardown":
+            report.cpu_seconds = self.now() - item.stash[self.started]
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter):
+        ended = [r for r in terminalreporter.getreports("") if r.when == "teardown"]
+        core = [r for r in ended if not {"slow", "torch"} & set(r.keywords)]
+        long = [r for r in core if r.cpu_seconds > self.limit]
+        total = sum(r.cpu_seconds for r in core)
+        title = f"{len(core)} tests of the core took {total:.0f} s of CPU"
+        terminalreporter.section(title)
+        for r in sorted(long, key=lambda r: -r.cpu_seconds):
+            terminalreporter.line(f"{r.cpu_seconds:5.1f} s {r.nodeid}")
+
+
+def pytest_configure(config):
+    """A plugin, as hooks of this file do not apply to docstrings of the package."""
+    config.pluginmanager.register(CpuSeconds())
 
 
 @pytest.fixture(autouse=True)
@@ -187,21 +197,23 @@ def cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(
-    params=["plain", pytest.param("kernel", marks=needs_compiler)], scope="module"
-)
-def backend(request):
-    """The tests of a file run in plain JAX, and again with the kernel.
+@pytest.fixture(params=["plain", pytest.param("kernel", marks=needs_compiler)])
+def backend(request, monkeypatch):
+    """The test runs in plain JAX, and again with the kernel.
 
-    It is made for processes with one CPU device. Here are eight, and it is used all
-    the same: no program of such a file may be for several.
+    The kernel is made for processes with one CPU device. Here are eight, and it is used
+    all the same: no program of such a test may be for several.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "kernel":
-            request.getfixturevalue("cache")
-            patch.setattr(_calls, "available", lambda: True)
-            jax.clear_caches()  # what was traced without it
-        yield request.param
+    if request.param == "kernel":
+        request.getfixturevalue("cache")
+        request.getfixturevalue("traced_with_the_kernel")
+        monkeypatch.setattr(_calls, "available", lambda: True)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def traced_with_the_kernel():
+    """What was traced without it is traced anew; these tests are the last of a file."""
     jax.clear_caches()
 
 

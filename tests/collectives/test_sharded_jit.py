@@ -34,12 +34,12 @@ CASES = [
     Case("lazy", (4, 2), P("x", "y"), P(("x", "y"))),
     Case("lazy", (8,), P("x", None), P("x"), EXPLICIT),
     Case("per_row", (4, 2), P("y", "x"), P("y"), EXPLICIT),
-    Case("adafactor", (4, 2), P("x", "y"), P("x")),
-    Case("adafactor", (8,), P(None, "x"), P("x"), EXPLICIT),
+    Case("sparse_adafactor", (4, 2), P("x", "y"), P("x")),
+    Case("sparse_adafactor", (8,), P(None, "x"), P("x"), EXPLICIT),
     Case("rowwise_adam", (2, 2, 2), P("z", ("x", "y")), P("x")),
-    Case("exact_adam", (4, 2), P("x", "y"), P("y")),
-    Case("exact_adam", (8,), P("x", None), P("x")),
-    Case("exact_adam", (2, 2, 2), P("x", "y"), P(("z", "x")), EXPLICIT),
+    Case("exact_adamw", (4, 2), P("x", "y"), P("y")),
+    Case("exact_adamw", (8,), P("x", None), P("x")),
+    Case("exact_adamw", (2, 2, 2), P("x", "y"), P(("z", "x")), EXPLICIT),
 ]
 
 

@@ -85,12 +85,12 @@ COSTS = [
     (Case("sparse_adam", (4, 2), P("x", None), P("y"), EXPLICIT), unique),
     (Case("lazy", (4, 2), P(None, "x"), P("x")), unique),
     (Case("lazy", (2, 2, 2), P(("x", "y"), "z"), P("z")), whole_step),
-    (Case("adafactor", (4, 2), P("x", "y"), P(("x", "y"))), whole_step),
-    (Case("adafactor", (8,), P("x", None), P("x")), unique),
+    (Case("sparse_adafactor", (4, 2), P("x", "y"), P(("x", "y"))), whole_step),
+    (Case("sparse_adafactor", (8,), P("x", None), P("x")), unique),
     (Case("rowwise_adam", (4, 2), P("y", None), P("x"), EXPLICIT), unique),
     (Case("rowwise_adagrad", (4, 2), P("x", "y"), P("x")), unique),
-    (Case("exact_adam", (8,), P("x", None), P("x")), whole_step),
-    (Case("exact_adam", (4, 2), P("x", "y"), P("x"), EXPLICIT), unique),
+    (Case("exact_adamw", (8,), P("x", None), P("x")), whole_step),
+    (Case("exact_adamw", (4, 2), P("x", "y"), P("x"), EXPLICIT), unique),
 ]
 
 

@@ -393,6 +393,7 @@ def test_nested_loops_and_branches(monkeypatch):
     assert max(growth) < 1.5 * min(growth), counts
 
 
+@pytest.mark.slow
 def test_nothing_leaks():
     """No value of a branch or a loop is held beyond it."""
 

@@ -94,7 +94,7 @@ def state_for(params):
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:3], *NAMES[11::4]))
-def test_every_use(name):
+def test_every_use(name, backend):
     """Each kind of lookup, and each use that is none, sees the flushed table."""
     case = CASES[name]
     params, ids = case.inputs()
@@ -147,7 +147,7 @@ def test_nothing_is_read():
     assert_close(grad, jax.grad(loss, has_aux=True)(flushed, ids)[0], 1e-6)
 
 
-def test_parts_of_a_tree():
+def test_parts_of_a_tree(backend):
     """States anywhere in a tree, of some parameters; several arguments."""
     labels = {"a": "exact", "b": "other", "c": "decayed"}
     parts = {

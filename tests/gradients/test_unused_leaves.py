@@ -59,7 +59,7 @@ def counts(state):
         *((name, osa.apply_updates) for name in ("sparse_adam", "lazy")),
     ),
 )
-def test_rests(name, apply):
+def test_rests(name, apply, backend):
     optimizer, rows = OPTIMIZERS[name], 200_003
     step = step_of(optimizer, apply)
     ids, none = jnp.array([3, 7]), jnp.zeros(0, jnp.int32)

@@ -11,27 +11,17 @@ from flax.training.train_state import TrainState
 import optax_sparse_adam as osa
 
 from ..helpers.identity import train
+from ..helpers.optimizers import FINAL
 from ..helpers.support import (
     TOLERANCE,
     assert_close,
     assert_identical,
     random_entries,
+    slow_but,
 )
 
 SHAPE = (9, 4)
 LABELS = {"table": "rows", "bias": "dense"}
-
-# How each is made from a learning rate.
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam,
-    "lazy": lambda learning_rate: osa.lazy(
-        optax.chain(optax.clip_by_global_norm(9.0), optax.adamw(learning_rate))
-    ),
-    "per_row": lambda learning_rate: osa.lazy(osa.per_row(optax.adam(learning_rate))),
-    "rowwise_adagrad": osa.rowwise_adagrad,
-    "rowwise_adam": osa.rowwise_adam,
-    "sparse_adafactor": osa.sparse_adafactor,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +30,10 @@ def as_optax_expects():
         yield
 
 
-@pytest.fixture(params=OPTIMIZERS)
+# One of each kind of state; the others are made of `lazy`, too.
+@pytest.fixture(params=slow_but(FINAL, "sparse_adam", "lazy", "sparse_adafactor"))
 def make(request):
-    return OPTIMIZERS[request.param]
+    return FINAL[request.param].make
 
 
 @pytest.fixture
@@ -96,8 +87,15 @@ KINDS = (
 
 
 # Clipping and the means of Adafactor run over the leaves of one partition.
-@pytest.mark.parametrize("kind", KINDS.split())
-def test_inside_optax(kind, make, params, grads):
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    slow_but(
+        [(kind, opt.make) for kind in KINDS.split() for opt in FINAL.values()],
+        *((kind, FINAL["lazy"].make) for kind in KINDS.split()),
+        *(("partition", opt.make) for opt in FINAL.values()),
+    ),
+)
+def test_inside_optax(kind, make, params, grads, backend):
     """Each way to wrap an optimiser leaves its numbers, and untouched rows, alone."""
     expected, _ = train(make(0.1), params, [grads] * 2)
     actual, _ = train(combine(kind, make), params, [grads] * 2)

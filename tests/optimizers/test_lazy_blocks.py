@@ -233,6 +233,7 @@ def test_small_gradients(monkeypatch):
         assert (" while[" in str(traced.jaxpr)) == has_loop
 
 
+@pytest.mark.slow
 def test_no_tracer_outlives_its_trace():
     """And what JAX checks of each equation holds for those of a block, too."""
     grads, params = trees({"table": (20, 6)})

@@ -19,6 +19,8 @@ from ..helpers.support import (
     row_sums,
 )
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 def step(tx, table, state, grad):
     updates, state = tx.update(grad, state, table)

@@ -230,7 +230,7 @@ def test_the_words_of_torch():
         lr, b1, b2, eps = numbers.values()
         with pytest.raises(ValueError, match=f"^{words}$"):
             torch.optim.SparseAdam([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps)
-    with pytest.raises(ValueError, match=f"^{COMPLEX}$"):
+    with pytest.raises(ValueError, match=f"{COMPLEX}$"):
         torch.optim.SparseAdam([torch.zeros(1, dtype=torch.complex64)])
 
 

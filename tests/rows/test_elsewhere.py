@@ -120,7 +120,7 @@ def test_derivatives_and_batches():
 CASES = [
     Case("sparse_adam", (4, 2), P("x", "y"), P("y")),
     Case("lazy", (8,), P("x", None), P("x"), AxisType.Explicit),
-    Case("adafactor", (4, 2), P("x", "y"), P("x"), AxisType.Explicit),
+    Case("sparse_adafactor", (4, 2), P("x", "y"), P("x"), AxisType.Explicit),
 ]
 
 

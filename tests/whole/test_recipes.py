@@ -15,6 +15,8 @@ import optax_sparse_adam as osa
 
 from ..helpers.support import TOLERANCE, assert_close, assert_identical, to_dense
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (9, 4)
 TOL = TOLERANCE["float32"].numpy
 
