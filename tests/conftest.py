@@ -1,6 +1,7 @@
 """Strict JAX for every test, eight devices, and compiled programs that are kept."""
 
 import gc
+import importlib.util
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -70,6 +71,12 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def pytest_report_header():
+    if importlib.util.find_spec("torch") is None:
+        return 'without torch: left out is what needs it (pip install -e ".[torch]")'
+    return None
+
+
 # Few tests, of minutes each: a worker that begins one of them last works alone.
 _LONG = {"native", "whole"}
 
@@ -130,6 +137,8 @@ class CpuSeconds:
     def pytest_terminal_summary(self, terminalreporter):
         ended = [r for r in terminalreporter.getreports("") if r.when == "teardown"]
         core = [r for r in ended if not {"slow", "torch"} & set(r.keywords)]
+        if not core:
+            return
         long = [r for r in core if r.cpu_seconds > self.limit]
         total = sum(r.cpu_seconds for r in core)
         title = f"{len(core)} tests of the core took {total:.0f} s of CPU"
