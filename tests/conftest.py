@@ -3,8 +3,9 @@
 import gc
 import importlib.util
 import os
-from importlib.metadata import version
 from pathlib import Path
+
+from .helpers.versions import FAST_TO_COMPILE
 
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,12 +22,7 @@ os.environ["XLA_FLAGS"] = (
 # `compile_for_users` of helpers/support.py. jaxlib 0.12 has no others. The numbers of
 # torch are also compared with everything: `optimized`.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and version(
-    "jaxlib"
-).startswith("0.10."):
-    os.environ["XLA_FLAGS"] += (
-        " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    )
+os.environ["XLA_FLAGS"] += f" {FAST_TO_COMPILE}"
 
 # Programs are kept on disk, for the other worker and for the next run: JAX finds them
 # by their text, their flags and its own version.
@@ -156,6 +152,13 @@ def pytest_configure(config):
 def strict():
     """Nothing is promoted or broadcast in silence."""
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def as_optax_expects(strict):
+    """optax promotes integers and weak types."""
+    with jax.numpy_dtype_promotion("standard"):
         yield
 
 

@@ -21,6 +21,8 @@ from ..helpers.support import (
     slow_but,
 )
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 ROWS, WIDTH, STEPS = 64, 16, 20
 EXPLICIT = AxisType.Explicit
 
@@ -41,12 +43,6 @@ CASES = [
     Case("exact_adamw", (8,), P("x", None), P("x")),
     Case("exact_adamw", (2, 2, 2), P("x", "y"), P(("z", "x")), EXPLICIT),
 ]
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def start():

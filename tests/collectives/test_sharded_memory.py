@@ -24,16 +24,12 @@ from ..helpers.support import (
     slow_but,
 )
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 SMALL = 80_000
 LARGE = 240_000_000  # of eight parts, each has just below 2**31 numbers
 WIDTH, NSE = 64, 1024
 EXPLICIT = AxisType.Explicit
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def abstract(case, rows):

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -374,8 +375,7 @@ def test_trained_as_with_dense_gradients(loop, densely_trained):
     new = loop(flax_nnx, new, optimizer, *batches(200))
     assert int(new.dropout.rngs.count[...]) == 200
     states = (nnx.state(x, nnx.Not(nnx.RngKey)) for x in (new, densely_trained))
-    for actual, expected in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(*map(jax.tree.leaves, states), rtol=1e-5, atol=1e-6)
     loss = evaluation_loss(new, *held_out)
     expected = evaluation_loss(densely_trained, *held_out)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)

@@ -23,6 +23,8 @@ from ..helpers.support import (
 )
 from ..helpers.transform_cases import UNDER
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 CASES = {
     **LOOKUPS,
     **UNDER,
@@ -46,12 +48,6 @@ NAMES = [
     "dense: tied output weights",
     "dense: decay in a scan",
 ]
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @functools.cache

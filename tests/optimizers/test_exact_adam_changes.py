@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,12 +97,8 @@ def test_a_dense_run_goes_on_and_back():
     table, state = osa.flush(table, state)
     state = optax.ScaleByAdamState(state.count, state.mu, state.nu), *rest
     (table, state), _ = dense(table, state, third)
-    for actual, expected in zip(
-        jax.tree.leaves((table, state)),
-        jax.tree.leaves((wanted, wanted_state)),
-        strict=True,
-    ):
-        assert_close(actual, expected, 1e-11)
+    actual, expected = (table, state), (wanted, wanted_state)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-11)
 
 
 def test_a_state_with_or_without_decay():
@@ -179,7 +176,7 @@ def test_the_end_of_a_schedule_that_does_not_end_training():
     """A learning rate that is NaN when its step comes is used."""
     tx = osa.exact_adam(lambda count: 0.1 * (1 - count / 3) ** 0.5)
     (table, state), _ = runner(tx, True)(start(), tx.init(start()), batches(4))
-    assert np.isfinite(osa.flush(table, state)[0]).all()
+    chex.assert_tree_all_finite(osa.flush(table, state))
     (table, state), _ = runner(tx, True)(table, state, batches(1))
     assert np.isnan(osa.flush(table, state)[0]).any()
 

@@ -1,5 +1,6 @@
 """All optimisers of this package as parts of optax and Flax programs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,20 +15,15 @@ from ..helpers.identity import train
 from ..helpers.optimizers import FINAL
 from ..helpers.support import (
     TOLERANCE,
-    assert_close,
     assert_identical,
     random_entries,
     slow_but,
 )
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 SHAPE = (9, 4)
 LABELS = {"table": "rows", "bias": "dense"}
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 # One of each kind of state; the others are made of `lazy`, too.
@@ -51,10 +47,8 @@ def grads():
     return {"table": grad, "bias": jnp.arange(1.0, 4.0)}
 
 
-def assert_trees_close(actual, expected, what="result"):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected), what
-    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-        assert_close(a, e, TOLERANCE["float32"].numpy, magnitude=1.0, what=what)
+def assert_trees_close(actual, expected):
+    chex.assert_trees_all_close(actual, expected, atol=TOLERANCE["float32"].numpy)
 
 
 def combine(kind, make):

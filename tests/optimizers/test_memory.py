@@ -14,6 +14,8 @@ import optax_sparse_adam as osa
 from ..helpers.optimizers import OPTIMIZERS
 from ..helpers.support import bcoo, compile_for_users, random_entries, slow_but
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 WIDTH = 64
 MILLION = 1_000_000
 TALL = 30 * MILLION  # just below 2**31 numbers
@@ -33,12 +35,6 @@ STATES |= {
     "lazy(sgd, momentum)": (osa.lazy(optax.sgd(0.1, momentum=0.9)), 256_000_000),
     "lazy(adagrad)": (osa.lazy(optax.adagrad(0.1)), 256_000_000),
 }
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def size(tree):

@@ -19,13 +19,9 @@ from ..helpers.support import (
     slow_but,
 )
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 SHAPE = (9, 4)
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def steps(rng, count=6, dtype="float32"):

@@ -18,6 +18,8 @@ from ..helpers.support import (
     slow_but,
 )
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 SAMPLES = 4096
 SMALLEST_STEP = 2.0**-102  # see rounding.py
 # Parameters, gradients.
@@ -29,12 +31,6 @@ TYPES = [
     ("bfloat16", "float32"),
     ("bfloat16", "float16"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def all_numbers(dtype):

@@ -1,5 +1,6 @@
 """`sparse_adafactor` on rows: what its means run over, its state, its errors."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -278,8 +279,7 @@ def test_numbers_as_parameters():
     for params in ({"scale": 2.0}, {"scale": jnp.float32(2.0)}):
         grads = osa.grad(lambda params: params["scale"] ** 2)(params)
         results.append(tx.update(grads, tx.init(params), params))
-    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+    chex.assert_trees_all_equal(*results)
 
 
 @pytest.mark.parametrize("height", [SHAPE[0] - 2, SHAPE[0] + 2])

@@ -1,5 +1,6 @@
 """`sparse_adam`: the formula, its state, and what it leaves alone."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -263,9 +264,7 @@ def test_eager_equals_jitted(dtype):
     tx = osa.sparse_adam(0.1)
     state = tx.init(params)._replace(mu=params, nu=params)
     eager, jitted = (f(tx.update)(grads, state, params) for f in (lambda f: f, jax.jit))
-    assert jax.tree.structure(eager) == jax.tree.structure(jitted)
-    for a, b in zip(*map(jax.tree.leaves, (eager, jitted)), strict=True):
-        assert a.dtype == b.dtype
-        assert_close(a, b, TOLERANCE[dtype].numpy)
+    chex.assert_trees_all_equal_shapes_and_dtypes(eager, jitted)
+    chex.assert_trees_all_close(eager, jitted, rtol=TOLERANCE[dtype].numpy)
     applied = (f(osa.apply_updates)(params, eager[0]) for f in (lambda f: f, jax.jit))
     assert_identical(*applied)

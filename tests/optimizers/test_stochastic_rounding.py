@@ -20,14 +20,10 @@ from ..helpers.support import (
     slow_but,
 )
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 SHAPE = (40, 8)
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def rounded(inner=None, **kwargs):

@@ -23,17 +23,13 @@ from ..helpers.support import (
     to_dense,
 )
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 SHAPE = (9, 4)
 TABLE = jnp.arange(36.0).reshape(SHAPE)
 IDS = np.array([3, 7, 3])
 WEIGHTS = np.array([[1.0], [2.0], [4.0]], np.float32)
 EXPECTED = np.float32([0, 0, 0, 5, 0, 0, 0, 2, 0])[:, None] + np.zeros(4, np.float32)
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss(table):

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import native
 from optax_sparse_adam._rows import gather_scatter, map_rows
 
 from ..helpers.support import (
@@ -24,6 +23,7 @@ from ..helpers.support import (
     random_entries,
     slow_but,
 )
+from ..helpers.versions import WIDENS_BFLOAT16
 
 TALL = 30_000_000  # with 64 columns just below 2**31 numbers
 
@@ -98,9 +98,7 @@ def assert_is_of_the_entries(temporary, nse, n_sparse=1, itemsize=4, is_applied=
 BFLOAT16 = pytest.param(
     "bfloat16",
     marks=pytest.mark.xfail(
-        jax.default_backend() == "cpu"
-        and jax.__version_info__ < (0, 11)
-        and not native.available(),
+        WIDENS_BFLOAT16 and jax.default_backend() == "cpu",
         reason="XLA widened bfloat16 on CPUs: each scatter converted the whole table",
     ),
 )
