@@ -37,9 +37,9 @@ import hypothesis
 import jax
 import pytest
 
-from optax_sparse_adam.native import _calls, _library
+from optax_sparse_adam.native import _build, _calls, _library
 
-from .helpers.native import compile_once, needs_compiler
+from .helpers.native import compile_once
 from .helpers.support import slow_but
 
 # The same examples in every run, and no database: a failure can be run again anywhere.
@@ -209,7 +209,7 @@ def cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["plain", pytest.param("kernel", marks=needs_compiler)])
+@pytest.fixture(params=["plain", "kernel"])
 def backend(request, monkeypatch):
     """The test runs in plain JAX, and again with the kernel.
 
@@ -217,6 +217,8 @@ def backend(request, monkeypatch):
     all the same: no program of such a test may be for several.
     """
     if request.param == "kernel":
+        if not _build.compiler():
+            pytest.skip("there is no C++ compiler")
         request.getfixturevalue("cache")
         request.getfixturevalue("traced_with_the_kernel")
         monkeypatch.setattr(_calls, "available", lambda: True)

@@ -8,9 +8,7 @@ from jax import lax
 from jax.experimental import checkify
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.native import _calls
 
-from ..helpers.native import needs_compiler
 from ..helpers.support import slow_but
 
 ROWS, WIDTH = 50, 20
@@ -40,13 +38,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(params=["plain", pytest.param("kernel", marks=needs_compiler)])
-def kernel(request, monkeypatch):
-    if request.param == "kernel":
-        request.getfixturevalue("cache")
-        monkeypatch.setattr(_calls, "available", lambda: True)
-
-
 def checked(read, optimizer, table=TABLE):
     def step(table, state, ids):
         def loss(table):
@@ -69,11 +60,11 @@ LOOKUPS_TWICE = [
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"),
+    ("name", "backend"),
     slow_but(LOOKUPS_TWICE, ("many", "plain"), ("scan", "plain"), ("many", "kernel")),
-    indirect=["kernel"],
+    indirect=["backend"],
 )
-def test_lookups(name, kernel):
+def test_lookups(name, backend):
     read, inside, outside = LOOKUPS[name]
     step = checked(read, OPTIMIZERS["sparse_adam"])
     assert step(inside) is None
@@ -88,7 +79,7 @@ def test_stack_of_tables():
 
 
 @pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "lazy momentum"))
-def test_right_steps(name, kernel):
+def test_right_steps(name, backend):
     """With padding: duplicate ids make some."""
     assert checked(LOOKUPS["many"][0], OPTIMIZERS[name])([3, 3, 7, 3]) is None
 

@@ -7,9 +7,7 @@ import pytest
 from jax import lax
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.native import _calls
 
-from ..helpers.native import needs_compiler
 from ..helpers.support import (
     compile_for_users,
     slow_but,
@@ -76,14 +74,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(params=["plain", pytest.param("kernel", marks=needs_compiler)])
-def kernel(request, monkeypatch):
-    """With and without the kernel, as in a process of one device."""
-    if request.param == "kernel":
-        request.getfixturevalue("cache")
-        monkeypatch.setattr(_calls, "available", lambda: True)
-
-
 def assert_small(size):
     assert size < ROWS, f"{size} bytes, {ROWS * WIDTH * 4} in a table"
 
@@ -98,7 +88,7 @@ def several(p, ids):
 @pytest.mark.parametrize(
     "name", slow_but(OPTIMIZERS, "sparse_adam", "lazy adamw", "sparse_adafactor")
 )
-def test_optimizers(name, kernel):
+def test_optimizers(name, backend):
     tables = dict.fromkeys(("scalar", "constant", "one", "many"), ())
     assert_small(temporary(several, OPTIMIZERS[name], (7,), **tables))
 
@@ -114,7 +104,7 @@ LOOKUPS_TWICE = [
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"),
+    ("name", "backend"),
     slow_but(
         LOOKUPS_TWICE,
         ("scalar", "plain"),
@@ -122,9 +112,9 @@ LOOKUPS_TWICE = [
         ("scan over single ids", "plain"),
         ("constant and many", "kernel"),
     ),
-    indirect=["kernel"],
+    indirect=["backend"],
 )
-def test_auxiliary_outputs(name, kernel):
+def test_auxiliary_outputs(name, backend):
     """Of all types, and of rows that the loss does not read."""
     read, shape = LOOKUPS[name]
 
@@ -147,7 +137,7 @@ def stack_of_tables(p, ids):
     return square(jax.vmap(lambda t, i: t[i])(p["t"], ids), p["w"])
 
 
-def test_stack_of_tables(kernel):
+def test_stack_of_tables(backend):
     optimizer = OPTIMIZERS["sparse_adam"]
     assert_small(temporary(stack_of_tables, optimizer, (2, 7), t=(2,)))
 
