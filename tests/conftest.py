@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 from .helpers.versions import FAST_TO_COMPILE
@@ -57,13 +58,14 @@ hypothesis.settings.load_profile("repeatable")
 collect_ignore = ["helpers"]  # which has no tests, and programs of slow ones
 
 
+_SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
+
+
 def pytest_ignore_collect(collection_path, config):
     """Files that are slow as a whole need packages that the core does not."""
     is_core = config.option.markexpr == "not slow"
     if is_core and collection_path.suffix == ".py":
-        return (
-            "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
-        )
+        return bool(_SLOW_FILE.search(collection_path.read_text())) or None
     return None
 
 

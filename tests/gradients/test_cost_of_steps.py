@@ -8,6 +8,7 @@ from jax import lax
 
 import optax_sparse_adam as osa
 
+from ..helpers.optimizers import FINAL
 from ..helpers.support import (
     compile_for_users,
     slow_but,
@@ -60,18 +61,8 @@ LOOKUPS = {
     "scan over single ids": (scanned, (5,)),
     "vmap": (lambda t, i: jax.vmap(lambda j: t[j])(i), (7,)),
 }
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam(0.1),
-    "lazy sgd": osa.lazy(optax.sgd(0.1)),
-    "lazy momentum": osa.lazy(optax.sgd(0.1, momentum=0.9)),
-    "lazy adamw": osa.lazy(optax.adamw(0.1)),
-    "lazy chain": osa.lazy(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
-    ),
-    "rowwise_adam": osa.rowwise_adam(0.1),
-    "rowwise_adagrad": osa.rowwise_adagrad(0.1),
-    "sparse_adafactor": osa.sparse_adafactor(0.1),
-}
+OPTIMIZERS = {name: opt.make(0.1) for name, opt in FINAL.items()}
+OPTIMIZERS["lazy sgd"] = osa.lazy(optax.sgd(0.1))
 
 
 def assert_small(size):
@@ -86,7 +77,7 @@ def several(p, ids):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(OPTIMIZERS, "sparse_adam", "lazy adamw", "sparse_adafactor")
+    "name", slow_but(OPTIMIZERS, "sparse_adam", "lazy", "sparse_adafactor")
 )
 def test_optimizers(name, backend):
     tables = dict.fromkeys(("scalar", "constant", "one", "many"), ())

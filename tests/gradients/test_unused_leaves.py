@@ -10,23 +10,18 @@ from jax import lax
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import assert_row_sparse, assert_same
+from ..helpers.optimizers import FINAL
 from ..helpers.support import (
     assert_identical,
     compile_for_users,
     slow_but,
 )
 
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam(0.1),
-    "lazy": osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
-    "rowwise_adam": osa.rowwise_adam(0.1),
-    "rowwise_adagrad": osa.rowwise_adagrad(0.1),
-    "sparse_adafactor": osa.sparse_adafactor(0.1),
-    "partition": optax.partition(
-        {"tables": osa.lazy(optax.adam(0.1)), "rest": osa.sparse_adam(0.1)},
-        {"t": "tables", "used": "tables", "w": "rest"},
-    ),
-}
+OPTIMIZERS = {name: opt.make(0.1) for name, opt in FINAL.items()}
+OPTIMIZERS["partition"] = optax.partition(
+    {"tables": osa.lazy(optax.adam(0.1)), "rest": osa.sparse_adam(0.1)},
+    {"t": "tables", "used": "tables", "w": "rest"},
+)
 
 
 def loss(p, ids, no_ids):
