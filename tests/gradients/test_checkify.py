@@ -73,6 +73,7 @@ def test_stack_of_tables():
 
 
 @pytest.mark.parametrize("name", slow_but(FINAL, "lazy"))
+@pytest.mark.usefixtures("as_optax_expects")
 def test_right_steps(name, backend):
     """With padding: duplicate ids make some."""
     assert checked(LOOKUPS["many"][0], FINAL[name].make(0.1))([3, 3, 7, 3]) is None
