@@ -151,15 +151,6 @@ def test_sparse_axes(n_sparse):
     assert_identical(state[1][0].nu.reshape(flat), expected[1][1][0].nu)
 
 
-@pytest.mark.parametrize("nse", slow_but([0, 3], 3))
-def test_nothing_touched(nse):
-    tx = osa.lazy(optax.adamw(0.1))
-    values, indices = np.ones((nse, 4), np.float32), np.full((nse, 1), -1, np.int32)
-    params, state = train(tx, jnp.ones(SHAPE), [bcoo(values, indices, SHAPE)] * 2)
-    assert_identical(params, jnp.ones(SHAPE))
-    assert_identical(state[0], tx.init(params)[0]._replace(count=jnp.int32(2)))
-
-
 def test_updates_of_a_coalesced_gradient_keep_its_structure():
     """Which lax.cond, lax.scan and with them apply_if_finite ask for."""
     grad = osa.coalesce(

@@ -88,20 +88,6 @@ def test_each_row_is_a_parameter(name):
             )
 
 
-@pytest.mark.parametrize(
-    "shape", slow_but([(13,), (13, 5), (13, 2, 5)], (13, 5), is_one_value=True), ids=str
-)
-@pytest.mark.parametrize("rows", [(2, 5, 7, 11), range(13)], ids=["some", "all"])
-def test_touched_rows_are_a_table(rows, shape):
-    """Dense gradients too, and leaves without rows."""
-    tx = osa.per_row(optax.adam(0.1))
-    with jax.enable_x64():
-        task = make_task(rows, shape)
-        assert_identity(
-            osa.lazy(tx), tx, task, TOLERANCE["float64"].numpy, compiled=True
-        )
-
-
 def test_what_rows_share_goes_outside():
     """One schedule and one norm for all rows, a clock for each."""
     task = make_task((2, 5, 7, 11), dtype="float32")

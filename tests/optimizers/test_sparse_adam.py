@@ -155,19 +155,6 @@ def test_mixed_tree_equals_each_alone():
             assert int(alone.count) == 1
 
 
-def test_only_padding_changes_nothing_but_count():
-    table = jnp.ones((3, 2))
-    values, indices = (
-        np.full((4, 2), np.nan, np.float32),
-        np.array([[3], [-1], [9], [3]]),
-    )
-    tx = osa.sparse_adam(0.1)
-    state = tx.init(table)._replace(mu=table, nu=table)
-    result, new = step(tx, table, state, bcoo(values, indices, (3, 2)))
-    assert_identical((result, new.mu, new.nu), (table,) * 3)
-    assert int(new.count) == 1
-
-
 def test_untouched_rows_are_the_same_bits():
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 2**32, (50, 3), np.uint32)  # NaNs with payloads, subnormals
