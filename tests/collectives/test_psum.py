@@ -198,6 +198,7 @@ def test_nothing_stored(check_vma):
         assert len(grad) == 0
 
 
+@pytest.mark.slow
 def test_indivisible():
     grad = bcoo(np.ones((1, 3), np.float32), [[0]], (10, 3))
     function = partial(osa.local_rows, axis_name="x")

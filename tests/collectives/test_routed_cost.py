@@ -120,6 +120,7 @@ def test_step_costs_nothing_for_the_table():
     assert loops == sorted(2 * once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [SHARE, None])
 def test_bytes_of_sums(capacity):
     """Gathered, each device gets all rows of all; routed, as much as it has itself."""

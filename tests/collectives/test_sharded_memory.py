@@ -171,6 +171,7 @@ def test_without_care():
     assert min(add_to_table(add)) >= SMALL * WIDTH * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

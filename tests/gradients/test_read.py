@@ -109,7 +109,10 @@ def test_every_use(name, backend):
     check(case._replace(ulps=4 * ROUNDED + case.ulps), result, expected, name)
 
 
-@pytest.mark.parametrize("stop", [jax.lax.stop_gradient, lambda x: x])
+@pytest.mark.parametrize(
+    "stop",
+    slow_but([jax.lax.stop_gradient, lambda x: x], jax.lax.stop_gradient),
+)
 def test_whole_table_in_a_loop_and_after_it(stop):
     """What a loop computes of a table is no value of the program around it."""
 

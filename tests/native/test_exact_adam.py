@@ -86,7 +86,7 @@ def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
             assert_identical(a, b)
 
 
-@pytest.mark.parametrize("fill", [2.0, None])
+@pytest.mark.parametrize("fill", slow_but([2.0, None], 2.0))
 @pytest.mark.parametrize("num_rows", [40, 200_000])
 def test_many_lookups(cache, fill, num_rows):
     """A row that was read before is copied; there are fewer places than 200,000."""

@@ -104,6 +104,7 @@ def compiled(name, which, dtype, backend):
     return jax.jit(functools.partial(train, tx, *functions))
 
 
+@pytest.mark.slow
 def test_float32_among_64_bit_types():
     """A state with numbers for float64 serves tables of float32 as well."""
     table, ids = jnp.ones((4, 3), "float32"), np.array([[1], [2]], np.int32)
@@ -421,6 +422,7 @@ def test_nnx_optimizer():
         chex.assert_trees_all_close(actual, expected, atol=FIRST_STEPS)
 
 
+@pytest.mark.slow
 def test_nnx_optimizer_of_a_part():
     """`optax.masked` leaves holes in the state, in containers that are not NNX's."""
     model, batches = flax_model()
@@ -459,6 +461,7 @@ def test_nnx_optimizer_of_a_part():
     assert_close(both["embed"].embedding[...], table, FIRST_STEPS, magnitude=1.0)
 
 
+@pytest.mark.slow
 def test_train_state():
     """Flax's own state of training, donated."""
 

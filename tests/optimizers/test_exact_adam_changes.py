@@ -60,6 +60,7 @@ def grown(new, old):
     return old if new.shape == old.shape else new.at[: len(old)].set(old)
 
 
+@pytest.mark.slow
 def test_a_table_that_grows():
     """New rows decay from now on, not from the beginning."""
     ours, optaxs = osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW)
@@ -181,6 +182,7 @@ def test_the_end_of_a_schedule_that_does_not_end_training():
     assert np.isnan(osa.flush(table, state)[0]).any()
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_that_is_not_trained_here():
     """As `docs/exact_adam.md` reads them, of a table with a state of its own."""
     tx, ids = osa.exact_adam(0.1), jnp.array([3, 7, 3])

@@ -89,7 +89,7 @@ KINDS = (
         *(("partition", opt.make) for opt in FINAL.values()),
     ),
 )
-def test_inside_optax(kind, make, params, grads, backend):
+def test_inside_optax(kind, make, params, grads):
     """Each way to wrap an optimiser leaves its numbers, and untouched rows, alone."""
     expected, _ = train(make(0.1), params, [grads] * 2)
     actual, _ = train(combine(kind, make), params, [grads] * 2)
@@ -108,7 +108,7 @@ def test_apply_if_finite_skips(make, params, grads):
     assert_identical(new.inner_state, state.inner_state)
 
 
-def test_inside_scan(make, params, grads):
+def test_inside_scan(make, params, grads, backend):
     """A training loop inside of one program."""
     tx = make(0.1)
 

@@ -42,6 +42,7 @@ def test_blocks_are_a_table(small_blocks, shape):
     )
 
 
+@pytest.mark.slow
 def test_blocks_of_many_tables(small_blocks):
     """Under `vmap`, where there are none; and in derivatives."""
     rng = np.random.default_rng(0)

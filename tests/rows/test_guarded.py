@@ -173,6 +173,7 @@ def test_copies():
     assert isinstance(grad, BCOO)
 
 
+@pytest.mark.slow
 def test_functions_of_jax_sparse():
     grad = osa.grad(lambda table: jnp.sum(table[IDS] * WEIGHTS[:, 0]))(TABLE[:, 0])
     expected = EXPECTED[:, 0]
