@@ -81,7 +81,7 @@ def test_memory(name):
 
 
 def assert_in_place(step, arguments, limit):
-    """A program for a table so tall that two bits for each row were more than allowed."""
+    """A table so tall that two bits for each row were more than allowed."""
     assert limit < TALL / 4
     memory = compile_for_users(step.lower(*arguments)).memory_analysis()
     assert memory.alias_size_in_bytes == size(arguments[:2])
