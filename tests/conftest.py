@@ -1,33 +1,29 @@
 """Strict JAX for every test, eight devices, and compiled programs that are kept."""
 
 import gc
+import importlib.util
 import os
-from importlib.metadata import version
+import re
 from pathlib import Path
+
+from .helpers.versions import FAST_TO_COMPILE
 
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Eight devices, set before JAX starts; tests that need a mesh take what they need. With
-# one, the kernel is used: native/test_main_tests.py runs some tests so.
+# Eight devices, set before JAX starts; tests that need a mesh take what they need. So
+# the kernel is not used unless a test asks for it: see `backend`.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count="
-    + os.environ.get("TEST_DEVICES", "8")
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
 # Most of the suite's time is compiling. LLVM's optimizations are a fifth of that:
 # without them XLA still fuses, aliases and plans memory as it does for users. Its
 # fusion emitters are half of the rest, and one piece of code is compiled faster than
 # several. Without the emitters XLA fuses otherwise: tests that look at a program use
-# `compile_for_users` of helpers/support.py. jaxlib 0.12 has no others.
-# native/test_main_tests.py has some with everything.
+# `compile_for_users` of helpers/support.py. jaxlib 0.12 has no others. The numbers of
+# torch are also compared with everything: `optimized`.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and version(
-    "jaxlib"
-).startswith("0.10."):
-    os.environ["XLA_FLAGS"] += (
-        " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    )
+os.environ["XLA_FLAGS"] += f" {FAST_TO_COMPILE}"
 
 # Programs are kept on disk, for the other worker and for the next run: JAX finds them
 # by their text, their flags and its own version.
@@ -42,9 +38,10 @@ import hypothesis
 import jax
 import pytest
 
-from optax_sparse_adam.native import _library
+from optax_sparse_adam.native import _build, _calls, _library
 
 from .helpers.native import compile_once
+from .helpers.support import slow_but
 
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
@@ -58,22 +55,24 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-# `pytest -m quick`: some fast tests of each folder of the package except `native/`.
-_QUICK = {
-    "collectives/test_psum_scatter.py",
-    "gradients/test_errors.py",
-    "gradients/test_unused_leaves.py",
-    "optimizers/test_lazy_row_analysis.py",
-    "optimizers/test_lazy_sizes.py",
-    "optimizers/test_sparse_adam.py",
-    "optimizers/test_states.py",
-    "rows/test_apply_updates.py",
-    "torch_compat/test_groups.py",
-    "torch_compat/test_hooks.py",
-    "torch_compat/test_state_dict.py",
-    "torch_compat/test_steps.py",
-    "whole/test_signatures.py",
-}
+collect_ignore = ["helpers"]  # which has no tests, and programs of slow ones
+
+
+_SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files that are slow as a whole need packages that the core does not."""
+    is_core = config.option.markexpr == "not slow"
+    if is_core and collection_path.suffix == ".py":
+        return bool(_SLOW_FILE.search(collection_path.read_text())) or None
+    return None
+
+
+def pytest_report_header():
+    if importlib.util.find_spec("torch") is None:
+        return 'without torch: left out is what needs it (pip install -e ".[torch]")'
+    return None
 
 
 # Few tests, of minutes each: a worker that begins one of them last works alone.
@@ -81,10 +80,14 @@ _LONG = {"native", "whole"}
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.parts[-2] not in _LONG)
-    for item in items:
-        if "/".join(item.path.parts[-2:]) in _QUICK:
-            item.add_marker(pytest.mark.quick)
+    files = {item.path: number for number, item in enumerate(items)}
+
+    def place(item):
+        kernel = hasattr(item, "callspec") and item.callspec.params.get("backend")
+        is_short = item.path.parts[-2] not in _LONG
+        return is_short, files[item.path], kernel == "kernel"  # these last in a file
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -107,6 +110,46 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 100)
 
 
+class CpuSeconds:
+    """Lists core tests that took long, compiling included; none fails by the clock."""
+
+    started = pytest.StashKey[float]()
+    limit = 2.0
+
+    def now(self):
+        """CPU seconds of this process, and of those that it has waited for."""
+        return sum(os.times()[:4])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        item.stash[self.started] = self.now()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if call.when == "teardown":
+            report.cpu_seconds = self.now() - item.stash[self.started]
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter):
+        ended = [r for r in terminalreporter.getreports("") if r.when == "teardown"]
+        core = [r for r in ended if not {"slow", "torch"} & set(r.keywords)]
+        if not core:
+            return
+        long = [r for r in core if r.cpu_seconds > self.limit]
+        total = sum(r.cpu_seconds for r in core)
+        title = f"{len(core)} tests of the core took {total:.0f} s of CPU"
+        terminalreporter.section(title)
+        for r in sorted(long, key=lambda r: -r.cpu_seconds):
+            terminalreporter.line(f"{r.cpu_seconds:5.1f} s {r.nodeid}")
+
+
+def pytest_configure(config):
+    """A plugin, as hooks of this file do not apply to docstrings of the package."""
+    config.pluginmanager.register(CpuSeconds())
+
+
 @pytest.fixture(autouse=True)
 def strict():
     """Nothing is promoted or broadcast in silence."""
@@ -114,14 +157,21 @@ def strict():
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["x32", "x64"])
+@pytest.fixture
+def as_optax_expects(strict):
+    """optax promotes integers and weak types."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(params=slow_but([False, True], False), ids=["x32", "x64"])
 def x64(request):
     """The test runs without and with 64-bit types."""
     with jax.enable_x64(request.param):
         yield request.param
 
 
-@pytest.fixture(params=["float32", "float32-x64", "float64-x64"])
+@pytest.fixture(params=slow_but(["float32", "float32-x64", "float64-x64"], "float32"))
 def dtype(request):
     """The type of the parameters; float32 without and with 64-bit types."""
     name, *x64 = request.param.split("-")
@@ -159,6 +209,28 @@ def cache(tmp_path_factory):
         compile_once(patch)
         _library.register(_library.build())
     return folder
+
+
+@pytest.fixture(params=["plain", "kernel"])
+def backend(request, monkeypatch):
+    """The test runs in plain JAX, and again with the kernel.
+
+    The kernel is made for processes with one CPU device. Here are eight, and it is used
+    all the same: no program of such a test may be for several.
+    """
+    if request.param == "kernel":
+        if not _build.compiler():
+            pytest.skip("there is no C++ compiler")
+        request.getfixturevalue("cache")
+        request.getfixturevalue("traced_with_the_kernel")
+        monkeypatch.setattr(_calls, "available", lambda: True)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def traced_with_the_kernel():
+    """What was traced without it is traced anew; these tests are the last of a file."""
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def _writes_by_kernel(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
     and back; a gather in a loop has the table converted before the loop; and taking the
     numbers for integers copies them, too. Remedy: the kernel, where
     it is there. Safe, because it writes the same rows. Test:
-    `test_process_of_one_device`. From jaxlib 0.11.2 on XLA is in place, too.
+    `test_memory_of_a_step`. From jaxlib 0.11.2 on XLA is in place, too.
     """
     return table.dtype == jnp.bfloat16 and native.writes(table, indices, rows)
 

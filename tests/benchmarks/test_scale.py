@@ -8,6 +8,8 @@ import pytest
 
 from ..helpers.support import program_environment
 
+pytestmark = pytest.mark.slow
+
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 DEVICES, WIDTH, EXAMPLES, IDS = 8, 4, 64, 8
 

@@ -19,12 +19,14 @@ import pytest
 import report
 import startup
 import steps
-import torch
 import turns
 from contestants import DENSE, TORCH, InJax, InTorch, make_optimizer
 from problem import Problem, draw, floor_bytes
 
 from ..helpers.support import TOLERANCE, Magnitude
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 OURS = "sparse_adam"

@@ -22,6 +22,8 @@ from ..helpers.support import (
     program_environment,
 )
 
+pytestmark = pytest.mark.slow
+
 _SECONDS = 120  # 8 where two cores are free
 
 

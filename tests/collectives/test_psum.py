@@ -21,6 +21,7 @@ from ..helpers.support import (
     bcoo,
     random_entries,
     row_sums,
+    slow_but,
     to_dense,
 )
 
@@ -99,7 +100,9 @@ def test_psum(shape, axes, check_vma):
         assert grads["n"] is None
 
 
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "way", slow_but([lambda f: f, jax.jit], jax.jit), ids=["eager", "jit"]
+)
 def test_along_an_axis_of_vmap(way):
     """As jax.lax.psum: eight shares of a batch on one device."""
     values, indices = (x.reshape(8, 5, -1) for x in entries())
@@ -120,9 +123,11 @@ def test_along_an_axis_of_vmap(way):
     assert_identical(total["w"], np.broadcast_to(values[:, 0].sum(0), (8, 3)), "dense")
 
 
-@pytest.mark.parametrize("indices_dtype", ["int8", "int32"])
+@pytest.mark.parametrize("indices_dtype", slow_but(["int8", "int32"], "int8"))
 @pytest.mark.parametrize("coalesced", [True, False])
-@pytest.mark.parametrize("axes", ["x", ("x", "y"), ("y", "x")])
+@pytest.mark.parametrize(
+    "axes", slow_but(["x", ("x", "y"), ("y", "x")], "x", ("y", "x"), is_one_value=True)
+)
 def test_local_rows(axes, coalesced, indices_dtype):
     """The shards side by side are the table; more entries than rows, and fewer."""
     for seed, nse in enumerate((1, 5)):
@@ -193,6 +198,7 @@ def test_nothing_stored(check_vma):
         assert len(grad) == 0
 
 
+@pytest.mark.slow
 def test_indivisible():
     grad = bcoo(np.ones((1, 3), np.float32), [[0]], (10, 3))
     function = partial(osa.local_rows, axis_name="x")
@@ -259,7 +265,7 @@ def test_pmap():
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_but([True, False], True))
 def test_clip_in_shard_map(check_vma):
     """Rows sharded: clipped by the norm of the whole gradient, then divided."""
     clip, adam = optax.clip_by_global_norm(0.1), optax.adam(0.01)

@@ -106,6 +106,7 @@ def test_gradient_outside(check_vma):
     np.testing.assert_array_equal(to_dense(grad), expected)
 
 
+@pytest.mark.slow
 def test_inside_checkpoint_and_scan():
     """Under `check_vma`, also where a loop stores more rows than the shard has."""
     mesh = make_mesh((8,), ("d",))

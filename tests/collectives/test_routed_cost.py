@@ -13,7 +13,11 @@ import optax_sparse_adam as osa
 from optax_sparse_adam._collectives.exchange import default_capacity
 
 from ..helpers.routed import P, make_mesh, on_mesh, weighted_loss
-from ..helpers.support import bcoo, compile_for_users
+from ..helpers.support import (
+    bcoo,
+    compile_for_users,
+    slow_but,
+)
 
 SHARE, WIDTH = 1000, 16  # ids on each device, numbers in each row
 ID, ROW = 4, 4 * WIDTH  # bytes
@@ -73,7 +77,7 @@ def scattered(mesh, **sizes):
     return function
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", slow_but([2, 4, 8], 4))
 def test_bytes_sent_grow_with_the_share(devices):
     """In one round, hardly more than the share, on however many devices."""
     mesh = make_mesh((devices,), ("d",))
@@ -116,6 +120,7 @@ def test_step_costs_nothing_for_the_table():
     assert loops == sorted(2 * once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [SHARE, None])
 def test_bytes_of_sums(capacity):
     """Gathered, each device gets all rows of all; routed, as much as it has itself."""

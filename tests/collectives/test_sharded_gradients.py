@@ -15,7 +15,11 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 
 from ..helpers.routed import exact
-from ..helpers.support import assert_close, to_dense
+from ..helpers.support import (
+    assert_close,
+    slow_but,
+    to_dense,
+)
 
 ROWS, WIDTH = 16, 4
 EXPLICIT = AxisType.Explicit
@@ -209,8 +213,8 @@ def of_one_device(table, own, same, ids, function, spec):
     return jnp.mean(mapped(tables, own, ids.reshape(2, -1)))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("name", "spec"), CASES, ids=str)
+@pytest.mark.parametrize("check_vma", slow_but([True, False], True))
+@pytest.mark.parametrize(("name", "spec"), slow_but(CASES, *CASES[::2]), ids=str)
 def test_function_of_a_table_inside_shard_map(name, spec, check_vma):
     """Rows of all devices are summed before anything that may differ by device."""
     rng = np.random.default_rng(0)

@@ -48,7 +48,7 @@ def test_init(name, axis_type):
     assert_identical(traced, expected)
 
 
-@pytest.mark.parametrize("name", ["sparse_adam", "per_row", "adafactor"])
+@pytest.mark.parametrize("name", ["sparse_adam", "per_row", "sparse_adafactor"])
 def test_abstract_init(name):
     """Over Explicit axes the sharding is part of the type."""
     case = case_of(name, AxisType.Explicit)
@@ -58,7 +58,7 @@ def test_abstract_init(name):
         assert x.sharding.spec == spec
 
 
-@pytest.mark.parametrize("name", ["sparse_adam", "lazy", "adafactor"])
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy", "sparse_adafactor"])
 def test_tables_of_one_shape(name):
     """Their zeros are equal, and lie on the mesh in different ways; nothing is sent."""
     specs = {"a": P("x", "y"), "b": P("y", None), "c": P(None, ("x", "y")), "d": P()}

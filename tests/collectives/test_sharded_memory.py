@@ -18,18 +18,18 @@ from ..helpers.mesh import (
     specs_of,
     step_of,
 )
-from ..helpers.support import bcoo, compile_for_users
+from ..helpers.support import (
+    bcoo,
+    compile_for_users,
+    slow_but,
+)
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
 SMALL = 80_000
 LARGE = 240_000_000  # of eight parts, each has just below 2**31 numbers
 WIDTH, NSE = 64, 1024
 EXPLICIT = AxisType.Explicit
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def abstract(case, rows):
@@ -71,25 +71,28 @@ def unique(case, rows):
     return step.lower(params, state, values, ids), (params, state)
 
 
+COSTS = [
+    (Case("sparse_adam", (8,), P("x", None), P("x")), whole_step),
+    (Case("sparse_adam", (4, 2), P("x", "y"), P("x"), EXPLICIT), whole_step),
+    # What a mesh axis splits must be gathered before it is scattered.
+    (Case("sparse_adam", (4, 2), P("x", None), P("y")), unique),
+    (Case("sparse_adam", (2, 2, 2), P(None, "x"), P(("y", "z"))), unique),
+    (Case("sparse_adam", (8,), P(), P("x")), unique),
+    (Case("sparse_adam", (4, 2), P("x", None), P("y"), EXPLICIT), unique),
+    (Case("lazy", (4, 2), P(None, "x"), P("x")), unique),
+    (Case("lazy", (2, 2, 2), P(("x", "y"), "z"), P("z")), whole_step),
+    (Case("sparse_adafactor", (4, 2), P("x", "y"), P(("x", "y"))), whole_step),
+    (Case("sparse_adafactor", (8,), P("x", None), P("x")), unique),
+    (Case("rowwise_adam", (4, 2), P("y", None), P("x"), EXPLICIT), unique),
+    (Case("rowwise_adagrad", (4, 2), P("x", "y"), P("x")), unique),
+    (Case("exact_adamw", (8,), P("x", None), P("x")), whole_step),
+    (Case("exact_adamw", (4, 2), P("x", "y"), P("x"), EXPLICIT), unique),
+]
+
+
 @pytest.mark.parametrize(
     ("case", "lower"),
-    [
-        (Case("sparse_adam", (8,), P("x", None), P("x")), whole_step),
-        (Case("sparse_adam", (4, 2), P("x", "y"), P("x"), EXPLICIT), whole_step),
-        # What a mesh axis splits must be gathered before it is scattered.
-        (Case("sparse_adam", (4, 2), P("x", None), P("y")), unique),
-        (Case("sparse_adam", (2, 2, 2), P(None, "x"), P(("y", "z"))), unique),
-        (Case("sparse_adam", (8,), P(), P("x")), unique),
-        (Case("sparse_adam", (4, 2), P("x", None), P("y"), EXPLICIT), unique),
-        (Case("lazy", (4, 2), P(None, "x"), P("x")), unique),
-        (Case("lazy", (2, 2, 2), P(("x", "y"), "z"), P("z")), whole_step),
-        (Case("adafactor", (4, 2), P("x", "y"), P(("x", "y"))), whole_step),
-        (Case("adafactor", (8,), P("x", None), P("x")), unique),
-        (Case("rowwise_adam", (4, 2), P("y", None), P("x"), EXPLICIT), unique),
-        (Case("rowwise_adagrad", (4, 2), P("x", "y"), P("x")), unique),
-        (Case("exact_adam", (8,), P("x", None), P("x")), whole_step),
-        (Case("exact_adam", (4, 2), P("x", "y"), P("x"), EXPLICIT), unique),
-    ],
+    slow_but(COSTS, *(COSTS[i] for i in (1, 2, 8, 12))),
     ids=lambda x: x.__name__ if callable(x) else str(x),
 )
 def test_cost(case, lower):
@@ -168,6 +171,7 @@ def test_without_care():
     assert min(add_to_table(add)) >= SMALL * WIDTH * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -8,6 +8,8 @@ import pytest
 
 from ..helpers.examples import assert_one_clear_line, load_example, run_example
 
+pytestmark = pytest.mark.slow
+
 ngram_memory = load_example("ngram_memory")
 ngram_memory.LAYERS = 1  # half of it to compile
 ROWS = 3000

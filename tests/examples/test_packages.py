@@ -11,6 +11,8 @@ import pytest
 from ..helpers.examples import interrupt_example, load_example, run_example
 from ..helpers.support import assert_close
 
+pytestmark = pytest.mark.slow
+
 packages = load_example("packages")
 GROUPS, PER_GROUP = 8, 12
 

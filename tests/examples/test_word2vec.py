@@ -20,6 +20,8 @@ from ..helpers.examples import (
 )
 from ..helpers.support import assert_close
 
+pytestmark = pytest.mark.slow
+
 TOPICS, PER_TOPIC = 8, 6
 WORDS = [f"word{topic}{i}" for topic in range(TOPICS) for i in range(PER_TOPIC)]
 word2vec = load_example("word2vec")

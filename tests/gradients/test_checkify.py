@@ -2,15 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax import lax
 from jax.experimental import checkify
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.native import _calls
 
-from ..helpers.native import needs_compiler
+from ..helpers.optimizers import FINAL
+from ..helpers.support import slow_but
 
 ROWS, WIDTH = 50, 20
 TABLE = jnp.ones((ROWS, WIDTH))
@@ -31,19 +30,6 @@ LOOKUPS = {
         [3, 50, 3],
     ),
 }
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam(0.1),
-    "lazy momentum": osa.lazy(optax.sgd(0.1, momentum=0.9)),
-    "rowwise_adam": osa.rowwise_adam(0.1),
-    "sparse_adafactor": osa.sparse_adafactor(0.1),
-}
-
-
-@pytest.fixture(params=["plain", pytest.param("kernel", marks=needs_compiler)])
-def kernel(request, monkeypatch):
-    if request.param == "kernel":
-        request.getfixturevalue("cache")
-        monkeypatch.setattr(_calls, "available", lambda: True)
 
 
 def checked(read, optimizer, table=TABLE):
@@ -63,34 +49,36 @@ def checked(read, optimizer, table=TABLE):
 
 LOOKUPS_TWICE = [
     *((name, "plain") for name in LOOKUPS),
-    *(
-        pytest.param(name, "kernel", marks=needs_compiler)
-        for name in ("many", "scalar", "scan")
-    ),
+    *((name, "kernel") for name in ("many", "scalar", "scan")),
 ]
 
 
-@pytest.mark.parametrize(("name", "kernel"), LOOKUPS_TWICE, indirect=["kernel"])
-def test_lookups(name, kernel):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but(LOOKUPS_TWICE, ("many", "plain"), ("scan", "plain"), ("many", "kernel")),
+    indirect=["backend"],
+)
+def test_lookups(name, backend):
     read, inside, outside = LOOKUPS[name]
-    step = checked(read, OPTIMIZERS["sparse_adam"])
+    step = checked(read, FINAL["sparse_adam"].make(0.1))
     assert step(inside) is None
     assert "out-of-bounds indexing" in (step(outside) or "no error")
 
 
 def test_stack_of_tables():
-    optimizer = OPTIMIZERS["sparse_adam"]
+    optimizer = FINAL["sparse_adam"].make(0.1)
     step = checked(jax.vmap(lambda t, i: t[i]), optimizer, jnp.stack([TABLE, TABLE]))
     assert step([[3, 3], [3, 49]]) is None
     assert "out-of-bounds indexing" in (step([[3, 3], [3, 50]]) or "no error")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_right_steps(name, kernel):
+@pytest.mark.parametrize("name", slow_but(FINAL, "lazy"))
+@pytest.mark.usefixtures("as_optax_expects")
+def test_right_steps(name, backend):
     """With padding: duplicate ids make some."""
-    assert checked(LOOKUPS["many"][0], OPTIMIZERS[name])([3, 3, 7, 3]) is None
+    assert checked(LOOKUPS["many"][0], FINAL[name].make(0.1))([3, 3, 7, 3]) is None
 
 
 def test_without_ids():
     """checkify itself fails on a gather without ids; there is none in such a step."""
-    assert checked(lambda t, i: t[i], OPTIMIZERS["sparse_adam"])([]) is None
+    assert checked(lambda t, i: t[i], FINAL["sparse_adam"].make(0.1))([]) is None

@@ -7,10 +7,12 @@ import pytest
 from jax import lax
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.native import _calls
 
-from ..helpers.native import needs_compiler
-from ..helpers.support import compile_for_users
+from ..helpers.optimizers import FINAL
+from ..helpers.support import (
+    compile_for_users,
+    slow_but,
+)
 
 # An array of one byte a row would be seen; the rest of a step takes a tenth of that.
 ROWS, WIDTH = 200_003, 20
@@ -59,26 +61,8 @@ LOOKUPS = {
     "scan over single ids": (scanned, (5,)),
     "vmap": (lambda t, i: jax.vmap(lambda j: t[j])(i), (7,)),
 }
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam(0.1),
-    "lazy sgd": osa.lazy(optax.sgd(0.1)),
-    "lazy momentum": osa.lazy(optax.sgd(0.1, momentum=0.9)),
-    "lazy adamw": osa.lazy(optax.adamw(0.1)),
-    "lazy chain": osa.lazy(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
-    ),
-    "rowwise_adam": osa.rowwise_adam(0.1),
-    "rowwise_adagrad": osa.rowwise_adagrad(0.1),
-    "sparse_adafactor": osa.sparse_adafactor(0.1),
-}
-
-
-@pytest.fixture(params=["plain", pytest.param("kernel", marks=needs_compiler)])
-def kernel(request, monkeypatch):
-    """With and without the kernel, as in a process of one device."""
-    if request.param == "kernel":
-        request.getfixturevalue("cache")
-        monkeypatch.setattr(_calls, "available", lambda: True)
+OPTIMIZERS = {name: opt.make(0.1) for name, opt in FINAL.items()}
+OPTIMIZERS["lazy sgd"] = osa.lazy(optax.sgd(0.1))
 
 
 def assert_small(size):
@@ -92,8 +76,10 @@ def several(p, ids):
     return square(rows, p["w"])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name, kernel):
+@pytest.mark.parametrize(
+    "name", slow_but(OPTIMIZERS, "sparse_adam", "lazy", "sparse_adafactor")
+)
+def test_optimizers(name, backend):
     tables = dict.fromkeys(("scalar", "constant", "one", "many"), ())
     assert_small(temporary(several, OPTIMIZERS[name], (7,), **tables))
 
@@ -102,14 +88,24 @@ def test_optimizers(name, kernel):
 LOOKUPS_TWICE = [
     *((name, "plain") for name in LOOKUPS),
     *(
-        pytest.param(name, "kernel", marks=needs_compiler)
+        (name, "kernel")
         for name in ("scalar", "many", "constant and many", "scan over single ids")
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "kernel"), LOOKUPS_TWICE, indirect=["kernel"])
-def test_auxiliary_outputs(name, kernel):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but(
+        LOOKUPS_TWICE,
+        ("scalar", "plain"),
+        ("many", "plain"),
+        ("scan over single ids", "plain"),
+        ("constant and many", "kernel"),
+    ),
+    indirect=["backend"],
+)
+def test_auxiliary_outputs(name, backend):
     """Of all types, and of rows that the loss does not read."""
     read, shape = LOOKUPS[name]
 
@@ -132,7 +128,7 @@ def stack_of_tables(p, ids):
     return square(jax.vmap(lambda t, i: t[i])(p["t"], ids), p["w"])
 
 
-def test_stack_of_tables(kernel):
+def test_stack_of_tables(backend):
     optimizer = OPTIMIZERS["sparse_adam"]
     assert_small(temporary(stack_of_tables, optimizer, (2, 7), t=(2,)))
 

@@ -21,6 +21,7 @@ from ..helpers.gradients import (
     square,
     touched_rows,
 )
+from ..helpers.support import slow_but
 
 PARAMS, IDS = Case(None, params=TABLES).inputs()
 OTHER = PARAMS["s"] * PARAMS["t"][::-1]
@@ -204,7 +205,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", slow_but(RULES, *list(RULES)[::3]))
 def test_outer_differentiation_sees_rules(name):
     """Of functions of a table, of one whose gradient is stopped, of another array."""
     function = RULES[name]
@@ -246,7 +247,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", slow_but(USES, *list(USES)[::2]))
 def test_constants(use):
     def loss(p, ids):
         return sum(
@@ -284,7 +285,7 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("name", slow_but(INNER, *list(INNER)[::2]))
 def test_gradient_inside_loss(name):
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
         actual, expected = both(INNER[name])
@@ -392,6 +393,7 @@ def test_nested_loops_and_branches(monkeypatch):
     assert max(growth) < 1.5 * min(growth), counts
 
 
+@pytest.mark.slow
 def test_nothing_leaks():
     """No value of a branch or a loop is held beyond it."""
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,10 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
 from ..helpers.gradients import assert_row_sparse, dense, is_bcoo
-from ..helpers.support import compile_for_users
+from ..helpers.support import (
+    compile_for_users,
+    slow_but,
+)
 
 IDS = jnp.array([[0, 3, 15], [3, 7, 0]])
 
@@ -183,7 +187,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *list(CASES)[::3]))
 def test_same_as_nnx(name):
     """Value, gradients, `aux`, and all that the loss does to its arguments."""
     function, kwargs, make, tables = CASES[name]
@@ -355,7 +359,9 @@ def densely_trained():
         return nnx_jit(nnx, new, optimizer, *batches(200))
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", slow_but(LOOPS, LOOPS[0]), ids=lambda loop: loop.__name__
+)
 def test_trained_as_with_dense_gradients(loop, densely_trained):
     """200 steps: the same statistics, keys and evaluation loss.
 
@@ -369,15 +375,14 @@ def test_trained_as_with_dense_gradients(loop, densely_trained):
     new = loop(flax_nnx, new, optimizer, *batches(200))
     assert int(new.dropout.rngs.count[...]) == 200
     states = (nnx.state(x, nnx.Not(nnx.RngKey)) for x in (new, densely_trained))
-    for actual, expected in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(*map(jax.tree.leaves, states), rtol=1e-5, atol=1e-6)
     loss = evaluation_loss(new, *held_out)
     expected = evaluation_loss(densely_trained, *held_out)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert loss < start / 2
 
 
-@pytest.mark.parametrize("jit_kwargs", [{}, {"graph_updates": False}])
+@pytest.mark.parametrize("jit_kwargs", slow_but([{}, {"graph_updates": False}], {}))
 def test_step_in_place(jit_kwargs):
     """Nothing of the table's size beside the table, which stays where it is."""
     rows = 200_000

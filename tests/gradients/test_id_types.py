@@ -10,6 +10,7 @@ import optax_sparse_adam as osa
 
 from ..helpers.gradients import assert_same, dense, is_bcoo
 from ..helpers.lookup_cases import no_nan
+from ..helpers.support import slow_but
 
 ROWS = 5
 TYPES = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -68,7 +69,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", slow_but(TYPES, "uint8"))
 def test_as_jax(dtype):
     with jax.enable_x64("64" in dtype), jax.numpy_dtype_promotion("standard"):
         table = jnp.asarray(np.arange(1, 4 * ROWS + 1).reshape(ROWS, 4) / 8, "float32")

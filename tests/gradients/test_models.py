@@ -23,6 +23,7 @@ from ..helpers.gradients import (
     dense,
     is_bcoo,
 )
+from ..helpers.support import slow_but
 
 # The libraries promote types and ranks as JAX does by default.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -188,18 +189,17 @@ def test_same_as_jax(name):
     loss, params = make(16)
     ulps = THROUGH_BFLOAT16 if "bfloat16" in name else ROUNDED
     expected_value, expected = jax.jit(jax.value_and_grad(loss))(params, IDS)
-    for lift in (jax.jit, lambda f: f):
-        value, grads = lift(osa.value_and_grad(loss))(params, IDS)
-        assert_same(value, expected_value, ulps, "value")
-        leaves = jax.tree.leaves(grads, is_leaf=is_bcoo)
-        assert jax.tree.structure(dense(grads)) == jax.tree.structure(expected)
-        for leaf, like in zip(leaves, jax.tree.leaves(expected), strict=True):
-            assert_same(leaf, like, ulps)
-            if nse is not None and like.shape == (16, 4):
-                assert_row_sparse(leaf, like.shape, like.dtype, nse)
-            else:
-                assert isinstance(leaf, jax.Array), f"{leaf} is not dense"
-        assert sum(map(is_bcoo, leaves)) == (nse is not None)
+    value, grads = jax.jit(osa.value_and_grad(loss))(params, IDS)
+    assert_same(value, expected_value, ulps, "value")
+    leaves = jax.tree.leaves(grads, is_leaf=is_bcoo)
+    assert jax.tree.structure(dense(grads)) == jax.tree.structure(expected)
+    for leaf, like in zip(leaves, jax.tree.leaves(expected), strict=True):
+        assert_same(leaf, like, ulps)
+        if nse is not None and like.shape == (16, 4):
+            assert_row_sparse(leaf, like.shape, like.dtype, nse)
+        else:
+            assert isinstance(leaf, jax.Array), f"{leaf} is not dense"
+    assert sum(map(is_bcoo, leaves)) == (nse is not None)
 
 
 def test_table_of_one_row_is_broadcast():
@@ -264,7 +264,9 @@ class Table(NamedTuple):
 DONATED = nnx.jit(donate_argnums=(0, 1))
 
 
-@pytest.mark.parametrize("jit", [DONATED, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "jit", slow_but([DONATED, lambda f: f], DONATED), ids=["jit", "eager"]
+)
 @pytest.mark.parametrize("how", ["split", "module"])
 def test_nnx_optimizer(how, jit):
     """A training step as the `nnx` guides write it, with two names changed."""

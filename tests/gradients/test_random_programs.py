@@ -13,7 +13,10 @@ from jax import lax
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import assert_same, dense, is_bcoo
-from ..helpers.support import assert_identical
+from ..helpers.support import (
+    assert_identical,
+    slow_but,
+)
 
 # A program is a nested tuple: the name of an entry below, and what it is applied to. It
 # means a loss of `(params, ids)` with ids `[2, 3]`, and tables "t", "u" and "v" of one
@@ -347,13 +350,14 @@ def compare_second(program, rows):
         assert_same(actual[name], expected[name], ulps, name)
 
 
-@pytest.mark.parametrize("rows", [4, 6, 16])
+@pytest.mark.parametrize("rows", slow_but([4, 6, 16], 6))
 @given(program=programs, mask=masks, aux=st.sampled_from(list(AUX)))
 @settings(max_examples=8)
 def test_random_programs(rows, program, mask, aux):
     compare(program, rows, mask, aux)
 
 
+@pytest.mark.slow
 @given(program=programs)
 @settings(max_examples=6)
 def test_random_second_derivatives(program):

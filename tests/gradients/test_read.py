@@ -17,8 +17,13 @@ from optax_sparse_adam._rows.resting_state import RowState
 from ..helpers.function_cases import FUNCTIONS
 from ..helpers.gradients import ROUNDED, check, dense
 from ..helpers.lookup_cases import DENSE, LOOKUPS
-from ..helpers.support import assert_close
+from ..helpers.support import (
+    assert_close,
+    slow_but,
+)
 from ..helpers.transform_cases import UNDER
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
 CASES = {
     **LOOKUPS,
@@ -43,12 +48,6 @@ NAMES = [
     "dense: tied output weights",
     "dense: decay in a scan",
 ]
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @functools.cache
@@ -90,8 +89,8 @@ def state_for(params):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_use(name):
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:3], *NAMES[11::4]))
+def test_every_use(name, backend):
     """Each kind of lookup, and each use that is none, sees the flushed table."""
     case = CASES[name]
     params, ids = case.inputs()
@@ -110,7 +109,10 @@ def test_every_use(name):
     check(case._replace(ulps=4 * ROUNDED + case.ulps), result, expected, name)
 
 
-@pytest.mark.parametrize("stop", [jax.lax.stop_gradient, lambda x: x])
+@pytest.mark.parametrize(
+    "stop",
+    slow_but([jax.lax.stop_gradient, lambda x: x], jax.lax.stop_gradient),
+)
 def test_whole_table_in_a_loop_and_after_it(stop):
     """What a loop computes of a table is no value of the program around it."""
 
@@ -144,7 +146,7 @@ def test_nothing_is_read():
     assert_close(grad, jax.grad(loss, has_aux=True)(flushed, ids)[0], 1e-6)
 
 
-def test_parts_of_a_tree():
+def test_parts_of_a_tree(backend):
     """States anywhere in a tree, of some parameters; several arguments."""
     labels = {"a": "exact", "b": "other", "c": "decayed"}
     parts = {
@@ -175,8 +177,7 @@ def test_parts_of_a_tree():
     assert not np.array_equal(params["a"], osa.flush(params, state)[0]["a"])
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="with one device: no mesh")
-@pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P()])
+@pytest.mark.parametrize("spec", slow_but([P("x"), P("x", "y"), P()], P("x", "y")))
 def test_inside_shard_map(spec):
     """A model's own shard_map: the rows that are looked up are brought up to date."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

@@ -10,19 +10,19 @@ from jax import lax
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import assert_row_sparse, assert_same
-from ..helpers.support import assert_identical, compile_for_users
+from ..helpers.optimizers import FINAL
+from ..helpers.support import (
+    assert_identical,
+    compile_for_users,
+    slow_but,
+)
 
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam(0.1),
-    "lazy": osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
-    "rowwise_adam": osa.rowwise_adam(0.1),
-    "rowwise_adagrad": osa.rowwise_adagrad(0.1),
-    "sparse_adafactor": osa.sparse_adafactor(0.1),
-    "partition": optax.partition(
-        {"tables": osa.lazy(optax.adam(0.1)), "rest": osa.sparse_adam(0.1)},
-        {"t": "tables", "used": "tables", "w": "rest"},
-    ),
-}
+# But that whose rows count their own steps.
+OPTIMIZERS = {n: opt.make(0.1) for n, opt in FINAL.items() if n != "per_row"}
+OPTIMIZERS["partition"] = optax.partition(
+    {"tables": osa.lazy(optax.adam(0.1)), "rest": osa.sparse_adam(0.1)},
+    {"t": "tables", "used": "tables", "w": "rest"},
+)
 
 
 def loss(p, ids, no_ids):
@@ -47,12 +47,15 @@ def counts(state):
 
 @pytest.mark.parametrize(
     ("name", "apply"),
-    [
-        *((name, osa.apply_updates) for name in OPTIMIZERS),
-        ("sparse_adam", optax.apply_updates),
-    ],
+    slow_but(
+        [
+            *((name, osa.apply_updates) for name in OPTIMIZERS),
+            ("sparse_adam", optax.apply_updates),
+        ],
+        *((name, osa.apply_updates) for name in ("sparse_adam", "lazy")),
+    ),
 )
-def test_rests(name, apply):
+def test_rests(name, apply, backend):
     optimizer, rows = OPTIMIZERS[name], 200_003
     step = step_of(optimizer, apply)
     ids, none = jnp.array([3, 7]), jnp.zeros(0, jnp.int32)
@@ -97,7 +100,9 @@ TABLE = jnp.arange(1.0, 21.0).reshape(5, 4)
 
 
 @pytest.mark.parametrize("function", [square, in_scan, in_branches])
-@pytest.mark.parametrize("lift", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "lift", slow_but([jax.jit, lambda f: f], jax.jit), ids=["jit", "eager"]
+)
 def test_empty_batch(function, lift):
     ids = jnp.zeros((3, 0), jnp.int32)
     value, grad = lift(osa.value_and_grad(function))(TABLE, ids)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 
 from . import mesh
+from .optimizers import OPTIMIZERS
 
 WIDTH, IDS = 128, 65_536
 
@@ -29,18 +30,14 @@ WIDTH, IDS = 128, 65_536
 def cases():
     """The optimiser, the type of the table, and what applies the updates."""
     ours, adam = osa.apply_updates, osa.sparse_adam(1e-3)
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     rounded = osa.stochastic_rounding(adam, jax.random.key(0))
-    return {
-        "sparse_adam": (adam, "float32", ours),
+    found = {
+        name: (optimizer.make(1e-3), "float32", ours)
+        for name, optimizer in OPTIMIZERS.items()
+    }
+    return found | {
         "optax.apply_updates": (adam, "float32", optax.apply_updates),
         "bfloat16": (osa.lazy(rounded), "bfloat16", ours),
-        "lazy": (osa.lazy(clipped), "float32", ours),
-        "per_row": (osa.lazy(osa.per_row(optax.adam(1e-3))), "float32", ours),
-        "rowwise_adam": (osa.rowwise_adam(1e-3), "float32", ours),
-        "rowwise_adagrad": (osa.rowwise_adagrad(1e-3), "float32", ours),
-        "exact_adam": (osa.exact_adam(1e-3), "float32", ours),
-        "sparse_adafactor": (osa.sparse_adafactor(1e-3), "float32", ours),
     }
 
 

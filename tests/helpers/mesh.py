@@ -12,21 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
 
+from .optimizers import OPTIMIZERS as ALL
+
 MESHES = {(8,): ("x",), (4, 2): ("x", "y"), (2, 2, 2): ("x", "y", "z")}
 
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam(0.01),
-    "lazy": osa.lazy(
-        optax.chain(
-            optax.clip_by_global_norm(0.1), optax.adamw(optax.constant_schedule(0.01))
-        )
-    ),
-    "per_row": osa.lazy(osa.per_row(optax.adam(0.01))),
-    "adafactor": osa.sparse_adafactor(0.01),
-    "rowwise_adam": osa.rowwise_adam(0.01),
-    "rowwise_adagrad": osa.rowwise_adagrad(0.01),
-    "exact_adam": osa.exact_adamw(0.01, weight_decay=0.1),
-}
+# Of `lazy`, the norm that clips is one over devices.
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(lambda count: 0.01))
+OPTIMIZERS = {name: opt.make(0.01) for name, opt in ALL.items() if name != "exact_adam"}
+OPTIMIZERS["lazy"] = osa.lazy(CLIPPED)
 
 
 class Case(NamedTuple):

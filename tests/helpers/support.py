@@ -7,7 +7,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.sparse import BCOO
+
+from .versions import SAME_BITS_FOR_ALL_SHAPES
+
+
+def slow_but(cases, *core, is_one_value=False):
+    """The cases of `parametrize`, marked slow but for those of the core.
+
+    A tuple is the values of several parameters, unless it is said to be one value.
+    """
+    return [
+        pytest.param(
+            *(x if type(x) is tuple and not is_one_value else (x,)),
+            marks=() if any(x is y or x == y for y in core) else pytest.mark.slow,
+        )
+        for x in cases
+    ]
 
 
 class Tolerance(NamedTuple):
@@ -56,7 +73,7 @@ def assert_same_on_devices(actual, expected, what="result"):
 
     That of jaxlib 0.12 does not for arrays of different shapes: a last bit may differ.
     """
-    if jax.__version_info__ < (0, 12):
+    if SAME_BITS_FOR_ALL_SHAPES:
         return assert_identical(actual, expected, what)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for a, e in pairs:

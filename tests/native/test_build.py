@@ -158,6 +158,8 @@ def test_command(tmp_path, monkeypatch, capsys):
 # Compilers: one warns in the encoding of another country, one is for another machine.
 WARNS = """
 import subprocess, sys
+
+pytestmark = pytest.mark.slow
 sys.stderr.buffer.write(b"w\\xe4re")
 sys.exit(subprocess.call(sys.argv[1:]))
 """

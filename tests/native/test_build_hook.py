@@ -14,6 +14,8 @@ from optax_sparse_adam.native import _build
 
 from ..helpers.native import compile_once, needs_compiler
 
+pytestmark = pytest.mark.slow
+
 wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not there")
 
 _ROOT = Path(__file__).parents[2]

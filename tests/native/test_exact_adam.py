@@ -10,7 +10,13 @@ import optax_sparse_adam as osa
 from optax_sparse_adam.native import _calls
 
 from ..helpers.native import needs_compiler
-from ..helpers.support import TOLERANCE, assert_close, assert_identical, bcoo
+from ..helpers.support import (
+    TOLERANCE,
+    assert_close,
+    assert_identical,
+    bcoo,
+    slow_but,
+)
 
 pytestmark = needs_compiler
 
@@ -56,7 +62,8 @@ def train(tx, width):
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [("adamw", 1), *((n, 70) for n in OPTIMIZERS)]
+    ("name", "width"),
+    slow_but([("adamw", 1), *((n, 70) for n in OPTIMIZERS)], ("nadam", 70)),
 )
 def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
     """Rows of one number, and of more than one part of the loops over a row."""
@@ -79,7 +86,7 @@ def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
             assert_identical(a, b)
 
 
-@pytest.mark.parametrize("fill", [2.0, None])
+@pytest.mark.parametrize("fill", slow_but([2.0, None], 2.0))
 @pytest.mark.parametrize("num_rows", [40, 200_000])
 def test_many_lookups(cache, fill, num_rows):
     """A row that was read before is copied; there are fewer places than 200,000."""

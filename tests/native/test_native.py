@@ -1,16 +1,17 @@
 """The optional kernel: the numbers of the plain path, in place, and only where it may.
 
 The tests' process has eight devices, so nothing in it uses the kernel by itself: the
-functions are called directly, and what users see is tested in processes of one device.
+functions are called directly, or it is said to be available.
 """
 
-import json
+import functools
 import os
 import re
 import socket
 import unittest.mock
 from pathlib import Path
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -33,8 +34,10 @@ from ..helpers.support import (
     assert_close,
     assert_identical,
     bcoo,
+    compile_for_users,
     random_entries,
     row_sums,
+    slow_but,
 )
 
 
@@ -169,7 +172,9 @@ def test_unique_rows(cache, monkeypatch, name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["lazy", "rowwise_adam", "sparse_adafactor"])
+@pytest.mark.parametrize(
+    "name", slow_but(["lazy", "rowwise_adam", "sparse_adafactor"], "rowwise_adam")
+)
 def test_others_of_low_precision(cache, monkeypatch, name):
     """Rows of bfloat16 that the kernel reads and writes are those of XLA."""
     rng = np.random.default_rng(0)
@@ -244,6 +249,7 @@ def test_large_gradients(cache, nse):
     assert_identical(grad.data, values)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     """Where there are sanitizers, no call has left its buffers either."""
@@ -279,19 +285,6 @@ def test_every_wrong_array_is_refused_while_tracing(name, how):
     factors = sparse_adam.Factors(*[jnp.float32(1)] * 5)
     with pytest.raises(ValueError, match=r"The kernel takes .*, got .*`init`"):
         _calls.adam_rows(grad, (arrays["mu"], arrays["nu"]), factors)
-
-
-def run(cache, *args):
-    program = str(Path(__file__).parents[1] / "helpers" / "native_program.py")
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
-    variables = {"XLA_FLAGS": flags, "XDG_CACHE_HOME": str(cache)}
-    result = python(program, *args, **variables)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
-def arrays(hexes):
-    return [np.frombuffer(bytes.fromhex(x), np.float32) for x in hexes]
 
 
 def flags_of_memory(address):
@@ -342,55 +335,183 @@ def test_new_states_without_it(cache, monkeypatch):
     assert init(jax.ShapeDtypeStruct(size, "float32")).nu.shape == size
 
 
-@needs_compiler
-def test_process_of_one_device(cache):
-    """What it does by itself, and that it changes nothing but the time."""
-    with_it, without = run(cache)
-    assert with_it["uses"] == ["adam_rows", "add_rows"]
-    assert with_it["training uses"] == ["take_rows", "adam_rows", "add_rows"]
-    exact = ["take_rows_now", "exact_adam_rows", "add_rows"]
-    assert with_it["uses of exact Adam"] == [exact, exact]
-    assert without["uses of exact Adam"] == [[], []]
-    assert with_it["uses of exact Adam on a GPU"] == []
-    assert with_it["looked up"] == without["looked up"]
-    for name in ("uses", "training uses"):
-        assert without[name] == with_it[f"{name} on a GPU"] == []
+@pytest.fixture
+def kernel(cache, monkeypatch):
+    """It is used as in a process of one device."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    jax.clear_caches()  # what was traced without it
+
+
+def updated(shape=(5000, 24), nse=3000, n_sparse=1, dtype="float32", **flags):
+    """A step of `sparse_adam`, traced."""
+    struct, tx = jax.ShapeDtypeStruct, osa.sparse_adam(0.1)
+    data = struct((nse, *shape[n_sparse:]), dtype)
+    ids = struct((nse, n_sparse), "int32")
+    grad = jax.eval_shape(lambda *x: bcoo(*x, shape, **flags), data, ids)
+    return traced(tx, lambda table, state, grad: grad, shape, dtype, grad)
+
+
+def trained(tx=None, shape=(5000, 24), nse=3000, dtype="float32"):
+    """A step that looks rows up, traced."""
+
+    def gradient(table, state, ids):
+        read = state if isinstance(state, osa.ExactAdamState) else None
+        loss = osa.grad(lambda table: jnp.sum(jnp.square(table[ids])), read=read)
+        return loss(table)
+
+    ids = jax.ShapeDtypeStruct((nse,), jnp.int32)
+    return traced(tx or osa.sparse_adam(0.1), gradient, shape, dtype, ids)
+
+
+def traced(tx, gradient, shape, dtype, batch):
+    def step(table, state, batch):
+        grad = gradient(table, state, batch)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    table = jax.ShapeDtypeStruct(shape, dtype)
+    state = jax.eval_shape(tx.init, table)
+    return jax.jit(step, donate_argnums=(0, 1)).trace(table, state, batch)
+
+
+def targets(lowered):
+    return re.findall(r"@optax_sparse_adam\.(\w+)", lowered.as_text())
+
+
+UNIQUE = {"unique_indices": True, "indices_sorted": True}
+READ_NOW = ["take_rows_now", "exact_adam_rows", "add_rows"]
+# What calls which functions of the kernel.
+USES = {
+    "update": (updated, {}, ["adam_rows", "add_rows"]),
+    "training": (trained, {}, ["take_rows", "adam_rows", "add_rows"]),
+    "exact_adam": (trained, {"tx": osa.exact_adam(0.1)}, READ_NOW),
+    "exact_adamw": (trained, {"tx": osa.exact_adamw(0.1)}, READ_NOW),
     # The sums of float16 values are float32, its moments and its table are not.
-    unique = ["adam_rows", "add_rows"]
-    assert with_it["uses for others"] == [["sum_rows"], unique, [], [], []]
-    assert with_it["lazy"] == without["lazy"]
-    assert with_it["rowwise_adam"] == without["rowwise_adam"]
-    pairs = zip(*(arrays(x["sparse_adam"]) for x in (with_it, without)), strict=True)
-    table, count, mu, nu = pairs
-    assert_identical(*count)
-    assert_close(*nu, TOLERANCE["float32"].torch)
-    for a, b in (table, mu):  # of terms up to 1 that cancel
-        assert_close(a, b, TOLERANCE["float32"].torch, magnitude=np.abs(b) + 1)
-    # Many tables at once take the plain path: those of the kernel would be copied.
-    assert with_it["uses under vmap"] == []
-    assert with_it["ensemble"] < TOLERANCE["float32"].torch
-    for name in ("derivative", "gradient of many"):
-        assert with_it[name] == pytest.approx(without[name], rel=1e-5)
-    refused, exported = with_it["export"]
-    assert "no compatibility guarantees" in refused
-    assert exported == ""
-    assert without["export"] == ["", ""]
-    # Of 30 million rows a byte each, or more, would be seen.
-    for name, temporary in with_it["low precision"].items():
-        assert temporary < 12 * 4096 * 64 * 4, name
-    training, alias = with_it["training memory"]
-    assert training < 3 * 4096 * 64 * 4
-    assert alias == 4  # the count; the three tables are subtracted
-    for temporary in with_it["memory of exact Adam"]:
-        # That of sparse_adam, and the numbers of some hundred steps to come.
-        assert temporary <= training + 20_000
-    temporary, alias = with_it["memory"]
-    assert alias == 4
-    # The gradient's buffer, which becomes the update; its indices; some vectors of ids.
-    assert temporary <= 4096 * (64 * 4 + 3 * 4) + 1024
-    if hasattr(os, "sched_setaffinity"):
-        on_one_core = run(cache, "--one-core")  # no deadlock, the same bits
-        assert on_one_core["sparse_adam"] == with_it["sparse_adam"]
+    "float16": (updated, {"dtype": "float16"}, ["sum_rows"]),
+    "unique rows": (updated, UNIQUE, ["adam_rows", "add_rows"]),
+    "two sparse axes": (updated, {"shape": (50, 100, 24), "n_sparse": 2}, []),
+    "no entries": (updated, {"nse": 0}, []),
+    "too many rows": (updated, {"shape": (2**31 - 9, 1)}, []),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", USES)
+def test_where_it_is_called(kernel, name):
+    step, kwargs, expected = USES[name]
+    assert targets(step(**kwargs).lower()) == expected
+    assert targets(step(**kwargs).lower(lowering_platforms=("cuda",))) == []
+
+
+def two_updates(nse):
+    """The update of one of two tables, and its arguments for both."""
+    rng, tx, shape = np.random.default_rng(0), osa.sparse_adam(0.1), (5000, 24)
+    ids = rng.integers(-2, shape[0] + 2, (2, nse, 1)).astype("int32")
+    values = rng.standard_normal((2, nse, shape[1])).astype("float32")
+
+    def update(values, ids, table):
+        grad = bcoo(values, ids, shape)
+        return osa.apply_updates(table, tx.update(grad, tx.init(table))[0])
+
+    return update, (values, ids, jnp.ones((2, *shape)))
+
+
+@needs_compiler
+def test_vmap_and_derivatives(kernel, monkeypatch):
+    """Many tables at once take the plain path: those of the kernel would be copied."""
+    update, args = two_updates(3000)
+    lowered = jax.jit(jax.vmap(update)).lower(*args)
+    assert targets(lowered) == []
+    alone = jnp.stack([jax.jit(update)(*(x[i] for x in args)) for i in (0, 1)])
+    assert_close(lowered.compile()(*args), alone, TOLERANCE["float32"].torch)
+    update, (values, (ids, _), (table, _)) = two_updates(30)
+
+    def loss(values, table):
+        return jnp.sum(jnp.sin(jax.vmap(update, (0, None, None))(values, ids, table)))
+
+    found, expected, _ = by_both(monkeypatch, jax.grad(loss, (0, 1)), values, table)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
+@needs_compiler
+def test_export(kernel):
+    """Only where its user has said that the kernel will be there."""
+    grad = bcoo(np.ones((3, 2), "float32"), np.zeros((3, 1), "int32"), (9, 2))
+    export = functools.partial(jax.export.export, jax.jit(osa.coalesce))
+    with pytest.raises(ValueError, match="no compatibility guarantees"):
+        export()(grad)
+    allowed = jax.export.DisabledSafetyCheck.custom_call("optax_sparse_adam.sum_rows")
+    export(disabled_checks=[allowed])(grad)
+
+
+BFLOAT16, BATCH = jnp.bfloat16, 4096 * 64 * 4  # bytes of a gradient
+ROUNDED = osa.stochastic_rounding(osa.sparse_adam(0.1), 0, state_dtype=BFLOAT16)
+# The optimiser, the type of the table, and how much a step may hold. Of 30 million rows
+# a byte each, or more, would be seen.
+MEMORY = {
+    "sparse_adam": (osa.sparse_adam(0.1), "float32", 3 * BATCH),
+    # And the numbers of some hundred steps to come.
+    "exact_adam": (osa.exact_adam(0.1), "float32", 3 * BATCH + 20_000),
+    "exact_adamw": (osa.exact_adamw(0.1), "float32", 3 * BATCH + 20_000),
+    "low sparse_adam": (osa.sparse_adam(0.1), BFLOAT16, 12 * BATCH),
+    "low mu": (osa.sparse_adam(0.1, mu_dtype=BFLOAT16), "float32", 12 * BATCH),
+    "low lazy(adam)": (osa.lazy(optax.adam(0.1)), BFLOAT16, 12 * BATCH),
+    "low lazy(adam), mu": (
+        osa.lazy(optax.adam(0.1, mu_dtype=BFLOAT16)),
+        "float32",
+        12 * BATCH,
+    ),
+    "low rowwise_adam": (
+        osa.rowwise_adam(0.1, mu_dtype=BFLOAT16),
+        BFLOAT16,
+        12 * BATCH,
+    ),
+    "low rounded": (osa.lazy(ROUNDED), BFLOAT16, 12 * BATCH),
+    "low exact_adam": (osa.exact_adam(0.1), BFLOAT16, 12 * BATCH),
+    "low sparse_adafactor": (osa.sparse_adafactor(), BFLOAT16, 12 * BATCH),
+}
+CORE = ("sparse_adam", "exact_adamw", "low lazy(adam)", "low sparse_adafactor")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", slow_but(MEMORY, *CORE))
+def test_memory_of_a_step(kernel, as_optax_expects, name):
+    tx, dtype, limit = MEMORY[name]
+    step = trained(tx, (30_000_000, 64), 4096, dtype)
+    memory = compile_for_users(step.lower()).memory_analysis()
+    assert memory.temp_size_in_bytes < limit
+    if name == "sparse_adam":
+        assert memory.alias_size_in_bytes == 3 * 30_000_000 * 64 * 4 + 4  # the count
+        update = compile_for_users(updated((30_000_000, 64), 4096).lower())
+        # The gradient's buffer, which becomes the update; its indices; vectors of ids.
+        temporary = update.memory_analysis().temp_size_in_bytes
+        assert temporary <= BATCH + 4096 * 3 * 4 + 1024
+
+
+ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import numpy as np
+import jax, optax_sparse_adam as osa
+from jax.experimental.sparse import BCOO
+from optax_sparse_adam.native import available
+
+rng, tx, shape = np.random.default_rng(0), osa.sparse_adam(0.1), (5000, 24)
+ids = rng.integers(0, 5000, (3000, 1), "int32")
+grad = BCOO((np.ones((3000, 24), "float32"), ids), shape=shape)
+table = jax.numpy.ones(shape)
+jax.block_until_ready(jax.jit(tx.update)(grad, tx.init(table), table))
+assert available()
+"""
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not on Linux")
+def test_one_core(cache):
+    """There is no other thread to wait for."""
+    done = python("-c", ONE_CORE, XDG_CACHE_HOME=str(cache), XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
 
 
 @needs_compiler

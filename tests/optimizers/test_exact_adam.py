@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,15 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
-from ..helpers.support import assert_close, assert_identical, bcoo, to_dense
+from ..helpers.support import (
+    assert_close,
+    assert_identical,
+    bcoo,
+    slow_but,
+    to_dense,
+)
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
 ROWS, WIDTH, BATCH, STEPS = 1000, 4, 16, 1000
 
@@ -25,12 +34,6 @@ def schedule(count):
     programs may round otherwise."""
     cosine = optax.warmup_cosine_decay_schedule(0.0, 0.01, 100, STEPS)
     return cosine(jnp.asarray(count, float))
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @functools.cache
@@ -84,9 +87,9 @@ OPTIMIZERS = {
 
 
 @functools.cache
-def results(name, which, dtype, size):
+def results(name, which, dtype, size, backend):
     with jax.enable_x64(dtype == "float64"):
-        run = compiled(name, which, dtype)
+        run = compiled(name, which, dtype, backend)
         table, targets, ids, noise = problem()
         arrays = (jnp.asarray(x, dtype) for x in (table, targets, noise))
         table, targets, noise = arrays
@@ -95,12 +98,13 @@ def results(name, which, dtype, size):
 
 
 @functools.cache
-def compiled(name, which, dtype):
+def compiled(name, which, dtype, backend):
     ours, optaxs = OPTIMIZERS[name]
     tx, functions = (ours, OURS) if which == "exact" else (optaxs, OPTAX)
     return jax.jit(functools.partial(train, tx, *functions))
 
 
+@pytest.mark.slow
 def test_float32_among_64_bit_types():
     """A state with numbers for float64 serves tables of float32 as well."""
     table, ids = jnp.ones((4, 3), "float32"), np.array([[1], [2]], np.int32)
@@ -122,22 +126,24 @@ def test_float32_among_64_bit_types():
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-7])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_against_dense(name, size):
+@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "adamw"))
+def test_against_dense(name, size, backend):
     """After 1,000 steps, and at each read in between.
 
     In float64 to 1e-10. In float32, the dense run's own rounding is measured against
     the dense run in float64, and allowed.
     """
-    expected = results(name, "dense", "float64", size)
+    expected = results(name, "dense", "float64", size, backend)
     for actual, wanted in zip(
-        results(name, "exact", "float64", size), expected, strict=True
+        results(name, "exact", "float64", size, backend), expected, strict=True
     ):
         assert_close(actual, wanted, 1e-10, magnitude=1.0)
     dense, exact = (
         [
             a - b
-            for a, b in zip(results(name, kind, "float32", size), expected, strict=True)
+            for a, b in zip(
+                results(name, kind, "float32", size, backend), expected, strict=True
+            )
         ]
         for kind in ("dense", "exact")
     )
@@ -219,23 +225,21 @@ def compare(tx, reference, kinds=mostly_rows, steps=40, visit=None):
     for step, grads in enumerate(gradients(steps, kinds)):
         params, state, flushed = update(grads, state, params)
         wanted, wanted_state = wanted_update(densify(grads), wanted_state, wanted)
-        assert_trees_close(flushed[0], wanted, f"step {step}")
+        assert_trees_close(flushed[0], wanted)
         if visit is not None:
             params, state = visit(step, params, state)
     return flushed, wanted_state
 
 
-def assert_trees_close(actual, expected, what=""):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for a, b in pairs:
-        assert_close(a, b, 1e-12, magnitude=1.0, what=what)
+assert_trees_close = functools.partial(
+    chex.assert_trees_all_close, rtol=0.0, atol=1e-12
+)
 
 
 ADAMW = {"weight_decay": 0.1, "mask": lambda params: {n: n != "deep" for n in params}}
 
 
-@pytest.mark.parametrize("kinds", [mostly_rows, mixed])
+@pytest.mark.parametrize("kinds", slow_but([mostly_rows, mixed], mixed))
 @pytest.mark.usefixtures("double")
 def test_kinds_of_gradients(kinds):
     """Rows of any depth, dense gradients, and `None`, in turns on one parameter."""
@@ -324,7 +328,7 @@ def test_in_company():
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "float64"], "float32"))
 def test_long_rest(dtype):
     """After a few gradients, 10,000 steps without any."""
     steps = 10_000
@@ -414,11 +418,11 @@ def test_nnx_optimizer():
     expected, _ = run(optax.adamw(0.1), dense)
     for step in (split, whole):
         actual, _ = osa.flush(*run(osa.exact_adamw(0.1), step))
-        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-        for a, b in pairs:
-            assert_close(a, b, FIRST_STEPS, magnitude=1.0)
+        actual, expected = map(jax.tree.leaves, (actual, expected))
+        chex.assert_trees_all_close(actual, expected, atol=FIRST_STEPS)
 
 
+@pytest.mark.slow
 def test_nnx_optimizer_of_a_part():
     """`optax.masked` leaves holes in the state, in containers that are not NNX's."""
     model, batches = flax_model()
@@ -457,6 +461,7 @@ def test_nnx_optimizer_of_a_part():
     assert_close(both["embed"].embedding[...], table, FIRST_STEPS, magnitude=1.0)
 
 
+@pytest.mark.slow
 def test_train_state():
     """Flax's own state of training, donated."""
 
@@ -670,5 +675,5 @@ def test_too_much_decay_later():
     tx = osa.exact_adamw(optax.linear_schedule(0, 10, 100), weight_decay=0.1)
     table = jnp.ones((3, 1))
     grad = bcoo(np.ones((1, 1), np.float32), np.zeros((1, 1), np.int32), (3, 1))
-    update, _ = tx.update(grad, tx.init(table), table)
+    update, _ = jax.jit(tx.update)(grad, tx.init(table), table)
     assert np.isnan(update.data).all()

@@ -1,5 +1,6 @@
 """All optimisers of this package as parts of optax and Flax programs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,38 +12,24 @@ from flax.training.train_state import TrainState
 import optax_sparse_adam as osa
 
 from ..helpers.identity import train
+from ..helpers.optimizers import FINAL
 from ..helpers.support import (
     TOLERANCE,
-    assert_close,
     assert_identical,
     random_entries,
+    slow_but,
 )
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
 SHAPE = (9, 4)
 LABELS = {"table": "rows", "bias": "dense"}
 
-# How each is made from a learning rate.
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam,
-    "lazy": lambda learning_rate: osa.lazy(
-        optax.chain(optax.clip_by_global_norm(9.0), optax.adamw(learning_rate))
-    ),
-    "per_row": lambda learning_rate: osa.lazy(osa.per_row(optax.adam(learning_rate))),
-    "rowwise_adagrad": osa.rowwise_adagrad,
-    "rowwise_adam": osa.rowwise_adam,
-    "sparse_adafactor": osa.sparse_adafactor,
-}
 
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture(params=OPTIMIZERS)
+# One of each kind of state; the others are made of `lazy`, too.
+@pytest.fixture(params=slow_but(FINAL, "sparse_adam", "lazy", "sparse_adafactor"))
 def make(request):
-    return OPTIMIZERS[request.param]
+    return FINAL[request.param].make
 
 
 @pytest.fixture
@@ -60,10 +47,8 @@ def grads():
     return {"table": grad, "bias": jnp.arange(1.0, 4.0)}
 
 
-def assert_trees_close(actual, expected, what="result"):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected), what
-    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-        assert_close(a, e, TOLERANCE["float32"].numpy, magnitude=1.0, what=what)
+def assert_trees_close(actual, expected):
+    chex.assert_trees_all_close(actual, expected, atol=TOLERANCE["float32"].numpy)
 
 
 def combine(kind, make):
@@ -96,7 +81,14 @@ KINDS = (
 
 
 # Clipping and the means of Adafactor run over the leaves of one partition.
-@pytest.mark.parametrize("kind", KINDS.split())
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    slow_but(
+        [(kind, opt.make) for kind in KINDS.split() for opt in FINAL.values()],
+        *((kind, FINAL["lazy"].make) for kind in KINDS.split()),
+        *(("partition", opt.make) for opt in FINAL.values()),
+    ),
+)
 def test_inside_optax(kind, make, params, grads):
     """Each way to wrap an optimiser leaves its numbers, and untouched rows, alone."""
     expected, _ = train(make(0.1), params, [grads] * 2)
@@ -116,7 +108,7 @@ def test_apply_if_finite_skips(make, params, grads):
     assert_identical(new.inner_state, state.inner_state)
 
 
-def test_inside_scan(make, params, grads):
+def test_inside_scan(make, params, grads, backend):
     """A training loop inside of one program."""
     tx = make(0.1)
 

@@ -20,6 +20,7 @@ from ..helpers.support import (
     bcoo,
     compile_for_users,
     random_entries,
+    slow_but,
 )
 
 FLAGSHIP = optax.chain(
@@ -63,7 +64,9 @@ def jitted(tx):
     return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name", slow_but(CHAINS, "flagship", "injected", "a clock a row")
+)
 def test_touched_rows_are_a_table(name):
     """The chain sees all leaves together, norms and all; other rows keep every bit."""
     with jax.enable_x64():
@@ -94,7 +97,9 @@ def assert_all_close(actual, expected):
         assert_close(a, e, tol, magnitude=np.nanmax(np.abs(e), initial=0.0))
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    "name", slow_but(TREES, "two sparse axes", "alike and another", "half precision")
+)
 def test_shapes(name):
     grads, params = TREES[name]
     tx = osa.lazy(FLAGSHIP)
@@ -104,7 +109,7 @@ def test_shapes(name):
     assert_all_close(lowered.compile()(*arguments), at_once(tx.update, *arguments))
 
 
-@pytest.mark.parametrize("with_params", [True, False])
+@pytest.mark.parametrize("with_params", slow_but([True, False], True))
 def test_trees_with_holes(with_params):
     """Small tables, None and dense leaves; or no parameters at all."""
     grads, params = trees({"a": (20, 6), "b": (20, 6)})
@@ -228,6 +233,7 @@ def test_small_gradients(monkeypatch):
         assert (" while[" in str(traced.jaxpr)) == has_loop
 
 
+@pytest.mark.slow
 def test_no_tracer_outlives_its_trace():
     """And what JAX checks of each equation holds for those of a block, too."""
     grads, params = trees({"table": (20, 6)})

@@ -16,7 +16,11 @@ import optax_sparse_adam as osa
 
 from ..helpers.blocks import recorded
 from ..helpers.identity import assert_identity, make_task
-from ..helpers.support import bcoo, compile_for_users
+from ..helpers.support import (
+    bcoo,
+    compile_for_users,
+    slow_but,
+)
 
 RATE = 0.1
 # Names that optax deprecates are public too.
@@ -106,6 +110,13 @@ contrib.scale_by_acprop contrib.scale_by_ademamix contrib.scale_by_adopt
 contrib.scale_by_cocob contrib.scale_by_madgrad contrib.scale_by_simplified_ademamix
 contrib.schedule_free contrib.schedule_free_adamw contrib.schedule_free_sgd
 contrib.simplified_ademamix contrib.split_real_and_imaginary
+"""
+
+# One for each form of state: none, moments, a scalar, a key, a column, nested, masked.
+FORMS = """
+add_noise adamw amsgrad apply_if_finite chain clip_by_global_norm contrib.prodigy
+contrib.schedule_free_adamw freeze inject_hyperparams lamb named_chain noisy_sgd
+partition polyak_sgd rprop scale_by_trust_ratio sgd sm3 snapshot trace
 """
 
 # The same, but that their `init` measures the whole table.
@@ -209,12 +220,12 @@ def test_every_transformation_is_classified():
     assert set(PUBLIC) == set().union(*tables)
 
 
-@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("name", slow_but(WORKS, *FORMS.split()))
 def test_works(name):
     check(make(name, WORKS[name]))
 
 
-@pytest.mark.parametrize("name", [*WORKS, *MEASURES])
+@pytest.mark.parametrize("name", slow_but([*WORKS, *MEASURES], *FORMS.split()))
 def test_blocks_and_temporaries(name):
     """Which are updated in blocks; and what a donated step holds for a moment."""
     rows, array = 1_000_000, jax.ShapeDtypeStruct

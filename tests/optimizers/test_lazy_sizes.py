@@ -10,6 +10,8 @@ import optax_sparse_adam as osa
 
 from ..helpers.support import assert_identical, bcoo
 
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
 PARAMS = {"table": jnp.ones((2000, 4)), "small": jnp.ones((5, 4)), "bias": jnp.ones(4)}
 IDS = np.array([[3], [7], [3]], np.int32)
 GRADS = {
@@ -57,12 +59,6 @@ WAYS = {
     ),
 }
 EXPECTED = r"function of the sizes of parameters.* Call such a function with"
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize("way", WAYS)

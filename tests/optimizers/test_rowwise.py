@@ -8,7 +8,7 @@ import pytest
 
 import optax_sparse_adam as osa
 
-from ..helpers.identity import assert_identity, make_task, train
+from ..helpers.identity import train
 from ..helpers.support import (
     TOLERANCE,
     assert_close,
@@ -16,6 +16,7 @@ from ..helpers.support import (
     bcoo,
     random_entries,
     row_sums,
+    slow_but,
 )
 
 SHAPE = (9, 4)
@@ -98,7 +99,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64-x64"], indirect=True)
+@pytest.mark.parametrize(
+    "dtype", slow_but(["float32", "float64-x64"], "float32"), indirect=True
+)
 @pytest.mark.parametrize("case", CASES)
 def test_formula(dtype, case):
     tx, reference, hyper = CASES[case]
@@ -143,18 +146,6 @@ def test_uniform_rows_make_row_wise_plain(name):
     for leaf, value in expected.items():
         # The eps of rss is left out of optax's, and is 1e-8 of a root of order 1e-1.
         assert_close(actual[leaf], value, 1e-6 if name == "rss" else 1e-12, what=leaf)
-
-
-@pytest.mark.parametrize("name", ["rss", "adam"])
-@pytest.mark.parametrize("rows", [(2, 5, 7, 11), range(13)], ids=["some", "all"])
-@pytest.mark.parametrize("shape", [(13,), (13, 5), (13, 2, 5)], ids=str)
-def test_touched_rows_are_a_table(name, rows, shape):
-    tx, _ = ROWWISE[name]
-    with jax.enable_x64():
-        task = make_task(rows, shape)
-        assert_identity(
-            osa.lazy(tx), tx, task, TOLERANCE["float64"].numpy, compiled=True
-        )
 
 
 def test_rows_are_vectors_along_the_last_axis():

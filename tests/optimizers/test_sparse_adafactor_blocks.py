@@ -16,7 +16,7 @@ from ..helpers.support import (
     compile_for_users,
     random_entries,
 )
-from . import test_sparse_adafactor
+from . import test_every_optimizer, test_sparse_adafactor
 
 SHAPE = (9, 4)
 
@@ -37,9 +37,12 @@ def test_means_run_over_blocks(small_blocks, hyper):
 
 @pytest.mark.parametrize("shape", [(13,), (13, 5), (13, 3, 5)], ids=str)
 def test_blocks_are_a_table(small_blocks, shape):
-    test_sparse_adafactor.test_touched_rows_are_a_table(shape, (2, 5, 7, 11))
+    test_every_optimizer.test_touched_rows_are_a_table(
+        "sparse_adafactor", shape, test_every_optimizer.SOME
+    )
 
 
+@pytest.mark.slow
 def test_blocks_of_many_tables(small_blocks):
     """Under `vmap`, where there are none; and in derivatives."""
     rng = np.random.default_rng(0)

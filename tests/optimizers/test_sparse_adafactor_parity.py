@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_sparse_adam as osa
 
 from ..helpers.support import Magnitude
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
 
 torch.set_num_threads(1)
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import coalesce, map_rows
@@ -23,7 +22,6 @@ from ..helpers.support import (
 BLOCK = map_rows._block_rows(jnp.zeros([1, 512]))
 
 
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("nse", "distinct"),
     [
@@ -36,7 +34,7 @@ BLOCK = map_rows._block_rows(jnp.zeros([1, 512]))
         (5 * BLOCK + 7, 0),  # nothing but padding
     ],
 )
-def test_blocks(nse, distinct, way):
+def test_blocks(nse, distinct):
     """More rows than the loop takes at once, with duplicates in different blocks."""
     assert BLOCK == 128
     rng = np.random.default_rng(nse)
@@ -52,7 +50,7 @@ def test_blocks(nse, distinct, way):
     state = tx.init(table)
     expected = NumpyAdam(table, lr=0.1)
     for _ in range(2):
-        updates, state = way(tx.update)(bcoo(values, indices, shape), state)
+        updates, state = jax.jit(tx.update)(bcoo(values, indices, shape), state)
         table = osa.apply_updates(table, updates)
         expected.step(row_sums(values, indices, shape))
     assert updates.nse == nse
@@ -213,26 +211,35 @@ BAD_NUMBERS = [
 
 
 @pytest.mark.parametrize(("change", "words"), BAD_NUMBERS)
-def test_bad_numbers_with_the_words_of_torch(change, words):
+def test_bad_numbers(change, words):
     numbers = {"lr": 0.1, "b1": 0.9, "b2": 0.999, "eps": 1e-8, **change}
     lr, b1, b2, eps = numbers.values()
-    with pytest.raises(ValueError, match="Invalid") as theirs:
-        torch.optim.SparseAdam([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps)
     with pytest.raises(ValueError, match="Invalid") as ours:
         osa.sparse_adam(lr, b1, b2, eps)
-    assert str(theirs.value) == words
     assert str(ours.value).startswith(words + ".")
     if "lr" not in change:
         with pytest.raises(ValueError, match=words):
             osa.scale_by_sparse_adam(b1, b2, eps)
 
 
-def test_complex_parameters():
-    words = "SparseAdam does not support complex parameters"
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.torch
+def test_the_words_of_torch():
+    torch = pytest.importorskip("torch")
+    for change, words in BAD_NUMBERS:
+        numbers = {"lr": 0.1, "b1": 0.9, "b2": 0.999, "eps": 1e-8, **change}
+        lr, b1, b2, eps = numbers.values()
+        with pytest.raises(ValueError, match=f"^{words}$"):
+            torch.optim.SparseAdam([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps)
+    with pytest.raises(ValueError, match=f"{COMPLEX}$"):
         torch.optim.SparseAdam([torch.zeros(1, dtype=torch.complex64)])
+
+
+COMPLEX = "SparseAdam does not support complex parameters"
+
+
+def test_complex_parameters():
     for init in (osa.sparse_adam(0.1).init, jax.jit(osa.sparse_adam(0.1).init)):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=COMPLEX):
             init({"a": jnp.zeros(2), "b": jnp.zeros(3, jnp.complex64)})
 
 

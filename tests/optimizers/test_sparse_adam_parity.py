@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_sparse_adam as osa
 
 from ..helpers.support import TOLERANCE, Magnitude, bcoo, random_entries
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("backend")]
 
 torch.set_num_threads(1)
 
@@ -111,6 +113,22 @@ def test_compiled(dtype, hyper):
     rng = np.random.default_rng(1)
     steps = [random_entries(rng, (7, 5), 1, 16, dtype) for _ in range(20)]
     check(start_table(rng, (7, 5), dtype), steps, hyper, compiled=True)
+
+
+@pytest.fixture
+def optimized():
+    """Programs are compiled with all optimizations, as for users."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hyper", HYPERS, ids=str)
+def test_compiled_for_users(dtype, hyper, optimized):
+    test_compiled(dtype, hyper)
 
 
 betas = st.sampled_from([0.0, 0.5, 0.9, 0.999]) | st.floats(0.5, 0.9999)

@@ -8,6 +8,7 @@ import pytest
 
 import optax_sparse_adam as osa
 
+from ..helpers.optimizers import FINAL
 from ..helpers.support import bcoo
 
 SHAPE = (9, 4)
@@ -17,29 +18,22 @@ GRADS = {
     "dense": TABLE,
 }
 
-# Whether a gradient may be row-sparse, and the optimiser.
-OPTIMIZERS = {
-    "sparse_adam": (True, osa.sparse_adam(0.1)),
-    "sparse_adafactor": (True, osa.sparse_adafactor()),
-    "lazy": (True, osa.lazy(optax.adam(0.1))),
-    "lazy(per_row)": (True, osa.lazy(osa.per_row(optax.adam(0.1)))),
+# With a gradient of rows, and of an array.
+CASES = {name: (opt.make(0.1), ("sparse", "dense")) for name, opt in FINAL.items()}
+CASES["lazy"] = osa.lazy(optax.adam(0.1)), ("sparse",)  # else it is optax's own affair
+CASES |= {
     "lazy(stochastic_rounding)": (
-        True,
         osa.lazy(osa.stochastic_rounding(optax.adam(0.1), 0)),
+        ("sparse", "dense"),
     ),
-    "rowwise_adam": (True, osa.rowwise_adam(0.1)),
-    "rowwise_adagrad": (True, osa.rowwise_adagrad(0.1)),
-    "scale_by_rowwise_adam": (False, osa.scale_by_rowwise_adam()),
-    "scale_by_rowwise_rss": (False, osa.scale_by_rowwise_rss()),
-    "per_row": (False, osa.per_row(optax.adam(0.1))),
-    "stochastic_rounding": (False, osa.stochastic_rounding(optax.adam(0.1), 0)),
+    "scale_by_rowwise_adam": (osa.scale_by_rowwise_adam(), ("dense",)),
+    "scale_by_rowwise_rss": (osa.scale_by_rowwise_rss(), ("dense",)),
+    "scale_by_per_row": (osa.per_row(optax.adam(0.1)), ("dense",)),
+    "stochastic_rounding": (
+        osa.stochastic_rounding(optax.adam(0.1), 0),
+        ("dense",),
+    ),
 }
-CASES = [
-    (name, kind)
-    for name, (is_lazy, _) in OPTIMIZERS.items()
-    for kind in (("sparse", "dense") if is_lazy else ("dense",))
-    if (name, kind) != ("lazy", "dense")  # optax's own affair
-]
 
 
 def misfits(state):
@@ -59,13 +53,15 @@ def misfits(state):
             yield treedef.unflatten(changed)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_every_misfit_raises_while_tracing(name, kind):
+@pytest.mark.parametrize("name", CASES)
+def test_every_misfit_raises_while_tracing(name):
     """Rows without a moment would train in silence, or write beyond a buffer."""
-    _, tx = OPTIMIZERS[name]
+    tx, kinds = CASES[name]
+    words = r"must have the shape|would hold arrays"
     for state in misfits(tx.init(TABLE)):
-        with pytest.raises(ValueError, match=r"must have the shape|would hold arrays"):
-            jax.eval_shape(tx.update, GRADS[kind], state, TABLE)
+        for kind in kinds:
+            with pytest.raises(ValueError, match=words):
+                jax.eval_shape(tx.update, GRADS[kind], state, TABLE)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +76,17 @@ def test_every_misfit_raises_while_tracing(name, kind):
 )
 def test_state_of_another_optimizer(name, other):
     """What is given, by its class, and what to do."""
-    _, tx = OPTIMIZERS[name]
+    tx, _ = CASES[name]
     state = other.init(TABLE)
     words = r"takes its own state, \w+State\(.*\), got .*State.*Make one by `init`"
     with pytest.raises(TypeError, match=words):
         tx.update(GRADS["dense"], state, TABLE)
 
 
-@pytest.mark.parametrize("name", ["lazy", "per_row"])
+@pytest.mark.parametrize("name", ["lazy", "scale_by_per_row"])
 def test_state_of_another_size(name):
-    _, tx = OPTIMIZERS[name]
+    tx, (kind, *_) = CASES[name]
     state = optax.sgd(0.1, momentum=0.9).init(TABLE)
-    kind = "sparse" if name == "lazy" else "dense"
     with pytest.raises(ValueError, match=r"\d+ arrays|would hold arrays"):
         tx.update(GRADS[kind], state, TABLE)
 

@@ -15,19 +15,21 @@ from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_identical, bcoo, compile_for_users, to_dense
+from ..helpers.support import (
+    assert_identical,
+    bcoo,
+    compile_for_users,
+    slow_but,
+    to_dense,
+)
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
 SHAPE = (9, 4)
 TABLE = jnp.arange(36.0).reshape(SHAPE)
 IDS = np.array([3, 7, 3])
 WEIGHTS = np.array([[1.0], [2.0], [4.0]], np.float32)
 EXPECTED = np.float32([0, 0, 0, 5, 0, 0, 0, 2, 0])[:, None] + np.zeros(4, np.float32)
-
-
-@pytest.fixture(autouse=True)
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss(table):
@@ -86,8 +88,12 @@ TAKERS = {
 FEW = ("apply_updates", "optax.apply_updates", "sparse_adam")
 
 
-@pytest.mark.parametrize("taker", TAKERS)
-@pytest.mark.parametrize("change", CHANGES)
+# Each change for one taker, and one change for each.
+PAIRS = [(change, taker) for change in CHANGES for taker in TAKERS]
+FEW_PAIRS = [(c, t) for c, t in PAIRS if t == "apply_updates" or c == "clip"]
+
+
+@pytest.mark.parametrize(("change", "taker"), slow_but(PAIRS, *FEW_PAIRS))
 def test_raises_outside_of_programs(change, taker):
     function, _ = CHANGES[change]
     grad = function(gradient())
@@ -95,7 +101,7 @@ def test_raises_outside_of_programs(change, taker):
         TAKERS[taker](grad)
 
 
-@pytest.mark.parametrize("taker", FEW)
+@pytest.mark.parametrize("taker", slow_but(FEW, "apply_updates"))
 @pytest.mark.parametrize("change", CHANGES)
 def test_nan_or_error_in_programs(change, taker):
     function, is_static = CHANGES[change]
@@ -167,6 +173,7 @@ def test_copies():
     assert isinstance(grad, BCOO)
 
 
+@pytest.mark.slow
 def test_functions_of_jax_sparse():
     grad = osa.grad(lambda table: jnp.sum(table[IDS] * WEIGHTS[:, 0]))(TABLE[:, 0])
     expected = EXPECTED[:, 0]

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam import native
 from optax_sparse_adam._rows import gather_scatter, map_rows
 
 from ..helpers.support import (
@@ -22,7 +21,9 @@ from ..helpers.support import (
     bcoo,
     compile_for_users,
     random_entries,
+    slow_but,
 )
+from ..helpers.versions import WIDENS_BFLOAT16
 
 TALL = 30_000_000  # with 64 columns just below 2**31 numbers
 
@@ -57,9 +58,11 @@ def compiled(shape, grad, *, apply=None, tx=None):
 APPLY = {"update": None, "step": osa.apply_updates, "optax": optax.apply_updates}
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("nse", [1024, 65_536])  # without and with the loop over blocks
 @pytest.mark.parametrize(
-    ("apply", "n_sparse"), [("update", 1), ("step", 1), ("step", 2), ("optax", 1)]
+    ("apply", "n_sparse"),
+    slow_but([("update", 1), ("step", 1), ("step", 2), ("optax", 1)], ("step", 1)),
 )
 def test_memory(apply, n_sparse, nse):
     heights = (TALL // 100, TALL) if (apply, n_sparse) == ("step", 1) else (TALL,)
@@ -95,15 +98,13 @@ def assert_is_of_the_entries(temporary, nse, n_sparse=1, itemsize=4, is_applied=
 BFLOAT16 = pytest.param(
     "bfloat16",
     marks=pytest.mark.xfail(
-        jax.default_backend() == "cpu"
-        and jax.__version_info__ < (0, 11)
-        and not native.available(),
+        WIDENS_BFLOAT16 and jax.default_backend() == "cpu",
         reason="XLA widened bfloat16 on CPUs: each scatter converted the whole table",
     ),
 )
 
 
-@pytest.mark.parametrize("nse", [1024, 65_536])
+@pytest.mark.parametrize("nse", slow_but([1024, 65_536], 65_536))
 @pytest.mark.parametrize("dtype", ["float16", "float64", BFLOAT16])
 def test_memory_of_other_types(dtype, nse):
     with jax.enable_x64(dtype == "float64"):
@@ -139,7 +140,7 @@ def operations_on(text, shape):
     return set(re.findall(rf"= \w+\[{dims}\]\S* ([\w-]+)\(", text))
 
 
-@pytest.mark.parametrize("apply", ["update", "step"])
+@pytest.mark.parametrize("apply", slow_but(["update", "step"], "step"))
 @pytest.mark.parametrize("nse", [1024, 65_536])
 def test_no_operation_makes_a_table(apply, nse, monkeypatch):
     """Of XLA's; what the kernel does, no text of a program shows."""
@@ -170,6 +171,7 @@ def test_moving_averages_are_combined_where_they_are():
     assert sum("stablehlo.subtract" in combiner for combiner in combiners) == 2
 
 
+@pytest.mark.usefixtures("backend")
 def test_buffers_are_reused():
     shape = (1000, 64)
     tx = osa.sparse_adam(0.1)
@@ -189,6 +191,7 @@ def test_buffers_are_reused():
         assert pointers == tables
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_one_compilation(compilations, way):
     """Other ids, other duplicates, nothing but padding: the same program."""
@@ -215,6 +218,7 @@ def test_one_compilation(compilations, way):
     assert counts[1:] == [0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "index_type"),
     [

@@ -15,6 +15,8 @@ import jax
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -45,7 +45,10 @@ def why_not():
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
 
 
 def run(*command):
@@ -62,7 +65,7 @@ def run(*command):
 
 @pytest.mark.parametrize("file", _FILES)
 def test_file(file):
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", _TESTS / file)
+    run("-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", _TESTS / file)
 
 
 def test_a_step_holds_what_the_batch_needs_and_repeats():

@@ -19,6 +19,8 @@ import optax_sparse_adam as osa
 
 from ..helpers.support import assert_identical
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH = 1000, 8
 TX = osa.sparse_adam(0.1)
 

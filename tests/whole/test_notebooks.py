@@ -6,6 +6,8 @@ import nbclient
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 

@@ -15,6 +15,8 @@ from orbax.checkpoint import v1 as ocp
 from ..helpers import checkpoint_worker as worker
 from ..helpers.support import assert_identical, program_environment
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_optax_expects")]
+
 # Before what, to which file: while the arrays are written; when they are, and their
 # folder gets its name; and when only the name of the checkpoint itself is missing.
 MOMENTS = [
@@ -22,13 +24,6 @@ MOMENTS = [
     ("os.rename", "6.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp"),
     ("os.rename", "8.orbax-checkpoint-tmp"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion(strict):
-    """optax promotes in silence."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def start():

@@ -7,6 +7,8 @@ import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 import optax_sparse_adam as osa
 
 _ROOT = Path(__file__).parents[2]
@@ -63,6 +65,7 @@ def test_public_names_are_documented_with_an_example():
     assert not undocumented
 
 
+@pytest.mark.slow
 def test_lint_format_and_types():
     for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
         done = subprocess.run(

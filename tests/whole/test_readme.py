@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parents[2]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
 _BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", _README, re.MULTILINE | re.DOTALL)
@@ -14,6 +16,7 @@ _PYTHON = [code for language, code in _BLOCKS if language == "python"]
 _SHELL = [code for language, code in _BLOCKS if language == "sh"]
 
 
+@pytest.mark.slow
 def test_python_blocks_run_alone():
     """Each with names of its own; in one process, for the time of the imports."""
     assert _PYTHON

@@ -15,14 +15,10 @@ import optax_sparse_adam as osa
 
 from ..helpers.support import TOLERANCE, assert_close, assert_identical, to_dense
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_optax_expects")]
+
 SHAPE = (9, 4)
 TOL = TOLERANCE["float32"].numpy
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion(strict):
-    with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        yield
 
 
 @pytest.fixture

@@ -3,10 +3,11 @@
 import inspect
 
 import pytest
-import torch
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import torch_compat
+
+from ..helpers.optimizers import OPTIMIZERS
 
 SIGNATURES = {
     osa.value_and_grad: "(fun, argnums=0, has_aux=False, *, sparse=True, read=None)",
@@ -49,11 +50,13 @@ def test_functions(function, expected):
     assert str(signature(function)) == expected
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "name", ["SparseAdam", "Adam", "AdamW", "Adafactor", "Optimizer"]
 )
 def test_as_torch(name):
     """All that torch's documentation lists; `allow_dense` is ours."""
+    torch = pytest.importorskip("torch")
     ours, theirs = getattr(torch_compat, name), getattr(torch.optim, name)
     assert signature(ours, ["allow_dense"]) == signature(theirs)
     for method in (
@@ -73,19 +76,10 @@ def test_as_torch(name):
         assert signature(ours_) == signature(theirs_), method
 
 
-RATES = {
-    "sparse_adam": osa.sparse_adam,
-    "exact_adam": osa.exact_adam,
-    "exact_adamw": osa.exact_adamw,
-    "sparse_adafactor": osa.sparse_adafactor,
-    "rowwise_adam": osa.rowwise_adam,
-    "rowwise_adagrad": osa.rowwise_adagrad,
-}
-
-
-@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"lazy", "per_row"}))
 def test_one_rule_for_the_learning_rate(name):
-    RATES[name](0)
+    make = OPTIMIZERS[name].make
+    make(0)
     for rate in (-1, float("nan")):
         with pytest.raises(ValueError, match=f"Invalid learning rate: {rate}. It must"):
-            RATES[name](rate)
+            make(rate)

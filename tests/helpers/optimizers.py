@@ -1,0 +1,59 @@
+"""All optimisers of this package, for the properties that each of them has.
+
+A new one is added here. Its formula is tested in a file of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+import optax_sparse_adam as osa
+
+
+class Optimizer(NamedTuple):
+    """How it is made, and what it holds.
+
+    Attributes:
+      make: Takes a learning rate, or a schedule.
+      state_bytes: Of a table of 1,000,000 x 64 float32.
+      in_place: How many tables of its state are averaged where they are, by the
+        combiner of a scatter.
+      rows_are_final: Whether rows of the table hold their values after a step; those of
+        exact Adam are brought up to date when they are read.
+    """
+
+    make: Callable[[Any], optax.GradientTransformationExtraArgs]
+    state_bytes: int
+    in_place: int
+    rows_are_final: bool = True
+
+
+def _lazy(learning_rate):
+    return osa.lazy(
+        optax.chain(optax.clip_by_global_norm(9.0), optax.adamw(learning_rate))
+    )
+
+
+def _per_row(learning_rate):
+    return osa.lazy(osa.per_row(optax.adam(learning_rate)))
+
+
+def _exact_adamw(learning_rate):
+    return osa.exact_adamw(learning_rate, weight_decay=0.1)
+
+
+OPTIMIZERS = {
+    "sparse_adam": Optimizer(osa.sparse_adam, 512_000_004, in_place=2),
+    "lazy": Optimizer(_lazy, 512_000_004, in_place=2),
+    "per_row": Optimizer(_per_row, 516_000_000, in_place=2),
+    "rowwise_adam": Optimizer(osa.rowwise_adam, 260_000_004, in_place=2),
+    "rowwise_adagrad": Optimizer(osa.rowwise_adagrad, 4_000_000, in_place=1),
+    # It needs all rows before it updates one.
+    "sparse_adafactor": Optimizer(osa.sparse_adafactor, 4_000_260, in_place=0),
+    # Rows are brought up to date before they are averaged. Four bytes a row beside the
+    # moments, twelve with weight decay; and the numbers that all rows share.
+    "exact_adam": Optimizer(osa.exact_adam, 516_000_104, 0, rows_are_final=False),
+    "exact_adamw": Optimizer(_exact_adamw, 524_000_112, 0, rows_are_final=False),
+}
+FINAL = {name: opt for name, opt in OPTIMIZERS.items() if opt.rows_are_final}
