@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import varying_axes
-from .._rows.resting_state import exact_states, held_by, is_exact
+from .._rows.resting_state import exact_states, held_by, is_exact, table_states
 from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .interpreter import Context
@@ -241,9 +241,10 @@ def _current(tree: Any, read: Any) -> list[Deferred]:
     values = [table(x) for x in leaves]
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
-            for i, (rows, whole) in held_by(node, leaves, treedef).items():
-                args = rows, whole, node.constants, node.count
-                values[i] = outdated(jnp.asarray(leaves[i]), *args)
+            tables, shapes = table_states(node), list(map(jnp.shape, leaves))
+            for i, (place, rows) in held_by(node, shapes, treedef).items():
+                array = jnp.asarray(leaves[i])
+                values[i] = outdated(array, rows, tables.at(place), node.constants)
     return values
 
 
@@ -271,10 +272,11 @@ def _evaluate(
     number = len(outputs) - len(leaves)
     results = [jnp.asarray(dense(x)) for x in outputs[:number]]
     grads: list[Any] = []
-    marks = zip(paths, wanted, able, outputs[number:], strict=True)
-    for path, mark, can, total in marks:
+    marks = zip(paths, wanted, able, values, outputs[number:], strict=True)
+    for path, mark, can, value, total in marks:
         if can and isinstance(total, RowSum):
-            grads.append(to_bcoo(_after(total, [*results, *shown])))
+            after = _after(total, [*results, *shown])
+            grads.append(to_bcoo(after, is_stale=value.is_table))
         elif mark:
             raise ValueError(_refusal(path, next(iter(context.blamed), None)))
         else:

@@ -9,11 +9,13 @@ from .._rows.map_rows import Tables, map_all_rows
 from .._rows.resting_rows import compute_type, move_rows, rows_now, stamp
 from .._rows.resting_state import (
     RowState,
-    Whole,
+    TableState,
     exact_states,
     held_by,
     is_exact,
-    replace_held,
+    replace_rows,
+    replace_tables,
+    table_states,
 )
 from .._rows.ways import Constants
 from .exact_schedule import hold_values
@@ -23,14 +25,14 @@ State = TypeVar("State")
 
 
 def _flush_rows(
-    tables: Tables, _: Tables, whole: Whole, constants: Constants, count: jax.Array
+    tables: Tables, _: Tables, before: TableState, after: TableState, constants: Any
 ) -> Tables:
     param, mu, nu, last, *decays = tables
     rows = RowState(mu, nu, last, tuple(decays))
     dtype = compute_type(param, rows)
     rows = rows._replace(mu=mu.astype(dtype), nu=nu.astype(dtype))
-    moved = move_rows(rows, whole, constants, count)
-    last, log_decay = stamp(rows, hold_values(whole, count), count)
+    moved = move_rows(rows, before, constants)
+    last, log_decay = stamp(rows, after)
     moments = moved.mu.astype(mu.dtype), moved.nu.astype(nu.dtype)
     return rows_now(param, moved), *moments, last, *log_decay
 
@@ -39,15 +41,14 @@ def _flush_rows(
 def _flush(
     param: jax.Array,
     rows: RowState,
-    whole: Whole,
+    before: TableState,
+    after: TableState,
     constants: Constants,
-    count: jax.Array,
-) -> tuple[jax.Array, RowState, Whole]:
+) -> tuple[jax.Array, RowState]:
     tables = (param, rows.mu, rows.nu, rows.last, *rows.log_decay)
-    tables = map_all_rows(_flush_rows, tables, whole, constants, count)
+    tables = map_all_rows(_flush_rows, tables, before, after, constants)
     param, mu, nu, last, *decays = tables
-    rows = RowState(mu, nu, last, tuple(decays))
-    return param, rows, hold_values(whole, count)
+    return param, RowState(mu, nu, last, tuple(decays))
 
 
 def flush(params: Params, state: State) -> tuple[Params, State]:
@@ -97,9 +98,13 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
     for n, node in enumerate(nodes):
         if not is_exact(node):
             continue
-        parts = held_by(node, leaves, treedef)
-        for i, (rows, whole) in parts.items():
-            args = rows, whole, node.constants, node.count
-            leaves[i], *parts[i] = _flush(jnp.asarray(leaves[i]), *args)
-        nodes[n] = replace_held(node, treedef, parts)
+        before = table_states(node)
+        after = hold_values(before)
+        news = []
+        for i, held in held_by(node, list(map(jnp.shape, leaves)), treedef).items():
+            tables = before.at(held.place), after.at(held.place)
+            args = held.rows, *tables, node.constants
+            leaves[i], rows = _flush(jnp.asarray(leaves[i]), *args)
+            news.append(rows)
+        nodes[n] = replace_tables(replace_rows(node, news), after)
     return treedef.unflatten(leaves), structure.unflatten(nodes)
