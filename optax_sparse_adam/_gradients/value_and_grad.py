@@ -131,7 +131,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        numbers = _argnums(argnums)
+        numbers = as_numbers(argnums)
         if not all(-len(args) <= number < len(args) for number in numbers):
             return reference(*args, **kwargs)  # raises, in JAX's words
         chosen = [args[number] for number in numbers]
@@ -155,7 +155,7 @@ def value_and_grad(
             return [x for x in leaves if isinstance(x, jax.Array)], grads
 
         closed = jax.make_jaxpr(traced)(*chosen)
-        arrays, grads = _evaluate(closed, tree, wanted, _current(tree, read))
+        arrays, grads = _evaluate(closed, tree, wanted, current_tables(tree, read))
         rest = iter(arrays)
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         result = jax.tree.unflatten(structure, results)
@@ -203,7 +203,7 @@ def grad(
     return grad_fun
 
 
-def _argnums(argnums: Any) -> tuple[int, ...]:
+def as_numbers(argnums: Any) -> tuple[int, ...]:
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     return tuple(map(operator.index, numbers))
 
@@ -234,7 +234,7 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     return [bool(mark) for mark in marks]
 
 
-def _current(tree: Any, read: Any) -> list[Deferred]:
+def current_tables(tree: Any, read: Any) -> list[Deferred]:
     """The values of the leaves, which the state `read` may have to bring up to date."""
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]

@@ -213,6 +213,7 @@ def _exact_adam(
         del extra_args
         check_state_class(state, ExactAdamState, own)
         _check_decay(state, own)
+        state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_leaf)
         grads = [grad for _, grad in paths]
         olds: list[Any] = [None] * len(grads)
@@ -300,17 +301,19 @@ def exact_adam(
     after some hundred steps. A few numbers, computed once in each step from the
     schedule, give the way of any row.
 
-    Three things belong together::
+    Three things belong together, as in `make_train_step`::
 
       loss, grads = osa.value_and_grad(loss_fn, read=state)(params, batch)
       updates, state = tx.update(grads, state, params)
       params = osa.apply_updates(params, updates)
 
     `read=state` (see `value_and_grad`) lets the loss look rows up as dense Adam would
-    have them now; without it, the loss sees resting points, and this is another
-    optimiser. `flush(params, state)` puts the values in their place: before an
-    evaluation, an export, or a change of the learning rate by hand. Checkpoints of
-    `(params, state)` for this optimiser need no flush.
+    have them now; without it, the loss would see resting points, and `update` raises.
+    `evaluate(fun, read=state)` is `fun` without a gradient. `flush(params, state)` puts
+    the values in their place: before an export, or a change of the learning rate by
+    hand. A change without it, which only a running program sees, makes the rows NaN.
+    Nothing may change the updates afterwards. Checkpoints of `(params, state)` for this
+    optimiser need no flush.
 
     A gradient leaf may be a row-sparse BCOO; a dense array, for which every row is
     brought up to date, and the parameter then holds values; or `None`, which is a
@@ -335,9 +338,9 @@ def exact_adam(
     Args:
       learning_rate: A Python number of at least 0, or a schedule, called with the
         numbers of steps before this one and before those to come, as traced scalars. It
-        must be a function of that number alone. Where it is NaN in steps to come, rows
-        do not move; where it grows in all of them as fast as momentum dies out, they
-        become NaN.
+        must be a function of that number alone. Where it is NaN or infinite in steps to
+        come, rows do not move; where it grows in all of them as fast as momentum dies
+        out, they become NaN.
       b1: Decay of the moving average of the gradient, in `[0, 1)`; below `sqrt(b2)`.
       b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
       eps: Added to the root of the corrected second moment, as in `optax.adam`.
@@ -348,7 +351,9 @@ def exact_adam(
     Returns:
       An `optax.GradientTransformationExtraArgs` with state `ExactAdamState`. Its
       `update` raises `TypeError` and `ValueError` for gradients as that of
-      `sparse_adam` does, and `ValueError` for a gradient of single elements.
+      `sparse_adam` does, and `ValueError` for a gradient of single elements, for one
+      that was made without `read=`, and outside of a program for a state of another
+      schedule.
 
     Raises:
       TypeError: If a hyper-parameter is an array, such as those of
@@ -428,9 +433,9 @@ def exact_adamw(
       >>> import jax.numpy as jnp
       >>> import optax_sparse_adam as osa
       >>> table, tx = jnp.ones((1000, 4)), osa.exact_adamw(0.1, weight_decay=0.1)
-      >>> grad = osa.grad(lambda t: jnp.sum(t[jnp.array([3, 7])] ** 2))(table)
-      >>> update, state = tx.update(grad, tx.init(table), table)
-      >>> table, state = osa.flush(osa.apply_updates(table, update), state)
+      >>> step = osa.make_train_step(lambda t, ids: jnp.sum(t[ids] ** 2), tx)
+      >>> table, state, _ = step(table, tx.init(table), jnp.array([3, 7]))
+      >>> table, state = osa.flush(table, state)
       >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
       [0.99, 0.89, 0.89]
 

@@ -57,11 +57,11 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
     Between flushes, the parameters hold the resting point of each row whose last
     gradient was row-sparse: where it is going to be once its momentum has died out,
     before the weight decay since that gradient. Call `flush` before the parameters are
-    read by anything but `value_and_grad(..., read=state)`: an evaluation, an export, a
-    checkpoint for another program; before rows are changed by hand; and before the
-    optimiser is replaced by one with another learning rate. Training goes on with what
-    it returns, with the same numbers. Checkpoints of both parameters and state need no
-    flush.
+    read by anything without `read=state`: an export, a checkpoint for another program;
+    before rows are changed by hand; and before the learning rate, the schedule, the
+    weight decay, `nesterov` or the state's `count` change (afterwards, too, where the
+    state is still that of before). Training goes on with what it returns, with the same
+    numbers. Checkpoints of both parameters and state need no flush.
 
     It reads and writes all rows, once. Under `jit` with both arguments donated this is
     in place, on a CPU in blocks of rows.
@@ -83,9 +83,8 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
       >>> import jax.numpy as jnp
       >>> import optax_sparse_adam as osa
       >>> table, tx = jnp.ones((1000, 4)), osa.exact_adam(0.1)
-      >>> grad = osa.grad(lambda t: jnp.sum(t[jnp.array([3, 7])] ** 2))(table)
-      >>> update, state = tx.update(grad, tx.init(table))
-      >>> table = osa.apply_updates(table, update)
+      >>> step = osa.make_train_step(lambda t, ids: jnp.sum(t[ids] ** 2), tx)
+      >>> table, state, _ = step(table, tx.init(table), jnp.array([3, 7]))
       >>> round(float(table[3, 0]), 2)  # where its momentum will carry the row
       0.4
       >>> table, state = osa.flush(table, state)
@@ -98,10 +97,11 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
     for n, node in enumerate(nodes):
         if not is_exact(node):
             continue
+        parts = held_by(node, list(map(jnp.shape, leaves)), treedef)
         before = table_states(node)
         after = hold_values(before)
         news = []
-        for i, held in held_by(node, list(map(jnp.shape, leaves)), treedef).items():
+        for i, held in parts.items():
             tables = before.at(held.place), after.at(held.place)
             args = held.rows, *tables, node.constants
             leaves[i], rows = _flush(jnp.asarray(leaves[i]), *args)

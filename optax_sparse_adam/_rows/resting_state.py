@@ -135,6 +135,16 @@ def contains_exact(state: Any) -> bool:
     return any(map(is_exact, jax.tree.leaves(state, is_leaf=is_exact)))
 
 
+def refuse_exact(state: Any, name: str) -> None:
+    """Raises if this is the state of `exact_adam`, where `name` cannot be around it."""
+    if contains_exact(state):
+        raise ValueError(
+            f"{name} cannot be around exact_adam, whose stale rows are read by the "
+            f"updates that it has made itself. Put {name} around optax.adam, inside "
+            "lazy, or use exact_adam without it."
+        )
+
+
 def refuse_changes(state: Any) -> None:
     """Raises where something is seen to change the updates of `exact_adam`.
 
