@@ -61,7 +61,7 @@ def make_train_step(
       >>> for _ in range(3):
       ...     params, state, value = step(params, state, jnp.array([3, 7, 3]))
       >>> round(float(value), 4)
-      0.0144
+      0.0252
     """
     check_transformation(tx, "make_train_step")
     update = optax.with_extra_args_support(tx).update
