@@ -53,7 +53,7 @@ OPTIMIZERS = {
     "sparse_adafactor": Optimizer(osa.sparse_adafactor, 4_000_260, in_place=0),
     # Rows are brought up to date before they are averaged. Four bytes a row beside the
     # moments, twelve with weight decay; and the numbers that all rows share.
-    "exact_adam": Optimizer(osa.exact_adam, 516_000_104, 0, rows_are_final=False),
-    "exact_adamw": Optimizer(_exact_adamw, 524_000_112, 0, rows_are_final=False),
+    "exact_adam": Optimizer(osa.exact_adam, 516_000_112, 0, rows_are_final=False),
+    "exact_adamw": Optimizer(_exact_adamw, 524_000_120, 0, rows_are_final=False),
 }
 FINAL = {name: opt for name, opt in OPTIMIZERS.items() if opt.rows_are_final}
