@@ -302,22 +302,3 @@ def test_partitioned(axis_type, table_spec):
     np.testing.assert_array_equal(value, EXPECTED[0])
     assert is_bcoo(grads["t"]), "the gradient of the table is dense"
     assert_same(grads["t"], EXPECTED[1]["t"])
-
-
-def test_functions_of_two_sums_added():
-    """Each holds its rows once; their sum does not, where both lookups meet."""
-    ids, others = jnp.array([0, 3, 3, 1]), jnp.array([3, 3, 2, 0])
-
-    @jax.custom_vjp
-    def look(t):
-        return t[ids]
-
-    def backward(zeros, g):
-        one, two = (jnp.square(zeros.at[i].add(g)) for i in (ids, others))
-        return (jnp.sqrt(one + two),)
-
-    look.defvjp(lambda t: (t[ids], jnp.zeros_like(t)), backward)
-    ours, theirs = (lib.grad(lambda t: jnp.sum(look(t) ** 2)) for lib in (osa, jax))
-    expected = jax.jit(theirs)(PARAMS["t"])
-    assert_same(jax.jit(ours)(PARAMS["t"]), expected, 1)
-    assert is_bcoo(ours(PARAMS["t"]))
