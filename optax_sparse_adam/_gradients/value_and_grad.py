@@ -331,7 +331,7 @@ def _of_all_devices(
     slices = RowSlices(vary(ids, request.axes), values)
     own = varying_axes(leaf) if request.axes else ()
     axes = tuple(axis for axis in request.axes if axis not in own)
-    if not axes or request.is_whole:
+    if not axes:
         return slices
     gather = functools.partial(
         lax.all_gather, axis_name=axes, tiled=True, to="invarying"

@@ -165,3 +165,25 @@ def test_table_in_a_while_loop_without_derivative():
         return more * square(t[ids], WEIGHTS)
 
     assert_row_sparse_like_jax(loss, TABLE, IDS, nse=6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_long_loop_inside_shard_map(check_vma):
+    """The gradient of a replicated table is summed over devices, as JAX does it."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    ids = jnp.arange(40).reshape(20, 2) % 7
+
+    def loss(t, ids):
+        step = lambda c, i: (c + square(t[i], WEIGHTS), None)  # noqa: E731
+        return lax.scan(step, jnp.sum(0 * ids).astype(jnp.float32), ids)[0]
+
+    def gradient(lib):
+        def local(t, ids):
+            grad = lib.grad(loss)(t, ids)
+            return (grad.todense() if is_bcoo(grad) else grad)[None]
+
+        specs = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+        return jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
+
+    actual, expected = (jax.jit(gradient(lib))(TABLE[:8], ids) for lib in (osa, jax))
+    assert_same(actual, expected, 8)
