@@ -16,7 +16,6 @@ from jax.extend.core import Primitive
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import bind
-from .._rows.gather_scatter import repeat_row
 from .._rows.resting_rows import look_up_values
 from ..native import _calls as native
 from .expressions import Expression, Leaf, StaleTable, Table, inject, table
@@ -152,21 +151,14 @@ def _gather(
     params = params | {"slice_sizes": sizes}
     if math.prod(indices.shape[:-1]) != 1 or mesh_of(array, indices).explicit_axes:
         return gather(array, indices, **params)
-    batch = numbers.operand_batching_dims
-    dropped = tuple(sorted((*numbers.collapsed_slice_dims, *batch)))
-    shape = [1] * (indices.ndim - 1 + len(numbers.offset_dims))
-    kept = (size for axis, size in enumerate(sizes) if axis not in dropped)
-    for axis, size in zip(numbers.offset_dims, kept, strict=True):
-        shape[axis] = size
-    own = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, 1 + len(numbers.offset_dims))),
-        collapsed_slice_dims=dropped,
-        start_index_map=(*batch, *numbers.start_index_map),
+    twice = numbers._replace(
+        offset_dims=tuple(1 + axis for axis in numbers.offset_dims),
+        start_indices_batching_dims=tuple(
+            1 + axis for axis in numbers.start_indices_batching_dims
+        ),
     )
-    first = jnp.zeros((1, len(batch)), indices.dtype)
-    index = jnp.concatenate([first, indices.reshape(1, -1)], axis=1)
-    rows = gather(array, repeat_row(index), **params | {"dimension_numbers": own})
-    return rows[:1].reshape(shape)
+    params = params | {"dimension_numbers": twice, "unique_indices": False}
+    return gather(array, jnp.stack([indices, indices]), **params)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -175,23 +175,14 @@ def _requests_of_all_steps(
 
     A delta of the table's shape serves all steps, and all lookups of a leaf.
     """
-    outer: list[Request] = []
+    outer: dict[Any, Request] = {}
     places = []
-    for request in requests:
-        request = request._replace(count=length * request.count)
-        like = [
-            i
-            for i, other in enumerate(outer)
-            if request.is_whole
-            and (request.leaf, request.axes) == (other.leaf, other.axes)
-        ]
-        if like:
-            count = outer[like[0]].count + request.count
-            outer[like[0]] = request._replace(count=count, constant=None)
-        else:
-            outer.append(request)
-        places.append(like[0] if like else len(outer) - 1)
-    return outer, places
+    for i, request in enumerate(requests):
+        key = _pool(request) if request.is_whole else i
+        before = outer[key].count if key in outer else 0
+        outer[key] = request._replace(count=before + length * request.count)
+        places.append(list(outer).index(key))
+    return list(outer.values()), places
 
 
 def cond(walk: Walk, eqn: JaxprEqn, needed: Any, index: Any, *args: Any) -> Results:
