@@ -187,3 +187,21 @@ def test_long_loop_inside_shard_map(check_vma):
 
     actual, expected = (jax.jit(gradient(lib))(TABLE[:8], ids) for lib in (osa, jax))
     assert_same(actual, expected, 8)
+
+
+@jax.custom_vjp
+def tripled(x):
+    return x
+
+
+tripled.defvjp(lambda x: (x, None), lambda _, g: (3 * g,))
+
+
+def test_rows_may_go_into_any_function_and_tables_may_not():
+    assert_row_sparse_like_jax(
+        lambda t, ids: square(tripled(t[ids]), WEIGHTS), TABLE, IDS, nse=6
+    )
+    with pytest.raises(ValueError, match=r"`custom_vjp_call` at .*test_walk\.py"):
+        osa.grad(
+            lambda t, ids: square(tripled(t)[ids], WEIGHTS), sparse=lambda *_: True
+        )(TABLE, IDS)
