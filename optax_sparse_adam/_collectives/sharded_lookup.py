@@ -91,7 +91,14 @@ def sharded_lookup(
     if ids.size == 0:
         rows = read_rows(table, flat)
     elif exchange.is_routed:
-        rows = _lookup_by_routing(exchange, table, *_route(exchange, flat))
+        route, group = _route(exchange, flat)
+        # The gradient is that of a lookup of the rows that this device is asked for,
+        # which `value_and_grad` knows as one. XLA drops this lookup: only its
+        # derivative is used.
+        asked, _ = to_owners(exchange, route, jnp.zeros((len(flat), 0), table.dtype))
+        asked_rows = table.at[asked[:, 0]].get(mode="fill", wrap_negative_indices=False)
+        table = lax.stop_gradient(table)
+        rows = _lookup_by_routing(exchange, asked_rows, table, route, group)
     else:
         rows = _lookup_by_gathering(exchange, table, flat)
     return rows.reshape(*ids.shape, *table.shape[1:])
@@ -189,24 +196,25 @@ def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup_by_routing(
-    exchange: Exchange, table: jax.Array, route: Route, group: jax.Array
+    exchange: Exchange,
+    asked_rows: jax.Array,
+    table: jax.Array,
+    route: Route,
+    group: jax.Array,
 ) -> jax.Array:
     return from_owners(exchange, route, table, group)
 
 
-def _lookup_by_routing_fwd(exchange: Exchange, table: jax.Array, *route: Any) -> Any:
-    return _lookup_by_routing(exchange, table, *route), route
+def _lookup_by_routing_fwd(exchange: Exchange, *args: Any) -> Any:
+    return _lookup_by_routing(exchange, *args), args[2:]
 
 
 def _lookup_by_routing_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
     route, group = route
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
     data = sum_groups(data, group)
-    indices, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
-    # A plain scatter-add into zeros is what `value_and_grad` knows as a sum of rows.
-    zeros = jnp.zeros((exchange.shard_rows, *rows.shape[1:]), rows.dtype)
-    total = zeros.at[indices[:, 0]].add(rows, mode="drop", wrap_negative_indices=False)
-    return total, None, None
+    _, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
+    return rows, None, None, None
 
 
 _lookup_by_routing.defvjp(_lookup_by_routing_fwd, _lookup_by_routing_bwd)

@@ -1,10 +1,9 @@
 """Row-sparse gradients of unchanged models.
 
-`value_and_grad` traces a gradient to a jaxpr. `analysis` finds out which leaves have a
-gradient that is a sum of rows, and `interpreter` evaluates the jaxpr with two symbolic
-values in the place of tables (`symbolic_values`). `rules` says what each primitive does
-with them: `rules_elementwise`, `reading` for lookups, `rules_lookups` for their
-transposes, `rules_control_flow`, `rules_shard_map` and `rules_custom` for primitives
-with jaxprs inside; `rule_kinds` has what rules have in common. `arguments` checks what
-a user passes.
+`value_and_grad` traces a loss, and has JAX differentiate it with respect to the rows
+that it looks up. `walk` evaluates the program with an `Expression` in the place of each
+table (`expressions`), and `rules` says what each primitive does with these: `lookups`
+and `reading` for lookups, the other `rules_*` for primitives with jaxprs inside.
+`backward_slice` says which values the loss depends on, `row_slices` makes BCOOs of
+rows, and `arguments` checks what a user passes.
 """

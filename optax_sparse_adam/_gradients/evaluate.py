@@ -7,12 +7,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .analysis import Analysis
 from .arguments import check_argnums
-from .interpreter import Context
+from .expressions import StaleTable, Table, table
 from .rules import RULES
-from .symbolic_values import Known, dense
 from .value_and_grad import as_numbers, current_tables
+from .walk import Program, evaluate_with_tables
 
 Result = TypeVar("Result")
 _ARRAY = object()
@@ -79,16 +78,18 @@ def evaluate(
 
         closed = jax.make_jaxpr(traced)(*chosen)
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
-        tables = [
-            x if x.shape and jnp.issubdtype(x.dtype, jnp.floating) else x.dense
-            for x in current_tables(tree, read)
-        ]
-        shapes = frozenset(jnp.shape(x) for x in jax.tree.leaves(tree) if jnp.ndim(x))
-        context = Context(Analysis(RULES), RULES, shapes, [], Known())
-        found = context.evaluate(closed, tables, [False] * len(closed.jaxpr.outvars))
-        rest = iter([jnp.asarray(dense(x)) for x in found])
+        values = [_looked_up(x) for x in current_tables(tree, read)]
+        rest = iter(evaluate_with_tables(Program(RULES), closed, values))
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         result: Result = jax.tree.unflatten(structure, results)
         return result
 
     return evaluated
+
+
+def _looked_up(source: Table | StaleTable) -> Any:
+    """An expression, or the array where nothing can be looked up."""
+    array = source.array
+    if jnp.ndim(array) and jnp.issubdtype(jnp.result_type(array), jnp.floating):
+        return table(source, jnp.shape(array), jnp.result_type(array))
+    return array

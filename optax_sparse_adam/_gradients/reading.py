@@ -1,4 +1,4 @@
-"""Lookups: how the rows of a table, or of one whose rows are behind, are read.
+"""How the rows of a table, or of an elementwise function of tables, are read.
 
 By the kernel where it is there and takes the arrays, else by XLA's gather.
 """
@@ -16,62 +16,52 @@ from jax.extend.core import Primitive
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import bind
-from .._rows.gather_scatter import repeat_row
 from .._rows.resting_rows import look_up_values
-from .._rows.resting_state import RowState
 from ..native import _calls as native
-from .rules_lookups import (
-    constants,
-    first_of_window,
+from .expressions import Expression, Leaf, StaleTable, Table, inject, table
+from .lookups import (
     start_ids,
     starts_inside,
-    with_batch,
 )
-from .symbolic_values import Deferred, outdated
-from .symbolic_values import table as make_table
 
 _Mode = lax.GatherScatterMode
+Deltas = dict[Leaf, jax.Array] | None
 
 
-def slice_reader(
-    eqn: Any, shape: tuple[int, ...], starts: Any
-) -> Callable[[jax.Array], jax.Array] | None:
-    """A slice of rows of arrays of this shape by a gather; `None` if it is no lookup.
+def read_slice(
+    eqn: Any,
+    value: Expression,
+    starts: Sequence[jax.Array],
+    indices: jax.Array,
+    deltas: Deltas,
+) -> jax.Array:
+    """A slice of rows of a table or of a function of one, as a gather of each row.
 
-    XLA would copy a table of which rows are sliced: see `_rows.gather_scatter`'s
-    `repeat_row`.
+    Args:
+      eqn: The slice.
+      value: What it reads.
+      starts: The other operands of a dynamic slice.
+      indices: Where each row begins, `indices_of_slice`.
+      deltas: What is injected.
     """
     window = eqn.outvars[0].aval.shape
-    if not shape or window[0] in (0, shape[0]):
-        return None
-    if eqn.primitive.name == "slice":
-        strides = eqn.params["strides"] or (1,) * len(shape)
-        if window[0] != 1 or set(strides[1:]) - {1}:
-            return None
-        starts = constants(eqn.params["start_indices"])
-    row, *columns = first_of_window(starts, shape, window)
-    rows = row + jnp.arange(window[0], dtype=row.dtype)
-    indices = jnp.stack([jnp.broadcast_to(x, rows.shape) for x in (rows, *columns)], 1)
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, len(shape))),
+        offset_dims=tuple(range(1, len(window))),
         collapsed_slice_dims=(0,),
-        start_index_map=tuple(range(len(shape))),
+        start_index_map=tuple(range(len(window))),
     )
+    params = {
+        "dimension_numbers": numbers,
+        "slice_sizes": (1, *window[1:]),
+        "mode": _Mode.PROMISE_IN_BOUNDS,
+    }
 
-    def gather(array: jax.Array, indices: jax.Array) -> jax.Array:
-        # An axis of length 1 stands for all columns; XLA clamps indices into it.
-        sizes = (1, *map(min, window[1:], array.shape[1:]))
-        mode = _Mode.PROMISE_IN_BOUNDS
-        return lax.gather(array, indices, numbers, slice_sizes=sizes, mode=mode)
-
-    def read(array: jax.Array) -> jax.Array:
-        if eqn.primitive.name == "dynamic_slice":
+    def take(array: jax.Array) -> jax.Array:
+        if starts:
             _show_bounds(eqn.primitive, array, starts, eqn.params)
-        if len(indices) == 1:
-            return gather(array, repeat_row(indices))[:1]
-        return gather(array, indices)
+        return _gather(lax.gather, array, indices, params)
 
-    return read
+    return value.select(take, window, deltas)
 
 
 def _show_bounds(
@@ -96,29 +86,43 @@ def _show_bounds(
     bind(read, table, *indices, **params | {"slice_sizes": sizes})
 
 
-def look_up(eqn: Any, table: Deferred, indices: jax.Array) -> jax.Array | None:
-    """A gather from a table, or `None` where XLA's gather is as good."""
-    rows = _rows_by_kernel(eqn, table, indices)
-    if rows is None and math.prod(indices.shape[:-1]) == 1:
-        rows = _gather(eqn.primitive, table.dense, indices, eqn.params)
-    return rows
+def read_gather(
+    eqn: Any, value: Expression, indices: jax.Array, deltas: Deltas
+) -> jax.Array | None:
+    """A gather from a table or from a function of one, at the gathered elements only.
+
+    Returns `None` where that would need a fill value that only the gather knows.
+    """
+    params, out = eqn.params, eqn.outvars[0].aval
+    if not value.is_table:
+        is_filled = params["mode"] == _Mode.FILL_OR_DROP
+        has_nan = jnp.issubdtype(out.dtype, jnp.inexact)
+        if is_filled and params["fill_value"] is None and not has_nan:
+            return None
+        return _gather_elements(eqn.primitive, params, out, value, indices, deltas)
+    rows = _rows_by_kernel(eqn, value, indices)
+    if rows is None and isinstance(value.source, Table):
+        array = jnp.asarray(value.source.array)
+        rows = _gather(_bound(eqn.primitive), array, indices, params)
+    elif rows is None:
+        rows = _gather_elements(eqn.primitive, params, out, value, indices, None)
+    return rows if deltas is None else inject(rows, deltas[value.leaves[0]])
 
 
-def _reads_values(table: jax.Array, rows: RowState, *args: Any, ids: jax.Array) -> bool:
-    return native.reads_now(table, (*rows[:3], *rows.log_decay), ids)
+def _bound(gather: Primitive) -> Callable[..., jax.Array]:
+    return functools.partial(bind, gather)
 
 
-# For what a value is made by: whether the kernel takes its arrays, and how it reads.
-_BY_KERNEL: dict[Any, tuple[Callable[..., bool], Callable[..., jax.Array]]] = {
-    make_table: (native.reads, native.look_up_rows),
-    outdated: (_reads_values, look_up_values),
-}
+def _reads(source: Any, ids: jax.Array) -> bool:
+    """Whether the kernel takes the arrays."""
+    if isinstance(source, Table):
+        return native.reads(source.array, ids)
+    rows = source.rows
+    return native.reads_now(source.array, (*rows[:3], *rows.log_decay), ids)
 
 
-def _rows_by_kernel(eqn: Any, value: Deferred, indices: jax.Array) -> jax.Array | None:
+def _rows_by_kernel(eqn: Any, value: Expression, indices: jax.Array) -> Any:
     """A gather of whole rows by the kernel, or `None` where XLA's is as good."""
-    if value.origin is None:
-        return None
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     axes = numbers.start_index_map
     # A scalar id under `vmap` indexes all axes; clamped, the others begin at zero.
@@ -126,16 +130,17 @@ def _rows_by_kernel(eqn: Any, value: Deferred, indices: jax.Array) -> jax.Array 
     whole = 0 in axes and (len(axes) == 1 or rest_is_clamped)
     whole = whole and eqn.params["slice_sizes"] == (1, *value.shape[1:])
     last = numbers.offset_dims == tuple(range(indices.ndim - 1, out.ndim))
-    make, arrays = value.origin
-    reads, _ = _BY_KERNEL[make]
-    if not (whole and last and reads(*arrays, ids=indices)):
+    if not (whole and last and _reads(value.source, indices)):
         return None
     items = (*eqn.params.items(),)
-    return _kernel_rows(eqn.primitive, items, out, make, arrays, indices)
+    return look_up_by_kernel(eqn.primitive, items, out, value.source, indices)
 
 
 def _gather(
-    gather: Primitive, array: jax.Array, indices: jax.Array, params: dict[str, Any]
+    gather: Callable[..., jax.Array],
+    array: jax.Array,
+    indices: jax.Array,
+    params: dict[str, Any],
 ) -> jax.Array:
     """A gather that reads at least two rows: see `_rows.gather_scatter.repeat_row`.
 
@@ -145,86 +150,66 @@ def _gather(
     sizes = tuple(map(min, params["slice_sizes"], array.shape))
     params = params | {"slice_sizes": sizes}
     if math.prod(indices.shape[:-1]) != 1 or mesh_of(array, indices).explicit_axes:
-        return bind(gather, array, indices, **params)
-    batch = numbers.operand_batching_dims
-    index = with_batch(indices, numbers.start_indices_batching_dims)
-    dropped = tuple(sorted((*numbers.collapsed_slice_dims, *batch)))
-    shape = [1] * (indices.ndim - 1 + len(numbers.offset_dims))
-    kept = (size for axis, size in enumerate(sizes) if axis not in dropped)
-    for axis, size in zip(numbers.offset_dims, kept, strict=True):
-        shape[axis] = size
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, 1 + len(numbers.offset_dims))),
-        collapsed_slice_dims=dropped,
-        start_index_map=(*batch, *numbers.start_index_map),
+        return gather(array, indices, **params)
+    twice = numbers._replace(
+        offset_dims=tuple(1 + axis for axis in numbers.offset_dims),
+        start_indices_batching_dims=tuple(
+            1 + axis for axis in numbers.start_indices_batching_dims
+        ),
     )
-    params = params | {"dimension_numbers": numbers, "unique_indices": False}
-    rows = bind(gather, array, repeat_row(index.reshape(1, -1)), **params)
-    return rows[:1].reshape(shape)
+    params = params | {"dimension_numbers": twice, "unique_indices": False}
+    return gather(array, jnp.stack([indices, indices]), **params)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _kernel_rows(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def look_up_by_kernel(
     gather: Primitive,
     items: Any,
     out: Any,
-    make: Callable[..., Deferred],
-    arrays: tuple[Any, ...],
+    source: Table | StaleTable,
     indices: jax.Array,
 ) -> jax.Array:
     params = dict(items)
-    _show_bounds(gather, arrays[0], [indices], params)
+    _show_bounds(gather, source.array, [indices], params)
     column = params["dimension_numbers"].start_index_map.index(0)
     fill = None
     if params["mode"] == _Mode.FILL_OR_DROP:
         fill = math.nan if params["fill_value"] is None else params["fill_value"]
-    _, look_up_by_kernel = _BY_KERNEL[make]
 
-    def by_kernel(arrays: tuple[Any, ...], indices: jax.Array) -> jax.Array:
-        rows = look_up_by_kernel(*arrays, indices[..., column], fill)
+    def by_kernel(source: Table | StaleTable, indices: jax.Array) -> jax.Array:
+        ids = indices[..., column]
+        if isinstance(source, Table):
+            rows = native.look_up_rows(source.array, ids, fill)
+        else:
+            rows = look_up_values(*source, ids, fill)
         return rows.reshape(out.shape)
 
-    def by_xla(arrays: tuple[Any, ...], indices: jax.Array) -> jax.Array:
-        value = make(*arrays)
-        if value.is_table:
-            rows: jax.Array = gather.bind(*arrays, indices, **params)
+    def by_xla(source: Table | StaleTable, indices: jax.Array) -> jax.Array:
+        if isinstance(source, Table):
+            rows: jax.Array = gather.bind(source.array, indices, **params)
             return rows
-        return _gather_elements(gather, params, out, value, indices)
+        value = table(source, source.array.shape, source.array.dtype)
+        return _gather_elements(gather, params, out, value, indices, None)
 
-    return on_cpu(by_kernel, by_xla, arrays, indices)
-
-
-def gather_from(eqn: Any, value: Deferred, indices: jax.Array) -> jax.Array | None:
-    """A gather of a value that is computed at the gathered elements only.
-
-    Returns `None` where that would need a fill value that only the gather knows.
-    """
-    params, out = eqn.params, eqn.outvars[0].aval
-    is_filled = params["mode"] == _Mode.FILL_OR_DROP
-    has_nan = jnp.issubdtype(out.dtype, jnp.inexact)
-    if is_filled and params["fill_value"] is None and not has_nan:
-        return None
-    rows = _rows_by_kernel(eqn, value, indices)
-    if rows is None:
-        rows = _gather_elements(eqn.primitive, params, out, value, indices)
-    return rows
+    return on_cpu(by_kernel, by_xla, source, indices)
 
 
 def _gather_elements(
     gather: Primitive,
     params: dict[str, Any],
     out: Any,
-    value: Deferred,
+    value: Expression,
     indices: jax.Array,
+    deltas: Deltas,
 ) -> jax.Array:
     fill, is_filled = params["fill_value"], params["mode"] == _Mode.FILL_OR_DROP
     if is_filled:
         params = params | {"mode": _Mode.CLIP, "fill_value": None}
 
     def take(array: jax.Array) -> jax.Array:
-        return _gather(gather, array, indices, params)
+        return _gather(_bound(gather), array, indices, params)
 
-    result = value.select(take, out.shape)
+    result = value.select(take, out.shape, deltas)
     if not is_filled:
         return result
     numbers = params["dimension_numbers"]

@@ -1,241 +1,218 @@
-"""The rules of the interpreter: one entry for each primitive in `RULES`.
+"""The rules of a walk: one entry for each primitive that may have tables for operands.
 
-A new primitive is a new entry: what to do with it (`apply`), through which operands a
-sum of rows reaches its results (`demand`), and what keeps a result from being one
-(`obstacles`). An elementwise primitive needs its name in `_jax_extras.jaxprs`, and one
-that is zero at zero another one in `rules_elementwise`, to keep a sum of rows one.
+`rule(walk, eqn, needed, *args)` returns the results, or `NotImplemented` to let JAX
+evaluate the equation on arrays. It runs twice, in the plan and in the walk: in a plan
+it may not look at arrays, only at `eqn` and at expressions. `needed` says for each
+result whether the loss depends on it. A new elementwise primitive needs its name in
+`_jax_extras.jaxprs` only.
 """
 
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._jax_extras.jaxprs import bind_eqn
-from .._jax_extras.varying_axes import bind, vary
-from .._rows.padding import in_bounds
-from . import rules_control_flow, rules_custom, rules_shard_map
-from .analysis import Analysis, Number, Obstacle, Obstacles, Rule, number_of
-from .interpreter import Context, Results
-from .reading import gather_from, look_up, slice_reader
-from .rule_kinds import all_of, each_of, never, none
-from .rules_elementwise import ELEMENTWISE_RULES
-from .rules_lookups import (
-    is_pad_of_row,
-    is_scatter_of_rows,
-    is_update_of_rows,
-    pad_part,
-    scatter_part,
-    update_part,
-)
-from .symbolic_values import (
-    Deferred,
-    Part,
-    RowSum,
-    all_gather_parts,
-    dense,
+from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn
+from .._jax_extras.varying_axes import axes_of_type, bind, vary
+from . import rules_calls, rules_elementwise_calls, rules_shard_map
+from .backward_slice import WITHOUT_DERIVATIVE, as_closed
+from .expressions import (
+    Expression,
+    arrays_of,
+    cast_table,
     elementwise,
+    expressions_below,
     fill,
-    is_symbolic,
-    merge_parts,
-    table,
-    vary_parts,
+    with_arrays,
 )
+from .lookups import (
+    constants,
+    indices_of_gather,
+    indices_of_slice,
+    lookup_of_gather,
+    lookup_of_slice,
+)
+from .reading import read_gather, read_slice
+from .walk import Results, Rule, Walk
 
 
 def _out(eqn: JaxprEqn) -> Any:
     return eqn.outvars[0].aval
 
 
-def _reduce_sum(context: Context, eqn: JaxprEqn, total: Any) -> Results:
-    """A sum over all rows needs the stored ones only."""
-    if not isinstance(total, RowSum) or not total.is_plain or not total.parts:
-        return NotImplemented
-    axes = eqn.params["axes"]
-    if not all(axis in axes for axis in range(total.depth)):
-        return NotImplemented
-    part = merge_parts(total)
-    rest = tuple(1 + axis - total.depth for axis in axes if axis >= total.depth)
-    valid = in_bounds(part.indices, total.shape)
-    valid = valid.reshape((-1,) + (1,) * (part.data.ndim - 1))
-    data = jnp.where(valid, part.data, jnp.zeros([], part.data.dtype))
-    return [jnp.sum(data, axis=(0, *rest), dtype=_out(eqn).dtype)]
+# Elementwise functions, and what concerns where or how an array is kept.
 
 
-def _same_rows(context: Context, eqn: JaxprEqn, value: Any) -> Results:
-    """What concerns where or how an array is kept, not what is in it."""
-    if isinstance(value, RowSum):
-        return [value]
-    if isinstance(value, Deferred) and value.is_table:
-        return [table(bind_eqn(eqn, dense(value)))]
-    return NotImplemented
-
-
-def _vary(context: Context, eqn: JaxprEqn, value: Any) -> Results:
-    """Before anything that may differ by device, the rows of all of them are summed."""
-    axes = tuple(eqn.params["axes"])
-    if isinstance(value, RowSum) and value.carry is None:
-        if not value.axes.isdisjoint(axes):
-            value = all_gather_parts(value)
-        return [vary_parts(value, axes)]
-    if isinstance(value, Deferred) and not value.is_table:
-        # What is looked up may vary already.
-        function = functools.partial(vary, axes=axes)
-        return [elementwise(value.shape, value.dtype, function, value)]
-    return _same_rows(context, eqn, value)
-
-
-def _reshard(context: Context, eqn: JaxprEqn, value: Any) -> Results:
-    """The rows of a sum belong to no device in particular."""
-    if not isinstance(value, RowSum) or not value.is_plain:
-        return _same_rows(context, eqn, value)
-    mesh = _out(eqn).sharding.mesh
-    if mesh.empty:  # back to a table that jit alone has laid out
-        whole = functools.partial(bind_eqn, eqn)
-    else:
-        to = NamedSharding(mesh, PartitionSpec())
-        whole = functools.partial(jax.reshard, out_shardings=to)
-    parts = tuple(Part(*map(whole, part)) for part in value.parts)
-    return [RowSum(value.shape, value.dtype, parts)]
-
-
-def _barrier(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
-    """Tables pass beside it."""
-    held = iter(lax.optimization_barrier([x for x in args if not is_symbolic(x)]))
-    return [x if is_symbolic(x) else next(held) for x in args]
-
-
-# Lookups, and the zeros that their transposes add to.
-
-
-def _broadcast(context: Context, eqn: JaxprEqn, scalar: Any, *rest: Any) -> Results:
+def _elementwise(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+    """Waits for a lookup, if that is a function of tables and numbers, or might be."""
+    waiting = [x for x in args if isinstance(x, Expression)]
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
-    if jnp.ndim(scalar):
-        return NotImplemented
-    if any(context.wanted(eqn)) and _is_zero(scalar):
-        return [RowSum(shape, dtype)]
-    if shape in context.shapes:
-        return [fill(shape, dtype, scalar)]
-    return NotImplemented
+    name = eqn.primitive.name
+    is_cast = name == "convert_element_type" and waiting[0].is_table
+    if is_cast and _is_wider(dtype, waiting[0].dtype):
+        return [cast_table(waiting[0], dtype)]
+    has_table = any(x.has_table for x in waiting)
+    allowed = ((), shape) if has_table else ((),)
+    atoms: list[Any] = eqn.invars
+    for atom, x in zip(atoms, args, strict=True):
+        if atom.aval.shape not in ((shape,) if isinstance(x, Expression) else allowed):
+            return NotImplemented
+    # In the context of the lookup, which may have another mesh.
+    function = functools.partial(bind, eqn.primitive, **eqn.params)
+    is_stopped = name in WITHOUT_DERIVATIVE
+    return [elementwise(shape, dtype, function, *args, is_stopped=is_stopped)]
 
 
-def _broadcast_obstacles(
-    analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
-) -> Obstacles:
-    number = operands[0]
-    zero = isinstance(number, Number) and _is_zero(number.value)
-    return [None if zero else Obstacle(eqn)]
-
-
-def _is_zero(scalar: Any) -> bool:
-    """A number known to be zero, not minus zero, which a sum of rows cannot keep."""
-    number = number_of(scalar)
-    return number is not None and bool(
-        number.value == 0 and not np.signbit(number.value)
+def _is_wider(new: Any, old: Any) -> bool:
+    """Whether a cast keeps every number, and is no cast to the same type."""
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
+        return False
+    wide, narrow = jnp.finfo(new), jnp.finfo(old)
+    return bool(
+        wide.bits > narrow.bits
+        and wide.nmant >= narrow.nmant
+        and wide.maxexp >= narrow.maxexp
+        and wide.smallest_subnormal <= narrow.smallest_subnormal
     )
 
 
-def _gather(context: Context, eqn: JaxprEqn, value: Any, indices: Any) -> Results:
-    if not isinstance(value, Deferred):
+def _same_values(walk: Walk, eqn: JaxprEqn, needed: Any, value: Expression) -> Results:
+    """What moves a table moves what an expression is computed of."""
+    if walk.is_plan:
+        return [value]
+    below = expressions_below([value])
+
+    def moved(x: Any) -> Any:
+        return bind_eqn(eqn, x) if jnp.shape(x) == value.shape else x
+
+    arrays = []
+    for inner in below:
+        own = arrays_of(inner)
+        if inner.source is not None:
+            own = own._replace(array=moved(own.array))
+        else:
+            own = tuple(map(moved, own))
+        arrays.append(own)
+    return [with_arrays(below, arrays)[value]]
+
+
+def _vary(walk: Walk, eqn: JaxprEqn, needed: Any, value: Expression) -> Results:
+    if value.is_table:
+        return _same_values(walk, eqn, needed, value)
+    # What is looked up may vary already.
+    function = functools.partial(vary, axes=tuple(eqn.params["axes"]))
+    return [elementwise(value.shape, value.dtype, function, value)]
+
+
+def _barrier(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+    """Tables pass beside it."""
+    if walk.is_plan:
+        return args
+    held = [x for x in args if not isinstance(x, Expression)]
+    rest = iter(lax.optimization_barrier(held))
+    return [x if isinstance(x, Expression) else next(rest) for x in args]
+
+
+def _broadcast(
+    walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *rest: Any
+) -> Results:
+    shape, dtype = _out(eqn).shape, _out(eqn).dtype
+    operand: Any = eqn.invars[0].aval
+    is_scalar = not isinstance(value, Expression) and not operand.shape
+    if is_scalar and shape in walk.shapes:
+        return [fill(shape, dtype, value)]
+    if isinstance(value, Expression) or rest:
         return NotImplemented
-    look = look_up if value.is_table else gather_from
-    rows = look(eqn, value, context.dense(indices))
+    return walk.as_it_is(eqn, [value])
+
+
+# Lookups.
+
+
+def _gather(walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, ids: Any) -> Results:
+    if not isinstance(value, Expression) or isinstance(ids, Expression):
+        return NotImplemented
+    deltas = None
+    if any(needed) and value.leaves:
+        lookup = lookup_of_gather(eqn, value.shape)
+        if lookup is None:
+            return NotImplemented
+        indices = functools.cache(lambda: indices_of_gather(eqn, ids))
+        deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)), indices)
+    if walk.is_plan:
+        return [None]
+    rows = read_gather(eqn, value, ids, deltas)
     return NotImplemented if rows is None else [rows]
 
 
-# Parameters of both slices, for an axis of length 1 that stands for all columns.
-_SLICE_OF_ONE = {
-    "start_indices": 0,
-    "limit_indices": 1,
-    "strides": 1,
-    "slice_sizes": 1,
+def _slice(walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *starts: Any) -> Results:
+    lookup = lookup_of_slice(eqn, value.shape)
+    if lookup is None:
+        return NotImplemented
+    first = starts or constants(eqn.params["start_indices"])
+    indices = functools.cache(lambda: indices_of_slice(lookup, first))
+    deltas = None
+    if any(needed) and value.leaves:
+        deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)), indices)
+    if walk.is_plan:
+        return [None]
+    return [read_slice(eqn, value, starts, indices(), deltas)]
+
+
+def _look_up_by_kernel(
+    walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *rest: Any
+) -> Results:
+    """The kernel's lookup, in a gradient of a gradient, as the gather it stands for."""
+    gather = _first_gather(as_closed(eqn.params["jaxpr"]).jaxpr, _out(eqn).shape)
+    if len(rest) != 1 or gather is None:
+        return NotImplemented
+    return _gather(walk, gather, needed, value, *rest)
+
+
+def _first_gather(jaxpr: Jaxpr, shape: tuple[int, ...]) -> JaxprEqn | None:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "gather" and _out(eqn).shape == shape:
+            return eqn
+        for branch in eqn.params.get("branches", ()):
+            found = _first_gather(branch.jaxpr, shape)
+            if found is not None:
+                return found
+    return None
+
+
+# Functions under `jit` that are lookups as a whole, by their name.
+LOOKUP_FUNCTIONS: dict[str, Rule] = {
+    "look_up_by_kernel": _look_up_by_kernel,
 }
 
 
-def _slice(context: Context, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
-    if not isinstance(value, Deferred):
-        return NotImplemented
-    read = slice_reader(eqn, value.shape, starts)
-    if read is None and value.is_table:
-        return NotImplemented
-
-    def window(array: jax.Array) -> jax.Array:
-        sizes = zip(array.shape, value.shape, strict=True)
-        params = dict(eqn.params)
-        for i in (i for i, (size, whole) in enumerate(sizes) if size < whole):
-            for name, number in _SLICE_OF_ONE.items():
-                if params.get(name) is not None:
-                    params[name] = (*params[name][:i], number, *params[name][i + 1 :])
-        return bind(eqn.primitive, array, *starts, **params)
-
-    take = read or window
-    return [value.select(take, _out(eqn).shape)]
-
-
-def _scatter_add(
-    context: Context, eqn: JaxprEqn, total: Any, indices: Any, updates: Any
-) -> Results:
-    if not isinstance(total, RowSum) or total.axes or not is_scatter_of_rows(eqn):
-        return NotImplemented
-    part = scatter_part(
-        eqn, total.shape, context.dense(indices), context.dense(updates)
-    )
-    return [RowSum(total.shape, total.dtype, (*total.parts, part), total.carry)]
-
-
-def _update_slice(
-    context: Context, eqn: JaxprEqn, total: Any, update: Any, *starts: Any
-) -> Results:
-    if not isinstance(total, RowSum) or not total.is_zero or not is_update_of_rows(eqn):
-        return NotImplemented
-    part = update_part(total.shape, context.dense(update), starts)
-    return [RowSum(total.shape, total.dtype, (part,))]
-
-
-def _pad(context: Context, eqn: JaxprEqn, row: Any, value: Any) -> Results:
-    if not (any(context.wanted(eqn)) and _is_zero(value) and is_pad_of_row(eqn)):
-        return NotImplemented
-    part = pad_part(eqn, context.dense(row))
-    return [RowSum(_out(eqn).shape, _out(eqn).dtype, (part,))]
-
-
-def _pad_obstacles(
-    analysis: Analysis, eqn: JaxprEqn, wanted: Any, operands: Obstacles
-) -> Obstacles:
-    """Adding one row to zeros is the transpose of `table[0]`."""
-    number = operands[1]
-    zeros = isinstance(number, Number) and _is_zero(number.value)
-    return [None if zeros and is_pad_of_row(eqn) else Obstacle(eqn)]
+def _jit(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+    rule = LOOKUP_FUNCTIONS.get(eqn.params["name"])
+    results = NotImplemented if rule is None else rule(walk, eqn, needed, *args)
+    if results is NotImplemented:
+        results = rules_calls.call(walk, eqn, needed, *args)
+    return results
 
 
 RULES: dict[str, Rule] = {
-    **ELEMENTWISE_RULES,
-    "optimization_barrier": each_of(_barrier),
-    "pvary": all_of(_vary),
-    "reduce_sum": never(_reduce_sum),
-    "reshard": all_of(_reshard),
-    "sharding_constraint": all_of(_same_rows),
-    "broadcast_in_dim": Rule(_broadcast, none, _broadcast_obstacles),
-    "gather": never(_gather),
-    "slice": never(_slice),
-    "dynamic_slice": never(_slice),
-    "scatter-add": all_of(_scatter_add, 0, 1, is_scatter_of_rows),
-    "pad": Rule(_pad, none, _pad_obstacles),
-    "dynamic_update_slice": all_of(_update_slice, 0, 1, is_update_of_rows),
-    "jit": rules_control_flow.call("jaxpr"),
-    "closed_call": rules_control_flow.call("call_jaxpr"),
-    "eval_jaxpr": rules_control_flow.call("call_jaxpr"),  # in JAX 0.11
-    "custom_vmap_call": rules_control_flow.call("call"),
-    "custom_jvp_call": never(rules_custom.custom_jvp),
-    "remat2": rules_control_flow.REMAT,
-    "scan": rules_control_flow.SCAN,
-    "cond": rules_control_flow.COND,
-    "shard_map": rules_shard_map.SHARD_MAP,
-    "psum": each_of(rules_shard_map.psum),  # without check_vma
-    "psum_invariant": each_of(rules_shard_map.psum),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    "optimization_barrier": _barrier,
+    "pvary": _vary,
+    "reshard": _same_values,
+    "sharding_constraint": _same_values,
+    "broadcast_in_dim": _broadcast,
+    "gather": _gather,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "jit": _jit,
+    "closed_call": rules_calls.call,
+    "eval_jaxpr": rules_calls.call,  # in JAX 0.11
+    "custom_vmap_call": rules_calls.call,
+    "custom_jvp_call": rules_elementwise_calls.custom_jvp,
+    "remat2": rules_calls.remat,
+    "scan": rules_calls.scan,
+    "cond": rules_calls.cond,
+    "shard_map": rules_shard_map.shard_map,
 }

@@ -1,171 +1,170 @@
-"""The rules of the interpreter for `shard_map` and for sums over its axes.
+"""The rule of a walk for `shard_map`.
 
-The rows of all devices leave `shard_map` side by side, so a sum of rows over devices
-needs no communication there: it is the rows of all of them. Anything before that may
-differ by device, such as a factor, gets the sum: each device gathers the rows of all.
+Each device looks rows up in its own part of the table. The deltas of all devices lie
+side by side outside of the `shard_map`, along the mesh axes over which the rows vary,
+and so do the row ids, which count from the first row of the whole table there. For a
+table split by rows over two devices with 500 rows each:
+
+    device   ids inside    ids outside    delta inside    delta outside
+    0        [3, 7]        [3, 7]         [2, D]          [4, D], its rows 0 and 1
+    1        [3, 0]        [503, 500]     [2, D]                  its rows 2 and 3
+
+So a gradient needs no communication for its rows, whatever the batch is split by.
 """
 
-from collections.abc import Callable, Sequence
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from .._jax_extras.sharding import first_row
+from .._jax_extras.sharding import first_row, mesh_of
+from .._jax_extras.varying_axes import vary
 from .._rows.padding import in_bounds, row_bounds
-from .analysis import Analysis, Obstacle, Obstacles, Rule
-from .interpreter import Context, Results
-from .symbolic_values import (
-    Deferred,
-    Origin,
-    Part,
-    RowSum,
-    all_gather_parts,
-    padded,
-    vary_parts,
+from .backward_slice import as_closed
+from .expressions import (
+    Expression,
+    StaleTable,
+    arrays_of,
+    expressions_below,
+    with_arrays,
 )
-
-
-def psum(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
-    """Sums nothing yet: `RowSum.axes` names the mesh axes to sum over.
-
-    `all_gather_parts` or `RowSum.dense` do so later, before anything that may differ by
-    device. With `check_vma`, a `pvary` comes before that. Without it nothing tells, so
-    the rows of all devices are gathered at once.
-    """
-    axes = frozenset(eqn.params["axes"])
-    if eqn.params.get("axis_index_groups") is not None:
-        return NotImplemented
-    if not all(isinstance(x, RowSum) and x.is_plain and x.parts for x in args):
-        return NotImplemented
-    varying = (vary_parts(x, tuple(axes)) for x in args)
-    sums = [RowSum(x.shape, x.dtype, x.parts, axes=axes) for x in varying]
-    if eqn.primitive.name == "psum_invariant":
-        return sums
-    return [all_gather_parts(x, to="varying") for x in sums]
-
-
-def _shard_map(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
-    """Gives the rows of all devices their ids in the whole table."""
-    if not context.passes_table(eqn, args):
-        return NotImplemented
-    params, outer = eqn.params, list[Any](eqn.outvars)
-    body = ClosedJaxpr(params["jaxpr"], ())
-    wanted = context.wanted(eqn)
-    origins = [arg.origin if isinstance(arg, Deferred) else None for arg in args]
-    pairs = zip(body.jaxpr.invars, origins, strict=True)
-    shapes = frozenset(var.aval.shape for var, origin in pairs if origin is not None)
-    arrays = [
-        context.dense(arg) if origin is None else origin.arrays
-        for arg, origin in zip(args, origins, strict=True)
-    ]
-    in_specs = tuple(
-        spec if origin is None else _specs_of_state(origin, spec)
-        for spec, origin in zip(params["in_specs"], origins, strict=True)
-    )
-
-    def run(finish: Callable[..., list[Any]], out_specs: Any) -> Any:
-        def function(*arrays: Any) -> Any:
-            inner = context.in_new_trace()._replace(shapes=shapes)
-            pairs = zip(arrays, origins, strict=True)
-            values = [x if own is None else own.make(*x) for x, own in pairs]
-            return tuple(finish(inner, inner.evaluate(body, values, wanted)))
-
-        return jax.shard_map(
-            function,
-            mesh=params["mesh"],
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(params["newly_manual_axes"]),
-            check_vma=params["check_vma"],
-        )(*arrays)
-
-    layouts: list[tuple[str, ...] | None] = []
-
-    def find_layouts(inner: Context, results: list[Any]) -> list[Any]:
-        rules = zip(results, wanted, params["out_specs"], strict=True)
-        layouts[:] = [_layout(x, spec) if want else None for x, want, spec in rules]
-        return list(map(inner.dense, results))
-
-    def finish(inner: Context, results: list[Any]) -> list[Any]:
-        return [
-            inner.dense(value)
-            if axes is None
-            else _global_rows(value, spec, var.aval.shape)
-            for value, axes, spec, var in zip(
-                results, layouts, params["out_specs"], outer, strict=True
-            )
-        ]
-
-    # The arrays that rows leave as, and their specs, are known after a first trace.
-    jax.eval_shape(lambda: run(find_layouts, params["out_specs"]))
-    specs = tuple(
-        spec if axes is None else PartitionSpec(axes)
-        for spec, axes in zip(params["out_specs"], layouts, strict=True)
-    )
-    return [
-        value
-        if axes is None
-        else RowSum(var.aval.shape, var.aval.dtype, (Part(*value),))
-        for value, axes, var in zip(run(finish, specs), layouts, outer, strict=True)
-    ]
-
-
-def _specs_of_state(origin: Origin, spec: PartitionSpec) -> Any:
-    """How the arrays of a value lie: what has rows as they do, numbers everywhere."""
-    rows, numbers = origin.arrays[:2], origin.arrays[2:]
-    of_rows = jax.tree.map(lambda x: PartitionSpec(*spec[: x.ndim]), rows)
-    return (*of_rows, *jax.tree.map(lambda _: PartitionSpec(), numbers))
+from .rules_calls import without_tables
+from .walk import Request, Results, Walk
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _layout(value: Any, spec: PartitionSpec) -> tuple[str, ...] | None:
-    """The mesh axes along which the devices' rows are laid side by side.
+def shard_map(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+    params = eqn.params
+    mesh, check_vma = params["mesh"], params["check_vma"]
+    manual = tuple(x for x in mesh.axis_names if x in params["newly_manual_axes"])
+    body = as_closed(params["jaxpr"])
+    tables = [i for i, x in enumerate(args) if isinstance(x, Expression)]
+    below, specs, shapes = _split(eqn, [args[i] for i in tables], tables)
 
-    `None` for what leaves as an array.
-    """
-    if not isinstance(value, RowSum) or value.carry is not None:
-        return None
-    if any(_mesh_axes(entry) for entry in spec[value.depth :]):
-        return None
-    shards = [axis for entry in spec for axis in _mesh_axes(entry)]
-    if not value.axes.isdisjoint(shards):  # each device's copy of one sum
-        return None
-    return (*sorted(value.axes), *shards)
+    def values(arrays: Any, plain: Any) -> list[Any]:
+        local = with_arrays(below, arrays, lambda x: shapes[x])
+        rest = iter(plain)
+        return [local[x] if isinstance(x, Expression) else next(rest) for x in args]
 
+    # JAX cannot say over which axes columns vary without check_vma, and rows of which
+    # each device has some columns are no rows of the table.
+    depths = walk.program.depths
+    by_leaf = {leaf.index: specs[args[i]] for i in tables for leaf in args[i].leaves}
+    whole = frozenset(
+        i
+        for i, spec in by_leaf.items()
+        if any(map(_mesh_axes, spec[depths.get(i, 1) :]))
+    )
+    local_shapes = frozenset(shapes[args[i]] for i in tables)
+    unknown = values([arrays_of(x) for x in below], [None] * (len(args) - len(tables)))
+    requests, results = walk.plan(body, unknown, needed, local_shapes, whole)
+    without_tables(walk, eqn, needed, results)
 
-def _global_rows(
-    value: RowSum, spec: PartitionSpec, shape: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """The rows of this device with their ids in the whole table."""
-    part = padded(value, value.number, value.depth)
-    indices = part.indices
-    valid = in_bounds(indices, value.shape)
-    entries = (*spec, *[None] * value.depth)[: value.depth]
-    shifts = [
-        first_row(_mesh_axes(entry), size, indices.dtype)
-        for entry, size in zip(entries, value.shape, strict=False)
+    def axes_of(request: Request) -> tuple[str, ...]:
+        axes = request.axes if check_vma else manual
+        return tuple(x for x in manual if x in axes)
+
+    outer, delta_specs = [], []
+    for request in requests:
+        axes, spec = axes_of(request), by_leaf[request.leaf.index]
+        size = math.prod(mesh.shape[x] for x in axes)
+        global_shape = tuple(
+            n * math.prod(mesh.shape[x] for x in _mesh_axes(entry))
+            for n, entry in zip(
+                request.shape, (*spec, *[None] * len(request.shape)), strict=False
+            )
+        )
+        outer.append(
+            request._replace(
+                shape=global_shape,
+                count=size * request.count,
+                axes=tuple(x for x in request.axes if x not in manual),
+                constant=None,
+            )
+        )
+        delta_specs.append(spec if request.is_whole else PartitionSpec(axes))
+    deltas = walk.request(outer)
+    if walk.is_plan:
+        return [None] * len(eqn.outvars)
+    if mesh_of(*deltas).explicit_axes:
+        deltas = list(map(jax.reshard, deltas, delta_specs))
+
+    def function(arrays: Any, plain: Any, deltas: Any) -> Any:
+        inner = walk.inside(deltas, local_shapes, whole)
+        results = inner.evaluate(body, values(arrays, plain), needed)
+        rows = []
+        for request, own, ids in zip(requests, outer, inner.rows, strict=True):
+            spec = by_leaf[request.leaf.index]
+            ids = _global_ids(ids, request, spec, own.shape)
+            rows.append(vary(ids, axes_of(request)) if check_vma else ids)
+        return [inner.dense(x) for x in results], rows
+
+    plain = [x for x in args if not isinstance(x, Expression)]
+    plain_specs = [
+        spec
+        for x, spec in zip(args, params["in_specs"], strict=True)
+        if not isinstance(x, Expression)
     ]
-    shifted = indices + jnp.stack(shifts)[None, :]
-    return jnp.where(valid[:, None], shifted, row_bounds(shape, indices)), part.data
+    results, rows = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=([_specs_of(x, specs[x]) for x in below], plain_specs, delta_specs),
+        out_specs=(
+            list(params["out_specs"]),
+            [PartitionSpec(axes_of(x)) for x in requests],
+        ),
+        axis_names=set(manual),
+        check_vma=check_vma,
+    )([arrays_of(x) for x in below], plain, deltas)
+    walk.rows += rows
+    return list(results)
 
 
-def _demand(
-    analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool]
-) -> Sequence[bool]:
-    return [False] * len(eqn.invars)  # sums of rows are made inside
+def _split(
+    eqn: JaxprEqn, args: list[Expression], places: list[int]
+) -> tuple[list[Expression], dict[Any, PartitionSpec], dict[Any, Any]]:
+    """What tables are computed of, how it is split, and the shapes of the parts.
+
+    All operands of an elementwise function are split as its result is.
+    """
+    specs: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}
+    inner: list[Any] = eqn.params["jaxpr"].invars
+    for value, place in zip(args, places, strict=True):
+        for x in expressions_below([value]):
+            specs.setdefault(x, eqn.params["in_specs"][place])
+            shapes.setdefault(x, inner[place].aval.shape)
+    return expressions_below(args), specs, shapes
 
 
-def _obstacles(
-    analysis: Analysis, eqn: JaxprEqn, wanted: Sequence[bool], operands: Obstacles
-) -> Obstacles:
-    outside = [Obstacle(eqn)] * len(operands)
-    return analysis.obstacles(eqn.params["jaxpr"], wanted, outside)
+def _specs_of(value: Expression, spec: PartitionSpec) -> Any:
+    """How the arrays of one expression lie: as the table does, scalars everywhere."""
+
+    def of(x: Any) -> PartitionSpec:
+        return PartitionSpec(*spec[: jnp.ndim(x)])
+
+    if isinstance(value.source, StaleTable):
+        everywhere = jax.tree.map(lambda _: PartitionSpec(), value.source)
+        rows = jax.tree.map(of, value.source.rows)
+        return everywhere._replace(array=spec, rows=rows)
+    return jax.tree.map(of, arrays_of(value))
 
 
-SHARD_MAP = Rule(_shard_map, _demand, _obstacles)
+def _global_ids(
+    ids: jax.Array, request: Request, spec: PartitionSpec, shape: tuple[int, ...]
+) -> jax.Array:
+    """The ids of this device's rows in the whole table."""
+    entries = (*spec, *[None] * request.depth)[: request.depth]
+    shifts = [
+        first_row(_mesh_axes(entry), size, ids.dtype)
+        for entry, size in zip(entries, request.shape, strict=False)
+    ]
+    valid = in_bounds(ids, request.shape)
+    shifted = ids + jnp.stack(shifts)[None, :]
+    return jnp.where(valid[:, None], shifted, row_bounds(shape, ids))

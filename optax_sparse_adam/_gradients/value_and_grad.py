@@ -1,6 +1,5 @@
 """`value_and_grad` and `grad` with row-sparse gradients for tables."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -10,28 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, valid_jaxtype
 
 from .._jax_extras.sharding import mesh_of
-from .._jax_extras.varying_axes import varying_axes
+from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.resting_state import exact_states, held_by, is_exact, table_states
-from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
-from .interpreter import Context
+from .expressions import Expression, StaleTable, Table, table
+from .row_slices import RowSlices, every_row, to_bcoo
 from .rules import RULES
-from .rules_lookups import is_every_row
-from .symbolic_values import (
-    Deferred,
-    Known,
-    Part,
-    RowSum,
-    dense,
-    is_symbolic,
-    outdated,
-    table,
-    to_bcoo,
-)
+from .walk import DenseUse, Program, Request, Walk
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -67,15 +54,16 @@ def value_and_grad(
     padding. `coalesce` adds duplicates up at any time.
 
     Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
-    functions with custom derivatives, and a table may be cast, scaled or passed through
-    any elementwise function before it is looked up. `table[0]`, with a constant, is a
+    `shard_map`, and a table may be cast, scaled or passed through any elementwise
+    function before it is looked up. `table[0]`, with a constant, is a
     lookup of one row; only where constants read every row, as a Python loop over
     stacked layers does, the gradient is dense. A `vmap` over stacked tables and their
     ids is a lookup, too, with `n_sparse == 2`. Any other use of a table, such as tied
     output weights, weight decay in the loss, a range with fixed bounds (`table[:k]`),
-    or `take_along_axis`, makes its gradient dense. Two things cost what they cost under
-    `jax.grad`: a nonlinear function of a table inside a branch of `lax.cond`, and a
-    `vmap` over the predicate of a `lax.cond` that looks a table up.
+    `take_along_axis`, or a function with a `jax.custom_vjp` that takes it, makes its
+    gradient dense; rows that are looked up before may go into any function. A `vmap`
+    over the predicate of a `lax.cond` that looks a table up costs what it costs under
+    `jax.grad`.
 
     In one jitted step with the update, whatever the call returns, and whatever a
     `jax.debug.print` in `fun` shows, is read before the table is updated in place. Old
@@ -132,7 +120,9 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         numbers = as_numbers(argnums)
-        if not all(-len(args) <= number < len(args) for number in numbers):
+        inside = [-len(args) <= number < len(args) for number in numbers]
+        places = {number % max(1, len(args)) for number in numbers}
+        if not numbers or not all(inside) or len(places) < len(numbers):
             return reference(*args, **kwargs)  # raises, in JAX's words
         chosen = [args[number] for number in numbers]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
@@ -143,18 +133,23 @@ def value_and_grad(
         structure: Any = None
         outputs: list[Any] = []
 
-        def traced(*chosen: Any) -> tuple[Any, Any]:
+        def traced(*chosen: Any) -> list[Any]:
             values = list(args)
             for number, value in zip(numbers, chosen, strict=True):
                 values[number] = value
-            result, grads = reference(*values, **kwargs)
+            result = kept(*values, **kwargs)
+            if not _is_loss(result, has_aux):
+                return []
             # An auxiliary output may be anything; arrays leave through the jaxpr.
             nonlocal structure
             leaves, structure = jax.tree.flatten(result)
             outputs[:] = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
-            return [x for x in leaves if isinstance(x, jax.Array)], grads
+            outputs[0] = _ARRAY
+            return [leaves[0], *(x for x in leaves[1:] if isinstance(x, jax.Array))]
 
         closed = jax.make_jaxpr(traced)(*chosen)
+        if structure is None:
+            return reference(*args, **kwargs)  # raises, in JAX's words
         arrays, grads = _evaluate(closed, tree, wanted, current_tables(tree, read))
         rest = iter(arrays)
         results = [next(rest) if x is _ARRAY else x for x in outputs]
@@ -234,54 +229,118 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     return [bool(mark) for mark in marks]
 
 
-def current_tables(tree: Any, read: Any) -> list[Deferred]:
-    """The values of the leaves, which the state `read` may have to bring up to date."""
+def _is_loss(result: Any, has_aux: bool) -> bool:
+    """Whether JAX would differentiate a function that returns this."""
+    if has_aux:
+        if not (isinstance(result, tuple | list) and len(result) == 2):
+            return False
+        result = result[0]
+    if not valid_jaxtype(result):
+        return False
+    aval = jax.typeof(result)
+    return aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def current_tables(tree: Any, read: Any) -> list[Table | StaleTable]:
+    """The leaves, which the state `read` may have to bring up to date."""
     leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
-    values = [table(x) for x in leaves]
+    tables: list[Table | StaleTable] = [Table(x) for x in leaves]
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
-            tables, shapes = table_states(node), list(map(jnp.shape, leaves))
+            states, shapes = table_states(node), list(map(jnp.shape, leaves))
             for i, (place, rows) in held_by(node, shapes, treedef).items():
                 array = jnp.asarray(leaves[i])
-                values[i] = outdated(array, rows, tables.at(place), node.constants)
-    return values
+                tables[i] = StaleTable(array, rows, states.at(place), node.constants)
+    return tables
 
 
 def _evaluate(
-    closed: ClosedJaxpr, tree: Any, wanted: list[bool | None], values: list[Deferred]
+    closed: ClosedJaxpr,
+    tree: Any,
+    wanted: list[bool | None],
+    tables: list[Table | StaleTable],
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluates the jaxpr of `(results, gradients)`, row-sparse where wanted."""
+    """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
+
+    Returns:
+      The results, and the gradient of each leaf, row-sparse where wanted.
+    """
     paths, leaves = _with_paths(tree)
-    analysis = Analysis(RULES)
-    able = _able(analysis, closed, paths, leaves, wanted)
-    shapes = frozenset(jnp.shape(x) for x, can in zip(leaves, able, strict=True) if can)
-    context = Context(analysis, RULES, shapes, [], Known())
-    args = [x if can else x.dense for x, can in zip(values, able, strict=True)]
-    shown: list[Any] = []
-    if any(able):
-        atoms = _shown(closed.jaxpr)
-        jaxpr = closed.jaxpr.replace(outvars=[*atoms, *closed.jaxpr.outvars])
-        wanted_outputs = [False] * len(atoms) + _of_gradients(closed, able)
-        program = ClosedJaxpr(jaxpr, closed.consts)
-        outputs = context.evaluate(program, args, wanted_outputs)
-        shown = [x for x in outputs[: len(atoms)] if not is_symbolic(x)]
-        outputs = outputs[len(atoms) :]
-    else:
-        outputs = list(jaxpr_as_fun(closed)(*args))
-    number = len(outputs) - len(leaves)
-    results = [jnp.asarray(dense(x)) for x in outputs[:number]]
-    grads: list[Any] = []
-    marks = zip(paths, wanted, able, values, outputs[number:], strict=True)
-    for path, mark, can, value, total in marks:
-        if can and isinstance(total, RowSum):
-            after = _after(total, [*results, *shown])
-            grads.append(to_bcoo(after, is_stale=value.is_table))
-        elif mark:
-            raise ValueError(_refusal(path, next(iter(context.blamed), None)))
+    program = Program(RULES)
+    able = _able(program, closed, paths, tables, wanted)
+    # What the loss shows is read before tables are written: see `_after`.
+    shown = _shown(closed.jaxpr)
+    jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
+    closed = ClosedJaxpr(jaxpr, closed.consts)
+    needed = [True] + [False] * (len(jaxpr.outvars) - 1)
+    args = _arguments(tables, able)
+    shapes = frozenset(x.shape for x in args if isinstance(x, Expression))
+    requests, _ = Walk(program, shapes).plan(closed, args, needed)
+
+    def function(deltas: list[Any], arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        values = [x if isinstance(x, Expression) else next(rest) for x in args]
+        walk = Walk(program, shapes, iter(deltas))
+        results = walk.evaluate(closed, values, needed)
+        # Arrays as they are, with their weak types.
+        return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
+
+    deltas = [vary(jnp.zeros(x.delta.shape, x.delta.dtype), x.axes) for x in requests]
+    arrays = [x for x in args if not isinstance(x, Expression)]
+    (value, (others, rows)), (of_deltas, of_arrays) = jax.value_and_grad(
+        function, argnums=(0, 1), has_aux=True
+    )(deltas, arrays)
+    count = len(jaxpr.outvars) - len(shown)
+    everything = [value, *map(jnp.asarray, others)]
+    found: dict[int, list[RowSlices]] = {i: [] for i, can in enumerate(able) if can}
+    for request, ids, values in zip(requests, rows, of_deltas, strict=True):
+        slices = _of_all_devices(request, leaves[request.leaf.index], ids, values)
+        found[request.leaf.index].append(_after(slices, everything))
+    dense, grads = iter(of_arrays), []
+    for i, leaf in enumerate(leaves):
+        if i in found:
+            depth = program.depths.get(i, 1)
+            dtype = jnp.result_type(leaf)
+            is_read = isinstance(tables[i], StaleTable)
+            grads.append(
+                to_bcoo(found[i], jnp.shape(leaf), depth, dtype, is_stale=not is_read)
+            )
         else:
-            grads.append(jnp.asarray(dense(total)))
-    return results, grads
+            grads.append(next(dense))
+    return everything[:count], grads
+
+
+def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
+    """An expression for each leaf that is able to be row-sparse, arrays for others."""
+    args: list[Any] = []
+    for i, (source, can) in enumerate(zip(tables, able, strict=True)):
+        value = table(source, jnp.shape(source.array), jnp.result_type(source.array), i)
+        array = source.array
+        if isinstance(source, StaleTable) and not can:
+            array = value.select(lambda x: x, value.shape)
+        args.append(value if can else array)
+    return args
+
+
+def _of_all_devices(
+    request: Request, leaf: Any, ids: jax.Array, values: jax.Array
+) -> RowSlices:
+    """The gradient of the rows of one lookup.
+
+    Inside of `shard_map`, of all devices, over the axes over which rows vary and the
+    table does not: under `jax.grad` its gradient is summed over them.
+    """
+    if request.is_whole:
+        ids, values = every_row(ids, values, request.depth)
+    slices = RowSlices(vary(ids, request.axes), values)
+    own = varying_axes(leaf) if request.axes else ()
+    axes = tuple(axis for axis in request.axes if axis not in own)
+    if not axes:
+        return slices
+    gather = functools.partial(
+        lax.all_gather, axis_name=axes, tiled=True, to="invarying"
+    )
+    return RowSlices(*map(gather, slices))
 
 
 def _shown(jaxpr: Jaxpr) -> list[Any]:
@@ -299,41 +358,46 @@ def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
     return [path for path, _ in pairs], [leaf for _, leaf in pairs]
 
 
-def _of_gradients(closed: ClosedJaxpr, flags: Sequence[bool]) -> list[bool]:
-    """Flags for all outputs of the jaxpr, given those of the gradients, the last."""
-    return [*[False] * (len(closed.jaxpr.outvars) - len(flags)), *flags]
-
-
 def _able(
-    analysis: Analysis,
+    program: Program,
     closed: ClosedJaxpr,
     paths: list[KeyPath],
-    leaves: list[Any],
+    tables: list[Table | StaleTable],
     wanted: list[bool | None],
 ) -> list[bool]:
     """Which leaves get a row-sparse gradient; raises where one is named in vain."""
+    arrays = [source.array for source in tables]
     able = [
         mark is not False
-        and jnp.ndim(leaf) > 0
-        and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
-        for mark, leaf in zip(wanted, leaves, strict=True)
+        and jnp.ndim(array) > 0
+        and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
+        for mark, array in zip(wanted, arrays, strict=True)
     ]
-    outputs = analysis.obstacles(
-        closed.jaxpr, _of_gradients(closed, able), [UNKNOWN] * len(leaves)
-    )
-    obstacles = outputs[len(outputs) - len(leaves) :]
-    for i, obstacle in enumerate(obstacles):
-        obstacle = obstacle if able[i] else UNKNOWN
-        if wanted[i] and obstacle is not None:
-            raise ValueError(_refusal(paths[i], obstacle.eqn, obstacle.line))
-        able[i] = able[i] and obstacle is None
+    args = _arguments(tables, able)
+    shapes = frozenset(x.shape for x in args if isinstance(x, Expression))
+    needed = [True] + [False] * (len(closed.jaxpr.outvars) - 1)
+    requests, _ = Walk(program, shapes).plan(closed, args, needed)
+    for i, path in enumerate(paths):
+        use = program.dense_uses.get(i)
+        if wanted[i] and (use is not None or not able[i]):
+            raise ValueError(_refusal(path, use))
+        able[i] = able[i] and use is None
         if able[i] and not wanted[i]:
-            atom = closed.jaxpr.outvars[len(outputs) - len(leaves) + i]
-            able[i] = not is_every_row(closed.jaxpr, atom)
+            able[i] = not _reads_every_row([x for x in requests if x.leaf.index == i])
     return able
 
 
-def _after(total: RowSum, results: list[jax.Array]) -> RowSum:
+def _reads_every_row(requests: list[Request]) -> bool:
+    """Whether all lookups of a table are at constant indices that leave no row out.
+
+    So are those of stacked layers that a Python loop takes one by one. All rows of a
+    table, each once, are the dense gradient already.
+    """
+    rows = {x.constant for x in requests}
+    return bool(rows) and None not in rows and len(rows) == requests[0].shape[0]
+
+
+def _after(slices: RowSlices, results: list[jax.Array]) -> RowSlices:
     """Makes a gradient depend on all that the call shows, without changing it.
 
     XLA updates a table in place only where it knows that every read of the old rows
@@ -345,22 +409,16 @@ def _after(total: RowSum, results: list[jax.Array]) -> RowSum:
     than the gradient would make it vary there as well, and is left out.
     (tests/gradients/test_cost_of_steps.py)
     """
-
-    def after(part: Part) -> Part:
-        axes = total.axes.union(varying_axes(part.data))
-        values = [
-            x for x in results if _is_numeric(x) and axes.issuperset(varying_axes(x))
-        ]
-        if not values:
-            return part
-        place = jnp.int32(0)
-        if values[0].ndim == 0:  # the loss, unless it is left out
-            place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
-        numbers = jnp.stack([_some_number(x, place) for x in values])
-        is_never = jnp.any(numbers > jnp.inf)
-        return part._replace(indices=jnp.where(is_never, -1, part.indices))
-
-    return dataclasses.replace(total, parts=tuple(map(after, total.parts)))
+    axes = set(varying_axes(slices.values))
+    values = [x for x in results if _is_numeric(x) and axes.issuperset(varying_axes(x))]
+    if not values:
+        return slices
+    place = jnp.int32(0)
+    if values[0].ndim == 0:  # the loss, unless it is left out
+        place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
+    numbers = jnp.stack([_some_number(x, place) for x in values])
+    is_never = jnp.any(numbers > jnp.inf)
+    return slices._replace(indices=jnp.where(is_never, -1, slices.indices))
 
 
 def _is_numeric(x: jax.Array) -> bool:
@@ -383,11 +441,10 @@ def _some_number(x: jax.Array, place: jax.Array) -> jax.Array:
     return _as_float(jnp.max(x))
 
 
-def _refusal(path: KeyPath, eqn: JaxprEqn | None = None, line: str = "") -> str:
+def _refusal(path: KeyPath, use: DenseUse | None) -> str:
     cause = "it has a use other than row lookups"
-    if eqn is not None:
-        line = line or source_info_util.summarize(eqn.source_info)
-        cause = f"of `{eqn.primitive.name}` at {line}"
+    if use is not None:
+        cause = f"of `{use.primitive}` at {use.line}"
     return (
         f"`sparse` asks for a row-sparse gradient of {leaf_name(path)}, which cannot "
         f"be had because {cause}: it must be made of row lookups only. Let this leaf "

@@ -24,18 +24,16 @@ from .varying_axes import bind
 # Primitives of one result, each element of which is computed from the same element of
 # every operand, or from operands that are scalars. Gradient rules, `lazy_row_analysis`
 # and `update_in_place` believe it: a wrong name here gives wrong numbers in all three.
-# One that is zero at zero is named in `rules_elementwise`, too.
-NONLINEAR = (
-    "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma "
-    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma "
-    "log log1p log2 logistic lt max min ne nextafter not one_minus_square or "
-    "polynomial pow rem round rsqrt sign sin sinh sqrt square stop_gradient tan tanh "
-    "xor"
+# One whose derivative is zero is named in `_gradients/backward_slice.py`, too.
+_NAMES = (
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp "
+    "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 "
+    "expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt "
+    "max min mul name ne neg nextafter not one_minus_square or polynomial pow "
+    "reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor"
 )
-LINEAR = "copy name neg"
-# Those with a rule of their own in `rules_elementwise`.
-_OTHERS = "add add_any convert_element_type div mul reduce_precision select_n sub"
-ELEMENTWISE = frozenset(f"{NONLINEAR} {LINEAR} {_OTHERS}".split())
+ELEMENTWISE = frozenset(_NAMES.split())
 
 # The parameter of a primitive that says how many rows it makes.
 _ROWS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}

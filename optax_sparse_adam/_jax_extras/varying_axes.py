@@ -39,3 +39,13 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """
     axes = varying_axes(*operands) if len(operands) > 1 else ()
     return primitive.bind(*(vary(x, axes) for x in operands), **params)
+
+
+def axes_of_type(aval: Any) -> tuple[str, ...]:
+    """The mesh axes over which a value of this type varies, as `varying_axes` says it.
+
+    In jax 0.10 and 0.11 the type has the attribute `manual_axis_type`, before `vma`.
+    """
+    of_axes = getattr(aval, "manual_axis_type", None)
+    names = getattr(aval, "vma", frozenset()) if of_axes is None else of_axes.varying
+    return tuple(sorted(names))

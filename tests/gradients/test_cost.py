@@ -109,7 +109,6 @@ COMPILED = [
     "vmap",
     "vmap of scan",
     "shard_map",
-    "custom_vjp with segment_sum",
     "cast of rows",
     "times a traced number",
     "times a parameter",

@@ -182,13 +182,13 @@ def tied(p, i):
 
 
 def decay(p, i):
-    penalty = jnp.sum(p["t"])  # stands in the way: broadcast_in_dim
+    penalty = jnp.sum(p["t"])  # stands in the way: reduce_sum
     return loss(p, i) + penalty
 
 
 def decay_in_scan(p, ids):
     def step(total, i):
-        penalty = jnp.sum(p["t"])  # stands in the way: broadcast_in_dim
+        penalty = jnp.sum(p["t"])  # stands in the way: reduce_sum
         return total + square(p["t"][i], p["w"]) + penalty, None
 
     return lax.scan(step, 0.0, ids)[0]
@@ -196,7 +196,7 @@ def decay_in_scan(p, ids):
 
 def decay_in_branch(p, i):
     def taken():
-        return jnp.sum(p["t"])  # stands in the way: broadcast_in_dim
+        return jnp.sum(p["t"])  # stands in the way: reduce_sum
 
     return lax.cond(i[0, 0] == 0, taken, lambda: loss(p, i))
 
@@ -204,17 +204,17 @@ def decay_in_branch(p, i):
 def decay_in_checkpoint(p, i):
     @jax.checkpoint
     def both(t):
-        return square(t[i], p["w"]) + jnp.sum(t)  # stands in the way: broadcast_in_dim
+        return square(t[i], p["w"]) + jnp.sum(t)  # stands in the way: reduce_sum
 
     return both(p["t"])
 
 
 def static_slice(p, i):
-    return square(p["t"][2:5], p["w"])  # stands in the way: pad
+    return square(p["t"][2:5], p["w"])  # stands in the way: slice
 
 
 def columns(p, i):
-    return jnp.sum(p["t"][:, i % 4])  # stands in the way: scatter-add
+    return jnp.sum(p["t"][:, i % 4])  # stands in the way: gather
 
 
 def row_set(p, i):
@@ -236,7 +236,7 @@ def halved(p, ids):
 
 
 def rolled(p, i):
-    return square(jnp.roll(p["t"], 1, axis=0)[i], p["w"])  # stands in the way: pad
+    return square(jnp.roll(p["t"], 1, axis=0)[i], p["w"])  # stands in the way: slice
 
 
 def summed(p, i):

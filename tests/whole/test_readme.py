@@ -86,7 +86,9 @@ def test_ci_runs_the_second_block():
 
 def test_every_training_step_is_in_place():
     """Without donation a step costs what the table costs."""
-    adds = re.compile(r"osa\.apply_updates\(|optimizer\.update\(model|make_train_step\(")
+    adds = re.compile(
+        r"osa\.apply_updates\(|optimizer\.update\(model|make_train_step\("
+    )
     steps = [code for code in _PYTHON if adds.search(code)]
     assert len(steps) == 2
     for code in steps:

@@ -1,0 +1,207 @@
+"""What the walk over the forward program does beyond lookups in plain losses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+from optax_sparse_adam._gradients.expressions import Table, table
+from optax_sparse_adam._gradients.rules import RULES
+from optax_sparse_adam._gradients.walk import Program, evaluate_with_tables
+
+from ..helpers.gradients import Case, assert_same, is_bcoo, square
+from ..helpers.support import compile_for_users
+
+PARAMS, IDS = Case(None).inputs()
+TABLE, WEIGHTS = PARAMS["t"], PARAMS["w"]
+
+
+def assert_row_sparse_like_jax(loss, *args, nse=None):
+    ours, theirs = osa.grad(loss), jax.grad(loss)
+    for lift in (jax.jit, lambda f: f):
+        grad = lift(ours)(*args)
+        assert is_bcoo(grad)
+        assert nse in (None, grad.nse)
+        assert_same(grad, jax.jit(theirs)(*args), 32)
+
+
+FUNCTIONS = {
+    "checkpoint of a function": lambda t: jax.checkpoint(lambda t: jnp.tanh(t))(t),
+    "branches that return functions": lambda t: lax.cond(
+        t[0, 0] > 0, lambda t: 2 * t, lambda t: jnp.sin(t), t
+    ),
+    "branch that returns the table": lambda t: lax.cond(
+        t[0, 0] > 0, lambda t: t, lambda t: -t, t
+    ),
+    "stopped and not": lambda t: t * lax.stop_gradient(jnp.tanh(t)),
+    "rounded and not": lambda t: t + jnp.round(t),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_table(name):
+    assert_row_sparse_like_jax(
+        lambda t, ids: square(FUNCTIONS[name](t)[ids], WEIGHTS), TABLE, IDS
+    )
+
+
+def test_whole_table_as_auxiliary_output():
+    """Through calls and loops that also look rows up."""
+
+    @jax.jit
+    def inner(t, ids):
+        def step(total, i):
+            return total + square(t[i], WEIGHTS), jnp.sum(t)
+
+        value, sums = lax.scan(step, 0.0, ids)
+        return value, (2 * t, sums)
+
+    grad, aux = osa.grad(inner, has_aux=True)(TABLE, IDS)
+    expected, expected_aux = jax.grad(inner, has_aux=True)(TABLE, IDS)
+    assert is_bcoo(grad)
+    assert grad.nse == 6
+    assert_same(grad, expected)
+    for one, other in zip(aux, expected_aux, strict=True):
+        assert_same(one, other, 4)
+
+
+def test_loops_that_look_up_more_rows_than_the_table_has():
+    """Memory is that of `jax.grad`, however many steps the loop has."""
+
+    def loss(t, ids):
+        def step(total, i):
+            return total + square(2 * t[i], WEIGHTS), None
+
+        return lax.scan(step, 0.0, ids)[0]
+
+    ids = jnp.arange(200_000, dtype=jnp.int32).reshape(2000, 100) % 13
+    assert_row_sparse_like_jax(loss, TABLE, ids[:20], nse=16)
+    temporary = [
+        compile_for_users(jax.jit(lib.grad(loss)).lower(TABLE, ids))
+        .memory_analysis()
+        .temp_size_in_bytes
+        for lib in (osa, jax)
+    ]
+    # Row ids are kept, and so are JAX's.
+    assert temporary[0] <= temporary[1] + 3 * ids.size * 4, temporary
+
+
+def test_only_the_changed_carry_is_dense():
+    def loss(p, ids):
+        def step(carry, i):
+            t, total = carry
+            return (t / 2, total + square(t[i] * p["s"][i], WEIGHTS)), None
+
+        return lax.scan(step, (p["t"], 0.0), ids)[0][1]
+
+    params = {"t": TABLE, "s": TABLE + 1}
+    grads, expected = osa.grad(loss)(params, IDS), jax.grad(loss)(params, IDS)
+    assert [is_bcoo(grads[name]) for name in "ts"] == [False, True]
+    for name in params:
+        assert_same(grads[name], expected[name], 8)
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P("x", "y")], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_function_of_a_table_into_shard_map(spec, check_vma):
+    """Its operands are split as it is; columns may be split, too."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+    def loss(t, scale, ids):
+        look_up = jax.shard_map(
+            lambda t, ids: jnp.tanh(t)[ids],
+            mesh=mesh,
+            in_specs=(spec, P()),
+            out_specs=P(*spec) if spec else P(),
+            check_vma=check_vma,
+        )
+        return jnp.sum(look_up(t * scale, ids) ** 2)
+
+    ids = jnp.array([0, 3, 1, 3])
+    args = TABLE, jnp.float32(0.5), ids
+    grads = jax.jit(osa.grad(loss, (0, 1)))(*args)
+    expected = jax.jit(jax.grad(loss, (0, 1)))(*args)
+    assert is_bcoo(grads[0])
+    assert_same(grads[0], expected[0], 16)
+    assert_same(grads[1], expected[1], 64)
+
+
+def test_evaluated_without_derivatives():
+    """The program with tables in the place of arguments; nothing is injected."""
+
+    def function(t, ids):
+        return jnp.sum(jnp.tanh(2 * t)[ids]), t[ids], jnp.sum(t)
+
+    closed = jax.make_jaxpr(function)(TABLE, IDS)
+    value = table(Table(TABLE), TABLE.shape, TABLE.dtype)
+    results = evaluate_with_tables(Program(RULES), closed, [value, IDS])
+    for one, other in zip(results, jax.jit(function)(TABLE, IDS), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    text = str(
+        jax.make_jaxpr(
+            lambda t: evaluate_with_tables(
+                Program(RULES), closed, [table(Table(t), t.shape, t.dtype), IDS]
+            )
+        )(TABLE)
+    )
+    assert "custom_jvp" not in text
+
+
+def test_loop_without_steps():
+    def loss(t, ids):
+        return lax.scan(lambda c, i: (c + square(t[i], WEIGHTS), None), 1.0, ids)[0]
+
+    assert_row_sparse_like_jax(loss, TABLE, IDS[:0], nse=0)
+
+
+def test_table_in_a_while_loop_without_derivative():
+    def loss(t, ids):
+        fixed = lax.stop_gradient(t)
+        more = lax.while_loop(lambda c: c < 9.0, lambda c: c + fixed[0, 0] ** 2, 0.0)
+        return more * square(t[ids], WEIGHTS)
+
+    assert_row_sparse_like_jax(loss, TABLE, IDS, nse=6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_long_loop_inside_shard_map(check_vma):
+    """The gradient of a replicated table is summed over devices, as JAX does it."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    ids = jnp.arange(40).reshape(20, 2) % 7
+
+    def loss(t, ids):
+        step = lambda c, i: (c + square(t[i], WEIGHTS), None)  # noqa: E731
+        return lax.scan(step, jnp.sum(0 * ids).astype(jnp.float32), ids)[0]
+
+    def gradient(lib):
+        def local(t, ids):
+            grad = lib.grad(loss)(t, ids)
+            return (grad.todense() if is_bcoo(grad) else grad)[None]
+
+        specs = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+        return jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
+
+    actual, expected = (jax.jit(gradient(lib))(TABLE[:8], ids) for lib in (osa, jax))
+    assert_same(actual, expected, 8)
+
+
+@jax.custom_vjp
+def tripled(x):
+    return x
+
+
+tripled.defvjp(lambda x: (x, None), lambda _, g: (3 * g,))
+
+
+def test_rows_may_go_into_any_function_and_tables_may_not():
+    assert_row_sparse_like_jax(
+        lambda t, ids: square(tripled(t[ids]), WEIGHTS), TABLE, IDS, nse=6
+    )
+    with pytest.raises(ValueError, match=r"`custom_vjp_call` at .*test_walk\.py"):
+        osa.grad(
+            lambda t, ids: square(tripled(t)[ids], WEIGHTS), sparse=lambda *_: True
+        )(TABLE, IDS)
