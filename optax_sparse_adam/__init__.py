@@ -5,6 +5,9 @@
 from ._gradients.value_and_grad import grad as grad
 from ._gradients.value_and_grad import value_and_grad as value_and_grad
 
+from ._gradients.evaluate import evaluate as evaluate
+from ._train_step import make_train_step as make_train_step
+
 # Row-sparse arrays.
 from ._rows.apply_updates import apply_updates as apply_updates
 from ._rows.coalesce import coalesce as coalesce
@@ -16,6 +19,7 @@ from ._optimizers.sparse_adam import sparse_adam as sparse_adam
 from ._optimizers.exact_adam import exact_adam as exact_adam
 from ._optimizers.exact_adam import exact_adamw as exact_adamw
 from ._optimizers.flush import flush as flush
+from ._optimizers.average import incremental_update as incremental_update
 from ._rows.resting_state import ExactAdamState as ExactAdamState
 from ._optimizers.sparse_adafactor import SparseAdafactorState as SparseAdafactorState
 from ._optimizers.sparse_adafactor import sparse_adafactor as sparse_adafactor

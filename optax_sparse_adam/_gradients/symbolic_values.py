@@ -24,10 +24,10 @@ from .._jax_extras.varying_axes import vary
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
 from .._rows.gather_scatter import scatter_add_rows
-from .._rows.guarded import GuardedBCOO
+from .._rows.guarded import GuardedBCOO, StaleBCOO
 from .._rows.padding import in_bounds, pad_indices, row_bounds
 from .._rows.resting_rows import values_of_rows
-from .._rows.resting_state import RowState, Whole
+from .._rows.resting_state import RowState, TableState
 from .._rows.ways import Constants
 
 
@@ -150,13 +150,9 @@ def elementwise(
 
 
 def outdated(
-    array: jax.Array,
-    rows: RowState,
-    whole: Whole,
-    constants: Constants,
-    count: jax.Array,
+    array: jax.Array, rows: RowState, state: TableState, constants: Constants
 ) -> Deferred:
-    """A table whose rows are brought up to step `count` where they are looked up.
+    """A table whose rows are brought up to date where they are looked up.
 
     The state of a vector along the last axis has an axis of length 1 in its place.
     """
@@ -166,9 +162,9 @@ def outdated(
 
     def apply(shape: Any, array: jax.Array, *leaves: jax.Array) -> jax.Array:
         rows = treedef.unflatten(leaves)
-        return values_of_rows(array, rows, whole, constants, count)
+        return values_of_rows(array, rows, state, constants)
 
-    origin = Origin(outdated, (array, rows, whole, constants, count))
+    origin = Origin(outdated, (array, rows, state, constants))
     operands = (array, *full)
     return Deferred(array.shape, array.dtype, apply, operands, True, origin)
 
@@ -411,12 +407,15 @@ def all_gather_parts(total: RowSum, to: str = "invarying") -> RowSum:
     return RowSum(total.shape, total.dtype, parts)
 
 
-def to_bcoo(total: RowSum) -> BCOO:
-    """The row-sparse gradient that a sum stands for."""
+def to_bcoo(total: RowSum, *, is_stale: bool) -> BCOO:
+    """The row-sparse gradient that a sum stands for.
+
+    `is_stale` says that rows were not read up to date, for `exact_adam` to know.
+    """
     total = all_gather_parts(total)
     stored = sum(part.indices.shape[0] for part in total.parts)
     part = merge_parts(total)
-    return GuardedBCOO(
+    return (StaleBCOO if is_stale else GuardedBCOO)(
         (part.data.astype(total.dtype), part.indices),
         shape=total.shape,
         unique_indices=total.unique or stored > total.number,

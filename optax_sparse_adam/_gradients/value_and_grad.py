@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import varying_axes
-from .._rows.resting_state import exact_states, held_by, is_exact
+from .._rows.resting_state import exact_states, held_by, is_exact, table_states
 from .analysis import UNKNOWN, Analysis
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .interpreter import Context
@@ -131,7 +131,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        numbers = _argnums(argnums)
+        numbers = as_numbers(argnums)
         if not all(-len(args) <= number < len(args) for number in numbers):
             return reference(*args, **kwargs)  # raises, in JAX's words
         chosen = [args[number] for number in numbers]
@@ -155,7 +155,7 @@ def value_and_grad(
             return [x for x in leaves if isinstance(x, jax.Array)], grads
 
         closed = jax.make_jaxpr(traced)(*chosen)
-        arrays, grads = _evaluate(closed, tree, wanted, _current(tree, read))
+        arrays, grads = _evaluate(closed, tree, wanted, current_tables(tree, read))
         rest = iter(arrays)
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         result = jax.tree.unflatten(structure, results)
@@ -203,7 +203,7 @@ def grad(
     return grad_fun
 
 
-def _argnums(argnums: Any) -> tuple[int, ...]:
+def as_numbers(argnums: Any) -> tuple[int, ...]:
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     return tuple(map(operator.index, numbers))
 
@@ -234,16 +234,17 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     return [bool(mark) for mark in marks]
 
 
-def _current(tree: Any, read: Any) -> list[Deferred]:
+def current_tables(tree: Any, read: Any) -> list[Deferred]:
     """The values of the leaves, which the state `read` may have to bring up to date."""
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     values = [table(x) for x in leaves]
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
-            for i, (rows, whole) in held_by(node, leaves, treedef).items():
-                args = rows, whole, node.constants, node.count
-                values[i] = outdated(jnp.asarray(leaves[i]), *args)
+            tables, shapes = table_states(node), list(map(jnp.shape, leaves))
+            for i, (place, rows) in held_by(node, shapes, treedef).items():
+                array = jnp.asarray(leaves[i])
+                values[i] = outdated(array, rows, tables.at(place), node.constants)
     return values
 
 
@@ -271,10 +272,11 @@ def _evaluate(
     number = len(outputs) - len(leaves)
     results = [jnp.asarray(dense(x)) for x in outputs[:number]]
     grads: list[Any] = []
-    marks = zip(paths, wanted, able, outputs[number:], strict=True)
-    for path, mark, can, total in marks:
+    marks = zip(paths, wanted, able, values, outputs[number:], strict=True)
+    for path, mark, can, value, total in marks:
         if can and isinstance(total, RowSum):
-            grads.append(to_bcoo(_after(total, [*results, *shown])))
+            after = _after(total, [*results, *shown])
+            grads.append(to_bcoo(after, is_stale=value.is_table))
         elif mark:
             raise ValueError(_refusal(path, next(iter(context.blamed), None)))
         else:

@@ -13,21 +13,36 @@ import optax
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
+from .._rows.guarded import StaleBCOO
 from .._rows.new_arrays import full_along
-from .._rows.resting_state import ExactAdamState, RowState, held_by, replace_held
+from .._rows.resting_state import (
+    ExactAdamState,
+    RowState,
+    held_by,
+    replace_rows,
+    replace_tables,
+    table_states,
+)
 from .exact_formula import Step, update_dense, update_sparse
 from .exact_schedule import (
     Betas,
     checked_constants,
     constants_of,
+    decay_of,
     fit,
     hold_values,
+    is_continued,
     largest_decay,
-    steps_from,
+    outlook,
     take_step,
-    way_ahead,
 )
-from .hyperparameters import NUMBER, check_at_least, check_hyperparameters, check_leaf
+from .hyperparameters import (
+    NUMBER,
+    check_at_least,
+    check_hyperparameters,
+    check_leaf,
+    check_state_class,
+)
 
 Schedule = Callable[[jax.Array], Any]
 
@@ -78,6 +93,39 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
         )
 
 
+def _check_decay(state: ExactAdamState, own: str) -> None:
+    given = "exact_adamw" if state.log_decay else "exact_adam"
+    if given != own:
+        raise ValueError(
+            f"{own} needs a state that was made by {own}, got that of {given}: "
+            "only the state of exact_adamw knows how far each row has decayed. To "
+            "change the weight decay between runs, use exact_adamw in all of them, "
+            "with weight_decay=0 where nothing decays."
+        )
+
+
+def _check_read(grad: Any, path: Any) -> None:
+    if isinstance(grad, StaleBCOO):
+        name = jax.tree_util.keystr(path) or "the table"
+        raise ValueError(
+            "exact_adam needs gradients that are made with read=, at the rows as dense "
+            f"Adam has them; got one of {name} made without. Call "
+            "value_and_grad(loss, read=state) with the state of the optimiser, or let "
+            "make_train_step do so."
+        )
+
+
+def _check_continued(is_right: jax.Array) -> jax.Array:
+    if not isinstance(is_right, jax.core.Tracer) and not is_right.all():
+        raise ValueError(
+            "exact_adam needs the schedule and the count by which its state has moved "
+            "stale rows; got a state of another learning rate, weight decay, nesterov "
+            "or count. Call params, state = flush(params, state) before any of them "
+            "changes: after it, all of them may."
+        )
+    return is_right
+
+
 def _zeros_for_rows(param: Any, dtype: Any) -> jax.Array:
     """A zero for each vector along the last axis."""
     axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
@@ -96,6 +144,7 @@ def _exact_adam(
     mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `weight_decay` is `None` where nothing decays."""
+    own = "exact_adam" if weight_decay is None else "exact_adamw"
     rate = _schedule(learning_rate, "learning rate")
     _check(b1, b2, eps, eps_root)
     decay = None
@@ -140,15 +189,18 @@ def _exact_adam(
         def log_decay(param: Any) -> jax.Array:
             return _zeros_for_rows(param, accumulator_dtype(jnp.result_type(param)))
 
+        size = len(jax.tree.leaves(params))
         return ExactAdamState(
             count=jnp.zeros([], jnp.int32),
             mu=for_each(functools.partial(full_along, dtype=mu_dtype)),
             nu=for_each(full_along),
             last=for_each(lambda param: _zeros_for_rows(param, jnp.int32)),
             log_decay=(for_each(log_decay), for_each(log_decay)) if decay else (),
-            since=for_each(lambda _: jnp.zeros([], jnp.int32)),
-            ways=for_each(lambda _: jnp.zeros([2, degree], dtype)),
-            decay=for_each(lambda _: jnp.zeros(2, dtype)) if decay else (),
+            clock=jnp.zeros([], jnp.int32),
+            origin=jnp.zeros([], jnp.int32),
+            since=jnp.zeros([size], jnp.int32),
+            ways=jnp.zeros([size, 2, degree], dtype),
+            decay=jnp.zeros([size, 2], dtype) if decay else (),
             constants=constants_of(betas, dtype),
         )
 
@@ -159,8 +211,11 @@ def _exact_adam(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ExactAdamState]:
         del extra_args
-        treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        check_state_class(state, ExactAdamState, own)
+        _check_decay(state, own)
+        state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
+        paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_leaf)
+        grads = [grad for _, grad in paths]
         olds: list[Any] = [None] * len(grads)
         marks = [decay is not None] * len(grads)
         if params is not None:
@@ -172,37 +227,44 @@ def _exact_adam(
                 "update(updates, state, params)."
             )
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
-        parts = held_by(state, nus, treedef)
-        if bool(state.log_decay) != (decay is not None):
-            given, own = ("exact_adam", "exact_adamw")[:: 1 if decay else -1]
-            raise ValueError(
-                f"{own} needs a state that was made by {own}, got that of {given}: "
-                "only the state of exact_adamw knows how far each row has decayed. To "
-                "change the weight decay between runs, use exact_adamw in all of them, "
-                "with weight_decay=0 where nothing decays."
-            )
+        shapes = [
+            None if old is None and nu is None else jnp.shape(nu if old is None else old)
+            for old, nu in zip(olds, nus, strict=True)
+        ]
+        held = held_by(state, shapes, treedef)
+        decays = np.array([marks[i] for i in held], bool)
         constants = checked_constants(state, betas)
-        ahead = steps_from(state.count, rate, decay, betas, constants.eps.dtype)
-        kinds = {True: ahead, False: ahead.without_decay()}
-        aheads = {m: way_ahead(kinds[m], betas) for m in {marks[i] for i in parts}}
-        count = optax.safe_increment(state.count)
-        for i, (rows, before) in parts.items():
-            steps, grad = kinds[marks[i]], grads[i]
-            after = take_step(before, constants, steps, aheads[marks[i]])
+        view = outlook(state.count, rate, decay, betas, constants.eps.dtype)
+        is_right = _check_continued(is_continued(state, view, decays, betas))
+        eps = jnp.where(is_right, constants.eps, jnp.nan)
+        tables = table_states(state)._replace(origin=state.count - state.clock)
+        after = take_step(tables, constants, view, decays)
+        after = after._replace(
+            ways=jnp.where(is_right[:, None, None], after.ways, jnp.nan)
+        )
+        # In the program, rows of a parameter with a dense gradient hold their value.
+        is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in held]
+        after = hold_values(after, np.array(is_dense, bool))
+        rows_after = []
+        for i, (place, rows) in held.items():
+            grad, path = grads[i], paths[i][0]
             if grad is not None:
                 check_leaf(grad, rows.nu)
-                if not is_bcoo(grad):
-                    after = hold_values(after, count)
-                now = jax.tree.map(lambda x: x[:1], steps)
-                step = Step(state.count, before, after, constants, now)
-                tables = (rows.mu, rows.nu, rows.last, *rows.log_decay)
+                _check_read(grad, path)
+                now = view.now
+                if decay is not None:
+                    now = now._replace(log_decay=decay_of(now, decays[place]))
+                own_constants = constants._replace(eps=eps[place])
+                step = Step(tables.at(place), after.at(place), own_constants, now)
+                arrays = (rows.mu, rows.nu, rows.last, *rows.log_decay)
                 read = (olds[i],) if decay is not None else ()
                 one: Any = update_sparse if is_bcoo(grad) else update_dense
-                grads[i], tables = one(grad, read, tables, step, betas=betas)
-                mu, nu, last, *log_decay = tables
+                grads[i], arrays = one(grad, read, arrays, step, betas=betas)
+                mu, nu, last, *log_decay = arrays
                 rows = RowState(mu, nu, last, tuple(log_decay))
-            parts[i] = rows, after
-        state = replace_held(state, treedef, parts)
+            rows_after.append(rows)
+        state = replace_tables(replace_rows(state, rows_after), after)
+        count = optax.safe_increment(state.count)
         return treedef.unflatten(grads), state._replace(count=count)
 
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
@@ -239,17 +301,19 @@ def exact_adam(
     after some hundred steps. A few numbers, computed once in each step from the
     schedule, give the way of any row.
 
-    Three things belong together::
+    Three things belong together, as in `make_train_step`::
 
       loss, grads = osa.value_and_grad(loss_fn, read=state)(params, batch)
       updates, state = tx.update(grads, state, params)
       params = osa.apply_updates(params, updates)
 
     `read=state` (see `value_and_grad`) lets the loss look rows up as dense Adam would
-    have them now; without it, the loss sees resting points, and this is another
-    optimiser. `flush(params, state)` puts the values in their place: before an
-    evaluation, an export, or a change of the learning rate by hand. Checkpoints of
-    `(params, state)` for this optimiser need no flush.
+    have them now; without it, the loss would see resting points, and `update` raises.
+    `evaluate(fun, read=state)` is `fun` without a gradient. `flush(params, state)` puts
+    the values in their place: before an export, or a change of the learning rate by
+    hand. A change without it, which only a running program sees, makes the rows NaN.
+    Nothing may change the updates afterwards. Checkpoints of `(params, state)` for this
+    optimiser need no flush.
 
     A gradient leaf may be a row-sparse BCOO; a dense array, for which every row is
     brought up to date, and the parameter then holds values; or `None`, which is a
@@ -274,9 +338,9 @@ def exact_adam(
     Args:
       learning_rate: A Python number of at least 0, or a schedule, called with the
         numbers of steps before this one and before those to come, as traced scalars. It
-        must be a function of that number alone. Where it is NaN in steps to come, rows
-        do not move; where it grows in all of them as fast as momentum dies out, they
-        become NaN.
+        must be a function of that number alone. Where it is NaN or infinite in steps to
+        come, rows do not move; where it grows in all of them as fast as momentum dies
+        out, they become NaN.
       b1: Decay of the moving average of the gradient, in `[0, 1)`; below `sqrt(b2)`.
       b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
       eps: Added to the root of the corrected second moment, as in `optax.adam`.
@@ -287,7 +351,9 @@ def exact_adam(
     Returns:
       An `optax.GradientTransformationExtraArgs` with state `ExactAdamState`. Its
       `update` raises `TypeError` and `ValueError` for gradients as that of
-      `sparse_adam` does, and `ValueError` for a gradient of single elements.
+      `sparse_adam` does, and `ValueError` for a gradient of single elements, for one
+      that was made without `read=`, and outside of a program for a state of another
+      schedule.
 
     Raises:
       TypeError: If a hyper-parameter is an array, such as those of
@@ -367,9 +433,9 @@ def exact_adamw(
       >>> import jax.numpy as jnp
       >>> import optax_sparse_adam as osa
       >>> table, tx = jnp.ones((1000, 4)), osa.exact_adamw(0.1, weight_decay=0.1)
-      >>> grad = osa.grad(lambda t: jnp.sum(t[jnp.array([3, 7])] ** 2))(table)
-      >>> update, state = tx.update(grad, tx.init(table), table)
-      >>> table, state = osa.flush(osa.apply_updates(table, update), state)
+      >>> step = osa.make_train_step(lambda t, ids: jnp.sum(t[ids] ** 2), tx)
+      >>> table, state, _ = step(table, tx.init(table), jnp.array([3, 7]))
+      >>> table, state = osa.flush(table, state)
       >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
       [0.99, 0.89, 0.89]
 

@@ -24,7 +24,7 @@ from .._rows.resting_rows import (
     numbers_of_rows,
     stamp,
 )
-from .._rows.resting_state import RowState, Whole
+from .._rows.resting_state import RowState, TableState
 from .._rows.ways import Constants, centre_of_way, polynomial, way_of
 from ..native import _calls as native
 from .exact_schedule import Betas, Steps
@@ -32,11 +32,10 @@ from .rounding import nearest
 
 
 class Step(NamedTuple):
-    """The numbers of one step of one parameter."""
+    """The numbers of one step of one parameter, before it and after it."""
 
-    done: jax.Array  # number of the steps before
-    before: Whole
-    after: Whole
+    before: TableState
+    after: TableState
     constants: Constants
     now: Steps
 
@@ -73,30 +72,30 @@ def _update_rows(
     mu, nu, last, *decays = rows
     param = decays.pop() if decays else None
     state = RowState(mu.astype(dtype), nu.astype(dtype), last, tuple(decays))
-    moved = move_rows(state, step.before, step.constants, step.done)
+    moved = move_rows(state, step.before, step.constants)
     constants, now = cast_floats((step.constants, step.now), dtype)
-    number = now.number[0]
 
     mu = moved.mu + jnp.asarray(1 - betas.b1, dtype) * (grad - moved.mu)
     nu = jnp.where(moved.nu < jnp.inf, grad * grad - moved.nu, 0)  # infinity stays
     nu = moved.nu + jnp.asarray(1 - betas.b2, dtype) * nu
     root = jnp.sqrt(nu)
-    move = now.size[0] * mu
+    move = now.size * mu
     if now.grad_size is not None:
-        move = move + now.grad_size[0] * grad
-    change = -move / (root + constants.eps * now.rho[0])
+        move = move + now.grad_size * grad
+    change = -move / (root + constants.eps * now.rho)
     if rest:
         # Of the moments as they are stored, since the way is read back from these.
         ahead, kept = polynomial(step.after.ways[1], dtype), _rounded(mu, rows[0])
         root = jnp.sqrt(_rounded(nu, rows[1]))
-        change = change - way_of(ahead, kept, root, centre_of_way(constants, number))
+        centre = centre_of_way(constants, step.after.step)
+        change = change - way_of([*ahead], kept, root, centre)
     if param is None:
         change = change + moved.by
     else:
-        decay = now.log_decay[0]
+        decay = now.log_decay
         change = change + jnp.exp(decay) * moved.by
         change = change + jnp.expm1(moved.log_decay + decay) * param.astype(dtype)
-    last, log_decay = stamp(state, step.after, number)
+    last, log_decay = stamp(state, step.after)
     return change, (mu, nu, last, *log_decay)
 
 
@@ -128,9 +127,9 @@ def update_sparse(
         return first_slots(grad, *rows), tables
 
     def by_kernel(grad: BCOO, read: Tables, tables: Tables, step: Step) -> Any:
-        before = step.before, step.constants, step.done
-        numbers = jnp.stack([*numbers_of_rows(*before), *_numbers(step, betas)])
-        steps = jnp.stack([step.done, step.before.since])
+        before = numbers_of_rows(step.before, step.constants)
+        numbers = jnp.concatenate([*before, *_numbers(step, betas)])
+        steps = jnp.stack([step.before.clock, step.before.since])
         return native.exact_adam_rows(grad, tables, read, numbers, steps)
 
     floats = mu, nu, *decays, *read
@@ -145,25 +144,24 @@ def update_sparse(
 
 
 def _numbers(step: Step, betas: Betas) -> list[jax.Array]:
-    """What the kernel needs for the step itself, in float32."""
+    """What the kernel needs for the step itself, in float32; as two vectors."""
     dtype = jnp.dtype("float32")
     constants, now = cast_floats((step.constants, step.now), dtype)
     zero = jnp.zeros([], dtype)
     decays = (zero, zero, zero)
-    centre = centre_of_way(constants, now.number[0])
     if step.after.decay is not None:
-        decays = (now.log_decay[0], *decay_in(step.after, dtype))
-    return [
+        decays = (now.log_decay, *decay_in(step.after, dtype))
+    heads = [
         jnp.asarray(1 - betas.b1, dtype),
         jnp.asarray(1 - betas.b2, dtype),
-        now.size[0],
-        zero if now.grad_size is None else now.grad_size[0],
-        constants.eps * now.rho[0],
+        now.size,
+        zero if now.grad_size is None else now.grad_size,
+        constants.eps * now.rho,
         decays[0],
-        centre,
+        centre_of_way(constants, step.after.step),
         *decays[1:],
-        *polynomial(step.after.ways[1], dtype),
     ]
+    return [jnp.stack(heads), polynomial(step.after.ways[1], dtype)]
 
 
 @functools.partial(jax.jit, static_argnames="betas")

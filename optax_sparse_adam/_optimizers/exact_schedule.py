@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from .._rows.resting_state import ExactAdamState, Whole
+from .._rows.resting_state import ExactAdamState, TableState, table_states
 from .._rows.ways import (
     Constants,
     centre_of_way,
@@ -26,6 +27,12 @@ from .hyperparameters import one_minus_power
 # What may be missing of a way, relative to it, by the bytes of the type.
 _TOLERANCE = {4: 5e-8, 8: 1e-13}
 _MOST_NODES = 64
+_LARGEST = 1e3  # of a move to come, in the larger of 1 and the next one
+_PAST = 16  # steps of the past that tell how large a schedule is
+# By how much a way may differ from the stored one: relative to it, and to the largest
+# learning rate, near whose zero a schedule in float32 is not computed alike by any two
+# programs.
+_SAME, _SAME_TO_LARGEST = 1e-4, 1e-5
 
 
 class Betas(NamedTuple):
@@ -38,7 +45,7 @@ class Betas(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The next step and those after it, up to the horizon.
+    """The next step and those after it, up to the horizon and one more.
 
     Attributes:
       number: The step's number, from 1.
@@ -54,11 +61,22 @@ class Steps(NamedTuple):
     rho: jax.Array
     log_decay: jax.Array | None
 
-    def without_decay(self) -> "Steps":
-        """The same steps of a parameter that does not decay."""
-        if self.log_decay is None:
-            return self
-        return self._replace(log_decay=jnp.zeros_like(self.log_decay))
+
+class Outlook(NamedTuple):
+    """What the schedule says of the steps to come.
+
+    Attributes:
+      now: The next step, without an axis for steps.
+      before: The way ahead before it: `[2, nodes]`, of parameters that do not decay and
+        of those that do.
+      after: The way ahead after it, likewise.
+      largest: The largest learning rate, of past steps too.
+    """
+
+    now: Steps
+    before: jax.Array
+    after: jax.Array
+    largest: jax.Array
 
 
 class Fit(NamedTuple):
@@ -140,17 +158,19 @@ def _powers(b1: float, b2: float, number: int) -> tuple[np.ndarray, np.ndarray]:
         return b1**j, b2 ** (j / 2)
 
 
-def steps_from(
+def outlook(
     count: jax.Array,
     learning_rate: Callable[[jax.Array], Any],
     weight_decay: Callable[[jax.Array], Any] | None,
     betas: Betas,
     dtype: Any,
-) -> Steps:
+) -> Outlook:
     """The steps after step `count`; schedules are called with the steps before."""
     b1, b2 = betas[:2]
-    counts = count + jnp.arange(1 + horizon(b1, b2, dtype), dtype=count.dtype)
-    number = counts + 1
+    ahead = count + jnp.arange(1 + horizon(b1, b2, dtype), dtype=count.dtype)
+    past = count // _PAST * jnp.arange(_PAST, dtype=count.dtype)
+    counts = jnp.concatenate([ahead, past])
+    number = ahead + 1
 
     def values(schedule: Callable[[jax.Array], Any]) -> jax.Array:
         def one(count: jax.Array) -> jax.Array:
@@ -159,9 +179,11 @@ def steps_from(
         found = jax.vmap(one)(counts)
         # Schedules need not be defined after their last step, as `(1 - t / T) ** 0.9`.
         # Rows do not move there; if training does get there, it is the first value.
-        return jnp.where(jnp.isnan(found) & (counts != count), 0, found)
+        return jnp.where(jnp.isfinite(found) | (counts == count), found, 0)
 
-    rate = values(learning_rate)
+    every_rate = values(learning_rate)
+    largest = jnp.max(jnp.abs(every_rate))
+    rate = every_rate[: len(ahead)]
     rho = jnp.sqrt(one_minus_power(b2, number, dtype))
     size, grad_size = rate * rho / one_minus_power(b1, number, dtype), None
     if betas.nesterov:  # optax corrects the moment as that of the step after
@@ -170,11 +192,19 @@ def steps_from(
         size = jnp.asarray(b1, dtype) * size
     log_decay = None
     if weight_decay is not None:
-        decay = rate * values(weight_decay)
+        decay = rate * values(weight_decay)[: len(ahead)]
         # Beyond, moves would be wrong without a sign of it.
         decay = jnp.where(decay <= largest_decay(b1, b2), decay, jnp.nan)
         log_decay = jnp.log1p(-decay)
-    return Steps(number, size, grad_size, rho, log_decay)
+    steps = Steps(number, size, grad_size, rho, log_decay)
+
+    def way(first: int) -> jax.Array:
+        some: Steps = jax.tree.map(lambda x: x[first:][: len(ahead) - 1], steps)
+        plain = way_ahead(some._replace(log_decay=None), betas)
+        return jnp.stack([plain, plain if log_decay is None else way_ahead(some, betas)])
+
+    now = jax.tree.map(lambda x: x[0], steps)
+    return Outlook(now, way(0), way(1), largest)
 
 
 def constants_of(betas: Betas, dtype: Any) -> Constants:
@@ -215,20 +245,21 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
     return found._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
 
 
-def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
-    """The way after the first of these steps, at the nodes; NaN if it has no end."""
-    dtype = steps.size.dtype
+def way_ahead(ahead: Steps, betas: Betas) -> jax.Array:
+    """The way of these steps, at the nodes; NaN if it has no end."""
+    dtype = ahead.size.dtype
     lead, degree = fit(betas.b1, betas.b2, dtype)
-    ahead: Steps = jax.tree.map(lambda x: x[1:], steps)
     size = ahead.size
     if ahead.log_decay is not None:
         size = size * jnp.exp(-jnp.cumsum(ahead.log_decay))
     power1, power2 = _powers(betas.b1, betas.b2, len(size))
     # Without an end, the learning rate grows for all of these steps as fast as momentum
-    # dies out. What is smaller than 0.02 tolerances can be no part of a parameter.
+    # dies out, or until it overflows. What is smaller than 0.02 tolerances can be no
+    # part of a parameter.
     r, tolerance = betas.b1 / math.sqrt(betas.b2), _TOLERANCE[dtype.itemsize]
     terms = abs(size) * jnp.asarray(r ** np.arange(1, 1 + len(size)), dtype)
     is_over = terms[-1] < tolerance * jnp.maximum(50 * jnp.sum(terms), 0.02)
+    is_over &= jnp.max(terms) <= _LARGEST * jnp.maximum(1, terms[0])
     way: jax.Array = sum_at_nodes(
         size,
         ahead.rho / ahead.rho[lead - 1],
@@ -238,39 +269,87 @@ def way_ahead(steps: Steps, betas: Betas) -> jax.Array:
     return jnp.where(is_over, way, jnp.nan)
 
 
+def is_continued(
+    state: ExactAdamState, view: Outlook, decays: np.ndarray, betas: Betas
+) -> jax.Array:
+    """For each parameter, whether its stale rows may be moved on by these schedules.
+
+    They are stored by the way that they had ahead, which must be that of now. Nothing
+    is asked of a parameter all of whose rows hold values, as after `flush`.
+    """
+    clock, origin, since, ways, _ = table_states(state)
+    stored, now = ways[:, 1], view.before[decays.astype(int)]
+    mean = 1 / (1 - betas.b1 / math.sqrt(betas.b2))  # of the steps ahead
+    limit = _SAME * jnp.max(jnp.abs(now), axis=1) + _SAME_TO_LARGEST * mean * view.largest
+    is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
+    is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
+    is_same &= state.count == clock + origin
+    return (since <= clock) & (is_same | (since == clock))
+
+
 def take_step(
-    whole: Whole, constants: Constants, steps: Steps, ahead: jax.Array
-) -> Whole:
-    """A parameter after the first of these steps, its rows at rest."""
-    dtype = steps.size.dtype
-    behind, _ = whole.ways
-    number, size, rho = (x[:1] for x in (steps.number, steps.size, steps.rho))
-    passed = (number - whole.since).astype(dtype)
-    decay = whole.decay
+    tables: TableState,
+    constants: Constants,
+    view: Outlook,
+    decays: np.ndarray,
+) -> TableState:
+    """All parameters after the next step, their rows at rest.
+
+    Args:
+      tables: Before it.
+      constants: The constants.
+      view: What the schedule says.
+      decays: Says for each parameter whether it decays.
+    """
+    now, dtype = view.now, view.now.size.dtype
+    passed = (tables.clock + 1 - tables.since).astype(dtype)
+    poles = constants.eps * now.rho / centre_of_way(constants, tables.step_since)
+    z = jnp.asarray(nodes(tables.ways.shape[-1]), dtype)
+
+    def move(passed: jax.Array, pole: jax.Array) -> jax.Array:
+        powers = jnp.exp(passed * constants.log_b1), jnp.exp(passed * constants.log_q)
+        one = (now.size[None], pole[None], tuple(x[None] for x in powers), z)
+        found: jax.Array = sum_at_nodes(*one)
+        return found
+
+    behind, decay = tables.ways[:, 0], tables.decay
     if decay is not None:
-        assert steps.log_decay is not None
-        behind = behind * jnp.exp(steps.log_decay[0])
+        log_decay = decay_of(now, decays)
+        behind = behind * jnp.exp(log_decay)[:, None]
         # The sum in two numbers: the second is what the first rounds off (Knuth's
         # TwoSum).
-        before, addend = decay[0], steps.log_decay[0] + decay[1]
+        before, addend = decay[:, 0], log_decay + decay[:, 1]
         total = before + addend
         added = total - before
-        decay = jnp.stack([total, (before - (total - added)) + (addend - added)])
-    move = sum_at_nodes(
-        size,
-        constants.eps * rho / centre_of_way(constants, whole.since),
-        (jnp.exp(passed * constants.log_b1), jnp.exp(passed * constants.log_q)),
-        jnp.asarray(nodes(len(behind)), dtype),
-    )
-    return Whole(whole.since, jnp.stack([behind + move, ahead]), decay)
+        rest = (before - (total - added)) + (addend - added)
+        decay = jnp.stack([total, rest], axis=1)
+    behind = behind + jax.vmap(move)(passed, poles)
+    ways = jnp.stack([behind, view.after[decays.astype(int)]], axis=1)
+    clock = optax.safe_increment(tables.clock)
+    return TableState(clock, tables.origin, tables.since, ways, decay)
 
 
-def hold_values(whole: Whole, count: jax.Array) -> Whole:
-    """A parameter all of whose rows hold their value after step `count`.
+def decay_of(now: Steps, decays: np.ndarray) -> jax.Array:
+    """The logarithm of what is left of each parameter by this step's decay."""
+    assert now.log_decay is not None
+    return jnp.where(jnp.asarray(decays), now.log_decay, 0)
+
+
+def hold_values(tables: TableState, which: Any = True) -> TableState:
+    """Parameters of which `which`, or all, hold the values of all their rows now.
 
     Their decay begins anew, as that of rows whose state comes fresh from `init`.
     """
-    # A copy, since an array must not be donated twice.
-    since, ways = jnp.copy(count), whole.ways.at[0].set(0)
-    decay = None if whole.decay is None else jnp.zeros_like(whole.decay)
-    return Whole(since, ways, decay)
+
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        which_ = jnp.reshape(which, (-1,) + (1,) * (old.ndim - 1))
+        return jnp.where(which_, new, old)
+
+    zero = jnp.zeros([], tables.ways.dtype)
+    behind = pick(zero, tables.ways[:, 0])
+    decay = None if tables.decay is None else pick(zero, tables.decay)
+    return tables._replace(
+        since=pick(tables.clock, tables.since),
+        ways=tables.ways.at[:, 0].set(behind),
+        decay=decay,
+    )

@@ -9,11 +9,13 @@ from .._rows.map_rows import Tables, map_all_rows
 from .._rows.resting_rows import compute_type, move_rows, rows_now, stamp
 from .._rows.resting_state import (
     RowState,
-    Whole,
+    TableState,
     exact_states,
     held_by,
     is_exact,
-    replace_held,
+    replace_rows,
+    replace_tables,
+    table_states,
 )
 from .._rows.ways import Constants
 from .exact_schedule import hold_values
@@ -23,14 +25,14 @@ State = TypeVar("State")
 
 
 def _flush_rows(
-    tables: Tables, _: Tables, whole: Whole, constants: Constants, count: jax.Array
+    tables: Tables, _: Tables, before: TableState, after: TableState, constants: Any
 ) -> Tables:
     param, mu, nu, last, *decays = tables
     rows = RowState(mu, nu, last, tuple(decays))
     dtype = compute_type(param, rows)
     rows = rows._replace(mu=mu.astype(dtype), nu=nu.astype(dtype))
-    moved = move_rows(rows, whole, constants, count)
-    last, log_decay = stamp(rows, hold_values(whole, count), count)
+    moved = move_rows(rows, before, constants)
+    last, log_decay = stamp(rows, after)
     moments = moved.mu.astype(mu.dtype), moved.nu.astype(nu.dtype)
     return rows_now(param, moved), *moments, last, *log_decay
 
@@ -39,15 +41,14 @@ def _flush_rows(
 def _flush(
     param: jax.Array,
     rows: RowState,
-    whole: Whole,
+    before: TableState,
+    after: TableState,
     constants: Constants,
-    count: jax.Array,
-) -> tuple[jax.Array, RowState, Whole]:
+) -> tuple[jax.Array, RowState]:
     tables = (param, rows.mu, rows.nu, rows.last, *rows.log_decay)
-    tables = map_all_rows(_flush_rows, tables, whole, constants, count)
+    tables = map_all_rows(_flush_rows, tables, before, after, constants)
     param, mu, nu, last, *decays = tables
-    rows = RowState(mu, nu, last, tuple(decays))
-    return param, rows, hold_values(whole, count)
+    return param, RowState(mu, nu, last, tuple(decays))
 
 
 def flush(params: Params, state: State) -> tuple[Params, State]:
@@ -56,11 +57,11 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
     Between flushes, the parameters hold the resting point of each row whose last
     gradient was row-sparse: where it is going to be once its momentum has died out,
     before the weight decay since that gradient. Call `flush` before the parameters are
-    read by anything but `value_and_grad(..., read=state)`: an evaluation, an export, a
-    checkpoint for another program; before rows are changed by hand; and before the
-    optimiser is replaced by one with another learning rate. Training goes on with what
-    it returns, with the same numbers. Checkpoints of both parameters and state need no
-    flush.
+    read by anything without `read=state`: an export, a checkpoint for another program;
+    before rows are changed by hand; and before the learning rate, the schedule, the
+    weight decay, `nesterov` or the state's `count` change (afterwards, too, where the
+    state is still that of before). Training goes on with what it returns, with the same
+    numbers. Checkpoints of both parameters and state need no flush.
 
     It reads and writes all rows, once. Under `jit` with both arguments donated this is
     in place, on a CPU in blocks of rows.
@@ -82,9 +83,8 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
       >>> import jax.numpy as jnp
       >>> import optax_sparse_adam as osa
       >>> table, tx = jnp.ones((1000, 4)), osa.exact_adam(0.1)
-      >>> grad = osa.grad(lambda t: jnp.sum(t[jnp.array([3, 7])] ** 2))(table)
-      >>> update, state = tx.update(grad, tx.init(table))
-      >>> table = osa.apply_updates(table, update)
+      >>> step = osa.make_train_step(lambda t, ids: jnp.sum(t[ids] ** 2), tx)
+      >>> table, state, _ = step(table, tx.init(table), jnp.array([3, 7]))
       >>> round(float(table[3, 0]), 2)  # where its momentum will carry the row
       0.4
       >>> table, state = osa.flush(table, state)
@@ -97,9 +97,14 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
     for n, node in enumerate(nodes):
         if not is_exact(node):
             continue
-        parts = held_by(node, leaves, treedef)
-        for i, (rows, whole) in parts.items():
-            args = rows, whole, node.constants, node.count
-            leaves[i], *parts[i] = _flush(jnp.asarray(leaves[i]), *args)
-        nodes[n] = replace_held(node, treedef, parts)
+        parts = held_by(node, list(map(jnp.shape, leaves)), treedef)
+        before = table_states(node)
+        after = hold_values(before)
+        news = []
+        for i, held in parts.items():
+            tables = before.at(held.place), after.at(held.place)
+            args = held.rows, *tables, node.constants
+            leaves[i], rows = _flush(jnp.asarray(leaves[i]), *args)
+            news.append(rows)
+        nodes[n] = replace_tables(replace_rows(node, news), after)
     return treedef.unflatten(leaves), structure.unflatten(nodes)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._rows.checks import check_dense
+from .._rows.resting_state import refuse_exact
 from .hyperparameters import check_state_shapes, check_transformation
 
 
@@ -90,6 +91,7 @@ def per_row(
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves, treedef = jax.tree.flatten(params)
         states = [_over_rows(inner.init, leaf)(leaf) for leaf in leaves]
+        refuse_exact(states, "per_row")
         return _together(treedef, states) if states else inner.init(params)
 
     def update_fn(

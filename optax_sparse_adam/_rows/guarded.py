@@ -81,6 +81,11 @@ class GuardedBCOO(BCOO):
         return obj
 
 
+@jax.tree_util.register_pytree_node_class
+class StaleBCOO(GuardedBCOO):
+    """A gradient that was made without `read=`: `exact_adam` takes it for no table."""
+
+
 def _guard_operator(name: str) -> Callable[..., Any]:
     """An operator of BCOO on the entries that the guard lets through."""
     operator = getattr(BCOO, name)
@@ -90,7 +95,7 @@ def _guard_operator(name: str) -> Callable[..., Any]:
         result = operator(entries(self), *args)
         if not isinstance(result, BCOO):
             return result
-        return copy_with(GuardedBCOO, result, result.data, result.indices)
+        return copy_with(type(self), result, result.data, result.indices)
 
     return method
 

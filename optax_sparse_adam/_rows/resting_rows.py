@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from ..native import _calls as native
 from .coalesce import accumulator_dtype
 from .padding import expand_like
-from .resting_state import RowState, Whole
+from .resting_state import RowState, TableState
 from .ways import Constants, centre_of_way, polynomial, way_of
 
 
@@ -50,41 +50,39 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def decay_in(whole: Whole, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def decay_in(table: TableState, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Both parts; what the first loses in a smaller type goes to the second."""
-    assert whole.decay is not None  # where rows have one
-    high, low = whole.decay
+    assert table.decay is not None  # where rows have one
+    high, low = table.decay
     cast = high.astype(dtype)
     return cast, ((high - cast.astype(high.dtype)) + low).astype(dtype)
 
 
-def move_rows(
-    rows: RowState, whole: Whole, constants: Constants, count: jax.Array
-) -> Moved:
-    """Where rows are after step `count`; computes in the type of the moments."""
+def move_rows(rows: RowState, table: TableState, constants: Constants) -> Moved:
+    """Where rows are now; computes in the type of the moments."""
     mu, nu, last, log_decay = rows
     dtype = mu.dtype
     constants = cast_floats(constants, dtype)
-    steps = (count - last).astype(dtype)
+    steps = (table.clock - last).astype(dtype)
     power1, power2 = jnp.exp(steps * constants.log_b1), jnp.exp(steps * constants.log_q)
-    is_value = last <= whole.since
+    is_value = last <= table.since
 
     def pick(of_value: Any, of_resting_point: Any) -> jax.Array:
         return expand_like(jnp.where(is_value, of_value, of_resting_point), mu)
 
     one = jnp.ones_like(power1)
-    behind, ahead = (polynomial(way, dtype) for way in whole.ways)
+    behind, ahead = polynomial(table.ways, dtype)
     by = way_of(
         [pick(*pair) for pair in zip(behind, ahead, strict=True)],
         mu * pick(-one, power1),
         jnp.sqrt(nu) * pick(one, power2),
-        pick(centre_of_way(constants, whole.since), centre_of_way(constants, count)),
+        pick(*_centres(table, constants)),
     )
     power1, power2 = expand_like(power1, mu), expand_like(power2, mu)
     decay = None
     if log_decay:
         # A single float would lose what a step adds to the sum of a long training.
-        (old, old_rest), (new, new_rest) = log_decay, decay_in(whole, dtype)
+        (old, old_rest), (new, new_rest) = log_decay, decay_in(table, dtype)
         decay = expand_like((new - old) + (new_rest - old_rest), mu)
     return Moved(decay, by, power1 * mu, power2 * (power2 * nu))
 
@@ -101,63 +99,58 @@ def rows_now(param: jax.Array, moved: Moved) -> jax.Array:
     return (value + moved.by).astype(param.dtype)
 
 
+def _centres(table: TableState, constants: Constants) -> list[jax.Array]:
+    steps = table.step_since, table.step
+    return [centre_of_way(constants, step) for step in steps]
+
+
 def stamp(
-    rows: RowState, whole: Whole, count: jax.Array
+    rows: RowState, table: TableState
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """`last` and `log_decay` of rows that are brought to step `count`."""
+    """`last` and `log_decay` of rows that are brought up to date."""
 
     def stamped(old: jax.Array, new: jax.Array) -> jax.Array:
         # Problem: XLA for CPUs copies the table. Cause: it may scatter before it has
         # gathered, where new values do not depend on the old ones. Remedy: a select
         # that depends on them. Safe, because no row is later than now. Test:
         # `tests/optimizers/test_memory.py`.
-        return jnp.where(rows.last > count, old, new.astype(old.dtype))
+        return jnp.where(rows.last > table.clock, old, new.astype(old.dtype))
 
     if not rows.log_decay:
-        return stamped(rows.last, count), ()
-    decays = decay_in(whole, rows.log_decay[0].dtype)
+        return stamped(rows.last, table.clock), ()
+    decays = decay_in(table, rows.log_decay[0].dtype)
     pairs = zip(rows.log_decay, decays, strict=True)
-    return stamped(rows.last, count), tuple(stamped(*pair) for pair in pairs)
+    return stamped(rows.last, table.clock), tuple(stamped(*pair) for pair in pairs)
 
 
-def numbers_of_rows(
-    whole: Whole, constants: Constants, count: jax.Array
-) -> list[jax.Array]:
-    """What the kernel needs to bring rows to step `count`, in float32."""
+def numbers_of_rows(table: TableState, constants: Constants) -> list[jax.Array]:
+    """What the kernel needs to bring rows up to date, in float32; as two vectors."""
     single = cast_floats(constants, jnp.float32)
     decay = (jnp.float32(0), jnp.float32(0))
-    if whole.decay is not None:
-        decay = decay_in(whole, jnp.float32)
-    centres = (centre_of_way(single, step) for step in (whole.since, count))
-    ways = (polynomial(way, jnp.float32) for way in whole.ways)
-    heads = (single.log_b1, single.log_q, *centres, *decay)
-    return [*heads, *(number for way in ways for number in way)]
+    if table.decay is not None:
+        decay = decay_in(table, jnp.float32)
+    heads = single.log_b1, single.log_q, *_centres(table, single), *decay
+    return [jnp.stack(heads), polynomial(table.ways, jnp.float32).reshape(-1)]
 
 
 def look_up_values(
     param: jax.Array,
     rows: RowState,
-    whole: Whole,
+    table: TableState,
     constants: Constants,
-    count: jax.Array,
     ids: jax.Array,
     fill: float | None,
 ) -> jax.Array:
     """`values_of_rows` of the rows with these ids, by the kernel."""
-    numbers = jnp.stack(numbers_of_rows(whole, constants, count))
-    steps = jnp.stack([count, whole.since])
+    numbers = jnp.concatenate(numbers_of_rows(table, constants))
+    steps = jnp.stack([table.clock, table.since])
     tables = (*rows[:3], *rows.log_decay)
     return native.look_up_rows_now(param, tables, numbers, steps, ids, fill)
 
 
 def values_of_rows(
-    param: jax.Array,
-    rows: RowState,
-    whole: Whole,
-    constants: Constants,
-    count: jax.Array,
+    param: jax.Array, rows: RowState, table: TableState, constants: Constants
 ) -> jax.Array:
-    """The values of rows, or of a whole parameter, after step `count`."""
+    """The values of rows, or of a whole parameter, as they are now."""
     mu, nu = (x.astype(compute_type(param, rows)) for x in (rows.mu, rows.nu))
-    moved = move_rows(rows._replace(mu=mu, nu=nu), whole, constants, count)
-    return rows_now(param, moved)
+    return rows_now(param, move_rows(rows._replace(mu=mu, nu=nu), table, constants))

@@ -15,20 +15,25 @@ class ExactAdamState(NamedTuple):
     On a mesh, what has rows (`mu`, `nu`, `last` and `log_decay`) is sharded as the
     parameters are along theirs; the rest is a few numbers.
 
+    `count` is what the schedules are called with, and may be set after `flush`. Rows
+    are dated by `clock`, which counts the updates since `init`, whatever `count` says.
+
     Attributes:
       count: Number of updates so far, an `int32` scalar.
       mu: Tree like the parameters: moving average of the gradient, of each row as it
         was after the row's last update.
-      nu: Tree like the parameters: moving average of the squared gradient, alike.
-      last: Tree like the parameters, without their last axis: step of each row's last
-        update, `int32`.
+      nu: Tree like the parameters: moving average of the squared gradient, likewise.
+      last: Tree like the parameters, without their last axis: the `clock` of each row's
+        last update, `int32`.
       log_decay: Two trees like `last`: logarithm of the weight decay from the beginning
         to the last update, and what rounding left of it; `()` without weight decay.
-      since: Tree like the parameters: rows that were last updated at this step, or
-        before, hold their value after it, not their resting point. A scalar each.
-      ways: Tree like the parameters: the way since that step, and the way ahead, at the
-        Chebyshev nodes, `[2, nodes]` each.
-      decay: Tree like the parameters: `log_decay` of now, `[2]` each; `()` without.
+      clock: Number of updates since `init`, an `int32` scalar.
+      origin: `count - clock` as the last update has left them.
+      since: For each array of parameters, in their order: rows that were last updated
+        at this time, or before, hold their value after it, not their resting point.
+      ways: For each of them, the way since that time, and the way ahead, at the
+        Chebyshev nodes, `[parameters, 2, nodes]`.
+      decay: For each of them, `log_decay` of now, `[parameters, 2]`; `()` without.
       constants: Of the optimiser.
     """
 
@@ -37,8 +42,10 @@ class ExactAdamState(NamedTuple):
     nu: Any
     last: Any
     log_decay: tuple[Any, ...]
-    since: Any
-    ways: Any
+    clock: jax.Array
+    origin: jax.Array
+    since: jax.Array
+    ways: jax.Array
     decay: Any
     constants: Constants
 
@@ -52,101 +59,237 @@ class RowState(NamedTuple):
     log_decay: tuple[jax.Array, ...]
 
 
-class Whole(NamedTuple):
-    """What is known of a parameter as a whole; see `ExactAdamState`."""
+class TableState(NamedTuple):
+    """What is known of a parameter as a whole, or of all; see `ExactAdamState`."""
 
+    clock: jax.Array
+    origin: jax.Array
     since: jax.Array
     ways: jax.Array
     decay: jax.Array | None
+
+    @property
+    def step(self) -> jax.Array:
+        """The step of now, by which the bias is corrected."""
+        return self.clock + self.origin
+
+    @property
+    def step_since(self) -> jax.Array:
+        return self.since + self.origin
+
+    def at(self, place: int) -> "TableState":
+        """That of one parameter."""
+        decay = None if self.decay is None else self.decay[place]
+        rest = self.since[place], self.ways[place], decay
+        return TableState(self.clock, self.origin, *rest)
+
+
+class Held(NamedTuple):
+    """A parameter that a state belongs to.
+
+    Attributes:
+      place: Its place among those of the state.
+      rows: What is known of its rows.
+    """
+
+    place: int
+    rows: RowState
 
 
 def is_exact(node: Any) -> bool:
     return isinstance(node, ExactAdamState)
 
 
+def table_states(state: ExactAdamState) -> TableState:
+    """What is known of all parameters, as arrays with an axis for them in front."""
+    decay = state.decay if state.log_decay else None
+    return TableState(state.clock, state.origin, state.since, state.ways, decay)
+
+
+# Transformations that change updates after the one whose state is in theirs.
+_CHANGES = (
+    *("LookaheadState", "MechanicState", "MultiStepsState", "SAMState"),
+    *("ScheduleFreeState", "StochasticRoundingState"),
+)
+
+
 def exact_states(state: Any, name: str) -> tuple[list[Any], Any]:
     """The state of an optimiser, cut into states of `exact_adam` and other leaves.
 
     Raises:
-      ValueError: If it holds none of them.
+      ValueError: If it holds none of them, or one whose updates are seen to be changed
+        by another transformation.
     """
     nodes, structure = jax.tree.flatten(state, is_leaf=is_exact)
     if not any(map(is_exact, nodes)):
         raise ValueError(
             f"{name} needs the state of an optimiser that contains exact_adam or "
-            f"exact_adamw, got {jax.tree.structure(state)}. No other optimiser has "
+            f"exact_adamw, got {_class_names(state)}. No other optimiser has "
             "rows that are to be brought up to date."
         )
+    refuse_changes(state)
     return nodes, structure
 
 
-def _columns(state: ExactAdamState, treedef: Any) -> tuple[list[list[Any]], Any]:
-    """The trees of a state as lists by parameter, and the structure of the trees.
+def contains_exact(state: Any) -> bool:
+    return any(map(is_exact, jax.tree.leaves(state, is_leaf=is_exact)))
 
-    They have the structure of the parameters, or holes where `optax.masked` keeps some
-    away. Or that of the same parameters in other containers, in the same order: Flax
-    has `nnx.Param`s in a module's state and none in that of its optimiser.
+
+def refuse_exact(state: Any, name: str) -> None:
+    """Raises if this is the state of `exact_adam`, where `name` cannot be around it."""
+    if contains_exact(state):
+        raise ValueError(
+            f"{name} cannot be around exact_adam, whose stale rows are read by the "
+            f"updates that it has made itself. Put {name} around optax.adam, inside "
+            "lazy, or use exact_adam without it."
+        )
+
+
+def refuse_changes(state: Any) -> None:
+    """Raises where something is seen to change the updates of `exact_adam`.
+
+    The state of `optax.chain` is a tuple of the states of its parts, in their order.
     """
-    own: Any = jax.tree.structure(
-        state.nu, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
-    )
-    like = own if own.num_leaves == treedef.num_leaves else treedef
-    trees = [state.mu, state.nu, state.last, *state.log_decay, state.since, state.ways]
-    if state.log_decay:
-        trees.append(state.decay)
-    return [like.flatten_up_to(tree) for tree in trees], like
+
+    def check(node: Any) -> bool:
+        if type(node).__name__ in _CHANGES and contains_exact(node):
+            raise ValueError(
+                "Nothing may change the updates of exact_adam, by which stale rows "
+                f"are read; got it inside a transformation with {type(node).__name__}. "
+                "Use optax.adam there, or exact_adam without it."
+            )
+        if type(node) in (tuple, list):
+            found = [i for i, part in enumerate(node) if contains_exact(part)]
+            behind = node[found[0] + 1 :] if found else ()
+            if behind:
+                raise ValueError(
+                    "Nothing may follow exact_adam in a chain, as it would change "
+                    "updates by which stale rows are read; got "
+                    f"{_class_names(behind)} behind it. Clip and scale gradients "
+                    "before it, scale moves by its learning rate, freeze by "
+                    "optax.partition, and average by incremental_update."
+                )
+        return is_exact(node)
+
+    jax.tree.leaves(state, is_leaf=check)
 
 
-def _part(column: tuple[Any, ...]) -> tuple[RowState, Whole]:
-    mu, nu, last, *rest = column
-    *log_decay, since, ways, decay = rest if len(rest) > 2 else (*rest, None)
-    return RowState(mu, nu, last, tuple(log_decay)), Whole(since, ways, decay)
+def _class_names(state: Any) -> str:
+    name = type(state).__name__
+    if type(state) in (tuple, list) and state:
+        return f"{name}({', '.join(map(_class_names, state))})"
+    return name
+
+
+def _is_hole(x: Any) -> bool:
+    return x is None or isinstance(x, optax.MaskedNode)
+
+
+def _trees(state: ExactAdamState) -> tuple[Any, ...]:
+    return state.mu, state.nu, state.last, *state.log_decay
+
+
+def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
+    """For each array of parameters of a state, its number among those of `treedef`.
+
+    A state has the structure of the parameters, with holes where `optax.masked` keeps
+    some away, or whole branches. Or it has that of the same parameters in other
+    containers, in the same order: Flax has `nnx.Param`s in a module's state and none in
+    that of its optimiser.
+
+    Raises:
+      ValueError: If the structure is another.
+    """
+    numbered = treedef.unflatten(range(treedef.num_leaves))
+    parts, own = jax.tree.flatten(state.nu, is_leaf=_is_hole)
+    try:
+        branches = own.flatten_up_to(numbered)
+    except ValueError:
+        parts = jax.tree.leaves(
+            state.nu, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+        )
+        if len(parts) != treedef.num_leaves:
+            raise
+        branches = [*range(len(parts))]
+    pairs = zip(parts, branches, strict=True)
+    leaves = [jax.tree.leaves(branch) for part, branch in pairs if not _is_hole(part)]
+    return [number for (number,) in leaves]
 
 
 def held_by(
-    state: ExactAdamState, params: list[Any], treedef: Any
-) -> dict[int, tuple[RowState, Whole]]:
-    """What is known of each parameter, by its place; not of those that are masked.
+    state: ExactAdamState, shapes: list[tuple[int, ...] | None], treedef: Any
+) -> dict[int, Held]:
+    """What is known of the rows of each parameter, by its number; not of masked ones.
+
+    Args:
+      state: The state.
+      shapes: Those of the parameters; `None` where it is not known.
+      treedef: The structure of the parameters.
 
     Raises:
       ValueError: If the state belongs to other parameters.
     """
-    why = "the shapes differ"
+    rule = "The state of exact_adam must belong to the parameters"
     try:
-        columns, _ = _columns(state, treedef)
+        numbers = _numbers(state, treedef)
+        columns = [jax.tree.leaves(tree) for tree in _trees(state)]
+        rows = list(zip(*columns, strict=True))
+        pairs = zip(numbers, rows, strict=True)
         held = {
-            i: _part(column)
-            for i, column in enumerate(zip(*columns, strict=True))
-            if jax.tree.leaves(column)  # a hole is a node without leaves
+            number: Held(place, RowState(*row[:3], row[3:]))
+            for place, (number, row) in enumerate(pairs)
         }
-        same = (rows.nu.shape == jnp.shape(params[i]) for i, (rows, _) in held.items())
-        if all(same):
-            return held
-    except (AttributeError, ValueError):  # which print the arrays
-        why = "the structures differ"
-    raise ValueError(
-        "The state of exact_adam must belong to the parameters, which have the "
-        f"structure {treedef}; got a state for {jax.tree.structure(state.nu)}: {why}"
-    )
+    except (AttributeError, TypeError, ValueError):  # which print the arrays
+        raise ValueError(
+            f"{rule}, in a tree of {treedef.num_leaves} leaves; got one whose moments "
+            "lie in another tree. Make the state by init of the same parameters."
+        ) from None
+    for number, (_, (mu, nu, last, log_decay)) in held.items():
+        shape = shapes[number]
+        shape = jnp.shape(nu) if shape is None else tuple(shape)
+        for_rows = shape[: max(1, len(shape) - 1)]
+        expected = {"mu": (mu, shape), "nu": (nu, shape), "last": (last, for_rows)}
+        for i, decay in enumerate(log_decay):
+            expected[f"log_decay[{i}]"] = decay, for_rows
+        for name, (array, wanted) in expected.items():
+            if jnp.shape(array) != wanted:
+                raise ValueError(
+                    f"{rule}: `{name}` must have the shape {wanted} for a parameter "
+                    f"of shape {shape}, got {jnp.shape(array)}. Make the state by "
+                    "init, or grow and restore all its arrays like the parameter."
+                )
+    _check_tables(state, len(held))
+    return held
 
 
-def replace_held(
-    state: ExactAdamState, treedef: Any, parts: dict[int, tuple[RowState, Whole]]
-) -> ExactAdamState:
-    """The state with other parts, in the places of `held_by`."""
-    columns, like = _columns(state, treedef)
-    for i, (rows, whole) in parts.items():
-        news = (*rows[:3], *rows.log_decay, *whole)
-        for column, new in zip(columns, news, strict=False):
-            column[i] = new
-    mu, nu, last, *trees = map(like.unflatten, columns)
-    *log_decay, since, ways, decay = trees if state.log_decay else (*trees, ())
-    return state._replace(
-        mu=mu,
-        nu=nu,
-        last=last,
-        log_decay=tuple(log_decay),
-        since=since,
-        ways=ways,
-        decay=decay,
-    )
+def _check_tables(state: ExactAdamState, size: int) -> None:
+    degree = jnp.shape(state.ways)[-1:]
+    expected: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("count", "clock", "origin"), ()),
+        **{"since": (size,), "ways": (size, 2, *degree)},
+        **({"decay": (size, 2)} if state.log_decay else {}),
+    }
+    for name, wanted in expected.items():
+        given = jnp.shape(getattr(state, name))
+        if given != wanted:
+            raise ValueError(
+                f"The state of exact_adam must have `{name}` of shape {wanted} for "
+                f"{size} parameters, got {given}. Make the state by init of the same "
+                "parameters."
+            )
+
+
+def replace_rows(state: ExactAdamState, rows: list[RowState]) -> ExactAdamState:
+    """The state with the rows of all its parameters, in their order."""
+    columns = [[mu, nu, last, *log_decay] for mu, nu, last, log_decay in rows]
+    trees = [
+        jax.tree.unflatten(jax.tree.structure(tree), [column[i] for column in columns])
+        for i, tree in enumerate(_trees(state))
+    ]
+    mu, nu, last, *log_decay = trees
+    return state._replace(mu=mu, nu=nu, last=last, log_decay=tuple(log_decay))
+
+
+def replace_tables(state: ExactAdamState, tables: TableState) -> ExactAdamState:
+    decay = () if tables.decay is None else tables.decay
+    return state._replace(**tables._replace(decay=decay)._asdict())

@@ -12,6 +12,7 @@ poles come close to `z = 1`. There `z = (sqrt(s) - sqrt(c)) / (sqrt(s) + sqrt(c)
 better, which has all of them on the unit circle.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,31 +85,32 @@ def sum_at_nodes(terms: Any, poles: Any, powers: tuple[Any, Any], z: Any) -> Any
     return ((terms * powers[0])[None, :] / decays).sum(axis=1)
 
 
-def polynomial(values: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Coefficients of the powers of `z`, from the values at the nodes.
+def polynomial(values: jax.Array, dtype: Any) -> jax.Array:
+    """Coefficients of the powers of `z`, from the values at the nodes: `[..., nodes]`.
 
     Only the result may be cast to a smaller type, for which there are too many nodes.
 
     By way of coefficients of Chebyshev polynomials, which fall as fast as the entries
     of the second matrix grow: in a product of both matrices large numbers would cancel.
     """
-    degree = len(values)
+    degree = values.shape[-1]
 
     def times(matrix: np.ndarray, values: jax.Array) -> jax.Array:
         # Not a matrix product, which some devices compute in lower precision.
-        return jnp.sum(jnp.asarray(matrix, values.dtype) * values[None, :], axis=1)
+        matrix = matrix.reshape((1,) * (values.ndim - 1) + matrix.shape)
+        return jnp.sum(jnp.asarray(matrix, values.dtype) * values[..., None, :], -1)
 
     values = times(chebyshev_coefficients(degree), values)
     # The last ones are rounding errors, except in the first steps. The kernel computes
     # with those that are not zero.
     sizes = jnp.abs(values)
-    largest = jnp.flip(lax.cummax(jnp.flip(sizes)))
-    is_noise = largest <= jnp.finfo(dtype).eps * sizes[0]  # false for NaN
+    largest = lax.cummax(sizes, axis=values.ndim - 1, reverse=True)
+    is_noise = largest <= jnp.finfo(dtype).eps * sizes[..., :1]  # false for NaN
     values = times(_monomials(degree), jnp.where(is_noise, 0, values))
-    return list(values.astype(dtype))
+    return values.astype(dtype)
 
 
-def way_of(coefficients: list[Any], mu: Any, root: Any, centre: Any) -> jax.Array:
+def way_of(coefficients: Sequence[Any], mu: Any, root: Any, centre: Any) -> jax.Array:
     """The way of rows with this first moment and this root of the second."""
     # `(root - centre) / (root + centre)`, and 1, not NaN, where a root is infinite.
     inverse = 1 / (root + centre)

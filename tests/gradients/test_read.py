@@ -73,9 +73,6 @@ def state_for(params):
         decay = jnp.asarray(-0.01 * last, np.float32)
         return RowState(mu, nu, jnp.asarray(last), (decay, jnp.zeros_like(decay)))
 
-    def tree(function):
-        return jax.tree.map(function, params)
-
     parts = [*map(rows, jax.tree.leaves(params))]
     unflatten = jax.tree.structure(params).unflatten
     mu, nu, last, log_decay = zip(*parts, strict=True)
@@ -84,9 +81,9 @@ def state_for(params):
         nu=unflatten(nu),
         last=unflatten(last),
         log_decay=tuple(map(unflatten, zip(*log_decay, strict=True))),
-        since=tree(lambda _: jnp.int32(2)),
-        ways=tree(lambda _: other.ways.at[0].set(0.8 * other.ways[1])),
-        decay=tree(lambda _: other.decay),
+        since=jnp.full(len(parts), 2, "int32"),
+        ways=jnp.repeat(other.ways.at[0, 0].set(0.8 * other.ways[0, 1]), len(parts), 0),
+        decay=jnp.repeat(other.decay, len(parts), 0),
     )
 
 

@@ -316,7 +316,7 @@ def test_in_company():
     def build(adam, clip, other):
         parts = {"exact": adam(0.05), "other": other}
         chain = optax.chain(clip, optax.partition(parts, labels))
-        return optax.chain(chain, optax.masked(optax.identity(), dict(ADAMW)["mask"]))
+        return optax.chain(optax.masked(optax.identity(), dict(ADAMW)["mask"]), chain)
 
     compare(
         build(osa.exact_adam, osa.lazy(clip), osa.lazy(optax.sgd(0.1))),
@@ -495,6 +495,8 @@ def test_shard_map():
             nu=rows,
             last=rows,
             log_decay=rows,
+            clock=whole,
+            origin=whole,
             since=whole,
             ways=whole,
             decay=whole,

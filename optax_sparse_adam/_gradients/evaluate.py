@@ -1,0 +1,94 @@
+"""`evaluate`: a function of parameters as it is, with its lookups made here."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .analysis import Analysis
+from .arguments import check_argnums
+from .interpreter import Context
+from .rules import RULES
+from .symbolic_values import Known, dense
+from .value_and_grad import as_numbers, current_tables
+
+Result = TypeVar("Result")
+_ARRAY = object()
+
+
+def evaluate(
+    fun: Callable[..., Result], argnums: int | Sequence[int] = 0, *, read: Any = None
+) -> Callable[..., Result]:
+    """`fun`, for evaluation and serving: lookups read rows as they are now, and fast.
+
+    With `read=state`, a lookup gives each row as dense Adam would have it now, as in
+    `value_and_grad(..., read=state)`; a use other than lookups sees the whole table
+    brought up to date, at the table's price. Nothing is written. Without `read=`, which
+    other optimisers do not need, nothing changes but the time: on a CPU, lookups go
+    through the kernel where it is faster.
+
+    Call it inside of `jax.jit`; outside, each call traces `fun` anew. It has
+    derivatives, but not row-sparse ones: those are `value_and_grad`'s.
+
+    Args:
+      fun: Any function that JAX can trace.
+      argnums: Which positional argument or arguments hold the parameters.
+      read: The state of `exact_adam` or `exact_adamw`, or of any optimiser that holds
+        it, for these parameters.
+
+    Returns:
+      A function with the arguments and results of `fun`.
+
+    Raises:
+      ValueError: By the returned function, if `read` holds no state of `exact_adam`, or
+        that of other parameters.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table, tx = jnp.ones((1000, 4)), osa.exact_adam(0.1)
+      >>> state = tx.init(table)
+      >>> predict = lambda t, ids: jnp.sum(t[ids], axis=1)
+      >>> loss = lambda t, ids: jnp.sum(predict(t, ids) ** 2)
+      >>> step = osa.make_train_step(loss, tx)
+      >>> table, state, _ = step(table, state, jnp.array([3, 7]))
+      >>> evaluation = jax.jit(lambda t, s, ids: osa.evaluate(predict, read=s)(t, ids))
+      >>> evaluation(table, state, jnp.array([3, 5])).tolist()
+      [3.6, 4.0]
+    """
+    check_argnums(argnums)
+
+    @functools.wraps(fun)
+    def evaluated(*args: Any, **kwargs: Any) -> Result:
+        numbers = as_numbers(argnums)
+        chosen = [args[number] for number in numbers]
+        structure: Any = None
+        outputs: list[Any] = []
+
+        def traced(*chosen: Any) -> list[jax.Array]:
+            values = list(args)
+            for number, value in zip(numbers, chosen, strict=True):
+                values[number] = value
+            nonlocal structure
+            leaves, structure = jax.tree.flatten(fun(*values, **kwargs))
+            outputs[:] = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
+            return [x for x in leaves if isinstance(x, jax.Array)]
+
+        closed = jax.make_jaxpr(traced)(*chosen)
+        tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
+        tables = [
+            x if x.shape and jnp.issubdtype(x.dtype, jnp.floating) else x.dense
+            for x in current_tables(tree, read)
+        ]
+        shapes = frozenset(jnp.shape(x) for x in jax.tree.leaves(tree) if jnp.ndim(x))
+        context = Context(Analysis(RULES), RULES, shapes, [], Known())
+        found = context.evaluate(closed, tables, [False] * len(closed.jaxpr.outvars))
+        rest = iter([jnp.asarray(dense(x)) for x in found])
+        results = [next(rest) if x is _ARRAY else x for x in outputs]
+        result: Result = jax.tree.unflatten(structure, results)
+        return result
+
+    return evaluated

@@ -1,0 +1,442 @@
+"""exact_adam beside the documented way: right, an error, or NaN; never in silence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import flax_nnx
+
+from ..helpers.support import assert_close
+
+ROWS, WIDTH = 30, 3
+RATE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def start(rows=ROWS):
+    rng = np.random.default_rng(0)
+    return {"table": jnp.asarray(rng.normal(size=(rows, WIDTH))), "w": jnp.ones(WIDTH)}
+
+
+def loss(params, ids):
+    return jnp.mean(jnp.sin(params["table"][ids] @ params["w"] + ids))
+
+
+def batches(steps, seed=1):
+    ids = np.random.default_rng(seed).zipf(1.5, (steps, 4)) % ROWS
+    return jnp.asarray(ids, "int32")
+
+
+def exact_run(tx, params, state, ids):
+    step = osa.make_train_step(loss, tx)
+    values = []
+    params, state = jax.tree.map(jnp.copy, (params, state))
+    for batch in ids:
+        params, state, value = step(params, state, batch)
+        values.append(value)
+    return params, state, jnp.stack(values)
+
+
+@functools.cache
+def dense_step(tx):
+    @jax.jit
+    def step(params, state, ids):
+        value, grads = jax.value_and_grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def dense_run(tx, params, state, ids):
+    values = []
+    for batch in ids:
+        params, state, value = dense_step(tx)(params, state, batch)
+        values.append(value)
+    return params, state, jnp.stack(values)
+
+
+def assert_trees(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, 1e-11, magnitude=1.0)
+
+
+@functools.cache
+def trained(steps=20):
+    tx = osa.exact_adam(RATE)
+    params = start()
+    params, state, _ = exact_run(tx, params, tx.init(params), batches(steps))
+    return params, state
+
+
+# 1. Gradients made without read=.
+
+
+def gradient(params, **kwargs):
+    return osa.grad(loss, **kwargs)(params, batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grads: grads,
+        lambda grads: {**grads, "table": osa.coalesce(grads["table"])},
+        lambda grads: {**grads, "table": 0.5 * grads["table"]},
+        lambda grads: {**grads, "table": jax.jit(lambda x: x)(grads["table"])},
+        lambda grads: osa.lazy(optax.clip(1.0)).update(grads, optax.EmptyState())[0],
+    ],
+)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(osa.lazy(optax.clip(1.0)), tx),
+        lambda tx: optax.partition(
+            {"a": tx, "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
+        ),
+        optax.apply_if_finite,
+    ],
+)
+def test_gradients_without_read(around, change):
+    params = start()
+    if around is optax.apply_if_finite:
+        around = functools.partial(optax.apply_if_finite, max_consecutive_errors=3)
+    tx = around(osa.exact_adam(RATE))
+    state = tx.init(params)
+    update = functools.partial(jax.eval_shape, tx.update)
+    with pytest.raises(ValueError, match=r"made with read=.*'table'.*without"):
+        update(change(gradient(params)), state, params)
+    update(gradient(params, read=state) if change is None else
+           {**gradient(params, read=state),
+            "table": osa.coalesce(gradient(params, read=state)["table"])}, state, params)
+
+
+def test_read_of_another_state():
+    """That of a part of the parameters is none of the others."""
+    params = start()
+    some = osa.exact_adam(RATE).init({"table": None, "w": params["w"]})
+    grads = gradient(params, read=some)
+    tx = osa.exact_adam(RATE)
+    with pytest.raises(ValueError, match=r"made with read="):
+        tx.update(grads, tx.init(params), params)
+
+
+def test_nnx_without_read():
+    model = nnx.Embed(ROWS, WIDTH, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, osa.exact_adam(RATE), wrt=nnx.Param)
+    grads = flax_nnx.grad(lambda m: jnp.sum(m(batches(1)[0]) ** 2))(model)
+    with pytest.raises(ValueError, match=r"made with read="):
+        optimizer.update(model, grads)
+
+
+def test_evaluation():
+    """The rows as they are now, with and without a gradient, and by whole tables."""
+    params, state = trained()
+    flushed, _ = osa.flush(params, state)
+    ids = jnp.arange(ROWS)
+
+    def rows(params, ids):
+        return {"rows": params["table"][ids], "sum": params["table"].sum(), "name": "x"}
+
+    found = osa.evaluate(rows, read=state)(params, ids)
+    assert_close(found["rows"], flushed["table"], 1e-13)
+    assert_close(found["sum"], flushed["table"].sum(), 1e-12)
+    assert found["name"] == "x"
+    assert np.abs(rows(params, ids)["rows"] - found["rows"]).max() > 0.01
+    plain = osa.evaluate(rows)(flushed, ids)
+    assert_close(plain["rows"], flushed["table"], 0.0)
+    second = osa.evaluate(lambda i, p: p["table"][i], argnums=1, read=state)
+    assert_close(jax.jit(second)(ids, params), flushed["table"], 1e-13)
+
+
+# 2 and 3. The count and the schedule.
+
+CHANGES = {
+    "count": lambda state: (osa.exact_adam(RATE), optax.tree.set(state, count=0)),
+    "count, later": lambda state: (
+        osa.exact_adam(RATE),
+        optax.tree.set(state, count=100_000),
+    ),
+    "rate": lambda state: (osa.exact_adam(0.3 * RATE), state),
+    "one percent": lambda state: (osa.exact_adam(1.01 * RATE), state),
+    "schedule": lambda state: (
+        osa.exact_adam(optax.cosine_decay_schedule(RATE, 100)),
+        state,
+    ),
+    "nesterov": lambda state: (osa.exact_adam(RATE, nesterov=True), state),
+}
+REFERENCES = {
+    "count": optax.adam(RATE),
+    "count, later": optax.adam(RATE),
+    "rate": optax.adam(0.3 * RATE),
+    "one percent": optax.adam(1.01 * RATE),
+    "schedule": optax.adam(optax.cosine_decay_schedule(RATE, 100)),
+    "nesterov": optax.adam(RATE, nesterov=True),
+}
+
+
+def flushed_then_changed(name):
+    params, state = osa.flush(*trained())
+    tx, state = CHANGES[name](state)
+    reference = REFERENCES[name]
+    dense = reference.init(params)
+    adam = optax.ScaleByAdamState(state.count, state.mu, state.nu)
+    rest = dense[1:]
+    if name == "schedule":
+        rest = (optax.ScaleByScheduleState(state.count),)
+    return tx, params, state, reference, (adam, *rest)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_after_flush(name):
+    tx, params, state, reference, dense = flushed_then_changed(name)
+    ids = batches(25, seed=3)
+    actual, state, values = exact_run(tx, params, state, ids)
+    wanted, _, expected = dense_run(reference, params, dense, ids)
+    assert_trees(values, expected)
+    assert_trees(osa.flush(actual, state)[0], wanted)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_without_flush(name):
+    """NaN in a program, for all to see; an error outside."""
+    params, state = trained()
+    tx, changed = CHANGES[name](state)
+    after, changed_state, values = exact_run(tx, params, changed, batches(3, seed=3))
+    assert np.isnan(values[1:]).all()
+    flushed = osa.flush(after, changed_state)[0]["table"]
+    assert np.isnan(flushed[batches(3, seed=3).reshape(-1)]).all()
+    grads = gradient(params, read=changed)
+    with pytest.raises(ValueError, match="Call params, state = flush"):
+        tx.update(grads, changed, params)
+    # The state as it is can still be flushed, and then all is well.
+    params, state = osa.flush(params, changed)
+    _, _, values = exact_run(tx, params, state, batches(3, seed=3))
+    assert np.isfinite(values).all()
+
+
+def test_changes_of_weight_decay():
+    ids = batches(20)
+    make = lambda decay: osa.exact_adamw(RATE, weight_decay=decay)  # noqa: E731
+    params = start()
+    params, state, _ = exact_run(make(0.1), params, make(0.1).init(params), ids)
+    _, _, values = exact_run(make(0.3), params, state, ids)
+    assert np.isnan(values[1:]).all()
+    params, state = osa.flush(params, state)
+    reference = optax.adamw(RATE, weight_decay=0.3)
+    adam = optax.ScaleByAdamState(state.count, state.mu, state.nu)
+    dense = (adam, *reference.init(params)[1:])
+    actual, state, values = exact_run(make(0.3), params, state, ids)
+    wanted, _, expected = dense_run(reference, params, dense, ids)
+    assert_trees(values, expected)
+    assert_trees(osa.flush(actual, state)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        optax.warmup_cosine_decay_schedule(0.0, RATE, 50, 400),
+        optax.polynomial_schedule(RATE, 0.0, 0.5, 400),
+        optax.exponential_decay(RATE, 10, 0.5),
+        lambda count: RATE * (1 - count / 400) ** 0.9,
+        lambda count: jnp.where(count % 100 < 50, RATE, 1e-7 * RATE),
+    ],
+)
+def test_schedules_that_stay(dtype, schedule):
+    """Nothing changes, in two programs, the second not compiled: no false alarm."""
+    with jax.enable_x64(dtype == "float64"):
+        tx = osa.exact_adam(schedule)
+        params = jax.tree.map(lambda x: x.astype(dtype), start())
+        step = osa.make_train_step(loss, tx)
+        state = tx.init(params)
+        for i, ids in enumerate(batches(400)):
+            if i % 50 == 49:
+                grads = osa.grad(loss, read=state)(params, ids)
+                updates, state = tx.update(grads, state, params)
+                params = osa.apply_updates(params, updates)
+            else:
+                params, state, value = step(params, state, ids)
+                assert np.isfinite(value), i
+
+
+# 4. States in part.
+
+
+@pytest.mark.parametrize("name", ["mu", "nu", "last", "log_decay"])
+@pytest.mark.parametrize("size", [ROWS - 1, ROWS + 5])
+def test_states_of_another_height(name, size):
+    tx, params = osa.exact_adamw(RATE), start()
+    state, other = tx.init(params), tx.init(start(size))
+    mixed = state._replace(**{name: getattr(other, name)})
+    grads = gradient(params, read=state)
+    for use in (
+        lambda: tx.update(grads, mixed, params),
+        lambda: gradient(params, read=mixed),
+        lambda: osa.flush(params, mixed),
+        lambda: osa.evaluate(loss, read=mixed)(params, batches(1)[0]),
+    ):
+        with pytest.raises(ValueError, match=rf"`{name}.*must have the shape"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["since", "ways", "decay", "count", "clock"])
+def test_states_of_other_parameters(name):
+    tx, params = osa.exact_adamw(RATE), start()
+    state, other = tx.init(params), tx.init({**start(), "more": jnp.ones(2)})
+    value = getattr(other, name)
+    value = jnp.ones(3, "int32") if name in ("count", "clock") else value
+    with pytest.raises(ValueError, match=f"`{name}` of shape"):
+        osa.flush(params, state._replace(**{name: value}))
+
+
+# 5 and 6. What follows.
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        optax.freeze({"table": True, "w": False}),
+        optax.scale(0.5),
+        optax.ema(0.9),
+        optax.add_decayed_weights(0.1),
+        osa.lazy(optax.clip(0.1)),
+    ],
+)
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: optax.chain(x)])
+def test_what_follows_in_a_chain(behind, place):
+    params = start()
+    tx = optax.chain(place(osa.exact_adam(RATE)), behind)
+    state = tx.init(params)
+    for use in (
+        lambda: gradient(params, read=state),
+        lambda: osa.flush(params, state),
+        lambda: osa.make_train_step(loss, tx)(start(), tx.init(params), batches(1)[0]),
+    ):
+        with pytest.raises(ValueError, match=r"Nothing may follow exact_adam"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        optax.contrib.schedule_free,
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        optax.contrib.mechanize,
+    ],
+)
+def test_what_is_around(around):
+    params = start()
+    if around is optax.contrib.schedule_free:
+        tx = around(osa.exact_adam(RATE), RATE)
+    else:
+        tx = around(osa.exact_adam(RATE))
+    with pytest.raises(ValueError, match=r"Nothing may change the updates"):
+        gradient(params, read=tx.init(params))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rounding_and_rows_around(dtype):
+    table = jnp.ones((3, 2), dtype)
+    for around in (
+        lambda tx: osa.stochastic_rounding(tx, 0),
+        osa.per_row,
+        lambda tx: osa.lazy(osa.per_row(tx)),
+    ):
+        with pytest.raises(ValueError, match="cannot be around exact_adam|no row rests"):
+            around(osa.exact_adam(RATE)).init(table)
+
+
+def test_average():
+    """Of the values at each step, those of the dense run."""
+    tx, params = osa.exact_adamw(RATE), start()
+    reference, wanted = optax.adamw(RATE), start()
+    state, dense = tx.init(params), reference.init(wanted)
+    average = jax.tree.map(jnp.copy, params)
+    expected, step = params, osa.make_train_step(loss, tx)
+    params = jax.tree.map(jnp.copy, params)
+    for ids in batches(20):
+        params, state, _ = step(params, state, ids)
+        wanted, dense, _ = dense_step(reference)(wanted, dense, ids)
+        average = osa.incremental_update(params, average, 0.2, read=state)
+        expected = optax.incremental_update(wanted, expected, 0.2)
+    assert_trees(average, expected)
+    assert_trees(
+        osa.incremental_update(wanted, expected, 0.2),
+        optax.incremental_update(wanted, expected, 0.2),
+    )
+
+
+# 7. Labels, schedules, states of others.
+
+
+@pytest.mark.parametrize("kind", ["partition", "masked"])
+def test_prefix_labels(kind):
+    """One label for a branch of the parameters."""
+
+    def nested():
+        dense = {"w": jnp.ones(WIDTH), "more": [jnp.ones(2), jnp.ones(())]}
+        return {"a": dense, "b": {"x": {"table": start()["table"]}}, "c": jnp.ones(2)}
+
+    def loss(params, ids):
+        rows = params["b"]["x"]["table"][ids] @ params["a"]["w"]
+        extra = jnp.sum(params["c"]) + jnp.sum(params["a"]["more"][0])
+        return jnp.mean(jnp.sin(rows + ids)) * extra * params["a"]["more"][1]
+
+    def build(adam):
+        if kind == "masked":
+            return optax.masked(adam(RATE), {"a": True, "b": True, "c": False})
+        parts = {"exact": adam(RATE), "sgd": optax.sgd(0.1), "none": optax.set_to_zero()}
+        return optax.partition(parts, {"a": "sgd", "b": "exact", "c": "none"})
+
+    tx, reference = build(osa.exact_adam), build(optax.adam)
+    params, wanted = nested(), nested()
+    state, dense = tx.init(params), reference.init(wanted)
+    step = osa.make_train_step(loss, tx)
+    other = osa.make_train_step(loss, reference)
+    for ids in batches(15):
+        params, state, value = step(params, state, ids)
+        wanted, dense, expected = other(wanted, dense, ids)
+        assert_close(value, expected, 1e-11)
+    assert_trees(osa.flush(params, state)[0], wanted)
+
+
+@pytest.mark.parametrize("later", [np.nan, np.inf])
+def test_schedules_undefined_later(later):
+    tx = osa.exact_adam(lambda count: jnp.where(count < 12, RATE, later))
+    reference = optax.adam(lambda count: jnp.where(count < 12, RATE, 0.0))
+    params = start()
+    actual, state, values = exact_run(tx, params, tx.init(params), batches(12))
+    wanted, _, expected = dense_run(
+        reference, params, reference.init(params), batches(12)
+    )
+    assert_trees(values, expected)
+    assert_trees(osa.flush(actual, state)[0], wanted)
+
+
+@pytest.mark.parametrize("other", [optax.adam(RATE), osa.sparse_adam(RATE)])
+def test_states_of_other_optimizers(other):
+    """One sentence, without the tree."""
+    params, tx = start(), osa.exact_adam(RATE)
+    grads = gradient(params, read=tx.init(params))
+    with pytest.raises(TypeError, match="takes its own state") as error:
+        tx.update(grads, other.init(params), params)
+    assert len(str(error.value)) < 400
+    with pytest.raises(ValueError, match="contains exact_adam") as error:
+        osa.flush(params, other.init(params))
+    assert len(str(error.value)) < 300
+    many = {f"layer {i}": jnp.ones(2) for i in range(50)}
+    with pytest.raises(ValueError, match="belong to the parameters") as error:
+        osa.flush(many, tx.init(params))
+    assert len(str(error.value)) < 300
