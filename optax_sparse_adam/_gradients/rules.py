@@ -115,7 +115,7 @@ def _barrier(context: Context, eqn: JaxprEqn, *args: Any) -> Results:
 
 def _broadcast(context: Context, eqn: JaxprEqn, scalar: Any, *rest: Any) -> Results:
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
-    if jnp.ndim(scalar):
+    if is_symbolic(scalar) or jnp.ndim(scalar):
         return NotImplemented
     if any(context.wanted(eqn)) and _is_zero(scalar):
         return [RowSum(shape, dtype)]

@@ -173,8 +173,10 @@ def test_messages_on_the_errors_page_exist():
     rows = re.findall(
         r"^\| (?:`` (.+?) ``|`(.+?)`) \|", _TEXTS[_DOCS / "errors.md"], re.M
     )
+    theirs = _TEXTS[_DOCS / "errors.md"].partition("## Messages of JAX")[2]
     messages = [long or short for long, short in rows]
-    assert len(messages) > 40
+    messages = [x for x in messages if x not in theirs]
+    assert len(messages) >= 8
     assert not [x for x in messages if not any(x in string for string in strings)]
 
 
