@@ -5,7 +5,13 @@
  */
 "use strict";
 
-/** The first of the smallest sections that hold all words, or else one of them. */
+const headingOf = (section) => {
+  const heading = section.querySelector("h1, h2, h3, h4").cloneNode(true);
+  heading.querySelectorAll("a.headerlink").forEach((mark) => mark.remove());
+  return heading.textContent.trim();
+};
+
+/** A smallest section that holds all words, or else one; best with one in its heading. */
 const findSection = (html, words) => {
   const page = new DOMParser().parseFromString(html, "text/html");
   const sections = [...page.querySelectorAll('[role="main"] section[id]')];
@@ -15,10 +21,13 @@ const findSection = (html, words) => {
     );
   const all = holding(words);
   const found = all.length ? all : words.flatMap((word) => holding([word]));
-  const smallest = found.find(
+  const smallest = found.filter(
     (section) => !found.some((x) => x !== section && section.contains(x)),
   );
-  return smallest?.parentElement.closest("section") ? smallest : null;
+  const isNamed = (section) =>
+    words.some((word) => headingOf(section).toLowerCase().includes(word));
+  const best = smallest.find(isNamed) ?? smallest[0];
+  return best?.parentElement.closest("section") ? best : null; // not the whole page
 };
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -31,10 +40,11 @@ document.addEventListener("DOMContentLoaded", () => {
     const summary = summaryOfPage(html, keywords, `#${CSS.escape(section.id)}`);
     queueMicrotask(() => {
       const link = summary.parentElement.querySelector("a");
-      const heading = section.querySelector("h1, h2, h3, h4").cloneNode(true);
-      heading.querySelectorAll("a.headerlink").forEach((mark) => mark.remove());
+      const others = [...Search.output.querySelectorAll("a")].filter((x) => x !== link);
       link.href += `#${section.id}`;
-      link.textContent += ` > ${heading.textContent.trim()}`;
+      link.textContent += ` > ${headingOf(section)}`;
+      // Sphinx may have found the same section by its title.
+      if (others.some((x) => x.href === link.href)) link.closest("li").remove();
     });
     return summary;
   };
