@@ -32,8 +32,8 @@ def make_train_step(
 
     Optimisers of this package, alone, in chains or in `optax.partition`, get row-sparse
     gradients. One that is made of optax's alone, such as `optax.adam(1e-3)`, gets dense
-    ones, as it takes no others, and costs what the tables cost: `lazy(optax.adam(1e-3))`
-    updates the rows of the batch, and `exact_adam(1e-3)` has its numbers.
+    ones, as it takes no others, and costs what the tables cost: `exact_adam(1e-3)` has
+    its numbers, and `lazy(optax.adam(1e-3))` updates the rows of the batch.
 
     Args:
       loss: `loss(params, *batch)`, a scalar, or a pair `(scalar, aux)` if `has_aux`.
@@ -61,7 +61,7 @@ def make_train_step(
       >>> for _ in range(3):
       ...     params, state, value = step(params, state, jnp.array([3, 7, 3]))
       >>> round(float(value), 4)
-      0.0144
+      0.0252
     """
     check_transformation(tx, "make_train_step")
     update = optax.with_extra_args_support(tx).update
@@ -83,7 +83,7 @@ def make_train_step(
         updates, state = update(grads, state, params, **extra | extra_args)
         return apply_updates(params, updates), state, value
 
-    return step  # type: ignore[return-value]  # what jit returns has no such type
+    return step
 
 
 def _is_ours(tx: Any) -> bool:
@@ -109,7 +109,9 @@ def _is_ours(tx: Any) -> bool:
         elif isinstance(x, types.MethodType):
             todo += [x.__self__, x.__func__]
         elif isinstance(x, types.FunctionType):
-            todo += [cell.cell_contents for cell in x.__closure__ or () if _is_set(cell)]
+            todo += [
+                cell.cell_contents for cell in x.__closure__ or () if _is_set(cell)
+            ]
         elif hasattr(x, "__wrapped__"):
             todo.append(x.__wrapped__)
         elif hasattr(x, "update") and hasattr(x, "__dict__"):

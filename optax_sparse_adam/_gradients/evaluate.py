@@ -56,7 +56,7 @@ def evaluate(
       >>> step = osa.make_train_step(loss, tx)
       >>> table, state, _ = step(table, state, jnp.array([3, 7]))
       >>> evaluation = jax.jit(lambda t, s, ids: osa.evaluate(predict, read=s)(t, ids))
-      >>> evaluation(table, state, jnp.array([3, 5])).tolist()
+      >>> [round(x, 4) for x in evaluation(table, state, jnp.array([3, 5])).tolist()]
       [3.6, 4.0]
     """
     check_argnums(argnums)

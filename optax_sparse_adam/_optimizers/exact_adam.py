@@ -214,6 +214,7 @@ def _exact_adam(
         check_state_class(state, ExactAdamState, own)
         _check_decay(state, own)
         state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
+        treedef: Any
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_leaf)
         grads = [grad for _, grad in paths]
         olds: list[Any] = [None] * len(grads)
@@ -228,7 +229,9 @@ def _exact_adam(
             )
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
         shapes = [
-            None if old is None and nu is None else jnp.shape(nu if old is None else old)
+            None
+            if old is None and nu is None
+            else jnp.shape(nu if old is None else old)
             for old, nu in zip(olds, nus, strict=True)
         ]
         held = held_by(state, shapes, treedef)

@@ -201,7 +201,9 @@ def outlook(
     def way(first: int) -> jax.Array:
         some: Steps = jax.tree.map(lambda x: x[first:][: len(ahead) - 1], steps)
         plain = way_ahead(some._replace(log_decay=None), betas)
-        return jnp.stack([plain, plain if log_decay is None else way_ahead(some, betas)])
+        return jnp.stack(
+            [plain, plain if log_decay is None else way_ahead(some, betas)]
+        )
 
     now = jax.tree.map(lambda x: x[0], steps)
     return Outlook(now, way(0), way(1), largest)
@@ -280,7 +282,9 @@ def is_continued(
     clock, origin, since, ways, _ = table_states(state)
     stored, now = ways[:, 1], view.before[decays.astype(int)]
     mean = 1 / (1 - betas.b1 / math.sqrt(betas.b2))  # of the steps ahead
-    limit = _SAME * jnp.max(jnp.abs(now), axis=1) + _SAME_TO_LARGEST * mean * view.largest
+    limit = (
+        _SAME * jnp.max(jnp.abs(now), axis=1) + _SAME_TO_LARGEST * mean * view.largest
+    )
     is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
     is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
     is_same &= state.count == clock + origin
@@ -308,8 +312,8 @@ def take_step(
 
     def move(passed: jax.Array, pole: jax.Array) -> jax.Array:
         powers = jnp.exp(passed * constants.log_b1), jnp.exp(passed * constants.log_q)
-        one = (now.size[None], pole[None], tuple(x[None] for x in powers), z)
-        found: jax.Array = sum_at_nodes(*one)
+        power1, power2 = (x[None] for x in powers)
+        found: jax.Array = sum_at_nodes(now.size[None], pole[None], (power1, power2), z)
         return found
 
     behind, decay = tables.ways[:, 0], tables.decay

@@ -104,9 +104,7 @@ def _centres(table: TableState, constants: Constants) -> list[jax.Array]:
     return [centre_of_way(constants, step) for step in steps]
 
 
-def stamp(
-    rows: RowState, table: TableState
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def stamp(rows: RowState, table: TableState) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`last` and `log_decay` of rows that are brought up to date."""
 
     def stamped(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The state of `exact_adam`: what is known of rows that rest, and where it is kept."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -201,6 +202,7 @@ def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
       ValueError: If the structure is another.
     """
     numbered = treedef.unflatten(range(treedef.num_leaves))
+    own: Any
     parts, own = jax.tree.flatten(state.nu, is_leaf=_is_hole)
     try:
         branches = own.flatten_up_to(numbered)
@@ -217,7 +219,7 @@ def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
 
 
 def held_by(
-    state: ExactAdamState, shapes: list[tuple[int, ...] | None], treedef: Any
+    state: ExactAdamState, shapes: Sequence[tuple[int, ...] | None], treedef: Any
 ) -> dict[int, Held]:
     """What is known of the rows of each parameter, by its number; not of masked ones.
 
@@ -236,7 +238,7 @@ def held_by(
         rows = list(zip(*columns, strict=True))
         pairs = zip(numbers, rows, strict=True)
         held = {
-            number: Held(place, RowState(*row[:3], row[3:]))
+            number: Held(place, RowState(row[0], row[1], row[2], row[3:]))
             for place, (number, row) in enumerate(pairs)
         }
     except (AttributeError, TypeError, ValueError):  # which print the arrays
@@ -292,4 +294,4 @@ def replace_rows(state: ExactAdamState, rows: list[RowState]) -> ExactAdamState:
 
 def replace_tables(state: ExactAdamState, tables: TableState) -> ExactAdamState:
     decay = () if tables.decay is None else tables.decay
-    return state._replace(**tables._replace(decay=decay)._asdict())
+    return state._replace(**tables._asdict() | {"decay": decay})

@@ -85,8 +85,6 @@ def test_a_dense_run_goes_on_and_back():
         count=adam.count,
         mu=adam.mu,
         nu=adam.nu,
-        
-
     )
     (table, state), _ = exact(table, state, second)
     table, state = osa.flush(table, state)

@@ -117,9 +117,16 @@ def test_gradients_without_read(around, change):
     update = functools.partial(jax.eval_shape, tx.update)
     with pytest.raises(ValueError, match=r"made with read=.*'table'.*without"):
         update(change(gradient(params)), state, params)
-    update(gradient(params, read=state) if change is None else
-           {**gradient(params, read=state),
-            "table": osa.coalesce(gradient(params, read=state)["table"])}, state, params)
+    update(
+        gradient(params, read=state)
+        if change is None
+        else {
+            **gradient(params, read=state),
+            "table": osa.coalesce(gradient(params, read=state)["table"]),
+        },
+        state,
+        params,
+    )
 
 
 def test_read_of_another_state():
@@ -354,7 +361,9 @@ def test_rounding_and_rows_around(dtype):
         osa.per_row,
         lambda tx: osa.lazy(osa.per_row(tx)),
     ):
-        with pytest.raises(ValueError, match="cannot be around exact_adam|no row rests"):
+        with pytest.raises(
+            ValueError, match=r"cannot be around exact_adam|no row rests"
+        ):
             around(osa.exact_adam(RATE)).init(table)
 
 
@@ -397,7 +406,11 @@ def test_prefix_labels(kind):
     def build(adam):
         if kind == "masked":
             return optax.masked(adam(RATE), {"a": True, "b": True, "c": False})
-        parts = {"exact": adam(RATE), "sgd": optax.sgd(0.1), "none": optax.set_to_zero()}
+        parts = {
+            "exact": adam(RATE),
+            "sgd": optax.sgd(0.1),
+            "none": optax.set_to_zero(),
+        }
         return optax.partition(parts, {"a": "sgd", "b": "exact", "c": "none"})
 
     tx, reference = build(osa.exact_adam), build(optax.adam)

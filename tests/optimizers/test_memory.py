@@ -41,8 +41,8 @@ OPTIMIZERS = {
     ),
     "rowwise_adagrad": (osa.rowwise_adagrad(0.1, weight_decay=0.1), 4_000_000),
     # Twelve bytes a row beside the moments; and the numbers that all rows share.
-    "exact_adamw": (osa.exact_adamw(lambda count: 0.1), 524_000_112),
-    "exact_adam": (osa.exact_adam(0.1), 516_000_104),
+    "exact_adamw": (osa.exact_adamw(lambda count: 0.1), 524_000_120),
+    "exact_adam": (osa.exact_adam(0.1), 516_000_112),
     "sparse_adafactor": (osa.sparse_adafactor(weight_decay=0.1), 4_000_260),
 }
 

@@ -200,7 +200,8 @@ def test_float8_tables(name):
 
     @jax.jit
     def step(table, state):
-        grad = osa.grad(lambda t: jnp.sum(t[ids].astype("float32")))(table)
+        read = state if name == "exact_adam" else None
+        grad = osa.grad(lambda t: jnp.sum(t[ids].astype("float32")), read=read)(table)
         updates, state = tx.update(grad, state, table)
         return osa.apply_updates(table, updates), state
 
