@@ -1,5 +1,6 @@
 """The documentation site: `python -m sphinx -W --keep-going -n docs build/docs`."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ version = release = __version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     # Of this folder.
@@ -48,14 +50,23 @@ autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_attr_annotations = False
+autosummary_generate = False
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
 html_theme = "sphinx_book_theme"
-html_title = "optax_sparse_adam"
+html_title = f"optax_sparse_adam {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["search_sections.js"]
+templates_path = ["_templates"]
+# GitHub's name of the repository, where its workflow builds the site.
+_repository = os.environ.get("GITHUB_REPOSITORY", "")
+_server = os.environ.get("GITHUB_SERVER_URL", "https://github.com")
 html_theme_options = {
+    "article_header_start": ["toggle-primary-sidebar.html", "site-title.html"],
+    "repository_url": f"{_server}/{_repository}" if _repository else "",
+    "use_repository_button": bool(_repository),
     "show_toc_level": 2,
     "use_download_button": False,
     "navbar_persistent": [],  # the search is in the sidebar

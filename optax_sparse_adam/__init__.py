@@ -5,6 +5,7 @@
 from ._gradients.value_and_grad import grad as grad
 from ._gradients.value_and_grad import value_and_grad as value_and_grad
 
+# Training and evaluation.
 from ._gradients.evaluate import evaluate as evaluate
 from ._train_step import make_train_step as make_train_step
 

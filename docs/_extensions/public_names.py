@@ -5,6 +5,8 @@ says what they are. Here one group, or all names where there are no groups:
 
     .. public-names:: optax_sparse_adam
        :group: Optimisers
+
+With `:summary:` it is a table of the names and the first line of each docstring.
 """
 
 import importlib
@@ -43,7 +45,10 @@ def _place(name: str) -> int:
 
 class PublicNames(SphinxDirective):
     required_arguments = 1
-    option_spec: ClassVar = {"group": directives.unchanged}
+    option_spec: ClassVar = {
+        "group": directives.unchanged,
+        "summary": directives.flag,
+    }
 
     def run(self) -> list[nodes.Node]:
         (module,) = self.arguments
@@ -52,9 +57,12 @@ class PublicNames(SphinxDirective):
         if head is not None and head not in groups:
             raise self.error(f"{module} has the groups {list(groups)}, not {head!r}.")
         names = groups[head] if head else [x for xs in groups.values() for x in xs]
-        lines = []
-        for name in sorted(names, key=_place):
-            lines += self._document(module, name)
+        names = sorted(names, key=_place)
+        if "summary" in self.options:
+            lines = [".. autosummary::", "   :nosignatures:", ""]
+            lines += [f"   ~{module}.{name}" for name in names]
+        else:
+            lines = [x for name in names for x in self._document(module, name)]
         return self.parse_rst(lines)
 
     def _document(self, module: str, name: str) -> list[str]:

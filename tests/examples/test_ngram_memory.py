@@ -4,6 +4,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from ..helpers.examples import assert_one_clear_line, load_example, run_example
@@ -50,6 +51,27 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "ngram_memory.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
+def test_exact_adamw_has_the_losses_of_dense_adamw():
+    batch = np.random.default_rng(0).integers(256, size=(16, 65)).astype(np.int32)
+    text, runs = np.tile(batch[0], 3), []
+    rate = optax.cosine_decay_schedule(1e-2, 20)
+    for row_sparse in (False, True):
+
+        def make(params, row_sparse=row_sparse):
+            if not row_sparse:
+                return optax.adamw(rate)
+            return ngram_memory.optimizer_of_parts(params, rate, "exact_adamw")
+
+        run = ngram_memory.Trainer(
+            ngram_memory.LanguageModel(ROWS), make, batch, row_sparse, row_sparse
+        )
+        runs.append(run.train("test", text, [batch], num_steps=20))
+    dense, exact = runs
+    assert dense.losses[-1] < dense.losses[0] - 1
+    np.testing.assert_allclose(exact.losses, dense.losses, rtol=2e-3)
+    np.testing.assert_allclose(exact.history, dense.history, rtol=2e-3)
+
+
 def test_what_can_go_wrong(tmp_path):
     done = run_example("ngram_memory", "--steps", 0, cwd=tmp_path, check=False)
     assert_one_clear_line(done, "got 0 and 2000000")
@@ -76,8 +98,9 @@ def trainer():
         batch = np.random.default_rng(0).integers(256, size=(16, 65)).astype(np.int32)
         return batch, ngram_memory.Trainer(
             ngram_memory.LanguageModel(ROWS),
-            ngram_memory.row_sparse,
-            lambda params: ngram_memory.optimizer_of_parts(params, 10),
+            lambda params: ngram_memory.optimizer_of_parts(
+                params, 2e-3, "rowwise_adagrad"
+            ),
             batch,
         )
 
