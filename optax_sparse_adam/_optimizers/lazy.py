@@ -1,6 +1,6 @@
 """Any optax transformation, applied to the rows that a gradient holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,52 +9,66 @@ import optax
 
 from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import Rows, accumulator_dtype, bcoo_like, touched_rows
-from .._rows.gather_scatter import (
-    gather_rows,
-    order_after_gather,
-    prevent_fusion,
-    scatter_rows,
-)
+from .._rows.coalesce import Rows, accumulator_dtype, bcoo_of, touched_rows
+from .._rows.gather_scatter import gather_rows, put_back, update_of
 from .._rows.map_rows import map_rows
-from .._rows.padding import mask_padding
 from .hyperparameters import check_transformation
+from .lazy_probe import Sizes, check_state, probe, state_laid_like
 from .lazy_row_analysis import take_apart
-from .lazy_sizes import check_sizes
-from .lazy_state import check_state, row_leaves, shape_of, state_laid_like
 
 
-def _touched(grad: Any, param: Any) -> Rows:
-    """The touched rows of a BCOO, and of `None`: no rows."""
-    if grad is None:
-        none = jnp.zeros([0, *param.shape[1:]], param.dtype)
-        indices = jnp.zeros([0, min(1, param.ndim)], jnp.int32)
-        return Rows(indices, none, jnp.zeros([], jnp.int32))
-    check_bcoo(grad, None if param is None else jnp.shape(param))
-    rows = touched_rows(grad, accumulator_dtype(grad.dtype))
-    data = rows.data.astype(grad.dtype)
-    return rows._replace(
-        data=data if param is None else shard_columns_like(param, data)
-    )
+class _Arguments(NamedTuple):
+    """The arguments of an update, as lists.
+
+    A gradient may be `None`, and so is every parameter where none are given.
+    """
+
+    grads: list[Any]
+    leaves: list[Any]
+    params: list[Any]
+    treedef: Any
+    structure: Any
+    has_params: bool
+
+    @classmethod
+    def of(cls, updates: Any, state: Any, params: Any) -> "_Arguments":
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        olds: list[Any] = [None] * len(grads)
+        if params is not None:
+            olds = leaves_like(treedef, params, "Parameters", "gradients")
+        leaves, structure = jax.tree.flatten(state)
+        return cls(grads, leaves, olds, treedef, structure, params is not None)
+
+    def trees(self, arrays: list[Any]) -> tuple[Any, Any, Any]:
+        """The arguments again, of a list of their arrays."""
+        first, last = len(self.grads), len(arrays) - len(self.grads)
+        params = self.treedef.unflatten(arrays[last:]) if self.has_params else None
+        state = self.structure.unflatten(arrays[first:last])
+        return self.treedef.unflatten(arrays[:first]), state, params
+
+    def results(self, updates: Any, state: Any) -> list[Any]:
+        """What an update returns, in the order of its arguments."""
+        leaves = self.structure.flatten_up_to(state)
+        return [*self.treedef.flatten_up_to(updates), *leaves]
 
 
 class _Table(NamedTuple):
-    """A parameter with a row-sparse gradient or none, and what of it is gathered.
+    """A parameter with a row-sparse gradient or none, and its touched rows.
 
     Attributes:
       rows: The touched rows of its gradient.
-      shape: Its shape.
-      places: Which leaves of the state hold its rows.
-      state: These leaves.
-      params: The parameter, where `update` has been given parameters.
-      old: The touched rows of `state`, then of `params`.
+      places: Where the arguments have its gradient, the arrays of the state that hold
+        its rows, and the parameter, if they have that.
+      state: These arrays of the state.
+      read: The parameter, or nothing.
+      old: The touched rows of both.
     """
 
     rows: Rows
-    shape: tuple[int, ...]
     places: list[int]
     state: tuple[jax.Array, ...]
-    params: tuple[jax.Array, ...]
+    read: tuple[jax.Array, ...]
     old: list[jax.Array]
 
     @property
@@ -67,23 +81,64 @@ class _Table(NamedTuple):
         return is_traced and self.rows.data.size > 0 and bool(self.state)
 
 
-def _gather(rows: Rows, shape: Any, places: list[int], leaves: Any, param: Any) -> Any:
-    state = tuple(leaves[place] for place in places)
-    params = () if param is None else (param,)
-    old = [gather_rows(x, rows.indices) for x in (*state, *params)]
-    return _Table(rows, shape, places, state, params, old)
+def _sizes(grad: Any, param: Any) -> Sizes | None:
+    """How many rows a parameter has, if `lazy` updates some of them only.
+
+    None of them where the gradient is `None`: the parameter stays as it is.
+    """
+    if is_bcoo(grad):
+        check_bcoo(grad, None if param is None else jnp.shape(param))
+        return Sizes.of(grad.shape, grad.n_sparse, grad.nse)
+    if grad is None and param is not None:
+        return Sizes.of(param.shape, min(1, param.ndim), 0)
+    return None
 
 
-def _scatter(
-    table: _Table, update: jax.Array, new_state: Sequence[jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The rows of the update, without padding, and the state with its new rows."""
-    state = tuple(
-        scatter_rows(whole, table.rows.indices, order_after_gather(old, new))
-        for whole, old, new in zip(table.state, table.old, new_state, strict=False)
-    )
-    rows = mask_padding(update, table.rows.indices, table.shape)
-    return prevent_fusion(rows), state
+def _gather(given: _Arguments, i: int, size: Sizes, owners: list[Any]) -> _Table:
+    """The touched rows of what belongs to parameter `i`."""
+    grad, param = given.grads[i], given.params[i]
+    if grad is None:
+        none = jnp.zeros([0, *param.shape[1:]], param.dtype)
+        count = jnp.zeros([], jnp.int32)
+        rows = Rows(jnp.zeros([0, size.depth], jnp.int32), none, count)
+    else:
+        rows = touched_rows(grad, accumulator_dtype(grad.dtype))
+        data = rows.data.astype(grad.dtype)
+        data = data if param is None else shard_columns_like(param, data)
+        rows = rows._replace(data=data)
+    places = [place for place, owner in enumerate(owners) if owner == i]
+    arrays = [*given.grads, *given.leaves, *given.params]
+    held = tuple(arrays[place] for place in places[1:])
+    own = len(held) - given.has_params
+    old = [gather_rows(x, rows.indices) for x in held]
+    return _Table(rows, places, held[:own], held[own:], old)
+
+
+def _put(arrays: list[Any], places: list[int], news: Iterable[Any]) -> list[Any]:
+    """The list with new arrays in the first of these places."""
+    arrays = list(arrays)
+    for place, new in zip(places, news, strict=False):
+        arrays[place] = new
+    return arrays
+
+
+def _write_back(
+    grad: Any, size: Sizes, table: _Table, found: Any, results: list[Any]
+) -> tuple[Any, ...]:
+    """The update of a table, as its gradient is, and its state with the new rows.
+
+    `found` is the formula of its rows, where they are independent.
+    """
+    rows = table.rows
+    if found is not None:
+        data, state = map_rows(found[0], rows, table.state, found[1], read=table.read)
+    else:
+        update, *new_rows = (results[i] for i in table.places[: 1 + len(table.state)])
+        data = update_of(update, rows.indices, size.shape)
+        state = put_back(table.state, rows.indices, table.old, new_rows)
+    if grad is None:
+        return None, *state
+    return bcoo_of(grad, rows.indices, data, is_sorted=True), *state
 
 
 def lazy(
@@ -149,7 +204,7 @@ def lazy(
     """
     check_transformation(inner, "lazy")
     transformation = optax.with_extra_args_support(inner)
-    checked: set[Any] = set()
+    known: dict[Any, list[int | None]] = {}
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
@@ -162,86 +217,43 @@ def lazy(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        olds: list[Any] = [None] * len(grads)
-        if params is not None:
-            olds = leaves_like(treedef, params, "Parameters", "gradients")
-        rows = {
-            i: _touched(grad, param)
-            for i, (grad, param) in enumerate(zip(grads, olds, strict=True))
-            if is_bcoo(grad) or (grad is None and param is not None)
-        }
-        unknown = params is None and any(grad is None for grad in grads)
-        if not rows and not unknown:
+        given = _Arguments.of(updates, state, params)
+        found = map(_sizes, given.grads, given.params)
+        sizes = {i: size for i, size in enumerate(found) if size is not None}
+        if not sizes and (params is not None or None not in given.grads):
             return transformation.update(updates, state, params, **extra_args)
-        shapes = [
-            shape_of(grad, param) for grad, param in zip(grads, olds, strict=True)
-        ]
-        depths = {i: touched.indices.shape[1] for i, touched in rows.items()}
-        structure: Any
-        leaves, structure = jax.tree.flatten(state)
-        owners = row_leaves(transformation, treedef, shapes, depths, leaves)
+        arrays = [*given.grads, *given.leaves, *given.params]
 
-        def inner_update(arrays: list[list[Any]]) -> Any:
-            """Of gradients, state and parameters, as lists of arrays."""
-            return transformation.update(
-                treedef.unflatten(arrays[0]),
-                structure.unflatten(arrays[1]),
-                None if params is None else treedef.unflatten(arrays[2]),
-                **extra_args,
-            )
+        # An ordinary dense transformation, of whole arrays or of touched rows.
+        def update(arrays: list[Any]) -> list[Any]:
+            trees = given.trees(arrays)
+            return given.results(*transformation.update(*trees, **extra_args))
 
-        own = [i if i in rows else None for i in range(len(grads))]
-        check_sizes(
-            inner_update,
-            [shapes, leaves, olds],
-            [own, owners, own],
-            depths,
-            {i: touched.indices.shape[0] for i, touched in rows.items()},
-            checked,
-        )
-        tables: dict[int, _Table] = {}
-        for i, touched in rows.items():
-            places = [place for place, owner in enumerate(owners) if owner == i]
-            tables[i] = _gather(touched, shapes[i].shape, places, leaves, olds[i])
-        alone = {i: table for i, table in tables.items() if table.is_worth_analysing}
-
-        def compact(data: Any, old: Any) -> list[Any]:
-            """`inner.update` on compact trees."""
-            small_grads, small_leaves, small_params = [*grads], [*leaves], [*olds]
+        def update_rows(data: Any, old: Any) -> list[Any]:
+            """The update of touched rows: of these, or of those of a table."""
+            small = arrays
             for i, table in tables.items():
-                small_grads[i] = data.get(i, table.rows.data)
-                taken = old.get(i, table.old)
-                for place, new in zip(table.places, taken, strict=False):
-                    small_leaves[place] = new
-                if table.params:
-                    small_params[i] = taken[-1]
-            new_updates, new_state = inner_update(
-                [small_grads, small_leaves, small_params]
-            )
-            results = treedef.flatten_up_to(new_updates)
-            return [*results, *structure.flatten_up_to(new_state)]
+                rows = data.get(i, table.rows.data), *old.get(i, table.old)
+                small = _put(small, table.places, rows)
+            return update(small)
 
-        small, middles, extra = take_apart(
-            compact,
-            [*range(len(grads)), *owners],
+        # Look the touched rows up, of gradients, state and parameters.
+        owners = probe(transformation.init, update, given.treedef, arrays, sizes, known)
+        tables = {i: _gather(given, i, size, owners) for i, size in sizes.items()}
+        # Update them; what provably treats rows alone is left to `_write_back`.
+        alone = {i: table for i, table in tables.items() if table.is_worth_analysing}
+        results, formulas = take_apart(
+            update_rows,
+            owners[: -len(given.params)],
             {i: table.rows.data for i, table in alone.items()},
             {i: table.old for i, table in alone.items()},
         )
-        results, new_leaves = small[: len(grads)], small[len(grads) :]
+        # Write them back.
         for i, table in tables.items():
-            if i in middles:  # independent; `map_rows` decides whether in blocks
-                data, new_state = map_rows(
-                    middles[i], table.rows, table.state, extra[i], read=table.params
-                )
-            else:
-                new_rows = [new_leaves[place] for place in table.places]
-                data, new_state = _scatter(table, results[i], new_rows)
-            grad = grads[i]
-            results[i] = None if grad is None else bcoo_like(grad, table.rows, data)
-            for place, new in zip(table.places, new_state, strict=True):
-                new_leaves[place] = new
-        return treedef.unflatten(results), structure.unflatten(new_leaves)
+            news = _write_back(
+                given.grads[i], sizes[i], table, formulas.get(i), results
+            )
+            results = _put(results, table.places, news)
+        return given.trees([*results, *given.params])[:2]
 
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

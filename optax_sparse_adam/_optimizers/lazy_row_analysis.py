@@ -112,13 +112,12 @@ class Parts(NamedTuple):
     Attributes:
       results: The results of the update. Those of the tables that are updated row by
         row are not used, and then XLA computes nothing for them.
-      middles: For each table that is updated row by row the middle for `map_rows`.
-      extra: For each of these the values that the middle takes besides rows.
+      middles: For each table that is updated row by row the middle for `map_rows`, and
+        the values that it takes besides rows.
     """
 
     results: list[Any]
-    middles: dict[int, Middle]
-    extra: dict[int, list[jax.Array]]
+    middles: dict[int, tuple[Middle, list[jax.Array]]]
 
 
 def take_apart(
@@ -135,12 +134,12 @@ def take_apart(
         then those that are only read.
     """
     if not data:
-        return Parts(update(data, old), {}, {})
+        return Parts(update(data, old), {})
     compiled = jax.jit(update)  # of which JAX keeps the jaxpr for the second call
     closed = jax.make_jaxpr(compiled)(data, old)
     results = compiled(data, old)
     if closed.effects:  # they happen once, and in order
-        return Parts(results, {}, {})
+        return Parts(results, {})
     program = Program(closed)
     treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(results)
     data_at, old_at = treedefs[0].unflatten(program.inputs)
@@ -179,7 +178,7 @@ def take_apart(
     given = dict(zip(program.inputs, jax.tree.leaves((data, old)), strict=True))
     env = evaluate(steps, program.literals | program.consts | given)
     extra = jax.tree.map(lambda number: jnp.asarray(env[number]), extra_at)
-    return Parts(results, middles, extra)
+    return Parts(results, {i: (middles[i], extra[i]) for i in middles})
 
 
 def _middle(

@@ -7,7 +7,7 @@ the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +105,24 @@ def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return rows
     return jnp.where(old > jnp.inf, old, rows.astype(old.dtype))
+
+
+def put_back(
+    tables: Sequence[jax.Array],
+    indices: jax.Array,
+    old: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
+    """The tables with new rows in place of the old ones, which were gathered."""
+    return tuple(
+        scatter_rows(table, indices, order_after_gather(*rows))
+        for table, *rows in zip(tables, old, new, strict=False)
+    )
+
+
+def update_of(rows: jax.Array, indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Rows that are to be added to the table that they were computed from."""
+    return prevent_fusion(mask_padding(rows, indices, shape))
 
 
 def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:

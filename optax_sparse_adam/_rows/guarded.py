@@ -23,6 +23,11 @@ Where gradient and update are in one program, XLA folds the comparison of the co
 Known limits: what moves or exchanges entries moves their guard along, and functions of
 all arrays at once, such as `optax.global_norm`, count indices and guard as values: take
 that of `coalesce(g).data`. A BCOO made by hand has no guard and is believed.
+
+An array of PRNG keys as the guard would make arithmetic raise while tracing, but in
+JAX's words ("multiply does not accept dtypes float32, key<fry>"), also where the text
+below names the remedy; and what is harmless would raise, too: `np.asarray` and
+`np.testing` on the leaves, `flax.serialization`, `process_allgather`.
 """
 
 from collections.abc import Callable

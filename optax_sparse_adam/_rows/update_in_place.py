@@ -16,6 +16,10 @@ and `nu` by `x + 0.01 * (y - x)` with `c` as the other array. A new row that is 
 from two other arrays, or by an operation that is not elementwise, is gathered, computed
 and scattered.
 
+Worth it on a GPU: in the compiled step of `sparse_adam` for 1,048,576 ids of 128
+columns, reading, computing and scattering in turn takes 1.69 GB of temporary memory in
+place of 1.10, and moves 2.1 GB more. On a CPU both take the same time in blocks.
+
 Known limits: tables of floating-point numbers only, whose new rows, and the other
 array, have the type of the table; old rows that a further result depends on, other than
 by the new ones, are gathered.

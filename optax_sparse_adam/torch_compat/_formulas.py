@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.sparse import BCOO
 
+from .._optimizers.by_leaf import update_leaf
 from .._optimizers.hyperparameters import check_leaf
 from .._optimizers.sparse_adafactor import SparseAdafactorState, sparse_adafactor
-from .._optimizers.sparse_adam import Factors, update_dense, update_sparse
+from .._optimizers.sparse_adam import ADAM as SPARSE_ADAM_ROWS
+from .._optimizers.sparse_adam import Factors
 from .._rows.apply_updates import apply_updates
 from .._rows.coalesce import accumulator_dtype
 from ._parameter import Gradient
@@ -82,9 +83,10 @@ def _compile(update_table: Callable[[Table, Gradient, Any], Table]) -> Any:
 
 def _sparse_adam(table: Table, grad: Gradient, scalars: Any) -> Table:
     param, state = table
-    update = update_sparse if isinstance(grad, BCOO) else update_dense
     moments = tuple(state[key] for key in MOMENTS)
-    delta, moments = update(grad, moments, Factors(*scalars))
+    delta, moments = update_leaf(
+        SPARSE_ADAM_ROWS, grad, None, moments, Factors(*scalars)
+    )
     return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
 
 

@@ -154,7 +154,7 @@ def test_what_a_transformation_says_it_says_once():
     jax.block_until_ready(lowered.compile()(grads, tx.init(params), params))
     jax.effects_barrier()
     assert said == ["updated"]
-    assert len(traced) == 3  # two of them to compare sizes, see `lazy_sizes`
+    assert len(traced) == 3  # two of them to compare sizes, see `lazy_probe`
 
 
 def test_derivatives_and_vmap():

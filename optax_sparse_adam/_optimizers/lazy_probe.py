@@ -1,0 +1,272 @@
+"""Which arrays of an optax state hold rows of a table, and what `lazy` refuses.
+
+Nothing but the transformation can tell. `probe` traces it for tables with other numbers
+of rows, without memory or computation, and compares. An array of the state whose first
+axis follows the number of rows of a table holds its rows. And a mask or a label may be
+a function of the parameters: inside `lazy` it is called with the touched rows, and one
+by size would choose other leaves than for the table, but has then other operations:
+
+    mask = lambda tree: jax.tree.map(lambda x: x.size > 1000, tree)
+    optax.add_decayed_weights(0.1, mask)
+    # operations of a [1000, 4] table: mul add;  of its [3, 4] touched rows: none
+
+Known limit: choices between leaves for which the same operations are done.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from .._jax_extras.sharding import mesh_of, shard_axes_like
+
+# What cannot be right on some rows only, by the type of its state.
+_REFUSED = {
+    "ApplyEvery": "it would update the rows of the last micro-batch only; let one "
+    "gradient span the micro-batches, through a lax.scan in the loss",
+    "DifferentiallyPrivateAggregateState": "it needs a gradient for each example",
+    "ExactAdamState": "in exact Adam no row rests; put it beside lazy, not inside: "
+    "optax.chain(lazy(optax.clip_by_global_norm(1.0)), exact_adam(...))",
+    "FactoredState": "it takes means over all rows; use sparse_adafactor",
+    "GaLoreState": "it works on whole matrices",
+    "HutchinsonState": "it differentiates the loss at all parameters",
+    "LookaheadState": "it synchronises all rows at once",
+    "MonitorState": "its state has no fixed structure; use optax.snapshot",
+    "MultiStepsState": "it would update the rows of the last micro-batch only; let one "
+    "gradient span the micro-batches, through a lax.scan in the loss",
+    "MuonState": "it works on whole matrices",
+    "SAMState": "it takes two steps with one gradient's rows",
+    "ScaleByBacktrackingLinesearchState": "it searches along the whole gradient",
+    "ScaleByLBFGSState": "it works on the whole gradient",
+    "ScaleByZoomLinesearchState": "it searches along the whole gradient",
+}
+
+# `stochastic_rounding` draws bits once for two arrays of one shape, and the compact
+# rows of two tables may have one by chance.
+_DRAWS = frozenset(["random_bits", "shift_left", "shift_right_logical", "or"])
+
+
+def check_state(state: Any) -> None:
+    """Raises for the state of a transformation that some rows alone cannot feed."""
+
+    def check(node: Any) -> bool:
+        name = type(node).__name__
+        if name in _REFUSED:
+            raise ValueError(
+                f"lazy cannot apply the transformation with the state {name} to some "
+                f"rows of a table only: {_REFUSED[name]}."
+            )
+        return False
+
+    jax.tree.leaves(state, is_leaf=check)
+
+
+class Sizes(NamedTuple):
+    """A parameter of which some rows are updated.
+
+    Attributes:
+      shape: Its shape.
+      depth: How many leading axes number the rows.
+      rows: The product of their sizes.
+      nse: How many rows are touched at most.
+    """
+
+    shape: tuple[int, ...]
+    depth: int
+    rows: int
+    nse: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], depth: int, nse: int) -> "Sizes":
+        return cls(shape, depth, math.prod(shape[:depth]), nse)
+
+
+def probe(
+    init: Callable[[Any], Any],
+    update: Callable[[list[Any]], Any],
+    treedef: Any,
+    arrays: list[Any],
+    tables: dict[int, Sizes],
+    known: dict[Any, list[int | None]],
+) -> list[int | None]:
+    """Which parameter's rows each array holds, by the parameter's place, if any.
+
+    Args:
+      init: That of the inner transformation.
+      update: That of the inner transformation.
+      treedef: Structure of the parameters.
+      arrays: The arguments of `update`: gradients, then state, then parameters; only
+        their shapes and types matter, and a parameter's in place of no gradient.
+      tables: Which parameters are tables.
+      known: The results for arguments that were seen before.
+
+    Raises:
+      ValueError: For a state that does not fit these gradients, or that `lazy` cannot
+        read by rows, or an update that depends on the number of rows.
+    """
+    shapes, number = [*map(_shape_of, arrays)], treedef.num_leaves
+    for i in range(number):
+        shapes[i] = shapes[i - number] if shapes[i] is None else shapes[i]
+    key = treedef, str(shapes), tuple(tables.items())
+    if key not in known:
+        params, leaves = shapes[:number], shapes[number : len(shapes) - number]
+        own = [i if i in tables else None for i in range(number)]
+        read = [
+            None if x is None else i for i, x in zip(own, shapes[-number:], strict=True)
+        ]
+        owners = [*own, *row_leaves(init, treedef, tables, params, leaves), *read]
+        _check_sizes(update, shapes, owners, tables)
+        known[key] = owners
+    return known[key]
+
+
+def row_leaves(
+    init: Callable[[Any], Any],
+    treedef: Any,
+    tables: dict[int, Sizes],
+    shapes: list[Any],
+    leaves: list[Any],
+) -> list[int | None]:
+    """`probe` of `init`, for parameters and a state of these shapes."""
+    used = {size for shape in shapes if shape is not None for size in shape.shape}
+    unused = (size for size in itertools.count(1009) if size not in used)
+    sizes = {i: next(unused) for i in tables}
+    others = [_resized(x, i, tables, sizes) for i, x in enumerate(shapes)]
+
+    def owner(path: Any, leaf: Any, other: Any) -> int:
+        if leaf.shape == other.shape:
+            return -1
+        for i, table in tables.items():
+            full = (*shapes[i].shape[: table.depth], *other.shape[1:])
+            if other.shape[:1] == (sizes[i],) and leaf.shape == full:
+                return i
+        raise ValueError(
+            "lazy needs an inner state whose arrays hold the rows of a table along "
+            "their first axes, or do not depend on its number of rows; got shape "
+            f"{leaf.shape} at {jax.tree_util.keystr(path)} of the inner state, and "
+            f"tables with {sorted({table.depth for table in tables.values()})} sparse "
+            "axes. Look rows up by one id, or choose a state shaped like the "
+            "parameters."
+        )
+
+    states = [jax.eval_shape(init, treedef.unflatten(x)) for x in (shapes, others)]
+    kinds: list[Any] = list(map(jax.tree.structure, states))
+    if kinds[0] != kinds[1]:
+        some = next(iter(tables))
+        raise _size_error(tables[some].rows, sizes[some])
+    expected = [leaf.shape for leaf in jax.tree.leaves(states[0])]
+    given = [leaf.shape for leaf in leaves]
+    if given != expected:
+        if None in shapes:
+            raise ValueError(
+                "lazy needs the parameters where a gradient is None: only they tell "
+                "which rows to leave alone. Call update(updates, state, params)."
+            )
+        raise ValueError(
+            "lazy needs gradients of the shapes of the parameters; for such gradients "
+            f"the inner state would hold arrays of shapes {expected}, but it holds "
+            f"{given}."
+        )
+    owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(owner, *states))
+    return [None if i < 0 else i for i in owners]
+
+
+def _check_sizes(
+    update: Callable[[list[Any]], Any],
+    shapes: list[Any],
+    owners: list[int | None],
+    tables: dict[int, Sizes],
+) -> None:
+    """Raises unless an update does to the touched rows what it does to a table."""
+
+    def resized(rows: dict[int, int]) -> list[Any]:
+        pairs = zip(shapes, owners, strict=True)
+        return [_resized(x, i, tables, rows) for x, i in pairs]
+
+    rows = {i: table.rows for i, table in tables.items()}
+    # Two rows for none: of arrays without elements JAX computes less.
+    few = {i: table.nse or min(2, table.rows) for i, table in tables.items()}
+    try:
+        expected = _operations(update, resized(rows))
+    except Exception:  # of no table, so there is nothing that it ought to do
+        return
+    largest = tables[max(rows, key=lambda i: rows[i])]
+    try:
+        found = _operations(update, resized(few))
+    except Exception as error:
+        raise _size_error(largest.rows, largest.nse, error) from error
+    if found != expected:
+        raise _size_error(largest.rows, largest.nse)
+
+
+def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
+    """The operations of a function, and how many axes their results have."""
+
+    def of_jaxpr(jaxpr: Any) -> Iterator[Any]:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in _DRAWS:
+                continue
+            depths = (len(getattr(var.aval, "shape", ())) for var in eqn.outvars)
+            yield eqn.primitive.name, *depths
+            for param in jax.tree.leaves(eqn.params):
+                if isinstance(param, ClosedJaxpr | Jaxpr):
+                    yield from of_jaxpr(getattr(param, "jaxpr", param))
+
+    return list(of_jaxpr(jax.make_jaxpr(function)(args).jaxpr))
+
+
+def _size_error(rows: int, nse: Any, cause: Any = None) -> ValueError:
+    words = ""
+    if cause is not None:
+        first = str(cause).partition("\n")[0].rstrip(".:")
+        words = f" (these rows raise {type(cause).__name__}: {first})"
+    return ValueError(
+        "lazy runs the inner transformation on the touched rows of a table only, and "
+        f"this one would do something else to a table of {rows} rows than to {nse} "
+        "rows of it: it asks for their number, as masks and labels do that are a "
+        f"function of the sizes of parameters{words}. Call such a function with the "
+        "parameters first, and give the tree that it returns, as in "
+        "optax.masked(inner, mask(params))."
+    )
+
+
+def _resized(x: Any, table: Any, tables: dict[int, Sizes], rows: dict[int, int]) -> Any:
+    """The shape of an array of a table with so many rows, along one axis, or of `x`."""
+    if x is None or table not in rows:
+        return x
+    shape = (rows[table], *x.shape[tables[table].depth :])
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _shape_of(x: Any) -> Any:
+    if x is None:
+        return None
+    dtype = jnp.result_type(x) if jnp.isscalar(x) else x.dtype
+    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
+
+
+def state_laid_like(
+    params: optax.Params, inner: optax.GradientTransformation, state: optax.OptState
+) -> optax.OptState:
+    """On a mesh, lays out what holds the rows of a parameter as the parameter is."""
+    treedef: Any
+    structure: Any
+    arrays, treedef = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten(state)
+    if mesh_of(*arrays).empty:
+        return state
+    shapes, held = ([*map(_shape_of, some)] for some in (arrays, leaves))
+    tables = {i: Sizes.of(x.shape, 1, 0) for i, x in enumerate(shapes) if x.shape}
+    try:
+        owners = row_leaves(inner.init, treedef, tables, shapes, held)
+    except ValueError:  # what lazy cannot lift, it cannot lay out
+        return state
+    for n, (leaf, i) in enumerate(zip(leaves, owners, strict=True)):
+        if i is not None and leaf.shape == shapes[i].shape[: leaf.ndim]:
+            leaves[n] = shard_axes_like(arrays[i], leaf, range(leaf.ndim))
+    return structure.unflatten(leaves)
