@@ -12,12 +12,20 @@ from typing import Any
 import jax
 
 
-def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
+def unchecked(
+    function: Callable[..., Any],
+    plain: Callable[..., Any] | None = None,
+    *,
+    keeps_order: bool = True,
+) -> Callable[..., Any]:
     """The same function of arrays, unseen by `checkify`; so is `vmap` of it.
 
-    Its derivatives are those of the function and are seen: a scatter with padding
-    under `jax.grad` reports that. (tests/gradients/test_checkify.py)
+    Its derivatives and `vmap` are those of `plain`, another implementation, if given.
+    Where that orders rows differently, what is differentiated gets its values by it,
+    too. The derivatives are seen: a scatter with padding under `jax.grad` reports that.
+    (tests/gradients/test_checkify.py)
     """
+    other = function if plain is None else plain
 
     @jax.custom_batching.custom_vmap
     def one(*args: Any) -> Any:
@@ -26,10 +34,12 @@ def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     @one.def_vmap
     def many(_: int, in_batched: list[bool], *args: Any) -> Any:
         axes = [0 if batched else None for batched in in_batched]
-        out = unchecked(jax.vmap(function, axes))(*args)
+        out = unchecked(jax.vmap(other, axes))(*args)
         return out, jax.tree.map(lambda _: True, out)
 
     call = jax.custom_jvp(one)
-    # Values by `call`, too: under `vmap`, JAX takes their axes to be the same.
-    call.defjvp(lambda x, dx: (call(*x), jax.jvp(function, x, dx)[1]))
+    # The primal values come from such a function as well: `vmap` of a `custom_jvp`
+    # expects them to have the batch axes of the tangents.
+    values = call if keeps_order else unchecked(other)
+    call.defjvp(lambda x, dx: (values(*x), jax.jvp(other, x, dx)[1]))
     return call

@@ -13,7 +13,6 @@ from .._rows.coalesce import (
     accumulator_dtype,
     bcoo_of,
     cast_entries,
-    first_slots,
     touched_rows,
 )
 from .._rows.map_rows import Tables, map_all_rows, map_rows
@@ -123,10 +122,6 @@ def update_sparse(
         data, tables = map_rows(middle, rows, tables, step, read=read)
         return (rows.indices, data), tables
 
-    def by_slots(grad: BCOO, *args: Any) -> Any:
-        rows, tables = by_rows(grad, *args)
-        return first_slots(grad, *rows), tables
-
     def by_kernel(grad: BCOO, read: Tables, tables: Tables, step: Step) -> Any:
         before = step.before, step.constants, step.done
         numbers = jnp.stack([*numbers_of_rows(*before), *_numbers(step, betas)])
@@ -137,8 +132,7 @@ def update_sparse(
     is_float32 = all(x.dtype == jnp.float32 for x in floats)
     if last.ndim == 1 and is_float32 and native.fits(wide, *floats):
         args = wide, read, tables, step
-        # A derivative's rows are to be in the order of the kernel's.
-        rows, tables = on_cpu(by_kernel, by_slots, *args, elsewhere=by_rows)
+        rows, tables = on_cpu(by_kernel, by_rows, *args, keeps_order=False)
     else:
         rows, tables = by_rows(wide, read, tables, step)
     return bcoo_of(grad, *rows, is_sorted=False), tables

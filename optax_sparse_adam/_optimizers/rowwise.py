@@ -11,63 +11,35 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
-from .._rows.new_arrays import full_along
+from .._rows.update_table import Formula, Tables
+from .by_leaf import Moment, all_but_last, by_leaf, fixed
 from .hyperparameters import (
     NUMBER,
     Scalar,
     check_at_least,
     check_hyperparameters,
+    check_leaf,
     check_learning_rate,
-    check_moment,
-    check_state_class,
     one_minus_power,
 )
 from .lazy import lazy
 
 
-def _init_moment(params: optax.Params, value: Scalar) -> optax.Updates:
-    """One number for each vector along the last axis, of float32 at least."""
-
-    def init(param: jax.Array) -> jax.Array:
-        dtype = accumulator_dtype(jnp.result_type(param))
-        axes = range(max(1, jnp.ndim(param) - 1)) if jnp.ndim(param) else ()
-        return full_along(param, value, dtype, tuple(axes))
-
-    return jax.tree.map(init, params)
+def _check(name: str, grad: Any, like: Any) -> None:
+    check_dense(grad, name, f"{name}()")
+    check_leaf(grad, like)
 
 
-def _mean_square(grad: jax.Array, moment: jax.Array) -> jax.Array:
-    check_moment(moment, grad.shape[: max(1, grad.ndim - 1)], "second moment")
-    square = jnp.square(grad.astype(moment.dtype))
+def _mean_square(grad: jax.Array) -> jax.Array:
+    square = jnp.square(grad)
     return jnp.mean(square, axis=-1) if grad.ndim > 1 else square
 
 
-def _divide(update: jax.Array, moment: jax.Array, eps: Scalar) -> jax.Array:
-    divisor = jnp.sqrt(moment) + jnp.asarray(eps, moment.dtype)
+def _divide(update: jax.Array, moment: jax.Array, eps: jax.Array) -> jax.Array:
+    divisor = jnp.sqrt(moment) + eps
     return update / (divisor[..., None] if update.ndim > 1 else divisor)
-
-
-def _map_grads(
-    function: Any, old: optax.Updates, grads: optax.Updates, *rest: optax.Updates
-) -> Any:
-    """`function(old, grad, *rest)` for each leaf; `old` where the gradient is None."""
-    return jax.tree.map(
-        lambda grad, old, *rest: old if grad is None else function(old, grad, *rest),
-        grads,
-        old,
-        *rest,
-        is_leaf=lambda grad: grad is None,
-    )
-
-
-def _average(old: jax.Array, new: jax.Array, b: Scalar) -> jax.Array:
-    check_moment(old, new.shape, "moment")
-    if isinstance(b, NUMBER) and b < 0.5:  # what is rounded is the smaller part
-        return new + jnp.asarray(b, old.dtype) * (old - new)
-    return old + jnp.asarray(1 - b, old.dtype) * (new - old)
 
 
 class ScaleByRowwiseRssState(NamedTuple):
@@ -113,30 +85,24 @@ def scale_by_rowwise_rss(
         # Rows without a gradient, padding among them, would be zero over zero.
         raise ValueError(f"Invalid eps: {eps}. It must be above 0.")
 
-    def init_fn(params: optax.Params) -> ScaleByRowwiseRssState:
-        return ScaleByRowwiseRssState(_init_moment(params, initial_accumulator_value))
+    def scalars(_: Any, __: Any, dtype: Any, ___: Any) -> jax.Array:
+        return jnp.asarray(eps, dtype)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: ScaleByRowwiseRssState,
-        params: optax.Params | None = None,
-    ) -> tuple[optax.Updates, ScaleByRowwiseRssState]:
-        del params
-        name = "scale_by_rowwise_rss"
-        check_dense(updates, name, f"{name}()")
-        check_state_class(state, ScaleByRowwiseRssState, name)
-        sums = _map_grads(
-            lambda s, g: s + _mean_square(g, s), state.sum_of_squares, updates
-        )
-        updates = _map_grads(
-            lambda g, _, s: _divide(g.astype(s.dtype), s, eps).astype(g.dtype),
-            updates,
-            updates,
-            sums,
-        )
-        return updates, ScaleByRowwiseRssState(sums)
+    name = "scale_by_rowwise_rss"
+    sums = Moment(all_but_last, accumulator_dtype, initial_accumulator_value)
+    return by_leaf(
+        name,
+        ScaleByRowwiseRssState,
+        {"sum_of_squares": sums},
+        Formula(_rss),
+        scalars,
+        check=functools.partial(_check, name),
+    )
 
-    return optax.GradientTransformation(jit_on_mesh(init_fn), update_fn)
+
+def _rss(grad: jax.Array, moments: Tables, eps: jax.Array) -> tuple[jax.Array, Tables]:
+    total = moments[0] + _mean_square(grad)
+    return _divide(grad, total, eps), (total,)
 
 
 class ScaleByRowwiseAdamState(NamedTuple):
@@ -188,47 +154,58 @@ def scale_by_rowwise_adam(
       [1.342, 0.447]
     """
     check_hyperparameters(b1, b2, eps)
-    if mu_dtype is not None:
-        mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
+    # What is rounded is the smaller part.
+    is_small = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
 
-    def init_fn(params: optax.Params) -> ScaleByRowwiseAdamState:
-        return ScaleByRowwiseAdamState(
-            count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
-            nu=_init_moment(params, 0.0),
+    def scalars(_: Any, count_inc: jax.Array, dtype: Any, __: Any) -> _Scalars:
+        weights = (
+            jnp.asarray(b if small else 1 - b, dtype)
+            for b, small in zip((b1, b2), is_small, strict=True)
         )
+        corrections = (one_minus_power(b, count_inc, dtype) for b in (b1, b2))
+        return _Scalars(jnp.asarray(eps, dtype), *weights, *corrections)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: ScaleByRowwiseAdamState,
-        params: optax.Params | None = None,
-    ) -> tuple[optax.Updates, ScaleByRowwiseAdamState]:
-        del params
-        name = "scale_by_rowwise_adam"
-        check_dense(updates, name, f"{name}()")
-        check_state_class(state, ScaleByRowwiseAdamState, name)
-        check_moment(state.count, (), "count")
-        count = optax.safe_increment(state.count)
+    name = "scale_by_rowwise_adam"
+    return by_leaf(
+        name,
+        ScaleByRowwiseAdamState,
+        {
+            "mu": Moment(dtype=fixed(mu_dtype)),
+            "nu": Moment(all_but_last, accumulator_dtype),
+        },
+        Formula(_rowwise_adam, is_small),
+        scalars,
+        check=functools.partial(_check, name),
+    )
 
-        def scale(g: jax.Array, _: Any, m: jax.Array, v: jax.Array) -> jax.Array:
-            m = m / one_minus_power(b1, count, m.dtype)
-            v = v / one_minus_power(b2, count, v.dtype)
-            return _divide(m, v, eps).astype(g.dtype)
 
-        mu = _map_grads(
-            lambda m, g, v: _average(m.astype(v.dtype), g.astype(v.dtype), b1),
-            state.mu,
-            updates,
-            state.nu,
-        )
-        nu = _map_grads(
-            lambda v, g: _average(v, _mean_square(g, v), b2), state.nu, updates
-        )
-        updates = _map_grads(scale, updates, updates, mu, nu)
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
-        return updates, ScaleByRowwiseAdamState(count, mu, nu)
+class _Scalars(NamedTuple):
+    """The scalars of a step of `scale_by_rowwise_adam`.
 
-    return optax.GradientTransformation(jit_on_mesh(init_fn), update_fn)
+    The weights are of the new value in the moving averages, or of the old one where
+    that is smaller.
+    """
+
+    eps: jax.Array
+    weight1: jax.Array
+    weight2: jax.Array
+    correction1: jax.Array
+    correction2: jax.Array
+
+
+def _average(
+    old: jax.Array, new: jax.Array, weight: jax.Array, is_small: bool
+) -> jax.Array:
+    return new + weight * (old - new) if is_small else old + weight * (new - old)
+
+
+def _rowwise_adam(
+    grad: jax.Array, moments: Tables, scalars: _Scalars, *is_small: bool
+) -> tuple[jax.Array, Tables]:
+    mu = _average(moments[0], grad, scalars.weight1, is_small[0])
+    nu = _average(moments[1], _mean_square(grad), scalars.weight2, is_small[1])
+    corrected = mu / scalars.correction1, nu / scalars.correction2
+    return _divide(*corrected, scalars.eps), (mu, nu)
 
 
 def _optimizer(

@@ -1,26 +1,174 @@
 """Adafactor with the numbers of torch, on dense and on row-sparse gradients."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.sharding import jit_on_mesh
-from .._rows.checks import is_bcoo, is_leaf, leaves_like
+from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype
-from .._rows.new_arrays import full_along
-from .adafactor_formula import step_numbers, update_dense, update_sparse
+from .._rows.update_table import Formula, Tables
+from .by_leaf import Moment, by_leaf
 from .hyperparameters import (
     NUMBER,
     Scalar,
     check_at_least,
     check_leaf,
     check_learning_rate,
-    check_moment,
-    check_state_class,
 )
+
+
+class Step(NamedTuple):
+    """The scalars of one step of one leaf, all of the type in which it computes."""
+
+    sign: jax.Array  # -1 to maximize
+    weight: jax.Array  # of the new squares in their moving averages
+    size: jax.Array  # of the step, relative to the parameter's
+    decay: jax.Array | None  # of the parameter: learning rate times weight decay
+    eps1: jax.Array
+    eps2: jax.Array
+    d: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("param_dtype", "dtype", "maximize"))
+def step_scalars(
+    count: jax.Array,
+    learning_rate: Scalar,
+    param_dtype: Any,
+    dtype: Any,
+    *,
+    beta2_decay: Scalar,
+    eps: tuple[Scalar | None, Scalar],
+    d: Scalar,
+    weight_decay: Scalar | None,
+    maximize: bool,
+) -> Step:
+    """The scalars of step `count`, the first step being 1; all may be traced."""
+    eps1 = jnp.finfo(param_dtype).eps if eps[0] is None else eps[0]
+    count = count.astype(dtype)
+    rate = jnp.asarray(learning_rate, dtype).reshape(())
+    return Step(
+        sign=jnp.asarray(-1 if maximize else 1, dtype),
+        weight=count ** jnp.asarray(beta2_decay, dtype),
+        size=jnp.minimum(rate, jax.lax.rsqrt(count)),
+        decay=None if weight_decay is None else rate * jnp.asarray(weight_decay, dtype),
+        eps1=jnp.asarray(eps1, dtype),
+        eps2=jnp.asarray(eps[1], dtype),
+        d=jnp.asarray(d, dtype),
+    )
+
+
+def _at_least(x: jax.Array, bound: jax.Array | float) -> jax.Array:
+    """`max`, where a NaN is the bound, as Python's is and so torch's Adafactor."""
+    return jnp.where(x > bound, x, bound)
+
+
+def _average(old: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
+    """Two positive terms, so that neither cancels where the other is far larger."""
+    return (1 - weight) * old + weight * new
+
+
+class _Shared(NamedTuple):
+    """What a row is computed from besides its own gradient and state.
+
+    Attributes:
+      step: The scalars of the step.
+      columns: The columns' new average of a matrix, and the mean of its row averages.
+      factor: Of the direction: the size of the step, clipped by its length.
+    """
+
+    step: Step
+    columns: tuple[jax.Array, ...]
+    factor: jax.Array
+
+
+def _direction(
+    grad: jax.Array, moments: Tables, columns: Tables, step: Step
+) -> tuple[jax.Array, Tables]:
+    """The gradient over the root of the second moment, and the new moments of rows.
+
+    The second moment is estimated from its means over the last two axes. Those of a
+    matrix run over its rows, and are given; those of further axes lie within a row.
+    """
+    square = grad * grad
+    if grad.ndim < 2:
+        estimate = _average(moments[0], square, step.weight)
+        moments = (estimate,)
+    else:
+        v_row = _average(moments[0], jnp.mean(square, axis=-1), step.weight)
+        if columns:
+            v_col, mean = columns
+            moments = (v_row,)
+        else:
+            v_col = _average(moments[1], jnp.mean(square, axis=-2), step.weight)
+            mean = jnp.mean(v_row, axis=-1, keepdims=True)
+            moments = v_row, v_col
+        share = v_row / jnp.maximum(mean, step.eps1)
+        estimate = share[..., :, None] * v_col[..., None, :]
+    root = jax.lax.rsqrt(jnp.maximum(estimate, step.eps1 * step.eps1))
+    # Zero over zero is zero: in padding, and with eps1 = 0.
+    return jnp.where(grad == 0, 0, step.sign * grad * root), moments
+
+
+def _first_sums(grad: jax.Array, rows: Tables, step: Step) -> Tables:
+    """Sums over rows that the direction, or the size of the step, depends on."""
+    squares = jnp.sum(rows[-1] * rows[-1])
+    if grad.ndim != 2:  # moments of other rows do not matter to a row
+        return (squares,)
+    square = grad * grad
+    v_row = _average(rows[0], jnp.mean(square, axis=-1), step.weight)
+    return squares, jnp.sum(square, axis=0), jnp.sum(v_row)
+
+
+def _length(grad: jax.Array, rows: Tables, columns: Tables, step: Step) -> jax.Array:
+    direction, _ = _direction(grad, rows, columns, step)
+    return jnp.sum(direction * direction)
+
+
+def _prepare(
+    reduce: Callable[..., Any],
+    shared: Tables,
+    step: Step,
+    num_rows: jax.Array,
+    row_shape: tuple[int, ...],
+) -> tuple[_Shared, Tables]:
+    # The columns' average does not move where no row was touched.
+    step = step._replace(weight=jnp.where(num_rows > 0, step.weight, 0))
+    num_rows = jnp.maximum(num_rows, 1)
+    squares, *sums = reduce(_first_sums, step)
+    columns: Tables = ()
+    if sums:
+        v_col = _average(shared[0], sums[0] / num_rows, step.weight)
+        columns = v_col, sums[1] / num_rows
+    size = num_rows * math.prod(row_shape)
+    relative = _at_least(jnp.sqrt(squares / size), step.eps2)
+    root = jnp.sqrt(reduce(_length, columns, step) / size)
+    factor = -relative * step.size / _at_least(root / step.d, 1.0)
+    return _Shared(step, columns, factor), columns[:1]
+
+
+def _adafactor(
+    grad: jax.Array, rows: Tables, shared: _Shared
+) -> tuple[jax.Array, Tables]:
+    """The update of rows, and their new moments."""
+    step, columns, factor = shared
+    direction, moments = _direction(grad, rows, columns, step)
+    update = factor * direction
+    if step.decay is not None:
+        update = update - step.decay * rows[-1]
+    return update, moments
+
+
+def _columns(ndim: int) -> int:
+    """The columns' average of one matrix."""
+    return int(ndim == 2)
+
+
+ADAFACTOR = Formula(_adafactor, prepare=_prepare, shared=_columns)
 
 
 class SparseAdafactorState(NamedTuple):
@@ -69,27 +217,21 @@ def check_gradient(grad: Any, param: Any) -> None:
         )
 
 
-def _check_moments(row: Any, col: Any, v: Any, shape: tuple[int, ...]) -> None:
-    is_factored = len(shape) > 1
-    check_moment(row, shape[:-1] if is_factored else None, "v_row")
-    check_moment(col, shape[:-2] + shape[-1:] if is_factored else None, "v_col")
-    check_moment(v, None if is_factored else shape, "v")
+def _factor(dropped: int) -> Moment:
+    """The mean over an axis of the last two, of parameters that have them."""
+
+    def axes(ndim: int) -> list[int] | None:
+        kept = [axis for axis in range(ndim) if axis != ndim + dropped]
+        return kept if ndim > 1 else None
+
+    return Moment(axes, accumulator_dtype)
 
 
-def _init_moment(param: jax.Array, mean_over: int | None) -> jax.Array | None:
-    """Zeros for a parameter that has this moment: `v` of vectors has no mean."""
-    shape, dtype = jnp.shape(param), jnp.result_type(param)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise ValueError(
-            f"Adafactor does not support complex parameters, got {dtype} of shape "
-            f"{shape}. Train the real and the imaginary part as two tables."
-        )
-    if (len(shape) > 1) == (mean_over is None):
-        return None
-    axes = list(range(len(shape)))
-    if mean_over is not None:
-        del axes[mean_over]
-    return full_along(param, 0, accumulator_dtype(dtype), tuple(axes))
+_MOMENTS = {
+    "v_row": _factor(-1),
+    "v_col": _factor(-2),
+    "v": Moment(lambda ndim: range(ndim) if ndim < 2 else None, accumulator_dtype),
+}
 
 
 def sparse_adafactor(
@@ -180,65 +322,26 @@ def sparse_adafactor(
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html>`_.
     """
     _check_hyperparameters(learning_rate, beta2_decay, eps, d, weight_decay)
-    # Parameters that do not decay are not read for it.
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
-    numbers = functools.partial(
-        step_numbers,
-        beta2_decay=beta2_decay,
-        eps=eps,
-        d=d,
-        weight_decay=weight_decay if decays else None,
-        maximize=maximize,
+
+    def scalars(count: jax.Array, count_inc: jax.Array, *dtypes: Any) -> Step:
+        return step_scalars(
+            count_inc,
+            learning_rate(count) if callable(learning_rate) else learning_rate,
+            *dtypes[::-1],
+            beta2_decay=beta2_decay,
+            eps=eps,
+            d=d,
+            weight_decay=weight_decay if decays else None,
+            maximize=maximize,
+        )
+
+    return by_leaf(
+        "sparse_adafactor",
+        SparseAdafactorState,
+        _MOMENTS,
+        ADAFACTOR,
+        scalars,
+        reads_params="sparse_adafactor scales its steps by the parameters",
+        check=check_gradient,
     )
-
-    def init_fn(params: optax.Params) -> SparseAdafactorState:
-        row, col, v = (
-            jax.tree.map(functools.partial(_init_moment, mean_over=axis), params)
-            for axis in (-1, -2, None)
-        )
-        return SparseAdafactorState(jnp.zeros([], jnp.int32), row, col, v)
-
-    def update_fn(
-        updates: optax.Updates,
-        state: SparseAdafactorState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, SparseAdafactorState]:
-        del extra_args
-        if params is None:
-            raise ValueError(
-                "sparse_adafactor scales its steps by the parameters, got none. Call "
-                "update(updates, state, params)."
-            )
-        check_state_class(state, SparseAdafactorState, "sparse_adafactor")
-        check_moment(state.count, (), "count")
-        count = optax.safe_increment(state.count)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-
-        def one(grad: Any, param: Any, row: Any, col: Any, v: Any) -> Any:
-            if grad is None:
-                return grad, row, col, v
-            check_gradient(grad, param)
-            param = jnp.asarray(param)  # may be a number
-            dtype = accumulator_dtype(grad.dtype, param.dtype)
-            step = numbers(count, rate, param.dtype, dtype)
-            update = update_sparse if is_bcoo(grad) else update_dense
-            _check_moments(row, col, v, param.shape)
-            moments = (row, col) if v is None else (v,)
-            new, moments = update(grad, param, moments, step)
-            return (new, *moments, None) if v is None else (new, None, None, *moments)
-
-        treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        olds = leaves_like(treedef, params, "Parameters", "gradients")
-        trees = (
-            leaves_like(treedef, moments, "The moments", "gradients")
-            for moments in state[1:]
-        )
-        results = [one(*leaves) for leaves in zip(grads, olds, *trees, strict=True)]
-        updates, row, col, v = (
-            treedef.unflatten([result[i] for result in results]) for i in range(4)
-        )
-        return updates, SparseAdafactorState(count, row, col, v)
-
-    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

@@ -1,6 +1,5 @@
 """Adam on the rows that a gradient holds, with the numbers of torch's SparseAdam."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,32 +8,16 @@ import jax.numpy as jnp
 import optax
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.sharding import jit_on_mesh
-from .._rows.checks import is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import (
-    accumulator_dtype,
-    bcoo_of,
-    cast_entries,
-    first_slots,
-    touched_rows,
-)
-from .._rows.map_rows import map_rows
-from .._rows.new_arrays import full_along
+from .._rows.update_table import Formula, Tables
 from ..native import _calls as native
+from .by_leaf import Moment, by_leaf, fixed
 from .hyperparameters import (
     NUMBER,
     Scalar,
     check_hyperparameters,
-    check_leaf,
     check_learning_rate,
-    check_moment,
-    check_state_class,
     one_minus_power,
 )
-
-Moments = tuple[jax.Array, ...]
-Weights = tuple[float, float]
 
 
 class Factors(NamedTuple):
@@ -48,11 +31,8 @@ class Factors(NamedTuple):
 
 
 def _adam(
-    grad: jax.Array,
-    moments: Moments,
-    factors: Factors,
-    weights: Weights | None = None,
-) -> tuple[jax.Array, Moments]:
+    grad: jax.Array, moments: Tables, factors: Factors, *weights: float
+) -> tuple[jax.Array, Tables]:
     """The formula, for rows or for a whole dense array.
 
     `Adam` in `native/rows.cc` is the same formula for CPUs: change both.
@@ -62,45 +42,17 @@ def _adam(
     """
     weight1, weight2 = weights or (factors.one_minus_b1, factors.one_minus_b2)
     grad = factors.sign * grad
-    mu, nu = (moment.astype(grad.dtype) for moment in moments)
+    mu, nu = moments
     mu = mu + weight1 * (grad - mu)
     nu = nu + weight2 * (grad * grad - nu)
     return factors.scale * mu / (jnp.sqrt(nu) + factors.eps), (mu, nu)
 
 
-@functools.partial(jax.jit, static_argnames="weights")
-def update_sparse(
-    grad: BCOO, moments: Moments, factors: Factors, *, weights: Weights | None = None
-) -> tuple[BCOO, Moments]:
-    """One leaf with a row-sparse gradient; reads and writes its touched rows."""
-
-    def by_rows(grad: BCOO, moments: Moments, factors: Factors) -> Any:
-        rows = touched_rows(grad, grad.dtype)
-        formula = functools.partial(_adam, weights=weights)
-        data, moments = map_rows(formula, rows, moments, factors)
-        return (rows.indices, data), moments
-
-    def by_slots(grad: BCOO, moments: Moments, factors: Factors) -> Any:
-        rows, moments = by_rows(grad, moments, factors)
-        return first_slots(grad, *rows), moments
-
-    wide = cast_entries(grad, factors.scale.dtype)
-    if native.fits(wide, *moments):
-        args = wide, moments, factors
-        # A derivative's rows are to be in the order of the kernel's.
-        rows, moments = on_cpu(native.adam_rows, by_slots, *args, elsewhere=by_rows)
-    else:
-        rows, moments = by_rows(wide, moments, factors)
-    return bcoo_of(grad, *rows, is_sorted=False), moments
+def _by_kernel(grad: BCOO, moments: Tables, _: Tables, factors: Factors) -> Any:
+    return native.adam_rows(grad, moments, factors)
 
 
-@jax.jit
-def update_dense(
-    grad: jax.Array, moments: Moments, factors: Factors
-) -> tuple[jax.Array, Moments]:
-    update, new = _adam(grad.astype(factors.scale.dtype), moments, factors)
-    mu, nu = (n.astype(m.dtype) for n, m in zip(new, moments, strict=True))
-    return update.astype(grad.dtype), (mu, nu)
+ADAM = Formula(_adam, kernel=_by_kernel)
 
 
 class ScaleBySparseAdamState(NamedTuple):
@@ -127,15 +79,12 @@ def _sparse_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `scale(count)` multiplies the bias-corrected update."""
     check_hyperparameters(b1, b2, eps)
-    if mu_dtype is not None:
-        mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
-
-    # Known while tracing, they need no operand of their own where rows are averaged.
-    weights = None
+    formula = ADAM
     if isinstance(b1, NUMBER) and isinstance(b2, NUMBER):
-        weights = float(1 - b1), float(1 - b2)
+        # Constants, as a scatter that combines rows takes no operand beside them.
+        formula = ADAM._replace(constants=(float(1 - b1), float(1 - b2)))
 
-    def factors(dtype: Any, count: jax.Array, count_inc: jax.Array) -> Factors:
+    def factors(count: jax.Array, count_inc: jax.Array, dtype: Any, _: Any) -> Factors:
         correction1 = one_minus_power(b1, count_inc, dtype)
         correction2 = one_minus_power(b2, count_inc, dtype)
         size = jnp.asarray(scale(count), dtype).reshape(())
@@ -147,53 +96,14 @@ def _sparse_adam(
             scale=size * jnp.sqrt(correction2) / correction1,
         )
 
-    def init_fn(params: optax.Params) -> ScaleBySparseAdamState:
-        for leaf in jax.tree.leaves(params):
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-                raise ValueError(
-                    "SparseAdam does not support complex parameters, got "
-                    f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Train the "
-                    "real and the imaginary part as two tables."
-                )
-        return ScaleBySparseAdamState(
-            count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(functools.partial(full_along, dtype=mu_dtype), params),
-            nu=jax.tree.map(full_along, params),
-        )
-
-    def update_fn(
-        updates: optax.Updates,
-        state: ScaleBySparseAdamState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleBySparseAdamState]:
-        del params, extra_args
-        check_state_class(state, ScaleBySparseAdamState, "sparse_adam")
-        check_moment(state.count, (), "count")
-        count_inc = optax.safe_increment(state.count)
-        treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        mus = leaves_like(treedef, state.mu, "The moments", "gradients")
-        nus = leaves_like(treedef, state.nu, "The moments", "gradients")
-        cache: dict[Any, Factors] = {}
-        for i, (grad, mu, nu) in enumerate(zip(grads, mus, nus, strict=True)):
-            if grad is None:
-                continue
-            check_leaf(grad, nu)
-            check_moment(mu, jnp.shape(nu), "mu")
-            dtype = accumulator_dtype(grad.dtype, mu.dtype, nu.dtype)
-            if dtype not in cache:
-                cache[dtype] = factors(dtype, state.count, count_inc)
-            one: Any = update_dense
-            if is_bcoo(grad):
-                # Alone, outside of a program, it would be compiled for each b1 and b2.
-                known = weights if isinstance(mu, jax.core.Tracer) else None
-                one = functools.partial(update_sparse, weights=known)
-            grads[i], (mus[i], nus[i]) = one(grad, (mu, nu), cache[dtype])
-        updates, mu, nu = (treedef.unflatten(leaves) for leaves in (grads, mus, nus))
-        return updates, ScaleBySparseAdamState(count_inc, mu, nu)
-
-    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
+    return by_leaf(
+        "sparse_adam",
+        ScaleBySparseAdamState,
+        {"mu": Moment(dtype=fixed(mu_dtype)), "nu": Moment()},
+        formula,
+        factors,
+        eager=ADAM,
+    )
 
 
 def scale_by_sparse_adam(

@@ -35,7 +35,9 @@ The files, those that others stand on first:
 - `checks`: what counts as a gradient, and the errors for what does not.
 - `coalesce`: `Rows`, the touched rows of a gradient; the public `coalesce`.
 - `update_in_place`: which tables can be updated by one scatter with a combiner.
-- `map_rows`: gather, update, scatter, in blocks on a CPU; sums over rows.
+- `map_rows`: gather, update, scatter, in blocks on a CPU.
+- `update_table`: the update of one table by a formula: sums, then `map_rows`, the
+  kernel, or all touched rows at once.
 - `apply_updates`: the public `apply_updates`.
 - `new_arrays`: the arrays of a new state, laid out as the parameter is.
 - `resting_rows`: where rows at rest are, for `exact_adam`; `resting_state`: what is

@@ -15,8 +15,7 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo
-from .duplicates import group_rows, sum_duplicates
-from .gather_scatter import scatter_rows
+from .duplicates import sum_duplicates
 from .guarded import copy_with, entries
 from .padding import expand_like, in_bounds, pad_indices
 
@@ -94,35 +93,6 @@ def _sums(grad: BCOO) -> Rows:
 @jax.jit
 def _sums_by_kernel(grad: BCOO) -> Rows:
     return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
-
-
-def first_slots(
-    grad: BCOO, indices: jax.Array, data: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The rows of `touched_rows`, each in the slot of its first entry.
-
-    Args:
-      grad: The gradient, with indices from `cast_entries`.
-      indices: Those of its `touched_rows`.
-      data: The values of these rows, in the same order.
-
-    Returns:
-      Indices and values; all other slots are padding.
-    """
-    if grad.unique_indices:
-        return indices, data
-    slot = jnp.arange(grad.nse, dtype=jnp.int32)
-    _, group, _ = group_rows(grad.indices, grad.shape, grad.indices_sorted)
-    first = jnp.full_like(slot, grad.nse).at[group].min(slot, mode="drop")
-    is_first = (group < grad.nse) & (first.at[group].get(mode="clip") == slot)
-    target = jnp.where(first < grad.nse, first, grad.nse + slot)
-    data = scatter_rows(jnp.zeros_like(data), target[:, None], data)
-    return pad_indices(grad.indices, is_first, slot, grad.shape), data
-
-
-def bcoo_like(grad: BCOO, rows: Rows, data: jax.Array) -> BCOO:
-    """A BCOO of these rows, of the shape and type of `grad`."""
-    return bcoo_of(grad, rows.indices, data, is_sorted=True)
 
 
 def bcoo_of(

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._optimizers.adafactor_formula import step_numbers, update_dense, update_sparse
-from .._optimizers.sparse_adafactor import check_gradient
+from .._optimizers.by_leaf import update_leaf
+from .._optimizers.sparse_adafactor import ADAFACTOR, check_gradient, step_scalars
 from .._rows.apply_updates import apply_updates
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype
@@ -30,7 +30,7 @@ def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     check_gradient(grad, param)
     dtype = accumulator_dtype(grad.dtype, param.dtype)
     sign, count, lr, decay, eps1, eps2, d, weight_decay = scalars.astype(dtype)
-    step = step_numbers(
+    step = step_scalars(
         count,
         lr,
         param.dtype,
@@ -45,8 +45,8 @@ def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     moments = tuple(state[key] for key in keys)
     if param.ndim > 1:  # torch keeps the axes that it averages over
         moments = moments[0].squeeze(-1), moments[1].squeeze(-2)
-    update = update_sparse if is_bcoo(grad) else update_dense
-    delta, moments = update(grad, param, moments, step._replace(sign=sign))
+    step = step._replace(sign=sign)
+    delta, moments = update_leaf(ADAFACTOR, grad, param, moments, step)
     new = zip(keys, moments, strict=True)
     return apply_updates(param, delta), {k: x.reshape(state[k].shape) for k, x in new}
 

@@ -6,13 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._optimizers.by_leaf import update_leaf
 from .._optimizers.hyperparameters import check_leaf
-from .._optimizers.sparse_adam import (
-    Factors,
-    ScaleBySparseAdamState,
-    update_dense,
-    update_sparse,
-)
+from .._optimizers.sparse_adam import ADAM, Factors, ScaleBySparseAdamState
 from .._rows.apply_updates import apply_updates
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype
@@ -35,10 +31,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # in torch's state; mu and nu in optax's
 def _update_table(table: Table, grad: Gradient, scalars: jax.Array) -> Table:
     param, state = table
     check_leaf(grad, param)
-    update = update_sparse if is_bcoo(grad) else update_dense
     factors = Factors(*scalars.astype(accumulator_dtype(grad.dtype, param.dtype)))
     moments = tuple(state[key] for key in MOMENTS)
-    delta, moments = update(grad, moments, factors)
+    delta, moments = update_leaf(ADAM, grad, None, moments, factors)
     return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
 
 

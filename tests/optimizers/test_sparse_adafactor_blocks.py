@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._optimizers.adafactor_formula import update_sparse
+from optax_sparse_adam._optimizers.by_leaf import update_leaf
 from optax_sparse_adam._rows import map_rows
 
 from ..helpers.support import (
@@ -25,9 +25,9 @@ SHAPE = (9, 4)
 def small_blocks(monkeypatch):
     """Blocks of two rows or three, of the tables here."""
     monkeypatch.setattr(map_rows, "_BLOCK_BYTES", 60)
-    update_sparse.clear_cache()
+    update_leaf.clear_cache()
     yield
-    update_sparse.clear_cache()
+    update_leaf.clear_cache()
 
 
 @pytest.mark.parametrize("hyper", test_sparse_adafactor.HYPERS[1:3], ids=str)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_sparse_adam._jax_extras import scatter_combining
 from optax_sparse_adam._optimizers import sparse_adam
+from optax_sparse_adam._optimizers.by_leaf import update_leaf
 from optax_sparse_adam._rows import gather_scatter
 
 from ..helpers.support import assert_close, assert_identical, bcoo, random_entries
@@ -127,8 +128,9 @@ def test_traced_decay_rates(nse):
     entries = random_entries(np.random.default_rng(0), shape, 1, nse)
     grad, moments = bcoo(*entries, shape), (jnp.ones(shape), jnp.ones(shape))
     factors = sparse_adam.Factors(*map(jnp.float32, (1, *weights, 1e-8, -0.1)))
-    update, new = sparse_adam.update_sparse(grad, moments, factors)
-    known, others = sparse_adam.update_sparse(grad, moments, factors, weights=weights)
+    known = sparse_adam.ADAM._replace(constants=weights)
+    update, new = update_leaf(sparse_adam.ADAM, grad, None, moments, factors)
+    known, others = update_leaf(known, grad, None, moments, factors)
     # One rounding more or less of each product.
     assert_close(known.data, update.data, 2.4e-7, magnitude=0.1, what="update")
     assert_close(others[0], new[0], 1.2e-7, magnitude=1, what="mu")

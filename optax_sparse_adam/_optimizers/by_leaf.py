@@ -1,0 +1,184 @@
+"""Optimisers that update each parameter by itself, made from their formula.
+
+Such an optimiser is a state class, a `Formula` for the rows of one parameter, the
+scalars of a step, and a `Moment` for each field of the state. `by_leaf` makes an optax
+transformation of them; what follows from the moments, it does once for all: the arrays
+of a new state and their layout, and the checks of a state that it is given.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._jax_extras.sharding import jit_on_mesh
+from .._rows.checks import is_bcoo, is_leaf, leaves_like
+from .._rows.coalesce import accumulator_dtype
+from .._rows.new_arrays import full_along
+from .._rows.update_table import Formula, update_dense, update_table
+from .hyperparameters import check_leaf, check_moment, check_state_class
+
+
+def all_axes(ndim: int) -> Sequence[int]:
+    return range(ndim)
+
+
+def all_but_last(ndim: int) -> Sequence[int]:
+    """The axes of one scalar for each vector; of vectors and scalars themselves."""
+    return range(max(1, ndim - 1) if ndim else 0)
+
+
+def fixed(dtype: Any) -> Callable[[Any], Any] | None:
+    """The type of a moment that may be given by the user."""
+    if dtype is None:
+        return None
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return lambda _: dtype
+
+
+class Moment(NamedTuple):
+    """A field of a state, which has an array or `None` for each parameter.
+
+    Attributes:
+      axes: Which axes of a parameter of `ndim` axes its array has; `None`: it has none.
+      dtype: Its type, from that of the parameter, which it is by default.
+      value: What it begins with.
+    """
+
+    axes: Callable[[int], Sequence[int] | None] = all_axes
+    dtype: Callable[[Any], Any] | None = None
+    value: Any = 0
+
+    def init(self, param: Any) -> jax.Array | None:
+        axes = self.axes(jnp.ndim(param))
+        dtype = self.dtype and self.dtype(jnp.result_type(param))
+        return None if axes is None else full_along(param, self.value, dtype, axes)
+
+    def check(self, name: str, given: Any, shape: tuple[int, ...]) -> None:
+        axes = self.axes(len(shape))
+        expected = None if axes is None else tuple(shape[axis] for axis in axes)
+        check_moment(given, expected, name)
+
+
+@functools.partial(jax.jit, static_argnames="formula")
+def update_leaf(
+    formula: Formula,
+    grad: Any,
+    param: Any,
+    moments: tuple[jax.Array, ...],
+    scalars: Any,
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """The update of a parameter, dense or row-sparse as its gradient, and its moments.
+
+    Args:
+      formula: What is computed, in the type of the scalars.
+      grad: A BCOO, whose rows are touched, or an array, of which all rows are.
+      param: The parameter; `None` if the formula does not read it.
+      moments: The arrays of its state.
+      scalars: Those of the step.
+    """
+    read = () if param is None else (param,)
+    update = update_table if is_bcoo(grad) else update_dense
+    return update(formula, grad, read, moments, scalars)
+
+
+def by_leaf(
+    name: str,
+    state_class: Any,
+    moments: dict[str, Moment],
+    formula: Formula,
+    scalars: Callable[..., Any],
+    *,
+    reads_params: str = "",
+    check: Callable[[Any, Any], None] = check_leaf,
+    eager: Formula | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transformation of row-sparse, dense and `None` gradients.
+
+    Args:
+      name: Its name in errors.
+      state_class: Its `NamedTuple`: `count` and then the moments, or only these.
+      moments: The fields with an array for each parameter, by their names.
+      formula: What is computed for one parameter.
+      scalars: `scalars(count, count_inc, dtype, param_dtype)` of a step, `count_inc`
+        being its number from 1, of the type in which the parameter is computed.
+      reads_params: Why it reads the parameters, for the error, if it does.
+      check: Raises for a gradient that does not fit its parameter.
+      eager: The formula outside of a program, where each one is compiled by itself.
+    """
+
+    # Moments of the parameters' shape say it where no parameters are given.
+    whole = [key for key, one in moments.items() if one.axes is all_axes]
+    title = name.title().replace("_", "")  # as torch's class
+    counts = "count" in state_class._fields
+
+    def clock(count: Any) -> dict[str, Any]:
+        return {"count": count} if counts else {}
+
+    def init_fn(params: optax.Params) -> Any:
+        for leaf in jax.tree.leaves(params):
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+                raise ValueError(
+                    f"{title} does not support complex parameters, got "
+                    f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Train the "
+                    "real and the imaginary part as two tables."
+                )
+        trees = {key: jax.tree.map(one.init, params) for key, one in moments.items()}
+        return state_class(**clock(jnp.zeros([], jnp.int32)), **trees)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        del extra_args
+        if reads_params and params is None:
+            raise ValueError(
+                f"{reads_params}, got none. Call update(updates, state, params)."
+            )
+        check_state_class(state, state_class, name)
+        count = count_inc = getattr(state, "count", None) if counts else None
+        if counts:
+            check_moment(count, (), "count")
+            count_inc = optax.safe_increment(count)
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        likes = olds = grads[:]
+        if reads_params:
+            likes = olds = leaves_like(treedef, params, "Parameters", "gradients")
+        columns = {
+            key: leaves_like(treedef, getattr(state, key), "The moments", "gradients")
+            for key in moments
+        }
+        if whole and not reads_params:
+            likes = columns[whole[-1]]
+        known: dict[Any, Any] = {}
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            check(grad, likes[i])
+            held = {key: column[i] for key, column in columns.items()}
+            for key, moment in moments.items():
+                moment.check(key, held[key], jnp.shape(likes[i]))
+            arrays = {key: x for key, x in held.items() if x is not None}
+            param = jnp.asarray(olds[i]) if reads_params else None
+            read = [*arrays.values()] if param is None else [param]
+            dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
+            kind = dtype, read[-1].dtype
+            if kind not in known:
+                known[kind] = scalars(count, count_inc, *kind)
+            is_traced = isinstance(read[0], jax.core.Tracer)
+            one = formula if is_traced or eager is None else eager
+            grads[i], news = update_leaf(
+                one, grad, param, tuple(arrays.values()), known[kind]
+            )
+            for key, new in zip(arrays, news, strict=True):
+                columns[key][i] = new
+        trees = {key: treedef.unflatten(column) for key, column in columns.items()}
+        return treedef.unflatten(grads), state_class(**clock(count_inc), **trees)
+
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
