@@ -9,13 +9,18 @@ from jax import lax
 from .unchecked import unchecked
 
 
-def on_cpu(special: Callable[..., Any], pure: Callable[..., Any], *args: Any) -> Any:
+def on_cpu(
+    special: Callable[..., Any],
+    pure: Callable[..., Any],
+    *args: Any,
+    keeps_order: bool = True,
+) -> Any:
     """`special(*args)` on a CPU, else `pure(*args)`.
 
     `lax.platform_dependent` chooses by the platform that a program is compiled for.
     Derivatives and `vmap` are those of `pure`: a call of the kernel has no derivative,
-    and under `vmap` it, or a loop over blocks, would copy each of many tables. What is
-    differentiated gets its values by `pure`, too, which may order rows differently.
+    and under `vmap` it, or a loop over blocks, would copy each of many tables. Where
+    `pure` orders rows differently, what is differentiated has its order.
     """
     leaves, tree = jax.tree.flatten(args)
 
@@ -27,6 +32,5 @@ def on_cpu(special: Callable[..., Any], pure: Callable[..., Any], *args: Any) ->
     def default(*leaves: jax.Array) -> Any:
         return pure(*jax.tree.unflatten(tree, leaves))
 
-    return lax.platform_dependent(
-        *leaves, cpu=unchecked(call, default), default=default
-    )
+    cpu = unchecked(call, default, keeps_order=keeps_order)
+    return lax.platform_dependent(*leaves, cpu=cpu, default=default)

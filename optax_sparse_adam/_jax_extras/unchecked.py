@@ -13,13 +13,16 @@ import jax
 
 
 def unchecked(
-    function: Callable[..., Any], plain: Callable[..., Any] | None = None
+    function: Callable[..., Any],
+    plain: Callable[..., Any] | None = None,
+    *,
+    keeps_order: bool = True,
 ) -> Callable[..., Any]:
     """The same function of arrays, unseen by `checkify`; so is `vmap` of it.
 
-    Its derivatives and `vmap` are those of `plain`, another implementation, if given;
-    what is differentiated then gets its values by that, too. The derivatives are seen:
-    a scatter with padding under `jax.grad` reports that.
+    Its derivatives and `vmap` are those of `plain`, another implementation, if given.
+    Where that orders rows differently, what is differentiated gets its values by it,
+    too. The derivatives are seen: a scatter with padding under `jax.grad` reports that.
     (tests/gradients/test_checkify.py)
     """
     other = function if plain is None else plain
@@ -37,6 +40,6 @@ def unchecked(
     call = jax.custom_jvp(one)
     # The primal values come from such a function as well: `vmap` of a `custom_jvp`
     # expects them to have the batch axes of the tangents.
-    values = call if plain is None else unchecked(plain)
+    values = call if keeps_order else unchecked(other)
     call.defjvp(lambda x, dx: (values(*x), jax.jvp(other, x, dx)[1]))
     return call

@@ -131,7 +131,7 @@ def update_sparse(
     is_float32 = all(x.dtype == jnp.float32 for x in floats)
     if last.ndim == 1 and is_float32 and native.fits(wide, *floats):
         args = wide, read, tables, step
-        rows, tables = on_cpu(by_kernel, by_rows, *args)
+        rows, tables = on_cpu(by_kernel, by_rows, *args, keeps_order=False)
     else:
         rows, tables = by_rows(wide, read, tables, step)
     return bcoo_of(grad, *rows, is_sorted=False), tables

@@ -108,7 +108,7 @@ def update_table(
 
     args = wide, tables, read, scalars
     if formula.kernel is not None and native.fits(wide, *tables):
-        rows, tables = on_cpu(formula.kernel, by_rows, *args)
+        rows, tables = on_cpu(formula.kernel, by_rows, *args, keeps_order=False)
     else:
         rows, tables = by_rows(*args)
     return bcoo_of(grad, *rows, is_sorted=formula.kernel is None), tables
