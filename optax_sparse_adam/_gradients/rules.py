@@ -10,9 +10,11 @@ result whether the loss depends on it. A new elementwise primitive needs its nam
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
@@ -20,6 +22,7 @@ from . import rules_calls, rules_elementwise_calls, rules_shard_map
 from .backward_slice import WITHOUT_DERIVATIVE, as_closed
 from .expressions import (
     Expression,
+    StaleTable,
     arrays_of,
     cast_table,
     elementwise,
@@ -85,16 +88,25 @@ def _same_values(walk: Walk, eqn: JaxprEqn, needed: Any, value: Expression) -> R
     below = expressions_below([value])
 
     def moved(x: Any) -> Any:
-        return bind_eqn(eqn, x) if jnp.shape(x) == value.shape else x
+        return bind_eqn(eqn, x) if jnp.shape(x) == value.shape else along(x)
+
+    def along(x: Any, ndim: int | None = None) -> Any:
+        """Lies as the table along the leading axes, as what is kept of its rows."""
+        if eqn.primitive.name != "reshard":
+            return x
+        to, ndim = _out(eqn).sharding, jnp.ndim(x) if ndim is None else ndim
+        spec = PartitionSpec(*to.spec[:ndim])
+        return jax.reshard(x, NamedSharding(to.mesh, spec))
 
     arrays = []
     for inner in below:
         own = arrays_of(inner)
-        if inner.source is not None:
-            own = own._replace(array=moved(own.array))
+        if isinstance(own, StaleTable):
+            array, rows = jax.tree.map(moved, (own.array, own.rows))
+            own = jax.tree.map(lambda x: along(x, 0), own)
+            arrays.append(own._replace(array=array, rows=rows))
         else:
-            own = tuple(map(moved, own))
-        arrays.append(own)
+            arrays.append(jax.tree.map(moved, own))
     return [with_arrays(below, arrays)[value]]
 
 
