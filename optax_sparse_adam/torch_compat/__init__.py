@@ -38,6 +38,9 @@ from ._adam import Adam as Adam
 from ._adam import AdamW as AdamW
 from ._adafactor import Adafactor as Adafactor
 
+# Pooled lookups.
+from ._embedding_bag import embedding_bag as embedding_bag
+
 # Hooks around the steps of all optimisers.
 from ._hooks import RemovableHandle as RemovableHandle
 from ._hooks import (
