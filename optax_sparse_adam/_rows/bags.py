@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.on_cpu import on_cpu
+from .._jax_extras.sharding import mesh_of
 from ..native import _calls as native
 from .coalesce import accumulator_dtype
 from .padding import expand_like
@@ -306,9 +308,15 @@ def _pool(
 
 
 def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table[ids]`, zeros for padding."""
-    at = table.at[ids]
-    return at.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    """`table[ids]`, zeros for padding; on Explicit mesh axes, of all ids everywhere."""
+    out = None
+    if (mesh := mesh_of(table, ids)).explicit_axes:
+        columns = jax.typeof(table).sharding.spec[1:]
+        spec = PartitionSpec(*(None for _ in ids.shape), *columns)
+        out = NamedSharding(mesh, spec)
+    return table.at[ids].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False, out_sharding=out
+    )
 
 
 def add_up(

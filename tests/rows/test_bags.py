@@ -459,6 +459,26 @@ def test_partial_sums_of_a_table_split_by_rows():
     assert_close(dense(grad), expected, 1e-6, magnitude=np.abs(expected).max())
 
 
+def test_explicit_mesh_axes():
+    """A step of a table split by rows is that of one device."""
+    mesh = jax.make_mesh((4,), ("rows",), (jax.sharding.AxisType.Explicit,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    (table, ids, *_), tx = numbers(), osa.sparse_adam(0.1)
+
+    @jax.jit
+    def step(table, state, ids):
+        grad = osa.grad(lambda t: jnp.sum(jnp.tanh(bag(t, ids))))(table)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates)
+
+    expected = step(table, tx.init(table), ids)
+    sharded = jax.device_put(table, rows)
+    with jax.set_mesh(mesh):
+        whole = jax.device_put(ids, jax.sharding.PartitionSpec())
+        actual = step(sharded, tx.init(sharded), whole)
+    assert_close(actual, expected, 1e-6, magnitude=1.0)
+
+
 def random_program(rng):
     """A loss of one to three bags of random forms and modes, maybe in a loop."""
     parts = []
