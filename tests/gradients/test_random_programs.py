@@ -267,7 +267,9 @@ def follows_all_lookups(program):
     """Whether tables that are only looked up have a row-sparse gradient for certain."""
     names = set(words(program))
     # A batch of slices is one lookup of windows of several rows, which is not followed.
-    return not {"vmap", "slice"} <= names
+    # Functions with a `custom_vjp` may be of a table.
+    has_rules = any(name.startswith("gradient ") for name in names)
+    return not {"vmap", "slice"} <= names and not has_rules
 
 
 def compare(program, rows, mask=None, aux="none"):
