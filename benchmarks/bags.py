@@ -1,6 +1,6 @@
 """Pooled lookups: a step and a forward pass against torch and `table[ids].sum(1)`.
 
-    python benchmarks/bags.py [--rows 1000000] [--dim 64] [--steps 25]
+    python benchmarks/bags.py [--rows 1000000] [--dim 64] [--turns 8]
 
 Four contestants take turns, so that whatever else the machine does hits all alike:
 `osa.embedding_bag`, the recipe with one row for each id, and torch's
@@ -70,21 +70,27 @@ def torch_contestant(rows, dim, scale, batches):
 
 
 def medians(functions, turns):
-    """The median milliseconds of each function, called in turn."""
+    """The median milliseconds of each function, called in turn.
+
+    The first three calls of a turn do not count: torch's threads spin for a while after
+    its last operation, and would hinder whoever comes next.
+    """
     times = [[] for _ in functions]
-    for i in range(turns + 2):
+    for turn in range(turns):
         for function, own in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function(i)
-            own.append(time.perf_counter() - start)
-    return [1e3 * float(np.median(own[2:])) for own in times]
+            for i in range(6):
+                start = time.perf_counter()
+                function(6 * turn + i)
+                if i > 2:
+                    own.append(time.perf_counter() - start)
+    return [1e3 * float(np.median(own)) for own in times]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--turns", type=int, default=8)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     head = ("bags x ids", "contestant", "step", "/ torch", "/ recipe", "forward")
@@ -100,7 +106,7 @@ def main():
             "torch": torch_contestant(*sizes),
         }
         steps, forwards, memory = zip(*contestants.values(), strict=True)
-        steps, forwards = medians(steps, args.steps), medians(forwards, args.steps)
+        steps, forwards = medians(steps, args.turns), medians(forwards, args.turns)
         unit = 4 * bags * length * args.dim
         for i, name in enumerate(contestants):
             used = "" if memory[i] is None else f"{memory[i] / unit:.2f}"
