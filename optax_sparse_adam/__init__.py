@@ -9,6 +9,9 @@ from ._gradients.value_and_grad import value_and_grad as value_and_grad
 from ._gradients.evaluate import evaluate as evaluate
 from ._train_step import make_train_step as make_train_step
 
+# Pooled lookups.
+from ._rows.bags import embedding_bag as embedding_bag
+
 # Row-sparse arrays.
 from ._rows.apply_updates import apply_updates as apply_updates
 from ._rows.coalesce import coalesce as coalesce

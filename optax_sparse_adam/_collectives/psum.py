@@ -13,7 +13,7 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.sharding import first_row
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce, touched_rows
-from .._rows.guarded import entries
+from .._rows.guarded import class_of, entries
 from .._rows.padding import pad_indices
 
 AxisName = str | tuple[str, ...]
@@ -108,7 +108,7 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
             return None if leaf is None else lax.pmean(leaf, axis_name)
         total = _all_gather_rows(check_bcoo(leaf), axis_name)
         data = total.data / lax.axis_size(axis_name)
-        return _coalesced(type(leaf), data, total.indices, total.shape)
+        return _coalesced(class_of(leaf), data, total.indices, total.shape)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
 
@@ -139,7 +139,7 @@ def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
     total = coalesce(BCOO((gather(own.data), gather(own.indices)), shape=grad.shape))
     nse = min(total.nse, _num_rows(total.shape, total.n_sparse))
     data, indices = total.data[:nse], total.indices[:nse]
-    return _coalesced(type(grad), data, indices, total.shape)
+    return _coalesced(class_of(grad), data, indices, total.shape)
 
 
 def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
@@ -237,4 +237,4 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
         x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)
     )
     data = jnp.where(mine.reshape(-1, *(1,) * (data.ndim - 1)), data, 0)
-    return _coalesced(type(grad), data, pad_indices(ids, mine, slot, shape), shape)
+    return _coalesced(class_of(grad), data, pad_indices(ids, mine, slot, shape), shape)

@@ -10,6 +10,7 @@ from jax.experimental.sparse import BCOO
 
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce
+from .._rows.guarded import class_of
 from .._rows.padding import in_bounds
 from .exchange import plan
 from .psum import AxisName, local_rows, psum, rows_per_device
@@ -92,7 +93,7 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
     route = make_route(exchange, grad.indices, count)
     indices, data = to_owners(exchange, route, grad.data)
     total = coalesce(BCOO((data, indices), shape=shape))
-    return type(grad)(
+    return class_of(grad)(
         (total.data[:most], total.indices[:most]),  # the rest is padding
         shape=shape,
         indices_sorted=True,

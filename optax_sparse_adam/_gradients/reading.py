@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
@@ -134,6 +134,19 @@ def _rows_by_kernel(eqn: Any, value: Expression, indices: jax.Array) -> Any:
         return None
     items = (*eqn.params.items(),)
     return look_up_by_kernel(eqn.primitive, items, out, value.source, indices)
+
+
+def first_gather(jaxpr: Jaxpr, shape: tuple[int, ...]) -> JaxprEqn | None:
+    """The gather of this shape that a function by the kernel stands for."""
+    for eqn in jaxpr.eqns:
+        out: Any = eqn.outvars[0].aval
+        if eqn.primitive.name == "gather" and out.shape == shape:
+            return eqn
+        for branch in eqn.params.get("branches", ()):
+            found = first_gather(branch.jaxpr, shape)
+            if found is not None:
+                return found
+    return None
 
 
 def _gather(

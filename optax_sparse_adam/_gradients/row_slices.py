@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import call_with_auto_axes
+from .._rows.bag_gradient import BagGradient, expand_bags
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
 from .._rows.gather_scatter import scatter_add_rows
@@ -22,11 +23,21 @@ class RowSlices(NamedTuple):
 
     Attributes:
       indices: `[n, depth]`.
-      values: `[n, *shape[depth:]]`.
+      values: `[n, *shape[depth:]]`; with segments, `[bags, *shape[depth:]]`.
+      segments: `[n]`, the row of `values` that an entry has, or `None`.
+      weights: `[n]`, by which it is multiplied, or `None`.
     """
 
     indices: jax.Array
     values: jax.Array
+    segments: jax.Array | None = None
+    weights: jax.Array | None = None
+
+    def expanded(self) -> "RowSlices":
+        if self.segments is None:
+            return self
+        rows = expand_bags(self.values, self.segments, self.weights)
+        return RowSlices(self.indices, rows)
 
 
 def dense_sum(shape: tuple[int, ...], slices: RowSlices) -> jax.Array:
@@ -86,6 +97,30 @@ def coalesced(slices: RowSlices, shape: tuple[int, ...]) -> RowSlices:
     return RowSlices(indices, values.astype(dtype))
 
 
+def _gradient_of_bags(
+    slices: Sequence[RowSlices], shape: tuple[int, ...], dtype: Any
+) -> BagGradient:
+    """All bags in one; a lookup of single rows is bags of one id."""
+    segments, weights, first = [], [], 0
+    has_weights = any(x.weights is not None for x in slices)
+    for x in slices:
+        own = x.segments
+        if own is None:
+            own = jnp.arange(len(x.values), dtype=jnp.int32)
+        segments.append(own + first)
+        ones = jnp.ones(own.shape, x.values.dtype)
+        weights.append(ones if x.weights is None else x.weights.astype(ones.dtype))
+        first += len(x.values)
+    indices = jnp.concatenate([x.indices.astype(jnp.int32) for x in slices])
+    args = (
+        jnp.concatenate([x.values for x in slices]),
+        indices,
+        jnp.concatenate(segments),
+        jnp.concatenate(weights) if has_weights else None,
+    )
+    return BagGradient(args, shape=shape, dtype=dtype)
+
+
 def to_bcoo(
     slices: Sequence[RowSlices],
     shape: tuple[int, ...],
@@ -103,6 +138,10 @@ def to_bcoo(
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
     slices = [x._replace(values=x.values.astype(widest)) for x in slices]
     stored = sum(len(x.indices) for x in slices)
+    if any(x.segments is not None for x in slices):
+        if stored <= shape[0]:
+            return _gradient_of_bags(slices, shape, dtype)
+        slices = [x.expanded() for x in slices]
     total = concatenated(slices, shape, depth, dtype)
     is_unique = stored > len(total.indices)
     if widest != dtype and not is_unique and stored > 1:

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
-from . import rules_calls, rules_elementwise_calls, rules_shard_map
+from . import rules_bags, rules_calls, rules_elementwise_calls, rules_shard_map
 from .backward_slice import WITHOUT_DERIVATIVE, as_closed
 from .expressions import (
     Expression,
@@ -37,7 +37,7 @@ from .lookups import (
     lookup_of_gather,
     lookup_of_slice,
 )
-from .reading import read_gather, read_slice
+from .reading import first_gather, read_gather, read_slice
 from .walk import Results, Rule, Walk
 
 
@@ -177,26 +177,16 @@ def _look_up_by_kernel(
     walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *rest: Any
 ) -> Results:
     """The kernel's lookup, in a gradient of a gradient, as the gather it stands for."""
-    gather = _first_gather(as_closed(eqn.params["jaxpr"]).jaxpr, _out(eqn).shape)
+    gather = first_gather(as_closed(eqn.params["jaxpr"]).jaxpr, _out(eqn).shape)
     if len(rest) != 1 or gather is None:
         return NotImplemented
     return _gather(walk, gather, needed, value, *rest)
 
 
-def _first_gather(jaxpr: Jaxpr, shape: tuple[int, ...]) -> JaxprEqn | None:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "gather" and _out(eqn).shape == shape:
-            return eqn
-        for branch in eqn.params.get("branches", ()):
-            found = _first_gather(branch.jaxpr, shape)
-            if found is not None:
-                return found
-    return None
-
-
 # Functions under `jit` that are lookups as a whole, by their name.
 LOOKUP_FUNCTIONS: dict[str, Rule] = {
     "look_up_by_kernel": _look_up_by_kernel,
+    "bag_lookup": functools.partial(rules_bags.bag_lookup, _gather),
 }
 
 
@@ -206,6 +196,14 @@ def _jit(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
     if results is NotImplemented:
         results = rules_calls.call(walk, eqn, needed, *args)
     return results
+
+
+def _custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+    body = as_closed(eqn.params["call_jaxpr"])
+    names = [inner.params.get("name") for inner in body.jaxpr.eqns]
+    if names == ["bag_function"]:  # whose derivative that of `bag_lookup` has
+        return walk.evaluate(body, args, needed)
+    return rules_elementwise_calls.custom_jvp(walk, eqn, needed, *args)
 
 
 RULES: dict[str, Rule] = {
@@ -222,7 +220,7 @@ RULES: dict[str, Rule] = {
     "closed_call": rules_calls.call,
     "eval_jaxpr": rules_calls.call,  # in JAX 0.11
     "custom_vmap_call": rules_calls.call,
-    "custom_jvp_call": rules_elementwise_calls.custom_jvp,
+    "custom_jvp_call": _custom_jvp,
     "remat2": rules_calls.remat,
     "scan": rules_calls.scan,
     "cond": rules_calls.cond,

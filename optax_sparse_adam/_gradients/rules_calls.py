@@ -27,7 +27,7 @@ from .._jax_extras.varying_axes import vary
 from .backward_slice import CALLS, as_closed, scan_sizes
 from .expressions import Expression
 from .rules_elementwise_calls import elementwise_branches
-from .walk import Request, Results, Walk, joined_rows
+from .walk import BagEntries, Request, Results, Walk, joined_rows
 
 
 def has_table(x: Any) -> bool:
@@ -152,10 +152,18 @@ def scan(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
     )
     for i, request in enumerate(outer):
         own = [x for x, place in zip(rows, places, strict=True) if place == i]
-        flat = [x.reshape(length * x.shape[1], x.shape[2]) for x in own]
+        if request.bags is not None:
+            walk.rows.append(jax.tree.map(_all_steps, own[0]))
+            continue
+        flat = [_all_steps(x) for x in own]
         walk.rows.append(joined_rows(flat, request.depth, request.shape))
     last_carry = dict(zip(plain, carry, strict=True))
     return [last_carry.get(i, x) for i, x in enumerate(tables)] + list(ys)
+
+
+def _all_steps(x: jax.Array) -> jax.Array:
+    """`[length, n, ...]` as `[length * n, ...]`."""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _too_many(requests: Sequence[Request], length: int) -> frozenset[int]:
@@ -163,7 +171,7 @@ def _too_many(requests: Sequence[Request], length: int) -> frozenset[int]:
     counts: Counter[int] = Counter()
     limits = {}
     for request in requests:
-        counts[request.leaf.index] += request.count * length
+        counts[request.leaf.index] += request.num_entries * length
         limits[request.leaf.index] = math.prod(request.shape[: request.depth])
     return frozenset(i for i, count in counts.items() if count > limits[i])
 
@@ -221,7 +229,9 @@ def cond(walk: Walk, eqn: JaxprEqn, needed: Any, index: Any, *args: Any) -> Resu
         results = inner.evaluate(branches[number], args, needed)
         rows: dict[Any, list[jax.Array]] = {key: [] for key in pools}
         for request, found in zip(plans[number], inner.rows, strict=True):
-            rows[_pool(request)].append(vary(found, request.axes))
+            rows[_pool(request)].append(
+                jax.tree.map(functools.partial(vary, axes=request.axes), found)
+            )
         padded = [_padded(rows[key], request) for key, request in pools.items()]
         return [inner.dense(x) for x in results], padded
 
@@ -232,7 +242,7 @@ def cond(walk: Walk, eqn: JaxprEqn, needed: Any, index: Any, *args: Any) -> Resu
 
 
 def _pool(request: Request) -> Any:
-    return request.leaf, request.axes, request.is_whole
+    return request.leaf, request.axes, request.is_whole, request.bags
 
 
 def _pools(plans: Sequence[Sequence[Request]]) -> dict[Any, Request]:
@@ -250,8 +260,21 @@ def _pools(plans: Sequence[Sequence[Request]]) -> dict[Any, Request]:
     }
 
 
-def _padded(rows: Sequence[jax.Array], request: Request) -> jax.Array:
+def _padded(rows: Sequence[Any], request: Request) -> Any:
     """All ids of a pool, and ids out of bounds up to its count."""
+    if request.bags is not None:
+        of_entries = request._replace(count=request.num_entries, bags=None)
+        ids = _padded([x.ids for x in rows], of_entries)
+        missing = len(ids) - sum(len(x.ids) for x in rows)
+
+        def filled(found: list[jax.Array], dtype: Any) -> jax.Array:
+            zeros = vary(jnp.zeros(missing, dtype), request.axes)
+            return jnp.concatenate([*found, zeros])
+
+        segments, weights = filled([x.segments for x in rows], jnp.int32), None
+        if request.bags.has_weights:
+            weights = filled([x.weights for x in rows], request.bags.dtype)
+        return BagEntries(ids, segments, weights)
     missing = request.count - sum(len(x) for x in rows)
     padding = np.tile(np.asarray(request.shape[: request.depth]), (missing, 1))
     found = [x.astype(jnp.int32) if x.dtype.itemsize < 8 else x for x in rows]

@@ -12,6 +12,7 @@ table split by rows over two devices with 500 rows each:
 So a gradient needs no communication for its rows, whatever the batch is split by.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -32,7 +33,7 @@ from .expressions import (
     with_arrays,
 )
 from .rules_calls import without_tables
-from .walk import Request, Results, Walk
+from .walk import BagEntries, Request, Results, Walk
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
@@ -101,8 +102,15 @@ def shard_map(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
         rows = []
         for request, own, ids in zip(requests, outer, inner.rows, strict=True):
             spec = by_leaf[request.leaf.index]
-            ids = _global_ids(ids, request, spec, own.shape)
-            rows.append(vary(ids, axes_of(request)) if check_vma else ids)
+            if isinstance(ids, BagEntries):
+                own_ids = _global_ids(ids.ids, request, spec, own.shape)
+                ids = ids._replace(ids=own_ids)
+            else:
+                ids = _global_ids(ids, request, spec, own.shape)
+            if check_vma:
+                cast = functools.partial(vary, axes=axes_of(request))
+                ids = jax.tree.map(cast, ids)
+            rows.append(ids)
         return [inner.dense(x) for x in results], rows
 
     plain = [x for x in args if not isinstance(x, Expression)]

@@ -323,7 +323,7 @@ def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
 
 
 def _of_all_devices(
-    request: Request, leaf: Any, ids: jax.Array, values: jax.Array
+    request: Request, leaf: Any, ids: Any, values: jax.Array
 ) -> RowSlices:
     """The gradient of the rows of one lookup.
 
@@ -331,16 +331,24 @@ def _of_all_devices(
     table does not: under `jax.grad` its gradient is summed over them.
     """
     if request.is_whole:
-        ids, values = every_row(ids, values, request.depth)
-    slices = RowSlices(vary(ids, request.axes), values)
+        ids, values = every_row(ids, values, request.depth)[:2]
+    slices = RowSlices(ids, values)
+    if request.bags is not None:
+        slices = RowSlices(ids.ids, values, ids.segments, ids.weights)
+    slices = jax.tree.map(functools.partial(vary, axes=request.axes), slices)
     own = varying_axes(leaf) if request.axes else ()
     axes = tuple(axis for axis in request.axes if axis not in own)
-    if not axes:
-        return slices
-    gather = functools.partial(
-        lax.all_gather, axis_name=axes, tiled=True, to="invarying"
-    )
-    return RowSlices(*map(gather, slices))
+    if axes:
+        gather = functools.partial(
+            lax.all_gather, axis_name=axes, tiled=True, to="invarying"
+        )
+        slices = jax.tree.map(gather, slices)
+    if request.bags is not None:
+        call = jnp.arange(len(slices.indices), dtype=jnp.int32)
+        call = call // max(request.bags.entries, 1)
+        segments = slices.segments + call * request.bags.bags
+        slices = slices._replace(segments=segments)
+    return slices
 
 
 def _shown(jaxpr: Jaxpr) -> list[Any]:

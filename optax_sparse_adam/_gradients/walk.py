@@ -50,6 +50,29 @@ Results = Any  # what a rule returns: a list, or NotImplemented
 Rule = Callable[..., Results]
 
 
+class Bags(NamedTuple):
+    """Of a delta with a row for each bag: what one call of the lookup reads."""
+
+    entries: int
+    bags: int
+    dtype: Any
+    has_weights: bool
+
+
+class BagEntries(NamedTuple):
+    """In the place of row ids: those of bags, of one or more calls of a lookup.
+
+    Attributes:
+      ids: `[entries, 1]`.
+      segments: `[entries]`, the bag of each in its call.
+      weights: `[entries]`, or `None`.
+    """
+
+    ids: jax.Array
+    segments: jax.Array
+    weights: jax.Array | None
+
+
 class Request(NamedTuple):
     """A delta that a walk needs.
 
@@ -63,6 +86,7 @@ class Request(NamedTuple):
         up more rows than the table has: JAX then adds the cotangents of all steps up,
         and memory is that of `jax.grad`.
       constant: The row, if it is the same in each call.
+      bags: For sums of rows; `count` is then the number of bags.
     """
 
     leaf: Leaf
@@ -72,13 +96,19 @@ class Request(NamedTuple):
     axes: tuple[str, ...] = ()
     is_whole: bool = False
     constant: int | None = None
+    bags: Bags | None = None
+
+    @property
+    def num_entries(self) -> int:
+        if self.bags is None or self.bags.bags == 0:
+            return self.count
+        return self.count // self.bags.bags * self.bags.entries
 
     @property
     def delta(self) -> jax.ShapeDtypeStruct:
         rows = (self.count, *self.shape[self.depth :])
-        return jax.ShapeDtypeStruct(
-            self.shape if self.is_whole else rows, self.leaf.dtype
-        )
+        dtype = self.leaf.dtype if self.bags is None else self.bags.dtype
+        return jax.ShapeDtypeStruct(self.shape if self.is_whole else rows, dtype)
 
 
 class DenseUse(NamedTuple):
@@ -121,7 +151,8 @@ class Walk:
         a lookup, as `where(table > 0, table, 0)[ids]` needs none of that size.
       whole: Leaves whose deltas are of the table's shape here.
       requests: The deltas that this walk needs, in order; in a plan.
-      rows: The row ids of each delta, in the same order; `[count, depth]`.
+      rows: The row ids of each delta, in the same order; `[count, depth]`, or
+        `BagEntries`.
     """
 
     def __init__(
@@ -135,7 +166,7 @@ class Walk:
         self.shapes = shapes
         self.whole = whole
         self.requests: list[Request] = []
-        self.rows: list[jax.Array] = []
+        self.rows: list[Any] = []
         self._deltas = deltas
         self._memo: dict[Any, jax.Array] = {}  # of this trace alone
 
@@ -231,7 +262,7 @@ class Walk:
             with eqn.ctx.manager:
                 results = rule(self, eqn, needed, *args)
             self.program.calls.pop()
-            self.rows[before:] = map(on_mesh_of_context, self.rows[before:])
+            self.rows[before:] = jax.tree.map(on_mesh_of_context, self.rows[before:])
             if results is not NotImplemented:
                 return list(results)
         flags = self.program.slices.operands(eqn, needed)

@@ -32,8 +32,10 @@ The files, those that others stand on first:
 - `duplicates`: groups entries by row and adds up each group; one method for CPUs and
   one, a segmented scan, for other devices.
 - `guarded`: the BCOO of this package's gradients, which notices changed indices.
+- `bag_gradient`: a gradient by bags, `[B, D]`, expanded on demand.
 - `checks`: what counts as a gradient, and the errors for what does not.
 - `coalesce`: `Rows`, the touched rows of a gradient; the public `coalesce`.
+- `bags`: the public `embedding_bag`.
 - `update_in_place`: which tables can be updated by one scatter with a combiner.
 - `map_rows`: gather, update, scatter, in blocks on a CPU.
 - `update_table`: the update of one table by a formula: sums, then `map_rows`, the

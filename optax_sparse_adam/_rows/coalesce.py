@@ -14,9 +14,10 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
+from .bag_gradient import BagGradient
 from .checks import check_bcoo, is_bcoo
 from .duplicates import sum_duplicates
-from .guarded import copy_with, entries
+from .guarded import class_of, copy_with, entries
 from .padding import expand_like, in_bounds, pad_indices
 
 
@@ -70,6 +71,14 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
 
 def cast_entries(grad: BCOO, dtype: Any) -> BCOO:
     """Casts the values to `dtype`, and the indices to a type that holds padding."""
+    if isinstance(grad, BagGradient):
+        mesh = mesh_of(grad.values, grad.indices)
+        factors = grad.factors(lambda x: replicate_rows(x, mesh))
+        values, indices, segments, weights = factors
+        weights = None if weights is None else weights.astype(dtype)
+        indices = _widen_indices(indices, grad.shape)
+        args = values.astype(dtype), indices, segments, weights
+        return BagGradient(args, shape=grad.shape, dtype=dtype)
     grad = replicate_entries(grad)
     indices = _widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
@@ -103,7 +112,7 @@ def bcoo_of(
     `is_sorted` says whether they are in order where `grad` was not unique. The entries
     of a gradient that is unique keep their order.
     """
-    return type(grad)(
+    return class_of(grad)(
         (data.astype(grad.dtype), indices),
         shape=grad.shape,
         indices_sorted=grad.indices_sorted if grad.unique_indices else is_sorted,
@@ -124,12 +133,13 @@ def accumulator_dtype(*dtypes: Any) -> Any:
 
 @jax.jit
 def _coalesce(grad: BCOO) -> BCOO:
-    found = entries(grad)
-    # A gradient that is unique may still hold padding in front of rows.
-    flags = {"indices_sorted": grad.indices_sorted, "unique_indices": False}
-    found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
+    found = grad
+    if not isinstance(grad, BagGradient):
+        # A gradient that is unique may still hold padding in front of rows.
+        found, flags = entries(grad), {"indices_sorted": grad.indices_sorted}
+        found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
     rows = touched_rows(found, accumulator_dtype(grad.dtype))
-    return type(grad)(
+    return class_of(grad)(
         (rows.data.astype(grad.dtype), rows.indices),
         shape=grad.shape,
         indices_sorted=True,

@@ -49,6 +49,10 @@ _REMEDY = (
 )
 
 
+def new_guard(indices: jax.Array) -> jax.Array:
+    return jnp.full((*indices.shape[:-1], 1), _GUARD, jnp.int32)
+
+
 @jax.tree_util.register_pytree_node_class
 class GuardedBCOO(BCOO):
     """A BCOO with a guard, `int32` of shape `[*batch, nse, 1]`, behind its indices.
@@ -61,7 +65,7 @@ class GuardedBCOO(BCOO):
 
     def __init__(self, args: Any, *, shape: Any, **flags: bool):
         super().__init__(args, shape=shape, **flags)
-        self.guard = jnp.full((*self.indices.shape[:-1], 1), _GUARD, jnp.int32)
+        self.guard = new_guard(self.indices)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,6 +112,11 @@ def _guard_operator(name: str) -> Callable[..., Any]:
 # What scales a gradient, and what `optax.apply_updates` adds an update by.
 for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]:
     setattr(GuardedBCOO, f"__{_operator}__", _guard_operator(f"__{_operator}__"))
+
+
+def class_of(grad: BCOO) -> type[BCOO]:
+    """The class of a gradient with a row for each index, guarded if this one is."""
+    return GuardedBCOO if isinstance(grad, GuardedBCOO) else BCOO
 
 
 def copy_with(cls: type[BCOO], mat: BCOO, data: jax.Array, indices: jax.Array) -> BCOO:
@@ -176,21 +185,23 @@ def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -
     """
     data, indices = place(grad.data), place(grad.indices)
     if isinstance(grad, GuardedBCOO):
-        data, indices = _let_through(data, indices, place(grad.guard), grad.n_batch)
+        is_zero, n_batch = _is_zero(data, grad.n_batch), grad.n_batch
+        valid, indices = let_through(is_zero, indices, place(grad.guard), n_batch)
+        shape = (*valid.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
+        data = jnp.where(valid.reshape(shape), data, jnp.nan)
     return copy_with(BCOO, grad, data, indices)
 
 
-def _let_through(
-    data: jax.Array, indices: jax.Array, guard: jax.Array, n_batch: int
+def let_through(
+    is_zero: jax.Array, indices: jax.Array, guard: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:
+    """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
     is_intact = guard == _GUARD
-    is_empty = (guard == 0) & _is_zero(data, n_batch)[..., None]
+    is_empty = (guard == 0) & is_zero[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
     # Both are distinct and ascending, as the flags promise.
     slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
     outside = last_indices(slot, n_batch)
     indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))
-    is_valid = is_intact | is_empty
-    shape = (*guard.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
-    return jnp.where(is_valid.reshape(shape), data, jnp.nan), indices
+    return is_intact | is_empty, indices

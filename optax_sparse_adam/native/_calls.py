@@ -41,7 +41,7 @@ def fits(grad: BCOO, *tables: jax.Array) -> bool:
         and grad.n_sparse == 1
         and grad.nse > 0
         and math.prod(grad.shape) > 0
-        and mesh_of(grad.data, *tables).empty
+        and mesh_of(*jax.tree.leaves((grad, tables))).empty
         and available()
     )
 
@@ -52,6 +52,18 @@ def reads(table: jax.Array, ids: jax.Array) -> bool:
     return (
         # XLA may widen a bfloat16 table, out of the loop that looks its rows up.
         (table.dtype == jnp.bfloat16 or (table.dtype == jnp.float32 and is_slow))
+        and ids.dtype == jnp.int32
+        and ids.size > 0
+        and table.size > 0
+        and mesh_of(table, ids).empty
+        and available()
+    )
+
+
+def reads_bags(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether the kernel is there and reads bags of this table."""
+    return (
+        table.dtype in _FLOATS
         and ids.dtype == jnp.int32
         and ids.size > 0
         and table.size > 0
@@ -169,6 +181,66 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return cleared
 
 
+def read_bags(
+    num_bags: int,
+    table: jax.Array,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """`bags.sum_bags`, `[num_bags, *row_shape]` in float32."""
+    _check("a table", table, _float_of(table), table.shape)
+    _check("ids", ids, "int32", ids.shape)
+    call = jax.ffi.ffi_call(
+        "optax_sparse_adam.read_bags",
+        jax.ShapeDtypeStruct((num_bags, *table.shape[1:]), jnp.float32),
+    )
+    factors = _factors(ids.size, segments, weights)
+    sums: jax.Array = call(table, ids.ravel(), *factors, **_sizes(table.shape))
+    return sums
+
+
+def _factors(
+    nse: int, segments: jax.Array | None, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Segments and weights of all entries, or none."""
+    segments = jnp.zeros([0], jnp.int32) if segments is None else segments
+    weights = jnp.zeros([0], jnp.float32) if weights is None else weights.ravel()
+    _check("segments", segments, "int32", (nse,) if segments.size else (0,))
+    _check("weights", weights, "float32", (nse,) if weights.size else (0,))
+    return segments, weights
+
+
+def _operands(grad: Any) -> tuple[jax.Array, ...]:
+    """Indices, values, segments and weights of a gradient; see `bag_gradient`."""
+    segments = getattr(grad, "segments", None)
+    if segments is None:
+        values, weights, size = grad.data, None, grad.nse
+    else:
+        values, weights, size = grad.values, grad.weights, len(grad.values)
+    _check("indices", grad.indices, "int32", (grad.nse, 1))
+    _check("data", values, "float32", (size, *grad.shape[1:]))
+    return grad.indices, values, *_factors(grad.nse, segments, weights)
+
+
+def _results(
+    grad: BCOO, tables: tuple[jax.Array, ...]
+) -> tuple[list[Any], dict[int, int]]:
+    """The results of a call, and which operand each takes the place of.
+
+    Sums elsewhere would save the copy of a gradient that is not donated, but whole
+    steps, whose gradient is, took longer (262,144 ids: 116 and 94 ms): fresh memory.
+    The gradient of bags has no room for rows.
+    """
+    rows = jax.ShapeDtypeStruct((grad.nse, *grad.shape[1:]), jnp.float32)
+    results = [jax.ShapeDtypeStruct(grad.indices.shape, jnp.int32), rows]
+    results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tables]
+    aliases = {0: 0} | {4 + i: 2 + i for i in range(len(tables))}
+    if not hasattr(grad, "segments"):
+        aliases[1] = 1
+    return [*results, jax.ShapeDtypeStruct((), jnp.int32)], aliases
+
+
 def _bits(x: float, dtype: Any) -> int:
     """The bits of a number as an integer, at least 0."""
     return int.from_bytes(np.asarray(x, dtype).tobytes(), sys.byteorder)
@@ -249,23 +321,20 @@ def exact_adam_rows(
         `exact_formula._numbers`.
       steps: As in `look_up_rows_now`.
     """
-    _check("indices", grad.indices, "int32", (grad.nse, 1))
-    _check("data", grad.data, "float32", (grad.nse, *grad.shape[1:]))
     _check_resting(grad.shape, tables, numbers, steps)
     for param in read:
         _check("a table", param, "float32", grad.shape)
-    before = (grad.indices, grad.data, *tables[:3])
     decays = tables[3:]
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*before, *decays)]
-    results.insert(5, jax.ShapeDtypeStruct((), jnp.int32))
-    places = [*range(5), *range(7, 7 + len(decays))]
+    results, aliases = _results(grad, tables[:3])
+    results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in decays]
     call = jax.ffi.ffi_call(
         "optax_sparse_adam.exact_adam_rows",
         results,
-        input_output_aliases={i: i - (i > 5) for i in places},
+        input_output_aliases=aliases | {9 + i: 6 + i for i in range(len(decays))},
     )
     indices, data, *news = call(
-        *before,
+        *_operands(grad),
+        *tables[:3],
         numbers,
         steps,
         *decays,
@@ -338,15 +407,8 @@ def _call(
     name: str, grad: BCOO, tables: tuple[jax.Array, ...], others: tuple[jax.Array, ...]
 ) -> Any:
     """Calls the kernel, with the gradient and the tables updated in place."""
-    _check("indices", grad.indices, "int32", (grad.nse, 1))
-    _check("data", grad.data, "float32", (grad.nse, *grad.shape[1:]))
-    # Sums elsewhere would save the copy of a gradient that is not donated, but whole
-    # steps, whose gradient is, took longer (262,144 ids: 116 and 94 ms): fresh memory.
-    in_place = (grad.indices, grad.data, *tables)
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place]
+    results, aliases = _results(grad, tables)
     call = jax.ffi.ffi_call(
-        f"optax_sparse_adam.{name}",
-        [*results, jax.ShapeDtypeStruct((), jnp.int32)],
-        input_output_aliases={i: i for i in range(len(in_place))},
+        f"optax_sparse_adam.{name}", results, input_output_aliases=aliases
     )
-    return call(*in_place, *others, **_sizes(grad.shape))
+    return call(*_operands(grad), *tables, *others, **_sizes(grad.shape))

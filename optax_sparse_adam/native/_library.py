@@ -19,6 +19,7 @@ TARGETS = (
     "add_rows",
     "exact_adam_rows",
     "put_rows",
+    "read_bags",
     "sum_rows",
     "take_rows",
     "take_rows_now",

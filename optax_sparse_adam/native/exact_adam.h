@@ -6,17 +6,6 @@
 
 namespace {
 
-// Functions over the numbers of a row, compiled for AVX2 as well, which most CPUs have
-// and the flags do not ask for. The same numbers: no multiplication is contracted with
-// an addition in either.
-#if defined(__x86_64__) && defined(__GNUC__)
-#define HAS_AVX2 __builtin_cpu_supports("avx2")
-#define FOR_AVX2 __attribute__((target("avx2")))
-#else
-#define HAS_AVX2 false
-#define FOR_AVX2
-#endif
-
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
 constexpr int64_t kMostNodes = 64;  // of a way
 

@@ -11,10 +11,15 @@
 // values are zeros. Entries are added in their order, so that the sums are those of XLA
 // bit for bit on any number of threads.
 //
+// A gradient is its values, one row for each index; or, with `segments`, the gradients of
+// bags, of which `bags.h` adds up the rows. `read_bags` reads them. These updates are in
+// ascending order of their rows, and in a buffer of their own.
+//
 // `add_rows` and `put_rows` write rows into a table, in place; `zeros` makes a new state.
 // Tables and moments are float32 or bfloat16, those of exact Adam float32; the arithmetic
 // is in float32.
 
+#include "bags.h"
 #include "exact_adam.h"
 #include "frame.h"
 
@@ -34,13 +39,14 @@ struct Adam {
   Nu* nu;
   int64_t width;
   float sign, one_minus_b1, one_minus_b2, eps, scale;
+  bool has_avx2 = HAS_AVX2;
 
   INLINE void Prefetch(int64_t row) const {
     PrefetchRow<true>(mu + row * width, width);
     PrefetchRow<true>(nu + row * width, width);
   }
 
-  void operator()(int64_t row, float* __restrict__ grad) const {
+  INLINE void Update(int64_t row, float* __restrict__ grad) const {
     Mu* __restrict__ old_m = mu + row * width;
     Nu* __restrict__ old_v = nu + row * width;
     for (int64_t j = 0; j < width; ++j) {
@@ -52,6 +58,13 @@ struct Adam {
       Store(v, old_v + j);
       grad[j] = scale * m / (std::sqrt(v) + eps);
     }
+  }
+
+  FOR_AVX2 void UpdateAvx2(int64_t row, float* grad) const { Update(row, grad); }
+  void UpdatePlain(int64_t row, float* grad) const { Update(row, grad); }
+
+  void operator()(int64_t row, float* grad) const {
+    has_avx2 ? UpdateAvx2(row, grad) : UpdatePlain(row, grad);
   }
 };
 
@@ -96,8 +109,9 @@ std::string Elsewhere(const char* name, const Any& old, const Any& updated) {
 }
 
 // The buffers of a gradient of a table, and of what becomes of it.
-std::string Misfit(const Ints& indices, const Floats& given, const Ints& rows,
-                   const Floats& data, int64_t num_rows, int64_t width) {
+std::string Misfit(const Ints& indices, const Floats& given, int64_t values,
+                   const Ints& rows, const Floats& data, int64_t num_rows,
+                   int64_t width) {
   const int64_t nse = indices.element_count();
   if (nse < 1 || num_rows < 1 || width < 1 || num_rows + nse > kMaxRow) {
     return "The kernel takes at least one entry and one number, and ids of padding "
@@ -105,24 +119,44 @@ std::string Misfit(const Ints& indices, const Floats& given, const Ints& rows,
            std::to_string(num_rows) + " rows of " + std::to_string(width) +
            " numbers. ";
   }
-  return Misfit("indices", indices, nse, 1) + Misfit("data", given, nse, width) +
+  return Misfit("indices", indices, nse, 1) + Misfit("data", given, values, width) +
          Misfit("new indices", rows, nse, 1) + Misfit("new data", data, nse, width);
 }
 
+// Whether there is an array of one number for each entry; a word that says if its size is
+// another one.
+std::string Optional(const char* name, size_t found, int64_t nse) {
+  if (found == 0 || int64_t(found) == nse) return "";
+  return std::string("The kernel takes ") + name + " of all entries or of none. ";
+}
+
+// `segments` and `weights` are empty for a gradient with a row of values for each index.
 template <typename Middle>
 ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, const Floats& given,
-               int64_t num_rows, int64_t width, Ints& rows, Floats& data,
-               ffi::BufferR0<ffi::S32>& count, const Middle& middle) {
-  const std::string misfit = Misfit(indices, given, rows, data, num_rows, width);
-  if (!misfit.empty()) return Invalid(misfit);
-  if (given.typed_data() != data.typed_data()) {
-    return Invalid("The kernel updates data in place, got two buffers.");
-  }
+               const Ints& segments, const Floats& weights, int64_t num_rows,
+               int64_t width, Ints& rows, Floats& data, ffi::BufferR0<ffi::S32>& count,
+               const Middle& middle) {
   const int64_t nse = indices.element_count();
+  const bool of_bags = segments.element_count() > 0;
+  const auto sizes = given.dimensions();
+  const int64_t values = of_bags && sizes.size() > 0 ? sizes[0] : nse;
+  const std::string misfit =
+      Misfit(indices, given, values, rows, data, num_rows, width) +
+      Optional("segments", segments.element_count(), nse) +
+      Optional("weights", weights.element_count(), nse);
+  if (!misfit.empty()) return Invalid(misfit);
+  if ((given.typed_data() == data.typed_data()) == of_bags) {
+    return Invalid("The kernel updates data in place, but not those of bags.");
+  }
   const Gradient grad{indices.typed_data(), nse, num_rows, width, rows.typed_data(),
                       data.typed_data(),    count.typed_data()};
+  const Bags bags = BagsOf(indices, segments, weights, values);
   try {
-    ForEachRow(pool, grad, middle);
+    if (of_bags) {
+      ForEachRow(pool, grad, bags, given.typed_data(), middle);
+    } else {
+      ForEachRow(pool, grad, middle);
+    }
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
   }
@@ -130,10 +164,10 @@ ffi::Error Run(ffi::ThreadPool& pool, const Ints& indices, const Floats& given,
 }
 
 // The inputs but `factors` are the buffers of the outputs, in their order.
-ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Any old_mu,
-                    Any old_nu, Floats factors, int64_t num_rows, int64_t width,
-                    ffi::Result<Ints> rows, ffi::Result<Floats> data,
-                    ffi::Result<Any> mu, ffi::Result<Any> nu,
+ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Ints segments,
+                    Floats weights, Any old_mu, Any old_nu, Floats factors,
+                    int64_t num_rows, int64_t width, ffi::Result<Ints> rows,
+                    ffi::Result<Floats> data, ffi::Result<Any> mu, ffi::Result<Any> nu,
                     ffi::Result<ffi::BufferR0<ffi::S32>> count) {
   const std::string misfit =
       Misfit("mu", old_mu, num_rows, width) + Misfit("nu", old_nu, num_rows, width) +
@@ -145,15 +179,49 @@ ffi::Error AdamRows(ffi::ThreadPool pool, Ints indices, Floats given, Any old_mu
   return WithType(*mu, [&](auto* m) {
     return WithType(*nu, [&](auto* v) {
       const Adam adam{m, v, width, f[0], f[1], f[2], f[3], f[4]};
-      return Run(pool, indices, given, num_rows, width, *rows, *data, *count, adam);
+      return Run(pool, indices, given, segments, weights, num_rows, width, *rows, *data,
+                 *count, adam);
     });
   });
 }
 
-ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats given, int64_t num_rows,
-                   int64_t width, ffi::Result<Ints> rows, ffi::Result<Floats> data,
+ffi::Error SumRows(ffi::ThreadPool pool, Ints indices, Floats given, Ints segments,
+                   Floats weights, int64_t num_rows, int64_t width,
+                   ffi::Result<Ints> rows, ffi::Result<Floats> data,
                    ffi::Result<ffi::BufferR0<ffi::S32>> count) {
-  return Run(pool, indices, given, num_rows, width, *rows, *data, *count, Sum{});
+  return Run(pool, indices, given, segments, weights, num_rows, width, *rows, *data,
+             *count, Sum{});
+}
+
+// The weighted sums of rows; `weights` may be empty. Without `segments`, all bags have
+// the same number of ids.
+ffi::Error ReadBagRows(ffi::ThreadPool pool, Any table, Ints indices, Ints segments,
+                       Floats weights, int64_t num_rows, int64_t width,
+                       ffi::Result<Floats> sums) {
+  const int64_t nse = indices.element_count();
+  if (num_rows < 1 || width < 1 || nse < 1 || nse > kMaxRow) {
+    return Invalid("The kernel takes no empty table, and 1 to 2**31 - 1 ids.");
+  }
+  const auto sizes = sums->dimensions();
+  const int64_t num_bags = sizes.size() > 0 ? sizes[0] : 0;
+  const bool is_regular = segments.element_count() == 0;
+  if (is_regular && (num_bags < 1 || nse % num_bags != 0)) {
+    return Invalid("The kernel takes bags of equal lengths, or segments.");
+  }
+  const std::string misfit = Misfit("a table", table, num_rows, width) +
+                             Misfit("sums", *sums, num_bags, width) +
+                             Optional("segments", segments.element_count(), nse) +
+                             Optional("weights", weights.element_count(), nse);
+  if (!misfit.empty()) return Invalid(misfit);
+  const Bags bags = BagsOf(indices, segments, weights, num_bags);
+  try {
+    return WithType(table, [&](const auto* rows) {
+      ReadBags(pool, rows, bags, num_rows, width, sums->typed_data());
+      return ffi::Error::Success();
+    });
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the bags");
+  }
 }
 
 // Copies rows of numbers of type `T`, whatever these mean.
@@ -222,7 +290,7 @@ std::string Decays(const ffi::RemainingArgs& more, size_t wanted, int64_t num_ro
 
 // The inputs up to `last`, and the decays, are the buffers of the outputs.
 ffi::Error ExactAdamRows(ffi::ThreadPool pool, Ints indices, Floats given,
-                         Floats old_mu, Floats old_nu, Ints old_last, Floats numbers,
+                         Ints segments, Floats weights, Floats old_mu, Floats old_nu, Ints old_last, Floats numbers,
                          Ints steps, ffi::RemainingArgs more, int64_t num_rows,
                          int64_t width, int64_t nodes, ffi::Result<Ints> rows,
                          ffi::Result<Floats> data, ffi::Result<Floats> mu,
@@ -260,7 +328,8 @@ ffi::Error ExactAdamRows(ffi::ThreadPool pool, Ints indices, Floats given,
   const RestingRows resting{mu->typed_data(), nu->typed_data(), last->typed_data(),
                             logs[0], logs[1], width, n, nodes, step[0], step[1]};
   const ExactAdam adam{resting, others[2], n + first + 2 * nodes};
-  return Run(pool, indices, given, num_rows, width, *rows, *data, *count, adam);
+  return Run(pool, indices, given, segments, weights, num_rows, width, *rows, *data,
+             *count, adam);
 }
 
 // `TakeRows` of rows that are brought up to date.
@@ -389,6 +458,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(adam_rows, AdamRows,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
                                   .Arg<Any>()
                                   .Arg<Any>()
                                   .Arg<Floats>()
@@ -405,11 +476,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(sum_rows, SumRows,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
                                   .Ret<Ints>()
                                   .Ret<Floats>()
                                   .Ret<ffi::BufferR0<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(read_bags, ReadBagRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("width")
+                                  .Ret<Floats>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(take_rows, TakeRows,
                               ffi::Ffi::Bind()
@@ -445,6 +529,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(put_rows, PutRows,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(exact_adam_rows, ExactAdamRows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()

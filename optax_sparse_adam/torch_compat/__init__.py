@@ -38,6 +38,9 @@ from ._optimizers import Adam as Adam
 from ._optimizers import AdamW as AdamW
 from ._optimizers import Adafactor as Adafactor
 
+# Pooled lookups.
+from ._embedding_bag import embedding_bag as embedding_bag
+
 # Hooks around the steps of all optimisers.
 from ._hooks import RemovableHandle as RemovableHandle
 from ._hooks import (

@@ -12,7 +12,21 @@ import jax
 import numpy as np
 
 ROWS, NSE, WIDTH = 9, 6, 3
-GRADIENT = {"indices": ((NSE, 1), "int32"), "data": ((NSE, WIDTH), "float32")}
+BAGS = 2
+GRADIENT = {
+    "indices": ((NSE, 1), "int32"),
+    "data": ((NSE, WIDTH), "float32"),
+    "segments": ((0,), "int32"),  # a row of data for each index
+    "weights": ((0,), "float32"),
+}
+FACTORED = {
+    "indices": ((NSE, 1), "int32"),
+    "bags": ((BAGS, WIDTH), "float32"),
+    "segments": ((NSE,), "int32"),
+    "weights": ((NSE,), "float32"),
+}
+READ = {"table": ((ROWS, WIDTH), "float32"), **FACTORED}
+del READ["bags"]
 MOMENTS = dict.fromkeys(("mu", "nu"), ((ROWS, WIDTH), "float32"))
 TABLE = {"table": ((ROWS, WIDTH), "float32"), "indices": ((2, NSE), "int32")}
 LOW_MOMENTS = {"mu": ((ROWS, WIDTH), "bfloat16"), "nu": ((ROWS, WIDTH), "float32")}
@@ -56,6 +70,16 @@ CALLS = (
     ("add_rows", WRITTEN | LOW),
     ("put_rows", WRITTEN),
 )
+# Of bags; and the results of the call.
+OF_BAGS = (
+    ("sum_rows", FACTORED, (((NSE, 1), "int32"), ((NSE, WIDTH), "float32"))),
+    ("read_bags", READ, (((BAGS, WIDTH), "float32"),)),
+    (
+        "read_bags",
+        READ | {"table": ((ROWS, WIDTH), "bfloat16"), "segments": ((0,), "int32")},
+        (((BAGS, WIDTH), "float32"),),
+    ),
+)
 # The memory of these arrays is that of the results.
 IN_PLACE = {
     "adam_rows": ("indices", "data", "mu", "nu"),
@@ -71,6 +95,9 @@ IN_PLACE = {
 def wrong(shape, dtype):
     """Another type; no rows, fewer and more; narrower and wider; a scalar."""
     yield shape, "int64" if dtype == "int32" else "float64"
+    if shape == (0,):
+        yield (NSE - 1,), dtype
+        return
     for rows in (0, shape[0] - 1, 1000 * shape[0]):
         yield (rows, *shape[1:]), dtype
     if len(shape) > 1:
@@ -86,17 +113,17 @@ def call(name, arrays, *, results=None, **sizes):
     attributes = {"num_rows": np.int64(ROWS), "width": np.int64(WIDTH)}
     if "numbers" in arrays:
         attributes |= {"nodes": np.int64(NODES)}
-    if not IN_PLACE[name]:
+    if name.startswith("take"):
         number = np.int64 if name == "take_rows" else np.float32
         attributes |= {"clamps": np.bool_(True), "fill": number(0)}
         ids = struct["indices"].shape
         out = results or [jax.ShapeDtypeStruct((*ids, WIDTH), arrays["table"][1])]
         aliases = {}
     else:
-        names = [key for key in IN_PLACE[name] if key in struct]
+        names = [key for key in IN_PLACE.get(name, ()) if key in struct]
         out = [*(results or map(struct.get, names))]
         place = len(out)
-        if "indices" in names:
+        if "indices" in names or name == "sum_rows":
             place = min(place, 5)  # of the count: the results of a decay are last
             out.insert(place, jax.ShapeDtypeStruct((), "int32"))
         aliases = {
@@ -111,7 +138,7 @@ def call(name, arrays, *, results=None, **sizes):
 
 
 def _array(key, shape, dtype):
-    if key != "indices":
+    if key not in ("indices", "segments"):
         return np.ones(shape, dtype)
     ids = np.arange(int(np.prod(shape))) % 7 * 3 - 4  # duplicates, some out of bounds
     ids[-1:] = np.iinfo(np.int32).min
@@ -159,6 +186,25 @@ def cases():
                 others = [*struct]
                 others[i] = jax.ShapeDtypeStruct(shape, dtype)
                 yield name, arrays, {"results": others}
+    for name, arrays, results in OF_BAGS:
+        right = [jax.ShapeDtypeStruct(*x) for x in results]
+        for key, value in arrays.items():
+            for other in wrong(*value):
+                # No bags, or no weights, are no mistake; and ids have any shape.
+                is_fine = key in ("bags", "weights") and other[0][:1] == (0,)
+                is_fine |= key == "bags" and other[0][1:] == (WIDTH,)
+                is_fine |= name == "read_bags" and key == "segments" and 0 in other[0]
+                if not (is_fine and other[1] == value[1]):
+                    yield name, arrays | {key: other}, {"results": right}
+        for i, result in enumerate(results):
+            for other in wrong(*result):
+                if name == "sum_rows" or (0 not in other[0] and len(other[0]) > 1):
+                    others = [*right]
+                    others[i] = jax.ShapeDtypeStruct(*other)
+                    if other[0][1:] != (WIDTH,) or other[1] != "float32" or i:
+                        yield name, arrays, {"results": others}
+        for sizes in ({"num_rows": 0}, {"width": WIDTH + 1}, {"width": -1}):
+            yield name, arrays, {"results": right} | sizes
     most = 2**31 - 1  # ids of padding would not be int32
     yield "sum_rows", GRADIENT, {"num_rows": most}
 
@@ -183,4 +229,6 @@ if __name__ == "__main__":
     _library.register(Path(sys.argv[1]))
     for name, arrays in CALLS:
         call(name, arrays)
+    for name, arrays, results in OF_BAGS:
+        call(name, arrays, results=[jax.ShapeDtypeStruct(*x) for x in results])
     print(f"{len(refusals())} wrong calls refused")

@@ -1,0 +1,90 @@
+"""The gradient of a table that was read by bags, not yet expanded.
+
+Entry `k` of such a gradient is `weights[k] * values[segments[k]]`: `values` are the
+gradients of the bags, few, and `indices` say the row of each entry. Whoever asks for
+`data` gets one row for each entry; the kernel adds the rows up without them.
+
+    embedding_bag(table, [[0, 3], [3, -1]])   # with the gradients a and b of its bags
+    indices [[0], [3], [3], [-1]]   segments [0, 0, 1, 1]   values [a, b]
+    data [a, a, b, b]
+
+Lookups of single rows are bags of one id. A segment out of bounds has NaN for a value:
+what `guarded` makes of an entry whose index was changed.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .guarded import GuardedBCOO, let_through, new_guard
+from .padding import expand_like
+
+
+@jax.tree_util.register_pytree_node_class
+class BagGradient(GuardedBCOO):
+    """A gradient of bags.
+
+    Attributes:
+      values: `[*batch, bags, *row_shape]`, of at least the precision of `dtype`.
+      indices: `[*batch, nse, 1]`.
+      segments: `[*batch, nse]`, `int32`.
+      weights: `[*batch, nse]` or `None`, of the type of `values`.
+    """
+
+    values: jax.Array
+    segments: jax.Array
+    weights: jax.Array | None
+
+    def __init__(self, args: Any, *, shape: Sequence[int], dtype: Any):
+        self.values, self.indices, self.segments, self.weights = args
+        self.guard, self._dtype = new_guard(self.indices), jnp.dtype(dtype)
+        self.indices_sorted = self.unique_indices = False
+        self.shape = tuple(shape)
+
+    @functools.cached_property
+    def data(self) -> jax.Array:  # type: ignore[override]  # computed on demand
+        expand = expand_bags
+        for _ in range(self.n_batch):
+            expand = jax.vmap(expand)
+        return expand(self.values, self.segments, self.weights).astype(self.dtype)
+
+    dtype = property(lambda self: self._dtype)
+    n_dense = property(lambda self: self.values.ndim - 1 - self.n_batch)
+
+    def factors(
+        self, place: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Values, indices, segments, weights that the guard lets through: `entries`."""
+        values, indices, guard, segments, weights = jax.tree.map(
+            place, (self.values, self.indices, self.guard, self.segments, self.weights)
+        )
+        is_zero = jnp.all(values == 0, axis=tuple(range(1, values.ndim)))
+        is_zero = is_zero.at[segments].get(mode="fill", fill_value=True)
+        valid, indices = let_through(is_zero, indices, guard, 0)
+        segments = jnp.where(valid[:, 0], segments, len(values))
+        return values, indices, segments, weights
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        weights = () if self.weights is None else (self.weights,)
+        children = (self.values, self.indices, self.guard, self.segments, *weights)
+        return children, (self._unbatched, self._dtype)
+
+    @classmethod
+    def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
+        obj = object.__new__(cls)
+        obj.values, obj.indices, obj.guard, obj.segments, *weights = children
+        obj.weights = weights[0] if weights else None
+        obj._unbatched, obj._dtype = aux_data
+        obj.indices_sorted = obj.unique_indices = False
+        return obj
+
+
+def expand_bags(
+    values: jax.Array, segments: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    """One row for each entry."""
+    rows = values.at[segments].get(mode="fill", fill_value=jnp.nan)
+    return rows if weights is None else rows * expand_like(weights, rows)

@@ -1,0 +1,360 @@
+"""Bags of ids: pooled lookups, `sum_j weight_j * table[id_j]` for each bag.
+
+For a table of the rows `[r0, r1, r2, r3]`, the bags `[[0, 3], [3, -1]]` are `r0 + r3`
+and `r3`; -1 is padding. As ids in a row they are `ids = [0, 3, 3]` with
+`segments = [0, 0, 1]`, the bag of each entry.
+
+`sum_bags` is one lookup to `value_and_grad`: a bag's row is a sum, so that the gradient
+of the table needs no more than the gradient of each bag, `[B, D]` (`BagGradient`). The
+rows themselves, `[N, D]`, are nowhere: the kernel adds them up as it reads them, and
+XLA fuses the gather with the sum. Mean and sqrtn are that sum, divided. Max keeps the
+rows, whose gradient goes to the first of the largest.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._jax_extras.on_cpu import on_cpu
+from .._jax_extras.sharding import mesh_of
+from ..native import _calls as native
+from .coalesce import accumulator_dtype
+from .padding import expand_like
+
+MODES = ("sum", "mean", "sqrtn", "max")
+_FORMS = (
+    "embedding_bag takes ids [bags, length]; or ids [entries] with offsets [bags]; or "
+    "ids [entries] with segment_ids [entries] and num_segments"
+)
+
+
+def embedding_bag(
+    table: jax.Array,
+    ids: jax.Array,
+    *,
+    offsets: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
+    weights: jax.Array | None = None,
+    mode: str = "sum",
+) -> jax.Array:
+    """Sums, means or maxima of looked-up rows, one for each bag of ids.
+
+    As `torch.nn.functional.embedding_bag` and TensorFlow's `embedding_lookup_sparse`:
+    `sum_j weights_j * table[ids_j]`. Under `value_and_grad` it is a lookup as others
+    are: the gradient of the table is row-sparse. It is kept as the gradient of the
+    bags, `[bags, *row_shape]`, and expanded only by what asks for its `data`.
+
+    Ids come in one of three forms:
+
+    - `ids [bags, length]`. Ids out of bounds, negative ones included, are padding.
+    - `ids [entries]` with `offsets [bags]`, ascending: bag `i` begins at `offsets[i]`
+      and ends where the next one begins, or with the ids. As in torch.
+    - `ids [entries]` with `segment_ids [entries]`, in any order, and `num_segments`, as
+      in `jax.ops.segment_sum`. A segment out of bounds belongs to no bag.
+
+    Shapes are fixed: ragged data is padded by ids that are out of bounds.
+
+    Args:
+      table: `[num_rows, *row_shape]`, floating point.
+      ids: Integers.
+      offsets: Where each bag begins.
+      segment_ids: The bag of each id.
+      num_segments: The number of bags, known while tracing.
+      weights: One for each id, of the shape of `ids`; differentiable. Not with "max".
+      mode: "sum"; "mean", `sum(w * x) / sum(w)`; "sqrtn", `sum(w * x) /
+        sqrt(sum(w**2))`; or "max", whose gradient goes to the first of equal rows, as
+        in torch. Padding is not counted.
+
+    Returns:
+      `[bags, *row_shape]` in the table's type, added up in float32 at least. A bag
+      without ids is zeros; so is a mean whose weights add up to zero.
+
+    Raises:
+      TypeError: If ids are not integers, or table or weights not floating point.
+      ValueError: If shapes do not fit, forms are mixed, or the mode is unknown.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_sparse_adam as osa
+      >>> table = jnp.array([[1.0], [2.0], [4.0], [8.0]])
+      >>> osa.embedding_bag(table, jnp.array([[0, 3], [3, -1]])).ravel().tolist()
+      [9.0, 8.0]
+      >>> ids, begins = jnp.array([0, 3, 3]), jnp.array([0, 2])
+      >>> osa.embedding_bag(table, ids, offsets=begins, mode="mean").ravel().tolist()
+      [4.5, 8.0]
+      >>> grad = osa.grad(lambda t: jnp.sum(osa.embedding_bag(t, ids, offsets=begins)))
+      >>> osa.coalesce(grad(table)).indices.ravel().tolist()
+      [0, 3, 6]
+    """
+    table, ids = jnp.asarray(table), jnp.asarray(ids)
+    bags = {"offsets": offsets, "segment_ids": segment_ids, "weights": weights}
+    arrays = {name: jnp.asarray(x) for name, x in bags.items() if x is not None}
+    num_bags = _check(table, ids, arrays, num_segments, mode)
+    ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
+    dtype = table.dtype
+    if mode == "max":
+        return _max(table, ids, segments, valid, num_bags)
+    sums = sum_bags(num_bags, table, ids, segments, weights)
+    if mode == "sum":
+        return sums.astype(dtype)
+    counted = valid.astype(sums.dtype) if weights is None else weights
+    if mode == "sqrtn":
+        counted = counted * counted
+    size = expand_like(add_up(num_bags, counted, segments), sums)
+    size = jnp.where(size == 0, jnp.ones_like(size), size)
+    return (sums / (jnp.sqrt(size) if mode == "sqrtn" else size)).astype(dtype)
+
+
+def _check(
+    table: jax.Array,
+    ids: jax.Array,
+    arrays: dict[str, jax.Array],
+    num_segments: int | None,
+    mode: str,
+) -> int:
+    """The number of bags; raises unless the arguments fit."""
+    floats = {"a table": table} | {k: v for k, v in arrays.items() if k == "weights"}
+    for name, x in floats.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"embedding_bag takes {name} of floating point, got {x.dtype}."
+            )
+    for name, x in ({"ids": ids} | arrays).items():
+        if name != "weights" and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"embedding_bag takes {name} of integers, got {x.dtype}.")
+    if mode not in MODES:
+        raise ValueError(f"embedding_bag has the modes {MODES}, got {mode!r}.")
+    if mode == "max" and "weights" in arrays:
+        raise ValueError("embedding_bag takes no weights with mode 'max'. Drop them.")
+    shapes = {name: x.shape for name, x in ({"ids": ids} | arrays).items()}
+    forms = [name for name in ("offsets", "segment_ids") if name in arrays]
+    if (
+        len(forms) > 1
+        or ids.ndim != (1 if forms else 2)
+        or ("segment_ids" in arrays) != (num_segments is not None)
+        or ("offsets" in arrays and arrays["offsets"].ndim != 1)
+        or ("segment_ids" in arrays and arrays["segment_ids"].shape != ids.shape)
+    ):
+        raise ValueError(f"{_FORMS}; got {shapes} and num_segments={num_segments}.")
+    if "weights" in arrays and arrays["weights"].shape != ids.shape:
+        raise ValueError(f"embedding_bag takes a weight for each id, got {shapes}.")
+    if table.ndim == 0:
+        raise ValueError("embedding_bag takes a table of rows, got a scalar.")
+    if num_segments is None:
+        return len(arrays.get("offsets", ids))
+    num_bags = operator.index(num_segments)
+    if num_bags < 0:
+        raise ValueError(f"num_segments must be at least 0, got {num_bags}.")
+    return num_bags
+
+
+def _flatten(
+    table: jax.Array,
+    ids: jax.Array,
+    num_bags: int,
+    offsets: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    weights: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
+    """Ids, segments and weights as `sum_bags` takes them; and which ids are real.
+
+    An id of no bag becomes padding. The weight of padding becomes zero.
+    """
+    ids, segments = narrow_ids(ids, len(table)), segment_ids
+    valid = (ids >= 0) & (ids < np.asarray(len(table), ids.dtype))
+    if offsets is not None:
+        begins = jnp.zeros([len(ids)], jnp.int32)
+        begins = begins.at[narrow_ids(offsets, len(ids))].add(1, mode="drop")
+        segments = jnp.cumsum(begins) - 1
+    if segments is not None:
+        segments = narrow_ids(segments, num_bags)
+        valid &= (segments >= 0) & (segments < num_bags)
+        ids = jnp.where(valid, ids, np.asarray(-1, ids.dtype))
+    if weights is not None:
+        weights = weights.astype(accumulator_dtype(table.dtype))
+        weights = jnp.where(valid, weights, jnp.zeros_like(weights))
+    return ids, segments, weights, valid
+
+
+def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
+    """The same ids as `int32`, if there are not more of them than this type has."""
+    largest = jnp.iinfo(jnp.int32).max
+    if ids.dtype == jnp.int32 or size > largest:
+        return ids
+    if ids.dtype.itemsize >= 4:
+        ids = jnp.minimum(ids, np.asarray(largest, ids.dtype))
+        if jnp.iinfo(ids.dtype).min < 0:
+            ids = jnp.maximum(ids, np.asarray(-1, ids.dtype))
+    return ids.astype(jnp.int32)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def sum_bags(
+    num_bags: int,
+    table: jax.Array,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """`sum_j weights_j * table[ids_j]` of each bag, `[num_bags, *row_shape]`.
+
+    Its derivative is that of `_pool`, taken only for what is differentiated: XLA would
+    compute that of all weights for nothing.
+
+    Args:
+      num_bags: The number of bags.
+      table: `[num_rows, *row_shape]`.
+      ids: `[num_bags, length]`, or `[entries]` with segments. Out of bounds: padding.
+      segments: `[entries]`, the bag of each id, or `None`.
+      weights: Of the shape of `ids`, or `None` for ones.
+    """
+    return bag_function(num_bags, table, ids, segments, weights)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def bag_function(
+    num_bags: int,
+    table: jax.Array,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """`bag_lookup` with bags of many batches as one lookup, under `vmap`."""
+    args, tree = jax.tree.flatten((table, ids, segments, weights))
+
+    @jax.custom_batching.custom_vmap
+    def call(*args: jax.Array) -> jax.Array:
+        return bag_lookup(*jax.tree.unflatten(tree, args), num_bags=num_bags)
+
+    @call.def_vmap
+    def many(
+        size: int, batched: list[bool], *args: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        if batched[0]:  # many tables
+            axes = tuple(0 if x else None for x in batched)
+            pool = functools.partial(_pool, num_bags)
+            return jax.vmap(lambda *args: pool(*jax.tree.unflatten(tree, args)), axes)(
+                *args
+            ), True
+        # Bags of one table: so many more of them.
+        rest = [
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip(args[1:], batched[1:], strict=True)
+        ]
+        table, ids, segments, weights = jax.tree.unflatten(tree, [args[0], *rest])
+        if segments is not None:
+            inside = (segments >= 0) & (segments < num_bags)
+            first = jnp.arange(size, dtype=segments.dtype)[:, None] * num_bags
+            segments = jnp.where(inside, segments + first, size * num_bags)
+        merged = jax.tree.map(
+            lambda x: x.reshape(size * x.shape[1], *x.shape[2:]),
+            (ids, segments, weights),
+        )
+        sums = sum_bags(size * num_bags, table, *merged)
+        return sums.reshape(size, num_bags, *sums.shape[1:]), True
+
+    sums: jax.Array = call(*args)
+    return sums
+
+
+@functools.partial(sum_bags.defjvp, symbolic_zeros=True)
+def _sum_bags_jvp(num_bags: int, primals: Any, tangents: Any) -> Any:
+    table, ids, segments, weights = primals
+    d_table, _, _, d_weights = tangents
+    sums = sum_bags(num_bags, table, ids, segments, weights)
+    change = jnp.zeros_like(sums)
+    if not isinstance(d_table, SymbolicZero):
+        change = change + _pool(num_bags, d_table, ids, segments, weights)
+    if weights is not None and not isinstance(d_weights, SymbolicZero):
+        change = change + _pool(num_bags, table, ids, segments, d_weights)
+    return sums, change
+
+
+@functools.partial(jax.jit, static_argnames="num_bags")
+def bag_lookup(
+    table: jax.Array,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    num_bags: int,
+) -> jax.Array:
+    """`sum_bags` without derivatives. `value_and_grad` knows this function by name."""
+    pool = functools.partial(_pool, num_bags)
+    if native.reads_bags(table, ids):
+        read = functools.partial(native.read_bags, num_bags)
+        sums: jax.Array = on_cpu(read, pool, table, ids, segments, weights)
+        return sums
+    return pool(table, ids, segments, weights)
+
+
+def _pool(
+    num_bags: int,
+    table: jax.Array,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """`sum_bags` in plain JAX."""
+    return add_up(num_bags, _take(table, ids), segments, weights)
+
+
+def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table[ids]`, zeros for padding; on Explicit mesh axes, of all ids everywhere."""
+    out = None
+    if (mesh := mesh_of(table, ids)).explicit_axes:
+        columns = jax.typeof(table).sharding.spec[1:]
+        spec = PartitionSpec(*(None for _ in ids.shape), *columns)
+        out = NamedSharding(mesh, spec)
+    return table.at[ids].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False, out_sharding=out
+    )
+
+
+def add_up(
+    num_bags: int,
+    values: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None = None,
+) -> jax.Array:
+    """The weighted sum of the values of each bag, `[num_bags, ...]`."""
+    values = values.astype(accumulator_dtype(values.dtype))
+    if weights is not None:
+        values = values * expand_like(weights, values)
+    if segments is None:
+        return jnp.sum(values, axis=1)
+    return jax.ops.segment_sum(values, segments, num_bags)
+
+
+def _max(
+    table: jax.Array,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    valid: jax.Array,
+    num_bags: int,
+) -> jax.Array:
+    """The largest number of each bag and column, which is that of one row."""
+    if segments is None:
+        slot = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        segments = jnp.repeat(slot, ids.shape[1])
+        ids, valid = ids.ravel(), valid.ravel()
+    rows, nse = _take(table, ids), len(ids)
+    seen = lax.stop_gradient(jnp.where(expand_like(valid, rows), rows, -jnp.inf))
+    largest = jax.ops.segment_max(seen, segments, num_bags)
+    is_largest = (seen == largest[segments]) | jnp.isnan(seen)
+    slot = jnp.where(
+        is_largest & expand_like(valid, rows),
+        expand_like(jnp.arange(nse, dtype=jnp.int32), rows),
+        nse,
+    )
+    first = jax.ops.segment_min(slot, segments, num_bags)
+    columns = np.indices(table.shape[1:], sparse=True)
+    return rows.at[first, *columns].get(mode="fill", fill_value=0)

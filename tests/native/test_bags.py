@@ -1,0 +1,164 @@
+"""The kernel's bags against plain JAX, and against a sum in float64."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam._optimizers import sparse_adam
+from optax_sparse_adam._rows import bags, coalesce
+from optax_sparse_adam._rows.bag_gradient import BagGradient
+from optax_sparse_adam.native import _calls
+
+from ..helpers.native import needs_compiler
+from ..helpers.support import TOLERANCE, assert_close, assert_identical
+
+
+@st.composite
+def problems(draw):
+    """`(table, ids, segments, weights, num_bags)`, in order, mixed up, and regular."""
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    num_rows = draw(st.sampled_from([1, 7, 3000]))
+    row_shape = draw(st.sampled_from([(), (1,), (5,), (64,), (127,), (2, 3)]))
+    num_bags, length = draw(st.sampled_from([(1, 1), (3, 7), (200, 9), (2, 900)]))
+    table = rng.standard_normal((num_rows, *row_shape))
+    ids = rng.integers(-2, num_rows + 2, (num_bags, length)).astype("int32")
+    weights = rng.standard_normal(ids.shape).astype("float32")
+    weights = weights if draw(st.booleans()) else None
+    segments = None
+    if draw(st.booleans()):
+        segments = rng.integers(-1, num_bags + 2, ids.size).astype("int32")
+        segments = np.sort(segments) if draw(st.booleans()) else segments
+        ids = ids.ravel()
+        weights = None if weights is None else weights.ravel()
+    dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+    return jnp.asarray(table, dtype), ids, segments, weights, num_bags
+
+
+def in_float64(table, ids, segments, weights, num_bags):
+    """The sums, and those of the absolute values."""
+    table = np.asarray(table).astype(np.float64)
+    if segments is None:
+        segments = np.repeat(np.arange(num_bags), ids.shape[1])
+    weights = np.ones(ids.size) if weights is None else weights.ravel()
+    sums = np.zeros((2, num_bags, *table.shape[1:]))
+    for i, segment, weight in zip(ids.ravel(), segments, weights, strict=True):
+        if 0 <= i < len(table) and 0 <= segment < num_bags:
+            sums[0, segment] += weight * table[i]
+            sums[1, segment] += abs(weight * table[i])
+    return sums
+
+
+@needs_compiler
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(problems())
+def test_reading(cache, problem):
+    table, ids, segments, weights, num_bags = problem
+    args = table, ids, segments, weights
+    actual = jax.jit(lambda *args: _calls.read_bags(num_bags, *args))(*args)
+    expected, magnitude = in_float64(*problem)
+    tol = TOLERANCE["float32"].sum * max(ids.shape)
+    assert_close(actual, expected, tol, magnitude=magnitude)
+
+
+@needs_compiler
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(problems(), st.sampled_from([1, 12_345]))
+def test_gradients(cache, problem, num_rows):
+    """The sums of rows, bit for bit those of the expanded gradient."""
+    table, ids, segments, weights, num_bags = problem
+    table = table.astype(jnp.float32)
+    if segments is None:
+        segments = np.repeat(np.arange(num_bags, dtype=np.int32), ids.shape[1])
+    values = np.random.default_rng(0).standard_normal((num_bags, *table.shape[1:]))
+    weights = None if weights is None else jnp.asarray(weights.ravel())
+    grad = BagGradient(
+        (
+            jnp.asarray(values, jnp.float32),
+            jnp.asarray(ids.reshape(-1, 1)),
+            jnp.asarray(np.where(segments < 0, num_bags, segments)),
+            weights,
+        ),
+        shape=(num_rows, *table.shape[1:]),
+        dtype="float32",
+    )
+    actual = jax.jit(lambda grad: coalesce.Rows(*_calls.sum_rows(grad)))(grad)
+    assert_identical(actual, jax.jit(coalesce._sums)(grad), "sums")
+
+
+@needs_compiler
+def test_adam(cache):
+    """The update and the moments of the expanded gradient, row by row."""
+    rng = np.random.default_rng(0)
+    shape, num_bags = (300, 20), 40
+    ids = rng.integers(-2, 302, (2000, 1)).astype(np.int32)
+    bag = rng.integers(0, num_bags, 2000).astype(np.int32)
+    values = rng.standard_normal((num_bags, 20)).astype(np.float32)
+    args = jnp.asarray(values), jnp.asarray(ids), jnp.asarray(bag), None
+    grad = BagGradient(args, shape=shape, dtype="float32")
+    moments = jnp.zeros(shape), jnp.ones(shape)
+    factors = sparse_adam.Factors(*map(jnp.float32, (1.0, 0.1, 0.2, 1e-3, -0.1)))
+
+    def update(grad):
+        (indices, data), moments_ = _calls.adam_rows(grad, moments, factors)
+        return jnp.zeros(shape).at[indices[:, 0]].add(data, mode="drop"), moments_
+
+    def rows(grad):
+        return coalesce.BCOO((grad.data, grad.indices), shape=grad.shape)
+
+    assert_identical(jax.jit(update)(grad), jax.jit(lambda g: update(rows(g)))(grad))
+
+
+@needs_compiler
+def test_program_of_one_device(cache, monkeypatch):
+    """A step reads bags, and adds rows up, by the kernel; nothing else is `[N, D]`."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    tx, ids = osa.sparse_adam(0.1), jnp.zeros([64, 50], jnp.int32)
+
+    def step(table, state):
+        grad = osa.grad(lambda t: jnp.sum(osa.embedding_bag(t, ids) ** 2))(table)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    table = jax.ShapeDtypeStruct((5000, 64), jnp.float32)
+    traced = jax.jit(step, donate_argnums=(0, 1)).trace(
+        table, jax.eval_shape(tx.init, table)
+    )
+    lowered = traced.lower()
+    for name in ("read_bags", "adam_rows", "add_rows"):
+        assert f"optax_sparse_adam.{name}" in lowered.as_text()
+    assert "take_rows" not in lowered.as_text()
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.2 * ids.size * 64 * 4  # the update
+
+
+@needs_compiler
+def test_derivatives_of_sums_by_the_kernel(cache, monkeypatch):
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((9, 4)), jnp.float32)
+    ids = jnp.asarray(rng.integers(-1, 10, (3, 4)))
+    weights = jnp.asarray(rng.standard_normal((3, 4)), jnp.float32)
+
+    def function(sums):
+        def loss(table, weights):
+            return jnp.sum(jnp.tanh(sums(3, table, ids, None, weights)))
+
+        return jax.jit(jax.vmap(jax.value_and_grad(loss, (0, 1)), (None, 0)))
+
+    batch = jnp.stack([weights, 2 * weights])
+    actual = function(bags.sum_bags)(table, batch)
+    expected = function(bags._pool)(table, batch)
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_close(a, e, 1e-5, magnitude=np.abs(e).max())
+
+
+def test_wrong_arrays_are_refused_while_tracing():
+    table, ids = jnp.zeros((9, 3)), jnp.zeros((2, 3), jnp.int32)
+    with pytest.raises(ValueError, match="The kernel takes segments"):
+        _calls.read_bags(2, table, ids, jnp.zeros(5, jnp.int32), None)
+    with pytest.raises(ValueError, match="The kernel takes weights"):
+        _calls.read_bags(2, table, ids, None, jnp.zeros((2, 3), jnp.float16))

@@ -1,0 +1,533 @@
+"""`embedding_bag` against torch and a loop in float64, and what takes its gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from jax import lax
+from jax.experimental.sparse import BCOO
+from jax.test_util import check_grads
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import torch_compat
+from optax_sparse_adam._rows.bag_gradient import BagGradient
+
+from ..helpers.support import assert_close, assert_identical
+
+ROWS, DIM, BAGS, LENGTH = 40, 3, 6, 5
+bag = osa.embedding_bag
+
+
+def numbers(seed=0, *, rows=ROWS):
+    """A table, ids of which some are padding, weights, and the bag of each id."""
+    rng = np.random.default_rng(seed)
+    table = jnp.asarray(rng.standard_normal((rows, DIM)), jnp.float32)
+    ids = jnp.asarray(rng.integers(-2, rows + 2, (BAGS, LENGTH)))
+    weights = jnp.asarray(rng.standard_normal(ids.shape), jnp.float32)
+    segments = jnp.asarray(rng.integers(-1, BAGS + 1, ids.size))
+    return table, ids, weights, segments
+
+
+def loop(table, ids, segments, weights, mode, num_bags=BAGS):
+    """In float64."""
+    table = np.asarray(table, np.float64)
+    found = np.zeros((num_bags, *table.shape[1:]))
+    weights = np.ones(len(ids)) if weights is None else np.float64(weights)
+    for k in range(num_bags):
+        of = [n for n, i in enumerate(ids) if segments[n] == k and 0 <= i < len(table)]
+        if not of:
+            continue
+        rows, own = table[np.asarray(ids)[of]], weights[of]
+        total = np.tensordot(own, rows, 1)
+        size = {"sum": 1, "mean": own.sum(), "sqrtn": np.sqrt((own**2).sum())}
+        found[k] = rows.max(axis=0) if mode == "max" else total / size[mode]
+    return found
+
+
+MODES = [("sum", 0), ("sum", 1), ("mean", 0), ("sqrtn", 0), ("sqrtn", 1), ("max", 0)]
+
+
+@pytest.mark.parametrize(("mode", "has_weights"), MODES)
+@pytest.mark.parametrize("form", ["matrix", "offsets", "segments"])
+def test_values(mode, has_weights, form):
+    table, ids, weights, segments = numbers()
+    weights = weights if has_weights else None
+    flat = None if weights is None else weights.ravel()
+    if form == "matrix":
+        actual = bag(table, ids, weights=weights, mode=mode)
+        segments = np.repeat(np.arange(BAGS), LENGTH)
+    elif form == "offsets":
+        offsets = jnp.array([0, 4, 4, 11, 20, 20])
+        actual = bag(table, ids.ravel(), offsets=offsets, weights=flat, mode=mode)
+        segments = np.searchsorted(offsets, np.arange(ids.size), side="right") - 1
+    else:
+        kinds = {"segment_ids": segments, "num_segments": BAGS}
+        actual = bag(table, ids.ravel(), **kinds, weights=flat, mode=mode)
+    expected = loop(table, ids.ravel(), segments, flat, mode)
+    assert_close(actual, expected, 2e-5, magnitude=1 + np.abs(expected))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("form", ["matrix", "offsets", "last offset"])
+def test_torch(mode, form):
+    """Values and gradients, with empty bags, padding and ties."""
+    rng = np.random.default_rng(0)
+    table = rng.integers(-2, 3, (9, DIM)).astype(np.float32)  # with ties
+    ids = rng.integers(0, 9, (BAGS, LENGTH))
+    cotangent = rng.standard_normal((BAGS, DIM)).astype(np.float32)
+    weights = rng.standard_normal(ids.shape).astype(np.float32)
+    weights, offsets, kwargs = (weights if mode == "sum" else None), None, {}
+    if form != "matrix":
+        ids, weights = ids.ravel(), None if weights is None else weights.ravel()
+        offsets = np.array([0, 4, 4, 11, 20, 20])
+        if form == "last offset":
+            offsets = np.append(offsets, len(ids))
+            kwargs = {"include_last_offset": True}
+    leaves = [torch.tensor(table, requires_grad=True)]
+    if weights is not None:
+        leaves.append(torch.tensor(weights, requires_grad=True))
+    expected = torch.nn.functional.embedding_bag(
+        torch.tensor(ids),
+        leaves[0],
+        None if offsets is None else torch.tensor(offsets),
+        mode=mode,
+        per_sample_weights=None if weights is None else leaves[1],
+        padding_idx=-7,
+        **kwargs,
+    )
+    expected.backward(torch.tensor(cotangent))
+
+    def function(table, weights):
+        return torch_compat.embedding_bag(
+            jnp.asarray(ids),
+            table,
+            None if offsets is None else jnp.asarray(offsets),
+            mode=mode,
+            per_sample_weights=weights,
+            padding_idx=-7,
+            **kwargs,
+        )
+
+    args = jnp.asarray(table), None if weights is None else jnp.asarray(weights)
+    value, pullback = jax.vjp(function, *args)
+    assert_close(value, expected.detach(), 1e-6, magnitude=8.0)
+    for actual, leaf in zip(jax.tree.leaves(pullback(cotangent)), leaves, strict=True):
+        assert_close(actual, leaf.grad, 1e-6, magnitude=8.0)
+
+
+def test_hundred_steps_of_torch():
+    torch.manual_seed(0)
+    module = torch.nn.EmbeddingBag(50, DIM, mode="sum", sparse=True)
+    optimizer = torch.optim.SparseAdam(module.parameters(), lr=0.01)
+    table, tx = jnp.asarray(module.weight.detach().numpy()), osa.sparse_adam(0.01)
+    state = tx.init(table)
+
+    @jax.jit
+    def step(table, state, ids, target):
+        def loss(table):
+            return jnp.sum((bag(table, ids) - target) ** 2)
+
+        updates, state = tx.update(osa.grad(loss)(table), state, table)
+        return osa.apply_updates(table, updates), state
+
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        ids = rng.integers(0, 50, (8, 5))
+        target = rng.standard_normal((8, DIM)).astype(np.float32)
+        optimizer.zero_grad()
+        distance = module(torch.tensor(ids)) - torch.tensor(target)
+        torch.sum(distance**2).backward()
+        optimizer.step()
+        table, state = step(table, state, jnp.asarray(ids), jnp.asarray(target))
+    assert_close(table, module.weight.detach(), 1e-5, magnitude=1.0)
+
+
+@jax.enable_x64(True)
+@jax.numpy_dtype_promotion("standard")  # for optax
+def test_exact_adam_is_dense_adam():
+    table, tx, dense = numbers()[0], osa.exact_adam(0.01), optax.adam(0.01)
+    table = table.astype(jnp.float64)
+
+    def loss(table, ids):
+        return jnp.sum(jnp.tanh(bag(table, ids, mode="mean")))
+
+    @jax.jit
+    def step(table, state, ids):
+        value, grad = osa.value_and_grad(loss, read=state)(table, ids)
+        updates, state = tx.update(grad, state, table)
+        return value, osa.apply_updates(table, updates), state
+
+    @jax.jit
+    def dense_step(table, state, ids):
+        value, grad = jax.value_and_grad(loss)(table, ids)
+        updates, state = dense.update(grad, state, table)
+        return value, optax.apply_updates(table, updates), state
+
+    ours, theirs = (table, tx.init(table)), (table, dense.init(table))
+    for seed in range(40):
+        ids = numbers(seed)[1]
+        value, *ours = step(*ours, ids)
+        expected, *theirs = dense_step(*theirs, ids)
+        assert_close(value, expected, 1e-10, magnitude=1.0)
+    table, _ = osa.flush(*ours)
+    assert_close(table, theirs[0], 1e-10, magnitude=1.0)
+
+
+def dense(grad):
+    """By a loop in NumPy."""
+    if not isinstance(grad, BCOO):
+        return np.asarray(grad)
+    total = np.zeros(grad.shape)
+    for index, row in zip(np.asarray(grad.indices), np.asarray(grad.data), strict=True):
+        if ((index >= 0) & (index < grad.shape[: len(index)])).all():
+            total[tuple(index)] += row
+    return total
+
+
+def scanned(table, ids, weights, segments, copies=1):
+    def body(carry, ids):
+        return carry + jnp.sum(jnp.tanh(bag(table, ids, weights=weights) * carry)), None
+
+    stack = jnp.stack([ids, ids[::-1]] * copies)
+    return lax.scan(body, jnp.float32(1), stack)[0]
+
+
+def mapped(table, ids, weights, segments):
+    def one(ids, segments):
+        return bag(table, ids, segment_ids=segments, num_segments=4)
+
+    both = jnp.stack([ids.ravel(), ids[::-1].ravel()])
+    return jnp.sum(jnp.tanh(jax.vmap(one, (0, None))(both, segments)))
+
+
+def branched(table, ids, weights, segments, larger):
+    def one(table):
+        return jnp.sum(jnp.tanh(bag(table, ids, weights=weights)))
+
+    def other(table):
+        return jnp.sum(bag(table, ids)) + jnp.sum(bag(table, ids[:2], mode="mean"))
+
+    return lax.cond((jnp.sum(weights) > 0) == larger, one, other, table)
+
+
+def several(table, ids, weights, segments):
+    product = bag(table, ids) * bag(table, ids[::-1], weights=weights)
+    return jnp.sum(product) + jnp.sum(table[ids[0]] ** 2)
+
+
+def of_function(table, ids, weights, segments):
+    """Each row is looked up, as tanh of a sum is no sum."""
+    return jnp.sum(bag(jnp.tanh(2 * table), ids, weights=weights) ** 2)
+
+
+PROGRAMS = {
+    "weights": lambda t, i, w, s: jnp.sum(jnp.tanh(bag(t, i, weights=w))),
+    "sqrtn": lambda t, i, w, s: jnp.sum(bag(t, i, weights=w, mode="sqrtn") ** 2),
+    "max": lambda t, i, w, s: jnp.sum(jnp.tanh(bag(t, i, mode="max"))),
+    "remat": lambda t, i, w, s: jax.checkpoint(PROGRAMS["weights"])(t, i, w, s),
+    "scan": scanned,
+    "long scan": functools.partial(scanned, copies=9),  # more lookups than rows
+    "vmap": mapped,
+    "one branch": functools.partial(branched, larger=True),
+    "another branch": functools.partial(branched, larger=False),
+    "several": several,
+    "function of a table": of_function,
+}
+EXPANDED = ("max", "long scan", "function of a table")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients(name):
+    """Those of JAX, of table and weights; kept by bags."""
+    args = numbers(rows=150)
+    if name == "long scan":
+        args = numbers()
+    both = [f(PROGRAMS[name], (0, 2)) for f in (osa.value_and_grad, jax.value_and_grad)]
+    value, (grad, of_weights) = jax.jit(both[0])(*args)
+    expected, (table, weights) = jax.jit(both[1])(*args)
+    assert_close(value, expected, 1e-5, magnitude=abs(expected) + 1)
+    assert_close(dense(grad), table, 1e-5, magnitude=np.abs(table).max())
+    assert_close(dense(of_weights), weights, 1e-5, magnitude=np.abs(weights).max() + 1)
+    assert isinstance(grad, BCOO)
+    assert isinstance(grad, BagGradient) == (name not in EXPANDED)
+
+
+def test_second_derivatives():
+    table, ids, weights, segments = numbers(rows=6)
+    kinds = {"segment_ids": segments, "num_segments": BAGS, "mode": "mean"}
+
+    def function(table, weights):
+        return jnp.tanh(bag(table, ids.ravel() % 6, weights=weights, **kinds))
+
+    weights = jnp.abs(weights.ravel()) + 1
+    check_grads(function, (table, weights), 2, atol=1e-2, rtol=1e-2)
+
+    def squares(gradient, weights):
+        def loss(table):
+            return jnp.sum(jnp.tanh(bag(table, ids, weights=weights)) ** 2)
+
+        grad = gradient(loss)(table)
+        grad = osa.coalesce(grad).data if isinstance(grad, BCOO) else grad
+        return jnp.sum(grad**2)
+
+    weights = weights.reshape(ids.shape)
+    actual = jax.grad(functools.partial(squares, osa.grad))(weights)
+    expected = jax.grad(functools.partial(squares, jax.grad))(weights)
+    assert_close(actual, expected, 1e-5, magnitude=np.abs(expected).max())
+
+
+def test_weights_are_differentiated_on_demand():
+    """Their derivative would read all rows once more."""
+    table, ids, weights, _ = numbers()
+
+    def gathers(argnums):
+        def loss(table, weights):
+            return jnp.sum(bag(table, ids, weights=weights) ** 2)
+
+        text = str(jax.make_jaxpr(osa.grad(loss, argnums))(table, weights))
+        return text.count(" gather[")
+
+    assert gathers((0, 1)) == gathers(0) + 1
+
+
+TRANSFORMATIONS = {
+    "sparse_adam": osa.sparse_adam(0.1),
+    "exact_adam": osa.exact_adam(0.1),
+    "lazy": osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
+    "sparse_adafactor": osa.sparse_adafactor(),
+    "rowwise_adagrad": osa.rowwise_adagrad(0.1),
+}
+
+
+def factored(seed=0):
+    """A gradient by bags, and the same with a row for each entry."""
+    table, ids, weights, _ = numbers(seed)
+
+    def loss(table):
+        return jnp.sum(jnp.tanh(bag(table, ids, weights=weights)))
+
+    grad = osa.grad(loss)(table)
+    assert isinstance(grad, BagGradient)
+    return grad, BCOO((grad.data, grad.indices), shape=grad.shape)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@jax.numpy_dtype_promotion("standard")  # for optax
+def test_optimizers_take_it(name):
+    tx, table = TRANSFORMATIONS[name], numbers()[0]
+
+    @jax.jit
+    def updated(grad):
+        updates, state = tx.update(grad, tx.init(table), table)
+        return osa.apply_updates(table, updates), state
+
+    actual, expected = map(updated, factored())
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_close(a, e, 1e-6, magnitude=np.abs(e).max())
+
+
+def test_row_arithmetic_takes_it():
+    (grad, rows), table = factored(), numbers()[0]
+    assert_identical(osa.coalesce(grad).data, osa.coalesce(rows).data)
+    assert_identical(osa.apply_updates(table, -grad), osa.apply_updates(table, -rows))
+    assert_identical(osa.apply_updates(table, grad), osa.apply_updates(table, rows))
+
+
+def test_guard():
+    """What treats all arrays alike is refused, or seen to have emptied it."""
+    grad, _ = factored()
+    tx = osa.sparse_adam(0.1)
+    state = tx.init(numbers()[0])
+    with pytest.raises(ValueError, match="must have the indices"):
+        tx.update(jax.tree.map(lambda x: 2 * x, grad), state)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, grad), state)
+    assert (np.asarray(updates.indices) >= ROWS).all()
+    changed = jax.tree.map(lambda x: 3 * x, grad)
+    updates, _ = jax.jit(tx.update)(changed, state)
+    assert np.isnan(updates.data).any()
+
+
+BAD = {
+    "ids": ({"ids": jnp.ones((2, 3))}, TypeError, "ids of integers"),
+    "table": ({"table": jnp.ones((4, 2), int)}, TypeError, "table of floating point"),
+    "weights": ({"weights": jnp.ones((2, 3), int)}, TypeError, "weights of floating"),
+    "shape of weights": ({"weights": jnp.ones(6)}, ValueError, "a weight for each id"),
+    "mode": ({"mode": "median"}, ValueError, "has the modes"),
+    "max": ({"mode": "max", "weights": jnp.ones((2, 3))}, ValueError, "no weights"),
+    "vector": ({"ids": jnp.arange(3)}, ValueError, "takes ids"),
+    "matrix": ({"offsets": jnp.arange(2)}, ValueError, "takes ids"),
+    "both": (
+        {
+            "ids": jnp.arange(3),
+            "offsets": jnp.arange(2),
+            "segment_ids": jnp.arange(3),
+            "num_segments": 3,
+        },
+        ValueError,
+        "takes ids",
+    ),
+    "number": (
+        {"ids": jnp.arange(3), "segment_ids": jnp.arange(3)},
+        ValueError,
+        "num_segments=None",
+    ),
+    "segments": (
+        {"ids": jnp.arange(3), "segment_ids": jnp.arange(2), "num_segments": 3},
+        ValueError,
+        "takes ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises_while_tracing(name):
+    changes, error, words = BAD[name]
+    kwargs = {"table": jnp.ones((4, 2)), "ids": jnp.zeros((2, 3), int)} | changes
+    arrays = {k: v for k, v in kwargs.items() if isinstance(v, jax.Array)}
+    rest = {k: v for k, v in kwargs.items() if k not in arrays}
+    with pytest.raises(error, match=words):
+        jax.eval_shape(lambda arrays: bag(**arrays, **rest), arrays)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_nothing_to_add_up(shape):
+    table = jnp.ones((4, 2))
+    assert_identical(bag(table, jnp.zeros(shape, int)), jnp.zeros((shape[0], 2)))
+    grad = osa.grad(lambda t: jnp.sum(bag(t, jnp.zeros(shape, int))))(table)
+    assert_identical(dense(grad), np.zeros((4, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int64"])
+def test_types_of_ids(dtype):
+    with jax.enable_x64(True):
+        table = jnp.arange(300, dtype=jnp.float32)[:, None]
+        ids = np.array([[1, 255], [7, np.iinfo(dtype).max]]).astype(dtype)
+        expected = [[256.0], [262.0 if dtype == "uint8" else 7.0]]
+        assert_identical(bag(table, jnp.asarray(ids)), np.float32(expected))
+
+
+def test_low_precision_is_rounded_once():
+    table = jnp.asarray(numbers()[0], jnp.bfloat16)
+    ids = jnp.arange(20).reshape(2, 10)
+    wide = bag(table.astype(jnp.float32), ids, mode="mean")
+    assert_identical(bag(table, ids, mode="mean"), wide.astype(jnp.bfloat16))
+
+
+def test_psum():
+    """Of gradients by bags, over devices that share a batch."""
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    table, ids, *_ = numbers()
+
+    def loss(table, ids):
+        return jnp.sum(jnp.tanh(bag(table, ids)))
+
+    def total(table, ids):
+        return osa.psum(osa.grad(loss)(table, ids), "data")
+
+    specs = {"in_specs": (spec(), spec("data")), "out_specs": spec()}
+    grad = jax.jit(jax.shard_map(total, mesh=mesh, **specs, check_vma=False))(
+        table, ids
+    )
+    expected = jax.grad(loss)(table, ids)
+    assert_close(dense(grad), expected, 1e-6, magnitude=np.abs(expected).max())
+
+
+def test_partial_sums_of_a_table_split_by_rows():
+    """Between devices, bags travel and no rows; their gradient is by bags as well."""
+    mesh = jax.make_mesh((2, 2), ("rows", "data"), (jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec
+    table, ids, *_ = numbers(rows=150)
+
+    def lookup(table, ids):
+        first = lax.axis_index("rows") * len(table)
+        return lax.psum(bag(table, jnp.where(ids < 0, -1000, ids) - first), "rows")
+
+    specs = {"in_specs": (spec("rows"), spec("data")), "out_specs": spec("data")}
+    sharded = jax.shard_map(lookup, mesh=mesh, **specs)
+
+    def loss(lookup, table):
+        return jnp.sum(jnp.tanh(lookup(table, ids)))
+
+    grad = jax.jit(osa.grad(functools.partial(loss, sharded)))(table)
+    expected = jax.grad(functools.partial(loss, bag))(table)
+    assert isinstance(grad, BagGradient)
+    assert_close(dense(grad), expected, 1e-6, magnitude=np.abs(expected).max())
+
+
+def test_explicit_mesh_axes():
+    """A step of a table split by rows is that of one device."""
+    mesh = jax.make_mesh((4,), ("rows",), (jax.sharding.AxisType.Explicit,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    (table, ids, *_), tx = numbers(), osa.sparse_adam(0.1)
+
+    @jax.jit
+    def step(table, state, ids):
+        grad = osa.grad(lambda t: jnp.sum(jnp.tanh(bag(t, ids))))(table)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates)
+
+    expected = step(table, tx.init(table), ids)
+    sharded = jax.device_put(table, rows)
+    with jax.set_mesh(mesh):
+        whole = jax.device_put(ids, jax.sharding.PartitionSpec())
+        actual = step(sharded, tx.init(sharded), whole)
+    assert_close(actual, expected, 1e-6, magnitude=1.0)
+
+
+def random_program(rng):
+    """A loss of one to three bags of random forms and modes, maybe in a loop."""
+    parts = []
+    for _ in range(rng.integers(1, 4)):
+        mode, has_weights = MODES[rng.integers(len(MODES))]
+        form, length = rng.choice(["matrix", "offsets", "segments"]), rng.integers(1, 7)
+        ids = rng.integers(-2, ROWS + 2, (4, length))
+        kwargs = {"mode": mode}
+        if form == "offsets":
+            begins = np.sort(rng.integers(0, ids.size + 1, 4))
+            kwargs["offsets"] = jnp.asarray(np.append(0, begins[1:]))
+        elif form == "segments":
+            kwargs["segment_ids"] = jnp.asarray(rng.integers(-1, 6, ids.size))
+            kwargs["num_segments"] = 4
+        ids = jnp.asarray(ids if form == "matrix" else ids.ravel())
+        parts.append((ids, bool(has_weights), kwargs, rng.integers(4)))
+
+    def one(table, scale, part):
+        ids, has_weights, kwargs, wrapper = part
+        weights = jnp.full(ids.shape, scale) if has_weights else None
+
+        def look_up(table, ids):
+            return jnp.tanh(bag(table, ids, weights=weights, **kwargs) * scale)
+
+        if wrapper == 1:
+            return jnp.sum(jax.checkpoint(look_up)(table, ids))
+        if wrapper == 2:
+            both = jnp.stack([ids, ids[::-1]])
+            return jnp.sum(jax.vmap(look_up, (None, 0))(table, both))
+        if wrapper == 3:
+            both = jnp.stack([ids, ids[::-1]])
+            return lax.scan(
+                lambda c, i: (c + jnp.sum(look_up(table, i) * c), None),
+                jnp.float32(1),
+                both,
+            )[0]
+        return jnp.sum(look_up(table, ids))
+
+    return lambda table, scale: sum(one(table, scale, part) for part in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_random_programs(seed):
+    rng = np.random.default_rng(seed)
+    loss, table = random_program(rng), numbers(seed)[0]
+    actual = jax.jit(osa.value_and_grad(loss, (0, 1)))(table, jnp.float32(1.5))
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(table, jnp.float32(1.5))
+    (value, (grad, of_scale)), (right, (table, scale)) = actual, expected
+    assert_close(value, right, 1e-5, magnitude=abs(right) + 1)
+    assert_close(of_scale, scale, 1e-4, magnitude=abs(scale) + 1)
+    assert_close(dense(grad), table, 1e-5, magnitude=np.abs(table).max() + 1)
