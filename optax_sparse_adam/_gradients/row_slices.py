@@ -98,7 +98,7 @@ def coalesced(slices: RowSlices, shape: tuple[int, ...]) -> RowSlices:
 
 
 def _gradient_of_bags(
-    slices: Sequence[RowSlices], shape: tuple[int, ...], dtype: Any
+    slices: Sequence[RowSlices], shape: tuple[int, ...], dtype: Any, *, is_stale: bool
 ) -> BagGradient:
     """All bags in one; a lookup of single rows is bags of one id."""
     segments, weights, first = [], [], 0
@@ -118,7 +118,7 @@ def _gradient_of_bags(
         jnp.concatenate(segments),
         jnp.concatenate(weights) if has_weights else None,
     )
-    return BagGradient(args, shape=shape, dtype=dtype)
+    return BagGradient(args, shape=shape, dtype=dtype, is_stale=is_stale)
 
 
 def to_bcoo(
@@ -140,7 +140,7 @@ def to_bcoo(
     stored = sum(len(x.indices) for x in slices)
     if any(x.segments is not None for x in slices):
         if stored <= shape[0]:
-            return _gradient_of_bags(slices, shape, dtype)
+            return _gradient_of_bags(slices, shape, dtype, is_stale=is_stale)
         slices = [x.expanded() for x in slices]
     total = concatenated(slices, shape, depth, dtype)
     is_unique = stored > len(total.indices)

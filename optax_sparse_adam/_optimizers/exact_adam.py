@@ -13,7 +13,7 @@ import optax
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
-from .._rows.guarded import StaleBCOO
+from .._rows.guarded import GuardedBCOO
 from .._rows.new_arrays import full_along
 from .._rows.resting_state import (
     ExactAdamState,
@@ -105,7 +105,7 @@ def _check_decay(state: ExactAdamState, own: str) -> None:
 
 
 def _check_read(grad: Any, path: Any) -> None:
-    if isinstance(grad, StaleBCOO):
+    if isinstance(grad, GuardedBCOO) and grad.is_stale:
         name = jax.tree_util.keystr(path) or "the table"
         raise ValueError(
             "exact_adam needs gradients that are made with read=, at the rows as dense "

@@ -354,6 +354,6 @@ def hold_values(tables: TableState, which: Any = True) -> TableState:
     decay = None if tables.decay is None else pick(zero, tables.decay)
     return tables._replace(
         since=pick(tables.clock, tables.since),
-        ways=tables.ways.at[:, 0].set(behind),
+        ways=jnp.stack([behind, tables.ways[:, 1]], axis=1),
         decay=decay,
     )

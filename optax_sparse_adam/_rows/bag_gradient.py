@@ -38,10 +38,13 @@ class BagGradient(GuardedBCOO):
     segments: jax.Array
     weights: jax.Array | None
 
-    def __init__(self, args: Any, *, shape: Sequence[int], dtype: Any):
+    def __init__(
+        self, args: Any, *, shape: Sequence[int], dtype: Any, is_stale: bool = False
+    ):
         self.values, self.indices, self.segments, self.weights = args
         self.guard, self._dtype = new_guard(self.indices), jnp.dtype(dtype)
         self.indices_sorted = self.unique_indices = False
+        self.is_stale = is_stale
         self.shape = tuple(shape)
 
     @functools.cached_property
@@ -70,14 +73,14 @@ class BagGradient(GuardedBCOO):
     def tree_flatten(self) -> tuple[Any, Any]:
         weights = () if self.weights is None else (self.weights,)
         children = (self.values, self.indices, self.guard, self.segments, *weights)
-        return children, (self._unbatched, self._dtype)
+        return children, (self._unbatched, self._dtype, self.is_stale)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
         obj = object.__new__(cls)
         obj.values, obj.indices, obj.guard, obj.segments, *weights = children
         obj.weights = weights[0] if weights else None
-        obj._unbatched, obj._dtype = aux_data
+        obj._unbatched, obj._dtype, obj.is_stale = aux_data
         obj.indices_sorted = obj.unique_indices = False
         return obj
 

@@ -78,7 +78,7 @@ def cast_entries(grad: BCOO, dtype: Any) -> BCOO:
         weights = None if weights is None else weights.astype(dtype)
         indices = _widen_indices(indices, grad.shape)
         args = values.astype(dtype), indices, segments, weights
-        return BagGradient(args, shape=grad.shape, dtype=dtype)
+        return BagGradient(args, shape=grad.shape, dtype=dtype, is_stale=grad.is_stale)
     grad = replicate_entries(grad)
     indices = _widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)

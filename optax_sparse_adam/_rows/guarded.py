@@ -59,9 +59,15 @@ class GuardedBCOO(BCOO):
 
     Its shape is that of one matrix and, in front, the axes that its arrays have more:
     `jax.vmap`, `jax.pmap` and stacking make a batch of matrices of one.
+
+    Attributes:
+      guard: The guard.
+      is_stale: Whether it is a gradient that was made without `read=`: `exact_adam`
+        takes it for no table.
     """
 
     guard: jax.Array
+    is_stale: bool = False
 
     def __init__(self, args: Any, *, shape: Any, **flags: bool):
         super().__init__(args, shape=shape, **flags)
@@ -92,7 +98,9 @@ class GuardedBCOO(BCOO):
 
 @jax.tree_util.register_pytree_node_class
 class StaleBCOO(GuardedBCOO):
-    """A gradient that was made without `read=`: `exact_adam` takes it for no table."""
+    """A gradient that was made without `read=`."""
+
+    is_stale = True
 
 
 def _guard_operator(name: str) -> Callable[..., Any]:
@@ -104,7 +112,7 @@ def _guard_operator(name: str) -> Callable[..., Any]:
         result = operator(entries(self), *args)
         if not isinstance(result, BCOO):
             return result
-        return copy_with(type(self), result, result.data, result.indices)
+        return copy_with(class_of(self), result, result.data, result.indices)
 
     return method
 
@@ -116,7 +124,9 @@ for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]
 
 def class_of(grad: BCOO) -> type[BCOO]:
     """The class of a gradient with a row for each index, guarded if this one is."""
-    return GuardedBCOO if isinstance(grad, GuardedBCOO) else BCOO
+    if not isinstance(grad, GuardedBCOO):
+        return BCOO
+    return StaleBCOO if grad.is_stale else GuardedBCOO
 
 
 def copy_with(cls: type[BCOO], mat: BCOO, data: jax.Array, indices: jax.Array) -> BCOO:

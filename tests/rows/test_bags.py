@@ -303,14 +303,14 @@ TRANSFORMATIONS = {
 }
 
 
-def factored(seed=0):
+def factored(seed=0, read=None):
     """A gradient by bags, and the same with a row for each entry."""
     table, ids, weights, _ = numbers(seed)
 
     def loss(table):
         return jnp.sum(jnp.tanh(bag(table, ids, weights=weights)))
 
-    grad = osa.grad(loss)(table)
+    grad = osa.grad(loss, read=read)(table)
     assert isinstance(grad, BagGradient)
     return grad, BCOO((grad.data, grad.indices), shape=grad.shape)
 
@@ -325,7 +325,8 @@ def test_optimizers_take_it(name):
         updates, state = tx.update(grad, tx.init(table), table)
         return osa.apply_updates(table, updates), state
 
-    actual, expected = map(updated, factored())
+    read = tx.init(table) if name == "exact_adam" else None
+    actual, expected = map(updated, factored(read=read))
     for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert_close(a, e, 1e-6, magnitude=np.abs(e).max())
 
