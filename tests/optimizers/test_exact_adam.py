@@ -125,7 +125,7 @@ def test_float32_among_64_bit_types():
     assert_close(*results, 3e-7)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-7])
+@pytest.mark.parametrize("size", slow_but([1.0, 1e-4, 1e-7], 1.0, 1e-7))
 @pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "adamw"))
 def test_against_dense(name, size, backend):
     """After 1,000 steps, and at each read in between.
