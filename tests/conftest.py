@@ -56,8 +56,6 @@ hypothesis.settings.load_profile("repeatable")
 
 
 collect_ignore = ["helpers"]  # which has no tests, and programs of slow ones
-
-
 _SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 
 
@@ -159,7 +157,6 @@ def strict():
 
 @pytest.fixture
 def as_optax_expects(strict):
-    """optax promotes integers and weak types."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

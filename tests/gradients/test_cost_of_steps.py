@@ -77,7 +77,7 @@ def several(p, ids):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(OPTIMIZERS, "sparse_adam", "lazy", "sparse_adafactor")
+    "name", slow_but(OPTIMIZERS, "sparse_adam", "sparse_adafactor")
 )
 def test_optimizers(name, backend):
     tables = dict.fromkeys(("scalar", "constant", "one", "many"), ())

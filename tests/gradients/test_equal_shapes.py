@@ -274,7 +274,9 @@ def test_gradient_inside_loss(name):
 # On devices.
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+@pytest.mark.parametrize(
+    "inside", slow_but([True, False], True), ids=["inside", "around"]
+)
 @pytest.mark.parametrize(
     "function",
     [

@@ -86,7 +86,7 @@ def state_for(params):
     )
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:3], *NAMES[11::4]))
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:4], *NAMES[12::6]))
 def test_every_use(name, backend):
     """Each kind of lookup, and each use that is none, sees the flushed table."""
     case = CASES[name]

@@ -470,7 +470,7 @@ MEMORY = {
     "low exact_adam": (osa.exact_adam(0.1), BFLOAT16, 12 * BATCH),
     "low sparse_adafactor": (osa.sparse_adafactor(), BFLOAT16, 12 * BATCH),
 }
-CORE = ("sparse_adam", "exact_adamw", "low lazy(adam)", "low sparse_adafactor")
+CORE = ("sparse_adam", "low lazy(adam)")
 
 
 @needs_compiler

@@ -114,9 +114,8 @@ contrib.simplified_ademamix contrib.split_real_and_imaginary
 
 # One for each form of state: none, moments, a scalar, a key, a column, nested, masked.
 FORMS = """
-add_noise adamw amsgrad apply_if_finite chain clip_by_global_norm contrib.prodigy
-contrib.schedule_free_adamw freeze inject_hyperparams lamb named_chain noisy_sgd
-partition polyak_sgd rprop scale_by_trust_ratio sgd sm3 snapshot trace
+adamw amsgrad apply_if_finite chain contrib.prodigy freeze inject_hyperparams lamb
+noisy_sgd partition polyak_sgd sgd sm3 trace
 """
 
 # The same, but that their `init` measures the whole table.
