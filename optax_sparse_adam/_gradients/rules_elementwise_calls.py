@@ -36,22 +36,24 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
     avals: list[Any] = [atom.aval for atom in eqn.invars]
     if len(eqn.outvars) != 1 or not _are_floating([*avals, eqn.outvars[0].aval]):
         return NotImplemented
-    body, program = as_closed(eqn.params["call_jaxpr"]), walk.program
+    body, rules = as_closed(eqn.params["call_jaxpr"]), walk.program.rules
     # A rule may call the function that it is the rule of, as that of `relu` does.
     key = (eqn.params.get("name"), str(body.jaxpr))
     jaxprs = functools.cache(lambda: (body, _rule(eqn)))
     if not _waits(walk, eqn, args, key, jaxprs):
         return NotImplemented
 
-    # JAX keeps the rule for later, and with it whatever the function refers to.
+    # JAX keeps the rule for later, and with it whatever the function refers to: not
+    # `walk.program`, whose plans hold jaxprs, and JAX 0.12 keeps their tracers in them.
     def function(*args: Any) -> Any:
         @jax.custom_jvp
         def own(*args: Any) -> Any:
-            return _at_rows(program, body, args)[0]
+            return _at_rows(Program(rules), body, args)[0]
 
         @own.defjvp
         def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            results = _at_rows(program, jaxprs()[1], (*primals, *tangents))
+            every = (*primals, *tangents)
+            results = _at_rows(Program(rules), jaxprs()[1], every)
             return results[0], results[1]
 
         return own(*args)
