@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from jax import lax
 from jax.experimental.sparse import BCOO
 from jax.test_util import check_grads
@@ -71,10 +70,12 @@ def test_values(mode, has_weights, form):
     assert_close(actual, expected, 2e-5, magnitude=1 + np.abs(expected))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("form", ["matrix", "offsets", "last offset"])
 def test_torch(mode, form):
     """Values and gradients, with empty bags, padding and ties."""
+    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     table = rng.integers(-2, 3, (9, DIM)).astype(np.float32)  # with ties
     ids = rng.integers(0, 9, (BAGS, LENGTH))
@@ -119,7 +120,9 @@ def test_torch(mode, form):
         assert_close(actual, leaf.grad, 1e-6, magnitude=8.0)
 
 
+@pytest.mark.torch
 def test_hundred_steps_of_torch():
+    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     module = torch.nn.EmbeddingBag(50, DIM, mode="sum", sparse=True)
     optimizer = torch.optim.SparseAdam(module.parameters(), lr=0.01)
