@@ -233,6 +233,7 @@ def test_changes_without_flush(name):
     assert np.isfinite(values).all()
 
 
+@pytest.mark.slow
 def test_changes_of_weight_decay():
     ids = batches(20)
     make = lambda decay: osa.exact_adamw(RATE, weight_decay=decay)  # noqa: E731
@@ -250,15 +251,18 @@ def test_changes_of_weight_decay():
     assert_trees(osa.flush(actual, state)[0], wanted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", ["float32", _SLOW("float64")])
 @pytest.mark.parametrize(
     "schedule",
     [
-        optax.warmup_cosine_decay_schedule(0.0, RATE, 50, 400),
-        optax.polynomial_schedule(RATE, 0.0, 0.5, 400),
-        optax.exponential_decay(RATE, 10, 0.5),
+        _SLOW(optax.warmup_cosine_decay_schedule(0.0, RATE, 50, 400)),
+        _SLOW(optax.polynomial_schedule(RATE, 0.0, 0.5, 400)),
+        _SLOW(optax.exponential_decay(RATE, 10, 0.5)),
         lambda count: RATE * (1 - count / 400) ** 0.9,
-        lambda count: jnp.where(count % 100 < 50, RATE, 1e-7 * RATE),
+        _SLOW(lambda count: jnp.where(count % 100 < 50, RATE, 1e-7 * RATE)),
     ],
 )
 def test_schedules_that_stay(dtype, schedule):
