@@ -14,6 +14,8 @@ from optax_sparse_adam.native import __main__, _build, _library
 
 from ..helpers.native import compile_once, needs_compiler, python
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def once(monkeypatch):
@@ -158,8 +160,6 @@ def test_command(tmp_path, monkeypatch, capsys):
 # Compilers: one warns in the encoding of another country, one is for another machine.
 WARNS = """
 import subprocess, sys
-
-pytestmark = pytest.mark.slow
 sys.stderr.buffer.write(b"w\\xe4re")
 sys.exit(subprocess.call(sys.argv[1:]))
 """
