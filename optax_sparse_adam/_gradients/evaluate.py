@@ -28,7 +28,7 @@ def evaluate(
     other optimisers do not need, nothing changes but the time: on a CPU, lookups go
     through the kernel where it is faster.
 
-    Call it inside of `jax.jit`; outside, each call traces `fun` anew. It has
+    Call it inside of `jax.jit`; outside, each call traces `fun` again. It has
     derivatives, but not row-sparse ones: those are `value_and_grad`'s.
 
     Args:

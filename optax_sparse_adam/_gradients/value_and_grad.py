@@ -73,7 +73,7 @@ def value_and_grad(
 
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
     that are computed in it. Call it inside of `jax.jit`; outside, each call traces
-    `fun` anew.
+    `fun` again.
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.

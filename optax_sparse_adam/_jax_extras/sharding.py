@@ -141,7 +141,7 @@ def jit_on_mesh(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             # `jit` traces a function once for arguments of equal types. A type does not
             # contain the layout over Auto axes, so two parameters would share one trace
-            # and with it one sharding group. JAX traces a new lambda anew.
+            # and with it one sharding group. JAX traces a new lambda again.
             return jax.jit(lambda params: init(params))(params)
         return compiled(params)
 
