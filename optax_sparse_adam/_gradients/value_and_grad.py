@@ -454,8 +454,8 @@ def _refusal(path: KeyPath, use: DenseUse | None) -> str:
     if use is not None:
         cause = f"of `{use.primitive}` at {use.line}"
     return (
-        f"`sparse` asks for a row-sparse gradient of {leaf_name(path)}, which cannot "
-        f"be had because {cause}: it must be made of row lookups only. Let this leaf "
-        "have a dense gradient; or stop the gradient of that use with "
+        f"`sparse` asks for a row-sparse gradient of {leaf_name(path)}, which it "
+        f"cannot have because {cause}: it must be made of row lookups only. Let this "
+        "leaf have a dense gradient; or stop the gradient of that use with "
         "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
     )

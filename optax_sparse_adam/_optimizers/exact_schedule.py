@@ -30,8 +30,8 @@ _MOST_NODES = 64
 _LARGEST = 1e3  # of a move to come, in the larger of 1 and the next one
 _PAST = 16  # steps of the past that tell how large a schedule is
 # By how much a way may differ from the stored one: relative to it, and to the largest
-# learning rate, near whose zero a schedule in float32 is not computed alike by any two
-# programs.
+# learning rate, near whose zero a schedule in float32 has not the same bits in any
+# two programs.
 _SAME, _SAME_TO_LARGEST = 1e-4, 1e-5
 
 
@@ -342,7 +342,7 @@ def decay_of(now: Steps, decays: np.ndarray) -> jax.Array:
 def hold_values(tables: TableState, which: Any = True) -> TableState:
     """Parameters of which `which`, or all, hold the values of all their rows now.
 
-    Their decay begins anew, as that of rows whose state comes fresh from `init`.
+    Their decay begins again, as that of rows whose state comes fresh from `init`.
     """
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:

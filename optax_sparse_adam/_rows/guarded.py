@@ -62,8 +62,8 @@ class GuardedBCOO(BCOO):
 
     Attributes:
       guard: The guard.
-      is_stale: Whether it is a gradient that was made without `read=`: `exact_adam`
-        takes it for no table.
+      is_stale: Whether it is a gradient that was made without `read=`, which
+        `exact_adam` refuses.
     """
 
     guard: jax.Array
