@@ -10,7 +10,7 @@ from jax import lax
 
 from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.coalesce import accumulator_dtype
-from .._rows.duplicates import group_rows, sum_groups
+from .._rows.duplicates import segment_rows, sum_by_segment
 from .._rows.padding import pad_indices
 from .exchange import Exchange, plan
 from .psum import AxisName, rows_per_device
@@ -188,7 +188,7 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
     """The distinct ids, and for each id its place among them."""
     size = (exchange.devices * exchange.shard_rows + 2,)
-    shifted, group, count = group_rows(ids[:, None] + 1, size, is_sorted=False)
+    shifted, group, count = segment_rows(ids[:, None] + 1, size, is_sorted=False)
     slot = jnp.arange(len(ids), dtype=jnp.int32)
     distinct = pad_indices(shifted, slot < count, slot, size) - 1
     return make_route(exchange, distinct, count), group
@@ -212,7 +212,7 @@ def _lookup_by_routing_fwd(exchange: Exchange, *args: Any) -> Any:
 def _lookup_by_routing_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
     route, group = route
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
-    data = sum_groups(data, group)
+    data = sum_by_segment(data, group)
     _, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
     return rows, None, None, None
 

@@ -1,9 +1,7 @@
-"""What the readers of jaxprs share: of gradients, of row-wise updates, of updates in
-place.
+"""Evaluation of jaxprs, for gradients, row-wise updates and updates in place.
 
-An equation is evaluated in one of two ways: `evaluate_eqn` does what it says, whatever
-it is; `bind_eqn` applies an elementwise one to operands of another shape, such as some
-rows of a table.
+`evaluate_eqn` evaluates any equation on operands of the traced shapes. `bind_eqn`
+applies an elementwise one to operands of other shapes, such as some rows of a table.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +21,8 @@ from .varying_axes import bind
 
 # Primitives of one result, each element of which is computed from the same element of
 # every operand, or from operands that are scalars. Gradient rules, `lazy_row_analysis`
-# and `update_in_place` believe it: a wrong name here gives wrong numbers in all three.
-# One whose derivative is zero is named in `_gradients/backward_slice.py`, too.
+# and `update_in_place` rely on it: a wrong name here gives wrong results in all three.
+# A primitive whose derivative is zero is also named in `_gradients/backward_slice.py`.
 _NAMES = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp "
     "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 "
@@ -59,8 +57,8 @@ def bind_eqn(eqn: JaxprEqn, *args: Any, **params: Any) -> Any:
         return bind(eqn.primitive, *args, **(eqn.params | params))
 
 
-class Step(NamedTuple):
-    """An equation whose operands and results are numbered."""
+class Equation(NamedTuple):
+    """An equation, with the ids of its operands and results."""
 
     eqn: JaxprEqn
     operands: list[int]
@@ -70,13 +68,13 @@ class Step(NamedTuple):
 class Program:
     """The equations of a jaxpr, those of each `jit` inside of it included.
 
-    Values are numbered, the arguments first. Values of an outer trace, in `consts`, are
-    no part of the steps, which may outlive it.
+    Each value has an id, the arguments the first ones. Values of an outer trace are in
+    `consts`, apart from the equations, which may outlive that trace.
     """
 
     def __init__(self, closed: ClosedJaxpr):
-        self.steps: list[Step] = []
-        self.maker: dict[int, int] = {}  # the step that makes a value
+        self.equations: list[Equation] = []
+        self.producer: dict[int, int] = {}  # the equation that computes a value
         self.literals: dict[int, Any] = {}
         self.consts: dict[int, Any] = {}
         self.size = len(closed.jaxpr.invars)
@@ -84,58 +82,63 @@ class Program:
         self.outputs = self._inline(closed, self.inputs)
 
     def _new(self, known: dict[int, Any], value: Any = None) -> int:
-        number, self.size = self.size, self.size + 1
-        known[number] = value
-        return number
+        value_id, self.size = self.size, self.size + 1
+        known[value_id] = value
+        return value_id
 
     def _inline(self, closed: ClosedJaxpr, args: list[int]) -> list[int]:
-        numbers: dict[Any, int] = dict(zip(closed.jaxpr.invars, args, strict=True))
+        ids: dict[Any, int] = dict(zip(closed.jaxpr.invars, args, strict=True))
         for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-            numbers[var] = self._new(self.consts, value)
+            ids[var] = self._new(self.consts, value)
 
-        def number(atom: Any) -> int:
+        def id_of(atom: Any) -> int:
             is_literal = isinstance(atom, Literal)
-            return self._new(self.literals, atom.val) if is_literal else numbers[atom]
+            return self._new(self.literals, atom.val) if is_literal else ids[atom]
 
         for eqn in closed.jaxpr.eqns:
-            operands = list(map(number, eqn.invars))
+            operands = list(map(id_of, eqn.invars))
             if eqn.primitive.name == "jit":
                 results = self._inline(eqn.params["jaxpr"], operands)
             else:
-                step = len(self.steps)
-                results = [self._new(self.maker, step) for _ in eqn.outvars]
-                self.steps.append(Step(eqn, operands, results))
-            numbers.update(zip(eqn.outvars, results, strict=True))
-        return list(map(number, closed.jaxpr.outvars))
+                position = len(self.equations)
+                results = [self._new(self.producer, position) for _ in eqn.outvars]
+                self.equations.append(Equation(eqn, operands, results))
+            ids.update(zip(eqn.outvars, results, strict=True))
+        return list(map(id_of, closed.jaxpr.outvars))
 
     def slice(
-        self, wanted: Iterable[int], stop: Callable[[int], bool] = lambda number: False
-    ) -> tuple[list[Step], list[int]]:
-        """The steps that lead to these values, and the values that they start from."""
-        todo, seen, steps, starts = list(wanted), set[int](), set[int](), list[int]()
+        self, wanted: Iterable[int], stop: Callable[[int], bool] = lambda _: False
+    ) -> tuple[list[Equation], list[int]]:
+        """The equations that compute these values, and the values that they read.
+
+        The slice goes back to the arguments, and no further than a value for which
+        `stop` is true.
+        """
+        todo, starts = list(wanted), list[int]()
+        seen, positions = set[int](), set[int]()
         while todo:
-            number = todo.pop()
-            if number in seen or number in self.literals:
+            value_id = todo.pop()
+            if value_id in seen or value_id in self.literals:
                 continue
-            seen.add(number)
-            if number in self.maker and not stop(number):
-                steps.add(self.maker[number])
-                todo += self.steps[self.maker[number]].operands
+            seen.add(value_id)
+            if value_id in self.producer and not stop(value_id):
+                positions.add(self.producer[value_id])
+                todo += self.equations[self.producer[value_id]].operands
             else:
-                starts.append(number)
-        return [self.steps[step] for step in sorted(steps)], starts
+                starts.append(value_id)
+        return [self.equations[at] for at in sorted(positions)], starts
 
 
 def evaluate(
-    steps: list[Step], given: dict[int, Any], rows: int | None = None
+    equations: list[Equation], given: dict[int, Any], rows: int | None = None
 ) -> dict[int, Any]:
-    """Evaluates the steps, and returns all values by their number.
+    """Evaluates the equations, and returns all values by their ids.
 
-    With `rows`, results have that many rows in place of the number that was traced.
+    With `rows`, results have that many rows in place of as many as were traced.
     """
     env = dict(given)
-    for eqn, operands, results in steps:
-        args = [env[number] for number in operands]
+    for eqn, operands, results in equations:
+        args = [env[value_id] for value_id in operands]
         made = evaluate_eqn(eqn, args) if rows is None else _of_rows(rows, eqn, args)
         env.update(zip(results, made, strict=True))
     return env

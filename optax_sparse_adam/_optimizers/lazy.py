@@ -14,7 +14,7 @@ from .._rows.gather_scatter import gather_rows, put_back, update_of
 from .._rows.map_rows import map_rows
 from .hyperparameters import check_transformation
 from .lazy_probe import Sizes, check_state, probe, state_laid_like
-from .lazy_row_analysis import take_apart
+from .lazy_row_analysis import split_update
 
 
 class _Arguments(NamedTuple):
@@ -73,9 +73,9 @@ class _Table(NamedTuple):
 
     @property
     def is_worth_analysing(self) -> bool:
-        """Whether to ask if its rows are independent: it has some, state and a trace.
+        """Whether its rows may be independent: it has some, state and a trace.
 
-        Outside of a program each loop over blocks would be compiled anew.
+        Outside of a program each loop over blocks would be compiled again.
         """
         is_traced = isinstance(self.rows.indices, jax.core.Tracer)
         return is_traced and self.rows.data.size > 0 and bool(self.state)
@@ -152,7 +152,7 @@ def lazy(
     back. Rows that the gradient does not hold keep their parameters and their state bit
     for bit; scalars of the state, such as step counts, are shared by all rows (but see
     `per_row`). Dense gradients pass through as they are, together with the compact
-    ones, so a chain in the middle sees all leaves:
+    ones, so a chain inside sees all leaves:
     `lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))` clips by
     the norm of the whole, summed gradient.
 
@@ -174,7 +174,7 @@ def lazy(
     Under `jit`, if the jaxpr of `inner.update` shows that it treats each row of a table
     alone, norms over gradients aside, this table and its state are updated separately
     and in place, on a CPU in blocks of rows where that is faster. That holds for Adam
-    and its kin, Adagrad, RMSProp, momentum, Lion and `per_row`, with clipping and
+    and similar ones, Adagrad, RMSProp, momentum, Lion and `per_row`, with clipping and
     schedules around them. All else is updated together; the results are the same up to
     rounding.
 
@@ -242,7 +242,7 @@ def lazy(
         tables = {i: _gather(given, i, size, owners) for i, size in sizes.items()}
         # Update them; what provably treats rows alone is left to `_write_back`.
         alone = {i: table for i, table in tables.items() if table.is_worth_analysing}
-        results, formulas = take_apart(
+        results, formulas = split_update(
             update_rows,
             owners[: -len(given.params)],
             {i: table.rows.data for i, table in alone.items()},

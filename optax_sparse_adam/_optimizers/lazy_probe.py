@@ -30,7 +30,7 @@ _REFUSED = {
     "ApplyEvery": "it would update the rows of the last micro-batch only; let one "
     "gradient span the micro-batches, through a lax.scan in the loss",
     "DifferentiallyPrivateAggregateState": "it needs a gradient for each example",
-    "ExactAdamState": "in exact Adam no row rests; put it beside lazy, not inside: "
+    "ExactAdamState": "exact Adam advances all rows; put it beside lazy, not inside: "
     "optax.chain(lazy(optax.clip_by_global_norm(1.0)), exact_adam(...))",
     "FactoredState": "it takes means over all rows; use sparse_adafactor",
     "GaLoreState": "it works on whole matrices",
@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
 
     Attributes:
       shape: Its shape.
-      depth: How many leading axes number the rows.
+      depth: How many leading axes index the rows.
       rows: The product of their sizes.
       nse: How many rows are touched at most.
     """
@@ -109,15 +109,15 @@ def probe(
       ValueError: For a state that does not fit these gradients, or that `lazy` cannot
         read by rows, or an update that depends on the number of rows.
     """
-    shapes, number = [*map(_shape_of, arrays)], treedef.num_leaves
-    for i in range(number):
-        shapes[i] = shapes[i - number] if shapes[i] is None else shapes[i]
+    shapes, count = [*map(_shape_of, arrays)], treedef.num_leaves
+    for i in range(count):
+        shapes[i] = shapes[i - count] if shapes[i] is None else shapes[i]
     key = treedef, str(shapes), tuple(tables.items())
     if key not in known:
-        params, leaves = shapes[:number], shapes[number : len(shapes) - number]
-        own = [i if i in tables else None for i in range(number)]
+        params, leaves = shapes[:count], shapes[count : len(shapes) - count]
+        own = [i if i in tables else None for i in range(count)]
         read = [
-            None if x is None else i for i, x in zip(own, shapes[-number:], strict=True)
+            None if x is None else i for i, x in zip(own, shapes[-count:], strict=True)
         ]
         owners = [*own, *row_leaves(init, treedef, tables, params, leaves), *read]
         _check_sizes(update, shapes, owners, tables)
@@ -227,10 +227,10 @@ def _size_error(rows: int, nse: Any, cause: Any = None) -> ValueError:
         words = f" (these rows raise {type(cause).__name__}: {first})"
     return ValueError(
         "lazy runs the inner transformation on the touched rows of a table only, and "
-        f"this one would do something else to a table of {rows} rows than to {nse} "
-        "rows of it: it asks for their number, as masks and labels do that are a "
-        f"function of the sizes of parameters{words}. Call such a function with the "
-        "parameters first, and give the tree that it returns, as in "
+        f"this one behaves differently for the whole table ({rows} rows) and for its "
+        f"touched rows ({nse}): it depends on the number of rows, as masks and labels "
+        f"that are computed from the sizes of parameters do{words}. Call such a "
+        "function with the parameters first, and give the tree that it returns, as in "
         "optax.masked(inner, mask(params))."
     )
 

@@ -3,15 +3,23 @@
 The update of compact trees is traced once, and each value of its jaxpr is judged:
 
 - *rows of a table*, `[nse, ...]`: row `r` is computed from row `r` of what this table
-  brings, its gradient and its gathered rows, and from plain values;
-- *alike*: all rows are equal, such as a number broadcast to `[nse, ...]`;
-- *plain*: all else, which may depend on everything: scalars, dense leaves, sums over
+  brings, its gradient and its gathered rows, and from opaque values;
+- *uniform*: all rows are equal, such as a scalar broadcast to `[nse, ...]`;
+- *opaque*: all else, which may depend on everything: scalars, dense leaves, sums over
   rows, and the results of every operation that has no rule here.
 
-A table may be updated in blocks if its results are rows of it, and if the plain values
-that they use depend on no table's gathered rows: the same equations hold for any of its
-rows. What has no rule only makes values plain, so a missing rule costs time, and no
-rule is needed to be right.
+A table may be updated in blocks if its results are rows of it, and if the opaque values
+that they use depend on no table's gathered rows: the same equations then hold for any
+subset of its rows. In `lazy(chain(clip_by_global_norm(1.0), adam(0.1)))`
+
+    n = sqrt (sum of squares of all gradients)   opaque, of gradients only
+    g = mul grad (div 1.0 n)                     rows of the table
+    new_mu = add (mul 0.9 mu) (mul 0.1 g)        rows of the table
+
+so blocks compute `new_mu` from rows of `grad` and `mu` and from `n`. A trust ratio, as
+in `lamb`, is computed from all gathered rows of `mu`, and this table is updated at
+once. An operation without a rule makes its results opaque: a missing rule costs time,
+and never changes a value.
 """
 
 from collections.abc import Callable
@@ -21,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._jax_extras.jaxprs import ELEMENTWISE, Program, Step, evaluate
+from .._jax_extras.jaxprs import ELEMENTWISE, Equation, Program, evaluate
 
-_ALIKE = -1  # in place of the number of a table
+_UNIFORM = -1  # in place of the index of a table
 _NOBODY: frozenset[int] = frozenset()
 
 _REDUCTIONS = [f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or")]
@@ -38,14 +46,14 @@ _KEEPS_ROWS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "transpose": lambda params: params["permutation"][:1] == (0,),
 }
 
-Middle = Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]
+RowFunction = Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]
 
 
 class _Value(NamedTuple):
     """What is known of a value.
 
     Attributes:
-      kind: The number of the table whose rows it has, `_ALIKE`, or `None` if plain.
+      kind: The index of the table whose rows it has, `_UNIFORM`, or `None` if opaque.
       own: Tables of whose gathered rows row `r` depends on row `r` only.
       needs: Tables on whose gathered rows it depends in any other way.
     """
@@ -60,8 +68,8 @@ class _Value(NamedTuple):
 
 
 def _is_for_all(kind: int | None, shape: tuple[int, ...]) -> bool:
-    """Whether an operand is the same for every row: a number, or one row for all."""
-    return not shape or (kind in (None, _ALIKE) and shape[0] == 1)
+    """Whether an operand is equal for every row: a scalar, or one row for all."""
+    return not shape or (kind in (None, _UNIFORM) and shape[0] == 1)
 
 
 def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
@@ -73,80 +81,81 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     shape, *shapes = (aval.shape for aval in avals)
     pairs = zip(kinds, shapes, strict=True)
     apart = [pair for pair in pairs if not _is_for_all(*pair)]
-    if name == "broadcast_in_dim" and shape and kinds[0] in (None, _ALIKE):
+    if name == "broadcast_in_dim" and shape and kinds[0] in (None, _UNIFORM):
         axes = params["broadcast_dimensions"]
         is_new = 0 not in axes and kinds[0] is None
         if is_new or (not apart and axes[0] == 0):
-            return _ALIKE
+            return _UNIFORM
     same_number = all(operand[:1] == shape[:1] for _, operand in apart)
     found = {kind for kind, _ in apart}
-    tables = found - {_ALIKE}
+    tables = found - {_UNIFORM}
     if not (found and same_number and _KEEPS_ROWS[name](params)):
         return None
-    return next(iter(tables), _ALIKE) if len(tables) <= 1 else None
+    return next(iter(tables), _UNIFORM) if len(tables) <= 1 else None
 
 
 def _judge(program: Program, inputs: dict[int, _Value]) -> list[_Value]:
-    """What is known of each value, by its number, given that of the inputs."""
-    plain = _Value()
-    values = [plain] * program.size
-    for number, value in inputs.items():
-        values[number] = value
-    for eqn, operands, results in program.steps:
-        args = [values[number] for number in operands]
-        is_new = eqn.primitive.name == "broadcast_in_dim"  # of a number, may be alike
-        if not is_new and all(arg is plain for arg in args):
+    """What is known of each value, by its id, given that of the inputs."""
+    opaque = _Value()
+    values = [opaque] * program.size
+    for value_id, value in inputs.items():
+        values[value_id] = value
+    for eqn, operands, results in program.equations:
+        args = [values[value_id] for value_id in operands]
+        # Broadcasting an opaque scalar gives a value with all rows equal.
+        is_new = eqn.primitive.name == "broadcast_in_dim"
+        if not is_new and all(arg is opaque for arg in args):
             continue
         own = _NOBODY.union(*(arg.own for arg in args))
         needs = _NOBODY.union(*(arg.needs for arg in args))
         kind = _kind(eqn, [arg.kind for arg in args])
         value = _Value(kind, own, needs)
-        for number in results:
-            values[number] = _Value(needs=own | needs) if kind is None else value
+        for value_id in results:
+            values[value_id] = _Value(needs=own | needs) if kind is None else value
     return values
 
 
-class Parts(NamedTuple):
-    """An update, taken apart.
+class SplitUpdate(NamedTuple):
+    """An update, split into the part of each table that is row by row and the rest.
 
     Attributes:
       results: The results of the update. Those of the tables that are updated row by
         row are not used, and then XLA computes nothing for them.
-      middles: For each table that is updated row by row the middle for `map_rows`, and
-        the values that it takes besides rows.
+      row_fns: For each table that is updated row by row its function for `map_rows`,
+        and the values that this takes besides rows.
     """
 
     results: list[Any]
-    middles: dict[int, tuple[Middle, list[jax.Array]]]
+    row_fns: dict[int, tuple[RowFunction, list[jax.Array]]]
 
 
-def take_apart(
+def split_update(
     update: Callable[..., list[Any]], owners: list[int | None], data: Any, old: Any
-) -> Parts:
-    """Takes an update apart as far as it provably treats rows alone.
+) -> SplitUpdate:
+    """Splits an update as far as it provably treats each row alone.
 
     Args:
       update: `update(data, old)`.
-      owners: For each result of `update` the number of the table that it is of, or
+      owners: For each result of `update` the index of the table that it is of, or
         `None`: for each table its update, then new rows in the order of the old ones.
-      data: For each table, by its number, the rows of its gradient.
+      data: For each table, by its index, the rows of its gradient.
       old: For each table the rows that are gathered: those that it gets new ones of,
         then those that are only read.
     """
     if not data:
-        return Parts(update(data, old), {})
+        return SplitUpdate(update(data, old), {})
     compiled = jax.jit(update)  # of which JAX keeps the jaxpr for the second call
     closed = jax.make_jaxpr(compiled)(data, old)
     results = compiled(data, old)
     if closed.effects:  # they happen once, and in order
-        return Parts(results, {})
+        return SplitUpdate(results, {})
     program = Program(closed)
     treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(results)
     data_at, old_at = treedefs[0].unflatten(program.inputs)
     results_at = treedefs[1].unflatten(program.outputs)
-    known = {number: _Value(i) for i, number in data_at.items()}
-    for i, numbers in old_at.items():
-        known |= dict.fromkeys(numbers, _Value(i, own=frozenset([i])))
+    known = {value_id: _Value(i) for i, value_id in data_at.items()}
+    for i, value_ids in old_at.items():
+        known |= dict.fromkeys(value_ids, _Value(i, own=frozenset([i])))
     values = _judge(program, known)
     places: dict[int, list[int]] = {i: [] for i in data}
     for place, owner in enumerate(owners):
@@ -157,7 +166,7 @@ def take_apart(
         """Whether all results of this table are rows, like those that they replace."""
         return all(
             isinstance(results_at[place], int)
-            and values[results_at[place]].kind in (i, _ALIKE)
+            and values[results_at[place]].kind in (i, _UNIFORM)
             and not values[results_at[place]].needs
             and results[place].shape == like.shape
             for place, like in zip(places[i], (data[i], *old[i]), strict=False)
@@ -165,31 +174,35 @@ def take_apart(
 
     by_row = {i for i in data if is_by_row(i)}
     others = [at for at, i in zip(results_at, owners, strict=True) if i not in by_row]
-    read = (values[number].reads for number in jax.tree.leaves(others))
-    middles, extra_at = {}, {}
+    read = (values[value_id].reads for value_id in jax.tree.leaves(others))
+    row_fns, extra_at = {}, {}
     for i in sorted(by_row.difference(*read)):
         outputs = [results_at[place] for place in places[i]]
-        steps, starts = program.slice(outputs, lambda n: values[n].kind is None)
+        equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
         extra_at[i] = [n for n in starts if values[n].kind is None]
         inputs = [data_at[i], *old_at[i], *extra_at[i]]
-        middles[i] = _middle(steps, program.literals, inputs, outputs)
-    # Computed anew, among the results too; XLA makes one of equal operations.
-    steps, _ = program.slice(jax.tree.leaves(extra_at))
+        row_fns[i] = _row_function(equations, program.literals, inputs, outputs)
+    # These equations are traced a second time, as the results contain them, too. XLA
+    # merges equal operations.
+    equations, _ = program.slice(jax.tree.leaves(extra_at))
     given = dict(zip(program.inputs, jax.tree.leaves((data, old)), strict=True))
-    env = evaluate(steps, program.literals | program.consts | given)
-    extra = jax.tree.map(lambda number: jnp.asarray(env[number]), extra_at)
-    return Parts(results, {i: (middles[i], extra[i]) for i in middles})
+    env = evaluate(equations, program.literals | program.consts | given)
+    extra = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), extra_at)
+    return SplitUpdate(results, {i: (row_fns[i], extra[i]) for i in row_fns})
 
 
-def _middle(
-    steps: list[Step], literals: dict[int, Any], inputs: list[int], outputs: list[int]
-) -> Middle:
-    def middle(
+def _row_function(
+    equations: list[Equation],
+    literals: dict[int, Any],
+    inputs: list[int],
+    outputs: list[int],
+) -> RowFunction:
+    def row_fn(
         data: jax.Array, old: tuple[jax.Array, ...], extra: list[Any]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         given = zip(inputs, (data, *old, *extra), strict=True)
-        env = evaluate(steps, literals | dict(given), len(data))
-        update, *new = (env[number] for number in outputs)
+        env = evaluate(equations, literals | dict(given), len(data))
+        update, *new = (env[value_id] for value_id in outputs)
         return update, tuple(new)
 
-    return middle
+    return row_fn

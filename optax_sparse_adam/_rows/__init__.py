@@ -15,22 +15,23 @@ Words, as all of the package uses them:
   their state, change.
 - duplicates: entries of one row. Their values add up.
 - coalesced: without duplicates, the touched rows in ascending order in front, padding
-  behind. Such rows are passed on as `(indices, data, count)`, always in this order.
+  after them. Such rows are passed on as `(indices, data, count)`, always in this order.
 - count: how many touched rows there are, or, where rows are believed to be unique and
   padding lies between them, how many slots there are up to the last one; a scalar that
   is known when a program runs.
-- group: the place of an entry's row among the touched rows.
+- segment: the place of an entry's row among the touched rows.
 - compact: holding the touched rows only, `[nse, *row_shape]` in place of a whole table.
-- middle: the formula between gather and scatter, `middle(data, rows_of_tables, *args)`.
+- row function: what is computed between gather and scatter,
+  `row_fn(data, rows_of_tables, *args)`.
 - block: as many touched rows as a CPU updates at a time; see `map_rows`.
 
 The files, those that others stand on first:
 
 - `padding`: what padding is; the functions that make it and recognise it.
 - `gather_scatter`: gathers, scatters and scatter-adds of rows.
-- `binary_search`: how many sorted numbers are less than each key.
-- `duplicates`: groups entries by row and adds up each group; one method for CPUs and
-  one, a segmented scan, for other devices.
+- `binary_search`: how many sorted values are less than each key.
+- `duplicates`: assigns entries to segments, one for each row, and adds these up; one
+  method for CPUs and one, a segmented scan, for other devices.
 - `guarded`: the BCOO of this package's gradients, which notices changed indices.
 - `bag_gradient`: a gradient by bags, `[B, D]`, expanded on demand.
 - `checks`: what counts as a gradient, and the errors for what does not.

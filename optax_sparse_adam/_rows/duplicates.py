@@ -1,16 +1,16 @@
-"""Sums of duplicates: groups the entries of a gradient by row, and adds up each group.
+"""Sums of duplicates: the entries of one row are a segment, and are added up.
 
-Two methods, chosen when the program is compiled, beside the kernel (`native`), which
-goes first where it may be used:
+Two methods, chosen when the program is compiled; the kernel (`native`) takes precedence
+where it is available:
 
 - A CPU sorts the ids alone, finds the row of each entry by binary search among them,
   and scatter-adds every entry to its row.
 - Other devices sort the ids together with the positions of the entries, and add up
-  neighbours in a segmented scan. On a GPU, additions to one address wait for each
-  other, and their order, and with it the last bits, is left to chance.
+  each segment in a segmented scan. On a GPU, atomic additions to one address wait for
+  each other, and their order, and with it the last bits, varies from run to run.
 
 For a table of 10 rows and the ids `[7, 3, -1, 7]` with the values `[a, b, c, d]`, the
-distinct rows are `[3, 7]`, `count` is 2, the groups of the entries are `[1, 0, 4, 1]`
+distinct rows are `[3, 7]`, `count` is 2, the segments of the entries are `[1, 0, 4, 1]`
 (`nse`, here 4, for padding), and the sums are `[b, a + d, 0, 0]`.
 """
 
@@ -27,41 +27,41 @@ from .binary_search import search
 from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
 from .padding import expand_like, in_bounds, padding_key
 
-# How many neighbours a level of the segmented scan adds up. XLA makes one GPU kernel of
-# a level, which reads each entry once from memory and this many times from the caches.
-_NEIGHBOURS = 8
+# How many entries a tile of the segmented scan has. XLA makes one GPU kernel of a
+# level, which reads each entry once from memory and this many times from the caches.
+_TILE = 8
 
 
-class _Order(NamedTuple):
+class _Sorted(NamedTuple):
     """The entries of a gradient in the order of their rows.
 
     Attributes:
       keys: `[nse, k]`, the row of each entry, as `_keys` has it.
       position: `[nse]`, where the entry was.
-      group: `[nse]`, the place of its row among the distinct rows, `nse` for padding.
-      last: `[nse]`, for each group the place of its last entry.
+      segment: `[nse]`, the place of its row among the distinct rows, `nse` for padding.
+      last: `[nse]`, for each segment the place of its last entry.
       count: Scalar; how many rows there are.
     """
 
     keys: jax.Array
     position: jax.Array
-    group: jax.Array
+    segment: jax.Array
     last: jax.Array
     count: jax.Array  # type: ignore[assignment]  # tuple has a method count
 
 
-def group_rows(
+def segment_rows(
     indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Groups entries by row, in ascending order of the rows.
+    """Assigns entries to segments, one for each row, in ascending order of the rows.
 
     Returns:
       The distinct rows `[nse, n_sparse]` in ascending order, then slots without
-      meaning; for each entry the group that it is in, which is the place of its row
+      meaning; for each entry the segment that it is in, which is the place of its row
       among them, `nse` for padding; and how many rows they are.
     """
-    keys, group, count = _group_keys(_keys(indices, shape), is_sorted=is_sorted)
-    return _indices_of(keys, shape[: indices.shape[1]]), group, count
+    keys, segment, count = _segment_keys(_keys(indices, shape), is_sorted=is_sorted)
+    return _indices_of(keys, shape[: indices.shape[1]]), segment, count
 
 
 def sum_duplicates(
@@ -70,17 +70,17 @@ def sum_duplicates(
     """Adds up the entries of each row.
 
     Returns:
-      The distinct rows, as `group_rows`; their sums, then zeros; and how many rows they
-      are.
+      The distinct rows, as `segment_rows`; their sums, then zeros; and their
+      number.
     """
     keys, sums, count = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
     return _indices_of(keys, shape[: indices.shape[1]]), sums, count
 
 
-def sum_groups(data: jax.Array, group: jax.Array) -> jax.Array:
-    """Adds up the entries of each group, by the second result of `group_rows`."""
-    _, sums, _ = sum_duplicates(group[:, None], data, (len(group),), is_sorted=False)
-    return sums
+def sum_by_segment(data: jax.Array, segment: jax.Array) -> jax.Array:
+    """Adds up the entries of each segment, by the second result of `segment_rows`."""
+    size = (len(segment),)
+    return sum_duplicates(segment[:, None], data, size, is_sorted=False)[1]
 
 
 def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -120,13 +120,13 @@ def _changes(keys: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="is_sorted")
-def _group_keys(
+def _segment_keys(
     keys: jax.Array, *, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     return lax.platform_dependent(
         keys,
-        cpu=lambda keys: _search_groups(keys, is_sorted),
-        default=lambda keys: _order_groups(keys, is_sorted),
+        cpu=lambda keys: _segments_by_search(keys, is_sorted),
+        default=lambda keys: _segments_by_sort(keys, is_sorted),
     )
 
 
@@ -135,9 +135,9 @@ def _sum_keys(
     keys: jax.Array, data: jax.Array, *, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def by_search(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
-        distinct, group, count = _search_groups(keys, is_sorted)
+        distinct, segment, count = _segments_by_search(keys, is_sorted)
         zeros = jnp.zeros_like(data)
-        sums = scatter_add_rows(zeros, group[:, None], data, unique=False)
+        sums = scatter_add_rows(zeros, segment[:, None], data, unique=False)
         return distinct, sums, count
 
     def by_scan(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
@@ -148,12 +148,12 @@ def _sum_keys(
     return lax.platform_dependent(keys, data, cpu=by_search, default=by_scan)
 
 
-def _search_groups(
+def _segments_by_search(
     keys: jax.Array, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`group_rows` for CPUs."""
+    """`segment_rows` for CPUs."""
     if keys.shape[1] > 1:
-        return _order_groups(keys, is_sorted)
+        return _segments_by_sort(keys, is_sorted)
     nse, key = len(keys), keys[:, 0]
     # A CPU sorts the ids alone and searches them afterwards three times faster than it
     # carries the positions through the sort.
@@ -163,22 +163,22 @@ def _search_groups(
     rank = jnp.cumsum(first, dtype=jnp.int32) - 1
     target = jnp.where(first, rank, nse + jnp.arange(nse, dtype=jnp.int32))[:, None]
     distinct = scatter_rows(jnp.zeros_like(keys), target, ordered[:, None])
-    group = rank if is_sorted else rank[search(ordered, key)]
-    group = jnp.where(key != padding_key(keys.dtype), group, nse)
-    return distinct, group, rank[-1] + 1
+    segment = rank if is_sorted else rank[search(ordered, key)]
+    segment = jnp.where(key != padding_key(keys.dtype), segment, nse)
+    return distinct, segment, rank[-1] + 1
 
 
-def _order_groups(
+def _segments_by_sort(
     keys: jax.Array, is_sorted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`group_rows` for all other devices."""
+    """`segment_rows` for all other devices."""
     order = _sort_entries(keys, is_sorted)
     position = order.position[:, None]
-    group = scatter_rows(jnp.zeros_like(order.group), position, order.group)
-    return _distinct_keys(order), group, order.count
+    segment = scatter_rows(jnp.zeros_like(order.segment), position, order.segment)
+    return _distinct_keys(order), segment, order.count
 
 
-def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Order:
+def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Sorted:
     """A stable sort of the entries by key, so that sums have a fixed order."""
     nse = len(keys)
     slot = position = jnp.arange(nse, dtype=jnp.int32)
@@ -189,66 +189,66 @@ def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Order:
     last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
     target = jnp.where(last, before, nse + slot)[:, None]
-    return _Order(
+    return _Sorted(
         keys=keys,
         position=position,
-        group=jnp.where(real, before, nse),
+        segment=jnp.where(real, before, nse),
         last=scatter_rows(jnp.zeros_like(slot), target, slot),
         count=jnp.sum(last, dtype=jnp.int32),
     )
 
 
-def _distinct_keys(order: _Order) -> jax.Array:
+def _distinct_keys(order: _Sorted) -> jax.Array:
     return take_rows(order.keys, order.last[:, None])
 
 
-def _sum_segments(data: jax.Array, order: _Order) -> jax.Array:
-    """The sums of the groups, then zeros; `data` is in their order."""
-    sums = take_rows(_segmented_scan(data, order.group), order.last[:, None])
+def _sum_segments(data: jax.Array, order: _Sorted) -> jax.Array:
+    """The sums of the segments, then zeros; `data` is in their order."""
+    sums = take_rows(_segmented_scan(data, order.segment), order.last[:, None])
     real = jnp.arange(len(data), dtype=jnp.int32) < order.count
     return jnp.where(expand_like(real, sums), sums, 0)
 
 
-def _segmented_scan(data: jax.Array, group: jax.Array) -> jax.Array:
-    """For each entry the sum of its group's entries up to it, in a fixed order.
+def _segmented_scan(data: jax.Array, segment: jax.Array) -> jax.Array:
+    """For each entry the sum of its segment's entries up to it, in a fixed order.
 
-    A segmented scan (a prefix sum that begins anew with each group) in two steps: sums
-    within blocks of neighbours; then a scan of the last sums of the blocks, which are
-    few, and which every block adds to the entries that continue the group before it.
-    With blocks of two, the groups `[0, 0 | 0, 1 | 1, 1]` and the values
+    A segmented scan (a prefix sum that restarts with each segment) in two steps: sums
+    within tiles of sorted entries; then a scan of the last sums of the tiles, which are
+    few, and which every tile adds to the entries that continue the segment before it.
+    With tiles of two, the segments `[0, 0 | 0, 1 | 1, 1]` and the values
     `[a, b | c, d | e, f]`:
 
-        sums within blocks           [a, a+b | c,     d | e,   e+f  ]
+        sums within tiles            [a, a+b | c,     d | e,   e+f  ]
         scan of their last ones      [   a+b |        d |    d+e+f  ]
         carried over                 [       | a+b      | d,   d    ]
         result                       [a, a+b | a+b+c, d | d+e, d+e+f]
     """
     nse = len(data)
-    data, group = _split_into_blocks(data), _split_into_blocks(group)
-    earlier = jnp.tril(jnp.ones([_NEIGHBOURS, _NEIGHBOURS], bool))
-    joined = (group[:, :, None] == group[:, None, :]) & earlier[None]
+    data, segment = _split_into_blocks(data), _split_into_blocks(segment)
+    earlier = jnp.tril(jnp.ones([_TILE, _TILE], bool))
+    joined = (segment[:, :, None] == segment[:, None, :]) & earlier[None]
     others = data[:, None]
     sums = jnp.sum(jnp.where(expand_like(joined, others), others, 0), axis=2)
-    # Without this barrier, XLA computes the sums anew wherever one is read.
+    # Without this barrier, XLA computes the sums again wherever one is read.
     sums = lax.optimization_barrier(sums)
     if len(sums) > 1:
-        carried = _segmented_scan(sums[:, -1], group[:, -1])
+        carried = _segmented_scan(sums[:, -1], segment[:, -1])
         block = jnp.arange(len(sums), dtype=jnp.int32)
         # A gather, as a GPU would need a branch for a shift by a slice.
         before = jnp.maximum(block - 1, 0)[:, None]
         joined = (block > 0)[:, None] & (
-            group == take_rows(group[:, -1], before)[:, None]
+            segment == take_rows(segment[:, -1], before)[:, None]
         )
         carried = take_rows(carried, before)[:, None]
         sums = sums + jnp.where(expand_like(joined, carried), carried, 0)
-    size = len(sums) * _NEIGHBOURS
+    size = len(sums) * _TILE
     return sums.reshape(size, *data.shape[2:])[:nse]
 
 
 def _split_into_blocks(entries: jax.Array) -> jax.Array:
-    """`[nse, ...]`, filled up with zeros, as `[blocks, _NEIGHBOURS, ...]`."""
-    blocks = -(-len(entries) // _NEIGHBOURS)
-    missing = blocks * _NEIGHBOURS - len(entries)
+    """`[nse, ...]`, filled up with zeros, as `[blocks, _TILE, ...]`."""
+    blocks = -(-len(entries) // _TILE)
+    missing = blocks * _TILE - len(entries)
     fill = [(0, missing, 0), *[(0, 0, 0)] * (entries.ndim - 1)]
     entries = lax.pad(entries, jnp.zeros([], entries.dtype), fill)
-    return entries.reshape(blocks, _NEIGHBOURS, *entries.shape[1:])
+    return entries.reshape(blocks, _TILE, *entries.shape[1:])

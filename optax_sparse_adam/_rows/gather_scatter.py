@@ -46,7 +46,7 @@ def repeat_row(index: jax.Array) -> jax.Array:
 
 
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """`table[indices]`; padding reads whatever row is next to it."""
+    """`table[indices]`; padding reads any row."""
     if len(indices) == 1:
         return take_rows(table, repeat_row(indices))[:1]
     n_sparse = indices.shape[1]
@@ -126,7 +126,7 @@ def update_of(rows: jax.Array, indices: jax.Array, shape: tuple[int, ...]) -> ja
 
 
 def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
-    # Random keys know no cast, not even to their own type.
+    # PRNG keys reject `astype`, even to their own type.
     return rows if rows.dtype == table.dtype else rows.astype(table.dtype)
 
 
@@ -147,10 +147,10 @@ def _writes_by_kernel(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
 
     Problem: a scatter into a bfloat16 table costs what the table costs. Cause: XLA for
     CPUs has no scatter of this type in jaxlib 0.10, and converts the table to float32
-    and back; a gather in a loop has the table converted before the loop; and taking the
-    numbers for integers copies them, too. Remedy: the kernel, where
-    it is there. Safe, because it writes the same rows. Test:
-    `test_memory_of_a_step`. From jaxlib 0.11.2 on XLA is in place, too.
+    and back; a gather in a loop has the table converted before the loop; and reading
+    the bits as integers copies them, too. Remedy: the kernel, where it is available.
+    Safe, because it writes the same rows. Test: `test_memory_of_a_step`. From jaxlib
+    0.11.2 on XLA is in place, too.
     """
     return table.dtype == jnp.bfloat16 and native.writes(table, indices, rows)
 

@@ -19,7 +19,7 @@ from .._jax_extras.sharding import mesh_of, shard_columns_like
 from .coalesce import Rows
 from .gather_scatter import gather_rows, scatter_rows, take_rows
 from .padding import in_bounds, mask_padding, pad_indices
-from .update_in_place import Middle, update_rows
+from .update_in_place import RowFunction, update_rows
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
@@ -31,21 +31,21 @@ Tables = tuple[jax.Array, ...]
 
 
 def map_rows(
-    middle: Middle,
+    row_fn: RowFunction,
     rows: Rows,
     tables: tuple[jax.Array, ...],
     *args: Any,
     read: tuple[jax.Array, ...] = (),
     is_reduced: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Gathers rows, calls `middle(data, rows_of_tables, *args)`, scatters rows.
+    """Gathers rows, calls `row_fn(data, rows_of_tables, *args)`, scatters rows.
 
-    `middle` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
-    the tables in `read` behind those of `tables`, and returns new ones of `tables`.
+    `row_fn` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
+    the tables in `read` after those of `tables`, and returns new ones of `tables`.
     `is_reduced` says that `reduce_rows` has gone through the same rows.
 
     Returns:
-      The first result of `middle`, `[nse, *row_shape]` (zero where padding), and the
+      The first result of `row_fn`, `[nse, *row_shape]` (zero where padding), and the
       tables with the touched rows replaced.
     """
     shape = tables[0].shape
@@ -53,7 +53,7 @@ def map_rows(
     def one_pass(
         rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        out, tables = update_rows(middle, rows.data, rows.indices, tables, *args)
+        out, tables = update_rows(row_fn, rows.data, rows.indices, tables, *args)
         return mask_padding(out, rows.indices, shape).astype(rows.data.dtype), tables
 
     def blocks(
@@ -71,7 +71,7 @@ def map_rows(
             data, tables = carry
             slot, indices = _block(rows, start, size, shape)
             part = take_rows(data, slot[:, None])
-            out, tables = update_rows(middle, part, indices, tables, *args)
+            out, tables = update_rows(row_fn, part, indices, tables, *args)
             # Padding keeps its zeros: dropped here, it needs no mask over the values.
             target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
             return scatter_rows(data, target[:, None], out), tables
@@ -188,7 +188,7 @@ def _block(
 
 
 def _should_use_blocks(rows: Rows, has_wide_state: bool) -> bool:
-    """Whether a CPU goes through the rows in blocks; callers ask for the platform.
+    """Whether a CPU goes through the rows in blocks; callers check the platform.
 
     There must be more than one block, and blocks must beat one pass. All rows at once
     are faster where there is little to do (one pass over a state of one scalar per row,

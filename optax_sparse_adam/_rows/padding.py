@@ -16,12 +16,12 @@ Any index out of bounds is padding. Those that this package writes, for a table 
   touched rows and of blocks (there `num_rows + place in the block`), and the targets of
   scatters into buffers of `nse` slots (`nse + slot`).
 - `num_rows`, the sizes of all dimensions (`row_bounds`): where entries may be equal.
-  Entries of a gradient that are not coalesced; the group (`nse`) of entries that belong
-  to no group; rows that no device has asked for (`shard_rows`, in `_collectives`).
+  Entries of a gradient that are not coalesced; the segment (`nse`) of entries that
+  belong to none; rows that no device has requested (`shard_rows`, in `_collectives`).
 - The last indices of the type (`last_indices`): for a batch of gradients of any
   shape, whose entries became zeros.
-- The largest number of the type (`padding_key`): in sort keys, which then do not depend
-  on the size of the table; sorts after all rows. Never an index.
+- The largest integer of the type (`padding_key`): in sort keys, which then do not
+  depend on the size of the table; sorts after all rows. Never an index.
 - `-1`: beside a single index, whose table need not be known (`append_padding`).
 
 For a table of 10 rows, `[7, -3, 3, 12]` holds the rows 7 and 3 and two padding entries;
@@ -47,7 +47,7 @@ def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def expand_like(flags: jax.Array, data: jax.Array) -> jax.Array:
-    """`flags` with axes of size one behind, so that it broadcasts against `data`."""
+    """`flags` with further axes of size one, so that it broadcasts against `data`."""
     return flags.reshape(flags.shape + (1,) * (data.ndim - flags.ndim))
 
 
@@ -55,7 +55,7 @@ def mask_padding(
     data: jax.Array, indices: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """`data` with zeros in the padding slots."""
-    zero = jnp.zeros_like(data, shape=())  # a 0 would turn booleans into integers
+    zero = jnp.zeros_like(data, shape=())  # a 0 would promote booleans
     return jnp.where(expand_like(in_bounds(indices, shape), data), data, zero)
 
 
@@ -101,5 +101,5 @@ def append_padding(index: jax.Array) -> jax.Array:
 
 
 def padding_key(dtype: Any) -> np.ndarray:
-    """The sort key of padding: the largest number of the type, which is never a row."""
+    """The sort key of padding: the largest integer of the type, never a row."""
     return np.asarray(jnp.iinfo(dtype).max, dtype)

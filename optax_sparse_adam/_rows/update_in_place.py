@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._jax_extras.jaxprs import ELEMENTWISE, Program, Step, evaluate
+from .._jax_extras.jaxprs import ELEMENTWISE, Equation, Program, evaluate
 from .gather_scatter import (
     combine_rows,
     order_after_gather,
@@ -41,7 +41,7 @@ from .gather_scatter import (
 )
 
 Tables = tuple[jax.Array, ...]
-Middle = Callable[..., tuple[jax.Array, Tables]]
+RowFunction = Callable[..., tuple[jax.Array, Tables]]
 
 
 class _Combination(NamedTuple):
@@ -59,7 +59,7 @@ class _Combination(NamedTuple):
 def _find_dependents(program: Program, value_ids: list[int]) -> set[int]:
     """The ids of these values, and of all that are computed from one of them."""
     dependents = set(value_ids)
-    for _, operands, results in program.steps:
+    for _, operands, results in program.equations:
         if not dependents.isdisjoint(operands):
             dependents.update(results)
     return dependents
@@ -113,19 +113,19 @@ def _find_combination(
 
 
 def update_rows(
-    middle: Middle,
+    row_fn: RowFunction,
     data: jax.Array,
     indices: jax.Array,
     tables: Tables,
     read: Tables,
     *args: Any,
 ) -> tuple[jax.Array, Tables]:
-    """Gathers rows, calls `middle(data, rows, *args)`, scatters rows; see `map_rows`.
+    """Gathers rows, calls `row_fn(data, rows, *args)`, scatters rows; see `map_rows`.
 
     Results in padding slots have no meaning.
     """
     rows = tuple(take_rows(table, indices) for table in (*tables, *read))
-    closed = jax.make_jaxpr(middle)(data, rows, *args)
+    closed = jax.make_jaxpr(row_fn)(data, rows, *args)
     program = Program(closed)
     given = dict(zip(program.inputs, jax.tree.leaves((data, rows, args)), strict=True))
     known = program.literals | program.consts | given
@@ -135,14 +135,14 @@ def update_rows(
     found = {i: _find_combination(program, tables[i], old, i, new[i]) for i in places}
     combined = {i: one for i, one in found.items() if one is not None}
 
-    def rest() -> tuple[list[Step], list[int]]:
+    def remaining() -> tuple[list[Equation], list[int]]:
         """What is computed from the new rows of the combined tables."""
         wanted = [out, *(new[i] for i in places if i not in combined)]
         ready = {new[i] for i in combined}
         return program.slice(wanted, lambda value_id: value_id in ready)
 
     # Old rows are gathered if something else is computed from them, too.
-    while lost := {i for i in combined if old[i] in rest()[1]}:
+    while lost := {i for i in combined if old[i] in remaining()[1]}:
         combined = {i: combined[i] for i in combined if i not in lost}
     steps, _ = program.slice([one.other for one in combined.values()])
     env = evaluate(steps, known)
@@ -150,7 +150,7 @@ def update_rows(
     for i, (formula, other) in combined.items():
         updated[i] = combine_rows(tables[i], indices, env[other], formula)
         known[new[i]] = take_rows(updated[i], indices)
-    others, starts = rest()
+    others, starts = remaining()
     env = evaluate(others, known)
     for i in places:
         if i not in combined:

@@ -50,8 +50,8 @@ class Formula(NamedTuple):
 
     def split(self, tables: Tables, ndim: int) -> tuple[Tables, Tables]:
         """The arrays of the state that have rows, and those that all rows share."""
-        number = len(tables) - self.shared(ndim)
-        return tables[:number], tables[number:]
+        own = len(tables) - self.shared(ndim)
+        return tables[:own], tables[own:]
 
     def compute(
         self, grad: jax.Array, rows: Tables, scalars: Any

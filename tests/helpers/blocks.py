@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from optax_sparse_adam._optimizers import lazy
-from optax_sparse_adam._optimizers.lazy_row_analysis import take_apart
+from optax_sparse_adam._optimizers.lazy_row_analysis import split_update
 
 
 def lower(tx, grads, params, how="lower", donate=(), state=None, **extra):
@@ -18,7 +18,7 @@ def lower(tx, grads, params, how="lower", donate=(), state=None, **extra):
     is_leaf = lazy.is_leaf
     leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in leaves]
-    return lowered, {names[i] for parts in taken for i in parts.middles}
+    return lowered, {names[i] for parts in taken for i in parts.row_fns}
 
 
 @contextlib.contextmanager
@@ -27,11 +27,11 @@ def recorded():
     taken = []
 
     def record(*args):
-        taken.append(take_apart(*args))
+        taken.append(split_update(*args))
         return taken[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy, "take_apart", record)
+        patch.setattr(lazy, "split_update", record)
         yield taken
 
 

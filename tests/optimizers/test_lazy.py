@@ -256,7 +256,7 @@ def test_state_that_is_not_made_of_rows():
 @pytest.mark.parametrize(
     ("around", "words"),
     [
-        (lambda tx: tx, "in exact Adam no row rests"),
+        (lambda tx: tx, "exact Adam advances all rows"),
         (osa.per_row, "per_row cannot be around exact_adam"),
     ],
 )

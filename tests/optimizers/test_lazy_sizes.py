@@ -58,7 +58,7 @@ WAYS = {
         optax.add_decayed_weights(0.5, mask), 3
     ),
 }
-EXPECTED = r"function of the sizes of parameters.* Call such a function with"
+EXPECTED = r"sizes of parameters.* Call such a function with"
 
 
 @pytest.mark.parametrize("way", WAYS)

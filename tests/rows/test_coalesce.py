@@ -64,13 +64,13 @@ def test_coalesce(dtype, n_sparse, shape):
 
 def test_tables_of_all_heights_are_traced_once(monkeypatch):
     """Many tables, as of a recommender, would take seconds."""
-    search, traced = duplicates._search_groups, []
+    search, traced = duplicates._segments_by_search, []
 
     def counted(*args):
         traced.append(args)
         return search(*args)
 
-    monkeypatch.setattr(duplicates, "_search_groups", counted)
+    monkeypatch.setattr(duplicates, "_segments_by_search", counted)
     values, indices = random_entries(np.random.default_rng(0), (50, 3), 1, 37)
     for rows in (50, 51, 1000):
         jax.make_jaxpr(osa.coalesce)(bcoo(values, indices, (rows, 3)))
