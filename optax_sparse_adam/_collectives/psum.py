@@ -76,7 +76,7 @@ def psum(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
 def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
     """Averages gradients over the devices along mesh axes; see `psum`.
 
-    What data-parallel training asks for, where each device's loss is the mean over its
+    What data-parallel training needs, where each device's loss is the mean over its
     part of the batch. The sum is divided by the number of all devices, whether or not
     they store a row. With `check_vma` the warning of `psum` holds: the mean of what is
     a sum already, on each device, is that sum.
@@ -227,7 +227,7 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     size = np.asarray(shape[0], ids.dtype)
     first = first_row(axis_name, shape[0], ids.dtype)
     mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
-    # The indices are sorted, so the rows of one device are neighbours.
+    # The indices are sorted, so the rows of one device are consecutive.
     nse = min(grad.nse, _num_rows(shape, grad.n_sparse))
     slot = jnp.arange(nse, dtype=jnp.int32)
     begin = jnp.argmax(mine) if grad.nse else 0

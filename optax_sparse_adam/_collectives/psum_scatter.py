@@ -94,7 +94,7 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
     indices, data = to_owners(exchange, route, grad.data)
     total = coalesce(BCOO((data, indices), shape=shape))
     return class_of(grad)(
-        (total.data[:most], total.indices[:most]),  # the rest is padding
+        (total.data[:most], total.indices[:most]),  # what follows is padding
         shape=shape,
         indices_sorted=True,
         unique_indices=True,

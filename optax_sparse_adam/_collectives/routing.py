@@ -1,4 +1,7 @@
-"""Sends rows to the devices that own them, and asks these for rows, in rounds.
+"""All-to-all exchange of rows with the devices that own them, in rounds.
+
+This is the dispatch with a capacity of mixture-of-experts layers, with the owner of a
+row in place of the expert, and as many rounds as it takes in place of dropped tokens.
 
 Owners hold blocks of consecutive rows, so rows in ascending order are in the order of
 their owners. All devices take part in as many rounds as the fullest pair needs.
@@ -45,9 +48,9 @@ def make_route(exchange: Exchange, indices: jax.Array, count: jax.Array) -> Rout
     return Route(indices, starts, lax.pmax(rounds, exchange.axis_name))
 
 
-def outgoing(exchange: Exchange, route: Route, turn: Any) -> jax.Array:
-    """The places of the rows to send in this round: `[slots, 1]`; padding elsewhere."""
-    begin = route.starts[:-1, None] + turn * exchange.capacity
+def outgoing(exchange: Exchange, route: Route, round_index: Any) -> jax.Array:
+    """The places of the rows to send in this round, then padding: `[slots, 1]`."""
+    begin = route.starts[:-1, None] + round_index * exchange.capacity
     slot = begin + jnp.arange(exchange.capacity, dtype=jnp.int32)[None, :]
     outside = exchange.num_sent + jnp.arange(exchange.slots, dtype=jnp.int32)
     inside = slot < route.starts[1:, None]
@@ -73,7 +76,7 @@ def in_rounds(
     start: Callable[[Any], Any],
     step: Callable[[Any, Any], Any],
 ) -> Any:
-    """Runs the first round by `start(0)`, each later one by `step(turn, result)`.
+    """Runs the first round by `start(0)`, each later one by `step(index, result)`.
 
     The first round is outside of the loop, so that XLA can overlap it with other work.
     """
@@ -86,8 +89,8 @@ def in_rounds(
         return carry[0] < rounds
 
     def body(carry: Any) -> Any:
-        turn, result = carry
-        return turn + 1, step(turn, result)
+        round_index, result = carry
+        return round_index + 1, step(round_index, result)
 
     return lax.while_loop(more, body, (jnp.ones([], jnp.int32), result))[1]
 
@@ -109,21 +112,21 @@ def to_owners(
       could not be sent.
     """
 
-    def receive(turn: Any) -> tuple[jax.Array, jax.Array]:
-        slot = outgoing(exchange, route, turn)
+    def receive(round_index: Any) -> tuple[jax.Array, jax.Array]:
+        slot = outgoing(exchange, route, round_index)
         rows = exchange.swap(gather_rows(data, slot))
         return incoming(exchange, route, slot), rows
 
-    def start(turn: Any) -> tuple[jax.Array, jax.Array]:
-        indices, rows = receive(turn)
+    def start(round_index: Any) -> tuple[jax.Array, jax.Array]:
+        indices, rows = receive(round_index)
         missing = (exchange.max_rounds - 1) * exchange.slots
         widths = [(0, missing), (0, 0)]
         indices = jnp.pad(indices, widths, constant_values=exchange.shard_rows)
         return indices, jnp.pad(rows, widths[:1] + [(0, 0)] * (rows.ndim - 1))
 
-    def step(turn: Any, buffers: tuple[jax.Array, jax.Array]) -> Any:
-        place = turn * exchange.slots
-        pairs = zip(buffers, receive(turn), strict=True)
+    def step(round_index: Any, buffers: tuple[jax.Array, jax.Array]) -> Any:
+        place = round_index * exchange.slots
+        pairs = zip(buffers, receive(round_index), strict=True)
         return tuple(
             lax.dynamic_update_slice_in_dim(buffer, part, place, 0)
             for buffer, part in pairs
@@ -136,33 +139,33 @@ def to_owners(
 
 
 def from_owners(
-    exchange: Exchange, route: Route, table: jax.Array, group: jax.Array
+    exchange: Exchange, route: Route, table: jax.Array, segment: jax.Array
 ) -> jax.Array:
-    """Asks the owners for rows.
+    """Requests rows from their owners.
 
     Args:
       exchange: The static sizes.
-      route: Which rows are asked for.
+      route: Which rows are requested.
       table: `[shard_rows, *row_shape]`, this device's shard.
-      group: `[num_sent]`, for each row of the result its place in the route.
+      segment: `[num_sent]`, for each row of the result its place in the route.
 
     Returns:
-      `[num_sent, *row_shape]`; NaN where a row could not be asked for.
+      `[num_sent, *row_shape]`; NaN where a row could not be requested.
     """
-    owner = search(route.starts[1:], group + 1)
-    rank = group - route.starts[owner]
+    owner = search(route.starts[1:], segment + 1)
+    rank = segment - route.starts[owner]
     place = owner * exchange.capacity + rank % exchange.capacity
     round_of = rank // exchange.capacity
 
-    def start(turn: Any) -> jax.Array:
-        asked = incoming(exchange, route, outgoing(exchange, route, turn))
-        answers = exchange.swap(read_rows(table, asked[:, 0]))
-        mine = jnp.where(round_of == turn, place, exchange.slots)
+    def start(round_index: Any) -> jax.Array:
+        requested = incoming(exchange, route, outgoing(exchange, route, round_index))
+        answers = exchange.swap(read_rows(table, requested[:, 0]))
+        mine = jnp.where(round_of == round_index, place, exchange.slots)
         return answers.at[mine].get(mode="fill")
 
-    def step(turn: Any, rows: jax.Array) -> jax.Array:
-        now = (round_of == turn).reshape(-1, *[1] * (rows.ndim - 1))
-        return jnp.where(now, start(turn), rows)
+    def step(round_index: Any, rows: jax.Array) -> jax.Array:
+        now = (round_of == round_index).reshape(-1, *[1] * (rows.ndim - 1))
+        return jnp.where(now, start(round_index), rows)
 
     return in_rounds(exchange, route, start, step)
 

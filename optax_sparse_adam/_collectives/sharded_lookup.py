@@ -1,4 +1,4 @@
-"""Lookups of row-sharded tables: each row travels only to the device that asked."""
+"""Lookups of row-sharded tables: each row travels only to devices that look it up."""
 
 import functools
 from typing import Any
@@ -28,7 +28,7 @@ def sharded_lookup(
     """`table[ids]` for a table sharded by rows, inside of `jax.shard_map`.
 
     Each device holds a block of consecutive rows, as JAX shards by `P(axis_name)`, and
-    asks for rows of the whole table. Duplicates are asked for once. The ids go to the
+    looks up rows of the whole table. Duplicates are requested once. The ids go to the
     owners of their rows and the rows come back by `lax.all_to_all`, in rounds: in each,
     at most `capacity` rows for each pair of devices. All devices go on for as many
     rounds as the fullest pair needs, so nothing is lost, however skewed the ids are.
@@ -87,18 +87,19 @@ def sharded_lookup(
     ids = jnp.asarray(ids)
     exchange = _plan(axis_name, table.shape[0], ids.size, capacity, max_rounds)
     flat = _row_ids(ids, exchange).reshape(-1)
-    table, flat = _vary_alike(table, flat)
+    table, flat = _vary_equally(table, flat)
     if ids.size == 0:
         rows = read_rows(table, flat)
     elif exchange.is_routed:
-        route, group = _route(exchange, flat)
-        # The gradient is that of a lookup of the rows that this device is asked for,
+        route, segment = _route(exchange, flat)
+        # The gradient is that of a lookup of the rows that other devices request here,
         # which `value_and_grad` knows as one. XLA drops this lookup: only its
         # derivative is used.
-        asked, _ = to_owners(exchange, route, jnp.zeros((len(flat), 0), table.dtype))
-        asked_rows = table.at[asked[:, 0]].get(mode="fill", wrap_negative_indices=False)
+        nothing = jnp.zeros((len(flat), 0), table.dtype)
+        local = to_owners(exchange, route, nothing)[0][:, 0]
+        requested_rows = table.at[local].get(mode="fill", wrap_negative_indices=False)
         table = lax.stop_gradient(table)
-        rows = _lookup_by_routing(exchange, asked_rows, table, route, group)
+        rows = _lookup_by_routing(exchange, requested_rows, table, route, segment)
     else:
         rows = _lookup_by_gathering(exchange, table, flat)
     return rows.reshape(*ids.shape, *table.shape[1:])
@@ -148,7 +149,7 @@ def lookup_rounds(
     if not exchange.is_routed:
         return jnp.ones([], jnp.int32)
     flat = _row_ids(ids, exchange).reshape(-1)
-    return _route(exchange, *_vary_alike(flat))[0].rounds
+    return _route(exchange, *_vary_equally(flat))[0].rounds
 
 
 def _plan(axis_name: AxisName, shard_rows: int, *sizes: Any) -> Exchange:
@@ -175,7 +176,7 @@ def _row_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:
     return jnp.clip(jnp.where(ids < 0, ids + num_rows, ids), -1, num_rows)
 
 
-def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+def _vary_equally(*arrays: jax.Array) -> list[jax.Array]:
     """Casts arrays to vary over each mesh axis over which one of them varies.
 
     The cotangent of `_lookup_by_routing` varies as its table does. JAX then sums it
@@ -188,21 +189,21 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
     """The distinct ids, and for each id its place among them."""
     size = (exchange.devices * exchange.shard_rows + 2,)
-    shifted, group, count = segment_rows(ids[:, None] + 1, size, is_sorted=False)
+    shifted, segment, count = segment_rows(ids[:, None] + 1, size, is_sorted=False)
     slot = jnp.arange(len(ids), dtype=jnp.int32)
     distinct = pad_indices(shifted, slot < count, slot, size) - 1
-    return make_route(exchange, distinct, count), group
+    return make_route(exchange, distinct, count), segment
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup_by_routing(
     exchange: Exchange,
-    asked_rows: jax.Array,
+    requested_rows: jax.Array,
     table: jax.Array,
     route: Route,
-    group: jax.Array,
+    segment: jax.Array,
 ) -> jax.Array:
-    return from_owners(exchange, route, table, group)
+    return from_owners(exchange, route, table, segment)
 
 
 def _lookup_by_routing_fwd(exchange: Exchange, *args: Any) -> Any:
@@ -210,9 +211,9 @@ def _lookup_by_routing_fwd(exchange: Exchange, *args: Any) -> Any:
 
 
 def _lookup_by_routing_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
-    route, group = route
+    route, segment = route
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
-    data = sum_by_segment(data, group)
+    data = sum_by_segment(data, segment)
     _, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
     return rows, None, None, None
 

@@ -11,16 +11,17 @@ from .unchecked import unchecked
 
 def on_cpu(
     special: Callable[..., Any],
-    pure: Callable[..., Any],
+    default: Callable[..., Any],
     *args: Any,
     keeps_order: bool = True,
 ) -> Any:
-    """`special(*args)` on a CPU, else `pure(*args)`.
+    """`special(*args)` on a CPU, else `default(*args)`.
 
     `lax.platform_dependent` chooses by the platform that a program is compiled for.
-    Derivatives and `vmap` are those of `pure`: a call of the kernel has no derivative,
-    and under `vmap` it, or a loop over blocks, would copy each of many tables. Where
-    `pure` orders rows differently, what is differentiated has its order.
+    Under `vmap` and differentiation `default` is used on CPUs as well: a call of the
+    kernel has no derivative, and batching it, or a loop over blocks, would copy every
+    table. `default` returns the same values; where it orders rows differently, pass
+    `keeps_order=False`, and values beside derivatives have its order.
     """
     leaves, tree = jax.tree.flatten(args)
 
@@ -29,8 +30,8 @@ def on_cpu(
         # `custom_vmap` refuses. Under a `jit` of its own, `special` keeps them.
         return jax.jit(special)(*jax.tree.unflatten(tree, leaves))
 
-    def default(*leaves: jax.Array) -> Any:
-        return pure(*jax.tree.unflatten(tree, leaves))
+    def otherwise(*leaves: jax.Array) -> Any:
+        return default(*jax.tree.unflatten(tree, leaves))
 
-    cpu = unchecked(call, default, keeps_order=keeps_order)
-    return lax.platform_dependent(*leaves, cpu=cpu, default=default)
+    cpu = unchecked(call, otherwise, keeps_order=keeps_order)
+    return lax.platform_dependent(*leaves, cpu=cpu, default=otherwise)

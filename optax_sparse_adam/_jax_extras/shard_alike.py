@@ -28,8 +28,8 @@ def shard_alike(like: jax.Array, x: jax.Array) -> jax.Array:
 
     Source: https://openxla.org/shardy/sdy_dialect#sdysharding_group_sdyshardinggroupop
     """
-    # JAX lowers equal equations once. The number makes them differ; otherwise all
-    # parameters of one shape would be one group.
+    # JAX lowers equal equations once. The group id makes them differ; otherwise all
+    # parameters of one shape would be in one group.
     return _shard_alike_p.bind(like, x, group=next(_groups))
 
 

@@ -72,7 +72,7 @@ def call_with_auto_axes(
 
     JAX has no sharding rule for gathers and scatters over Explicit axes: they raise
     `ShardingTypeError`. `jax.sharding.auto_axes` leaves them to the partitioner, and
-    asks for the layout of the result.
+    takes the layout of the result.
 
     Args:
       function: The operation.

@@ -1,9 +1,11 @@
-"""Operations that `checkify.index_checks` does not look into.
+"""Operations that `checkify.index_checks` does not enter.
 
-checkify takes every index out of bounds for an error, also where the mode of a gather
-or a scatter says what becomes of it; padding of ours is out of bounds on purpose. It
-has no way to except an operation (jax 0.10). It enters `jit`, loops, branches and
-functions with derivatives of their own, and no function with a `vmap` of its own.
+Problem: checkify reports every index out of bounds as an error, also where the mode of
+a gather or a scatter defines its meaning; our padding is out of bounds on purpose.
+Cause: it has no option to exclude an operation (jax 0.10). Remedy: it enters `jit`,
+loops, branches and functions with derivatives of their own, but no function with a
+`vmap` of its own (`custom_vmap`). Safe, because that `vmap` is the ordinary one. Test:
+`tests/gradients/test_checkify.py`.
 """
 
 from collections.abc import Callable
@@ -14,18 +16,18 @@ import jax
 
 def unchecked(
     function: Callable[..., Any],
-    plain: Callable[..., Any] | None = None,
+    derivative_of: Callable[..., Any] | None = None,
     *,
     keeps_order: bool = True,
 ) -> Callable[..., Any]:
-    """The same function of arrays, unseen by `checkify`; so is `vmap` of it.
+    """The same function of arrays, invisible to `checkify`; so is `vmap` of it.
 
-    Its derivatives and `vmap` are those of `plain`, another implementation, if given.
-    Where that orders rows differently, what is differentiated gets its values by it,
-    too. The derivatives are seen: a scatter with padding under `jax.grad` reports that.
-    (tests/gradients/test_checkify.py)
+    Its derivatives and `vmap` are those of `derivative_of`, another implementation, if
+    given. Where that orders rows differently (`keeps_order=False`), the values beside
+    derivatives are computed by it, too. The derivatives are visible: a scatter with
+    padding under `jax.grad` reports that.
     """
-    other = function if plain is None else plain
+    other = function if derivative_of is None else derivative_of
 
     @jax.custom_batching.custom_vmap
     def one(*args: Any) -> Any:

@@ -17,7 +17,7 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
 
 
 def _varies(x: Any, axis: str) -> bool:
-    # No public function tells. `pcast` raises for an axis that a value varies over.
+    # No public function says it. `pcast` raises for an axis that a value varies over.
     try:
         lax.pcast(x, axis, to="varying")
     except ValueError:
@@ -33,9 +33,10 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """Applies a primitive; operands may vary over other mesh axes than the rest.
+    """Applies a primitive to operands that may vary over different mesh axes.
 
-    A primitive takes none such, and rows vary by their ids where their table does not.
+    A primitive itself takes no such operands; looked-up rows vary as their ids do, even
+    where their table does not.
     """
     axes = varying_axes(*operands) if len(operands) > 1 else ()
     return primitive.bind(*(vary(x, axes) for x in operands), **params)

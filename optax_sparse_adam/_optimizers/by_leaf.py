@@ -104,14 +104,14 @@ def by_leaf(
       moments: The fields with an array for each parameter, by their names.
       formula: What is computed for one parameter.
       scalars: `scalars(count, count_inc, dtype, param_dtype)` of a step, `count_inc`
-        being its number from 1, of the type in which the parameter is computed.
+        counting from 1, of the type in which the parameter is computed.
       reads_params: Why it reads the parameters, for the error, if it does.
       check: Raises for a gradient that does not fit its parameter.
       eager: The formula outside of a program, where each one is compiled by itself.
     """
 
-    # Moments of the parameters' shape say it where no parameters are given.
-    whole = [key for key, one in moments.items() if one.axes is all_axes]
+    # Moments of the parameters' shape tell it where no parameters are given.
+    full = [key for key, one in moments.items() if one.axes is all_axes]
     title = name.title().replace("_", "")  # as torch's class
     counts = "count" in state_class._fields
 
@@ -154,8 +154,8 @@ def by_leaf(
             key: leaves_like(treedef, getattr(state, key), "The moments", "gradients")
             for key in moments
         }
-        if whole and not reads_params:
-            likes = columns[whole[-1]]
+        if full and not reads_params:
+            likes = columns[full[-1]]
         known: dict[Any, Any] = {}
         for i, grad in enumerate(grads):
             if grad is None:

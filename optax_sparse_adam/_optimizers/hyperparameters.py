@@ -1,4 +1,4 @@
-"""What all optimisers share: `1 - b**t`, and checks of what they are given."""
+"""What all optimisers share: `1 - b**t`, and checks of their arguments."""
 
 import math
 from collections.abc import Callable
@@ -43,9 +43,9 @@ def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
         dtype = jnp.result_type(b)
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant < 10:
             raise TypeError(
-                f"b{index + 1} must be a number, or an array of a type that tells "
-                f"0.999 from 1, got one of {dtype}. optax.inject_hyperparams casts "
-                "numbers to the type of the parameters: give it "
+                f"b{index + 1} must be a number, or an array of a type in which "
+                f"0.999 is not 1, got one of {dtype}. optax.inject_hyperparams casts "
+                "hyper-parameters to the type of the parameters: give it "
                 'static_args=("b1", "b2").'
             )
         if isinstance(b, NUMBER) and not 0.0 <= b < 1.0:
@@ -80,7 +80,7 @@ def check_transformation(inner: Any, name: str) -> None:
         given = getattr(inner, "__name__", repr(inner))
         raise TypeError(
             f"{name} takes an optax transformation, with `init` and `update`, got "
-            f"{type(inner).__name__} {given}. Call what makes one, as in "
+            f"{type(inner).__name__} {given}. Call the function that makes one, as in "
             f"{name}(optax.adam(1e-3))."
         )
 
@@ -91,13 +91,13 @@ def check_state_class(state: Any, expected: type, name: str) -> None:
         fields = ", ".join(getattr(expected, "_fields", ()))
         raise TypeError(
             f"{name} takes its own state, {expected.__name__}({fields}), got "
-            f"{_names(state)}. Make one by `init`; or, from the state of another "
-            "optimiser, from those of its arrays that mean the same."
+            f"{_names(state)}. Create it with `init`, or copy the matching arrays "
+            "of the other state into it."
         )
 
 
 def _names(state: Any) -> str:
-    """The class of a state, and those in it: what its user knows it by."""
+    """The class of a state, and the classes in it, by which its user knows it."""
     name = type(state).__name__
     if type(state) in (tuple, list) and state:
         return f"{name}({', '.join(map(_names, state))})"
@@ -107,15 +107,15 @@ def _names(state: Any) -> str:
 def check_moment(moment: Any, shape: tuple[int, ...] | None, name: str) -> None:
     """Raises unless a leaf of the state fits its parameter.
 
-    A moment of a table of another height would serve in silence: of rows that it lacks
-    a gather reads zeros, and a scatter stores nothing.
+    A moment of a table with another number of rows would be used in silence: for rows
+    that it lacks a gather reads zeros, and a scatter stores nothing.
     """
     given = None if moment is None else jnp.shape(moment)
     if given != shape:
         raise ValueError(
             f"`{name}` must have the shape {shape} for its parameter, got {given}. A "
-            "state fits the parameters that it was made of: make it by `init`, or grow "
-            "and restore all its arrays like the parameter."
+            "state fits the parameters that it was created for: create it with `init`, "
+            "or grow and restore all its arrays like the parameter."
         )
 
 
@@ -127,7 +127,7 @@ def check_state_shapes(
     leaves = jax.tree_util.tree_leaves_with_path(state)
     if len(leaves) != len(expected):
         raise ValueError(
-            f"{name} takes the state that its `init` makes of these parameters, of "
+            f"{name} takes the state that its `init` returns for these parameters, of "
             f"{len(expected)} arrays, got {_names(state)} of {len(leaves)} arrays."
         )
     for (path, leaf), like in zip(leaves, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Rounding to low-precision numbers, at random and right on average."""
+"""Rounding to low-precision types, at random and right on average."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,16 +13,16 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 def _round(
     how: Callable[[jax.Array], jax.Array], x: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Rounds float32 numbers to those of a type, as far as it had no largest one.
+    """Rounds float32 values to the grid of a type, ignoring overflow.
 
     In float32, with powers of two, where all of this is exact: XLA may leave out a cast
-    to a type and back. Devices take numbers below 2**-126 for 0; so that differences of
+    to a type and back. Devices flush values below 2**-126 to 0; so that differences of
     these results and their 24 bits stay above, steps are at least 2**-102. Of the low
     types only bfloat16 has smaller ones, below 2**-95 = 2.5e-29.
 
     Args:
-      how: `jnp.floor`, `jnp.ceil`, or `jnp.round`, which is to even in the middle.
-      x: The numbers.
+      how: `jnp.floor`, `jnp.ceil`, or `jnp.round`, which rounds ties to even.
+      x: The values.
       dtype: The type.
     """
     info = jnp.finfo(dtype)
@@ -36,15 +36,15 @@ def _round(
     return how(x * inverse) * step
 
 
-def _neighbours(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The largest number of a type that is at most `x`, the smallest at least `x`."""
+def _adjacent(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The largest value of a type that is at most `x`, the smallest at least `x`."""
     largest = min(float(jnp.finfo(dtype).max), _LARGEST)
     below, above = (_round(how, x, dtype) for how in (jnp.floor, jnp.ceil))
     return jnp.clip(below, -largest, largest), jnp.clip(above, -largest, largest)
 
 
 def nearest(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds float32 numbers to the nearest of a type, in float32."""
+    """Rounds float32 values to the nearest ones of a type, in float32."""
     near = _round(jnp.round, x, dtype)
     beyond = jnp.abs(near) > min(float(jnp.finfo(dtype).max), _LARGEST)
     return jnp.where(beyond, jnp.copysign(jnp.inf, near), near)
@@ -72,7 +72,7 @@ def random_bits(keys: Iterator[jax.Array]) -> Callable[[tuple[int, ...]], jax.Ar
 def _choose(bits: jax.Array, x: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
     """True with probability `(x - lo) / (hi - lo)`, to 2**-32; False if hi is inf.
 
-    True, too, if there is no such number: where `lo == hi`, or `lo` is -inf.
+    True, too, where this is undefined: where `lo == hi`, or `lo` is -inf.
     """
     share = (x - lo) / (hi - lo)
     return ~(share < 1) | (bits < (share * 2.0**32).astype(jnp.uint32))
@@ -80,7 +80,7 @@ def _choose(bits: jax.Array, x: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.
 
 def round_value(bits: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
     x = x.astype(jnp.float32)
-    below, above = _neighbours(x, dtype)
+    below, above = _adjacent(x, dtype)
     rounded = jnp.where(_choose(bits, x, below, above), above, below)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
 
@@ -90,15 +90,15 @@ def round_update(
 ) -> jax.Array:
     """An update of a type that, added and rounded to nearest, is right on average.
 
-    The sum is one of two numbers, next to `param + update` wherever updates of this
+    The sum is one of two values, next to `param + update` wherever updates of this
     type reach those, which they do but where the parameter is far larger than the sum.
     """
     old = param.astype(jnp.float32)
     x = old + update.astype(jnp.float32)
-    below, above = _neighbours(x, param.dtype)
-    down, up = _neighbours(below - old, dtype)[0], _neighbours(above - old, dtype)[1]
+    below, above = _adjacent(x, param.dtype)
+    down, up = _adjacent(below - old, dtype)[0], _adjacent(above - old, dtype)[1]
     lo, hi = (nearest(old + change, param.dtype) for change in (down, up))
     rounded = jnp.where(_choose(bits, x, lo, hi), up, down)
     rounded = jnp.where(jnp.isfinite(x), rounded, x)
-    # -0.0 leaves every number as it is, itself included.
+    # Adding -0.0 changes no value; 0.0 would change -0.0.
     return jnp.where(x == old, -0.0, rounded).astype(dtype)

@@ -231,7 +231,7 @@ def rowwise_adagrad(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adagrad with one accumulator for each row, on the rows that a gradient holds.
 
-    For each touched row of `D` numbers, duplicates added up:
+    For each touched row of `D` elements, duplicates added up:
 
     .. math::
 
@@ -239,8 +239,8 @@ def rowwise_adagrad(
       p &\leftarrow p - \gamma \left( \frac{g}{\sqrt{s} + \epsilon}
         + \lambda p \right)
 
-    The state of a `[num_rows, D]` table is `num_rows` numbers. A row is a vector along
-    the last axis; parameters of one axis have a number for each element, as in
+    The state of a `[num_rows, D]` table is `num_rows` scalars. A row is a vector along
+    the last axis; parameters of one axis have a scalar for each element, as in
     Adagrad. The sums are stored in float32 at least.
 
     .. warning::
@@ -257,7 +257,7 @@ def rowwise_adagrad(
           optax.scale_by_learning_rate(0.1)))
 
     Args:
-      learning_rate: A number, an array, or a schedule of the step number.
+      learning_rate: A number, an array, or a schedule of the step count.
       initial_accumulator_value: Starting value of the sums, at least 0.
       eps: Added to the root of the sum; above 0.
       weight_decay: :math:`\lambda`; unless it is 0, `update` needs `params`.
@@ -298,7 +298,7 @@ def rowwise_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam with one second moment for each row, on the rows that a gradient holds.
 
-    For each touched row of `D` numbers, duplicates added up, with `t` the number of
+    For each touched row of `D` elements, duplicates added up, with `t` the number of
     this step (one clock for all rows):
 
     .. math::
@@ -308,8 +308,8 @@ def rowwise_adam(
       p &\leftarrow p - \gamma \left( \frac{m / (1 - b_1^t)}
         {\sqrt{v / (1 - b_2^t)} + \epsilon} + \lambda p \right)
 
-    The state of a `[num_rows, D]` table is `num_rows * D + num_rows` numbers. A row is
-    a vector along the last axis; parameters of one axis have a number for each element,
+    The state of a `[num_rows, D]` table is `num_rows * D + num_rows` scalars. A row is
+    a vector along the last axis; parameters of one axis have a scalar for each element,
     as in Adam. `v` is stored in float32 at least: in bfloat16 a thousandth of it is
     lost.
 
@@ -324,7 +324,7 @@ def rowwise_adam(
     inside `lazy`.
 
     Args:
-      learning_rate: A number, an array, or a schedule of the step number.
+      learning_rate: A number, an array, or a schedule of the step count.
       b1: Decay of the moving average of the gradient.
       b2: Decay of the moving average of the squared gradient.
       eps: Added to the root of the bias-corrected second moment.

@@ -22,7 +22,7 @@ from .hyperparameters import (
 )
 
 
-class Step(NamedTuple):
+class StepScalars(NamedTuple):
     """The scalars of one step of one leaf, all of the type in which it computes."""
 
     sign: jax.Array  # -1 to maximize
@@ -46,12 +46,12 @@ def step_scalars(
     d: Scalar,
     weight_decay: Scalar | None,
     maximize: bool,
-) -> Step:
+) -> StepScalars:
     """The scalars of step `count`, the first step being 1; all may be traced."""
     eps1 = jnp.finfo(param_dtype).eps if eps[0] is None else eps[0]
     count = count.astype(dtype)
     rate = jnp.asarray(learning_rate, dtype).reshape(())
-    return Step(
+    return StepScalars(
         sign=jnp.asarray(-1 if maximize else 1, dtype),
         weight=count ** jnp.asarray(beta2_decay, dtype),
         size=jnp.minimum(rate, jax.lax.rsqrt(count)),
@@ -81,13 +81,13 @@ class _Shared(NamedTuple):
       factor: Of the direction: the size of the step, clipped by its length.
     """
 
-    step: Step
+    step: StepScalars
     columns: tuple[jax.Array, ...]
     factor: jax.Array
 
 
 def _direction(
-    grad: jax.Array, moments: Tables, columns: Tables, step: Step
+    grad: jax.Array, moments: Tables, columns: Tables, step: StepScalars
 ) -> tuple[jax.Array, Tables]:
     """The gradient over the root of the second moment, and the new moments of rows.
 
@@ -114,7 +114,7 @@ def _direction(
     return jnp.where(grad == 0, 0, step.sign * grad * root), moments
 
 
-def _first_sums(grad: jax.Array, rows: Tables, step: Step) -> Tables:
+def _first_sums(grad: jax.Array, rows: Tables, step: StepScalars) -> Tables:
     """Sums over rows that the direction, or the size of the step, depends on."""
     squares = jnp.sum(rows[-1] * rows[-1])
     if grad.ndim != 2:  # moments of other rows do not matter to a row
@@ -124,7 +124,9 @@ def _first_sums(grad: jax.Array, rows: Tables, step: Step) -> Tables:
     return squares, jnp.sum(square, axis=0), jnp.sum(v_row)
 
 
-def _length(grad: jax.Array, rows: Tables, columns: Tables, step: Step) -> jax.Array:
+def _length(
+    grad: jax.Array, rows: Tables, columns: Tables, step: StepScalars
+) -> jax.Array:
     direction, _ = _direction(grad, rows, columns, step)
     return jnp.sum(direction * direction)
 
@@ -132,7 +134,7 @@ def _length(grad: jax.Array, rows: Tables, columns: Tables, step: Step) -> jax.A
 def _prepare(
     reduce: Callable[..., Any],
     shared: Tables,
-    step: Step,
+    step: StepScalars,
     num_rows: jax.Array,
     row_shape: tuple[int, ...],
 ) -> tuple[_Shared, Tables]:
@@ -245,7 +247,7 @@ def sparse_adafactor(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adafactor that reads and writes only the rows that a row-sparse gradient holds.
 
-    The second moment of a `[num_rows, D]` table is kept as `num_rows + D` numbers, the
+    The second moment of a `[num_rows, D]` table is kept as `num_rows + D` scalars, the
     averages of its rows and of its columns, in place of `num_rows * D`; there is no
     first moment. With `n` rows in the gradient `G`, duplicates added up, `P` these rows
     of the table, and `t` the number of this step (one clock for all rows):
@@ -324,7 +326,7 @@ def sparse_adafactor(
     _check_hyperparameters(learning_rate, beta2_decay, eps, d, weight_decay)
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
 
-    def scalars(count: jax.Array, count_inc: jax.Array, *dtypes: Any) -> Step:
+    def scalars(count: jax.Array, count_inc: jax.Array, *dtypes: Any) -> StepScalars:
         return step_scalars(
             count_inc,
             learning_rate(count) if callable(learning_rate) else learning_rate,

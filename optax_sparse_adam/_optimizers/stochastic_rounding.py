@@ -51,8 +51,8 @@ def _init(
         known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         return known and len(leaf.sharding.device_set) > 1
 
-    # A compiled program makes no copies that only lend their shape, but it would not
-    # spread zeros over the devices of the parameters.
+    # Under `jit`, the widened parameters, of which only the shapes are used, are never
+    # allocated; but zeros would not be spread over the devices of the parameters.
     spread = any(map(is_spread, jax.tree.leaves(params)))
     return widened(params) if spread else jax.jit(widened)(params)
 
@@ -65,10 +65,10 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets low-precision parameters learn as float32 ones do, on average.
 
-    A parameter rounded to nearest stands still while its updates are below half of the
-    distance to the next number. For bfloat16 that is 1/256 to 1/512 of its value: a
+    A parameter rounded to nearest does not change while its updates are below half of
+    the distance to the next value. For bfloat16 that is 1/256 to 1/512 of its value: a
     parameter of 1.0 never notices steps of 0.001. Here `inner` computes in float32, and
-    the new value, between the neighbouring low-precision numbers `a` and `b`, is
+    the new value, between the adjacent low-precision values `a` and `b`, is
     rounded to one of them at random, so that it is right on average:
 
     .. math::
@@ -81,26 +81,26 @@ def stochastic_rounding(
     float16, the float8 types) in float32. Its new state is rounded in the same way to
     the type it had: a bfloat16 second moment with `b2 = 0.999` moves, too, where
     rounding to nearest would hold it. `state_dtype=jnp.float32` keeps the moments in
-    float32 instead, for twice the memory. Leave `mu_dtype` and its kin of `inner` unset
-    then: `inner` would round to nearest by itself. Scalars of the state stay in
-    float32. Parameters of 32 bits or more, and `None`, are handed through.
+    float32 instead, for twice the memory. Leave `mu_dtype` and similar options of
+    `inner` unset then: `inner` would round to nearest by itself. Scalars of the state
+    stay in float32. Parameters of 32 bits or more, and `None`, are handed through.
 
     This is an ordinary transformation for dense gradients, and `lazy` lifts it to
     row-sparse ones: rows that the gradient does not hold keep all their bits, and
     random bits are drawn for the others only. The updates have the type of the
     gradient, and round the parameter when they are added to it, by `apply_updates`,
-    `optax.apply_updates`, Flax's `TrainState` or `nnx.Optimizer`. It belongs around
-    all that changes the update: an update that is scaled afterwards leads elsewhere.
+    `optax.apply_updates`, Flax's `TrainState` or `nnx.Optimizer`. It belongs around all
+    that changes the update: an update that is scaled afterwards leads to another value.
     It belongs around `per_row`, too; inside, all rows would share their random bits.
-    And around `inject_hyperparams`, which else keeps the numbers in the parameters'
-    type: in bfloat16, 0.999 is 1.
+    And around `inject_hyperparams`, which otherwise keeps the hyper-parameters in the
+    type of the parameters: in bfloat16, 0.999 is 1.
 
     .. note::
 
       `x` is `p + u` in float32 arithmetic. Where updates of the gradient's type cannot
-      reach the neighbours of `x` (`p` is far larger than `x`), the nearest numbers that
-      they reach, below and above `x`, take their place. Finite values beyond the
-      largest number of the type become that number; infinities and NaN stay what they
+      reach the values adjacent to `x` (`p` is far larger than `x`), the nearest values
+      that they reach, below and above `x`, take their place. Finite values beyond the
+      largest one of the type become that one; infinities and NaN stay what they
       are (float8 types without infinities have NaN for both).
 
     On a CPU the random bits and the rounding take longer than the update of the rows.
@@ -143,7 +143,7 @@ def stochastic_rounding(
       <https://arxiv.org/abs/1502.02551>`_, 2015; Zamirai et al., `Revisiting BFloat16
       Training <https://arxiv.org/abs/2010.06192>`_, 2020; `FBGEMM
       <https://docs.pytorch.org/FBGEMM>`_, which does so to tables of low precision
-      unless told otherwise (`stochastic_rounding`).
+      unless configured otherwise (`stochastic_rounding`).
     """
     check_transformation(inner, "stochastic_rounding")
     inner = optax.with_extra_args_support(inner)

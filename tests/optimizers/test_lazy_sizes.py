@@ -122,7 +122,7 @@ def test_what_takes_a_row_for_a_vector():
     table = PARAMS["table"]
     state = tx.init(table)
     one = jax.tree.map(lambda x: x[:1], GRADS["table"])
-    with pytest.raises(ValueError, match="2000 rows than to 1 rows"):
+    with pytest.raises(ValueError, match=r"2000 rows\) and for its touched rows \(1\)"):
         tx.update(one, state, table)
     tx.update(GRADS["table"], state, table)
     tx.update(None, state, table)

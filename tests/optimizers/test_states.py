@@ -78,7 +78,7 @@ def test_state_of_another_optimizer(name, other):
     """What is given, by its class, and what to do."""
     tx, _ = CASES[name]
     state = other.init(TABLE)
-    words = r"takes its own state, \w+State\(.*\), got .*State.*Make one by `init`"
+    words = r"takes its own state, \w+State\(.*\), got .*State.*Create it with `init`"
     with pytest.raises(TypeError, match=words):
         tx.update(GRADS["dense"], state, TABLE)
 
@@ -96,7 +96,7 @@ def test_state_of_another_size(name):
     "wrap", [osa.lazy, osa.per_row, lambda inner: osa.stochastic_rounding(inner, 0)]
 )
 def test_what_is_no_transformation(wrap, inner):
-    with pytest.raises(TypeError, match=r"takes an optax transformation.*Call what"):
+    with pytest.raises(TypeError, match=r"takes an optax transformation.*Call the"):
         wrap(inner)
 
 
