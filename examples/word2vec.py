@@ -9,6 +9,11 @@ gradients hold the rows that the batch has read, and `osa.sparse_adam`, which up
 others. Then the same model is trained for 500 steps by dense Adam, to compare, and by
 `osa.exact_adam`, which has the losses of dense Adam at a fraction of its time.
 
+With `--subwords 200000` the vector of a word is the mean of its own row and of those of
+its character n-grams, hashed to so many rows (fastText: Bojanowski et al., "Enriching
+Word Vectors with Subword Information", 2017, https://arxiv.org/abs/1607.04606). These
+are bags of ids, `osa.embedding_bag`, and words that the text lacks get a vector, too.
+
 The method is that of Mikolov et al., "Distributed Representations of Words and Phrases
 and their Compositionality", 2013, https://arxiv.org/abs/1310.4546: the vector of a word
 should tell the words around it from noise.
@@ -33,6 +38,7 @@ import sys
 import sysconfig
 import threading
 import time
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +66,8 @@ SAMPLE = 1e-3  # words that are more frequent are thinned out
 # steps: 2.62 with 0.001, 2.50 with 0.005, 2.57 with 0.01.
 LEARNING_RATE = 5e-3
 COMPARED_STEPS = 500  # steps that the other optimisers take as well
+NGRAMS, MAX_NGRAMS = (3, 4, 5, 6), 32  # lengths of n-grams; how many of a word
+UNSEEN = "rereadable, widths, halfhour, ThreadLocker, PipeError, asyncqueue"
 SHOWN = "read, max, left, first, True, stdin, encode, hour, width, red, lock, socket"
 
 # --- the text: a list of words, most frequent first, and indices into it ---
@@ -103,6 +111,22 @@ def read_corpus(text=None):
     return [names[i] for i in order], counts[order], tokens[tokens >= 0]
 
 
+def subwords(words, num_words, buckets):
+    """The rows of each word and of its n-grams, `[len(words), 1 + MAX_NGRAMS]`.
+
+    The table has a row for each of `num_words` words, then the buckets. Ids of -1 are
+    padding; a word that is none of the first `num_words` has no row of its own.
+    """
+    ids = np.full((len(words), 1 + MAX_NGRAMS), -1, np.int32)
+    ids[:num_words, 0] = np.arange(min(len(words), num_words))
+    for row, word in zip(ids, words, strict=True):
+        text = f"<{word}>".encode()
+        grams = [text[i : i + n] for n in NGRAMS for i in range(len(text) - n + 1)]
+        hashed = [num_words + zlib.crc32(gram) % buckets for gram in grams]
+        row[1 : 1 + len(grams)] = hashed[:MAX_NGRAMS]
+    return ids
+
+
 def split(tokens):
     """Pieces of a thousand words, to shuffle, and to hold some of them out."""
     return np.array_split(tokens, max(20, len(tokens) // 1000))
@@ -122,9 +146,13 @@ def skip_grams(tokens, reach):
 
 
 class SkipGrams:
-    """Draws batches: centers `[BATCH]`, contexts `[BATCH, 1 + NEGATIVES]`."""
+    """Draws batches: centers `[BATCH]`, contexts `[BATCH, 1 + NEGATIVES]`.
 
-    def __init__(self, counts):
+    With `bags`, the rows of each word, the centers are bags, `[BATCH, length]`.
+    """
+
+    def __init__(self, counts, bags=None):
+        self.bags = bags
         self.keep = np.minimum(1, np.sqrt(SAMPLE * counts.sum() / counts))
         # Noise words are drawn in proportion to count ** 0.75, from a table.
         share = np.cumsum(counts**0.75)
@@ -139,7 +167,8 @@ class SkipGrams:
 
     def batch(self, pairs, rng):
         noise = self.noise[rng.integers(len(self.noise), size=(len(pairs), NEGATIVES))]
-        return pairs[:, 0], np.concatenate([pairs[:, 1:], noise], axis=1)
+        centers = pairs[:, 0] if self.bags is None else self.bags[pairs[:, 0]]
+        return centers, np.concatenate([pairs[:, 1:], noise], axis=1)
 
     def train(self, pieces, rng):
         """Batches without end; the pieces are shuffled anew for each pass."""
@@ -164,10 +193,18 @@ class SkipGrams:
 # --- the model and its training ---
 
 
-def init_params(num_words, rng):
-    """Two vectors for each word: as a center, and as context of another one."""
-    center = rng.uniform(-0.5 / DIM, 0.5 / DIM, (num_words, DIM)).astype(np.float32)
+def init_params(num_words, rng, buckets=0):
+    """Two vectors for each word, as center and as context, and one for each bucket."""
+    shape = (num_words + buckets, DIM)
+    center = rng.uniform(-0.5 / DIM, 0.5 / DIM, shape).astype(np.float32)
     return {"center": jnp.array(center), "context": jnp.zeros((num_words, DIM))}
+
+
+def vectors(table, ids):
+    """The vectors of words: a row for each id, or the mean of each bag of ids."""
+    if ids.ndim == 2:
+        return osa.embedding_bag(table, ids, mode="mean")
+    return table[ids]
 
 
 def loss_fn(params, centers, contexts):
@@ -177,7 +214,7 @@ def loss_fn(params, centers, contexts):
     of each row by the batch, and bring it near to the `eps` of Adam.
     """
     # Lookups, and no other use of the tables: so their gradients can be row-sparse.
-    center = params["center"][centers].astype(jnp.float32)
+    center = vectors(params["center"], centers).astype(jnp.float32)
     context = params["context"][contexts].astype(jnp.float32)
     scores = jnp.einsum("bd,bkd->bk", center, context)
     true, noise = scores[:, 0], scores[:, 1:]
@@ -250,16 +287,16 @@ def train(name, value_and_grad, optimizer, params, batches, num_steps, held_out)
 # --- what came out ---
 
 
-def nearest(vectors, ids, num=5, among=5000):
+def nearest(rows, ids, num=5, among=5000):
     """The nearest of the first rows by cosine: rows and cosines, `[len(ids), num]`."""
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     cosines = unit[ids] @ unit[:among].T
     cosines[np.arange(cosines.shape[1]) == np.array(ids)[:, None]] = -1  # itself
     rows = np.argsort(-cosines, axis=1)[:, :num]
     return rows, np.take_along_axis(cosines, rows, axis=1)
 
 
-def draw(path, runs, words, groups):
+def draw(path, runs, words, center, groups):
     """The losses, and a map of words: `groups` of indices, those of a row are near."""
     figure = Figure(figsize=(12, 5), layout="constrained", dpi=120)
     left, right = figure.subplots(1, 2, width_ratios=(2, 3))
@@ -271,7 +308,7 @@ def draw(path, runs, words, groups):
     left.set(xlabel="seconds, with compilation", ylabel="training loss of a pair")
     left.legend()
     # The plane in which these words differ most (principal components).
-    points = np.asarray(runs["osa.sparse_adam"].params["center"])[groups.ravel()]
+    points = center[groups.ravel()]
     points = points / np.linalg.norm(points, axis=1, keepdims=True)
     axes = np.linalg.svd(points - points.mean(axis=0), full_matrices=False)[2][:2]
     for i, place in zip(groups.ravel(), points @ axes.T, strict=True):
@@ -288,11 +325,20 @@ def main():
     add = parser.add_argument
     add("--text", type=Path, help="file, folder or pipe; default: Python's own library")
     add("--steps", type=int, default=20_000, help="default: 20,000")
+    add(
+        "--subwords",
+        type=int,
+        default=0,
+        metavar="ROWS",
+        help="for n-grams; try 200000",
+    )
     add("--save", type=Path, metavar="FILE.npz", help="keep both tables and the words")
     add("--plot", type=Path, default=Path("word2vec.png"), help="default: word2vec.png")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
+    if args.subwords < 0:
+        parser.error(f"--subwords must be at least 0, got {args.subwords}")
     if args.text and not os.access(args.text, os.R_OK):
         parser.error(f"--text must be a file or folder to read, got {args.text}")
     for path in filter(None, (args.save, args.plot)):
@@ -310,15 +356,17 @@ def main():
             f"occur twice, got {len(tokens):,} and {len(words)}; pass more text"
         )
     print(f"text: {len(tokens):,} words, {len(words):,} different ones")
-    megabytes = len(words) * DIM * 4 / 1e6
-    print(f"tables: 2 of {len(words):,} rows x {DIM} float32, {megabytes:.1f} MB each")
-    lookups = BATCH * (2 + NEGATIVES)
+    heights = len(words) + args.subwords, len(words)
+    bags = subwords(words, len(words), args.subwords) if args.subwords else None
+    sizes = f"{heights[0]:,} and {heights[1]:,} rows x {DIM} float32"
+    print(f"tables: {sizes}, {sum(heights) * DIM * 4 / 1e6:.1f} MB together")
+    lookups = BATCH * (1 + NEGATIVES + (1 if bags is None else bags.shape[1]))
     print(f"a step: {BATCH} pairs with {NEGATIVES} noise words, {lookups:,} lookups")
 
-    pieces, source = split(tokens), SkipGrams(counts)
+    pieces, source = split(tokens), SkipGrams(counts, bags)
     held_out = source.held_out(pieces[::20], np.random.default_rng(0))
     known = [piece for i, piece in enumerate(pieces) if i % 20]
-    params = init_params(len(words), np.random.default_rng(1))
+    params = init_params(len(words), np.random.default_rng(1), args.subwords)
     rate = optax.linear_schedule(LEARNING_RATE, 0.05 * LEARNING_RATE, args.steps)
 
     signal.signal(signal.SIGINT, lambda *_: interrupted.set())
@@ -326,6 +374,8 @@ def main():
     sparse = osa.value_and_grad, osa.sparse_adam(rate)
     ours = train("osa.sparse_adam", *sparse, params, batches, args.steps, held_out)
     tables = {name: np.asarray(table) for name, table in ours.params.items()}
+    if bags is not None:
+        tables |= {"center": np.asarray(vectors(ours.params["center"], bags))}
     if args.save:
         with args.save.open("wb") as file:
             np.savez(file, words=np.array(words), counts=counts, **tables)
@@ -343,6 +393,18 @@ def main():
     for i, row, values in zip(ids, rows, cosines, strict=True):
         near = [f"{words[j]} {c:.2f}" for j, c in zip(row, values, strict=True)]
         print(f"  {words[i]:<12}" + ", ".join(near))
+
+    if bags is not None:
+        unseen = [word for word in UNSEEN.split(", ") if word not in index]
+        # Their vectors come after those of the words, and among these are the nearest.
+        rows_of = subwords([*words, *unseen], len(words), args.subwords)[len(words) :]
+        made = np.asarray(vectors(ours.params["center"], rows_of))
+        places = range(len(words), len(words) + len(unseen))
+        both = np.concatenate([tables["center"], made])
+        near, _ = nearest(both, places, among=min(len(words), 5000))
+        print("nearest neighbours of words that the text does not have:")
+        for word, row in zip(unseen, near, strict=True):
+            print(f"  {word:<13}" + ", ".join(words[j] for j in row))
 
     print("\nnow dense and exact Adam: the same model, first values and batches")
     others = {
@@ -369,7 +431,7 @@ def main():
         show(f"held-out loss after {steps:,} steps", losses)
     print("Adam moves all rows in each step, and learns more by it than sparse_adam.")
     groups = np.concatenate([np.array(ids)[:, None], rows[:, :4]], axis=1)
-    draw(args.plot, runs, words, groups)
+    draw(args.plot, runs, words, tables["center"], groups)
     print(f"\nlosses and a map of the words: {args.plot}")
 
 
