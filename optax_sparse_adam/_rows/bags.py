@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
+from .._jax_extras.sums_of_shards import sum_of_shards
 from ..native import _calls as native
 from .coalesce import accumulator_dtype
 from .padding import expand_like
@@ -293,7 +294,11 @@ def bag_lookup(
         read = functools.partial(native.read_bags, num_bags)
         sums: jax.Array = on_cpu(read, pool, table, ids, segments, weights)
         return sums
-    return pool(table, ids, segments, weights)
+    tree: Any
+    entries, tree = jax.tree.flatten((ids, segments, weights))
+    return sum_of_shards(
+        lambda table, *entries: pool(table, *tree.unflatten(entries)), table, *entries
+    )
 
 
 def _pool(

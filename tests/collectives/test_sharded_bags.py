@@ -1,0 +1,83 @@
+"""Bags of ids under `jit` of sharded tables: sums travel, and no rows."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import assert_close
+
+TABLE = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+IDS = np.random.default_rng(1).integers(-9, 49, (8, 16)).astype(np.int32)
+WEIGHTS = np.random.default_rng(2).normal(size=IDS.shape).astype(np.float32)
+_COLLECTIVE = re.compile(r" = (\w+\[[\d,]*\]).* (?:all|collective|reduce)-[a-z-]+\(")
+
+# How table and ids lie on a mesh of (4, 2) devices, and what is sent forwards.
+LAYOUTS = {
+    "rows": (P("x"), P(), {"f32[8,4]"}),
+    "rows of all": (P(("x", "y")), P(), {"f32[8,4]"}),
+    "rows, columns": (P("x", "y"), P(), {"f32[8,2]"}),
+    "rows, bags": (P("x"), P("y"), {"f32[4,4]"}),
+    "rows, bags of one axis": (P("x"), P("x"), {"f32[8,4]", "s32[8,16]"}),
+    "bags": (P(), P("x"), set()),
+}
+
+
+def _expected(ids, weights):
+    inside = (ids >= 0) & (ids < 40)
+    rows = np.where(inside[..., None], TABLE[np.where(inside, ids, 0)], 0.0)
+    return (rows.astype(np.float64) * weights[..., None]).sum(1)
+
+
+def _put(mesh, *pairs):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_sent(layout):
+    of_table, of_ids, sent = LAYOUTS[layout]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Auto,) * 2)
+    table, ids = _put(mesh, (TABLE, of_table), (IDS, of_ids))
+    compiled = jax.jit(osa.embedding_bag).lower(table, ids).compile()
+    assert set(_COLLECTIVE.findall(compiled.as_text())) == sent
+    expected = _expected(IDS, np.ones(IDS.shape))
+    assert_close(compiled(table, ids), expected, 1e-6, magnitude=10.0)  # of 16 rows
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_step(axis_type, is_flat):
+    """As on one device, with weights and their gradients; nothing of N rows is sent."""
+    mesh = jax.make_mesh((8,), ("x",), (axis_type,))
+    segments = np.repeat(np.arange(8, dtype=np.int32), 16)
+    tx = osa.sparse_adam(0.1)
+
+    def pool(table, ids, weights):
+        if not is_flat:
+            return osa.embedding_bag(table, ids, weights=weights)
+        flat = {"segment_ids": segments, "num_segments": 8}
+        return osa.embedding_bag(table, ids.ravel(), weights=weights.ravel(), **flat)
+
+    def step(table, state, ids, weights):
+        def loss(table, weights):
+            return jnp.sum(pool(table, ids, weights) ** 2)
+
+        loss, grads = osa.value_and_grad(loss, argnums=(0, 1))(table, weights)
+        updates, state = tx.update(grads[0], state)
+        return osa.apply_updates(table, updates), state, loss, grads[1]
+
+    expected = jax.jit(step)(jnp.array(TABLE), tx.init(TABLE), IDS, WEIGHTS)
+    pairs = (TABLE, P("x")), (IDS, P()), (WEIGHTS, P())
+    with jax.set_mesh(mesh):
+        table, *batch = _put(mesh, *pairs)
+        compiled = jax.jit(step).lower(table, tx.init(table), *batch).compile()
+        actual = compiled(table, tx.init(table), *batch)
+    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_close(one, other, 1e-6, magnitude=max(1.0, np.abs(other).max()))
+    assert_close(expected[2], (_expected(IDS, WEIGHTS) ** 2).sum(), 1e-6)
