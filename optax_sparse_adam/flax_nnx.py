@@ -135,7 +135,7 @@ def value_and_grad(
             for i, value in zip(wrt, _as_tuple(argnums, chosen), strict=True):
                 values[i] = jax.tree.map(_put, values[i], value, is_leaf=_is_states)
             tree = (tuple(values), inputs[1])
-            numbers = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
+            positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
             out = fun(*args, **kwargs)
             if has_aux and not (isinstance(out, tuple) and len(out) == 2):
@@ -147,8 +147,8 @@ def value_and_grad(
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
-            origins[:] = [numbers.get(id(x)) for x in leaves]
-            return value, [x for x in leaves if id(x) not in numbers]
+            origins[:] = [positions.get(id(x)) for x in leaves]
+            return value, [x for x in leaves if id(x) not in positions]
 
         states = [jax.tree.map(_get, inputs[0][i], is_leaf=_is_states) for i in wrt]
         chosen = tuple(states) if isinstance(argnums, Sequence) else states[0]
