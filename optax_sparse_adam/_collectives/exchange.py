@@ -7,10 +7,10 @@ to each owner, which is what a static shape allows.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import first_row
 from .psum import AxisName
@@ -66,7 +66,7 @@ class Exchange:
         """Sends `x[p * capacity:(p + 1) * capacity]` to device `p`, for each `p`."""
         return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
 
-    def first_row(self, dtype: Any) -> jax.Array:
+    def first_row(self, dtype: DTypeLike) -> jax.Array:
         """The first row that this device owns."""
         return first_row(self.axis_name, self.shard_rows, dtype)
 

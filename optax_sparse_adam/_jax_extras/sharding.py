@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from .shard_alike import shard_alike
 
@@ -90,7 +91,7 @@ def call_with_auto_axes(
     )(*arrays)
 
 
-def first_row(axis_name: Any, shard_rows: int, dtype: Any) -> jax.Array:
+def first_row(axis_name: Any, shard_rows: int, dtype: DTypeLike) -> jax.Array:
     """The first row that this device owns of a table sharded along mesh axes."""
     # `axis_index` is an int32; row ids of large tables are wider.
     device = lax.axis_index(axis_name).astype(dtype)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
@@ -31,7 +32,7 @@ def all_but_last(ndim: int) -> Sequence[int]:
     return range(max(1, ndim - 1) if ndim else 0)
 
 
-def fixed(dtype: Any) -> Callable[[Any], Any] | None:
+def fixed(dtype: DTypeLike | None) -> Callable[[Any], Any] | None:
     """The type of a moment that may be given by the user."""
     if dtype is None:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._rows.checks import check_bcoo, is_bcoo
 
@@ -14,7 +15,7 @@ Scalar = float | jax.Array
 NUMBER = (int, float, np.number)  # what is known while tracing
 
 
-def one_minus_power(b: Scalar, count: jax.Array, dtype: Any) -> jax.Array:
+def one_minus_power(b: Scalar, count: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`1 - b**count` without the cancellation, which costs 1e-4 in float32.
 
     The logarithm of a Python number is taken in double precision.

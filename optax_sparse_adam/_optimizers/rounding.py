@@ -1,17 +1,17 @@
 """Rounding to low-precision types, at random and right on average."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def _round(
-    how: Callable[[jax.Array], jax.Array], x: jax.Array, dtype: Any
+    how: Callable[[jax.Array], jax.Array], x: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Rounds float32 values to the grid of a type, ignoring overflow.
 
@@ -36,14 +36,14 @@ def _round(
     return how(x * inverse) * step
 
 
-def _adjacent(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _adjacent(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """The largest value of a type that is at most `x`, the smallest at least `x`."""
     largest = min(float(jnp.finfo(dtype).max), _LARGEST)
     below, above = (_round(how, x, dtype) for how in (jnp.floor, jnp.ceil))
     return jnp.clip(below, -largest, largest), jnp.clip(above, -largest, largest)
 
 
-def nearest(x: jax.Array, dtype: Any) -> jax.Array:
+def nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds float32 values to the nearest ones of a type, in float32."""
     near = _round(jnp.round, x, dtype)
     beyond = jnp.abs(near) > min(float(jnp.finfo(dtype).max), _LARGEST)
@@ -78,7 +78,7 @@ def _choose(bits: jax.Array, x: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.
     return ~(share < 1) | (bits < (share * 2.0**32).astype(jnp.uint32))
 
 
-def round_value(bits: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+def round_value(bits: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     x = x.astype(jnp.float32)
     below, above = _adjacent(x, dtype)
     rounded = jnp.where(_choose(bits, x, below, above), above, below)
@@ -86,7 +86,7 @@ def round_value(bits: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def round_update(
-    bits: jax.Array, param: jax.Array, update: jax.Array, dtype: Any
+    bits: jax.Array, param: jax.Array, update: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """An update of a type that, added and rounded to nearest, is right on average.
 

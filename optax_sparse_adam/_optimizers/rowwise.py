@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
@@ -85,7 +86,7 @@ def scale_by_rowwise_rss(
         # Rows without a gradient, padding among them, would be zero over zero.
         raise ValueError(f"Invalid eps: {eps}. It must be above 0.")
 
-    def scalars(_: Any, __: Any, dtype: Any, ___: Any) -> jax.Array:
+    def scalars(_: Any, __: Any, dtype: DTypeLike, ___: Any) -> jax.Array:
         return jnp.asarray(eps, dtype)
 
     name = "scale_by_rowwise_rss"
@@ -125,7 +126,7 @@ def scale_by_rowwise_adam(
     b2: Scalar = 0.999,
     eps: Scalar = 1e-8,
     *,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Rescales gradients by Adam with one second moment for each row.
 
@@ -157,7 +158,7 @@ def scale_by_rowwise_adam(
     # What is rounded is the smaller part.
     is_small = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
 
-    def scalars(_: Any, count_inc: jax.Array, dtype: Any, __: Any) -> _Scalars:
+    def scalars(_: Any, count_inc: jax.Array, dtype: DTypeLike, __: Any) -> _Scalars:
         weights = (
             jnp.asarray(b if small else 1 - b, dtype)
             for b, small in zip((b1, b2), is_small, strict=True)
@@ -293,7 +294,7 @@ def rowwise_adam(
     b2: Scalar = 0.999,
     eps: Scalar = 1e-8,
     *,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: Scalar = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam with one second moment for each row, on the rows that a gradient holds.

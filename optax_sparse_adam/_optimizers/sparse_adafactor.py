@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype
@@ -38,8 +39,8 @@ class StepScalars(NamedTuple):
 def step_scalars(
     count: jax.Array,
     learning_rate: Scalar,
-    param_dtype: Any,
-    dtype: Any,
+    param_dtype: DTypeLike,
+    dtype: DTypeLike,
     *,
     beta2_decay: Scalar,
     eps: tuple[Scalar | None, Scalar],
@@ -326,7 +327,9 @@ def sparse_adafactor(
     _check_hyperparameters(learning_rate, beta2_decay, eps, d, weight_decay)
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
 
-    def scalars(count: jax.Array, count_inc: jax.Array, *dtypes: Any) -> StepScalars:
+    def scalars(
+        count: jax.Array, count_inc: jax.Array, *dtypes: DTypeLike
+    ) -> StepScalars:
         return step_scalars(
             count_inc,
             learning_rate(count) if callable(learning_rate) else learning_rate,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.experimental.sparse import BCOO
+from jax.typing import DTypeLike
 
 from .._rows.update_table import Formula, Tables
 from ..native import _calls as native
@@ -74,7 +75,7 @@ def _sparse_adam(
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
-    mu_dtype: Any,
+    mu_dtype: DTypeLike | None,
     maximize: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `scale(count)` multiplies the bias-corrected update."""
@@ -84,7 +85,9 @@ def _sparse_adam(
         # Constants, as a scatter that combines rows takes no operand beside them.
         formula = ADAM._replace(constants=(float(1 - b1), float(1 - b2)))
 
-    def factors(count: jax.Array, count_inc: jax.Array, dtype: Any, _: Any) -> Factors:
+    def factors(
+        count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, _: Any
+    ) -> Factors:
         correction1 = one_minus_power(b1, count_inc, dtype)
         correction2 = one_minus_power(b2, count_inc, dtype)
         size = jnp.asarray(scale(count), dtype).reshape(())
@@ -111,7 +114,7 @@ def scale_by_sparse_adam(
     b2: Scalar = 0.999,
     eps: Scalar = 1e-8,
     *,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales row-sparse gradients by Adam, on the rows that they hold.
 
@@ -155,7 +158,7 @@ def sparse_adam(
     b2: Scalar = 0.999,
     eps: Scalar = 1e-8,
     *,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam that reads and writes only the rows that a row-sparse gradient holds.

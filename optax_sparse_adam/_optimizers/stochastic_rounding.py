@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from .._rows.checks import check_dense, is_leaf, leaves_like
 from .._rows.resting_state import refuse_exact
@@ -35,12 +36,12 @@ def _is_low(x: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
-def _widened(x: Any, dtype: Any = jnp.float32) -> Any:
+def _widened(x: Any, dtype: DTypeLike = jnp.float32) -> Any:
     return jnp.asarray(x, dtype) if _is_low(x) else x
 
 
 def _init(
-    init: Callable[[Any], Any], params: optax.Params, dtype: Any
+    init: Callable[[Any], Any], params: optax.Params, dtype: DTypeLike
 ) -> optax.OptState:
     """The state for parameters of another type, of which no copy is made."""
 
@@ -61,7 +62,7 @@ def stochastic_rounding(
     inner: optax.GradientTransformation,
     key: jax.Array | int,
     *,
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets low-precision parameters learn as float32 ones do, on average.
 

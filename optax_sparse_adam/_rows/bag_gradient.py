@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .guarded import GuardedBCOO, let_through, new_guard
 from .padding import expand_like
@@ -39,7 +40,12 @@ class BagGradient(GuardedBCOO):
     weights: jax.Array | None
 
     def __init__(
-        self, args: Any, *, shape: Sequence[int], dtype: Any, is_stale: bool = False
+        self,
+        args: Any,
+        *,
+        shape: Sequence[int],
+        dtype: DTypeLike,
+        is_stale: bool = False,
     ):
         self.values, self.indices, self.segments, self.weights = args
         self.guard, self._dtype = new_guard(self.indices), jnp.dtype(dtype)

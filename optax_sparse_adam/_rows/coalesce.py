@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
+from jax.typing import DTypeLike
 
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
@@ -58,7 +59,7 @@ def replicate_entries(grad: BCOO) -> BCOO:
     return entries(grad, lambda x: replicate_rows(x, mesh))
 
 
-def touched_rows(grad: BCOO, dtype: Any) -> Rows:
+def touched_rows(grad: BCOO, dtype: DTypeLike) -> Rows:
     """The touched rows of a gradient, duplicates added up in `dtype`.
 
     A gradient with the flag `unique_indices` is not checked: nothing is summed or
@@ -69,7 +70,7 @@ def touched_rows(grad: BCOO, dtype: Any) -> Rows:
     return _sums_by_kernel(grad) if by_kernel else _sums(grad)
 
 
-def cast_entries(grad: BCOO, dtype: Any) -> BCOO:
+def cast_entries(grad: BCOO, dtype: DTypeLike) -> BCOO:
     """Casts the values to `dtype`, and the indices to a type that holds padding."""
     if isinstance(grad, BagGradient):
         mesh = mesh_of(grad.values, grad.indices)
@@ -120,10 +121,10 @@ def bcoo_of(
     )
 
 
-def accumulator_dtype(*dtypes: Any) -> Any:
+def accumulator_dtype(*dtypes: DTypeLike) -> Any:
     """The type to compute in: at least float32."""
 
-    def wide(dtype: Any) -> Any:  # JAX promotes the float8 types to no other
+    def wide(dtype: DTypeLike) -> Any:  # JAX promotes the float8 types to no other
         is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
         return jnp.float32 if is_narrow else dtype
 

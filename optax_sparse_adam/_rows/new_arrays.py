@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import shard_axes_like
 from ..native import _calls as native
 
 
 def full_along(
-    param: jax.Array, value: Any = 0, dtype: Any = None, axes: Any = None
+    param: jax.Array, value: Any = 0, dtype: DTypeLike | None = None, axes: Any = None
 ) -> jax.Array:
     """An array full of a value, of the shape of these axes of a parameter, or all."""
     axes = tuple(range(jnp.ndim(param))) if axes is None else axes
@@ -26,7 +27,7 @@ def full_along(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), keep_unused=True)
-def _zeros(param: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _zeros(param: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Zeros on the device of a parameter, which is a CPU."""
     del param
     return native.zeros(shape, dtype)

@@ -28,11 +28,10 @@ For a table of 10 rows, `[7, -3, 3, 12]` holds the rows 7 and 3 and two padding 
 coalesced it is `[3, 7, 12, 13]`.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
 def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
@@ -100,6 +99,6 @@ def append_padding(index: jax.Array) -> jax.Array:
     return jnp.concatenate([index, outside])
 
 
-def padding_key(dtype: Any) -> np.ndarray:
+def padding_key(dtype: DTypeLike) -> np.ndarray:
     """The sort key of padding: the largest integer of the type, never a row."""
     return np.asarray(jnp.iinfo(dtype).max, dtype)

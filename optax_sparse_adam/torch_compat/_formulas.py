@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._optimizers.by_leaf import update_leaf
 from .._optimizers.hyperparameters import check_leaf
@@ -46,7 +47,7 @@ class Formula(NamedTuple):
     update: Any
     scalars: Callable[[Group, Any, int], tuple[float, ...]]
     shapes: Callable[[Group, Shape], dict[str, Shape]]
-    step_dtype: Any = "float32"
+    step_dtype: DTypeLike | None = "float32"
 
 
 def scalar(option: Any) -> Any:
@@ -90,7 +91,7 @@ def _sparse_adam(table: Table, grad: Gradient, scalars: Any) -> Table:
     return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
 
 
-def _sparse_adam_scalars(group: Group, dtype: Any, step: int) -> Any:
+def _sparse_adam_scalars(group: Group, dtype: DTypeLike, step: int) -> Any:
     beta1, beta2 = map(scalar, group["betas"])
     size = learning_rate(group, step - 1) * math.sqrt(1.0 - beta2**step)
     factors: Any = Factors  # typed as arrays; here scalars
@@ -131,7 +132,7 @@ def _adam(table: Table, grad: Any, scalars: Any) -> Table:
     return (s.keep * wide_param + update).astype(param.dtype), state
 
 
-def _adam_scalars(group: Group, dtype: Any, step: int) -> Any:
+def _adam_scalars(group: Group, dtype: DTypeLike, step: int) -> Any:
     beta1, beta2 = map(scalar, group["betas"])
     lr, decay = learning_rate(group, step - 1), scalar(group["weight_decay"])
     decoupled = group["decoupled_weight_decay"]
@@ -179,7 +180,7 @@ def _adafactor(table: Table, grad: Any, scalars: Any) -> Table:
     return apply_updates(param, delta), state
 
 
-def _adafactor_scalars(group: Group, dtype: Any, step: int) -> Any:
+def _adafactor_scalars(group: Group, dtype: DTypeLike, step: int) -> Any:
     eps1, eps2 = group["eps"]
     return AdafactorScalars(
         sign=-1.0 if group["maximize"] else 1.0,
