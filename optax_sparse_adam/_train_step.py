@@ -72,6 +72,7 @@ def make_train_step(
         read = state if contains_exact(state) else None
         both = value_and_grad(loss, has_aux=has_aux, sparse=wanted, read=read)
         value, grads = both(params, *batch)
+        # What line searches and plateau schedules of optax take; others ignore it.
         extra = {"value": value[0] if has_aux else value}
         if wanted is False:
 

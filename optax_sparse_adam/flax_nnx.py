@@ -121,6 +121,8 @@ def value_and_grad(
         bound = inspect.signature(fun).bind(*args, **kwargs)  # model=... is positional
         wrt = _wrt(argnums, len(bound.args))
         prefix = tuple(map(wrt.get, range(len(bound.args))))
+        # A module becomes a tree of arrays, each shared variable in it once. `split_fn`
+        # puts what is differentiated in front: `NodeStates((params, rest))`.
         inputs = nnx.to_tree(
             (bound.args, bound.kwargs),
             prefix=(prefix, None),
@@ -135,6 +137,7 @@ def value_and_grad(
             for i, value in zip(wrt, _as_tuple(argnums, chosen), strict=True):
                 values[i] = jax.tree.map(_put, values[i], value, is_leaf=_is_states)
             tree = (tuple(values), inputs[1])
+            # Tracers that come out as they went in are known by their identity.
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
             out = fun(*args, **kwargs)
@@ -145,6 +148,8 @@ def value_and_grad(
                 )
             value, aux = out if has_aux else (out, None)
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
+            # Only what `fun` has changed is returned: JAX would copy a table that a
+            # program returns as it was given.
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
             origins[:] = [positions.get(id(x)) for x in leaves]

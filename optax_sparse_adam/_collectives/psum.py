@@ -135,6 +135,8 @@ def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
         to = "invarying" if on_mesh else "varying"
         return lax.all_gather(x, axis_name, tiled=True, to=to)
 
+    # Each device has its own padding. It stays out of bounds when gathered, and
+    # `coalesce` moves it to the end, where the slots beyond `num_rows` are cut off.
     own = entries(grad)
     total = coalesce(BCOO((gather(own.data), gather(own.indices)), shape=grad.shape))
     nse = min(total.nse, _num_rows(total.shape, total.n_sparse))
@@ -231,6 +233,8 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     nse = min(grad.nse, _num_rows(shape, grad.n_sparse))
     slot = jnp.arange(nse, dtype=jnp.int32)
     begin = jnp.argmax(mine) if grad.nse else 0
+    # Slots beyond the last row of this device read rows of the next one, or none: they
+    # become padding below.
     place = slot + jnp.asarray(begin, slot.dtype)
     ids = ids.at[:, 0].add(-first)
     ids, data, mine = (

@@ -189,6 +189,7 @@ def _vary_equally(*arrays: jax.Array) -> list[jax.Array]:
 def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
     """The distinct ids, and for each id its place among them."""
     size = (exchange.devices * exchange.shard_rows + 2,)
+    # Plus one: -1, an id below the table, becomes a row of its own, not padding.
     shifted, segment, count = segment_rows(ids[:, None] + 1, size, is_sorted=False)
     slot = jnp.arange(len(ids), dtype=jnp.int32)
     distinct = pad_indices(shifted, slot < count, slot, size) - 1

@@ -157,6 +157,8 @@ def by_leaf(
         }
         if full and not reads_params:
             likes = columns[full[-1]]
+        # Scalars of a step are computed once for each pair of types, not for each leaf:
+        # a model of 100 tables traces its bias corrections once.
         known: dict[Any, Any] = {}
         for i, grad in enumerate(grads):
             if grad is None:
@@ -172,6 +174,8 @@ def by_leaf(
             kind = dtype, read[-1].dtype
             if kind not in known:
                 known[kind] = scalars(count, count_inc, *kind)
+            # Outside of a program, constants in a formula would compile it again for
+            # each b1 and b2; `eager` has them as operands.
             is_traced = isinstance(read[0], jax.core.Tracer)
             one = formula if is_traced or eager is None else eager
             grads[i], news = update_leaf(

@@ -237,10 +237,14 @@ def lazy(
                 small = _put(small, table.places, rows)
             return update(small)
 
-        # Look the touched rows up, of gradients, state and parameters.
+        # Look the touched rows up, of gradients, state and parameters. `owners` says of
+        # each array which table it has rows of. For table 0 and a bias under Adam:
+        # gradients [0, None], count, mu, nu [None, 0, None, 0, None], params [0, None].
         owners = probe(transformation.init, update, given.treedef, arrays, sizes, known)
         tables = {i: _gather(given, i, size, owners) for i, size in sizes.items()}
-        # Update them; what provably treats rows alone is left to `_write_back`.
+        # Update them. All tables go through one call of the inner transformation, as a
+        # norm is one over all of them. Where it provably treats each row alone, XLA
+        # drops these results, and `_write_back` computes the rows in blocks.
         alone = {i: table for i, table in tables.items() if table.is_worth_analysing}
         results, formulas = split_update(
             update_rows,

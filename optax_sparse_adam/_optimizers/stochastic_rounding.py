@@ -206,6 +206,8 @@ def stochastic_rounding(
                 updates, state.inner_state, params, **extra_args
             )
             return updates, state._replace(inner_state=new)
+        # One key for each array that may be rounded, whether or not it is: so the bits
+        # of a leaf do not depend on the types of the others.
         leaves, structure = jax.tree.flatten(state.inner_state)
         key, *keys = jax.random.split(state.key, 1 + len(grads) + len(leaves))
         draw = random_bits(iter(keys))
@@ -217,6 +219,8 @@ def stochastic_rounding(
             treedef.unflatten(map(_widened, olds)),
             **extra_args,
         )
+        # The update is rounded such that parameter + update is one of the two adjacent
+        # values; the state is stored, so it is rounded itself.
         results = treedef.flatten_up_to(updates)
         for i, (grad, old) in enumerate(pairs):
             if grad is not None and _is_low(old):

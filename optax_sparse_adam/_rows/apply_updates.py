@@ -18,6 +18,7 @@ def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
     rows, unique = replicate_entries(update), update.unique_indices
     indices, data = rows.indices, rows.data
+    # A bfloat16 table: two updates of a row are added up first, and rounded once.
     if param.dtype != dtype and not unique:
         indices, data, _ = touched_rows(update, dtype)
         unique = True

@@ -39,6 +39,8 @@ class Rows(NamedTuple):
 
 def _widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Casts indices to a type that holds every row and `nse` padding indices."""
+    # The largest padding index, `num_rows + nse - 1`, must fit: int8 ids of a table of
+    # 100 rows and 64 entries become int32, as 163 is no int8.
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
     own: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
     for dtype in (*own, jnp.int32, jnp.uint32):

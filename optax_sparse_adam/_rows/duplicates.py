@@ -157,6 +157,8 @@ def _segments_by_search(
     nse, key = len(keys), keys[:, 0]
     # A CPU sorts the ids alone and searches them afterwards three times faster than it
     # carries the positions through the sort.
+    # For the keys [7, 3, P, 7] (P: padding) `ordered` is [3, 7, 7, P], `first` is
+    # [1, 1, 0, 0], `rank` [0, 1, 1, 1], and the segments are [1, 0, 4, 1].
     ordered = key if is_sorted else jnp.sort(key)
     first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])])
     first &= ordered != padding_key(keys.dtype)
@@ -187,6 +189,8 @@ def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Sorted:
         keys = jnp.stack(columns, axis=1)
     real = keys[:, 0] != padding_key(keys.dtype)
     last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
+    # `last` marks the last entry of each segment, so the count of those before an entry
+    # is its segment.
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
     target = jnp.where(last, before, nse + slot)[:, None]
     return _Sorted(

@@ -77,6 +77,7 @@ def _find_combination(
       place: Which of them is the table's.
       new: The id of its new rows.
     """
+    # The path from the old row to the new one: `sub grad mu`, `mul 0.1 _`, `add mu _`.
     moving = _find_dependents(program, [old[place]])
     path = [s for s in program.slice([new])[0] if not moving.isdisjoint(s.operands)]
     avals: dict[int, Any] = {
@@ -86,6 +87,7 @@ def _find_combination(
             (*operands, *results), (*eqn.invars, *eqn.outvars), strict=True
         )
     }
+    # A combiner gets one other element beside the old one. Here that is `grad`.
     others = avals.keys() - moving - program.literals.keys()
     if new not in avals or len(others) != 1:
         return None
@@ -141,15 +143,18 @@ def update_rows(
         ready = {new[i] for i in combined}
         return program.slice(wanted, lambda value_id: value_id in ready)
 
-    # Old rows are gathered if something else is computed from them, too.
+    # Old rows are gathered if something else is computed from them, too: `old - new`,
+    # say, as an update. That may need the old rows of another table in turn.
     while lost := {i for i in combined if old[i] in remaining()[1]}:
         combined = {i: combined[i] for i in combined if i not in lost}
     steps, _ = program.slice([one.other for one in combined.values()])
     env = evaluate(steps, known)
+    # First the tables whose rows are combined where they lie, and these are read again.
     updated = list(tables)
     for i, (formula, other) in combined.items():
         updated[i] = combine_rows(tables[i], indices, env[other], formula)
         known[new[i]] = take_rows(updated[i], indices)
+    # Then all else, of those new rows: the update and the other tables.
     others, starts = remaining()
     env = evaluate(others, known)
     for i in places:
