@@ -1,9 +1,10 @@
 """What JAX does not offer as a function.
 
-Each file says what is missing, and what JAX version would make it needless:
+Each file says what is missing, and how we do without:
 `sharding` (the layout of rows and of states on a mesh), `shard_alike` (one array laid
 out as another over Auto axes), `scatter_combining` (a scatter with any combiner),
 `on_cpu` (two implementations of one function), `jaxprs` (programs read and run again),
-`varying_axes` (over which mesh axes a value varies), `unchecked` (operations that
+`varying_axes` (over which mesh axes a value varies), `sums_of_shards` (a sum that the
+partitioner computes shard by shard), `unchecked` (operations that
 checkify does not look into).
 """

@@ -28,12 +28,12 @@ def all_axes(ndim: int) -> Sequence[int]:
 
 
 def all_but_last(ndim: int) -> Sequence[int]:
-    """The axes of one scalar for each vector; of vectors and scalars themselves."""
+    """All axes but the last: one scalar for each row. A vector keeps its axis."""
     return range(max(1, ndim - 1) if ndim else 0)
 
 
-def fixed(dtype: DTypeLike | None) -> Callable[[Any], Any] | None:
-    """The type of a moment that may be given by the user."""
+def given_dtype(dtype: DTypeLike | None) -> Callable[[Any], Any] | None:
+    """This type for a moment, or the parameter's if it is `None`."""
     if dtype is None:
         return None
     dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -108,11 +108,12 @@ def by_leaf(
         counting from 1, of the type in which the parameter is computed.
       reads_params: Why it reads the parameters, for the error, if it does.
       check: Raises for a gradient that does not fit its parameter.
-      eager: The formula outside of a program, where each one is compiled by itself.
+      eager: Takes the place of `formula` outside of `jit`, where each formula with
+        other constants is compiled again.
     """
 
-    # Moments of the parameters' shape tell it where no parameters are given.
-    full = [key for key, one in moments.items() if one.axes is all_axes]
+    # Without parameters, their shapes are those of the moments of the same shape.
+    full = [key for key, moment in moments.items() if moment.axes is all_axes]
     title = name.title().replace("_", "")  # as torch's class
     counts = "count" in state_class._fields
 
@@ -127,7 +128,7 @@ def by_leaf(
                     f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Train the "
                     "real and the imaginary part as two tables."
                 )
-        trees = {key: jax.tree.map(one.init, params) for key, one in moments.items()}
+        trees = {key: jax.tree.map(x.init, params) for key, x in moments.items()}
         return state_class(**clock(jnp.zeros([], jnp.int32)), **trees)
 
     def update_fn(
@@ -148,27 +149,29 @@ def by_leaf(
             count_inc = optax.safe_increment(count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        likes = olds = grads[:]
+        shaped_like = param_leaves = grads[:]
         if reads_params:
-            likes = olds = leaves_like(treedef, params, "Parameters", "gradients")
+            shaped_like = param_leaves = leaves_like(
+                treedef, params, "Parameters", "gradients"
+            )
         columns = {
             key: leaves_like(treedef, getattr(state, key), "The moments", "gradients")
             for key in moments
         }
         if full and not reads_params:
-            likes = columns[full[-1]]
+            shaped_like = columns[full[-1]]
         # Scalars of a step are computed once for each pair of types, not for each leaf:
         # a model of 100 tables traces its bias corrections once.
         known: dict[Any, Any] = {}
         for i, grad in enumerate(grads):
             if grad is None:
                 continue
-            check(grad, likes[i])
+            check(grad, shaped_like[i])
             held = {key: column[i] for key, column in columns.items()}
             for key, moment in moments.items():
-                moment.check(key, held[key], jnp.shape(likes[i]))
+                moment.check(key, held[key], jnp.shape(shaped_like[i]))
             arrays = {key: x for key, x in held.items() if x is not None}
-            param = jnp.asarray(olds[i]) if reads_params else None
+            param = jnp.asarray(param_leaves[i]) if reads_params else None
             read = [*arrays.values()] if param is None else [param]
             dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
             kind = dtype, read[-1].dtype
@@ -177,9 +180,9 @@ def by_leaf(
             # Outside of a program, constants in a formula would compile it again for
             # each b1 and b2; `eager` has them as operands.
             is_traced = isinstance(read[0], jax.core.Tracer)
-            one = formula if is_traced or eager is None else eager
+            chosen = formula if is_traced or eager is None else eager
             grads[i], news = update_leaf(
-                one, grad, param, tuple(arrays.values()), known[kind]
+                chosen, grad, param, tuple(arrays.values()), known[kind]
             )
             for key, new in zip(arrays, news, strict=True):
                 columns[key][i] = new

@@ -39,7 +39,8 @@ from .exact_schedule import (
 from .hyperparameters import (
     NUMBER,
     check_at_least,
-    check_hyperparameters,
+    check_betas,
+    check_eps,
     check_leaf,
     check_state_class,
 )
@@ -72,7 +73,8 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
                 f"{type(value).__name__}: rows that rest are moved by a sum whose "
                 "length follows from it."
             )
-    check_hyperparameters(b1, b2, eps)
+    check_betas(b1, b2)
+    check_eps(eps)
     smallest = 1e-36 / math.sqrt(1 - b2)
     if eps < smallest:
         raise ValueError(

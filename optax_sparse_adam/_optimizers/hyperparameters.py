@@ -39,7 +39,7 @@ def check_learning_rate(value: Any) -> None:
     check_at_least("learning rate", value, 0, hint)
 
 
-def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
+def check_betas(b1: Scalar, b2: Scalar) -> None:
     for index, b in enumerate((b1, b2)):
         dtype = jnp.result_type(b)
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant < 10:
@@ -54,6 +54,9 @@ def check_hyperparameters(b1: Scalar, b2: Scalar, eps: Scalar) -> None:
                 f"Invalid beta parameter at index {index}: {b}. "
                 f"b{index + 1} must be at least 0 and below 1."
             )
+
+
+def check_eps(eps: Scalar) -> None:
     if isinstance(eps, NUMBER) and not eps > 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
 

@@ -100,7 +100,7 @@ def _gather(given: _Arguments, i: int, size: Sizes, owners: list[Any]) -> _Table
     if grad is None:
         none = jnp.zeros([0, *param.shape[1:]], param.dtype)
         count = jnp.zeros([], jnp.int32)
-        rows = Rows(jnp.zeros([0, size.depth], jnp.int32), none, count)
+        rows = Rows(jnp.zeros([0, size.n_sparse], jnp.int32), none, count)
     else:
         rows = touched_rows(grad, accumulator_dtype(grad.dtype))
         data = rows.data.astype(grad.dtype)
@@ -218,8 +218,8 @@ def lazy(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         given = _Arguments.of(updates, state, params)
-        found = map(_sizes, given.grads, given.params)
-        sizes = {i: size for i, size in enumerate(found) if size is not None}
+        each = map(_sizes, given.grads, given.params)
+        sizes = {i: size for i, size in enumerate(each) if size is not None}
         if not sizes and (params is not None or None not in given.grads):
             return transformation.update(updates, state, params, **extra_args)
         arrays = [*given.grads, *given.leaves, *given.params]

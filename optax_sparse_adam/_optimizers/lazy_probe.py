@@ -71,19 +71,19 @@ class Sizes(NamedTuple):
 
     Attributes:
       shape: Its shape.
-      depth: How many leading axes index the rows.
+      n_sparse: How many leading axes index the rows.
       rows: The product of their sizes.
       nse: How many rows are touched at most.
     """
 
     shape: tuple[int, ...]
-    depth: int
+    n_sparse: int
     rows: int
     nse: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], depth: int, nse: int) -> "Sizes":
-        return cls(shape, depth, math.prod(shape[:depth]), nse)
+    def of(cls, shape: tuple[int, ...], n_sparse: int, nse: int) -> "Sizes":
+        return cls(shape, n_sparse, math.prod(shape[:n_sparse]), nse)
 
 
 def probe(
@@ -142,14 +142,14 @@ def row_leaves(
         if leaf.shape == other.shape:
             return -1
         for i, table in tables.items():
-            full = (*shapes[i].shape[: table.depth], *other.shape[1:])
+            full = (*shapes[i].shape[: table.n_sparse], *other.shape[1:])
             if other.shape[:1] == (sizes[i],) and leaf.shape == full:
                 return i
         raise ValueError(
             "lazy needs an inner state whose arrays hold the rows of a table along "
             "their first axes, or do not depend on its number of rows; got shape "
             f"{leaf.shape} at {jax.tree_util.keystr(path)} of the inner state, and "
-            f"tables with {sorted({table.depth for table in tables.values()})} sparse "
+            f"tables with {sorted({x.n_sparse for x in tables.values()})} sparse "
             "axes. Look rows up by one id, or choose a state shaped like the "
             "parameters."
         )
@@ -211,8 +211,8 @@ def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in _DRAWS:
                 continue
-            depths = (len(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-            yield eqn.primitive.name, *depths
+            ranks = (len(getattr(var.aval, "shape", ())) for var in eqn.outvars)
+            yield eqn.primitive.name, *ranks
             for param in jax.tree.leaves(eqn.params):
                 if isinstance(param, ClosedJaxpr | Jaxpr):
                     yield from of_jaxpr(getattr(param, "jaxpr", param))
@@ -239,7 +239,7 @@ def _resized(x: Any, table: Any, tables: dict[int, Sizes], rows: dict[int, int])
     """The shape of an array of a table with so many rows, along one axis, or of `x`."""
     if x is None or table not in rows:
         return x
-    shape = (rows[table], *x.shape[tables[table].depth :])
+    shape = (rows[table], *x.shape[tables[table].n_sparse :])
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
 

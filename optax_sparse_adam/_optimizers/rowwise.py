@@ -15,12 +15,13 @@ from jax.typing import DTypeLike
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
 from .._rows.update_table import Formula, Tables
-from .by_leaf import Moment, all_but_last, by_leaf, fixed
+from .by_leaf import Moment, all_but_last, by_leaf, given_dtype
 from .hyperparameters import (
     NUMBER,
     Scalar,
     check_at_least,
-    check_hyperparameters,
+    check_betas,
+    check_eps,
     check_leaf,
     check_learning_rate,
     one_minus_power,
@@ -82,9 +83,8 @@ def scale_by_rowwise_rss(
       [1.342, 0.447]
     """
     check_at_least("initial_accumulator_value", initial_accumulator_value, 0)
-    if isinstance(eps, NUMBER) and not eps > 0:
-        # Rows without a gradient, padding among them, would be zero over zero.
-        raise ValueError(f"Invalid eps: {eps}. It must be above 0.")
+    # Rows without a gradient, padding among them, would be zero over zero.
+    check_eps(eps)
 
     def scalars(_: Any, __: Any, dtype: DTypeLike, ___: Any) -> jax.Array:
         return jnp.asarray(eps, dtype)
@@ -154,24 +154,27 @@ def scale_by_rowwise_adam(
       >>> [round(float(u), 3) for u in update[0]]
       [1.342, 0.447]
     """
-    check_hyperparameters(b1, b2, eps)
-    # What is rounded is the smaller part.
+    check_betas(b1, b2)
+    check_eps(eps)
+    # Of `b` and `1 - b` the smaller one is passed on, as rounding it costs less.
     is_small = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
 
-    def scalars(_: Any, count_inc: jax.Array, dtype: DTypeLike, __: Any) -> _Scalars:
+    def scalars(
+        _: Any, count_inc: jax.Array, dtype: DTypeLike, __: Any
+    ) -> _StepScalars:
         weights = (
             jnp.asarray(b if small else 1 - b, dtype)
             for b, small in zip((b1, b2), is_small, strict=True)
         )
         corrections = (one_minus_power(b, count_inc, dtype) for b in (b1, b2))
-        return _Scalars(jnp.asarray(eps, dtype), *weights, *corrections)
+        return _StepScalars(jnp.asarray(eps, dtype), *weights, *corrections)
 
     name = "scale_by_rowwise_adam"
     return by_leaf(
         name,
         ScaleByRowwiseAdamState,
         {
-            "mu": Moment(dtype=fixed(mu_dtype)),
+            "mu": Moment(dtype=given_dtype(mu_dtype)),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
         Formula(_rowwise_adam, is_small),
@@ -180,11 +183,11 @@ def scale_by_rowwise_adam(
     )
 
 
-class _Scalars(NamedTuple):
+class _StepScalars(NamedTuple):
     """The scalars of a step of `scale_by_rowwise_adam`.
 
-    The weights are of the new value in the moving averages, or of the old one where
-    that is smaller.
+    A weight is that of the new value in a moving average, `1 - b`, or that of the old
+    one, `b`, where that is smaller (`is_small`).
     """
 
     eps: jax.Array
@@ -201,7 +204,7 @@ def _average(
 
 
 def _rowwise_adam(
-    grad: jax.Array, moments: Tables, scalars: _Scalars, *is_small: bool
+    grad: jax.Array, moments: Tables, scalars: _StepScalars, *is_small: bool
 ) -> tuple[jax.Array, Tables]:
     mu = _average(moments[0], grad, scalars.weight1, is_small[0])
     nu = _average(moments[1], _mean_square(grad), scalars.weight2, is_small[1])

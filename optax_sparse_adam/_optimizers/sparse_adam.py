@@ -11,17 +11,18 @@ from jax.typing import DTypeLike
 
 from .._rows.update_table import Formula, Tables
 from ..native import _calls as native
-from .by_leaf import Moment, by_leaf, fixed
+from .by_leaf import Moment, by_leaf, given_dtype
 from .hyperparameters import (
     NUMBER,
     Scalar,
-    check_hyperparameters,
+    check_betas,
+    check_eps,
     check_learning_rate,
     one_minus_power,
 )
 
 
-class Factors(NamedTuple):
+class StepScalars(NamedTuple):
     """The scalars of one step, all of the type in which the step computes."""
 
     sign: jax.Array  # -1 to maximize
@@ -32,7 +33,7 @@ class Factors(NamedTuple):
 
 
 def _adam(
-    grad: jax.Array, moments: Tables, factors: Factors, *weights: float
+    grad: jax.Array, moments: Tables, scalars: StepScalars, *weights: float
 ) -> tuple[jax.Array, Tables]:
     """The formula, for rows or for a whole dense array.
 
@@ -41,16 +42,16 @@ def _adam(
 
     `weights` are `1 - b1` and `1 - b2` where they are known while tracing.
     """
-    weight1, weight2 = weights or (factors.one_minus_b1, factors.one_minus_b2)
-    grad = factors.sign * grad
+    weight1, weight2 = weights or (scalars.one_minus_b1, scalars.one_minus_b2)
+    grad = scalars.sign * grad
     mu, nu = moments
     mu = mu + weight1 * (grad - mu)
     nu = nu + weight2 * (grad * grad - nu)
-    return factors.scale * mu / (jnp.sqrt(nu) + factors.eps), (mu, nu)
+    return scalars.scale * mu / (jnp.sqrt(nu) + scalars.eps), (mu, nu)
 
 
-def _by_kernel(grad: BCOO, moments: Tables, _: Tables, factors: Factors) -> Any:
-    return native.adam_rows(grad, moments, factors)
+def _by_kernel(grad: BCOO, moments: Tables, _: Tables, scalars: StepScalars) -> Any:
+    return native.adam_rows(grad, moments, scalars)
 
 
 ADAM = Formula(_adam, kernel=_by_kernel)
@@ -79,19 +80,20 @@ def _sparse_adam(
     maximize: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `scale(count)` multiplies the bias-corrected update."""
-    check_hyperparameters(b1, b2, eps)
+    check_betas(b1, b2)
+    check_eps(eps)
     formula = ADAM
     if isinstance(b1, NUMBER) and isinstance(b2, NUMBER):
         # Constants, as a scatter that combines rows takes no operand beside them.
         formula = ADAM._replace(constants=(float(1 - b1), float(1 - b2)))
 
-    def factors(
+    def scalars(
         count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, _: Any
-    ) -> Factors:
+    ) -> StepScalars:
         correction1 = one_minus_power(b1, count_inc, dtype)
         correction2 = one_minus_power(b2, count_inc, dtype)
         size = jnp.asarray(scale(count), dtype).reshape(())
-        return Factors(
+        return StepScalars(
             sign=jnp.asarray(-1 if maximize else 1, dtype),
             one_minus_b1=jnp.asarray(1 - b1, dtype),
             one_minus_b2=jnp.asarray(1 - b2, dtype),
@@ -102,9 +104,9 @@ def _sparse_adam(
     return by_leaf(
         "sparse_adam",
         ScaleBySparseAdamState,
-        {"mu": Moment(dtype=fixed(mu_dtype)), "nu": Moment()},
+        {"mu": Moment(dtype=given_dtype(mu_dtype)), "nu": Moment()},
         formula,
-        factors,
+        scalars,
         eager=ADAM,
     )
 

@@ -1,4 +1,4 @@
-"""Sums of duplicates: the entries of one row are a segment, and are added up.
+"""Sums of duplicates: entries of one row, a segment, are added up.
 
 Two methods, chosen when the program is compiled; the kernel (`native`) takes precedence
 where it is available:

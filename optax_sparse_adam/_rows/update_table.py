@@ -27,13 +27,15 @@ class Formula(NamedTuple):
     """What an optimiser computes for the rows of a parameter.
 
     All arrays have one type, that of the scalars. The rows are those of the state and,
-    if the optimiser reads them, of the parameter.
+    if the optimiser reads them, of the parameter. In slots of padding the gradient is
+    zero and the rows are any rows: the results there are dropped.
 
     Attributes:
       update: `update(grad, rows, scalars, *constants)` returns what to add to the
         parameter, and the new rows of the state. It treats each row alone.
       constants: Python's own.
-      kernel: The same as a call of the kernel, `kernel(grad, tables, read, scalars)`.
+      kernel: The same as a call of the kernel, `kernel(grad, tables, read, scalars)`,
+        which is optional.
       prepare: What is known of all touched rows comes before the update:
         `prepare(reduce, shared, scalars, num_rows, row_shape)` returns the scalars that
         `update` gets, and new arrays of the state that all rows share.

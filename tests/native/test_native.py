@@ -84,7 +84,7 @@ def test_adam(cache, shape, nse, sign):
     expected.step({row: sign * value for row, value in rows.items()})
     size = np.sqrt(1 - 0.9) / (1 - 0.8)
     numbers = map(jnp.float32, (sign, 1 - 0.8, 1 - 0.9, 1e-3, -size))
-    factors = sparse_adam.Factors(*numbers)
+    factors = sparse_adam.StepScalars(*numbers)
     grad = bcoo(values, indices, shape)
     (ids, update), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
     # Each row where its first entry was; the other slots are padding.
@@ -115,7 +115,7 @@ def test_adam_of_low_precision(cache, types):
     start[0, 3], values[indices[:, 0] == 5] = np.nan, np.inf
     moments = [jnp.asarray(x, t) for x, t in zip(start, types, strict=True)]
     wide = [x.astype("float32") for x in moments]
-    factors = sparse_adam.Factors(*map(jnp.float32, (1, 0.2, 0.1, 1e-3, -0.5)))
+    factors = sparse_adam.StepScalars(*map(jnp.float32, (1, 0.2, 0.1, 1e-3, -0.5)))
     grad = bcoo(values, indices, shape)
     update, low = jax.jit(_calls.adam_rows)(grad, moments, factors)
     expected, new = jax.jit(_calls.adam_rows)(grad, wide, factors)
@@ -282,7 +282,7 @@ def test_every_wrong_array_is_refused_while_tracing(name, how):
     arrays[name] = changes[how](arrays[name])
     grad = bcoo(np.ones((6, 3), np.float32), np.zeros((6, 1), np.int32), (9, 3))
     grad.data, grad.indices = arrays["data"], arrays["indices"]
-    factors = sparse_adam.Factors(*[jnp.float32(1)] * 5)
+    factors = sparse_adam.StepScalars(*[jnp.float32(1)] * 5)
     with pytest.raises(ValueError, match=r"The kernel takes .*, got .*`init`"):
         _calls.adam_rows(grad, (arrays["mu"], arrays["nu"]), factors)
 

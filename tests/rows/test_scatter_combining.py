@@ -127,7 +127,7 @@ def test_traced_decay_rates(nse):
     shape, weights = (300, 20), (0.2, 0.01)
     entries = random_entries(np.random.default_rng(0), shape, 1, nse)
     grad, moments = bcoo(*entries, shape), (jnp.ones(shape), jnp.ones(shape))
-    factors = sparse_adam.Factors(*map(jnp.float32, (1, *weights, 1e-8, -0.1)))
+    factors = sparse_adam.StepScalars(*map(jnp.float32, (1, *weights, 1e-8, -0.1)))
     known = sparse_adam.ADAM._replace(constants=weights)
     update, new = update_leaf(sparse_adam.ADAM, grad, None, moments, factors)
     known, others = update_leaf(known, grad, None, moments, factors)
