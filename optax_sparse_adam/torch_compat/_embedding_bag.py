@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._rows import bags
 
@@ -10,24 +11,32 @@ def embedding_bag(
     input: jax.Array,
     weight: jax.Array,
     offsets: jax.Array | None = None,
-    *,
+    max_norm: None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
     mode: str = "mean",
+    sparse: bool = False,
     per_sample_weights: jax.Array | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> jax.Array:
     """`torch.nn.functional.embedding_bag`, by `optax_sparse_adam.embedding_bag`.
 
-    As there, the mode is "mean" if none is given. `sparse` is no argument: under
-    `value_and_grad` the gradient of the table is row-sparse, in mode "max" as well.
-    Three things differ: an id out of bounds raises in torch, and is padding here;
-    `per_sample_weights` may be given in mode "mean", too; and there are no `max_norm`,
-    which changes the table while it is read, and `scale_grad_by_freq`.
+    The arguments are torch's, in their order, and the mode is "mean" if none is given.
+    What differs: an id out of bounds raises in torch, and is padding here;
+    `per_sample_weights` may be given in mode "mean", too; `sparse` has no effect, since
+    the gradient of the table is row-sparse under `value_and_grad`, in all modes; and
+    `max_norm`, which changes the table while it is read, and `scale_grad_by_freq` are
+    refused.
 
     Args:
       input: Ids, `[bags, length]`, or `[entries]` with offsets.
       weight: The table, `[num_rows, dim]`.
-      offsets: Where each bag begins, `[bags]`; the first is 0.
+      offsets: Where each bag begins, `[bags]`; the first is 0. Faults raise as in torch
+        where the values are known, outside of `jit`; inside, ids before the first
+        offset belong to no bag.
+      max_norm, scale_grad_by_freq: Refused.
+      norm_type, sparse: No effect.
       mode: "sum", "mean" or "max".
       per_sample_weights: A weight for each id.
       include_last_offset: Whether the last of the offsets is the end of the last bag.
@@ -37,7 +46,8 @@ def embedding_bag(
       `[bags, dim]`.
 
     Raises:
-      TypeError, ValueError: As `optax_sparse_adam.embedding_bag`.
+      TypeError, ValueError: As `optax_sparse_adam.embedding_bag`; for options that are
+        refused, and for offsets that are out of order or out of bounds.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -47,6 +57,14 @@ def embedding_bag(
       >>> embedding_bag(input, weight, offsets, include_last_offset=True).tolist()
       [[2.5], [3.0]]
     """
+    if max_norm is not None or scale_grad_by_freq:
+        raise ValueError(
+            "embedding_bag has no max_norm and no scale_grad_by_freq. Bound norms "
+            "of rows in the optimizer (docs/recipes.md); weight ids by "
+            "per_sample_weights."
+        )
+    if offsets is not None and not isinstance(offsets, jax.core.Tracer):
+        _check_offsets(np.asarray(offsets), len(input))
     ids = jnp.asarray(input)
     if jnp.issubdtype(ids.dtype, jnp.integer):
         ids = bags.narrow_ids(ids, len(weight))
@@ -66,3 +84,14 @@ def embedding_bag(
         weight, ids, offsets=offsets, weights=per_sample_weights, mode=mode
     )
     return pooled[:-1] if include_last_offset else pooled
+
+
+def _check_offsets(offsets: np.ndarray, num_ids: int) -> None:
+    begins = [0, *offsets.ravel().tolist(), num_ids]
+    if len(offsets) and begins[1] != 0:
+        raise ValueError(f"offsets[0] must be 0, where the ids begin, got {begins[1]}.")
+    if begins != sorted(begins):
+        raise ValueError(
+            "offsets must be ascending and at most the number of ids, "
+            f"{num_ids}, got {begins[1:-1]}."
+        )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from .._rows.guarded import GuardedBCOO
 from ._checkpoint import CheckpointMixin
 from ._formulas import Formula, Group, Shape, scalar
 from ._hooks import with_step_hooks
@@ -119,9 +120,13 @@ class Optimizer(CheckpointMixin):
             )
         for param in params:
             if not isinstance(param, Parameter):
+                is_key = isinstance(param, str)
+                remedy = (
+                    "Give dict.values()." if is_key else "Wrap arrays in Parameter."
+                )
                 raise TypeError(
                     "optimizer can only optimize Tensors, but one of the params is "
-                    f"{_typename(param)}. Wrap arrays in Parameter."
+                    f"{_typename(param)}. {remedy}"
                 )
         param_group["params"] = params
         if names:
@@ -160,7 +165,9 @@ class Optimizer(CheckpointMixin):
         """Updates every parameter that has a gradient, in place.
 
         A parameter whose gradient is `None` stays as it is, and its steps are not
-        counted. The parameters of a group are updated in one compiled call.
+        counted; so does one that the loss did not use, for which `value_and_grad` has a
+        gradient with nothing stored. The parameters of a group are updated in one
+        compiled call.
 
         Args:
           closure: Called first, to compute the loss and to set the gradients. The step
@@ -168,7 +175,7 @@ class Optimizer(CheckpointMixin):
         """
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            for params in _calls([p for p in group["params"] if p.grad is not None]):
+            for params in _calls([p for p in group["params"] if _is_used(p.grad)]):
                 self._update(group, params)
         return loss
 
@@ -179,10 +186,8 @@ class Optimizer(CheckpointMixin):
             raise NotImplementedError("an Optimizer of your own overrides step")
         tables, steps = [], []
         for param in params:
-            state = self.state[param]
             shapes = formula.shapes(group, param.shape)
-            if not state:
-                state.update(self._init_state(param, shapes))
+            state = self.state[param] or self._init_state(param, shapes)
             arrays = {key: state[key] for key in shapes if key in state}
             found = {key: jnp.shape(array) for key, array in arrays.items()}
             if found != shapes:  # of a state_dict of other parameters or options
@@ -198,9 +203,15 @@ class Optimizer(CheckpointMixin):
         scalars = np.array([formula.scalars(group, p.dtype, step) for p, step in pairs])
         # No array has changed so far, nor does one if the program cannot be compiled.
         tables = formula.update(tables, [p.grad for p in params], scalars)
+        if any(isinstance(data, jax.core.Tracer) for data, _ in tables):
+            raise RuntimeError(
+                "step was called inside of jit, but it changes the optimizer, which "
+                "lives outside. Call it outside of jit; it is compiled by itself."
+            )
         for param, step, (data, arrays) in zip(params, steps, tables, strict=True):
             param.adopt(data)
-            self.state[param].update(arrays, step=self._as_step(step))
+            ordered = {key: arrays[key] for key in formula.shapes(group, param.shape)}
+            self.state[param].update({"step": self._as_step(step), **ordered})
             jax.tree.map(register_overwritten, arrays)
 
     def _init_state(self, param: Parameter, shapes: dict[str, Shape]) -> dict[str, Any]:
@@ -259,6 +270,12 @@ def _scalar(name: str, option: Any) -> Any:
     if math.prod(shape) != 1:
         raise ValueError(f"Tensor {name} must be 1-element, got shape {shape}")
     return scalar(option)
+
+
+def _is_used(grad: Any) -> bool:
+    # `value_and_grad` makes a BCOO with nothing stored where torch has None. An empty
+    # one that somebody else made, such as torch's, is a step without rows, as in torch.
+    return grad is not None and not (isinstance(grad, GuardedBCOO) and not grad.nse)
 
 
 def _kind(data: Any) -> str:
