@@ -133,24 +133,26 @@ def test_a_missing_package_is_one_clear_line(missing, tmp_path, monkeypatch):
     assert_one_clear_line(done, f"needs {missing}", 'pip install ".[examples]"')
 
 
+_COUNTS_STEPS = r"\| [1-9]\d*/100000000 "
+
+
 @pytest.mark.parametrize(
     ("after", "seconds"),
-    [("", 1), ("a step", 0), ("a step", 1), ("a step", 6)],
+    [(r"\| +numpy$", 0), ("^a step", 0), ("^a step", 1), (_COUNTS_STEPS, 0)],
+    ids=["imports", "before the first step", "compiling", "steps"],
 )
 def test_ctrl_c(text, tmp_path, after, seconds, monkeypatch):
     """Amid the imports, before the first step, while XLA compiles, amid the steps."""
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     options = ["--text", text, "--steps", 10**8, "--save", "v.npz"]
     timing = {"after": after, "seconds": seconds}
-    code, out, err = interrupt_example("word2vec", *options, cwd=tmp_path, **timing)
-    assert code == 130, err
-    assert "Traceback" not in err
+    out = interrupt_example("word2vec", *options, cwd=tmp_path, **timing)
     path = tmp_path / "v.npz"
     assert path.exists() == ("interrupted after" in out)
     if path.exists():
         with np.load(path) as file:
             assert np.isfinite(file["center"]).all()
-    assert path.exists() or seconds < 6
+    assert path.exists() or after != _COUNTS_STEPS
 
 
 # --- its parts ---

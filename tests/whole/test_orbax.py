@@ -41,7 +41,7 @@ def test_killed_while_saving(tmp_path):
     for number, (event, name) in enumerate(MOMENTS, 1):
         command = [sys.executable, worker.__file__, str(tmp_path), event, name]
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=120
+            command, env=env, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
         good = number * worker.EVERY
