@@ -1,8 +1,6 @@
 """benchmarks/steps.py: as a user meets it, who takes turns, and what is said."""
 
-import collections
 import functools
-import itertools
 import json
 import math
 import os
@@ -20,7 +18,7 @@ import report
 import startup
 import steps
 import turns
-from contestants import DENSE, TORCH, InJax, InTorch, make_optimizer
+from contestants import DENSE, TORCH, InJax, InTorch
 from problem import Problem, draw, floor_bytes
 
 from ..helpers.support import TOLERANCE, Magnitude
@@ -302,11 +300,6 @@ def test_memory_and_floor():
     assert dense.floor(40) == (6 * rows + ids) * row + 2 * 4
 
 
-@pytest.mark.parametrize("name", ["rowwise_adam", "sparse_adafactor", "lazy_adamw"])
-def test_optimizers(name):
-    make_optimizer(name).init(np.ones((5, 2), np.float32))
-
-
 def test_draws():
     zipf, again = (draw(Problem(10**5, 4, 2000, "float32")) for _ in range(2))
     np.testing.assert_array_equal(zipf.ids, again.ids)
@@ -320,21 +313,6 @@ def test_draws():
     expected = np.sum(1 - (1 - chance) ** 2000)
     assert abs(zipf.touched - expected) < 0.03 * expected
     assert np.argmax(np.bincount(np.concatenate(zipf.ids))) > 0  # not by rank
-
-
-def test_problems():
-    def sizes(options):
-        return [str(x) for x in steps.problems(steps.parse_args(options.split()))]
-
-    assert sizes("") == [
-        "1,000,000 x 64 float32, 8,192 ids",
-        "1,000,000 x 64 float32, 65,536 ids",
-        "2,000,000 x 96 float32, 24,000 ids",
-    ]
-    assert sizes("--rows 10000000 --dim 128 --ids 1048576 --dtype bfloat16") == [
-        "10,000,000 x 128 bfloat16, 1,048,576 ids"
-    ]
-    assert len(set(sizes("--rows 10 20 --ids 3 4"))) == 4
 
 
 # --- the turns ---
@@ -380,16 +358,6 @@ def test_turns_alternate():
             for before in (-1, 0)  # the run before is not timed
         ]
     assert all(len(seconds) == 3 for seconds in group.seconds.values())
-
-
-def test_nobody_always_comes_after_the_same():
-    log = []
-    turns.Turns([Fake(name, log=log) for name in "abc"], None).run(repeats=21)
-    names = [name for name, what, *_ in log if what in ("update", "step")]
-    pairs = list(itertools.pairwise(names))
-    for name in "abc":
-        before = collections.Counter(one for one, other in pairs if other == name)
-        assert all(before[other] > 10 for other in "abc" if other != name), before
 
 
 def test_who_runs_out_of_memory_leaves():

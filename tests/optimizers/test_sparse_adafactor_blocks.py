@@ -1,8 +1,6 @@
 """`sparse_adafactor` in blocks of rows, as on CPUs where there are many."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
@@ -10,15 +8,10 @@ from optax_sparse_adam._optimizers.by_leaf import update_leaf
 from optax_sparse_adam._rows import map_rows
 
 from ..helpers.support import (
-    TOLERANCE,
-    assert_close,
     bcoo,
     compile_for_users,
-    random_entries,
 )
 from . import test_every_optimizer, test_sparse_adafactor
-
-SHAPE = (9, 4)
 
 
 @pytest.fixture
@@ -40,37 +33,6 @@ def test_blocks_are_a_table(small_blocks, shape):
     test_every_optimizer.test_touched_rows_are_a_table(
         "sparse_adafactor", shape, test_every_optimizer.SOME
     )
-
-
-@pytest.mark.slow
-def test_blocks_of_many_tables(small_blocks):
-    """Under `vmap`, where there are none; and in derivatives."""
-    rng = np.random.default_rng(0)
-    values, indices = random_entries(rng, SHAPE, 1, 12, outside=True)
-    table = jnp.asarray(rng.normal(size=SHAPE), jnp.float32)
-    tx = osa.sparse_adafactor(0.3, weight_decay=0.1)
-
-    def step(table, values):
-        updates, _ = tx.update(bcoo(values, indices, SHAPE), tx.init(table), table)
-        return osa.apply_updates(table, updates)
-
-    def loss(table, values):
-        return jnp.sum(jnp.sin(step(table, values)))
-
-    tables = jnp.stack([table, 2 * table])
-    many = jax.jit(jax.vmap(step, (0, None)))(tables, values)
-    tol = 5 * TOLERANCE["float32"].numpy
-    for one, start in zip(many, tables, strict=True):
-        assert_close(one, jax.jit(step)(start, values), tol)
-    direction = jnp.ones_like(table), jnp.ones_like(values)
-    _, slope = jax.jit(lambda: jax.jvp(loss, (table, jnp.asarray(values)), direction))()
-    with jax.enable_x64():
-        exact = [np.float64(x) + 1e-6 * s for s in (-1, 1) for x in (table, values)]
-        low, high = (
-            loss(*map(jnp.asarray, exact[:2])),
-            loss(*map(jnp.asarray, exact[2:])),
-        )
-    assert slope == pytest.approx(float(high - low) / 2e-6, rel=1e-4)
 
 
 def test_memory_of_blocks():

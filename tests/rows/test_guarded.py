@@ -203,27 +203,6 @@ def test_zeros_touch_nothing():
         assert len(np.unique(found)) == len(IDS)
 
 
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_skipped_steps(way):
-    """In `apply_if_finite`, whatever optimiser is inside."""
-    tx = optax.apply_if_finite(osa.lazy(optax.adam(0.1)), 3)
-    grad = osa.coalesce(gradient())
-    params, state = {"t": TABLE, "b": jnp.ones(2)}, None
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    good = {"t": grad, "b": jnp.ones(2)}
-    after, state = way(step)(params, state, good)
-    assert not (after["t"][IDS] == TABLE[IDS]).any()
-    bad = good | {"b": jnp.array([1.0, jnp.nan])}
-    same, new = way(step)(after, state, bad)
-    assert_identical(same, after)
-    assert_identical(new.inner_state, state.inner_state)
-
-
 def test_axes_of_devices():
     """The guard is split, gathered and stacked as the indices are."""
     mesh = jax.make_mesh((3,), ("x",), (AxisType.Auto,))

@@ -82,17 +82,6 @@ def options_changed_between_steps(world):
 
 
 @STORIES.append
-def groups(world):
-    rng = np.random.default_rng(0)
-    one, two, three = map(world.parameter, rng.normal(size=(3, 4, 3)))
-    optimizer = world.optim.Adafactor(
-        [{"params": [("one", one)], "lr": 0.5}, {"params": [("two", two)], "d": 2.0}]
-    )
-    optimizer.add_param_group({"params": {"three": three}.items(), "maximize": True})
-    return steps(world, optimizer), repr(optimizer)
-
-
-@STORIES.append
 def refused_options(world):
     given = [
         {"lr": -1},

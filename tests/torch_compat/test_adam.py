@@ -6,20 +6,15 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter, SparseAdam
+from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter
 
 from ..helpers.support import TOLERANCE, Magnitude
 from .test_checkpoints import (
     copy_parameters,
-    in_order,
-    numpy_dict,
-    save_and_load,
-    to_torch,
 )
 from .test_programs import (
     OURS,
@@ -92,24 +87,6 @@ def test_results(options, kind, dtype):
             for world in (OURS, TORCH)
         ]
     compare(*logs, TOLERANCE[dtype].torch)
-
-
-@STORIES.append
-def groups(world):
-    rng = np.random.default_rng(0)
-    one, two, three = map(world.parameter, rng.normal(size=(3, 4, 3)))
-    optimizer = world.optim.AdamW(
-        [{"params": [("one", one)], "lr": 0.5}, {"params": [("two", two)], "eps": 0.1}]
-    )
-    log = [steps(world, optimizer)]
-    optimizer.add_param_group(
-        {
-            "params": {"three": three}.items(),
-            "amsgrad": True,
-            "decoupled_weight_decay": False,
-        }
-    )
-    return log, steps(world, optimizer), repr(optimizer)
 
 
 @STORIES.append
@@ -205,46 +182,10 @@ def old_dicts(world):
     return log
 
 
-@STORIES.append
-def schedulers(world):
-    """What those of torch do between steps: `lr` and keys of their own in a group."""
-    optimizer = make(world)
-    group = optimizer.param_groups[0]
-    group["initial_lr"] = group["lr"]
-    log = []
-    for i in range(4):
-        group["lr"] = group["initial_lr"] * 0.5**i
-        log.append(steps(world, optimizer, 1, seed=i))
-    other = make(world)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return log, steps(world, other)
-
-
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.usefixtures("enabled_x64")
 def test_as_torch(story):
     check(story, 1e-12)
-
-
-@pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adafactor"])
-@pytest.mark.usefixtures("enabled_x64")
-def test_a_torch_checkpoint_continued(convert, kind):
-    """Saved in the middle, a hundred steps here and in torch, and back."""
-    options = {"weight_decay": 0.1, "lr": 0.01}
-    options |= {} if kind == "Adafactor" else {"amsgrad": True}
-    theirs, ours = make(TORCH, kind, **options), make(OURS, kind)
-    steps(TORCH, theirs, 10)
-    copy_parameters(theirs, ours)
-    ours.load_state_dict(convert(theirs.state_dict()))
-    assert_same(seen(ours), seen(theirs), 0)
-    compare(steps(OURS, ours, 100, 1), steps(TORCH, theirs, 100, 1), 1e-12)
-
-    back = make(TORCH, kind)
-    back.load_state_dict(save_and_load(to_torch(ours.state_dict())))
-    copy_parameters(ours, back)
-    assert_same(in_order(back), in_order(ours), 0)
-    compare(steps(OURS, ours, 10, 2), steps(TORCH, back, 10, 2), 1e-12)
 
 
 @pytest.mark.parametrize("scheduler", ["StepLR", "OneCycleLR", "CosineAnnealingLR"])
@@ -299,54 +240,6 @@ def test_a_learning_rate_in_an_array(shape, kind):
         return steps(world, make(world, kind, dtype="float32", lr=lr))
 
     check(story, TOLERANCE["float32"].torch)
-
-
-@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
-def test_schedule_of_optax(kind):
-    schedule = optax.linear_schedule(0.5, 0.1, 4)
-    ours = make(OURS, kind, dtype="float32", lr=schedule)
-    by_hand = make(OURS, kind, dtype="float32")
-    for i in range(4):
-        by_hand.param_groups[0]["lr"] = float(schedule(i))
-        results = [steps(OURS, x, 1, seed=i)[0][0] for x in (ours, by_hand)]
-        assert_same(*results, tol=0)
-
-
-def test_groups_that_change_compile_nothing(compilations):
-    optimizer = make(OURS, dtype="float32")
-    steps(OURS, optimizer, 4)
-    del compilations[:]
-    for change in (
-        {"lr": 0.3},
-        {"lr": np.array([0.01])},
-        {"betas": (0.1, 0.2)},
-        {"eps": 0.5},
-        {"weight_decay": 0.1},
-        {"decoupled_weight_decay": True},
-        {"maximize": True},
-    ):
-        optimizer.param_groups[0].update(change)
-        optimizer.step()
-    assert compilations == []
-
-
-def test_steps_are_in_place():
-    optimizer = make(OURS, dtype="float32", shapes=[(40, 8), (8,)], amsgrad=True)
-    steps(OURS, optimizer, 1)
-    arrays = [
-        array
-        for param, state in optimizer.state.items()
-        for array in (param.data, *list(state.values())[1:])
-    ]
-    pointers = [array.unsafe_buffer_pointer() for array in arrays]
-    assert len(set(pointers)) == 8
-    optimizer.step()
-    after = [
-        array.unsafe_buffer_pointer()
-        for param, state in optimizer.state.items()
-        for array in (param.data, *list(state.values())[1:])
-    ]
-    assert after == pointers
 
 
 def test_a_maximum_that_is_not_there():
@@ -406,26 +299,6 @@ def test_refused_parameters(data, words):
         AdamW([Parameter(data)])
 
 
-def test_a_mixed_model_has_two_optimisers():
-    """As in torch: row-sparse for the table, dense for the weight."""
-
-    def story(world):
-        rows, weight = table(world), table(world, 1, (3, 2))
-        both = (
-            world.optim.SparseAdam([rows], lr=0.1),
-            world.optim.Adam([weight], lr=0.1, eps=0.1),
-        )
-        for i in range(5):
-            rows.grad = gradient(world, i)
-            values = np.random.default_rng(i).normal(size=(3, 2)).astype(np.float32)
-            weight.grad = world.parameter(values).data
-            for optimizer in both:
-                optimizer.step()
-        return [seen(optimizer) for optimizer in both]
-
-    check(story)
-
-
 def test_a_parameter_that_the_loss_does_not_use_is_skipped():
     """Its gradient is a BCOO with nothing stored; torch's would be `None`."""
     used, other = (Parameter(np.ones((3, 2), np.float32)) for _ in range(2))
@@ -437,20 +310,3 @@ def test_a_parameter_that_the_loss_does_not_use_is_skipped():
     assert (np.asarray(other.data) == 1).all()
     assert other not in optimizer.state
     assert (np.asarray(used.data) != 1).all()
-
-
-def test_eps_is_not_sparse_adams():
-    """At the first step the same `eps` acts 1 / sqrt(1 - beta2) times as strongly."""
-    params = [Parameter(np.zeros((1, 1))) for _ in range(2)]
-    eps = 0.5
-    for param, optimizer in zip(
-        params,
-        (
-            Adam(params[:1], lr=1.0, eps=eps / np.sqrt(1 - 0.999)),
-            SparseAdam(params[1:], lr=1.0, eps=eps, allow_dense=True),
-        ),
-        strict=True,
-    ):
-        param.grad = jnp.full((1, 1), 2.0)
-        optimizer.step()
-    np.testing.assert_allclose(params[0].data, params[1].data, rtol=1e-6)

@@ -17,7 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax_sparse_adam.torch_compat import Parameter, SparseAdam
 
 from ..helpers.support import assert_identical
-from .test_programs import OURS, gradient, seen, steps, table, to_numpy
+from .test_programs import (
+    OURS,
+    dense_steps,
+    gradient,
+    make_dense,
+    seen,
+    steps,
+    table,
+    to_numpy,
+)
 
 
 def stepped(count=1):
@@ -29,7 +38,8 @@ def stepped(count=1):
 
 def arrays(optimizer):
     for param, state in optimizer.state.items():
-        yield from (param.data, state["exp_avg"], state["exp_avg_sq"])
+        moments = [x for name, x in state.items() if name != "step"]
+        yield from (param.data, *moments)
 
 
 MAKERS = {
@@ -107,10 +117,17 @@ def test_numpy_views_stay(view):
     assert_identical(to_numpy(views), values)
 
 
-def test_steps_are_in_place():
-    optimizer, _ = stepped(3)
+def adam():
+    optimizer = make_dense(OURS, dtype="float32", amsgrad=True)
+    dense_steps(OURS, optimizer, 4)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda: stepped(3)[0], adam], ids=["sparse", "dense"])
+def test_steps_are_in_place(make):
+    optimizer = make()
     pointers = [x.unsafe_buffer_pointer() for x in arrays(optimizer)]
-    assert len(set(pointers)) == 9
+    assert len(set(pointers)) == len(pointers) >= 9
     for _ in range(3):
         optimizer.step()
         assert [x.unsafe_buffer_pointer() for x in arrays(optimizer)] == pointers
@@ -280,20 +297,18 @@ def test_dense_gradients_on_request():
     assert not sparse.grad.data.any()
 
 
-def test_groups_that_change_compile_nothing(compilations):
-    optimizer, (param,) = stepped()
-    schedule = optax.constant_schedule(0.1)
+@pytest.mark.parametrize("make", [lambda: stepped()[0], adam], ids=["sparse", "dense"])
+def test_groups_that_change_compile_nothing(make, compilations):
+    optimizer = make()
+    group = optimizer.param_groups[0]
+    param, schedule = group["params"][-1], optax.constant_schedule(0.1)
+    changes = [{"lr": 0.3}, {"lr": schedule}, {"lr": np.array([0.01])}, {"eps": 0.5}]
+    changes += [{"betas": (0.1, 0.2)}, {"maximize": True}, {"maximize": False}]
+    if "weight_decay" in group:
+        changes += [{"weight_decay": 0.1}, {"decoupled_weight_decay": True}]
     del compilations[:]
-    for change in (
-        {"lr": 0.3},
-        {"lr": schedule},
-        {"lr": np.array([0.01])},
-        {"betas": (0.1, 0.2)},
-        {"eps": 0.5},
-        {"maximize": True},
-        {"maximize": False},
-    ):
-        optimizer.param_groups[0].update(change)
+    for change in changes:
+        group.update(change)
         before = np.array(param.data)
         optimizer.step()
         assert not np.array_equal(param.data, before)

@@ -198,14 +198,6 @@ def copies(world):
 
 
 @STORIES.append
-def a_shallow_copy(world):
-    """Shares state and groups."""
-    optimizer = world.optim.SparseAdam([table(world)], lr=0.1)
-    copied = copy.copy(optimizer)
-    return steps(world, copied), steps(world, optimizer, seed=1), seen(copied)
-
-
-@STORIES.append
 def an_optimizer_of_ones_own(world):
     """Overrides `step`, as in torch."""
 

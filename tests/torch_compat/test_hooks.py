@@ -133,28 +133,6 @@ def a_hook_that_raises(world):
 
 
 @STORIES.append
-def a_hook_that_changes_the_optimizer(world):
-    """Such as a warm-up of the learning rate, and weight decay."""
-    optimizer = make(world)
-
-    def warm_up(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-    def decay(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.data = param.data * 0.9
-
-    optimizer.register_step_pre_hook(warm_up)
-    optimizer.register_step_post_hook(decay)
-    for i in range(4):
-        optimizer.param_groups[0]["params"][0].grad = gradient(world, i)
-        optimizer.step()
-    return seen(optimizer)
-
-
-@STORIES.append
 def handles(world):
     """As context managers; removed from one optimiser only; also after an error."""
     log = []

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import compute_on
 from jax.experimental.sparse import BCOO
 from jax.sharding import SingleDeviceSharding
 
@@ -86,11 +85,8 @@ def pinned():
     return partial(jax.device_put, device=sharding)
 
 
-# If one of these fails, JAX has learned something: try the step with tables in
-# pinned_host memory again, and correct docs/large_tables.md.
-
-
 def test_jax_looks_up_rows_in_pinned_host_memory(pinned):
+    """If it does more one day, docs/large_tables.md has to be corrected."""
     table, ids = pinned(jnp.ones((ROWS, WIDTH))), batch(0)
 
     @jax.jit
@@ -104,24 +100,6 @@ def test_jax_looks_up_rows_in_pinned_host_memory(pinned):
     # the gradient of that: the transpose makes its zeros in device memory
     with pytest.raises(ValueError, match="Expected cotangent type float32<host>"):
         jax.grad(lambda table: jnp.sum(lookup(table, ids)))(table)
-
-
-# What JAX 0.10 calls compute_on2 is its compute_on since 0.11.
-on_the_host = partial(
-    getattr(compute_on, "compute_on2", compute_on.compute_on),
-    compute_type="device_host",
-    out_memory_spaces=jax.memory.Space.Host,
-)
-
-
-@pytest.mark.parametrize("way", [jax.jit, on_the_host])
-def test_jax_does_not_mix_constants_with_pinned_host_memory(pinned, way):
-    """The constants of a function, as row numbers, are always in device memory."""
-    table = jnp.ones((ROWS, WIDTH))
-    grad = BCOO((table[:4], jnp.arange(4)[:, None]), shape=table.shape)
-    arguments = pinned((table, TX.init(table), grad))
-    with pytest.raises(ValueError, match="memory_space of all inputs passed to"):
-        jax.jit(way(apply))(*arguments)
 
 
 def pinned_step(table, state, ids, w):

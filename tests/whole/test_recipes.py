@@ -1,19 +1,15 @@
 """What the documentation says in a sentence, against dense gradients."""
 
-import operator
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import TOLERANCE, assert_close, assert_identical, to_dense
+from ..helpers.optimizers import FINAL
+from ..helpers.support import TOLERANCE, assert_close, assert_identical
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_optax_expects")]
 
@@ -64,50 +60,10 @@ def test_one_norm_around_the_parts(table):
         assert_close(actual[name], expected[name], TOL, magnitude=1.0)
 
 
-def test_sums_and_multiples_of_whole_gradients(table):
-    params = {"table": table, "w": jnp.ones(4)}
-    batches = jnp.array([3, 7, 3]), jnp.array([7, 0])
-    a, b = map(partial(jax.jit(osa.grad(loss)), params), batches)
-    b["table"] = osa.coalesce(b["table"])  # padding, too
-
-    def mean(*leaves):
-        return 0.5 * operator.add(*leaves)
-
-    tree = jax.tree.map(mean, a, b, is_leaf=lambda x: isinstance(x, BCOO))
-    dense = jax.tree.map(mean, *map(partial(jax.jit(jax.grad(loss)), params), batches))
-    assert_close(to_dense(tree["table"]), dense["table"], TOL, magnitude=1.0)
-    assert_close(tree["w"], dense["w"], TOL, magnitude=1.0)
-
-
-def test_padding_ids_touch_nothing(table):
-    ids = jnp.array([3, -1, 9, 0, 3])
-    ids = jnp.where(ids == 0, len(table), ids)
-
-    def loss(table):
-        rows = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return jnp.sum(jnp.cos(rows))
-
-    value, grad = osa.value_and_grad(loss)(table)
-    cosines = np.cos(np.asarray(table)[3].astype(np.float64))
-    assert_close(value, 2 * cosines.sum() + 3 * SHAPE[1], TOL, magnitude=20.0)
-    touched = osa.coalesce(grad).indices.ravel()
-    assert [int(i) for i in touched if i < len(table)] == [3]
-
-
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam,
-    "rowwise_adam": osa.rowwise_adam,
-    "rowwise_adagrad": osa.rowwise_adagrad,
-    "sparse_adafactor": osa.sparse_adafactor,
-    "lazy": lambda rate: osa.lazy(optax.adamw(rate)),
-    "per_row": lambda rate: osa.lazy(osa.per_row(optax.adam(rate))),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FINAL)
 def test_a_table_that_grows(name, table):
     """The old rows go on as if nothing had happened, the new ones start."""
-    tx = OPTIMIZERS[name](0.1)
+    tx = FINAL[name].make(0.1)
 
     @jax.jit
     def step(table, state, ids):
@@ -130,38 +86,3 @@ def test_a_table_that_grows(name, table):
     actual, _ = step(actual, new_state, jnp.array([10]))
     assert_identical(actual[:-1], jnp.concatenate([expected, jnp.ones((1, 4))]))
     assert jnp.all(actual[-1] < 1)
-
-
-def split(evaluate, model):
-    graph, state = nnx.split(model)
-    return jax.jit(lambda s, ids: evaluate(nnx.merge(graph, s), ids)), state
-
-
-# (what compiles an evaluation, and its first argument; whether it copies the table)
-EVALUATIONS = {
-    "nnx.jit": (lambda f, model: (nnx.jit(f), model), True),
-    "graph_updates=False": (
-        lambda f, model: (nnx.jit(f, graph_updates=False), model),
-        False,
-    ),
-    "jax.jit": (lambda f, model: (jax.jit(f), model), False),
-    "split": (split, False),
-}
-
-
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_evaluation_of_an_nnx_module(name):
-    """Plain `nnx.jit` returns all variables of the module, and copies them for that."""
-    compile_, copies = EVALUATIONS[name]
-    model, ids = nnx.Embed(20_000, 4, rngs=nnx.Rngs(0)), jnp.array([3, 7, 3])
-
-    def evaluate(model, ids):
-        return jnp.sum(model(ids))
-
-    compiled, argument = compile_(evaluate, model)
-    value = compiled(argument, ids)
-    assert_close(value, evaluate(model, ids), TOL, magnitude=1.0)
-    memory = compiled.lower(argument, ids).compile().memory_analysis()
-    table = model.embedding[...].nbytes
-    assert (memory.output_size_in_bytes >= table) == copies
-    assert memory.temp_size_in_bytes < table / 10
