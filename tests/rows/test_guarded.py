@@ -250,7 +250,10 @@ def test_changed_before_it_is_sent():
     assert np.isnan(table[0]).all()
 
 
-@pytest.mark.parametrize("make", [osa.sparse_adam, lambda r: osa.lazy(optax.adam(r))])
+@pytest.mark.parametrize(
+    "make",
+    slow_but([osa.sparse_adam, lambda r: osa.lazy(optax.adam(r))], osa.sparse_adam),
+)
 def test_costs_nothing_in_a_program(make):
     """With gradient and update in one, the compiled text is that without a guard."""
     tx = make(0.1)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, slow_but
 
 _PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 _TEXT = _PAGE.read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("name", slow_but(REPLACED, "lazy", "exact_adamw"))
 def test_rows_are_used_again(name):
     """Moments begin at zero again, the step count goes on; compiled once."""
     tx, reference = REPLACED[name]
