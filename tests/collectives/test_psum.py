@@ -6,9 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -26,12 +24,6 @@ from ..helpers.support import (
 )
 
 SHAPE = (24, 3)
-
-
-@pytest.fixture
-def as_optax_expects():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def mesh_of(shape):
@@ -262,40 +254,3 @@ def test_pmap():
     for k in range(1, 8):
         assert_identical(jax.tree.map(lambda x, k=k: x[k], (params, state)), first)
     assert_near(first, one_device(tx))
-
-
-@pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("check_vma", slow_but([True, False], True))
-def test_clip_in_shard_map(check_vma):
-    """Rows sharded: clipped by the norm of the whole gradient, then divided."""
-    clip, adam = optax.clip_by_global_norm(0.1), optax.adam(0.01)
-    lazy_clip, lazy_adam = osa.lazy(clip), osa.lazy(adam)
-
-    def step(params, state, ids):
-        params_t = lax.all_gather(params["t"], "x", tiled=True)  # for the test only
-        whole = {"t": params_t, "w": params["w"]}
-        if check_vma:  # no sum over devices in the gradient
-            whole["w"] = lax.pcast(whole["w"], "x", to="varying")
-        grads = osa.pmean(osa.grad(loss)(whole, ids), "x")
-        grads, _ = lazy_clip.update(grads, lazy_clip.init(params), None)
-        grads = osa.local_rows(grads, "x")
-        updates, state = lazy_adam.update(grads, state, params)
-        return osa.apply_updates(params, updates), state
-
-    params = start()
-    state = lazy_adam.init(params)
-    specs = jax.tree_util.tree_map_with_path(
-        lambda path, x: P("x") if "'t'" in str(path) else P(), (params, state)
-    )
-    on_mesh = jax.shard_map(
-        step,
-        mesh=mesh_of((8,)),
-        in_specs=(*specs, P("x")),
-        out_specs=specs,
-        check_vma=check_vma,
-    )
-    on_mesh = jax.jit(on_mesh)
-    for _ in range(3):
-        params, state = on_mesh(params, state, IDS)
-    expected, inner = one_device(osa.lazy(optax.chain(clip, adam)))
-    assert_near((params, state), (expected, inner[1]))

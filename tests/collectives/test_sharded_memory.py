@@ -18,11 +18,7 @@ from ..helpers.mesh import (
     specs_of,
     step_of,
 )
-from ..helpers.support import (
-    bcoo,
-    compile_for_users,
-    slow_but,
-)
+from ..helpers.support import bcoo, compile_for_users, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 

@@ -13,12 +13,7 @@ import optax_sparse_adam as osa
 
 from ..helpers.identity import train
 from ..helpers.optimizers import FINAL
-from ..helpers.support import (
-    TOLERANCE,
-    assert_identical,
-    random_entries,
-    slow_but,
-)
+from ..helpers.support import TOLERANCE, assert_identical, random_entries, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 

@@ -16,11 +16,7 @@ import optax_sparse_adam as osa
 
 from ..helpers.blocks import recorded
 from ..helpers.identity import assert_identity, make_task
-from ..helpers.support import (
-    bcoo,
-    compile_for_users,
-    slow_but,
-)
+from ..helpers.support import bcoo, compile_for_users, slow_but
 
 RATE = 0.1
 # Names that optax deprecates are public too.

@@ -13,10 +13,7 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam._optimizers import rounding
 
-from ..helpers.support import (
-    assert_identical,
-    slow_but,
-)
+from ..helpers.support import assert_identical, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 

@@ -7,10 +7,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam._optimizers.by_leaf import update_leaf
 from optax_sparse_adam._rows import map_rows
 
-from ..helpers.support import (
-    bcoo,
-    compile_for_users,
-)
+from ..helpers.support import bcoo, compile_for_users
 from . import test_every_optimizer, test_sparse_adafactor
 
 

@@ -25,9 +25,7 @@ from .test_programs import (
     table,
     to_numpy,
 )
-from .test_programs import (
-    dense_steps as steps,
-)
+from .test_programs import dense_steps as steps
 
 STORIES = []
 SHAPES = [(), (1,), (5,), (4, 3), (1, 3), (4, 1), (2, 3, 4), (2, 1, 3, 2)]

@@ -13,9 +13,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter
 
 from ..helpers.support import TOLERANCE, Magnitude
-from .test_checkpoints import (
-    copy_parameters,
-)
+from .test_checkpoints import copy_parameters
 from .test_programs import (
     OURS,
     TORCH,
@@ -27,12 +25,8 @@ from .test_programs import (
     table,
     to_numpy,
 )
-from .test_programs import (
-    dense_steps as steps,
-)
-from .test_programs import (
-    make_dense as make,
-)
+from .test_programs import dense_steps as steps
+from .test_programs import make_dense as make
 
 STORIES = []
 

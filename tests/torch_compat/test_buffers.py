@@ -267,19 +267,6 @@ def test_state_handed_over():
     assert_identical(seen(one), seen(expected))
 
 
-def test_closures_that_return_gradients():
-    """Of these a step overwrites none."""
-    optimizer, (param,) = stepped()
-
-    def closure():
-        param.grad = gradient(OURS, 7)
-        return param.grad
-
-    returned = [optimizer.step(closure) for _ in range(2)]
-    assert_identical(returned[0], gradient(OURS, 7))
-    assert_identical(returned[1], gradient(OURS, 7))
-
-
 def test_dense_gradients_on_request():
     """Every row is touched (lucid's SparseAdam): the formula is the same."""
     for options in ({}, {"maximize": True, "betas": (0.5, 0.75)}):
@@ -313,20 +300,6 @@ def test_groups_that_change_compile_nothing(make, compilations):
         optimizer.step()
         assert not np.array_equal(param.data, before)
     assert compilations == []
-
-
-def test_one_call_for_a_group(monkeypatch):
-    calls = []
-    formula = SparseAdam._formula
-
-    def count(tables, grads, scalars):
-        calls.append(len(tables))
-        return formula.update(tables, grads, scalars)
-
-    monkeypatch.setattr(SparseAdam, "_formula", formula._replace(update=count))
-    groups = [[table(OURS, i) for i in range(3)], [table(OURS)]]
-    steps(OURS, SparseAdam([{"params": group} for group in groups]), 2)
-    assert calls == [3, 1, 3, 1]
 
 
 def test_a_step_that_fails_changes_no_array():

@@ -1,88 +1,173 @@
-"""What the documentation says in a sentence, against dense gradients."""
+"""Recipes of docs/recipes.md, as they stand there, against loops in NumPy."""
+
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optax_sparse_adam as osa
 
-from ..helpers.optimizers import FINAL
-from ..helpers.support import TOLERANCE, assert_close, assert_identical
+from ..helpers.support import assert_identical, slow_but
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_optax_expects")]
-
-SHAPE = (9, 4)
-TOL = TOLERANCE["float32"].numpy
-
-
-@pytest.fixture
-def table():
-    values = np.random.default_rng(0).normal(size=SHAPE)
-    return jnp.asarray(values, jnp.float32)
+_PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+_TEXT = _PAGE.read_text(encoding="utf-8")
+RATE, B1, B2, EPS = 0.1, 0.9, 0.999, 1e-8
+ROWS, DIM = 40, 4
 
 
-def loss(params, ids):
-    return jnp.sum(jnp.sin(params["table"][ids]) @ params["w"])
+@pytest.fixture(autouse=True)
+def defaults(strict):
+    """JAX as a reader has it."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
-def test_one_norm_around_the_parts(table):
-    """Snapshot and clipping see the sums of all rows and the dense parameters."""
-    params, ids = {"table": table, "w": jnp.ones(4)}, jnp.array([3, 7, 3, 3])
-    labels = {"table": "rows", "w": "dense"}
+def recipe(head):
+    """The names that the page's first block and those of a section define."""
+    names = {"__name__": "__main__"}
+    start = _TEXT.index(f"## {head}\n")
+    section = _TEXT[start : _TEXT.index("\n## ", start)]
+    for text in (_TEXT[: _TEXT.index("\n## ")], section):
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
+            exec(block, names)
+    return names
 
-    def chain(rows):
-        return optax.chain(
-            optax.snapshot("norm", optax.tree.norm),
-            optax.clip_by_global_norm(1.0),
-            optax.partition({"rows": rows, "dense": optax.adamw(0.1)}, labels),
-        )
 
-    tx = osa.lazy(chain(osa.lazy(optax.sgd(0.1))))
+def draw(seed=0, steps=12):
+    rng = np.random.default_rng(seed)
+    table = rng.normal(size=(ROWS, DIM))
+    batches = rng.zipf(1.5, (steps, 6)) % ROWS
+    return rng, table, batches
+
+
+def gradient(table, w, ids):
+    """That of `loss` on the page, for the table, as a loop."""
+    grad = np.zeros_like(table)
+    for i in ids:
+        grad[i] += 2 / len(ids) * (table[i] @ w - 1) * w
+    return grad
+
+
+def test_micro_batches_have_one_gradient():
+    names = recipe("Micro-batches")
+    params, many_ids = names["init"](), np.array([[3, 7, 3], [7, 0, 1]])
+    table, w = (np.asarray(params[x], np.float64) for x in ("table", "w"))
+    expected = gradient(table, w, many_ids.ravel())
+    for loss, ids in (
+        (names["loss"], many_ids.ravel()),
+        (names["loss_of_all"], many_ids),
+    ):
+        grad = jax.jit(osa.grad(loss))(params, ids)["table"]
+        assert grad.nse == 6
+        np.testing.assert_allclose(grad.todense(), expected, atol=1e-6)
+
+
+def test_micro_batches_in_nnx_hand_statistics_on():
+    names = recipe("Micro-batches")
+    model = names["NormModel"](nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, osa.sparse_adam(RATE), wrt=nnx.Param)
+    table = np.asarray(model.embed.embedding[...], np.float64)
+    ids = np.array([[3, 7, 3], [7, 0, 1]])
+    mean, var, value = np.zeros(8), np.ones(8), 0.0
+    for rows in table[ids]:
+        own_mean, own_var = rows.mean(axis=0), rows.var(axis=0)
+        normal = (rows - own_mean) / np.sqrt(own_var + 1e-5)
+        value += np.mean((normal - 1) ** 2) / len(ids)
+        mean, var = 0.99 * mean + 0.01 * own_mean, 0.99 * var + 0.01 * own_var
+    actual = names["micro_batch_step"](model, optimizer, ids)
+    np.testing.assert_allclose(actual, value, rtol=1e-5)
+    np.testing.assert_allclose(model.norm.mean[...], mean, atol=1e-6)
+    np.testing.assert_allclose(model.norm.var[...], var, atol=1e-6)
+    moved = np.any(np.asarray(model.embed.embedding[...]) != np.float32(table), axis=1)
+    assert np.flatnonzero(moved).tolist() == [0, 1, 3, 7]
+
+
+def test_constraints_hold_on_touched_rows_only():
+    names = recipe("Constraints on the touched rows")
+    _, start, batches = draw()
+    for constrain in names["constraints"].values():
+        project = optax.masked(names["projected"](constrain), names["tables_only"])
+        tx = osa.lazy(optax.chain(optax.adam(RATE), project))
+        table, w = start.copy(), np.ones(DIM)
+        params = {"table": jnp.asarray(table, jnp.float32), "w": jnp.ones(DIM)}
+        state, step = tx.init(params), osa.make_train_step(names["loss"], tx)
+        mu, nu = np.zeros_like(table), np.zeros_like(table)
+        for count, ids in enumerate(batches, 1):
+            w = np.asarray(params["w"], np.float64)
+            grad, rows = gradient(table, w, ids), np.unique(ids)
+            mu[rows] = B1 * mu[rows] + (1 - B1) * grad[rows]
+            nu[rows] = B2 * nu[rows] + (1 - B2) * grad[rows] ** 2
+            root = np.sqrt(nu[rows] / (1 - B2**count)) + EPS
+            moved = table[rows] - RATE * mu[rows] / (1 - B1**count) / root
+            table[rows] = constrain(moved)
+            params, state, _ = step(params, state, ids)
+        np.testing.assert_allclose(params["table"], table, atol=1e-4)
+        untouched = np.setdiff1d(np.arange(ROWS), batches)
+        assert untouched.size
+        assert_identical(params["table"][untouched], np.float32(start[untouched]))
+
+
+def numpy_adam(lazily, uncorrected, decay):
+    """Adam in float64: of touched rows, with torch's epsilon, with weight decay."""
+
+    def step(table, mu, nu, count, w, ids):
+        rows = np.unique(ids) if lazily else np.arange(ROWS)
+        grad = gradient(table, w, ids)[rows]
+        mu[rows] = B1 * mu[rows] + (1 - B1) * grad
+        nu[rows] = B2 * nu[rows] + (1 - B2) * grad**2
+        mean, root = mu[rows] / (1 - B1**count), np.sqrt(nu[rows] / (1 - B2**count))
+        root += EPS / np.sqrt(1 - B2**count) if uncorrected else EPS
+        table[rows] -= RATE * (mean / root + decay * table[rows])
+
+    return step
+
+
+REPLACED = {
+    "sparse_adam": (osa.sparse_adam(RATE), numpy_adam(True, True, 0)),
+    "lazy": (
+        osa.lazy(optax.adamw(RATE, weight_decay=0.1)),
+        numpy_adam(True, False, 0.1),
+    ),
+    "exact_adam": (osa.exact_adam(RATE), numpy_adam(False, False, 0)),
+    "exact_adamw": (
+        osa.exact_adamw(RATE, weight_decay=0.1),
+        numpy_adam(False, False, 0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(REPLACED, "lazy", "exact_adamw"))
+def test_rows_are_used_again(name):
+    """Moments begin at zero again, the step count goes on; compiled once."""
+    tx, reference = REPLACED[name]
+    is_exact = name.startswith("exact")
+    replace = recipe("Remove rows, and use them again")["make_replace"](tx)
+    rng, table, batches = draw(steps=30)
+    params, w = {"table": jnp.asarray(table, jnp.float32)}, np.ones(DIM)
     state = tx.init(params)
-    updates, state = jax.jit(tx.update)(
-        jax.jit(osa.grad(loss))(params, ids), state, params
-    )
-    actual = osa.apply_updates(params, updates)
-    reference = chain(optax.sgd(0.1))
 
-    @jax.jit
-    def dense_step(params, ids):
-        dense = jax.grad(loss)(params, ids)
-        updates, _ = reference.update(dense, reference.init(params), params)
-        return optax.apply_updates(params, updates), optax.tree.norm(dense)
+    def loss(params, ids):
+        return jnp.mean((params["table"][ids].sum(axis=-1) - 1) ** 2)
 
-    expected, norm = dense_step(params, ids)
-    assert norm > 1
-    assert_close(optax.tree.get(state, "norm"), norm, TOL)
-    for name in params:
-        assert_close(actual[name], expected[name], TOL, magnitude=1.0)
-
-
-@pytest.mark.parametrize("name", FINAL)
-def test_a_table_that_grows(name, table):
-    """The old rows go on as if nothing had happened, the new ones start."""
-    tx = FINAL[name].make(0.1)
-
-    @jax.jit
-    def step(table, state, ids):
-        grad = osa.grad(lambda table: jnp.sum(jnp.sin(table[ids])))(table)
-        updates, state = tx.update(grad, state, table)
-        return osa.apply_updates(table, updates), state
-
-    table, state = step(table, tx.init(table), jnp.array([3, 7, 3]))
-    grown = jnp.concatenate([table, jnp.ones((2, 4))])
-    new_state = jax.tree.map(
-        lambda new, old: old if new.shape == old.shape else new.at[: len(old)].set(old),
-        tx.init(grown),
-        state,
-    )
-    with pytest.raises(ValueError, match="shape"):
-        step(grown, state, jnp.array([3, 8]))
-    expected, _ = step(table, state, jnp.array([3, 8]))
-    actual, new_state = step(grown, new_state, jnp.array([3, 8]))
-    assert_identical(actual[: len(table)], expected)
-    actual, _ = step(actual, new_state, jnp.array([10]))
-    assert_identical(actual[:-1], jnp.concatenate([expected, jnp.ones((1, 4))]))
-    assert jnp.all(actual[-1] < 1)
+    step = osa.make_train_step(loss, tx)
+    mu, nu = np.zeros_like(table), np.zeros_like(table)
+    for count, ids in enumerate(batches, 1):
+        reference(table, mu, nu, count, w, ids)
+        params, state, _ = step(params, state, ids)
+        if count in (10, 17, 18):
+            rows = np.full(5, ROWS)  # two of five are no rows
+            rows[:3] = rng.choice(ROWS, 3, replace=False)
+            new = rng.normal(size=(5, DIM))
+            table[rows[:3]], mu[rows[:3]], nu[rows[:3]] = new[:3], 0, 0
+            if name == "exact_adamw":
+                params, state = osa.flush(params, state)
+            params, state = replace(params, state, rows, jnp.float32(new))
+    if is_exact:
+        params, state = osa.flush(params, state)
+    np.testing.assert_allclose(params["table"], table, atol=1e-4)
+    assert replace._cache_size() == step._cache_size() == 1
