@@ -58,6 +58,17 @@ def halved(p, ids):
     return lax.scan(step, 0.0, ids, reverse=True)[0]
 
 
+def delayed(p, ids):
+    """Rows of which the loss is computed in the step after."""
+
+    def step(carry, i):
+        total, rows = carry
+        return (total + square(rows, p["w"]), p["t"][i]), None
+
+    start = jnp.float32(0), jnp.zeros((3, 4))
+    return lax.scan(step, start, ids)[0][0]
+
+
 def checkpointed(function, **kwargs):
     return lambda p, ids: jax.checkpoint(function, **kwargs)(p, ids)
 
@@ -145,6 +156,7 @@ UNDER = {
     # loops
     "scan": Case(summed(loss)),
     "scan, reverse": Case(halved),
+    "scan, needed a step later": Case(delayed, touches_more=True),
     "scan, unroll": Case(summed(loss, unroll=2)),
     "scan over rows": Case(
         lambda p, ids: lax.scan(
