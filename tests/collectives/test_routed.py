@@ -105,32 +105,6 @@ def test_gradient_outside(check_vma):
     np.testing.assert_array_equal(to_dense(grad), expected)
 
 
-@pytest.mark.slow
-def test_inside_checkpoint_and_scan():
-    """Under `check_vma`, also where a loop stores more rows than the shard has."""
-    mesh = make_mesh((8,), ("d",))
-
-    @on_mesh(mesh, P("d"), P("d"))
-    def gradient(table, ids, weights):
-        def loss(table):
-            def step(total, xs):
-                one = partial(weighted_loss, axis_name="d", capacity=10, max_rounds=1)
-                return total + jax.checkpoint(one)(table, *xs)[0], None
-
-            start = 0 * jnp.sum(weights)  # varies as the total will
-            xs = ids.reshape(4, -1), weights.reshape(4, -1, WIDTH)
-            return lax.scan(step, start, xs)[0]
-
-        grad = osa.grad(loss, sparse=lambda path, leaf: True)(table)
-        return grad.todense()
-
-    rng = np.random.default_rng(0)
-    table, weights = exact(rng, (512, WIDTH)), exact(rng, (NUMBER, WIDTH))
-    ids = rng.integers(0, 512, NUMBER).astype(np.int32)
-    expected = dense_gradient(table, ids, weights)
-    np.testing.assert_array_equal(gradient(table, ids, weights), expected)
-
-
 @pytest.mark.parametrize("kind", ["uint32", "uint64", "int64", "empty", "gathered"])
 def test_ids_of_any_shape_and_type(kind):
     dtype = kind if "int" in kind else "int32"

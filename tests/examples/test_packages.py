@@ -167,8 +167,3 @@ def test_loss_is_that_of_complex():
         scores = [score(head, relation, x) for x in (tail, *negatives)]
         expected += math.log(sum(map(math.exp, scores))) - scores[0]
     assert_close(packages.loss_fn(params, edges, negatives), expected, 1e-6)
-
-
-def test_inverse_edges():
-    both = packages.both_ways(np.array([[3, 1, 5]]))
-    assert both.tolist() == [[3, 1, 5], [5, 1 + len(packages.RELATIONS), 3]]

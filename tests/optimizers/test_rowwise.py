@@ -198,20 +198,6 @@ def test_wrong_hyperparameters(words):
         WRONG_NUMBERS[words]()
 
 
-@pytest.mark.parametrize(
-    "tx", [osa.scale_by_rowwise_rss(), osa.scale_by_rowwise_adam()], ids=["rss", "adam"]
-)
-def test_none_changes_nothing(tx):
-    params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2)), "c": None}
-    state = tx.init(params)
-    updates, new = tx.update(params | {"a": None}, state, params)
-    alone = {"b": params["b"]}
-    expected, alone_state = tx.update(alone, tx.init(alone))
-    assert_identical(updates, expected | {"a": None, "c": None})
-    for old, both, one in zip(state, new, alone_state, strict=True):
-        assert_identical(both, old | one if isinstance(old, dict) else one)
-
-
 def test_no_memory_of_large_gradients():
     """With `b2 = 0` a small gradient after a large one is not lost to rounding."""
     tx, table = osa.rowwise_adam(0.1, b1=0, b2=0), jnp.ones((3, 2))

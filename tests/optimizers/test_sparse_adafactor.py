@@ -4,7 +4,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_sparse_adam as osa
@@ -186,34 +185,6 @@ def test_gradients_wider_than_the_parameters(dense):
             types = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (new, state)]
             assert types[0] == types[1]
             state = new
-
-
-def test_schedule_and_traced_hyperparameters():
-    """Numbers in the state: the same results, and no second compilation."""
-    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 12)
-    grads = [bcoo(values, indices, SHAPE)] * 3
-    traces = 0
-
-    def make(learning_rate, beta2_decay=-0.8, d=1.0, weight_decay=0.1):
-        nonlocal traces
-        traces += 1
-        return osa.sparse_adafactor(
-            learning_rate, beta2_decay, (1e-6, 0.1), d, weight_decay
-        )
-
-    rates = jnp.array([0.5, 0.25, 0.125])
-    scheduled, _ = train(make(lambda count: rates[count]), jnp.ones(SHAPE), grads)
-    tx = optax.inject_hyperparams(make)(learning_rate=0.5)
-    assert set(tx.init(jnp.ones(SHAPE)).hyperparams) >= {"beta2_decay", "weight_decay"}
-    state, table = tx.init(jnp.ones(SHAPE)), jnp.ones(SHAPE)
-    update = jax.jit(tx.update)
-    traces = 0
-    for rate, grad in zip(rates, grads, strict=True):
-        state.hyperparams["learning_rate"] = rate
-        updates, state = update(grad, state, table)
-        table = osa.apply_updates(table, updates)
-    assert traces == 1
-    assert_close(table, scheduled, TOLERANCE["float32"].numpy)
 
 
 WRONG_NUMBERS = {

@@ -8,7 +8,7 @@ import pytest
 
 from optax_sparse_adam.torch_compat import SparseAdam
 
-from .test_programs import OURS, check, failure, gradient, seen, table, to_numpy
+from .test_programs import OURS, check, failure, gradient, seen, table
 
 STORIES = []
 
@@ -51,26 +51,6 @@ def order_of_steps(world):
         log.append("other")
         other.step()
     return log
-
-
-@STORIES.append
-def arguments_of_steps(world):
-    optimizer = make(world)
-    log = []
-
-    def closure():
-        log.append("closure")
-        return 7
-
-    def hook(optimizer_, args, kwargs):
-        same = optimizer_ is optimizer and args[0] is optimizer
-        log.append((same, len(args), sorted(kwargs), to_numpy(seen(optimizer))))
-
-    optimizer.register_step_pre_hook(hook)
-    optimizer.register_step_post_hook(hook)
-    for args, kwargs in [((), {}), ((closure,), {}), ((), {"closure": closure})]:
-        log.append(optimizer.step(*args, **kwargs))
-    return log, failure(optimizer.step, 1, 2).kind
 
 
 @STORIES.append
@@ -229,21 +209,6 @@ def test_hooks_run_once_when_a_step_calls_its_base():
         optimizer.step(lambda: 3, 4)
     optimizer.step()
     assert log == ["pre", "post", "pre", "pre", "post"]
-
-
-def test_a_hook_may_remove_itself():
-    log = []
-    optimizer = make(OURS)
-
-    def once(*args):
-        log.append("once")
-        handle.remove()
-
-    handle = optimizer.register_step_pre_hook(once)
-    optimizer.register_step_pre_hook(note(log, "other"))
-    optimizer.step()
-    optimizer.step()
-    assert log == ["once", "other", "other"]
 
 
 def test_unpickled_optimizers_take_hooks():

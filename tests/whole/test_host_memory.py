@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.experimental.sparse import BCOO
 from jax.sharding import SingleDeviceSharding
@@ -100,60 +99,3 @@ def test_jax_looks_up_rows_in_pinned_host_memory(pinned):
     # the gradient of that: the transpose makes its zeros in device memory
     with pytest.raises(ValueError, match="Expected cotangent type float32<host>"):
         jax.grad(lambda table: jnp.sum(lookup(table, ids)))(table)
-
-
-def pinned_step(table, state, ids, w):
-    """One program: rows leave pinned_host memory, a dense step on them, rows return."""
-    to_host, to_device = (
-        partial(jax.device_put, device=space)
-        for space in (jax.memory.Space.Host, jax.memory.Space.Device)
-    )
-    number = len(table)
-    rows = jnp.unique(ids, size=ids.size, fill_value=number)
-    there = to_host(rows)
-
-    def compact(x):
-        return to_device(x.at[there].get(mode="clip") if x.shape else x)
-
-    def restored(x, new):
-        new = to_host(new)
-        return (
-            x.at[there].set(new, mode="drop", unique_indices=True) if x.shape else new
-        )
-
-    small, small_state = jax.tree.map(compact, (table, state))
-    place = jnp.searchsorted(rows, ids)
-    grad = jax.grad(lambda small: loss_of_rows(small[place], w))(small)
-    update, new_state = TX.update(grad, small_state)
-    new = optax.apply_updates(small, update), new_state
-    return jax.tree.map(restored, (table, state), new)
-
-
-@pytest.mark.skipif(
-    jax.default_backend() != "cpu",
-    reason="XLA may abort: https://github.com/openxla/xla/issues/34565",
-)
-def test_one_program_with_tables_in_pinned_host_memory(pinned):
-    """JAX takes it, and XLA's CPU compiler, which has one memory only, runs it."""
-    host = pinned(jnp.zeros(())).sharding
-    ids, w = batch(0), jnp.ones(WIDTH)
-    temporary = []
-    for rows in (100 * ROWS, ROWS):
-        start = jax.random.normal(jax.random.key(0), (rows, WIDTH))
-        expected = apply(
-            start, TX.init(start), osa.grad(lambda t: loss_of_rows(t[ids], w))(start)
-        )
-        tables = pinned((start, TX.init(start)))
-        step = jax.jit(
-            pinned_step,
-            donate_argnums=(0, 1),
-            out_shardings=jax.tree.map(lambda _: host, tables),
-        )
-        program = step.lower(*tables, ids, w).compile()
-        temporary.append(program.memory_analysis().temp_size_in_bytes)
-        tables = program(*tables, ids, w)
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(tables)} == {
-            "pinned_host"
-        }
-        assert_identical(tables, expected)
-    assert temporary[0] == temporary[1]
