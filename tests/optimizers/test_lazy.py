@@ -58,12 +58,17 @@ CHAINS = {
 }
 
 
+# One for each form of what leaves share, and of state.
+CORE = "clip_by_global_norm", "inject_hyperparams", "partition", "masked"
+CORE += "apply_if_finite", "extra arguments", "low precision moment"
+
+
 @pytest.mark.parametrize(
     "rows",
     slow_but([(2, 5, 7, 11), range(13)], (2, 5, 7, 11), is_one_value=True),
     ids=["some", "all"],
 )
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", slow_but(CHAINS, *CORE))
 def test_touched_rows_are_a_table(name, rows):
     """A chain sees the rows of all leaves together; other rows keep every bit."""
     tx, task = CHAINS[name], make_task(rows, dtype="float32")

@@ -104,7 +104,9 @@ BFLOAT16 = pytest.param(
 
 
 @pytest.mark.parametrize("nse", slow_but([1024, 65_536], 65_536))
-@pytest.mark.parametrize("dtype", ["float16", "float64", BFLOAT16])
+@pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("float64", marks=pytest.mark.slow), BFLOAT16]
+)
 def test_memory_of_other_types(dtype, nse):
     with jax.enable_x64(dtype == "float64"):
         shape = table_shape(TALL, 1)
