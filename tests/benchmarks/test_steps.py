@@ -149,13 +149,6 @@ def test_bad_input_is_one_clear_line(options, words, capsys):
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_file_of_another_program(tmp_path, monkeypatch):
-    (tmp_path / "other.json").write_text('{"results": []}')
-    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "other.json")])
-    with pytest.raises(SystemExit, match="no file that this version"):
-        report.main()
-
-
 # --- a busy machine ---
 
 
@@ -394,17 +387,6 @@ def test_groups():
 
 
 # --- what is said ---
-
-
-def test_numbers():
-    assert report.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0)
-    # Medians 2 and 4; the rounds 1/4, 2/2 and 3/6.
-    assert report.ratio([1, 2, 3], [4, 2, 6]) == (0.5, 0.375, 0.75)
-    shown = {0.01234: "0.012", 0.9996: "1.00", 1.234: "1.23", 9.996: "10.0"}
-    shown |= {12.34: "12.3", 99.96: "100", 1234.5: "1,234"}
-    assert {value: report.digits(value) for value in shown} == shown
-    shown = {0.0021: "0.0021", 0.0949: "0.095", 0.0951: "0.10", 12.34: "12.3"}
-    assert {value: report.share(value) for value in shown} == shown
 
 
 def test_the_verdict_says_where_we_lose():

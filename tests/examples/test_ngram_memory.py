@@ -117,13 +117,3 @@ def test_no_byte_is_seen_before_its_turn(trainer):
     after = np.asarray(apply(tokens))
     np.testing.assert_array_equal(before[:, :40], after[:, :40])
     assert (before[:, 40:46] != after[:, 40:46]).any(axis=-1).all()
-
-
-def test_text_and_examples():
-    text, held_out = ngram_memory.read_text()
-    assert len(text) > 10 * len(held_out) > 10**5
-    drawn = ngram_memory.draw(np.arange(100), np.random.default_rng(0), size=500)
-    assert drawn.shape == (500, 65)
-    assert (np.diff(drawn, axis=1) == 1).all()
-    assert drawn.min() == 0
-    assert drawn.max() == 99

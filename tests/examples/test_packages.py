@@ -2,7 +2,6 @@
 
 import gzip
 import itertools
-import lzma
 import math
 import re
 import types
@@ -106,17 +105,6 @@ def test_edges_of_an_index():
     assert sorted(names) == ["a", "b", "c", "d", "e", "g", "libc6"]
     written = {(names[h], packages.RELATIONS[r], names[t]) for h, r, t in edges}
     assert written == set(packages.read_edges(TEXT))
-
-
-def test_an_index_may_be_compressed(tmp_path):
-    for suffix, content in {
-        "": TEXT.encode(),
-        ".gz": gzip.compress(TEXT.encode()),
-        ".xz": lzma.compress(TEXT.encode()),
-    }.items():
-        path = tmp_path / f"Packages{suffix}"
-        path.write_bytes(content)
-        assert packages.read_index(path) == TEXT
 
 
 def test_what_can_go_wrong(tmp_path, main_of, monkeypatch):

@@ -145,18 +145,6 @@ def test_temporary_memory_does_not_grow_with_the_table():
     assert temporary(2_000) == temporary(2_000_000)
 
 
-def test_a_gradient_that_is_the_parameter():
-    """As that of `sum(x**2) / 2` may be; and an entry for each row."""
-    optimizer = SparseAdam([table(OURS), table(OURS)], allow_dense=True)
-    dense, sparse = optimizer.param_groups[0]["params"]
-    for _ in range(3):
-        dense.grad = dense.data
-        ids = jnp.arange(len(sparse.data))[:, None]
-        sparse.grad = BCOO((sparse.data, ids), shape=sparse.shape)
-        optimizer.step()
-    assert_identical(dense.data, sparse.data)
-
-
 def all_rows(data):
     return BCOO((data, jnp.arange(len(data))[:, None]), shape=data.shape)
 

@@ -153,32 +153,6 @@ def test_messages(target, source, options, words):
         assert word in str(caught.value)
 
 
-def test_the_state_alone():
-    """As the message and `load_state_dict` say: another formula, the same moments."""
-    theirs = trained("Adam", {"weight_decay": 0.1, "amsgrad": True})
-    ours = SparseAdam([start(OURS)], lr=0.01)
-    saved = theirs.state_dict()
-    groups = ours.state_dict()["param_groups"]
-    ours.load_state_dict(saved | {"param_groups": groups})
-    (state,) = ours.state.values()
-    assert state["step"] == 5
-    expected = SparseAdam([start(OURS)], lr=0.01)
-    expected.load_state_dict(
-        {
-            "state": {
-                0: {
-                    "step": 5,
-                    "exp_avg": saved["state"][0]["exp_avg"],
-                    "exp_avg_sq": saved["state"][0]["exp_avg_sq"],
-                }
-            },
-            "param_groups": groups,
-        }
-    )
-    logs = [steps(OURS, x, 3, 2, to_sparse=True) for x in (ours, expected)]
-    np.testing.assert_array_equal(*logs)
-
-
 def test_the_state_of_another_is_refused_at_the_step():
     theirs = trained("Adagrad", {})
     ours = SparseAdam([start(OURS)])

@@ -100,20 +100,6 @@ def test_every_public_name_is_in_the_reference(site):
         assert not public - documented
 
 
-def test_the_reference_begins_with_a_line_on_each_name(site):
-    page = (site / "api" / "index.html").read_text(encoding="utf-8")
-    rows = re.findall(
-        r'<tr class="row-\w+"><td>.*?title="([\w.]+)".*?</td>\s*<td>(.*?)</td>',
-        page,
-        re.S,
-    )
-    lines = {name: re.sub("<.*?>", "", line).strip() for name, line in rows}
-    for module in _PUBLIC:
-        for name, value in vars(importlib.import_module(module)).items():
-            if callable(value) and (value.__module__ or "").startswith(module):
-                assert name.startswith("_") or lines.get(f"{module}.{name}"), name
-
-
 def test_pages(site):
     """Titles, formulas without a server, tables of times, pages in place of files."""
 
