@@ -187,22 +187,6 @@ def test_gradients_wider_than_the_parameters(dense):
             state = new
 
 
-WRONG_NUMBERS = {
-    "learning rate": {"learning_rate": -1e-3},
-    "beta2_decay": {"beta2_decay": 0.1},
-    r"eps\[0\]": {"eps": (-1e-9, 1e-3)},
-    r"eps\[1\]": {"eps": (None, -1e-9)},
-    "d": {"d": 0.9},
-    "weight_decay": {"weight_decay": float("nan")},
-}
-
-
-@pytest.mark.parametrize("words", WRONG_NUMBERS)
-def test_wrong_hyperparameters(words):
-    with pytest.raises(ValueError, match=rf"Invalid {words}: .* must be"):
-        osa.sparse_adafactor(**WRONG_NUMBERS[words])
-
-
 @pytest.mark.parametrize(("shape", "n_sparse"), [((5, 3), 2), ((5, 3, 2), 2)])
 def test_rows_that_cannot_be_factored(shape, n_sparse):
     grad = bcoo(*random_entries(np.random.default_rng(0), shape, n_sparse, 4), shape)
