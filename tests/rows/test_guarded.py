@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import sparse
 from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -20,7 +19,6 @@ from ..helpers.support import (
     bcoo,
     compile_for_users,
     slow_but,
-    to_dense,
 )
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
@@ -171,19 +169,6 @@ def test_copies():
         assert_identical(osa.apply_updates(jnp.zeros(SHAPE), other), EXPECTED)
     assert repr(grad) == "BCOO(float32[9, 4], nse=3, n_dense=1)"
     assert isinstance(grad, BCOO)
-
-
-@pytest.mark.slow
-def test_functions_of_jax_sparse():
-    grad = osa.grad(lambda table: jnp.sum(table[IDS] * WEIGHTS[:, 0]))(TABLE[:, 0])
-    expected = EXPECTED[:, 0]
-    vector = jnp.arange(9.0)
-    assert_identical(sparse.todense(grad), expected)
-    assert grad @ vector == expected @ np.arange(9.0)
-    assert_identical(to_dense(grad.sum_duplicates()), expected)
-    assert_identical(sparse.bcoo_concatenate([grad, grad], dimension=0).shape, (18,))
-    assert_identical(sparse.sparsify(jnp.multiply)(grad, 2.0).todense(), 2 * expected)
-    assert_identical(vector + grad, vector + expected)
 
 
 def test_zeros_touch_nothing():
