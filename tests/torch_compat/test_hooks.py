@@ -1,4 +1,4 @@
-"""The shim beside `torch.optim`: hooks of steps, and their handles."""
+"""The shim beside `torch.optim`: hooks of steps and of `state_dict`s, and handles."""
 
 import copy
 import pickle
@@ -8,7 +8,7 @@ import pytest
 
 from optax_sparse_adam.torch_compat import SparseAdam
 
-from .test_programs import OURS, check, failure, gradient, seen, table
+from .test_programs import OURS, check, failure, gradient, seen, table, to_numpy
 
 STORIES = []
 
@@ -167,6 +167,76 @@ def hooks_around_a_step_of_ones_own(world):
     optimizer.register_step_post_hook(note(log, "post"))
     log += [optimizer.step(), optimizer.step(lambda: 4)]
     return log, Mine.step.__doc__, Mine.step.__name__
+
+
+@STORIES.append
+def order_of_saving_and_loading(world):
+    optimizer = make(world)
+    log = []
+    for i, prepend in enumerate([False, True, False, True]):
+        for kind in ("state_dict_pre", "state_dict_post"):
+            for prefix in ("", "load_"):
+                register = getattr(optimizer, f"register_{prefix}{kind}_hook")
+                register(note(log, (prefix, kind, i)), prepend=prepend)
+    log.append(sorted(optimizer.state_dict()))
+    log.append(optimizer.load_state_dict(optimizer.state_dict()))
+    for kind in ("state_dict_pre", "state_dict_post"):
+        with getattr(optimizer, f"register_{kind}_hook")(note(log, "last"), True):
+            optimizer.state_dict()
+    optimizer.state_dict()
+    return log
+
+
+@STORIES.append
+def saving_hooks_that_change(world):
+    optimizer = make(world)
+    optimizer.step()
+
+    def set_rate(optimizer):
+        optimizer.param_groups[0]["lr"] = 0.75
+
+    def in_place(optimizer, state_dict):
+        state_dict["extra"] = [1]
+
+    def another(optimizer, state_dict):
+        return {**state_dict, "keys": sorted(state_dict)}
+
+    optimizer.register_state_dict_pre_hook(set_rate)
+    optimizer.register_state_dict_post_hook(another)
+    log = [to_numpy(optimizer.state_dict())]
+    optimizer.register_state_dict_post_hook(in_place, prepend=True)
+    log.append(to_numpy(optimizer.state_dict()))
+    optimizer.register_state_dict_post_hook(lambda *args: {"only": 1})
+    return log, optimizer.state_dict()
+
+
+@STORIES.append
+def loading_hooks_that_change(world):
+    saved = make(world)
+    saved.step()
+    saved = saved.state_dict()
+    log = []
+
+    def in_place(optimizer, state_dict):
+        log.append(state_dict is saved)
+        groups = state_dict["param_groups"]
+        state_dict["param_groups"] = [{**group, "lr": 0.25} for group in groups]
+
+    def another(optimizer, state_dict):
+        return {**state_dict, "state": {}}
+
+    def after(optimizer):
+        optimizer.param_groups[0]["eps"] = 0.5
+
+    optimizer = make(world)
+    optimizer.register_load_state_dict_pre_hook(in_place)
+    optimizer.load_state_dict(saved)
+    log += [seen(optimizer), to_numpy(saved)]
+    optimizer.register_load_state_dict_pre_hook(another, prepend=True)
+    optimizer.register_load_state_dict_post_hook(after)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    return log, seen(optimizer), to_numpy(saved)
 
 
 @pytest.mark.parametrize("story", STORIES)
