@@ -107,7 +107,7 @@ def printed(script, *args):
         env=program_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -1,8 +1,6 @@
 """benchmarks/steps.py: as a user meets it, who takes turns, and what is said."""
 
-import collections
 import functools
-import itertools
 import json
 import math
 import os
@@ -20,7 +18,7 @@ import report
 import startup
 import steps
 import turns
-from contestants import DENSE, TORCH, InJax, InTorch, make_optimizer
+from contestants import DENSE, TORCH, InJax, InTorch
 from problem import Problem, draw, floor_bytes
 
 from ..helpers.support import TOLERANCE, Magnitude
@@ -149,13 +147,6 @@ def test_bad_input_is_one_clear_line(options, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         steps.main(options.split())
     assert words in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_file_of_another_program(tmp_path, monkeypatch):
-    (tmp_path / "other.json").write_text('{"results": []}')
-    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "other.json")])
-    with pytest.raises(SystemExit, match="no file that this version"):
-        report.main()
 
 
 # --- a busy machine ---
@@ -302,11 +293,6 @@ def test_memory_and_floor():
     assert dense.floor(40) == (6 * rows + ids) * row + 2 * 4
 
 
-@pytest.mark.parametrize("name", ["rowwise_adam", "sparse_adafactor", "lazy_adamw"])
-def test_optimizers(name):
-    make_optimizer(name).init(np.ones((5, 2), np.float32))
-
-
 def test_draws():
     zipf, again = (draw(Problem(10**5, 4, 2000, "float32")) for _ in range(2))
     np.testing.assert_array_equal(zipf.ids, again.ids)
@@ -320,21 +306,6 @@ def test_draws():
     expected = np.sum(1 - (1 - chance) ** 2000)
     assert abs(zipf.touched - expected) < 0.03 * expected
     assert np.argmax(np.bincount(np.concatenate(zipf.ids))) > 0  # not by rank
-
-
-def test_problems():
-    def sizes(options):
-        return [str(x) for x in steps.problems(steps.parse_args(options.split()))]
-
-    assert sizes("") == [
-        "1,000,000 x 64 float32, 8,192 ids",
-        "1,000,000 x 64 float32, 65,536 ids",
-        "2,000,000 x 96 float32, 24,000 ids",
-    ]
-    assert sizes("--rows 10000000 --dim 128 --ids 1048576 --dtype bfloat16") == [
-        "10,000,000 x 128 bfloat16, 1,048,576 ids"
-    ]
-    assert len(set(sizes("--rows 10 20 --ids 3 4"))) == 4
 
 
 # --- the turns ---
@@ -382,16 +353,6 @@ def test_turns_alternate():
     assert all(len(seconds) == 3 for seconds in group.seconds.values())
 
 
-def test_nobody_always_comes_after_the_same():
-    log = []
-    turns.Turns([Fake(name, log=log) for name in "abc"], None).run(repeats=21)
-    names = [name for name, what, *_ in log if what in ("update", "step")]
-    pairs = list(itertools.pairwise(names))
-    for name in "abc":
-        before = collections.Counter(one for one, other in pairs if other == name)
-        assert all(before[other] > 10 for other in "abc" if other != name), before
-
-
 def test_who_runs_out_of_memory_leaves():
     failing, other = Fake("a", fails=("step", 6)), Fake("b")
     group = turns.Turns([failing, other], None)
@@ -426,17 +387,6 @@ def test_groups():
 
 
 # --- what is said ---
-
-
-def test_numbers():
-    assert report.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0)
-    # Medians 2 and 4; the rounds 1/4, 2/2 and 3/6.
-    assert report.ratio([1, 2, 3], [4, 2, 6]) == (0.5, 0.375, 0.75)
-    shown = {0.01234: "0.012", 0.9996: "1.00", 1.234: "1.23", 9.996: "10.0"}
-    shown |= {12.34: "12.3", 99.96: "100", 1234.5: "1,234"}
-    assert {value: report.digits(value) for value in shown} == shown
-    shown = {0.0021: "0.0021", 0.0949: "0.095", 0.0951: "0.10", 12.34: "12.3"}
-    assert {value: report.share(value) for value in shown} == shown
 
 
 def test_the_verdict_says_where_we_lose():

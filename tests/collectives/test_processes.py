@@ -24,7 +24,7 @@ from ..helpers.support import (
 
 pytestmark = pytest.mark.slow
 
-_SECONDS = 120  # 8 where two cores are free
+_SECONDS = 300  # 8 where two cores are free
 
 
 def free_port():
@@ -102,13 +102,3 @@ def test_two_processes_have_and_save_the_same(folder):
     leaves = jax.tree.leaves_with_path(restored)
     restored = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     assert_identical(restored, arrays, "the checkpoint")
-
-
-def test_a_failing_process_stops_all():
-    """Nothing waits for a process that has gone, and its output is shown."""
-    wait = [sys.executable, "-c", "import time; time.sleep(600)"]
-    fail = [sys.executable, "-c", "raise SystemExit('this went wrong')"]
-    begin = time.monotonic()
-    with pytest.raises(AssertionError, match="this went wrong"):
-        run_processes([wait, fail])
-    assert time.monotonic() - begin < 60

@@ -13,11 +13,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam._collectives.exchange import default_capacity
 
 from ..helpers.routed import P, make_mesh, on_mesh, weighted_loss
-from ..helpers.support import (
-    bcoo,
-    compile_for_users,
-    slow_but,
-)
+from ..helpers.support import bcoo, compile_for_users, slow_but
 
 SHARE, WIDTH = 1000, 16  # ids on each device, numbers in each row
 ID, ROW = 4, 4 * WIDTH  # bytes

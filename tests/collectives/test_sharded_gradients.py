@@ -15,11 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 
 from ..helpers.routed import exact
-from ..helpers.support import (
-    assert_close,
-    slow_but,
-    to_dense,
-)
+from ..helpers.support import assert_close, slow_but, to_dense
 
 ROWS, WIDTH = 16, 4
 EXPLICIT = AxisType.Explicit

@@ -116,14 +116,6 @@ def test_vmap(name):
         assert x.sharding.is_equivalent_to(table.sharding, x.ndim), x.sharding
 
 
-def test_without_jit():
-    case = case_of("sparse_adam", AxisType.Auto)
-    table = case.put(np.ones(SHAPE, np.float32), case.table)
-    with jax.disable_jit():
-        state = case.tx.init({"table": table})
-    assert_laid_out(state, case)
-
-
 def test_derivative():
     """Of what comes after `init`; the state itself is constant."""
     case = case_of("sparse_adam", AxisType.Auto)

@@ -15,11 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import map_rows
 
-from ..helpers.support import (
-    assert_same_on_devices,
-    bcoo,
-    slow_but,
-)
+from ..helpers.support import assert_same_on_devices, bcoo, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 

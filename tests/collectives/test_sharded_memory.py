@@ -18,11 +18,7 @@ from ..helpers.mesh import (
     specs_of,
     step_of,
 )
-from ..helpers.support import (
-    bcoo,
-    compile_for_users,
-    slow_but,
-)
+from ..helpers.support import bcoo, compile_for_users, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -92,7 +88,7 @@ COSTS = [
 
 @pytest.mark.parametrize(
     ("case", "lower"),
-    slow_but(COSTS, *(COSTS[i] for i in (1, 2, 8, 12))),
+    slow_but(COSTS, *(COSTS[i] for i in (1, 2, 8))),
     ids=lambda x: x.__name__ if callable(x) else str(x),
 )
 def test_cost(case, lower):

@@ -117,33 +117,3 @@ def test_no_byte_is_seen_before_its_turn(trainer):
     after = np.asarray(apply(tokens))
     np.testing.assert_array_equal(before[:, :40], after[:, :40])
     assert (before[:, 40:46] != after[:, 40:46]).any(axis=-1).all()
-
-
-def test_a_step_moves_the_rows_of_its_n_grams_only(trainer):
-    batch, trained = trainer
-    text, rows = np.tile(batch[0], 3), ngram_memory.ngram_rows
-    before = jax.device_get(trained.params)
-    trained.train("test", text, [batch], num_steps=3)
-    after = jax.device_get(trained.params)
-    rng = np.random.default_rng(0)
-    touched = {
-        int(row)
-        for _ in range(3)
-        for row in np.ravel(rows(ngram_memory.draw(text, rng)[:, :-1], ROWS))
-    }
-    moved = np.any(
-        before["memory"]["embedding"] != after["memory"]["embedding"], axis=1
-    )
-    assert 0 < moved.sum() < ROWS // 2
-    assert set(np.flatnonzero(moved).tolist()) <= touched
-    assert np.any(before["Dense_0"]["kernel"] != after["Dense_0"]["kernel"])
-
-
-def test_text_and_examples():
-    text, held_out = ngram_memory.read_text()
-    assert len(text) > 10 * len(held_out) > 10**5
-    drawn = ngram_memory.draw(np.arange(100), np.random.default_rng(0), size=500)
-    assert drawn.shape == (500, 65)
-    assert (np.diff(drawn, axis=1) == 1).all()
-    assert drawn.min() == 0
-    assert drawn.max() == 99

@@ -4,7 +4,6 @@ import math
 import os
 import re
 import shutil
-import threading
 from collections import Counter
 
 import jax
@@ -133,24 +132,26 @@ def test_a_missing_package_is_one_clear_line(missing, tmp_path, monkeypatch):
     assert_one_clear_line(done, f"needs {missing}", 'pip install ".[examples]"')
 
 
+_COUNTS_STEPS = r"\| [1-9]\d*/100000000 "
+
+
 @pytest.mark.parametrize(
     ("after", "seconds"),
-    [("", 1), ("a step", 0), ("a step", 1), ("a step", 6)],
+    [(r"\| +numpy$", 0), ("^a step", 0), ("^a step", 1), (_COUNTS_STEPS, 0)],
+    ids=["imports", "before the first step", "compiling", "steps"],
 )
 def test_ctrl_c(text, tmp_path, after, seconds, monkeypatch):
     """Amid the imports, before the first step, while XLA compiles, amid the steps."""
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     options = ["--text", text, "--steps", 10**8, "--save", "v.npz"]
     timing = {"after": after, "seconds": seconds}
-    code, out, err = interrupt_example("word2vec", *options, cwd=tmp_path, **timing)
-    assert code == 130, err
-    assert "Traceback" not in err
+    out = interrupt_example("word2vec", *options, cwd=tmp_path, **timing)
     path = tmp_path / "v.npz"
     assert path.exists() == ("interrupted after" in out)
     if path.exists():
         with np.load(path) as file:
             assert np.isfinite(file["center"]).all()
-    assert path.exists() or seconds < 6
+    assert path.exists() or after != _COUNTS_STEPS
 
 
 # --- its parts ---
@@ -210,16 +211,6 @@ def test_read_corpus_counts_words(tmp_path):
     assert [words[i] for i in tokens] == names * 3 + ["ValueError"] * 2 + ["café"] * 2
 
 
-def test_a_pipe_is_read_from_its_beginning(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    content = "".join(f"word{i % 5000} " for i in range(20_000))
-    writer = threading.Thread(target=(tmp_path / "fifo").write_text, args=(content,))
-    writer.start()
-    _, counts, tokens = word2vec.read_corpus(tmp_path / "fifo")
-    writer.join()
-    assert (len(tokens), set(counts.tolist())) == (20_000, {4})
-
-
 def test_loss_equals_a_plain_loop():
     rng = np.random.default_rng(0)
     tables = {
@@ -233,18 +224,3 @@ def test_loss_equals_a_plain_loop():
             expected += math.log1p(math.exp(score if place else -score))
     found = word2vec.loss_fn(jax.device_put(tables), centers, contexts)
     assert_close(found, expected, 1e-6)
-
-
-@pytest.mark.parametrize("among", [5, 20, 100])
-def test_nearest_equals_a_plain_loop(among):
-    vectors = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
-    rows, cosines = word2vec.nearest(vectors, [0, 3, 19], num=4, among=among)
-    for word, found, values in zip([0, 3, 19], rows, cosines, strict=True):
-        others = []
-        for other in range(min(among, 20)):
-            lengths = np.linalg.norm(vectors[word]) * np.linalg.norm(vectors[other])
-            cosine = vectors[word] @ vectors[other] / lengths
-            others += [(cosine, other)] if other != word else []
-        best = sorted(others, reverse=True)[:4]
-        assert found.tolist() == [other for _, other in best]
-        assert_close(values, [cosine for cosine, _ in best], 1e-5)

@@ -39,7 +39,7 @@ CASES = {**ROW_SPARSE, **{f"dense: {name}": case for name, case in DENSE.items()
 REPEATED = """
 vector of ids | ids of rank 3 | int8 ids | uint8 ids | int16 ids | uint16 ids |
 take None | get None | get fill | get drop | get with fill_value | rank 1, take
-| i column | i k:l | i None | dynamic_slice past the end | dynamic_index |
+| i column | i k:l | i None | dynamic_index |
 static index 0 | static index 3 | static index_in_dim | stack of stacks of
 tables | stack of tables, clip | float16 table | named call | checkpoint,
 everything | checkpoint, these names | checkpoint, other names | scan, unroll |

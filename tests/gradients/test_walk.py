@@ -167,6 +167,17 @@ def test_table_in_a_while_loop_without_derivative():
     assert_row_sparse_like_jax(loss, TABLE, IDS, nse=6)
 
 
+@pytest.mark.parametrize("function", [lax.stop_gradient, jnp.floor, jnp.sign])
+def test_whole_tables_of_which_nothing_is_differentiated(function):
+    def loss(t, ids):
+        return square(t[ids], WEIGHTS) * function(jnp.sum(t))
+
+    gradients = jax.jit(lambda *args: (osa.grad(loss)(*args), jax.grad(loss)(*args)))
+    ours, theirs = gradients(TABLE, IDS)
+    assert is_bcoo(ours)
+    assert_same(ours, theirs, 32)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_long_loop_inside_shard_map(check_vma):
     """The gradient of a replicated table is summed over devices, as JAX does it."""

@@ -25,7 +25,7 @@ class Task(NamedTuple):
     sub_grads: list[Any]
 
 
-def make_task(rows, shape=(13, 5), steps=3, dtype="float64", only=("table", "bias")):
+def make_task(rows, shape=(13, 5), steps=3, dtype="float64"):
     rng = np.random.default_rng(0)
     rows = np.asarray(rows)
     table, bias = rng.normal(size=shape), rng.normal(size=4)
@@ -44,12 +44,8 @@ def make_task(rows, shape=(13, 5), steps=3, dtype="float64", only=("table", "bia
     def convert(x):
         return x if x.dtype == np.int32 else jnp.asarray(x, dtype)
 
-    def chosen(tree):
-        return jax.tree.map(convert, {name: tree[name] for name in only})
-
-    params, _, sub_params = trees
-    grads, sub_grads = (list(map(chosen, many)) for many in (grads, sub_grads))
-    return Task(rows, chosen(params), grads, chosen(sub_params), sub_grads)
+    params, grads, sub_params, sub_grads = jax.tree.map(convert, (*trees, sub_grads))
+    return Task(rows, params, grads, sub_params, sub_grads)
 
 
 def train(tx, params, grads, *, compiled=False, **extra):

@@ -44,6 +44,13 @@ LOOKUPS = {
         )
         for dtype in ("int8", "uint8", "int16", "uint16", "uint32")
     },
+    "uint32 ids beyond int32": lookup(
+        lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
+        3,
+        ids=[1, 2**31 + 1, 2**32 - 1],
+        id_dtype="uint32",
+        params=SMALL_TABLE,
+    ),
     "as many ids as rows": lookup(lambda t, i: t[i], 16, ids=np.arange(16) % 7),
     "more ids than rows": lookup(
         lambda t, i: t[i], 16, ids=MANY, params={"t": (16, 4), "w": (4,)}

@@ -49,6 +49,26 @@ def summed(step, **kwargs):
     return scanned
 
 
+def halved(p, ids):
+    """A loop in which the order of the steps matters."""
+
+    def step(total, i):
+        return 0.5 * total + loss(p, i), None
+
+    return lax.scan(step, 0.0, ids, reverse=True)[0]
+
+
+def delayed(p, ids):
+    """Rows of which the loss is computed in the step after."""
+
+    def step(carry, i):
+        total, rows = carry
+        return (total + square(rows, p["w"]), p["t"][i]), None
+
+    start = jnp.float32(0), jnp.zeros((3, 4))
+    return lax.scan(step, start, ids)[0][0]
+
+
 def checkpointed(function, **kwargs):
     return lambda p, ids: jax.checkpoint(function, **kwargs)(p, ids)
 
@@ -135,7 +155,8 @@ UNDER = {
     ),
     # loops
     "scan": Case(summed(loss)),
-    "scan, reverse": Case(summed(loss, reverse=True)),
+    "scan, reverse": Case(halved),
+    "scan, needed a step later": Case(delayed, touches_more=True),
     "scan, unroll": Case(summed(loss, unroll=2)),
     "scan over rows": Case(
         lambda p, ids: lax.scan(
@@ -183,6 +204,9 @@ UNDER = {
         branch(lambda p, i: jnp.sum(jnp.square(p["t"][i, 1])), none), n_sparse=2
     ),
     "branches, i and i j": Case(branch(loss, lambda p, i: jnp.sum(p["t"][i, 1]))),
+    "branches, two lookups": Case(
+        branch(lambda p, i: first(p, i) * first(p, i[::-1]), none)
+    ),
     "branches of three": Case(branch(first, loss, none)),
     "branches, more ids than rows": Case(
         branch(loss, first), 5, SMALL_TABLE, SMALL_IDS

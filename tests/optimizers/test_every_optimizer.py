@@ -52,3 +52,33 @@ def test_nothing_touched(name, nse):
         for a, b in zip(*map(jax.tree.leaves, (new, state)), strict=True):
             if a.ndim:
                 assert_identical(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINAL)
+def test_a_table_that_grows(name):
+    """The old rows go on as if nothing had happened, the new ones start."""
+    tx = FINAL[name].make(0.1)
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(9, 4)), jnp.float32)
+
+    @jax.jit
+    def step(table, state, ids):
+        grad = osa.grad(lambda table: jnp.sum(jnp.sin(table[ids])))(table)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    table, state = step(table, tx.init(table), jnp.array([3, 7, 3]))
+    grown = jnp.concatenate([table, jnp.ones((2, 4))])
+    new_state = jax.tree.map(
+        lambda new, old: old if new.shape == old.shape else new.at[: len(old)].set(old),
+        tx.init(grown),
+        state,
+    )
+    with pytest.raises(ValueError, match="shape"):
+        step(grown, state, jnp.array([3, 8]))
+    expected, _ = step(table, state, jnp.array([3, 8]))
+    actual, new_state = step(grown, new_state, jnp.array([3, 8]))
+    assert_identical(actual[: len(table)], expected)
+    actual, _ = step(actual, new_state, jnp.array([10]))
+    assert_identical(actual[:-1], jnp.concatenate([expected, jnp.ones((1, 4))]))
+    assert jnp.all(actual[-1] < 1)

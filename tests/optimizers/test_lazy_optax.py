@@ -16,11 +16,7 @@ import optax_sparse_adam as osa
 
 from ..helpers.blocks import recorded
 from ..helpers.identity import assert_identity, make_task
-from ..helpers.support import (
-    bcoo,
-    compile_for_users,
-    slow_but,
-)
+from ..helpers.support import bcoo, compile_for_users, slow_but
 
 RATE = 0.1
 # Names that optax deprecates are public too.
@@ -114,8 +110,8 @@ contrib.simplified_ademamix contrib.split_real_and_imaginary
 
 # One for each form of state: none, moments, a scalar, a key, a column, nested, masked.
 FORMS = """
-adamw amsgrad apply_if_finite chain contrib.prodigy freeze inject_hyperparams lamb
-noisy_sgd partition polyak_sgd sgd sm3 trace
+apply_if_finite chain contrib.prodigy freeze inject_hyperparams lamb noisy_sgd partition
+polyak_sgd sgd sm3
 """
 
 # The same, but that their `init` measures the whole table.

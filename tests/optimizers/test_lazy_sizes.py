@@ -92,17 +92,6 @@ def test_others_are_those_of_the_table(mask, way):
     assert_identical(*results)
 
 
-def test_remedy():
-    """Decays the table by its size, and nothing else."""
-    mask = BY_SIZE["size"](PARAMS)
-    tx = osa.lazy(optax.chain(optax.add_decayed_weights(0.5, mask), optax.sgd(0.1)))
-    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
-    new = osa.apply_updates(PARAMS, updates)
-    assert_identical(new["table"][7], jnp.full(4, 1 - 0.1 * np.float32(1.5)))
-    assert_identical(new["small"][2], jnp.full(4, 1 - 0.1 * np.float32(1.0)))
-    assert_identical(new["bias"], jnp.full(4, 1 - 0.1 * np.float32(1.0)))
-
-
 def test_equal_shapes_by_chance():
     """Two tables of which equally many rows are touched share random bits."""
     params = {"a": jnp.ones((9, 4), jnp.bfloat16), "b": jnp.ones((8, 4), jnp.bfloat16)}

@@ -8,7 +8,7 @@ import pytest
 
 import optax_sparse_adam as osa
 
-from ..helpers.identity import assert_identity, make_task, numbers, train
+from ..helpers.identity import numbers, train
 from ..helpers.support import (
     TOLERANCE,
     assert_close,
@@ -84,17 +84,6 @@ def test_each_row_is_a_parameter(name):
             assert_close(
                 numbers(a[row]), numbers(e), TOLERANCE["float32"].numpy, magnitude=1.0
             )
-
-
-def test_what_rows_share_goes_outside():
-    """One schedule and one norm for all rows, a clock for each."""
-    task = make_task((2, 5, 7, 11), dtype="float32")
-    tx = optax.chain(
-        optax.clip_by_global_norm(0.5),
-        osa.per_row(optax.scale_by_adam()),
-        optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 4)),
-    )
-    assert_identity(osa.lazy(tx), tx, task, TOLERANCE["float32"].numpy)
 
 
 def test_state():

@@ -124,30 +124,6 @@ def test_formula(dtype, case):
             assert_close(actual, exact, tol, magnitude=scale, what=what)
 
 
-ROWWISE = {
-    "rss": (osa.scale_by_rowwise_rss(), optax.scale_by_rss(0.0, 0.0)),
-    "adam": (osa.scale_by_rowwise_adam(), optax.scale_by_adam()),
-}
-
-
-@pytest.mark.parametrize("name", ROWWISE)
-def test_uniform_rows_make_row_wise_plain(name):
-    """Rows of equal squares: the mean of a row's squares is each of them."""
-    rowwise, plain = ROWWISE[name]
-    rng = np.random.default_rng(0)
-    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
-        params = {"table": jnp.zeros(SHAPE), "bias": jnp.zeros(3)}
-        grads = []
-        for _ in range(4):
-            signs = rng.choice([-1.0, 1.0], SHAPE)
-            table = jnp.asarray(rng.normal(size=(SHAPE[0], 1)) * signs)
-            grads.append({"table": table, "bias": jnp.asarray(rng.normal(size=3))})
-        actual, expected = (train(tx, params, grads)[0] for tx in (rowwise, plain))
-    for leaf, value in expected.items():
-        # The eps of rss is left out of optax's, and is 1e-8 of a root of order 1e-1.
-        assert_close(actual[leaf], value, 1e-6 if name == "rss" else 1e-12, what=leaf)
-
-
 def test_rows_are_vectors_along_the_last_axis():
     """Two sparse axes, where the table has a third."""
     shape, flat = (4, 3, 5), (12, 5)
@@ -196,21 +172,6 @@ def test_types(mu_dtype):
         }
 
 
-@pytest.mark.parametrize("make", [osa.rowwise_adagrad, osa.rowwise_adam])
-def test_schedule_and_injected_hyperparameters(make):
-    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 12)
-    grads = [bcoo(values, indices, SHAPE)] * 3
-    rates = jnp.array([0.5, 0.25, 0.125])
-    plain = make(lambda count: rates[count], eps=0.5, weight_decay=0.125)
-    injected = optax.inject_hyperparams(make)(
-        lambda count: rates[count], eps=0.5, weight_decay=0.125
-    )
-    expected, actual = (
-        train(tx, jnp.ones(SHAPE), grads)[0] for tx in (plain, injected)
-    )
-    assert_close(actual, expected, TOLERANCE["float32"].numpy)
-
-
 def test_parameters_are_needed_for_weight_decay_only():
     grad = bcoo(np.ones((1, 4), np.float32), [[3]], SHAPE)
     for make in (osa.rowwise_adagrad, osa.rowwise_adam):
@@ -220,35 +181,6 @@ def test_parameters_are_needed_for_weight_decay_only():
         plain.update(grad, state)
         with pytest.raises(ValueError, match="params"):
             decays.update(grad, state)
-
-
-WRONG_NUMBERS = {
-    "initial_accumulator_value": lambda: osa.rowwise_adagrad(0.1, -0.1),
-    "eps": lambda: osa.rowwise_adagrad(0.1, eps=0.0),
-    "beta parameter at index 0": lambda: osa.rowwise_adam(0.1, b1=1.0),
-    "beta parameter at index 1": lambda: osa.rowwise_adam(0.1, b2=-0.1),
-    "epsilon": lambda: osa.rowwise_adam(0.1, eps=0.0),
-}
-
-
-@pytest.mark.parametrize("words", WRONG_NUMBERS)
-def test_wrong_hyperparameters(words):
-    with pytest.raises(ValueError, match=f"Invalid {words}.* must be"):
-        WRONG_NUMBERS[words]()
-
-
-@pytest.mark.parametrize(
-    "tx", [osa.scale_by_rowwise_rss(), osa.scale_by_rowwise_adam()], ids=["rss", "adam"]
-)
-def test_none_changes_nothing(tx):
-    params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2)), "c": None}
-    state = tx.init(params)
-    updates, new = tx.update(params | {"a": None}, state, params)
-    alone = {"b": params["b"]}
-    expected, alone_state = tx.update(alone, tx.init(alone))
-    assert_identical(updates, expected | {"a": None, "c": None})
-    for old, both, one in zip(state, new, alone_state, strict=True):
-        assert_identical(both, old | one if isinstance(old, dict) else one)
 
 
 def test_no_memory_of_large_gradients():

@@ -4,10 +4,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._optimizers.by_leaf import update_leaf
+from optax_sparse_adam._rows import map_rows
 
 from ..helpers.identity import train
 from ..helpers.support import (
@@ -16,9 +17,11 @@ from ..helpers.support import (
     assert_close,
     assert_identical,
     bcoo,
+    compile_for_users,
     random_entries,
     row_sums,
 )
+from . import test_every_optimizer
 
 SHAPE = (9, 4)
 
@@ -188,50 +191,6 @@ def test_gradients_wider_than_the_parameters(dense):
             state = new
 
 
-def test_schedule_and_traced_hyperparameters():
-    """Numbers in the state: the same results, and no second compilation."""
-    values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 12)
-    grads = [bcoo(values, indices, SHAPE)] * 3
-    traces = 0
-
-    def make(learning_rate, beta2_decay=-0.8, d=1.0, weight_decay=0.1):
-        nonlocal traces
-        traces += 1
-        return osa.sparse_adafactor(
-            learning_rate, beta2_decay, (1e-6, 0.1), d, weight_decay
-        )
-
-    rates = jnp.array([0.5, 0.25, 0.125])
-    scheduled, _ = train(make(lambda count: rates[count]), jnp.ones(SHAPE), grads)
-    tx = optax.inject_hyperparams(make)(learning_rate=0.5)
-    assert set(tx.init(jnp.ones(SHAPE)).hyperparams) >= {"beta2_decay", "weight_decay"}
-    state, table = tx.init(jnp.ones(SHAPE)), jnp.ones(SHAPE)
-    update = jax.jit(tx.update)
-    traces = 0
-    for rate, grad in zip(rates, grads, strict=True):
-        state.hyperparams["learning_rate"] = rate
-        updates, state = update(grad, state, table)
-        table = osa.apply_updates(table, updates)
-    assert traces == 1
-    assert_close(table, scheduled, TOLERANCE["float32"].numpy)
-
-
-WRONG_NUMBERS = {
-    "learning rate": {"learning_rate": -1e-3},
-    "beta2_decay": {"beta2_decay": 0.1},
-    r"eps\[0\]": {"eps": (-1e-9, 1e-3)},
-    r"eps\[1\]": {"eps": (None, -1e-9)},
-    "d": {"d": 0.9},
-    "weight_decay": {"weight_decay": float("nan")},
-}
-
-
-@pytest.mark.parametrize("words", WRONG_NUMBERS)
-def test_wrong_hyperparameters(words):
-    with pytest.raises(ValueError, match=rf"Invalid {words}: .* must be"):
-        osa.sparse_adafactor(**WRONG_NUMBERS[words])
-
-
 @pytest.mark.parametrize(("shape", "n_sparse"), [((5, 3), 2), ((5, 3, 2), 2)])
 def test_rows_that_cannot_be_factored(shape, n_sparse):
     grad = bcoo(*random_entries(np.random.default_rng(0), shape, n_sparse, 4), shape)
@@ -249,17 +208,6 @@ def test_numbers_as_parameters():
         grads = osa.grad(lambda params: params["scale"] ** 2)(params)
         results.append(tx.update(grads, tx.init(params), params))
     chex.assert_trees_all_equal(*results)
-
-
-@pytest.mark.parametrize("height", [SHAPE[0] - 2, SHAPE[0] + 2])
-def test_state_of_another_height_raises(height):
-    """Rows without a moment, in a table that has grown, would train in silence."""
-    tx = osa.sparse_adafactor()
-    table = jnp.ones(SHAPE)
-    state = tx.init(jnp.ones((height, *SHAPE[1:])))
-    for grad in (bcoo(np.ones((1, 4), np.float32), [[0]], SHAPE), table):
-        with pytest.raises(ValueError, match=r"`v_\w+` must have the shape"):
-            tx.update(grad, state, table)
 
 
 def test_wrong_inputs():
@@ -280,3 +228,45 @@ def test_wrong_inputs():
         tx.update({"a": None}, tx.init({"a": {"b": table}}), {"a": {"b": table}})
     with pytest.raises(ValueError, match="complex parameters"):
         tx.init(jnp.ones(3, jnp.complex64))
+
+
+# In blocks of rows, as on CPUs where there are many.
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of two rows or three, of the tables here."""
+    monkeypatch.setattr(map_rows, "_BLOCK_BYTES", 60)
+    update_leaf.clear_cache()
+    yield
+    update_leaf.clear_cache()
+
+
+@pytest.mark.parametrize("hyper", HYPERS[1:3], ids=str)
+def test_means_run_over_blocks(small_blocks, hyper):
+    test_means_run_over_touched_rows("float32", hyper)
+
+
+@pytest.mark.parametrize("shape", [(13,), (13, 5), (13, 3, 5)], ids=str)
+def test_blocks_are_a_table(small_blocks, shape):
+    test_every_optimizer.test_touched_rows_are_a_table(
+        "sparse_adafactor", shape, test_every_optimizer.SOME
+    )
+
+
+def test_memory_of_blocks():
+    """Of many rows the gradient and its sums are held, and not what is in between."""
+    table = jax.ShapeDtypeStruct((100_000, 64), "float32")
+    data = jax.ShapeDtypeStruct((65_536, 64), "float32")
+    indices = jax.ShapeDtypeStruct((65_536, 1), "int32")
+    tx = osa.sparse_adafactor()
+
+    def step(table, state, data, indices):
+        updates, state = tx.update(bcoo(data, indices, table.shape), state, table)
+        return osa.apply_updates(table, updates), state
+
+    state = jax.eval_shape(tx.init, table)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, data, indices)
+    temporary = compile_for_users(lowered).memory_analysis().temp_size_in_bytes
+    gradient = 65_536 * 64 * 4
+    assert temporary <= 1.5 * gradient, f"{temporary}, more than 1.5 * {gradient}"

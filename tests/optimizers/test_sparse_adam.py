@@ -1,6 +1,5 @@
 """`sparse_adam`: the formula, its state, and what it leaves alone."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -238,20 +237,3 @@ def test_scale_by_sparse_adam():
     assert_identical(one[1], two[1])
     assert_identical(one[0].indices, two[0].indices)
     assert_close(-0.25 * one[0].data, two[0].data, 0.0)  # a power of two is exact
-
-
-def test_eager_equals_jitted(dtype):
-    rng = np.random.default_rng(0)
-    tree = leaves(rng)
-    params = {name: param.astype(dtype) for name, (param, _) in tree.items()}
-    grads = {name: grad for name, (_, grad) in tree.items()}
-    grads = jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, grads
-    )
-    tx = osa.sparse_adam(0.1)
-    state = tx.init(params)._replace(mu=params, nu=params)
-    eager, jitted = (f(tx.update)(grads, state, params) for f in (lambda f: f, jax.jit))
-    chex.assert_trees_all_equal_shapes_and_dtypes(eager, jitted)
-    chex.assert_trees_all_close(eager, jitted, rtol=TOLERANCE[dtype].numpy)
-    applied = (f(osa.apply_updates)(params, eager[0]) for f in (lambda f: f, jax.jit))
-    assert_identical(*applied)

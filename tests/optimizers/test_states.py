@@ -98,17 +98,3 @@ def test_state_of_another_size(name):
 def test_what_is_no_transformation(wrap, inner):
     with pytest.raises(TypeError, match=r"takes an optax transformation.*Call the"):
         wrap(inner)
-
-
-def test_float_indices_in_a_flax_step():
-    """By `optax.apply_updates`, which Flax calls: an empty AssertionError before."""
-    table = jnp.ones(SHAPE)
-    grad = osa.grad(lambda table: jnp.sum(table[jnp.array([1, 7])]))(table)
-    for way in (lambda f: f, jax.jit):
-        with pytest.raises(TypeError, match=r"integer indices.*inside lazy"):
-            way(lambda grad: optax.apply_updates(table, scaled(grad)))(grad)
-
-
-def scaled(grad):
-    with jax.numpy_dtype_promotion("standard"):
-        return optax.scale(-0.1).update(grad, optax.EmptyState())[0]

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import optax_sparse_adam as osa
 
@@ -266,56 +264,6 @@ def test_init_keeps_the_devices():
     for state_dtype in (None, jnp.float32):
         state = rounded(state_dtype=state_dtype).init(params).inner_state[0]
         assert state.mu.sharding == state.nu.sharding == spec
-
-
-def test_partition_and_apply_if_finite():
-    """Around it, and with a gradient that is not finite."""
-    tx = rounded(optax.sgd(0.1))
-    both = optax.apply_if_finite(
-        optax.partition(
-            {"rows": osa.lazy(tx), "dense": optax.sgd(0.5)},
-            {"table": "rows", "bias": "dense"},
-        ),
-        3,
-    )
-    grads = {"table": make_grad(), "bias": jnp.ones(3)}
-    params = {"table": jnp.ones(SHAPE, jnp.bfloat16), "bias": jnp.ones(3)}
-    state = both.init(params)
-    bad = grads | {"bias": jnp.full(3, jnp.nan)}
-    update = jax.jit(both.update)
-    updates, state = update(bad, state, params)
-    assert_identical(osa.apply_updates(params, updates), params)
-    updates, state = update(grads, state, params)
-    new = osa.apply_updates(params, updates)
-    expected, _ = train(osa.lazy(tx), params["table"], grads["table"], 1)
-    assert_identical(new["table"], expected)
-    assert_identical(new["bias"], jnp.full(3, 0.5))
-
-
-def test_flax():
-    """A typed key in one, a legacy key in the other."""
-    grad, table = make_grad(), jnp.ones(SHAPE, jnp.bfloat16)
-    txs = [
-        osa.lazy(osa.stochastic_rounding(optax.sgd(0.1, momentum=0.9), key))
-        for key in (KEY, jax.random.PRNGKey(0))
-    ]
-    expected, _ = train(txs[0], {"t": table}, {"t": grad})
-    state = TrainState.create(apply_fn=None, params={"t": table}, tx=txs[0])
-    for _ in range(2):
-        state = jax.jit(TrainState.apply_gradients)(state, grads={"t": grad})
-    assert_identical(state.params, expected)
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.t = nnx.Param(table)
-
-    for tx in txs:
-        model = Model()
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        for _ in range(2):
-            grads = jax.tree.map(lambda _: grad, nnx.state(model, nnx.Param))
-            optimizer.update(model, grads)
-        assert_identical(model.t[...], expected["t"])
 
 
 def test_errors():

@@ -173,11 +173,3 @@ def test_bad_updates(updates, error, words, way):
     params = {"a": jnp.ones((4, 2)), "b": jnp.ones(3)}
     with pytest.raises(error, match=words):
         way(osa.apply_updates)(params, updates)
-
-
-def test_scaled_indices_are_found():
-    """What `optax.scale` does to a BCOO does not go unnoticed here."""
-    with jax.numpy_dtype_promotion("standard"):
-        scaled, _ = optax.scale(-0.5).update(GOOD, optax.EmptyState())
-    with pytest.raises(TypeError, match=r"integer indices, got .* optax\.scale"):
-        osa.apply_updates(jnp.ones((4, 2)), scaled)

@@ -83,21 +83,6 @@ def test_rounding_and_neighbours():
     assert_close(sums[real], exact[real], error, magnitude=sizes[real], what="sums")
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_torch_parity_of_steps(dtype):
-    pytest.importorskip("torch")
-    from ..optimizers import test_sparse_adam_parity
-
-    with jax.enable_x64(dtype == "float64"):
-        rng = np.random.default_rng(0)
-        shape, hyper = (7, 5), test_sparse_adam_parity.HYPERS[0]
-        start = test_sparse_adam_parity.start_table(rng, shape, dtype)
-        steps = [random_entries(rng, shape, 1, 40, dtype) for _ in range(20)]
-        test_sparse_adam_parity.check(start, steps, hyper)
-        test_sparse_adam_parity.check(start, steps, hyper, compiled=True)
-
-
 def test_derivatives_and_batches():
     rng = np.random.default_rng(0)
     values, ids = random_entries(rng, (9, 2), 1, 30)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import sparse
 from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -20,7 +19,6 @@ from ..helpers.support import (
     bcoo,
     compile_for_users,
     slow_but,
-    to_dense,
 )
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
@@ -173,19 +171,6 @@ def test_copies():
     assert isinstance(grad, BCOO)
 
 
-@pytest.mark.slow
-def test_functions_of_jax_sparse():
-    grad = osa.grad(lambda table: jnp.sum(table[IDS] * WEIGHTS[:, 0]))(TABLE[:, 0])
-    expected = EXPECTED[:, 0]
-    vector = jnp.arange(9.0)
-    assert_identical(sparse.todense(grad), expected)
-    assert grad @ vector == expected @ np.arange(9.0)
-    assert_identical(to_dense(grad.sum_duplicates()), expected)
-    assert_identical(sparse.bcoo_concatenate([grad, grad], dimension=0).shape, (18,))
-    assert_identical(sparse.sparsify(jnp.multiply)(grad, 2.0).todense(), 2 * expected)
-    assert_identical(vector + grad, vector + expected)
-
-
 def test_zeros_touch_nothing():
     """Zeros in place of all arrays are no entries: momentum moves no row."""
     grad = gradient()
@@ -201,27 +186,6 @@ def test_zeros_touch_nothing():
         found = way(osa.coalesce)(zeros).indices
         assert (found >= SHAPE[0]).all()
         assert len(np.unique(found)) == len(IDS)
-
-
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_skipped_steps(way):
-    """In `apply_if_finite`, whatever optimiser is inside."""
-    tx = optax.apply_if_finite(osa.lazy(optax.adam(0.1)), 3)
-    grad = osa.coalesce(gradient())
-    params, state = {"t": TABLE, "b": jnp.ones(2)}, None
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    good = {"t": grad, "b": jnp.ones(2)}
-    after, state = way(step)(params, state, good)
-    assert not (after["t"][IDS] == TABLE[IDS]).any()
-    bad = good | {"b": jnp.array([1.0, jnp.nan])}
-    same, new = way(step)(after, state, bad)
-    assert_identical(same, after)
-    assert_identical(new.inner_state, state.inner_state)
 
 
 def test_axes_of_devices():
@@ -271,7 +235,10 @@ def test_changed_before_it_is_sent():
     assert np.isnan(table[0]).all()
 
 
-@pytest.mark.parametrize("make", [osa.sparse_adam, lambda r: osa.lazy(optax.adam(r))])
+@pytest.mark.parametrize(
+    "make",
+    slow_but([osa.sparse_adam, lambda r: osa.lazy(optax.adam(r))], osa.sparse_adam),
+)
 def test_costs_nothing_in_a_program(make):
     """With gradient and update in one, the compiled text is that without a guard."""
     tx = make(0.1)

@@ -14,7 +14,13 @@ from optax_sparse_adam._optimizers import sparse_adam
 from optax_sparse_adam._optimizers.by_leaf import update_leaf
 from optax_sparse_adam._rows import gather_scatter
 
-from ..helpers.support import assert_close, assert_identical, bcoo, random_entries
+from ..helpers.support import (
+    assert_close,
+    assert_identical,
+    bcoo,
+    random_entries,
+    slow_but,
+)
 
 
 def towards(old, new):
@@ -79,7 +85,7 @@ AXES = [AxisType.Auto, AxisType.Explicit]
 
 @pytest.mark.parametrize("axis_type", AXES, ids=lambda x: x.name)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()], ids=str)
-@pytest.mark.parametrize("nse", [2, 5])
+@pytest.mark.parametrize("nse", slow_but([2, 5], 5))
 def test_on_a_mesh(nse, spec, axis_type):
     mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
     args = problem(2, nse=nse)

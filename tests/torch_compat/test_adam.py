@@ -6,37 +6,26 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter, SparseAdam
+from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter
 
 from ..helpers.support import TOLERANCE, Magnitude
-from .test_checkpoints import (
-    copy_parameters,
-    in_order,
-    numpy_dict,
-    save_and_load,
-    to_torch,
-)
+from .test_checkpoints import copy_parameters
 from .test_programs import (
     OURS,
     TORCH,
     assert_same,
     check,
+    dense_steps,
     failure,
     gradient,
+    make_dense,
     seen,
     table,
     to_numpy,
-)
-from .test_programs import (
-    dense_steps as steps,
-)
-from .test_programs import (
-    make_dense as make,
 )
 
 STORIES = []
@@ -88,34 +77,16 @@ def compare(ours, theirs, tol):
 def test_results(options, kind, dtype):
     with jax.enable_x64(dtype == "float64"):
         logs = [
-            steps(world, make(world, kind, dtype, **options), 20)
+            dense_steps(world, make_dense(world, kind, dtype, **options), 20)
             for world in (OURS, TORCH)
         ]
     compare(*logs, TOLERANCE[dtype].torch)
 
 
 @STORIES.append
-def groups(world):
-    rng = np.random.default_rng(0)
-    one, two, three = map(world.parameter, rng.normal(size=(3, 4, 3)))
-    optimizer = world.optim.AdamW(
-        [{"params": [("one", one)], "lr": 0.5}, {"params": [("two", two)], "eps": 0.1}]
-    )
-    log = [steps(world, optimizer)]
-    optimizer.add_param_group(
-        {
-            "params": {"three": three}.items(),
-            "amsgrad": True,
-            "decoupled_weight_decay": False,
-        }
-    )
-    return log, steps(world, optimizer), repr(optimizer)
-
-
-@STORIES.append
 def options_changed_between_steps(world):
-    optimizer = make(world)
-    log = [repr(optimizer), steps(world, optimizer)]
+    optimizer = make_dense(world)
+    log = [repr(optimizer), dense_steps(world, optimizer)]
     for change in (
         {"lr": 0.3},
         {"betas": (0.5, 0.75)},
@@ -125,19 +96,19 @@ def options_changed_between_steps(world):
         {"maximize": True},
     ):
         optimizer.param_groups[0].update(change)
-        log.append(steps(world, optimizer, 2, seed=len(log)))
+        log.append(dense_steps(world, optimizer, 2, seed=len(log)))
     return log
 
 
 @STORIES.append
 def amsgrad_ended(world):
     """The maximum stays in the state, as it was."""
-    optimizer = make(world, amsgrad=True)
-    log = [steps(world, optimizer)]
+    optimizer = make_dense(world, amsgrad=True)
+    log = [dense_steps(world, optimizer)]
     optimizer.param_groups[0]["amsgrad"] = False
-    log.append(steps(world, optimizer))
+    log.append(dense_steps(world, optimizer))
     optimizer.param_groups[0]["amsgrad"] = True
-    return log, steps(world, optimizer)
+    return log, dense_steps(world, optimizer)
 
 
 @STORIES.append
@@ -156,7 +127,7 @@ def refused_options(world):
         {"fused": True, "foreach": True},
     ]
     return [
-        failure(make, world, kind, **options)
+        failure(make_dense, world, kind, **options)
         for kind in ("Adam", "AdamW")
         for options in given
     ]
@@ -172,15 +143,15 @@ def a_row_sparse_gradient(world):
 
 def round_trips(world, kind="AdamW"):
     options = {"amsgrad": True} if kind == "AdamW" else {"weight_decay": 0.1}
-    optimizer = make(world, kind, lr=0.5, **options)
-    steps(world, optimizer)
+    optimizer = make_dense(world, kind, lr=0.5, **options)
+    dense_steps(world, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     log = [to_numpy(saved)]
-    other = make(world, kind)
+    other = make_dense(world, kind)
     other.load_state_dict(copy.deepcopy(saved))
-    log += [steps(world, other, seed=1), repr(other)]
+    log += [dense_steps(world, other, seed=1), repr(other)]
     for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        log += [steps(world, copied, seed=2), repr(copied)]
+        log += [dense_steps(world, copied, seed=2), repr(copied)]
     return log, seen(other)
 
 
@@ -192,8 +163,8 @@ def old_dicts(world):
     """Steps that are Python scalars, and without the options that torch has added."""
     log = []
     for kind in ("Adam", "AdamW"):
-        optimizer = make(world, kind, weight_decay=0.1)
-        steps(world, optimizer)
+        optimizer = make_dense(world, kind, weight_decay=0.1)
+        dense_steps(world, optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
         for state in saved["state"].values():
             state["step"] = state["step"].item()
@@ -201,50 +172,14 @@ def old_dicts(world):
         kept = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
         saved["param_groups"] = [{key: group[key] for key in kept}]
         optimizer.load_state_dict(saved)
-        log += [seen(optimizer), repr(optimizer), steps(world, optimizer)]
+        log += [seen(optimizer), repr(optimizer), dense_steps(world, optimizer)]
     return log
-
-
-@STORIES.append
-def schedulers(world):
-    """What those of torch do between steps: `lr` and keys of their own in a group."""
-    optimizer = make(world)
-    group = optimizer.param_groups[0]
-    group["initial_lr"] = group["lr"]
-    log = []
-    for i in range(4):
-        group["lr"] = group["initial_lr"] * 0.5**i
-        log.append(steps(world, optimizer, 1, seed=i))
-    other = make(world)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return log, steps(world, other)
 
 
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.usefixtures("enabled_x64")
 def test_as_torch(story):
     check(story, 1e-12)
-
-
-@pytest.mark.parametrize("convert", [save_and_load, numpy_dict])
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adafactor"])
-@pytest.mark.usefixtures("enabled_x64")
-def test_a_torch_checkpoint_continued(convert, kind):
-    """Saved in the middle, a hundred steps here and in torch, and back."""
-    options = {"weight_decay": 0.1, "lr": 0.01}
-    options |= {} if kind == "Adafactor" else {"amsgrad": True}
-    theirs, ours = make(TORCH, kind, **options), make(OURS, kind)
-    steps(TORCH, theirs, 10)
-    copy_parameters(theirs, ours)
-    ours.load_state_dict(convert(theirs.state_dict()))
-    assert_same(seen(ours), seen(theirs), 0)
-    compare(steps(OURS, ours, 100, 1), steps(TORCH, theirs, 100, 1), 1e-12)
-
-    back = make(TORCH, kind)
-    back.load_state_dict(save_and_load(to_torch(ours.state_dict())))
-    copy_parameters(ours, back)
-    assert_same(in_order(back), in_order(ours), 0)
-    compare(steps(OURS, ours, 10, 2), steps(TORCH, back, 10, 2), 1e-12)
 
 
 @pytest.mark.parametrize("scheduler", ["StepLR", "OneCycleLR", "CosineAnnealingLR"])
@@ -255,7 +190,7 @@ def test_a_scheduler_of_torch(scheduler):
         "OneCycleLR": {"max_lr": 0.5, "total_steps": 8},
         "CosineAnnealingLR": {"T_max": 5},
     }[scheduler]
-    theirs, ours = (make(world, dtype="float32") for world in (TORCH, OURS))
+    theirs, ours = (make_dense(world, dtype="float32") for world in (TORCH, OURS))
     schedule = getattr(torch.optim.lr_scheduler, scheduler)(theirs, **options)
     logs = [], []
     for i in range(6):
@@ -264,7 +199,7 @@ def test_a_scheduler_of_torch(scheduler):
         for log, world, optimizer in zip(
             logs, (OURS, TORCH), (ours, theirs), strict=True
         ):
-            steps(world, optimizer, 1, seed=i)
+            dense_steps(world, optimizer, 1, seed=i)
             log.append(to_numpy(optimizer.param_groups[0]["params"]))
         schedule.step()
     compare(*logs, TOLERANCE["float32"].torch)
@@ -296,63 +231,15 @@ def test_a_learning_rate_in_an_array(shape, kind):
 
     def story(world):
         lr = world.tensor(np.full(shape, 0.3, np.float32))
-        return steps(world, make(world, kind, dtype="float32", lr=lr))
+        return dense_steps(world, make_dense(world, kind, dtype="float32", lr=lr))
 
     check(story, TOLERANCE["float32"].torch)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
-def test_schedule_of_optax(kind):
-    schedule = optax.linear_schedule(0.5, 0.1, 4)
-    ours = make(OURS, kind, dtype="float32", lr=schedule)
-    by_hand = make(OURS, kind, dtype="float32")
-    for i in range(4):
-        by_hand.param_groups[0]["lr"] = float(schedule(i))
-        results = [steps(OURS, x, 1, seed=i)[0][0] for x in (ours, by_hand)]
-        assert_same(*results, tol=0)
-
-
-def test_groups_that_change_compile_nothing(compilations):
-    optimizer = make(OURS, dtype="float32")
-    steps(OURS, optimizer, 4)
-    del compilations[:]
-    for change in (
-        {"lr": 0.3},
-        {"lr": np.array([0.01])},
-        {"betas": (0.1, 0.2)},
-        {"eps": 0.5},
-        {"weight_decay": 0.1},
-        {"decoupled_weight_decay": True},
-        {"maximize": True},
-    ):
-        optimizer.param_groups[0].update(change)
-        optimizer.step()
-    assert compilations == []
-
-
-def test_steps_are_in_place():
-    optimizer = make(OURS, dtype="float32", shapes=[(40, 8), (8,)], amsgrad=True)
-    steps(OURS, optimizer, 1)
-    arrays = [
-        array
-        for param, state in optimizer.state.items()
-        for array in (param.data, *list(state.values())[1:])
-    ]
-    pointers = [array.unsafe_buffer_pointer() for array in arrays]
-    assert len(set(pointers)) == 8
-    optimizer.step()
-    after = [
-        array.unsafe_buffer_pointer()
-        for param, state in optimizer.state.items()
-        for array in (param.data, *list(state.values())[1:])
-    ]
-    assert after == pointers
-
-
 def test_a_maximum_that_is_not_there():
     """`amsgrad` from the middle on: torch's step fails with a KeyError, too."""
-    optimizer = make(OURS, dtype="float32")
-    steps(OURS, optimizer, 1)
+    optimizer = make_dense(OURS, dtype="float32")
+    dense_steps(OURS, optimizer, 1)
     before = seen(optimizer)[0]
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ValueError, match=r"must have .*'max_exp_avg_sq'.*got"):
@@ -363,8 +250,8 @@ def test_a_maximum_that_is_not_there():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_low_precision(dtype):
     """Arithmetic in float32, and one rounding of what is stored."""
-    optimizer = make(OURS, dtype=dtype, shapes=[(4, 3)], lr=0.1, weight_decay=0.1)
-    wide = make(OURS, dtype="float32", shapes=[(4, 3)], lr=0.1, weight_decay=0.1)
+    optimizer = make_dense(OURS, dtype=dtype, shapes=[(4, 3)], lr=0.1, weight_decay=0.1)
+    wide = make_dense(OURS, dtype="float32", shapes=[(4, 3)], lr=0.1, weight_decay=0.1)
     copy_parameters(optimizer, wide)
     for x in (optimizer, wide):
         (param,) = x.param_groups[0]["params"]
@@ -394,38 +281,6 @@ def test_differentiable_steps_are_refused(kind):
         optimizer.load_state_dict(saved)
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (np.ones(3, np.complex64), r"Complex params at indices \[\[0, 0\]\]: AdamW"),
-        (gradient(OURS, 0), r"Sparse params at indices \[\[0, 0\]\]: AdamW"),
-    ],
-)
-def test_refused_parameters(data, words):
-    with pytest.raises(ValueError, match=words):
-        AdamW([Parameter(data)])
-
-
-def test_a_mixed_model_has_two_optimisers():
-    """As in torch: row-sparse for the table, dense for the weight."""
-
-    def story(world):
-        rows, weight = table(world), table(world, 1, (3, 2))
-        both = (
-            world.optim.SparseAdam([rows], lr=0.1),
-            world.optim.Adam([weight], lr=0.1, eps=0.1),
-        )
-        for i in range(5):
-            rows.grad = gradient(world, i)
-            values = np.random.default_rng(i).normal(size=(3, 2)).astype(np.float32)
-            weight.grad = world.parameter(values).data
-            for optimizer in both:
-                optimizer.step()
-        return [seen(optimizer) for optimizer in both]
-
-    check(story)
-
-
 def test_a_parameter_that_the_loss_does_not_use_is_skipped():
     """Its gradient is a BCOO with nothing stored; torch's would be `None`."""
     used, other = (Parameter(np.ones((3, 2), np.float32)) for _ in range(2))
@@ -437,20 +292,3 @@ def test_a_parameter_that_the_loss_does_not_use_is_skipped():
     assert (np.asarray(other.data) == 1).all()
     assert other not in optimizer.state
     assert (np.asarray(used.data) != 1).all()
-
-
-def test_eps_is_not_sparse_adams():
-    """At the first step the same `eps` acts 1 / sqrt(1 - beta2) times as strongly."""
-    params = [Parameter(np.zeros((1, 1))) for _ in range(2)]
-    eps = 0.5
-    for param, optimizer in zip(
-        params,
-        (
-            Adam(params[:1], lr=1.0, eps=eps / np.sqrt(1 - 0.999)),
-            SparseAdam(params[1:], lr=1.0, eps=eps, allow_dense=True),
-        ),
-        strict=True,
-    ):
-        param.grad = jnp.full((1, 1), 2.0)
-        optimizer.step()
-    np.testing.assert_allclose(params[0].data, params[1].data, rtol=1e-6)

@@ -1,6 +1,5 @@
 """Checkpoints: from torch and back, of any type, apart from what continues."""
 
-import copy
 import io
 import pickle
 
@@ -133,17 +132,6 @@ def test_types_of_torch(saved_dtype, param_dtype):
     np.testing.assert_array_equal(param.data.astype("float32"), values.float())
 
 
-@pytest.mark.parametrize("step", [4, 4.0, np.int64(4), np.array(4.0), torch.tensor(4)])
-def test_steps_of_any_kind(step):
-    expected, optimizer = make(OURS, 1), make(OURS, 1)
-    steps(OURS, expected)
-    saved = copy.deepcopy(expected.state_dict())
-    saved["state"][0]["step"] = step
-    optimizer.load_state_dict(saved)
-    copy_parameters(expected, optimizer)
-    assert_same(steps(OURS, optimizer, seed=1), steps(OURS, expected, seed=1), 0)
-
-
 def test_saved_and_loaded_dicts_never_change():
     """Nor do they change the optimiser."""
     lr = np.array([0.1])
@@ -172,19 +160,6 @@ def test_saved_and_loaded_dicts_never_change():
         state_dict["param_groups"][0]["others"].add(3)
         state_dict["state"].clear()
     assert_same(seen(optimizer), expected, 0)
-
-
-def test_a_loaded_torch_dict_stays_apart():
-    theirs, ours = make(TORCH), make(OURS)
-    steps(TORCH, theirs)
-    saved = theirs.state_dict()
-    ours.load_state_dict(saved)
-    expected = seen(ours)
-    steps(TORCH, theirs, seed=1)  # changes `saved` in place
-    assert_same(seen(ours), expected, 0)
-    before = to_numpy(saved)
-    steps(OURS, ours, seed=2)
-    assert_same(to_numpy(saved), before, 0)
 
 
 def test_arrays_are_numpy():

@@ -3,7 +3,6 @@
 Either the program continues with torch's results, or it stops with the reason.
 """
 
-import copy
 import inspect
 import itertools
 import re
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from optax_sparse_adam import torch_compat
-from optax_sparse_adam.torch_compat import Adam, AdamW, Optimizer, Parameter, SparseAdam
+from optax_sparse_adam.torch_compat import Adam, AdamW, SparseAdam
 
 from .test_adam import compare
 from .test_checkpoints import copy_parameters
@@ -154,32 +153,6 @@ def test_messages(target, source, options, words):
         assert word in str(caught.value)
 
 
-def test_the_state_alone():
-    """As the message and `load_state_dict` say: another formula, the same moments."""
-    theirs = trained("Adam", {"weight_decay": 0.1, "amsgrad": True})
-    ours = SparseAdam([start(OURS)], lr=0.01)
-    saved = theirs.state_dict()
-    groups = ours.state_dict()["param_groups"]
-    ours.load_state_dict(saved | {"param_groups": groups})
-    (state,) = ours.state.values()
-    assert state["step"] == 5
-    expected = SparseAdam([start(OURS)], lr=0.01)
-    expected.load_state_dict(
-        {
-            "state": {
-                0: {
-                    "step": 5,
-                    "exp_avg": saved["state"][0]["exp_avg"],
-                    "exp_avg_sq": saved["state"][0]["exp_avg_sq"],
-                }
-            },
-            "param_groups": groups,
-        }
-    )
-    logs = [steps(OURS, x, 3, 2, to_sparse=True) for x in (ours, expected)]
-    np.testing.assert_array_equal(*logs)
-
-
 def test_the_state_of_another_is_refused_at_the_step():
     theirs = trained("Adagrad", {})
     ours = SparseAdam([start(OURS)])
@@ -203,25 +176,3 @@ def test_options_of_ones_own(name):
     other = make([{"params": [start(OURS)], "label": "encoder"}])
     other.load_state_dict(saved)
     assert other.param_groups[0]["label"] == "decoder"
-
-
-def test_optimisers_of_ones_own():
-    """By their defaults, as those of this package."""
-
-    class Descent(Optimizer):
-        def __init__(self, params, lr=0.1):
-            super().__init__(params, {"lr": lr})
-
-        def step(self, closure=None):
-            for param in self.param_groups[0]["params"]:
-                param.data = param.data - self.param_groups[0]["lr"] * param.grad
-
-    ours = Descent([Parameter(np.ones(3))])
-    saved = copy.deepcopy(ours.state_dict())
-    saved["param_groups"][0]["lr"] = 0.5
-    ours.load_state_dict(saved)
-    ours.param_groups[0]["params"][0].grad = np.ones(3, np.float32)
-    ours.step()
-    np.testing.assert_array_equal(ours.param_groups[0]["params"][0].data, 0.5)
-    with pytest.raises(ValueError, match=r"Descent does not have.*betas=\(0.9"):
-        ours.load_state_dict(Adam([Parameter(np.ones(3))]).state_dict())

@@ -4,7 +4,6 @@ import copy
 import pickle
 import warnings
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -198,14 +197,6 @@ def copies(world):
 
 
 @STORIES.append
-def a_shallow_copy(world):
-    """Shares state and groups."""
-    optimizer = world.optim.SparseAdam([table(world)], lr=0.1)
-    copied = copy.copy(optimizer)
-    return steps(world, copied), steps(world, optimizer, seed=1), seen(copied)
-
-
-@STORIES.append
 def an_optimizer_of_ones_own(world):
     """Overrides `step`, as in torch."""
 
@@ -264,16 +255,6 @@ def test_schedule_of_optax():
         by_hand.grad = gradient(OURS, i)
         optimizer.step()
         np.testing.assert_array_equal(by_hand.data, log[i][0])
-
-
-def test_arrays_of_jax_as_options():
-    results = []
-    for cast in (lambda x: x, jnp.float32, lambda x: jnp.array([x], jnp.float32)):
-        betas = (cast(0.5), cast(0.75))
-        optimizer = SparseAdam([table(OURS)], cast(0.25), betas, eps=cast(0.5))
-        results.append(np.array(steps(OURS, optimizer)[0][0][0]))
-    np.testing.assert_array_equal(results[0], results[1])
-    np.testing.assert_array_equal(results[0], results[2])
 
 
 def test_bare_arrays_are_named():

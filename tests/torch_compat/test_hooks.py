@@ -1,4 +1,4 @@
-"""The shim beside `torch.optim`: hooks of steps, and their handles."""
+"""The shim beside `torch.optim`: hooks of steps and of `state_dict`s, and handles."""
 
 import copy
 import pickle
@@ -51,26 +51,6 @@ def order_of_steps(world):
         log.append("other")
         other.step()
     return log
-
-
-@STORIES.append
-def arguments_of_steps(world):
-    optimizer = make(world)
-    log = []
-
-    def closure():
-        log.append("closure")
-        return 7
-
-    def hook(optimizer_, args, kwargs):
-        same = optimizer_ is optimizer and args[0] is optimizer
-        log.append((same, len(args), sorted(kwargs), to_numpy(seen(optimizer))))
-
-    optimizer.register_step_pre_hook(hook)
-    optimizer.register_step_post_hook(hook)
-    for args, kwargs in [((), {}), ((closure,), {}), ((), {"closure": closure})]:
-        log.append(optimizer.step(*args, **kwargs))
-    return log, failure(optimizer.step, 1, 2).kind
 
 
 @STORIES.append
@@ -133,28 +113,6 @@ def a_hook_that_raises(world):
 
 
 @STORIES.append
-def a_hook_that_changes_the_optimizer(world):
-    """Such as a warm-up of the learning rate, and weight decay."""
-    optimizer = make(world)
-
-    def warm_up(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-    def decay(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.data = param.data * 0.9
-
-    optimizer.register_step_pre_hook(warm_up)
-    optimizer.register_step_post_hook(decay)
-    for i in range(4):
-        optimizer.param_groups[0]["params"][0].grad = gradient(world, i)
-        optimizer.step()
-    return seen(optimizer)
-
-
-@STORIES.append
 def handles(world):
     """As context managers; removed from one optimiser only; also after an error."""
     log = []
@@ -211,21 +169,79 @@ def hooks_around_a_step_of_ones_own(world):
     return log, Mine.step.__doc__, Mine.step.__name__
 
 
+@STORIES.append
+def order_of_saving_and_loading(world):
+    optimizer = make(world)
+    log = []
+    for i, prepend in enumerate([False, True, False, True]):
+        for kind in ("state_dict_pre", "state_dict_post"):
+            for prefix in ("", "load_"):
+                register = getattr(optimizer, f"register_{prefix}{kind}_hook")
+                register(note(log, (prefix, kind, i)), prepend=prepend)
+    log.append(sorted(optimizer.state_dict()))
+    log.append(optimizer.load_state_dict(optimizer.state_dict()))
+    for kind in ("state_dict_pre", "state_dict_post"):
+        with getattr(optimizer, f"register_{kind}_hook")(note(log, "last"), True):
+            optimizer.state_dict()
+    optimizer.state_dict()
+    return log
+
+
+@STORIES.append
+def saving_hooks_that_change(world):
+    optimizer = make(world)
+    optimizer.step()
+
+    def set_rate(optimizer):
+        optimizer.param_groups[0]["lr"] = 0.75
+
+    def in_place(optimizer, state_dict):
+        state_dict["extra"] = [1]
+
+    def another(optimizer, state_dict):
+        return {**state_dict, "keys": sorted(state_dict)}
+
+    optimizer.register_state_dict_pre_hook(set_rate)
+    optimizer.register_state_dict_post_hook(another)
+    log = [to_numpy(optimizer.state_dict())]
+    optimizer.register_state_dict_post_hook(in_place, prepend=True)
+    log.append(to_numpy(optimizer.state_dict()))
+    optimizer.register_state_dict_post_hook(lambda *args: {"only": 1})
+    return log, optimizer.state_dict()
+
+
+@STORIES.append
+def loading_hooks_that_change(world):
+    saved = make(world)
+    saved.step()
+    saved = saved.state_dict()
+    log = []
+
+    def in_place(optimizer, state_dict):
+        log.append(state_dict is saved)
+        groups = state_dict["param_groups"]
+        state_dict["param_groups"] = [{**group, "lr": 0.25} for group in groups]
+
+    def another(optimizer, state_dict):
+        return {**state_dict, "state": {}}
+
+    def after(optimizer):
+        optimizer.param_groups[0]["eps"] = 0.5
+
+    optimizer = make(world)
+    optimizer.register_load_state_dict_pre_hook(in_place)
+    optimizer.load_state_dict(saved)
+    log += [seen(optimizer), to_numpy(saved)]
+    optimizer.register_load_state_dict_pre_hook(another, prepend=True)
+    optimizer.register_load_state_dict_post_hook(after)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    return log, seen(optimizer), to_numpy(saved)
+
+
 @pytest.mark.parametrize("story", STORIES)
 def test_as_torch(story):
     check(story)
-
-
-def test_error_of_a_wrong_return_names_the_hook():
-    optimizer = make(OURS)
-
-    def my_hook(*args):
-        return 3
-
-    optimizer.register_step_pre_hook(my_hook)
-    words = r"must return None or a tuple of \(new_args, new_kwargs\), but got 3\..*my_"
-    with pytest.raises(RuntimeError, match=words):
-        optimizer.step()
 
 
 def test_hooks_run_once_when_a_step_calls_its_base():
@@ -251,21 +267,6 @@ def test_hooks_run_once_when_a_step_calls_its_base():
         optimizer.step(lambda: 3, 4)
     optimizer.step()
     assert log == ["pre", "post", "pre", "pre", "post"]
-
-
-def test_a_hook_may_remove_itself():
-    log = []
-    optimizer = make(OURS)
-
-    def once(*args):
-        log.append("once")
-        handle.remove()
-
-    handle = optimizer.register_step_pre_hook(once)
-    optimizer.register_step_pre_hook(note(log, "other"))
-    optimizer.step()
-    optimizer.step()
-    assert log == ["once", "other", "other"]
 
 
 def test_unpickled_optimizers_take_hooks():

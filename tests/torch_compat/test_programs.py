@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -166,39 +165,3 @@ def dense_steps(world, optimizer, count=4, seed=0):
         optimizer.step()
         log.append(seen(optimizer))
     return log
-
-
-def rosenbrock(x, y):
-    return np.array([-400 * x * (y - x**2) - 2 * (1 - x), 200 * (y - x**2)])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tol", "maximize"),
-    [
-        ("float32", 2e-4, False),
-        pytest.param("float64", 1e-10, True, marks=pytest.mark.slow),
-    ],
-)
-def test_rosenbrock(dtype, tol, maximize):
-    """Two coordinates in turn, the gradient in two entries that add up.
-
-    A curved valley: small differences of rounding grow along it.
-    """
-
-    def story(world):
-        param = world.parameter(np.array([1.5, 1.5], dtype))
-        optimizer = world.optim.SparseAdam([param], lr=4e-2, maximize=maximize)
-        log = []
-        for i in range(1200):
-            grad = rosenbrock(*to_numpy(param))[i % 2] * (-1 if maximize else 1)
-            values = np.array([grad / 4, 3 * grad / 4], dtype)
-            param.grad = world.sparse(values, [i % 2, i % 2], (2,))
-            optimizer.step()
-            log.append(to_numpy(param))
-        return log
-
-    with jax.enable_x64(dtype == "float64"):
-        path = story(OURS)
-        assert_same(path, story(TORCH), tol)
-    distance = np.linalg.norm(np.array(path) - 1, axis=1)
-    assert distance[-1] < 0.5 * distance[0]

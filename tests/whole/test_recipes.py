@@ -1,7 +1,7 @@
-"""What the documentation says in a sentence, against dense gradients."""
+"""Recipes of docs/recipes.md, as they stand there, against loops in NumPy."""
 
-import operator
-from functools import partial
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,159 +9,165 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import TOLERANCE, assert_close, assert_identical, to_dense
+from ..helpers.support import assert_identical, slow_but
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_optax_expects")]
-
-SHAPE = (9, 4)
-TOL = TOLERANCE["float32"].numpy
-
-
-@pytest.fixture
-def table():
-    values = np.random.default_rng(0).normal(size=SHAPE)
-    return jnp.asarray(values, jnp.float32)
+_PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+_TEXT = _PAGE.read_text(encoding="utf-8")
+RATE, B1, B2, EPS = 0.1, 0.9, 0.999, 1e-8
+ROWS, DIM = 40, 4
 
 
-def loss(params, ids):
-    return jnp.sum(jnp.sin(params["table"][ids]) @ params["w"])
+@pytest.fixture(autouse=True)
+def defaults(strict):
+    """JAX as a reader has it."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
-def test_one_norm_around_the_parts(table):
-    """Snapshot and clipping see the sums of all rows and the dense parameters."""
-    params, ids = {"table": table, "w": jnp.ones(4)}, jnp.array([3, 7, 3, 3])
-    labels = {"table": "rows", "w": "dense"}
-
-    def chain(rows):
-        return optax.chain(
-            optax.snapshot("norm", optax.tree.norm),
-            optax.clip_by_global_norm(1.0),
-            optax.partition({"rows": rows, "dense": optax.adamw(0.1)}, labels),
-        )
-
-    tx = osa.lazy(chain(osa.lazy(optax.sgd(0.1))))
-    state = tx.init(params)
-    updates, state = jax.jit(tx.update)(
-        jax.jit(osa.grad(loss))(params, ids), state, params
-    )
-    actual = osa.apply_updates(params, updates)
-    reference = chain(optax.sgd(0.1))
-
-    @jax.jit
-    def dense_step(params, ids):
-        dense = jax.grad(loss)(params, ids)
-        updates, _ = reference.update(dense, reference.init(params), params)
-        return optax.apply_updates(params, updates), optax.tree.norm(dense)
-
-    expected, norm = dense_step(params, ids)
-    assert norm > 1
-    assert_close(optax.tree.get(state, "norm"), norm, TOL)
-    for name in params:
-        assert_close(actual[name], expected[name], TOL, magnitude=1.0)
+def recipe(head):
+    """The names that the page's first block and those of a section define."""
+    names = {"__name__": "__main__"}
+    start = _TEXT.index(f"## {head}\n")
+    section = _TEXT[start : _TEXT.index("\n## ", start)]
+    for text in (_TEXT[: _TEXT.index("\n## ")], section):
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
+            exec(block, names)
+    return names
 
 
-def test_sums_and_multiples_of_whole_gradients(table):
-    params = {"table": table, "w": jnp.ones(4)}
-    batches = jnp.array([3, 7, 3]), jnp.array([7, 0])
-    a, b = map(partial(jax.jit(osa.grad(loss)), params), batches)
-    b["table"] = osa.coalesce(b["table"])  # padding, too
-
-    def mean(*leaves):
-        return 0.5 * operator.add(*leaves)
-
-    tree = jax.tree.map(mean, a, b, is_leaf=lambda x: isinstance(x, BCOO))
-    dense = jax.tree.map(mean, *map(partial(jax.jit(jax.grad(loss)), params), batches))
-    assert_close(to_dense(tree["table"]), dense["table"], TOL, magnitude=1.0)
-    assert_close(tree["w"], dense["w"], TOL, magnitude=1.0)
+def draw(seed=0, steps=12):
+    rng = np.random.default_rng(seed)
+    table = rng.normal(size=(ROWS, DIM))
+    batches = rng.zipf(1.5, (steps, 6)) % ROWS
+    return rng, table, batches
 
 
-def test_padding_ids_touch_nothing(table):
-    ids = jnp.array([3, -1, 9, 0, 3])
-    ids = jnp.where(ids == 0, len(table), ids)
-
-    def loss(table):
-        rows = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return jnp.sum(jnp.cos(rows))
-
-    value, grad = osa.value_and_grad(loss)(table)
-    cosines = np.cos(np.asarray(table)[3].astype(np.float64))
-    assert_close(value, 2 * cosines.sum() + 3 * SHAPE[1], TOL, magnitude=20.0)
-    touched = osa.coalesce(grad).indices.ravel()
-    assert [int(i) for i in touched if i < len(table)] == [3]
+def gradient(table, w, ids):
+    """That of `loss` on the page, for the table, as a loop."""
+    grad = np.zeros_like(table)
+    for i in ids:
+        grad[i] += 2 / len(ids) * (table[i] @ w - 1) * w
+    return grad
 
 
-OPTIMIZERS = {
-    "sparse_adam": osa.sparse_adam,
-    "rowwise_adam": osa.rowwise_adam,
-    "rowwise_adagrad": osa.rowwise_adagrad,
-    "sparse_adafactor": osa.sparse_adafactor,
-    "lazy": lambda rate: osa.lazy(optax.adamw(rate)),
-    "per_row": lambda rate: osa.lazy(osa.per_row(optax.adam(rate))),
-}
+def test_micro_batches_have_one_gradient():
+    names = recipe("Micro-batches")
+    params, many_ids = names["init"](), np.array([[3, 7, 3], [7, 0, 1]])
+    table, w = (np.asarray(params[x], np.float64) for x in ("table", "w"))
+    expected = gradient(table, w, many_ids.ravel())
+    for loss, ids in (
+        (names["loss"], many_ids.ravel()),
+        (names["loss_of_all"], many_ids),
+    ):
+        grad = jax.jit(osa.grad(loss))(params, ids)["table"]
+        assert grad.nse == 6
+        np.testing.assert_allclose(grad.todense(), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_table_that_grows(name, table):
-    """The old rows go on as if nothing had happened, the new ones start."""
-    tx = OPTIMIZERS[name](0.1)
-
-    @jax.jit
-    def step(table, state, ids):
-        grad = osa.grad(lambda table: jnp.sum(jnp.sin(table[ids])))(table)
-        updates, state = tx.update(grad, state, table)
-        return osa.apply_updates(table, updates), state
-
-    table, state = step(table, tx.init(table), jnp.array([3, 7, 3]))
-    grown = jnp.concatenate([table, jnp.ones((2, 4))])
-    new_state = jax.tree.map(
-        lambda new, old: old if new.shape == old.shape else new.at[: len(old)].set(old),
-        tx.init(grown),
-        state,
-    )
-    with pytest.raises(ValueError, match="shape"):
-        step(grown, state, jnp.array([3, 8]))
-    expected, _ = step(table, state, jnp.array([3, 8]))
-    actual, new_state = step(grown, new_state, jnp.array([3, 8]))
-    assert_identical(actual[: len(table)], expected)
-    actual, _ = step(actual, new_state, jnp.array([10]))
-    assert_identical(actual[:-1], jnp.concatenate([expected, jnp.ones((1, 4))]))
-    assert jnp.all(actual[-1] < 1)
+def test_micro_batches_in_nnx_hand_statistics_on():
+    names = recipe("Micro-batches")
+    model = names["NormModel"](nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, osa.sparse_adam(RATE), wrt=nnx.Param)
+    table = np.asarray(model.embed.embedding[...], np.float64)
+    ids = np.array([[3, 7, 3], [7, 0, 1]])
+    mean, var, value = np.zeros(8), np.ones(8), 0.0
+    for rows in table[ids]:
+        own_mean, own_var = rows.mean(axis=0), rows.var(axis=0)
+        normal = (rows - own_mean) / np.sqrt(own_var + 1e-5)
+        value += np.mean((normal - 1) ** 2) / len(ids)
+        mean, var = 0.99 * mean + 0.01 * own_mean, 0.99 * var + 0.01 * own_var
+    actual = names["micro_batch_step"](model, optimizer, ids)
+    np.testing.assert_allclose(actual, value, rtol=1e-5)
+    np.testing.assert_allclose(model.norm.mean[...], mean, atol=1e-6)
+    np.testing.assert_allclose(model.norm.var[...], var, atol=1e-6)
+    moved = np.any(np.asarray(model.embed.embedding[...]) != np.float32(table), axis=1)
+    assert np.flatnonzero(moved).tolist() == [0, 1, 3, 7]
 
 
-def split(evaluate, model):
-    graph, state = nnx.split(model)
-    return jax.jit(lambda s, ids: evaluate(nnx.merge(graph, s), ids)), state
+def test_constraints_hold_on_touched_rows_only():
+    names = recipe("Constraints on the touched rows")
+    _, start, batches = draw()
+    for constrain in names["constraints"].values():
+        project = optax.masked(names["projected"](constrain), names["tables_only"])
+        tx = osa.lazy(optax.chain(optax.adam(RATE), project))
+        table, w = start.copy(), np.ones(DIM)
+        params = {"table": jnp.asarray(table, jnp.float32), "w": jnp.ones(DIM)}
+        state, step = tx.init(params), osa.make_train_step(names["loss"], tx)
+        mu, nu = np.zeros_like(table), np.zeros_like(table)
+        for count, ids in enumerate(batches, 1):
+            w = np.asarray(params["w"], np.float64)
+            grad, rows = gradient(table, w, ids), np.unique(ids)
+            mu[rows] = B1 * mu[rows] + (1 - B1) * grad[rows]
+            nu[rows] = B2 * nu[rows] + (1 - B2) * grad[rows] ** 2
+            root = np.sqrt(nu[rows] / (1 - B2**count)) + EPS
+            moved = table[rows] - RATE * mu[rows] / (1 - B1**count) / root
+            table[rows] = constrain(moved)
+            params, state, _ = step(params, state, ids)
+        np.testing.assert_allclose(params["table"], table, atol=1e-4)
+        untouched = np.setdiff1d(np.arange(ROWS), batches)
+        assert untouched.size
+        assert_identical(params["table"][untouched], np.float32(start[untouched]))
 
 
-# (what compiles an evaluation, and its first argument; whether it copies the table)
-EVALUATIONS = {
-    "nnx.jit": (lambda f, model: (nnx.jit(f), model), True),
-    "graph_updates=False": (
-        lambda f, model: (nnx.jit(f, graph_updates=False), model),
-        False,
+def numpy_adam(lazily, uncorrected, decay):
+    """Adam in float64: of touched rows, with torch's epsilon, with weight decay."""
+
+    def step(table, mu, nu, count, w, ids):
+        rows = np.unique(ids) if lazily else np.arange(ROWS)
+        grad = gradient(table, w, ids)[rows]
+        mu[rows] = B1 * mu[rows] + (1 - B1) * grad
+        nu[rows] = B2 * nu[rows] + (1 - B2) * grad**2
+        mean, root = mu[rows] / (1 - B1**count), np.sqrt(nu[rows] / (1 - B2**count))
+        root += EPS / np.sqrt(1 - B2**count) if uncorrected else EPS
+        table[rows] -= RATE * (mean / root + decay * table[rows])
+
+    return step
+
+
+REPLACED = {
+    "sparse_adam": (osa.sparse_adam(RATE), numpy_adam(True, True, 0)),
+    "lazy": (
+        osa.lazy(optax.adamw(RATE, weight_decay=0.1)),
+        numpy_adam(True, False, 0.1),
     ),
-    "jax.jit": (lambda f, model: (jax.jit(f), model), False),
-    "split": (split, False),
+    "exact_adam": (osa.exact_adam(RATE), numpy_adam(False, False, 0)),
+    "exact_adamw": (
+        osa.exact_adamw(RATE, weight_decay=0.1),
+        numpy_adam(False, False, 0.1),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_evaluation_of_an_nnx_module(name):
-    """Plain `nnx.jit` returns all variables of the module, and copies them for that."""
-    compile_, copies = EVALUATIONS[name]
-    model, ids = nnx.Embed(20_000, 4, rngs=nnx.Rngs(0)), jnp.array([3, 7, 3])
+@pytest.mark.parametrize("name", slow_but(REPLACED, "lazy", "exact_adamw"))
+def test_rows_are_used_again(name):
+    """Moments begin at zero again, the step count goes on; compiled once."""
+    tx, reference = REPLACED[name]
+    is_exact = name.startswith("exact")
+    replace = recipe("Remove rows, and use them again")["make_replace"](tx)
+    rng, table, batches = draw(steps=30)
+    params, w = {"table": jnp.asarray(table, jnp.float32)}, np.ones(DIM)
+    state = tx.init(params)
 
-    def evaluate(model, ids):
-        return jnp.sum(model(ids))
+    def loss(params, ids):
+        return jnp.mean((params["table"][ids].sum(axis=-1) - 1) ** 2)
 
-    compiled, argument = compile_(evaluate, model)
-    value = compiled(argument, ids)
-    assert_close(value, evaluate(model, ids), TOL, magnitude=1.0)
-    memory = compiled.lower(argument, ids).compile().memory_analysis()
-    table = model.embedding[...].nbytes
-    assert (memory.output_size_in_bytes >= table) == copies
-    assert memory.temp_size_in_bytes < table / 10
+    step = osa.make_train_step(loss, tx)
+    mu, nu = np.zeros_like(table), np.zeros_like(table)
+    for count, ids in enumerate(batches, 1):
+        reference(table, mu, nu, count, w, ids)
+        params, state, _ = step(params, state, ids)
+        if count in (10, 17, 18):
+            rows = np.full(5, ROWS)  # two of five are no rows
+            rows[:3] = rng.choice(ROWS, 3, replace=False)
+            new = rng.normal(size=(5, DIM))
+            table[rows[:3]], mu[rows[:3]], nu[rows[:3]] = new[:3], 0, 0
+            if name == "exact_adamw":
+                params, state = osa.flush(params, state)
+            params, state = replace(params, state, rows, jnp.float32(new))
+    if is_exact:
+        params, state = osa.flush(params, state)
+    np.testing.assert_allclose(params["table"], table, atol=1e-4)
+    assert replace._cache_size() == step._cache_size() == 1

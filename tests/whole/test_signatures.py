@@ -78,6 +78,26 @@ def test_as_torch(name):
         assert signature(ours_) == signature(theirs_), method
 
 
+WRONG = [
+    (osa.rowwise_adagrad, {"initial_accumulator_value": -0.1}, "initial_accumulator"),
+    (osa.rowwise_adagrad, {"eps": 0.0}, "eps"),
+    (osa.rowwise_adam, {"b1": 1.0}, "beta parameter at index 0"),
+    (osa.rowwise_adam, {"b2": -0.1}, "beta parameter at index 1"),
+    (osa.rowwise_adam, {"eps": 0.0}, "epsilon"),
+    (osa.sparse_adafactor, {"beta2_decay": 0.1}, "beta2_decay"),
+    (osa.sparse_adafactor, {"eps": (-1e-9, 1e-3)}, r"eps\[0\]"),
+    (osa.sparse_adafactor, {"eps": (None, -1e-9)}, r"eps\[1\]"),
+    (osa.sparse_adafactor, {"d": 0.9}, "d:"),
+    (osa.sparse_adafactor, {"weight_decay": float("nan")}, "weight_decay"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "words"), WRONG)
+def test_wrong_numbers(make, options, words):
+    with pytest.raises(ValueError, match=f"Invalid {words}.* must be"):
+        make(0.1, **options)
+
+
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"lazy", "per_row"}))
 def test_one_rule_for_the_learning_rate(name):
     make = OPTIMIZERS[name].make
