@@ -1,12 +1,12 @@
 """Tables, and elementwise functions of them, that are computed at looked-up rows only.
 
 Elementwise functions commute with lookups, `f(table)[ids] == f(table[ids])`, so a
-function of a table waits, as an `Expression`, until rows of it are looked up. That is
-also the place where the gradient is taken: see `inject`.
+function of a table stays a lazy expression until rows of it are looked up. That is also
+the place where the gradient is taken: see `inject`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,6 @@ from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.resting_rows import values_of_rows
 from .._rows.resting_state import RowState, TableState
 from .._rows.ways import Constants
-from .backward_slice import has_derivative
 
 _UNKNOWN: Any = None
 Take = Callable[[jax.Array], jax.Array]  # picks some elements of an array
@@ -58,6 +57,10 @@ class Table(NamedTuple):
     def values(self, take: Take) -> jax.Array:
         return take(jnp.asarray(self.array))
 
+    def map(self, function: Callable[[Any, bool], Any]) -> "Table":
+        """Applies `function(array, has_rows)`."""
+        return Table(function(self.array, True))
+
 
 class StaleTable(NamedTuple):
     """A table of `exact_adam`: rows are brought up to date where they are read.
@@ -83,6 +86,14 @@ class StaleTable(NamedTuple):
         array = take(jnp.asarray(self.array))
         return values_of_rows(array, rows, self.state, self.constants)
 
+    def map(self, function: Callable[[Any, bool], Any]) -> "StaleTable":
+        """Applies `function(array, has_rows)` to all arrays."""
+        with_rows, others = self[:2], self[2:]
+        return StaleTable(
+            *jax.tree.map(lambda x: function(x, True), with_rows),
+            *jax.tree.map(lambda x: function(x, False), others),
+        )
+
 
 class Leaf(NamedTuple):
     """A leaf of the differentiated argument, in the type that its gradient is taken in.
@@ -106,7 +117,7 @@ class Expression:
       dtype: Type of the value.
       function: Of the values of `source` or of the operands; elementwise.
       operands: Expressions, arrays of this shape, and scalars.
-      leaves: Leaves with respect to which the value has a derivative, ascending.
+      leaves: Leaves with respect to which the loss has a derivative through this value.
       source: The table, for a table or a cast of one.
       has_table: Whether a table is among what the value is computed from.
     """
@@ -131,6 +142,9 @@ class Expression:
         """Whether this is a table itself, and no function of one."""
         return self.source is not None and self.function is _identity
 
+    def without_derivative(self) -> "Expression":
+        return dataclasses.replace(self, leaves=()) if self.leaves else self
+
     def select(
         self,
         take: Take,
@@ -148,40 +162,21 @@ class Expression:
         """
         memo = {} if memo is None else memo
 
-        def key(value: Expression, is_live: bool) -> tuple[Expression, bool]:
-            return value, is_live and bool(value.leaves)
+        def operand(x: Any) -> Any:
+            if isinstance(x, Expression):
+                return memo[x]
+            return take(jnp.asarray(x)) if jnp.ndim(x) else x
 
-        # Not by recursion: a loss may apply thousands of functions, one to the other.
-        todo = [key(self, deltas is not None)]
-        while todo:
-            value, is_live = todo[-1]
-            inner = [x for x in value.operands if isinstance(x, Expression)]
-            missing = [key(x, is_live) for x in inner if key(x, is_live) not in memo]
-            todo += missing
-            if missing:
-                continue
-            todo.pop()
-            if (value, is_live) in memo:
-                continue
+        for value in operands_first([self], memo):
             if value.source is not None:
                 result = value.function(value.source.values(take))
-                if is_live and deltas is not None:
-                    result = inject(result, deltas[value.leaves[0]])
+                delta = (deltas or {}).get(value.leaves[0]) if value.leaves else None
+                memo[value] = result if delta is None else inject(result, delta)
             elif value.function is _identity:  # a scalar that stands for a table
-                result = jnp.broadcast_to(value.operands[0], shape)
+                memo[value] = jnp.broadcast_to(value.operands[0], shape)
             else:
-                result = value.function(
-                    *(
-                        memo[key(x, is_live)]
-                        if isinstance(x, Expression)
-                        else take(jnp.asarray(x))
-                        if jnp.ndim(x)
-                        else x
-                        for x in value.operands
-                    )
-                )
-            memo[value, is_live] = result
-        return memo[key(self, deltas is not None)]
+                memo[value] = value.function(*map(operand, value.operands))
+        return memo[self]
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -191,7 +186,7 @@ def _identity(x: jax.Array) -> jax.Array:
 def table(
     source: Table | StaleTable, shape: Any, dtype: Any, leaf: int | None = None
 ) -> Expression:
-    """A table; without a number of the leaf it has no derivative."""
+    """A table; without the index of a leaf it has no derivative."""
     leaves = () if leaf is None else (Leaf(leaf, jnp.dtype(dtype)),)
     return Expression(tuple(shape), jnp.dtype(dtype), _identity, (), leaves, source)
 
@@ -207,75 +202,71 @@ def cast_table(value: Expression, dtype: Any) -> Expression:
 
 
 def fill(shape: tuple[int, ...], dtype: Any, scalar: Any) -> Expression:
-    """A scalar broadcast to the shape of a table, which is left to be."""
+    """A scalar that would be broadcast to the shape of a table."""
     return Expression(shape, dtype, _identity, (scalar,), has_table=False)
 
 
-def elementwise(
-    shape: tuple[int, ...],
-    dtype: Any,
-    function: Callable[..., Any],
-    *operands: Any,
-    is_stopped: bool = False,
-) -> Expression:
-    """A function of operands of this shape or scalars, of which one is an expression.
+def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expression:
+    """A function of operands of one shape or scalars, one of them an expression.
 
     Args:
-      shape: The shape of the result.
-      dtype: The type of the result.
+      out: The shape and the type of the result.
       function: The function.
       *operands: Its operands.
-      is_stopped: Whether its derivative is zero.
     """
     expressions = [x for x in operands if isinstance(x, Expression)]
-    leaves: set[Leaf] = set()
-    if has_derivative(dtype) and not is_stopped:
-        leaves = {leaf for x in expressions for leaf in x.leaves}
+    leaves = {leaf for x in expressions for leaf in x.leaves}
     has_table = any(x.has_table for x in expressions)
     ordered = tuple(sorted(leaves, key=lambda leaf: (leaf.index, str(leaf.dtype))))
-    return Expression(shape, dtype, function, operands, ordered, None, has_table)
+    return Expression(
+        out.shape, out.dtype, function, operands, ordered, None, has_table
+    )
 
 
-def expressions_below(values: Iterable[Expression]) -> list[Expression]:
-    """These expressions and all their operands, each once, operands first."""
+def operands_first(
+    values: Iterable[Expression], known: Container[Any] = ()
+) -> list[Expression]:
+    """These expressions and their operands, each once; no operands of known ones.
+
+    Not by recursion: a loss may apply thousands of functions, one to the other.
+    """
     done: dict[Expression, None] = {}
-    todo = list(values)
+    todo = [x for x in values if x not in known]
     while todo:
         inner = [x for x in todo[-1].operands if isinstance(x, Expression)]
-        missing = [x for x in inner if x not in done]
+        missing = [x for x in inner if x not in done and x not in known]
         todo += missing
         if not missing:
             done[todo.pop()] = None
     return list(done)
 
 
-def arrays_of(value: Expression) -> Any:
-    """The arrays of one expression without those of its operands: a tree."""
-    if value.source is not None:
-        return value.source
-    return tuple(x for x in value.operands if isinstance(x, jax.Array))
+def map_arrays(
+    value: Expression,
+    function: Callable[[Any, bool], Any],
+    shape: tuple[int, ...] | None = None,
+) -> Expression:
+    """Applies `function(array, has_rows)` to all arrays that a value is computed from.
 
+    An array has rows if it has the leading axes of the table.
 
-def with_arrays(
-    below: list[Expression],
-    arrays: Iterable[Any],
-    shape: Callable[[Expression], tuple[int, ...]] = lambda value: value.shape,
-) -> dict[Expression, Expression]:
-    """The expressions with other arrays in the place of `arrays_of` each."""
+    Args:
+      value: A table, or a function of tables.
+      function: Called in the same order for each expression of the same form.
+      shape: The new shape, where the function changes it.
+    """
     new: dict[Expression, Expression] = {}
-    for value, own in zip(below, arrays, strict=True):
-        changes: dict[str, Any] = {"shape": shape(value)}
-        if value.source is not None:
-            changes["source"] = own
-        else:
-            rest = iter(own)
-            changes["operands"] = tuple(
-                new[x]
-                if isinstance(x, Expression)
-                else next(rest)
-                if isinstance(x, jax.Array)
-                else x
-                for x in value.operands
-            )
-        new[value] = dataclasses.replace(value, **changes)
-    return new
+
+    def operand(x: Any) -> Any:
+        if isinstance(x, Expression):
+            return new[x]
+        return function(x, jnp.ndim(x) > 0) if isinstance(x, jax.Array) else x
+
+    for x in operands_first([value]):
+        new[x] = dataclasses.replace(
+            x,
+            shape=x.shape if shape is None else shape,
+            source=None if x.source is None else x.source.map(function),
+            operands=tuple(map(operand, x.operands)),
+        )
+    return new[value]

@@ -1,10 +1,9 @@
 """The rules of a walk: one entry for each primitive that may have tables for operands.
 
-`rule(walk, eqn, needed, *args)` returns the results, or `NotImplemented` to let JAX
-evaluate the equation on arrays. It runs twice, in the plan and in the walk: in a plan
-it may not look at arrays, only at `eqn` and at expressions. `needed` says for each
-result whether the loss depends on it. A new elementwise primitive needs its name in
-`_jax_extras.jaxprs` only.
+`rule(walk, eqn, *args)` returns the results, or `NotImplemented` to let JAX evaluate
+the equation on arrays. It runs twice, in the plan and in the walk: in a plan it may not
+look at arrays, only at `eqn` and at expressions. A new elementwise primitive needs its
+name in `_jax_extras.jaxprs` only.
 """
 
 import functools
@@ -18,26 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
-from . import rules_bags, rules_calls, rules_elementwise_calls, rules_shard_map
-from .backward_slice import WITHOUT_DERIVATIVE, as_closed
+from . import rules_calls, rules_elementwise_calls, rules_shard_map
+from .backward_slice import as_closed
 from .expressions import (
     Expression,
-    StaleTable,
-    arrays_of,
     cast_table,
     elementwise,
-    expressions_below,
     fill,
-    with_arrays,
+    map_arrays,
+    operands_first,
 )
-from .lookups import (
-    constants,
-    indices_of_gather,
-    indices_of_slice,
-    lookup_of_gather,
-    lookup_of_slice,
-)
-from .reading import first_gather, read_gather, read_slice
+from .lookups import Lookup, lookup_of_gather, lookup_of_slice, reads_rows
+from .reading import first_gather, read, show_bounds
+from .rules_bags import bag_lookup
 from .walk import Results, Rule, Walk
 
 
@@ -48,7 +40,7 @@ def _out(eqn: JaxprEqn) -> Any:
 # Elementwise functions, and what concerns where or how an array is kept.
 
 
-def _elementwise(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Waits for a lookup, if that is a function of tables and numbers, or might be."""
     waiting = [x for x in args if isinstance(x, Expression)]
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
@@ -64,8 +56,7 @@ def _elementwise(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
             return NotImplemented
     # In the context of the lookup, which may have another mesh.
     function = functools.partial(bind, eqn.primitive, **eqn.params)
-    is_stopped = name in WITHOUT_DERIVATIVE
-    return [elementwise(shape, dtype, function, *args, is_stopped=is_stopped)]
+    return [elementwise(_out(eqn), function, *args)]
 
 
 def _is_wider(new: Any, old: Any) -> bool:
@@ -81,44 +72,32 @@ def _is_wider(new: Any, old: Any) -> bool:
     )
 
 
-def _same_values(walk: Walk, eqn: JaxprEqn, needed: Any, value: Expression) -> Results:
+def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
     """What moves a table moves what an expression is computed of."""
     if walk.is_plan:
         return [value]
-    below = expressions_below([value])
 
-    def moved(x: Any) -> Any:
-        return bind_eqn(eqn, x) if jnp.shape(x) == value.shape else along(x)
-
-    def along(x: Any, ndim: int | None = None) -> Any:
-        """Lies as the table along the leading axes, as what is kept of its rows."""
+    def moved(x: Any, has_rows: bool) -> Any:
+        if jnp.shape(x) == value.shape:
+            return bind_eqn(eqn, x)
         if eqn.primitive.name != "reshard":
             return x
-        to, ndim = _out(eqn).sharding, jnp.ndim(x) if ndim is None else ndim
-        spec = PartitionSpec(*to.spec[:ndim])
-        return jax.reshard(x, NamedSharding(to.mesh, spec))
+        # What is kept of each row lies as the table does along the leading axes.
+        to, ndim = _out(eqn).sharding, jnp.ndim(x) if has_rows else 0
+        return jax.reshard(x, NamedSharding(to.mesh, PartitionSpec(*to.spec[:ndim])))
 
-    arrays = []
-    for inner in below:
-        own = arrays_of(inner)
-        if isinstance(own, StaleTable):
-            array, rows = jax.tree.map(moved, (own.array, own.rows))
-            own = jax.tree.map(lambda x: along(x, 0), own)
-            arrays.append(own._replace(array=array, rows=rows))
-        else:
-            arrays.append(jax.tree.map(moved, own))
-    return [with_arrays(below, arrays)[value]]
+    return [map_arrays(value, moved)]
 
 
-def _vary(walk: Walk, eqn: JaxprEqn, needed: Any, value: Expression) -> Results:
+def _vary(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
     if value.is_table:
-        return _same_values(walk, eqn, needed, value)
+        return _same_values(walk, eqn, value)
     # What is looked up may vary already.
     function = functools.partial(vary, axes=tuple(eqn.params["axes"]))
-    return [elementwise(value.shape, value.dtype, function, value)]
+    return [elementwise(value, function, value)]
 
 
-def _barrier(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def _barrier(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Tables pass beside it."""
     if walk.is_plan:
         return args
@@ -127,9 +106,7 @@ def _barrier(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
     return [x if isinstance(x, Expression) else next(rest) for x in args]
 
 
-def _broadcast(
-    walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *rest: Any
-) -> Results:
+def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
     operand: Any = eqn.invars[0].aval
     is_scalar = not isinstance(value, Expression) and not operand.shape
@@ -143,67 +120,63 @@ def _broadcast(
 # Lookups.
 
 
-def _gather(walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, ids: Any) -> Results:
+def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Results:
+    deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)))
+    return [None if walk.is_plan else read(value, lookup, deltas)]
+
+
+def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     if not isinstance(value, Expression) or isinstance(ids, Expression):
         return NotImplemented
-    deltas = None
-    if any(needed) and value.leaves:
-        lookup = lookup_of_gather(eqn, value.shape)
-        if lookup is None:
-            return NotImplemented
-        indices = functools.cache(lambda: indices_of_gather(eqn, ids))
-        deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)), indices)
-    if walk.is_plan:
-        return [None]
-    rows = read_gather(eqn, value, ids, deltas)
-    return NotImplemented if rows is None else [rows]
+    lookup = lookup_of_gather(eqn, value.shape, ids)
+    # JAX fills integers with a number of its own.
+    has_nan = jnp.issubdtype(value.dtype, jnp.inexact)
+    is_known = has_nan or eqn.params["fill_value"] is not None or value.is_table
+    if (value.leaves and not reads_rows(lookup)) or (lookup.is_filled and not is_known):
+        return NotImplemented
+    return _look_up(walk, eqn, value, lookup)
 
 
-def _slice(walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *starts: Any) -> Results:
-    lookup = lookup_of_slice(eqn, value.shape)
+def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
+    lookup = lookup_of_slice(eqn, value.shape, starts)
     if lookup is None:
         return NotImplemented
-    first = starts or constants(eqn.params["start_indices"])
-    indices = functools.cache(lambda: indices_of_slice(lookup, first))
-    deltas = None
-    if any(needed) and value.leaves:
-        deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)), indices)
-    if walk.is_plan:
-        return [None]
-    return [read_slice(eqn, value, starts, indices(), deltas)]
+    sources = [x.source for x in operands_first([value]) if x.source is not None]
+    if starts and sources and not walk.is_plan:
+        bound = functools.partial(bind, eqn.primitive)
+        show_bounds(bound, sources[0].array, starts, eqn.params)
+    return _look_up(walk, eqn, value, lookup)
 
 
-def _look_up_by_kernel(
-    walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *rest: Any
-) -> Results:
+def _look_up_by_kernel(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
     """The kernel's lookup, in a gradient of a gradient, as the gather it stands for."""
     gather = first_gather(as_closed(eqn.params["jaxpr"]).jaxpr, _out(eqn).shape)
     if len(rest) != 1 or gather is None:
         return NotImplemented
-    return _gather(walk, gather, needed, value, *rest)
+    return _gather(walk, gather, value, *rest)
 
 
 # Functions under `jit` that are lookups as a whole, by their name.
 LOOKUP_FUNCTIONS: dict[str, Rule] = {
     "look_up_by_kernel": _look_up_by_kernel,
-    "bag_lookup": functools.partial(rules_bags.bag_lookup, _gather),
+    "bag_lookup": bag_lookup,
 }
 
 
-def _jit(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     rule = LOOKUP_FUNCTIONS.get(eqn.params["name"])
-    results = NotImplemented if rule is None else rule(walk, eqn, needed, *args)
+    results = NotImplemented if rule is None else rule(walk, eqn, *args)
     if results is NotImplemented:
-        results = rules_calls.call(walk, eqn, needed, *args)
+        results = rules_calls.call(walk, eqn, *args)
     return results
 
 
-def _custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     body = as_closed(eqn.params["call_jaxpr"])
     names = [inner.params.get("name") for inner in body.jaxpr.eqns]
     if names == ["bag_function"]:  # whose derivative that of `bag_lookup` has
-        return walk.evaluate(body, args, needed)
-    return rules_elementwise_calls.custom_jvp(walk, eqn, needed, *args)
+        return walk.evaluate(body, args)
+    return rules_elementwise_calls.custom_jvp(walk, eqn, *args)
 
 
 RULES: dict[str, Rule] = {

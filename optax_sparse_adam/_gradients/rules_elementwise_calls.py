@@ -31,7 +31,7 @@ class _NotElementwise(Exception):
     """Raised where a function needs more of a table than the elements at one place."""
 
 
-def custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Applies an elementwise function, and its rule, to the rows that are looked up."""
     avals: list[Any] = [atom.aval for atom in eqn.invars]
     if len(eqn.outvars) != 1 or not _are_floating([*avals, eqn.outvars[0].aval]):
@@ -59,7 +59,7 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
         return own(*args)
 
     out: Any = eqn.outvars[0].aval
-    return [elementwise(out.shape, out.dtype, function, *args)]
+    return [elementwise(out, function, *args)]
 
 
 def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
@@ -76,7 +76,7 @@ def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
     outs: list[Any] = [var.aval for var in eqn.outvars]
     return [
-        elementwise(out.shape, out.dtype, functools.partial(function, result=i), *args)
+        elementwise(out, functools.partial(function, result=i), *args)
         for i, out in enumerate(outs)
     ]
 
@@ -147,12 +147,12 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
         aval: Any = var.aval
         if aval.shape:
             stand_in = Expression(aval.shape, aval.dtype, _refuse, ())
-            memo[stand_in, False] = arg
+            memo[stand_in] = arg
             arg = stand_in
         values.append(arg)
     shapes = frozenset(x.shape for x in values if isinstance(x, Expression))
     walk = Walk(program, shapes, iter(()))
-    results = walk.evaluate(closed, values, [False] * len(closed.jaxpr.outvars))
+    results = walk.evaluate(closed, values)
     rows = []
     shape = max(map(jnp.shape, args), key=len)
     for var, value in zip(closed.jaxpr.outvars, results, strict=True):

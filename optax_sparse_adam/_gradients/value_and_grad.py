@@ -1,6 +1,7 @@
 """`value_and_grad` and `grad` with row-sparse gradients for tables."""
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +16,11 @@ from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.resting_state import exact_states, held_by, is_exact, table_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
+from .backward_slice import BackwardSlice
 from .expressions import Expression, StaleTable, Table, table
-from .row_slices import RowSlices, every_row, to_bcoo
+from .row_slices import RowSlices, to_bcoo
 from .rules import RULES
-from .walk import DenseUse, Program, Request, Walk
+from .walk import DenseUse, Entries, Program, Request, Walk, shapes_of_tables
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -119,42 +121,30 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        numbers = as_numbers(argnums)
-        inside = [-len(args) <= number < len(args) for number in numbers]
-        places = {number % max(1, len(args)) for number in numbers}
-        if not numbers or not all(inside) or len(places) < len(numbers):
+        places = as_places(argnums)
+        inside = [-len(args) <= place < len(args) for place in places]
+        distinct = {place % max(1, len(args)) for place in places}
+        if not places or not all(inside) or len(distinct) < len(places):
             return reference(*args, **kwargs)  # raises, in JAX's words
-        chosen = [args[number] for number in numbers]
+        chosen = [args[place] for place in places]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         check_leaves(tree)
         if sparse is False and read is None:
             return reference(*args, **kwargs)
         wanted = _wanted(sparse, tree)
-        structure: Any = None
-        outputs: list[Any] = []
 
-        def traced(*chosen: Any) -> list[Any]:
-            values = list(args)
-            for number, value in zip(numbers, chosen, strict=True):
-                values[number] = value
-            result = kept(*values, **kwargs)
+        def loss(*args: Any) -> Any:
+            result = kept(*args, **kwargs)
             if not _is_loss(result, has_aux):
-                return []
-            # An auxiliary output may be anything; arrays leave through the jaxpr.
-            nonlocal structure
-            leaves, structure = jax.tree.flatten(result)
-            outputs[:] = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
-            outputs[0] = _ARRAY
-            return [leaves[0], *(x for x in leaves[1:] if isinstance(x, jax.Array))]
+                raise _NoLoss
+            return result
 
-        closed = jax.make_jaxpr(traced)(*chosen)
-        if structure is None:
+        try:
+            closed, to_result = trace(loss, args, places, has_loss=True)
+        except _NoLoss:
             return reference(*args, **kwargs)  # raises, in JAX's words
         arrays, grads = _evaluate(closed, tree, wanted, current_tables(tree, read))
-        rest = iter(arrays)
-        results = [next(rest) if x is _ARRAY else x for x in outputs]
-        result = jax.tree.unflatten(structure, results)
-        return result, jax.tree.unflatten(jax.tree.structure(tree), grads)
+        return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
 
@@ -198,9 +188,51 @@ def grad(
     return grad_fun
 
 
-def as_numbers(argnums: Any) -> tuple[int, ...]:
-    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    return tuple(map(operator.index, numbers))
+class _NoLoss(Exception):
+    """Raised where JAX would not differentiate what a function returns."""
+
+
+def as_places(argnums: Any) -> tuple[int, ...]:
+    places = argnums if isinstance(argnums, Sequence) else (argnums,)
+    return tuple(map(operator.index, places))
+
+
+def trace(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    places: Sequence[int],
+    *,
+    has_loss: bool = False,
+) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any]]:
+    """The jaxpr of a function of the arguments at these places.
+
+    Its results may be anything: the arrays among them leave through the jaxpr, and a
+    loss, the first of them, even if it is a Python number.
+
+    Returns:
+      The jaxpr, and a function that makes the result of the results of the jaxpr.
+    """
+    structure: Any = None
+    outputs: list[Any] = []
+
+    def traced(*chosen: Any) -> list[Any]:
+        values = list(args)
+        for place, value in zip(places, chosen, strict=True):
+            values[place] = value
+        nonlocal structure
+        leaves, structure = jax.tree.flatten(fun(*values))
+        is_array = [isinstance(x, jax.Array) for x in leaves]
+        is_array[:1] = [True] if has_loss else is_array[:1]
+        pairs = list(zip(leaves, is_array, strict=True))
+        outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
+        return [x for x, flag in pairs if flag]
+
+    def to_result(arrays: Sequence[Any]) -> Any:
+        rest = iter(arrays)
+        results = [next(rest) if x is _ARRAY else x for x in outputs]
+        return jax.tree.unflatten(structure, results)
+
+    return jax.make_jaxpr(traced)(*(args[place] for place in places)), to_result
 
 
 def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
@@ -266,48 +298,111 @@ def _evaluate(
       The results, and the gradient of each leaf, row-sparse where wanted.
     """
     paths, leaves = _with_paths(tree)
-    program = Program(RULES)
-    able = _able(program, closed, paths, tables, wanted)
     # What the loss shows is read before tables are written: see `_after`.
     shown = _shown(closed.jaxpr)
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
     closed = ClosedJaxpr(jaxpr, closed.consts)
-    needed = [True] + [False] * (len(jaxpr.outvars) - 1)
-    args = _arguments(tables, able)
-    shapes = frozenset(x.shape for x in args if isinstance(x, Expression))
-    requests, _ = Walk(program, shapes).plan(closed, args, needed)
+    program = Program(RULES, BackwardSlice(jaxpr))
+    args, requests = _plan(program, closed, paths, tables, wanted)
 
-    def function(deltas: list[Any], arrays: list[Any]) -> Any:
+    def function(deltas: list[Any], of_whole: list[Any], arrays: list[Any]) -> Any:
         rest = iter(arrays)
         values = [x if isinstance(x, Expression) else next(rest) for x in args]
-        walk = Walk(program, shapes, iter(deltas))
-        results = walk.evaluate(closed, values, needed)
+        own = dict(zip(whole, of_whole, strict=True))
+        walk = Walk(program, shapes_of_tables(args), iter(deltas), own)
+        results = walk.evaluate(closed, values)
         # Arrays as they are, with their weak types.
         return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
 
     deltas = [vary(jnp.zeros(x.delta.shape, x.delta.dtype), x.axes) for x in requests]
+    whole = list(dict.fromkeys(x.leaf for x in requests if x.is_whole))
+    of_whole = [
+        vary(jnp.zeros(leaves[i].shape, dtype), varying_axes(leaves[i]))
+        for i, dtype in whole
+    ]
     arrays = [x for x in args if not isinstance(x, Expression)]
-    (value, (others, rows)), (of_deltas, of_arrays) = jax.value_and_grad(
-        function, argnums=(0, 1), has_aux=True
-    )(deltas, arrays)
+    (value, (others, rows)), gradients = jax.value_and_grad(
+        function, argnums=(0, 1, 2), has_aux=True
+    )(deltas, of_whole, arrays)
     count = len(jaxpr.outvars) - len(shown)
     everything = [value, *map(jnp.asarray, others)]
-    found: dict[int, list[RowSlices]] = {i: [] for i, can in enumerate(able) if can}
-    for request, ids, values in zip(requests, rows, of_deltas, strict=True):
-        slices = _of_all_devices(request, leaves[request.leaf.index], ids, values)
-        found[request.leaf.index].append(_after(slices, everything))
-    dense, grads = iter(of_arrays), []
+    after = _after(everything)
+    slices = [
+        after(_of_all_devices(request, leaves[request.leaf.index], entries, values))
+        for request, entries, values in zip(requests, rows, gradients[0], strict=True)
+    ]
+    dense, grads = iter(gradients[2]), []
     for i, leaf in enumerate(leaves):
-        if i in found:
-            depth = program.depths.get(i, 1)
-            dtype = jnp.result_type(leaf)
-            is_read = isinstance(tables[i], StaleTable)
-            grads.append(
-                to_bcoo(found[i], jnp.shape(leaf), depth, dtype, is_stale=not is_read)
-            )
-        else:
+        if not isinstance(args[i], Expression):
             grads.append(next(dense))
+            continue
+        pairs = zip(requests, slices, strict=True)
+        own = [x for request, x in pairs if request.leaf.index == i]
+        totals = zip(whole, gradients[1], strict=True)
+        grads.append(
+            to_bcoo(
+                own,
+                [x for leaf, x in totals if leaf.index == i],
+                jnp.shape(leaf),
+                program.depths.get(i, 1),
+                jnp.result_type(leaf),
+                is_stale=not isinstance(tables[i], StaleTable),
+            )
+        )
     return everything[:count], grads
+
+
+def _plan(
+    program: Program,
+    closed: ClosedJaxpr,
+    paths: list[KeyPath],
+    tables: list[Table | StaleTable],
+    wanted: list[bool | None],
+) -> tuple[list[Any], list[Request]]:
+    """What the program is evaluated with, and the deltas that it needs.
+
+    Planned again until nothing changes, as each plan finds out more: which leaves have
+    other uses than lookups, how many axes are indexed, and of which leaves at least as
+    many rows are looked up as there are. Stacked rows of a loop could need any multiple
+    of the memory that `jax.grad` needs; such a leaf has one delta, of its own shape.
+
+    Returns:
+      An expression for each leaf whose gradient is row-sparse, arrays for others; and
+      the requests.
+
+    Raises:
+      ValueError: If a leaf is wanted to be row-sparse that cannot be.
+    """
+    arrays = [source.array for source in tables]
+    able = [
+        mark is not False
+        and jnp.ndim(array) > 0
+        and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
+        for mark, array in zip(wanted, arrays, strict=True)
+    ]
+    large: set[int] = set()
+    while True:
+        before = *able, program.depths.copy(), large
+        args = _arguments(tables, able)
+        program.plans.clear()
+        program.whole.clear()
+        program.whole.update(large)
+        walk = Walk(program, shapes_of_tables(args))
+        requests, _ = walk.plan(closed, args)
+        large = set()
+        for i, path in enumerate(paths):
+            own = [x for x in requests if x.leaf.index == i]
+            use = program.dense_uses.get(i)
+            if wanted[i] and (use is not None or not able[i]):
+                raise ValueError(_refusal(path, use))
+            able[i] = able[i] and use is None
+            if not wanted[i]:
+                able[i] = able[i] and not _reads_every_row(own)
+            rows = math.prod(jnp.shape(arrays[i])[: program.depths.get(i, 1)])
+            if sum(_num_entries(x, arrays[i]) for x in own) > rows:
+                large.add(i)
+        if before == (*able, program.depths, large):
+            return args, requests
 
 
 def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
@@ -322,28 +417,34 @@ def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
     return args
 
 
-def _of_all_devices(
-    request: Request, leaf: Any, ids: Any, values: jax.Array
-) -> RowSlices:
-    """The gradient of the rows of one lookup.
+def _axes_to_gather(request: Request, leaf: Any) -> tuple[str, ...]:
+    """Mesh axes over which rows vary and their table does not.
 
-    Inside of `shard_map`, of all devices, over the axes over which rows vary and the
-    table does not: under `jax.grad` its gradient is summed over them.
+    Inside of `shard_map`, `jax.grad` sums the gradient of such a table over them.
     """
-    if request.is_whole:
-        ids, values = every_row(ids, values, request.depth)[:2]
-    slices = RowSlices(ids, values)
-    if request.bags is not None:
-        slices = RowSlices(ids.ids, values, ids.segments, ids.weights)
-    slices = jax.tree.map(functools.partial(vary, axes=request.axes), slices)
     own = varying_axes(leaf) if request.axes else ()
-    axes = tuple(axis for axis in request.axes if axis not in own)
-    if axes:
+    return tuple(axis for axis in request.axes if axis not in own)
+
+
+def _num_entries(request: Request, leaf: Any) -> int:
+    """How many entries a request adds to a gradient, those of all devices."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    devices = math.prod(sizes[axis] for axis in _axes_to_gather(request, leaf))
+    return request.num_entries * devices
+
+
+def _of_all_devices(
+    request: Request, leaf: Any, entries: Entries, values: jax.Array
+) -> RowSlices:
+    """The gradient of the rows of one lookup; inside of `shard_map`, of all devices."""
+    slices = RowSlices(entries.ids, values, entries.segments, entries.weights)
+    slices = jax.tree.map(functools.partial(vary, axes=request.axes), slices)
+    if axes := _axes_to_gather(request, leaf):
         gather = functools.partial(
             lax.all_gather, axis_name=axes, tiled=True, to="invarying"
         )
         slices = jax.tree.map(gather, slices)
-    if request.bags is not None:
+    if slices.segments is not None and request.bags is not None:
         call = jnp.arange(len(slices.indices), dtype=jnp.int32)
         call = call // max(request.bags.entries, 1)
         segments = slices.segments + call * request.bags.bags
@@ -366,35 +467,6 @@ def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
     return [path for path, _ in pairs], [leaf for _, leaf in pairs]
 
 
-def _able(
-    program: Program,
-    closed: ClosedJaxpr,
-    paths: list[KeyPath],
-    tables: list[Table | StaleTable],
-    wanted: list[bool | None],
-) -> list[bool]:
-    """Which leaves get a row-sparse gradient; raises where one is named in vain."""
-    arrays = [source.array for source in tables]
-    able = [
-        mark is not False
-        and jnp.ndim(array) > 0
-        and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
-        for mark, array in zip(wanted, arrays, strict=True)
-    ]
-    args = _arguments(tables, able)
-    shapes = frozenset(x.shape for x in args if isinstance(x, Expression))
-    needed = [True] + [False] * (len(closed.jaxpr.outvars) - 1)
-    requests, _ = Walk(program, shapes).plan(closed, args, needed)
-    for i, path in enumerate(paths):
-        use = program.dense_uses.get(i)
-        if wanted[i] and (use is not None or not able[i]):
-            raise ValueError(_refusal(path, use))
-        able[i] = able[i] and use is None
-        if able[i] and not wanted[i]:
-            able[i] = not _reads_every_row([x for x in requests if x.leaf.index == i])
-    return able
-
-
 def _reads_every_row(requests: list[Request]) -> bool:
     """Whether all lookups of a table are at constant indices that leave no row out.
 
@@ -405,28 +477,38 @@ def _reads_every_row(requests: list[Request]) -> bool:
     return bool(rows) and None not in rows and len(rows) == requests[0].shape[0]
 
 
-def _after(slices: RowSlices, results: list[jax.Array]) -> RowSlices:
+def _after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
     """Makes a gradient depend on all that the call shows, without changing it.
 
     XLA updates a table in place only where it knows that every read of the old rows
     comes before; else it copies the table to be safe. Reads that the gradient does not
     depend on are those of a loss that is linear in a table, and of auxiliary outputs
     (https://openxla.org/xla/aliasing; an `optimization_barrier` would say so, but XLA
-    drops it on CPUs before it looks). So one number of each result is compared with
-    infinity: no number is above. Inside shard_map, a value that varies over more axes
-    than the gradient would make it vary there as well, and is left out.
+    drops it on CPUs before it looks). So one element of each result is compared with
+    infinity: none is above. Inside shard_map, a value that varies over more axes than
+    the gradient would make it vary there as well, and is left out.
     (tests/gradients/test_cost_of_steps.py)
     """
-    axes = set(varying_axes(slices.values))
-    values = [x for x in results if _is_numeric(x) and axes.issuperset(varying_axes(x))]
-    if not values:
-        return slices
-    place = jnp.int32(0)
-    if values[0].ndim == 0:  # the loss, unless it is left out
-        place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
-    numbers = jnp.stack([_some_number(x, place) for x in values])
-    is_never = jnp.any(numbers > jnp.inf)
-    return slices._replace(indices=jnp.where(is_never, -1, slices.indices))
+    numeric = [x for x in results if _is_numeric(x)]
+
+    @functools.cache
+    def is_above_infinity(axes: frozenset[str]) -> jax.Array | None:
+        values = [x for x in numeric if axes.issuperset(varying_axes(x))]
+        if not values:
+            return None
+        place = jnp.int32(0)
+        if values[0].ndim == 0:  # the loss, unless it is left out
+            place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
+        elements = jnp.stack([_some_element(x, place) for x in values])
+        return jnp.any(elements > jnp.inf)
+
+    def after(slices: RowSlices) -> RowSlices:
+        never = is_above_infinity(frozenset(varying_axes(slices.values)))
+        if never is None:
+            return slices
+        return slices._replace(indices=jnp.where(never, -1, slices.indices))
+
+    return after
 
 
 def _is_numeric(x: jax.Array) -> bool:
@@ -437,7 +519,7 @@ def _as_float(x: jax.Array) -> jax.Array:
     return jnp.real(x).astype(jnp.float32)
 
 
-def _some_number(x: jax.Array, place: jax.Array) -> jax.Array:
+def _some_element(x: jax.Array, place: jax.Array) -> jax.Array:
     """A float32 scalar for which all of `x` is computed.
 
     An element at a place that XLA does not know: with a known one it would look into a
