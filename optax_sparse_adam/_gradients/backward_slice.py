@@ -85,11 +85,8 @@ class BackwardSlice:
 
         def add(atoms: Sequence[Any], flags: Flags) -> None:
             for atom, flag in zip(atoms, flags, strict=True):
-                if (
-                    flag
-                    and isinstance(atom, Var)
-                    and jnp.issubdtype(getattr(atom.aval, "dtype", None), jnp.inexact)
-                ):
+                aval: Any = atom.aval
+                if flag and isinstance(atom, Var) and _has_derivative(aval):
                     found.add(atom)
 
         add(jaxpr.outvars, needed)
@@ -120,6 +117,8 @@ class BackwardSlice:
             body = params["body_jaxpr"].jaxpr
             flags = self._read_loop(body, needed, inner, len(needed))
             return [*[False] * first, *flags]
+        if name == "custom_jvp_call":  # whose rule may need more than its body
+            self._read(as_closed(params["call_jaxpr"]).jaxpr, needed)
         return [True] * len(eqn.invars)
 
     def _read_loop(self, body: Jaxpr, needed: Flags, first: int, carried: int) -> Flags:
@@ -130,6 +129,10 @@ class BackwardSlice:
             if carry == list(needed[:carried]):
                 return [*inputs[:first], *carry, *inputs[first + carried :]]
             needed = [*carry, *needed[carried:]]
+
+
+def _has_derivative(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _either(one: Flags, other: Flags) -> Flags:

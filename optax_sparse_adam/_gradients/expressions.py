@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
@@ -119,7 +120,6 @@ class Expression:
       operands: Expressions, arrays of this shape, and scalars.
       leaves: Leaves with respect to which the loss has a derivative through this value.
       source: The table, for a table or a cast of one.
-      has_table: Whether a table is among what the value is computed from.
     """
 
     shape: tuple[int, ...]
@@ -128,14 +128,13 @@ class Expression:
     operands: tuple[Any, ...]
     leaves: tuple[Leaf, ...] = ()
     source: Table | StaleTable | None = None
-    has_table: bool = True
 
     @property
     def kind(self) -> Any:
         """The expression without its arrays, as a plan sees it."""
         source = None if self.source is None else Table(_UNKNOWN)
-        function = _identity if self.is_table else None
-        return self.shape, self.dtype, function, (), self.leaves, source, self.has_table
+        function = _identity if self.function is _identity else None
+        return self.shape, self.dtype, function, (), self.leaves, source
 
     @property
     def is_table(self) -> bool:
@@ -172,8 +171,8 @@ class Expression:
                 result = value.function(value.source.values(take))
                 delta = (deltas or {}).get(value.leaves[0]) if value.leaves else None
                 memo[value] = result if delta is None else inject(result, delta)
-            elif value.function is _identity:  # a scalar that stands for a table
-                memo[value] = jnp.broadcast_to(value.operands[0], shape)
+            elif not has_table(value):
+                memo[value] = lax.broadcast(value.operands[0], shape)
             else:
                 memo[value] = value.function(*map(operand, value.operands))
         return memo[self]
@@ -181,6 +180,11 @@ class Expression:
 
 def _identity(x: jax.Array) -> jax.Array:
     return x
+
+
+def has_table(x: Any) -> bool:
+    """Whether this is a table or a function of tables, and not only a scalar."""
+    return isinstance(x, Expression) and (x.is_table or x.function is not _identity)
 
 
 def table(
@@ -202,8 +206,11 @@ def cast_table(value: Expression, dtype: Any) -> Expression:
 
 
 def fill(shape: tuple[int, ...], dtype: Any, scalar: Any) -> Expression:
-    """A scalar that would be broadcast to the shape of a table."""
-    return Expression(shape, dtype, _identity, (scalar,), has_table=False)
+    """A scalar that is broadcast where a lookup needs it, or else to this shape.
+
+    So `where(table > 0, table, 0)[ids]` needs nothing of the table's size.
+    """
+    return Expression(shape, dtype, _identity, (scalar,))
 
 
 def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expression:
@@ -216,11 +223,8 @@ def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expre
     """
     expressions = [x for x in operands if isinstance(x, Expression)]
     leaves = {leaf for x in expressions for leaf in x.leaves}
-    has_table = any(x.has_table for x in expressions)
     ordered = tuple(sorted(leaves, key=lambda leaf: (leaf.index, str(leaf.dtype))))
-    return Expression(
-        out.shape, out.dtype, function, operands, ordered, None, has_table
-    )
+    return Expression(out.shape, out.dtype, function, operands, ordered)
 
 
 def operands_first(

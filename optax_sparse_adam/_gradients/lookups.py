@@ -91,14 +91,11 @@ class Lookup:
         """
         sizes = tuple(map(min, self.window, array.shape))
         params = self.params | {"slice_sizes": sizes}
-        explicit = mesh_of(array, self.indices).explicit_axes
-        if self.count != 1 or explicit:
+        batched = self.numbers.operand_batching_dims
+        if self.count != 1 or batched or mesh_of(array, self.indices).explicit_axes:
             return lax.gather(array, self.indices, **params)
-        batched = self.numbers.start_indices_batching_dims
-        twice = self.numbers._replace(
-            offset_dims=tuple(1 + axis for axis in self.numbers.offset_dims),
-            start_indices_batching_dims=tuple(1 + axis for axis in batched),
-        )
+        offsets = tuple(1 + axis for axis in self.numbers.offset_dims)
+        twice = self.numbers._replace(offset_dims=offsets)
         params |= {"dimension_numbers": twice, "unique_indices": False}
         return lax.gather(array, jnp.stack([self.indices] * 2), **params)[0]
 
@@ -225,7 +222,7 @@ def lookup_of_slice(
         strides = eqn.params["strides"] or (1,) * len(shape)
         if window[0] != 1 or set(strides[1:]) - {1}:
             return None
-        starts = _constants(eqn.params["start_indices"])
+        starts = [*map(np.uint32, eqn.params["start_indices"])]
         constant = int(starts[0])
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, len(window))),
@@ -257,12 +254,6 @@ def _indices_of_slice(
     row, *columns = (start.astype(dtype) for start in first)
     rows = row + jnp.arange(window[0], dtype=dtype)
     return jnp.stack([jnp.broadcast_to(x, rows.shape) for x in (rows, *columns)], 1)
-
-
-def _constants(starts: Iterable[int]) -> list[np.ndarray]:
-    places = [*map(int, starts)]
-    dtype = jnp.int32 if max(places) <= jnp.iinfo(jnp.int32).max else jnp.uint32
-    return [np.asarray(place, dtype) for place in places]
 
 
 def _start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:

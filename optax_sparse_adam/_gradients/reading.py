@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax_extras.on_cpu import on_cpu
 from .._rows.resting_rows import look_up_values
@@ -112,16 +111,3 @@ def look_up_by_kernel(
 
     result: jax.Array = on_cpu(by_kernel, by_xla, source, indices)
     return result
-
-
-def first_gather(jaxpr: Jaxpr, shape: tuple[int, ...]) -> JaxprEqn | None:
-    """The gather of this shape that a function by the kernel stands for."""
-    for eqn in jaxpr.eqns:
-        out: Any = eqn.outvars[0].aval
-        if eqn.primitive.name == "gather" and out.shape == shape:
-            return eqn
-        for branch in eqn.params.get("branches", ()):
-            found = first_gather(branch.jaxpr, shape)
-            if found is not None:
-                return found
-    return None

@@ -24,11 +24,12 @@ from .expressions import (
     cast_table,
     elementwise,
     fill,
+    has_table,
     map_arrays,
     operands_first,
 )
 from .lookups import Lookup, lookup_of_gather, lookup_of_slice, reads_rows
-from .reading import first_gather, read, show_bounds
+from .reading import read, show_bounds
 from .rules_bags import bag_lookup
 from .walk import Results, Rule, Walk
 
@@ -48,12 +49,11 @@ def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     is_cast = name == "convert_element_type" and waiting[0].is_table
     if is_cast and _is_wider(dtype, waiting[0].dtype):
         return [cast_table(waiting[0], dtype)]
-    has_table = any(x.has_table for x in waiting)
-    allowed = ((), shape) if has_table else ((),)
     atoms: list[Any] = eqn.invars
-    for atom, x in zip(atoms, args, strict=True):
-        if atom.aval.shape not in ((shape,) if isinstance(x, Expression) else allowed):
-            return NotImplemented
+    if any(x.aval.shape not in ((), shape) for x in atoms) or any(
+        x.shape != shape for x in waiting
+    ):
+        return NotImplemented
     # In the context of the lookup, which may have another mesh.
     function = functools.partial(bind, eqn.primitive, **eqn.params)
     return [elementwise(_out(eqn), function, *args)]
@@ -107,14 +107,12 @@ def _barrier(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
 
 def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
-    shape, dtype = _out(eqn).shape, _out(eqn).dtype
-    operand: Any = eqn.invars[0].aval
-    is_scalar = not isinstance(value, Expression) and not operand.shape
-    if is_scalar and shape in walk.shapes:
-        return [fill(shape, dtype, value)]
-    if isinstance(value, Expression) or rest:
+    if has_table(value) or rest:
         return NotImplemented
-    return walk.as_it_is(eqn, [value])
+    operand: Any = eqn.invars[0].aval
+    if operand.shape or eqn.params.get("sharding") is not None:
+        return walk.as_it_is(eqn, [walk.dense(value)])
+    return [fill(_out(eqn).shape, _out(eqn).dtype, walk.dense(value))]
 
 
 # Lookups.
@@ -126,9 +124,9 @@ def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Re
 
 
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
-    if not isinstance(value, Expression) or isinstance(ids, Expression):
+    if not isinstance(value, Expression) or has_table(ids):
         return NotImplemented
-    lookup = lookup_of_gather(eqn, value.shape, ids)
+    lookup = lookup_of_gather(eqn, value.shape, walk.dense(ids))
     # JAX fills integers with a number of its own.
     has_nan = jnp.issubdtype(value.dtype, jnp.inexact)
     is_known = has_nan or eqn.params["fill_value"] is not None or value.is_table
@@ -150,10 +148,16 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
 
 def _look_up_by_kernel(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
     """The kernel's lookup, in a gradient of a gradient, as the gather it stands for."""
-    gather = first_gather(as_closed(eqn.params["jaxpr"]).jaxpr, _out(eqn).shape)
-    if len(rest) != 1 or gather is None:
+    if len(rest) != 1 or not isinstance(value, Expression):
         return NotImplemented
-    return _gather(walk, gather, value, *rest)
+    eqns = eqn.params["jaxpr"].jaxpr.eqns
+    bounds = next(x for x in eqns if x.primitive.name == "gather")  # `show_bounds`
+    params = bounds.params | {"slice_sizes": (1, *value.shape[1:])}
+    aval: Any = eqn.invars[1].aval
+    indices = aval if walk.is_plan else rest[0]
+    return _look_up(
+        walk, eqn, value, Lookup(value.shape, _out(eqn).shape, params, indices)
+    )
 
 
 # Functions under `jit` that are lookups as a whole, by their name.

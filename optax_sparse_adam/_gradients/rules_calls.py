@@ -23,13 +23,9 @@ from jax.extend.core import JaxprEqn
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
-from .expressions import Expression
+from .expressions import Expression, has_table
 from .rules_elementwise_calls import elementwise_branches
 from .walk import Entries, Request, Results, Walk
-
-
-def has_table(x: Any) -> bool:
-    return isinstance(x, Expression) and x.has_table
 
 
 def merge(args: Iterable[Any], arrays: Iterable[Any]) -> list[Any]:
@@ -201,13 +197,10 @@ def _padded(found: Entries | None, request: Request) -> Entries:
     )
     missing = size - len(own.ids)
 
-    def padded(x: jax.Array, fill: Any = 0) -> jax.Array:
+    def padded(x: jax.Array) -> jax.Array:
+        fill = row_bounds(request.shape, x) if x.ndim > 1 else 0
         padding = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (missing, *x.shape[1:]))
         return jnp.concatenate([x, vary(padding, request.axes)]) if missing else x
 
     ids = own.ids.astype(jnp.int32) if own.ids.dtype.itemsize < 8 else own.ids
-    own = own._replace(ids=padded(ids, row_bounds(request.shape, ids)))
-    return own._replace(
-        segments=jax.tree.map(padded, own.segments),
-        weights=jax.tree.map(padded, own.weights),
-    )
+    return jax.tree.map(padded, own._replace(ids=ids))

@@ -150,8 +150,7 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
             memo[stand_in] = arg
             arg = stand_in
         values.append(arg)
-    shapes = frozenset(x.shape for x in values if isinstance(x, Expression))
-    walk = Walk(program, shapes, iter(()))
+    walk = Walk(program, iter(()))
     results = walk.evaluate(closed, values)
     rows = []
     shape = max(map(jnp.shape, args), key=len)

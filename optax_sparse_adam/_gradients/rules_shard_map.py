@@ -27,7 +27,7 @@ from .._jax_extras.varying_axes import vary
 from .._rows.padding import in_bounds, row_bounds
 from .backward_slice import as_closed
 from .expressions import Expression, map_arrays
-from .walk import Request, Results, Walk, shapes_of_tables
+from .walk import Request, Results, Walk
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
@@ -52,8 +52,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         dataclasses.replace(x, shape=shape) if isinstance(x, Expression) else None
         for x, _, shape in triples
     ]
-    shapes = shapes_of_tables(unknown)
-    requests, results = walk.plan(body, unknown, shapes)
+    requests, results = walk.plan(body, unknown)
     walk.results_as_arrays(eqn, results)
 
     def axes_of(request: Request) -> tuple[str, ...]:
@@ -86,7 +85,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
             for (x, _, shape), own in zip(triples, arrays, strict=True)
         ]
         own = dict(zip(whole, of_whole, strict=True))
-        results, rows = walk.inside(body, values, deltas, shapes=shapes, whole=own)
+        results, rows = walk.inside(body, values, deltas, whole=own)
         for i, request in enumerate(requests):
             spec, shape = leaves[request.leaf.index]
             ids = _global_ids(rows[i].ids, request, spec, shape)

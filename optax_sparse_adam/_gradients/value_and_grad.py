@@ -20,7 +20,7 @@ from .backward_slice import BackwardSlice
 from .expressions import Expression, StaleTable, Table, table
 from .row_slices import RowSlices, to_bcoo
 from .rules import RULES
-from .walk import DenseUse, Entries, Program, Request, Walk, shapes_of_tables
+from .walk import DenseUse, Entries, Program, Request, Walk
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -309,7 +309,7 @@ def _evaluate(
         rest = iter(arrays)
         values = [x if isinstance(x, Expression) else next(rest) for x in args]
         own = dict(zip(whole, of_whole, strict=True))
-        walk = Walk(program, shapes_of_tables(args), iter(deltas), own)
+        walk = Walk(program, iter(deltas), own)
         results = walk.evaluate(closed, values)
         # Arrays as they are, with their weak types.
         return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
@@ -387,8 +387,7 @@ def _plan(
         program.plans.clear()
         program.whole.clear()
         program.whole.update(large)
-        walk = Walk(program, shapes_of_tables(args))
-        requests, _ = walk.plan(closed, args)
+        requests, _ = Walk(program).plan(closed, args)
         large = set()
         for i, path in enumerate(paths):
             own = [x for x in requests if x.leaf.index == i]

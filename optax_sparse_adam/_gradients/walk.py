@@ -43,7 +43,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import evaluate_eqn
 from .backward_slice import BackwardSlice
-from .expressions import Expression, Leaf
+from .expressions import Expression, Leaf, has_table
 from .lookups import Lookup
 
 Results = Any  # what a rule returns: a list, or NotImplemented
@@ -148,8 +148,6 @@ class Walk:
 
     Attributes:
       program: What holds for all walks.
-      shapes: Shapes of the tables. Scalars that are broadcast to one of them wait for
-        a lookup, as `where(table > 0, table, 0)[ids]` needs none of that size.
       whole: The deltas of leaves that have one of their own shape.
       requests: The deltas that this walk needs, in order; in a plan.
       rows: The entries of each delta, in the same order.
@@ -158,12 +156,10 @@ class Walk:
     def __init__(
         self,
         program: Program,
-        shapes: frozenset[tuple[int, ...]],
         deltas: Iterator[jax.Array] | None = None,
         whole: Mapping[Leaf, jax.Array] | None = None,
     ):
         self.program = program
-        self.shapes = shapes
         self.whole = whole or {}
         self.requests: list[Request] = []
         self.rows: list[Entries] = []
@@ -175,21 +171,17 @@ class Walk:
         return self._deltas is None
 
     def plan(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Any],
-        shapes: frozenset[tuple[int, ...]] | None = None,
+        self, closed: ClosedJaxpr, args: Sequence[Any]
     ) -> tuple[list[Request], list[Any]]:
         """The deltas that a jaxpr needs, and its results: expressions, or `None`.
 
         Plans are kept: a loop in a loop is planned for the plan of the outer one, for
         the outer one, and for each walk over its body.
         """
-        shapes = self.shapes if shapes is None else shapes
         kinds = tuple(x.kind if isinstance(x, Expression) else None for x in args)
-        key = id(closed.jaxpr), kinds, shapes
+        key = id(closed.jaxpr), kinds
         if key not in self.program.plans:
-            walk = Walk(self.program, shapes)
+            walk = Walk(self.program)
             unknown = [None if kind is None else Expression(*kind) for kind in kinds]
             places = [
                 next((i for i, y in enumerate(unknown) if y is x), x)
@@ -208,7 +200,6 @@ class Walk:
         args: Sequence[Any],
         deltas: Sequence[jax.Array],
         keep: Sequence[int] | None = None,
-        shapes: frozenset[tuple[int, ...]] | None = None,
         whole: Mapping[Leaf, jax.Array] | None = None,
     ) -> tuple[list[Any], list[Entries]]:
         """Walks over a jaxpr in a function that JAX traces by itself.
@@ -217,9 +208,8 @@ class Walk:
           Its results as arrays, those of the indices `keep` if there are any; and the
           entries of all deltas.
         """
-        shapes = self.shapes if shapes is None else shapes
         whole = self.whole if whole is None else whole
-        walk = Walk(self.program, shapes, iter(deltas), whole)
+        walk = Walk(self.program, iter(deltas), whole)
         results = walk.evaluate(closed, args)
         chosen = results if keep is None else [results[i] for i in keep]
         return [walk.dense(x) for x in chosen], walk.rows
@@ -232,13 +222,12 @@ class Walk:
         jaxpr: Jaxpr = closed.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        # What no later equation reads is dropped, as it matters outside of jit.
-        live = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
-        dead: list[set[Var]] = []
-        for eqn in reversed(jaxpr.eqns):
+        # A value is dropped after its last use, which matters outside of jit.
+        last: dict[Any, JaxprEqn | None] = {}
+        for eqn in jaxpr.eqns:
             atoms = (*eqn.invars, *eqn.outvars)
-            dead.append({atom for atom in atoms if isinstance(atom, Var)} - live)
-            live |= dead[-1]
+            last.update({x: eqn for x in atoms if isinstance(x, Var)})
+        last.update({x: None for x in jaxpr.outvars if isinstance(x, Var)})
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
@@ -247,15 +236,18 @@ class Walk:
             operands = [read(atom) for atom in eqn.invars]
             results = self._evaluate_eqn(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
-            for var in dead.pop():
-                del env[var]
+            for x in (*eqn.invars, *eqn.outvars):
+                if isinstance(x, Var) and last[x] is eqn:
+                    env.pop(x, None)
         return [read(atom) for atom in jaxpr.outvars]
 
     def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         rule = self.program.rules.get(eqn.primitive.name)
-        is_broadcast = eqn.primitive.name == "broadcast_in_dim"
-        if not (is_broadcast or any(isinstance(x, Expression) for x in args)):
-            return self.as_it_is(eqn, args)
+        if (
+            not any(has_table(x) for x in args)
+            and eqn.primitive.name != "broadcast_in_dim"
+        ):
+            return self.as_it_is(eqn, [self.dense(x) for x in args])
         flags = self.program.slice.operands(eqn)
         args = [
             x if flag or not isinstance(x, Expression) else x.without_derivative()
@@ -375,10 +367,6 @@ def on_mesh_of_context(x: jax.Array) -> jax.Array:
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def shapes_of_tables(args: Sequence[Any]) -> frozenset[tuple[int, ...]]:
-    return frozenset(x.shape for x in args if isinstance(x, Expression))
-
-
 def evaluate_with_tables(
     program: Program, closed: ClosedJaxpr, values: Sequence[Any]
 ) -> list[Any]:
@@ -387,5 +375,5 @@ def evaluate_with_tables(
     Rows of a `StaleTable` are brought up to date where they are looked up, and the
     kernel looks up what it may, as in the program that is differentiated.
     """
-    walk = Walk(program, shapes_of_tables(values), iter(()))
+    walk = Walk(program, iter(()))
     return [jnp.asarray(walk.dense(x)) for x in walk.evaluate(closed, values)]
