@@ -16,20 +16,21 @@ from .._rows.guarded import GuardedBCOO, StaleBCOO
 from .._rows.padding import pad_indices, row_bounds
 
 
-class RowSlices(NamedTuple):
-    """Some rows of a table of zeros; rows with one index add up.
+class Entries(NamedTuple):
+    """The rows that a lookup reads, one for each row of values; or for bags, more.
 
     Attributes:
-      indices: `[n, depth]`.
-      values: `[n, *shape[depth:]]`; with segments, `[bags, *shape[depth:]]`.
-      segments: `[n]`, the row of `values` that an entry has, or `None`.
-      weights: `[n]`, by which it is multiplied, or `None`.
+      ids: `[entries, depth]`; an id that is there twice adds up.
+      segments: `[entries]`, the row of the values that an entry has, or `None`.
+      weights: `[entries]`, by which it is multiplied, or `None`.
     """
 
-    indices: jax.Array
-    values: jax.Array
+    ids: jax.Array
     segments: jax.Array | None = None
     weights: jax.Array | None = None
+
+
+RowSlices = tuple[Entries, jax.Array]
 
 
 def to_bcoo(
@@ -53,17 +54,17 @@ def to_bcoo(
       dtype: The table's.
       is_stale: Whether rows were not read up to date, for `exact_adam` to know.
     """
-    types = [dtype, *(x.dtype for x in (*totals, *(x.values for x in slices)))]
+    types = [dtype, *(x.dtype for x in (*totals, *(x for _, x in slices)))]
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
-    indices = _joined([x.indices for x in slices], (0, depth), jnp.int32)
+    indices = _joined([x.ids for x, _ in slices], (0, depth), jnp.int32)
     is_unique = bool(totals)
     if totals:
         total = sum(x.astype(widest) for x in totals[1:]) + totals[0].astype(widest)
         indices, values = _every_row(indices, total, depth)
-    elif any(x.segments is not None for x in slices):
+    elif any(x.segments is not None for x, _ in slices):
         return _gradient_of_bags(slices, shape, dtype, widest, is_stale=is_stale)
     else:
-        rows = [x.values.astype(widest) for x in slices]
+        rows = [x.astype(widest) for _, x in slices]
         values = _joined(rows, (0, *shape[depth:]), widest)
         if widest != dtype and len(indices) > 1:
             indices, values = _coalesced(indices, values, shape)
@@ -121,17 +122,18 @@ def _gradient_of_bags(
 ) -> BagGradient:
     """All bags in one; a lookup of single rows is bags of one id."""
     segments, weights, first = [], [], 0
-    for x in slices:
-        own = x.segments
+    for entries, values in slices:
+        own = entries.segments
         if own is None:
-            own = jnp.arange(len(x.values), dtype=jnp.int32)
+            own = jnp.arange(len(values), dtype=jnp.int32)
         segments.append(own + first)
-        weights.append(jnp.ones(own.shape) if x.weights is None else x.weights)
-        first += len(x.values)
-    has_weights = any(x.weights is not None for x in slices)
+        ones = jnp.ones(own.shape, widest)
+        weights.append(ones if entries.weights is None else entries.weights)
+        first += len(values)
+    has_weights = any(x.weights is not None for x, _ in slices)
     args = (
-        jnp.concatenate([x.values.astype(widest) for x in slices]),
-        jnp.concatenate([x.indices.astype(jnp.int32) for x in slices]),
+        jnp.concatenate([x.astype(widest) for _, x in slices]),
+        jnp.concatenate([x.ids.astype(jnp.int32) for x, _ in slices]),
         jnp.concatenate(segments),
         jnp.concatenate([x.astype(widest) for x in weights]) if has_weights else None,
     )

@@ -19,7 +19,8 @@ from .._rows.bags import add_up, sum_bags
 from .expressions import Expression, Table, inject
 from .lookups import lookup_of_rows
 from .reading import read
-from .walk import Bags, Entries, Request, Results, Walk, on_mesh_of_context
+from .row_slices import Entries
+from .walk import Bags, Request, Results, Walk, on_mesh_of_context
 
 
 def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results:

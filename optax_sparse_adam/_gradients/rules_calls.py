@@ -23,9 +23,9 @@ from jax.extend.core import JaxprEqn
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
-from .expressions import Expression, has_table
-from .rules_elementwise_calls import elementwise_branches
-from .walk import Entries, Request, Results, Walk
+from .expressions import Expression, elementwise, has_table
+from .row_slices import Entries
+from .walk import Request, Results, Walk
 
 
 def merge(args: Iterable[Any], arrays: Iterable[Any]) -> list[Any]:
@@ -135,32 +135,39 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     """Branches share their deltas: only one of them runs.
 
     With branches that look up 6 and 3 rows of a table, both get one delta of 6 rows;
-    the second one takes 3 of them, and returns 3 ids out of bounds for the rest.
+    the second one takes 3 of them, and returns 3 ids out of bounds for the rest. If all
+    branches return a table, one is chosen where rows are looked up.
     """
     branches = eqn.params["branches"]
-    plans, columns = zip(*(walk.plan(b, args) for b in branches), strict=True)
-    if any(has_table(x) for results in columns for x in results):
-        results = elementwise_branches(walk, eqn, index, *args)
-        if results is not NotImplemented:
-            return results
-    for results in columns:
-        walk.results_as_arrays(eqn, results)
+    plans, results = zip(*(walk.plan(b, args) for b in branches), strict=True)
+    columns = list(zip(*results, strict=True))
+    tables = {id(x) for x in args if has_table(x)}
+    is_table = [tables.issuperset(map(id, xs)) for xs in columns]
+    keep = [i for i, flag in enumerate(is_table) if not flag]
+    for of_branch in results:
+        leaving = [x if i in keep else None for i, x in enumerate(of_branch)]
+        walk.results_as_arrays(eqn, leaving)
     keys, shared = _shared(plans)
     deltas = dict(zip(shared, walk.request(list(shared.values())), strict=True))
-    if walk.is_plan:
-        return [None] * len(eqn.outvars)
 
-    def run(number: int) -> Any:
-        pairs = zip(keys[number], plans[number], strict=True)
+    def run(place: int) -> Any:
+        pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
-        results, rows = walk.inside(branches[number], args, chunks)
-        found = dict(zip(keys[number], rows, strict=True))
-        return results, [_padded(found.get(k), x) for k, x in shared.items()]
+        arrays, rows = walk.inside(branches[place], args, chunks, keep)
+        found = dict(zip(keys[place], rows, strict=True))
+        return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
 
-    indices = range(len(branches))
-    results, rows = lax.switch(index, [functools.partial(run, i) for i in indices])
-    walk.rows += rows
-    return list(results)
+    arrays: Any = [None] * len(keep)
+    if not walk.is_plan:
+        runs = [functools.partial(run, place) for place in range(len(branches))]
+        arrays, rows = lax.switch(index, runs)
+        walk.rows += rows
+    rest = iter(arrays)
+    outs: list[Any] = [var.aval for var in eqn.outvars]
+    return [
+        elementwise(out, lax.select_n, index, *xs) if flag else next(rest)
+        for out, flag, xs in zip(outs, is_table, columns, strict=True)
+    ]
 
 
 def _shared(

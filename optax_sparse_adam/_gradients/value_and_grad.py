@@ -1,7 +1,6 @@
 """`value_and_grad` and `grad` with row-sparse gradients for tables."""
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,18 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, valid_jaxtype
+from jax.extend.core import ClosedJaxpr, valid_jaxtype
 
-from .._jax_extras.sharding import mesh_of
-from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.resting_state import exact_states, held_by, is_exact, table_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
-from .backward_slice import BackwardSlice
-from .expressions import Expression, StaleTable, Table, table
-from .row_slices import RowSlices, to_bcoo
-from .rules import RULES
-from .walk import DenseUse, Entries, Program, Request, Walk
+from .differentiate import evaluate_with_gradients
+from .expressions import StaleTable, Table
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -143,7 +136,8 @@ def value_and_grad(
             closed, to_result = trace(loss, args, places, has_loss=True)
         except _NoLoss:
             return reference(*args, **kwargs)  # raises, in JAX's words
-        arrays, grads = _evaluate(closed, tree, wanted, current_tables(tree, read))
+        paths, tables = _with_paths(tree)[0], current_tables(tree, read)
+        arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
@@ -240,8 +234,9 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     paths, leaves = _with_paths(tree)
     if sparse is True:
         return [None] * len(leaves)
+    what = "The leaves of `sparse` must be"
     if callable(sparse):
-        marks = [sparse(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        marks = list(map(sparse, paths, leaves))
         what = "The predicate `sparse` must return"
     else:
         try:
@@ -251,14 +246,13 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
                 "`sparse` must be a tree of booleans like the differentiated argument, "
                 f"or a prefix of it: {error}"
             ) from None
-        what = "The leaves of `sparse` must be"
     for path, mark in zip(paths, marks, strict=True):
         if not isinstance(mark, bool | np.bool_):
             raise ValueError(
                 f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
                 f"{leaf_name(path)}."
             )
-    return [bool(mark) for mark in marks]
+    return list(map(bool, marks))
 
 
 def _is_loss(result: Any, has_aux: bool) -> bool:
@@ -286,257 +280,6 @@ def current_tables(tree: Any, read: Any) -> list[Table | StaleTable]:
     return tables
 
 
-def _evaluate(
-    closed: ClosedJaxpr,
-    tree: Any,
-    wanted: list[bool | None],
-    tables: list[Table | StaleTable],
-) -> tuple[list[Any], list[Any]]:
-    """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
-
-    Returns:
-      The results, and the gradient of each leaf, row-sparse where wanted.
-    """
-    paths, leaves = _with_paths(tree)
-    # What the loss shows is read before tables are written: see `_after`.
-    shown = _shown(closed.jaxpr)
-    jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
-    closed = ClosedJaxpr(jaxpr, closed.consts)
-    program = Program(RULES, BackwardSlice(jaxpr))
-    args, requests = _plan(program, closed, paths, tables, wanted)
-
-    def function(deltas: list[Any], of_whole: list[Any], arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        values = [x if isinstance(x, Expression) else next(rest) for x in args]
-        own = dict(zip(whole, of_whole, strict=True))
-        walk = Walk(program, iter(deltas), own)
-        results = walk.evaluate(closed, values)
-        # Arrays as they are, with their weak types.
-        return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
-
-    deltas = [vary(jnp.zeros(x.delta.shape, x.delta.dtype), x.axes) for x in requests]
-    whole = list(dict.fromkeys(x.leaf for x in requests if x.is_whole))
-    of_whole = [
-        vary(jnp.zeros(leaves[i].shape, dtype), varying_axes(leaves[i]))
-        for i, dtype in whole
-    ]
-    arrays = [x for x in args if not isinstance(x, Expression)]
-    (value, (others, rows)), gradients = jax.value_and_grad(
-        function, argnums=(0, 1, 2), has_aux=True
-    )(deltas, of_whole, arrays)
-    count = len(jaxpr.outvars) - len(shown)
-    everything = [value, *map(jnp.asarray, others)]
-    after = _after(everything)
-    slices = [
-        after(_of_all_devices(request, leaves[request.leaf.index], entries, values))
-        for request, entries, values in zip(requests, rows, gradients[0], strict=True)
-    ]
-    dense, grads = iter(gradients[2]), []
-    for i, leaf in enumerate(leaves):
-        if not isinstance(args[i], Expression):
-            grads.append(next(dense))
-            continue
-        pairs = zip(requests, slices, strict=True)
-        own = [x for request, x in pairs if request.leaf.index == i]
-        totals = zip(whole, gradients[1], strict=True)
-        grads.append(
-            to_bcoo(
-                own,
-                [x for leaf, x in totals if leaf.index == i],
-                jnp.shape(leaf),
-                program.depths.get(i, 1),
-                jnp.result_type(leaf),
-                is_stale=not isinstance(tables[i], StaleTable),
-            )
-        )
-    return everything[:count], grads
-
-
-def _plan(
-    program: Program,
-    closed: ClosedJaxpr,
-    paths: list[KeyPath],
-    tables: list[Table | StaleTable],
-    wanted: list[bool | None],
-) -> tuple[list[Any], list[Request]]:
-    """What the program is evaluated with, and the deltas that it needs.
-
-    Planned again until nothing changes, as each plan finds out more: which leaves have
-    other uses than lookups, how many axes are indexed, and of which leaves at least as
-    many rows are looked up as there are. Stacked rows of a loop could need any multiple
-    of the memory that `jax.grad` needs; such a leaf has one delta, of its own shape.
-
-    Returns:
-      An expression for each leaf whose gradient is row-sparse, arrays for others; and
-      the requests.
-
-    Raises:
-      ValueError: If a leaf is wanted to be row-sparse that cannot be.
-    """
-    arrays = [source.array for source in tables]
-    able = [
-        mark is not False
-        and jnp.ndim(array) > 0
-        and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
-        for mark, array in zip(wanted, arrays, strict=True)
-    ]
-    large: set[int] = set()
-    while True:
-        before = *able, program.depths.copy(), large
-        args = _arguments(tables, able)
-        program.plans.clear()
-        program.whole.clear()
-        program.whole.update(large)
-        requests, _ = Walk(program).plan(closed, args)
-        large = set()
-        for i, path in enumerate(paths):
-            own = [x for x in requests if x.leaf.index == i]
-            use = program.dense_uses.get(i)
-            if wanted[i] and (use is not None or not able[i]):
-                raise ValueError(_refusal(path, use))
-            able[i] = able[i] and use is None
-            if not wanted[i]:
-                able[i] = able[i] and not _reads_every_row(own)
-            rows = math.prod(jnp.shape(arrays[i])[: program.depths.get(i, 1)])
-            if sum(_num_entries(x, arrays[i]) for x in own) > rows:
-                large.add(i)
-        if before == (*able, program.depths, large):
-            return args, requests
-
-
-def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
-    """An expression for each leaf that is able to be row-sparse, arrays for others."""
-    args: list[Any] = []
-    for i, (source, can) in enumerate(zip(tables, able, strict=True)):
-        value = table(source, jnp.shape(source.array), jnp.result_type(source.array), i)
-        array = source.array
-        if isinstance(source, StaleTable) and not can:
-            array = value.select(lambda x: x, value.shape)
-        args.append(value if can else array)
-    return args
-
-
-def _axes_to_gather(request: Request, leaf: Any) -> tuple[str, ...]:
-    """Mesh axes over which rows vary and their table does not.
-
-    Inside of `shard_map`, `jax.grad` sums the gradient of such a table over them.
-    """
-    own = varying_axes(leaf) if request.axes else ()
-    return tuple(axis for axis in request.axes if axis not in own)
-
-
-def _num_entries(request: Request, leaf: Any) -> int:
-    """How many entries a request adds to a gradient, those of all devices."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    devices = math.prod(sizes[axis] for axis in _axes_to_gather(request, leaf))
-    return request.num_entries * devices
-
-
-def _of_all_devices(
-    request: Request, leaf: Any, entries: Entries, values: jax.Array
-) -> RowSlices:
-    """The gradient of the rows of one lookup; inside of `shard_map`, of all devices."""
-    slices = RowSlices(entries.ids, values, entries.segments, entries.weights)
-    slices = jax.tree.map(functools.partial(vary, axes=request.axes), slices)
-    if axes := _axes_to_gather(request, leaf):
-        gather = functools.partial(
-            lax.all_gather, axis_name=axes, tiled=True, to="invarying"
-        )
-        slices = jax.tree.map(gather, slices)
-    if slices.segments is not None and request.bags is not None:
-        call = jnp.arange(len(slices.indices), dtype=jnp.int32)
-        call = call // max(request.bags.entries, 1)
-        segments = slices.segments + call * request.bags.bags
-        slices = slices._replace(segments=segments)
-    return slices
-
-
-def _shown(jaxpr: Jaxpr) -> list[Any]:
-    """What `jax.debug.print` and other effects of the loss read."""
-    return [
-        atom
-        for eqn in jaxpr.eqns
-        for atom in (eqn.invars if eqn.effects else ())
-        if not isinstance(atom, Literal)
-    ]
-
-
 def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return [path for path, _ in pairs], [leaf for _, leaf in pairs]
-
-
-def _reads_every_row(requests: list[Request]) -> bool:
-    """Whether all lookups of a table are at constant indices that leave no row out.
-
-    So are those of stacked layers that a Python loop takes one by one. All rows of a
-    table, each once, are the dense gradient already.
-    """
-    rows = {x.constant for x in requests}
-    return bool(rows) and None not in rows and len(rows) == requests[0].shape[0]
-
-
-def _after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
-    """Makes a gradient depend on all that the call shows, without changing it.
-
-    XLA updates a table in place only where it knows that every read of the old rows
-    comes before; else it copies the table to be safe. Reads that the gradient does not
-    depend on are those of a loss that is linear in a table, and of auxiliary outputs
-    (https://openxla.org/xla/aliasing; an `optimization_barrier` would say so, but XLA
-    drops it on CPUs before it looks). So one element of each result is compared with
-    infinity: none is above. Inside shard_map, a value that varies over more axes than
-    the gradient would make it vary there as well, and is left out.
-    (tests/gradients/test_cost_of_steps.py)
-    """
-    numeric = [x for x in results if _is_numeric(x)]
-
-    @functools.cache
-    def is_above_infinity(axes: frozenset[str]) -> jax.Array | None:
-        values = [x for x in numeric if axes.issuperset(varying_axes(x))]
-        if not values:
-            return None
-        place = jnp.int32(0)
-        if values[0].ndim == 0:  # the loss, unless it is left out
-            place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
-        elements = jnp.stack([_some_element(x, place) for x in values])
-        return jnp.any(elements > jnp.inf)
-
-    def after(slices: RowSlices) -> RowSlices:
-        never = is_above_infinity(frozenset(varying_axes(slices.values)))
-        if never is None:
-            return slices
-        return slices._replace(indices=jnp.where(never, -1, slices.indices))
-
-    return after
-
-
-def _is_numeric(x: jax.Array) -> bool:
-    return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _as_float(x: jax.Array) -> jax.Array:
-    return jnp.real(x).astype(jnp.float32)
-
-
-def _some_element(x: jax.Array, place: jax.Array) -> jax.Array:
-    """A float32 scalar for which all of `x` is computed.
-
-    An element at a place that XLA does not know: with a known one it would look into a
-    concatenation or a pad, and compute no more than this element. On a mesh, where a
-    slice would gather all of `x`, the largest.
-    """
-    if x.ndim and mesh_of(x).empty:
-        x = lax.dynamic_slice(x, (place,) * x.ndim, (1,) * x.ndim)
-    return _as_float(jnp.max(x))
-
-
-def _refusal(path: KeyPath, use: DenseUse | None) -> str:
-    cause = "it has a use other than row lookups"
-    if use is not None:
-        cause = f"of `{use.primitive}` at {use.line}"
-    return (
-        f"`sparse` asks for a row-sparse gradient of {leaf_name(path)}, which it "
-        f"cannot have because {cause}: it must be made of row lookups only. Let this "
-        "leaf have a dense gradient; or stop the gradient of that use with "
-        "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
-    )

@@ -45,6 +45,7 @@ from .._jax_extras.jaxprs import evaluate_eqn
 from .backward_slice import BackwardSlice
 from .expressions import Expression, Leaf, has_table
 from .lookups import Lookup
+from .row_slices import Entries
 
 Results = Any  # what a rule returns: a list, or NotImplemented
 Rule = Callable[..., Results]
@@ -57,20 +58,6 @@ class Bags(NamedTuple):
     bags: int
     dtype: Any
     has_weights: bool
-
-
-class Entries(NamedTuple):
-    """The rows that a lookup reads, one for each row of its delta; or for bags, more.
-
-    Attributes:
-      ids: `[entries, depth]`.
-      segments: `[entries]`, the bag of each in its call, or `None`.
-      weights: `[entries]`, or `None`.
-    """
-
-    ids: jax.Array
-    segments: jax.Array | None = None
-    weights: jax.Array | None = None
 
 
 class Request(NamedTuple):

@@ -1,4 +1,4 @@
-"""Calls of elementwise functions: `custom_jvp`, such as `relu`, and branches.
+"""The rule of a walk for functions with a custom JVP, such as `relu`.
 
 `jax.nn.relu(table)[ids]` is the program
 
@@ -7,18 +7,16 @@
 
 The call cannot be bound for some rows of the table, as JAX holds its jaxpr and its rule
 for the table's shape. If both are elementwise, as nearly always, they are traced for
-that shape and evaluated on rows, under a new function with a derivative of its own.
-Branches of `cond` that return functions of a table are treated in the same way. Else
-the call gets the table as an array.
+that shape and evaluated on rows, under a new function with a custom JVP. Else the call
+gets the table as an array.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jax_extras.jaxprs import evaluate_eqn
@@ -33,14 +31,25 @@ class _NotElementwise(Exception):
 
 def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Applies an elementwise function, and its rule, to the rows that are looked up."""
-    avals: list[Any] = [atom.aval for atom in eqn.invars]
-    if len(eqn.outvars) != 1 or not _are_floating([*avals, eqn.outvars[0].aval]):
+    out: Any = eqn.outvars[0].aval
+    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    if len(eqn.outvars) > 1 or not all(
+        jnp.issubdtype(x.dtype, jnp.floating) and x.shape in ((), out.shape)
+        for x in avals
+    ):
         return NotImplemented
     body, rules = as_closed(eqn.params["call_jaxpr"]), walk.program.rules
-    # A rule may call the function that it is the rule of, as that of `relu` does.
+    rule = functools.cache(lambda: _rule(eqn))
+    known = walk.program.elementwise
+    # A rule may call the function that it is the rule of. That call is elementwise if
+    # the rest is.
     key = (eqn.params.get("name"), str(body.jaxpr))
-    jaxprs = functools.cache(lambda: (body, _rule(eqn)))
-    if not _waits(walk, eqn, args, key, jaxprs):
+    if key not in known and id(eqn) not in known:
+        known[key] = True, eqn
+        result = all(_is_elementwise(walk.program, x()) for x in (lambda: body, rule))
+        del known[key]
+        known[id(eqn)] = result, eqn  # which stays alive with its `id`
+    if key not in known and not known[id(eqn)][0]:
         return NotImplemented
 
     # JAX keeps the rule for later, and with it whatever the function refers to: not
@@ -52,65 +61,12 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
         @own.defjvp
         def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            every = (*primals, *tangents)
-            results = _at_rows(Program(rules), jaxprs()[1], every)
-            return results[0], results[1]
+            both = _at_rows(Program(rules), rule(), (*primals, *tangents))
+            return both[0], both[1]
 
         return own(*args)
 
-    out: Any = eqn.outvars[0].aval
     return [elementwise(out, function, *args)]
-
-
-def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    """Functions of tables that leave a branch of `cond`."""
-    branches, program = eqn.params["branches"], walk.program
-    if not _waits(walk, eqn, args, None, lambda: branches, start=1):
-        return NotImplemented
-
-    def function(index: jax.Array, *args: Any, result: int) -> Any:
-        def run(branch: ClosedJaxpr) -> Any:
-            return _at_rows(program, branch, args)[result]
-
-        return lax.switch(index, [functools.partial(run, b) for b in branches])
-
-    outs: list[Any] = [var.aval for var in eqn.outvars]
-    return [
-        elementwise(out, functools.partial(function, result=i), *args)
-        for i, out in enumerate(outs)
-    ]
-
-
-def _are_floating(avals: Sequence[Any]) -> bool:
-    return all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals)
-
-
-def _waits(
-    walk: Walk,
-    eqn: JaxprEqn,
-    args: Sequence[Any],
-    key: Any,
-    jaxprs: Callable[[], Sequence[ClosedJaxpr]],
-    start: int = 0,
-) -> bool:
-    """Whether a call is an elementwise function of expressions and scalars."""
-    shape = next(x.shape for x in args if isinstance(x, Expression))
-    atoms: list[Any] = eqn.invars[start:]
-    outs: list[Any] = eqn.outvars
-    if any(var.aval.shape != shape for var in outs) or any(
-        x.shape != shape if isinstance(x, Expression) else atom.aval.shape != ()
-        for atom, x in zip(atoms, args[start:], strict=True)
-    ):
-        return False
-    known = walk.program.elementwise
-    if key in known:  # inside of what is being found out
-        return True
-    if id(eqn) not in known:
-        known[key] = True, eqn
-        result = all(_is_elementwise(walk.program, x) for x in jaxprs())
-        del known[key]
-        known[id(eqn)] = result, eqn  # which stays alive with its `id`
-    return bool(known[id(eqn)][0])
 
 
 def _rule(eqn: JaxprEqn) -> ClosedJaxpr:
@@ -138,6 +94,8 @@ def _refuse_arrays(x: Any) -> Any:
 def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that was traced for a whole table on some rows.
 
+    Arguments of the table's shape become expressions whose values are the rows.
+
     Raises:
       _NotElementwise: If it is not elementwise.
     """
@@ -150,17 +108,14 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
             memo[stand_in] = arg
             arg = stand_in
         values.append(arg)
-    walk = Walk(program, iter(()))
-    results = walk.evaluate(closed, values)
-    rows = []
+    results = Walk(program, iter(())).evaluate(closed, values)
     shape = max(map(jnp.shape, args), key=len)
-    for var, value in zip(closed.jaxpr.outvars, results, strict=True):
+    for i, (var, value) in enumerate(zip(closed.jaxpr.outvars, results, strict=True)):
         if isinstance(value, Expression):
-            value = value.select(_refuse_arrays, shape, memo=memo)
+            results[i] = value.select(_refuse_arrays, shape, memo=memo)
         elif var.aval.shape:
             raise _NotElementwise
-        rows.append(value)
-    return rows
+    return results
 
 
 def _is_elementwise(program: Program, closed: ClosedJaxpr) -> bool:
