@@ -14,7 +14,7 @@ from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
 from .arguments import leaf_name
 from .backward_slice import BackwardSlice
-from .expressions import Expression, StaleTable, Table, table
+from .expressions import Expression, Table, arrays_among, merge, table
 from .row_slices import Entries, RowSlices, to_bcoo
 from .rules import RULES
 from .walk import DenseUse, Program, Request, Walk
@@ -24,7 +24,7 @@ def evaluate_with_gradients(
     closed: ClosedJaxpr,
     paths: list[Any],
     wanted: list[bool | None],
-    tables: list[Table | StaleTable],
+    tables: list[Table],
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
 
@@ -46,11 +46,9 @@ def evaluate_with_gradients(
     args, requests = _plan(program, closed, paths, tables, wanted)
 
     def function(deltas: list[Any], of_whole: list[Any], arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        values = [x if isinstance(x, Expression) else next(rest) for x in args]
         own = dict(zip(whole, of_whole, strict=True))
         walk = Walk(program, iter(deltas), own)
-        results = walk.evaluate(closed, values)
+        results = walk.evaluate(closed, merge(args, arrays))
         # Arrays as they are, with their weak types.
         return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
 
@@ -60,7 +58,7 @@ def evaluate_with_gradients(
         vary(jnp.zeros(leaves[i].shape, dtype), varying_axes(leaves[i]))
         for i, dtype in whole
     ]
-    arrays = [x for x in args if not isinstance(x, Expression)]
+    arrays = arrays_among(args)
     (value, (others, rows)), gradients = jax.value_and_grad(
         function, argnums=(0, 1, 2), has_aux=True
     )(deltas, of_whole, arrays)
@@ -86,7 +84,7 @@ def evaluate_with_gradients(
                 jnp.shape(leaf),
                 program.depths.get(i, 1),
                 jnp.result_type(leaf),
-                is_stale=not isinstance(tables[i], StaleTable),
+                is_stale=tables[i].rows is None,
             )
         )
     return everything[:count], grads
@@ -96,15 +94,15 @@ def _plan(
     program: Program,
     closed: ClosedJaxpr,
     paths: list[Any],
-    tables: list[Table | StaleTable],
+    tables: list[Table],
     wanted: list[bool | None],
 ) -> tuple[list[Any], list[Request]]:
     """What the program is evaluated with, and the deltas that it needs.
 
     Planned again until nothing changes, as each plan finds out more: which leaves have
-    other uses than lookups, how many axes are indexed, and of which leaves at least as
-    many rows are looked up as there are. Stacked rows of a loop could need any multiple
-    of the memory that `jax.grad` needs; such a leaf has one delta, of its own shape.
+    other uses than lookups, how many axes are indexed, and of which leaves more rows
+    are looked up than there are. Rows of all steps of a loop could need any multiple of
+    the memory that `jax.grad` needs; such a leaf has one delta, of its own shape.
 
     Returns:
       An expression for each leaf whose gradient is row-sparse, arrays for others; and
@@ -120,15 +118,11 @@ def _plan(
         and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
         for mark, array in zip(wanted, arrays, strict=True)
     ]
-    large: set[int] = set()
     while True:
-        before = *able, program.depths.copy(), large
+        before = *able, program.depths.copy(), program.whole.copy()
         args = _arguments(tables, able)
         program.plans.clear()
-        program.whole.clear()
-        program.whole.update(large)
         requests, _ = Walk(program).plan(closed, args)
-        large = set()
         for i, path in enumerate(paths):
             own = [x for x in requests if x.leaf.index == i]
             use = program.dense_uses.get(i)
@@ -139,21 +133,18 @@ def _plan(
                 able[i] = able[i] and not _reads_every_row(own)
             rows = math.prod(jnp.shape(arrays[i])[: program.depths.get(i, 1)])
             if sum(_num_entries(x, arrays[i]) for x in own) > rows:
-                large.add(i)
-        if before == (*able, program.depths, large):
+                program.whole.add(i)
+        if before == (*able, program.depths, program.whole):
             return args, requests
 
 
-def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
+def _arguments(tables: list[Table], able: list[bool]) -> list[Any]:
     """An expression for each leaf that is able to be row-sparse, arrays for others."""
-    args: list[Any] = []
-    for i, (source, can) in enumerate(zip(tables, able, strict=True)):
-        value = table(source, jnp.shape(source.array), jnp.result_type(source.array), i)
-        array = source.array
-        if isinstance(source, StaleTable) and not can:
-            array = value.select(lambda x: x, value.shape)
-        args.append(value if can else array)
-    return args
+    pairs = enumerate(zip(tables, able, strict=True))
+    return [
+        table(x, i) if can else x.array if x.rows is None else x.values(jnp.asarray)
+        for i, (x, can) in pairs
+    ]
 
 
 def _axes_to_gather(request: Request, leaf: Any) -> tuple[str, ...]:
@@ -268,12 +259,12 @@ def _some_element(x: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _refusal(path: Any, use: DenseUse | None) -> str:
-    cause = "it has a use other than row lookups"
+    obstacle = "is no table of real numbers"
     if use is not None:
-        cause = f"of `{use.primitive}` at {use.line}"
+        obstacle = f"is used by `{use.primitive}` at {use.line}"
     return (
-        f"`sparse` asks for a row-sparse gradient of {leaf_name(path)}, which it "
-        f"cannot have because {cause}: it must be made of row lookups only. Let this "
-        "leaf have a dense gradient; or stop the gradient of that use with "
+        f"`sparse` requests a row-sparse gradient for {leaf_name(path)}, but that leaf "
+        f"{obstacle}. Only row lookups such as `table[ids]` have row-sparse gradients. "
+        "Let this leaf have a dense gradient; or stop the gradient of that use with "
         "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
     )

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from .arguments import check_argnums
-from .expressions import StaleTable, Table, table
+from .expressions import Table, table
 from .rules import RULES
 from .value_and_grad import as_places, current_tables, trace
 from .walk import Program, evaluate_with_tables
@@ -72,9 +72,9 @@ def evaluate(
     return evaluated
 
 
-def _looked_up(source: Table | StaleTable) -> Any:
+def _looked_up(source: Table) -> Any:
     """An expression, or the array where nothing can be looked up."""
     array = source.array
     if jnp.ndim(array) and jnp.issubdtype(jnp.result_type(array), jnp.floating):
-        return table(source, jnp.shape(array), jnp.result_type(array))
+        return table(source)
     return array

@@ -51,49 +51,37 @@ def inject(rows: jax.Array, delta: jax.Array) -> jax.Array:
 
 
 class Table(NamedTuple):
-    """A table whose rows are as they are stored."""
-
-    array: jax.Array
-
-    def values(self, take: Take) -> jax.Array:
-        return take(jnp.asarray(self.array))
-
-    def map(self, function: Callable[[Any, bool], Any]) -> "Table":
-        """Applies `function(array, has_rows)`."""
-        return Table(function(self.array, True))
-
-
-class StaleTable(NamedTuple):
-    """A table of `exact_adam`: rows are brought up to date where they are read.
+    """The arrays of a table. Rows of a stale one are brought up to date when read.
 
     Attributes:
       array: The table as it is stored.
-      rows: What is known of each row.
+      rows: For a table of `exact_adam`, what is known of each row.
       state: What is known of the table.
       constants: Of the optimiser.
     """
 
     array: jax.Array
-    rows: RowState
-    state: TableState
-    constants: Constants
+    rows: RowState | None = None
+    state: TableState | None = None
+    constants: Constants | None = None
 
     def values(self, take: Take) -> jax.Array:
+        """`take` of the table as it is now."""
+        array = take(jnp.asarray(self.array))
+        if self.rows is None or self.state is None or self.constants is None:
+            return array
         # A vector's state has an axis of length 1 in the place of the last one.
         ndim = self.array.ndim
         rows = jax.tree.map(
             lambda x: take(x.reshape(x.shape + (1,) * (ndim - x.ndim))), self.rows
         )
-        array = take(jnp.asarray(self.array))
         return values_of_rows(array, rows, self.state, self.constants)
 
-    def map(self, function: Callable[[Any, bool], Any]) -> "StaleTable":
+    def map(self, function: Callable[[Any, bool], Any]) -> "Table":
         """Applies `function(array, has_rows)` to all arrays."""
-        with_rows, others = self[:2], self[2:]
-        return StaleTable(
-            *jax.tree.map(lambda x: function(x, True), with_rows),
-            *jax.tree.map(lambda x: function(x, False), others),
-        )
+        array, rows = jax.tree.map(lambda x: function(x, True), self[:2])
+        others = jax.tree.map(lambda x: function(x, False), self[2:])
+        return Table(array, rows, *others)
 
 
 class Leaf(NamedTuple):
@@ -127,7 +115,7 @@ class Expression:
     function: Callable[..., jax.Array]
     operands: tuple[Any, ...]
     leaves: tuple[Leaf, ...] = ()
-    source: Table | StaleTable | None = None
+    source: Table | None = None
 
     @property
     def kind(self) -> Any:
@@ -187,12 +175,11 @@ def has_table(x: Any) -> bool:
     return isinstance(x, Expression) and (x.is_table or x.function is not _identity)
 
 
-def table(
-    source: Table | StaleTable, shape: Any, dtype: Any, leaf: int | None = None
-) -> Expression:
+def table(source: Table, leaf: int | None = None) -> Expression:
     """A table; without the index of a leaf it has no derivative."""
-    leaves = () if leaf is None else (Leaf(leaf, jnp.dtype(dtype)),)
-    return Expression(tuple(shape), jnp.dtype(dtype), _identity, (), leaves, source)
+    shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
+    leaves = () if leaf is None else (Leaf(leaf, dtype),)
+    return Expression(shape, dtype, _identity, (), leaves, source)
 
 
 def cast_table(value: Expression, dtype: Any) -> Expression:
@@ -225,6 +212,16 @@ def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expre
     leaves = {leaf for x in expressions for leaf in x.leaves}
     ordered = tuple(sorted(leaves, key=lambda leaf: (leaf.index, str(leaf.dtype))))
     return Expression(out.shape, out.dtype, function, operands, ordered)
+
+
+def merge(args: Iterable[Any], arrays: Iterable[Any]) -> list[Any]:
+    """The expressions among `args`, with other arrays between them."""
+    rest = iter(arrays)
+    return [x if isinstance(x, Expression) else next(rest) for x in args]
+
+
+def arrays_among(args: Iterable[Any]) -> list[Any]:
+    return [x for x in args if not isinstance(x, Expression)]
 
 
 def operands_first(

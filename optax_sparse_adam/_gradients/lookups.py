@@ -47,9 +47,8 @@ class Lookup:
     constant: int | None = None
 
     @property
-    def numbers(self) -> lax.GatherDimensionNumbers:
-        numbers: lax.GatherDimensionNumbers = self.params["dimension_numbers"]
-        return numbers
+    def dims(self) -> Any:
+        return self.params["dimension_numbers"]
 
     @property
     def window(self) -> tuple[int, ...]:
@@ -59,7 +58,7 @@ class Lookup:
     @property
     def axes(self) -> tuple[int, ...]:
         """The axis of the table that each column of `_starts` stands for."""
-        return (*self.numbers.operand_batching_dims, *self.numbers.start_index_map)
+        return (*self.dims.operand_batching_dims, *self.dims.start_index_map)
 
     @property
     def count(self) -> int:
@@ -91,11 +90,11 @@ class Lookup:
         """
         sizes = tuple(map(min, self.window, array.shape))
         params = self.params | {"slice_sizes": sizes}
-        batched = self.numbers.operand_batching_dims
+        batched = self.dims.operand_batching_dims
         if self.count != 1 or batched or mesh_of(array, self.indices).explicit_axes:
             return lax.gather(array, self.indices, **params)
-        offsets = tuple(1 + axis for axis in self.numbers.offset_dims)
-        twice = self.numbers._replace(offset_dims=offsets)
+        offsets = tuple(1 + axis for axis in self.dims.offset_dims)
+        twice = self.dims._replace(offset_dims=offsets)
         params |= {"dimension_numbers": twice, "unique_indices": False}
         return lax.gather(array, jnp.stack([self.indices] * 2), **params)[0]
 
@@ -111,7 +110,7 @@ class Lookup:
         fill = self.params["fill_value"]
         fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
         inside = self._is_inside().reshape(self.indices.shape[:-1])
-        batch = [d for d in range(rows.ndim) if d not in self.numbers.offset_dims]
+        batch = [d for d in range(rows.ndim) if d not in self.dims.offset_dims]
         return jnp.where(lax.broadcast_in_dim(inside, rows.shape, batch), rows, fill)
 
     def rows(self, depth: int) -> jax.Array:
@@ -140,7 +139,7 @@ class Lookup:
             place = jnp.concatenate([slot, self._columns(rest)], axis=1)
             sizes = (1, *self.window[depth:])
             rows = lax.gather(rows, place, numbers, sizes, mode=Mode.CLIP)
-        inner = self.numbers.offset_dims
+        inner = self.dims.offset_dims
         order = [axis for axis in range(len(self.out)) if axis not in inner]
         order += inner
         rows = rows.reshape([self.out[axis] for axis in order])
@@ -153,7 +152,7 @@ class Lookup:
         A `vmap` over tables and ids is a lookup of `tables[b, ids[b]]`.
         """
         shape = (*self.indices.shape[:-1], 1)
-        dims, dtype = self.numbers.start_indices_batching_dims, self.indices.dtype
+        dims, dtype = self.dims.start_indices_batching_dims, self.indices.dtype
         columns = [lax.broadcasted_iota(dtype, shape, dim) for dim in dims]
         starts = jnp.concatenate([*columns, self.indices], axis=-1)
         starts = starts.reshape(self.count, len(self.axes))
@@ -185,7 +184,7 @@ def reads_rows(lookup: Lookup) -> bool:
     With batching dimensions, rows and not single elements: these would be
     `take_along_axis` and `sort`, which read about as many as the table holds.
     """
-    is_batched = bool(lookup.numbers.operand_batching_dims)
+    is_batched = bool(lookup.dims.operand_batching_dims)
     return 0 < lookup.depth < len(lookup.shape) + (not is_batched)
 
 

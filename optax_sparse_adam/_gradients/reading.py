@@ -14,7 +14,7 @@ from jax import lax
 from .._jax_extras.on_cpu import on_cpu
 from .._rows.resting_rows import look_up_values
 from ..native import _calls as native
-from .expressions import Expression, Leaf, StaleTable, Table, inject, table
+from .expressions import Expression, Leaf, Table, inject, table
 from .lookups import Lookup
 
 
@@ -30,11 +30,10 @@ def read(
     return rows if deltas is None else inject(rows, deltas[value.leaves[0]])
 
 
-def _read_table(source: Table | StaleTable, lookup: Lookup) -> jax.Array:
-    if isinstance(source, Table):
+def _read_table(source: Table, lookup: Lookup) -> jax.Array:
+    if source.rows is None:
         return source.values(lookup.read)
-    value = table(source, source.array.shape, source.array.dtype)
-    return _read_expression(value, lookup, None)
+    return _read_expression(table(source), lookup, None)
 
 
 def _read_expression(
@@ -67,18 +66,17 @@ def show_bounds(
     read(table, *indices, **params | {"slice_sizes": sizes})
 
 
-def _read_by_kernel(source: Table | StaleTable, lookup: Lookup) -> jax.Array | None:
+def _read_by_kernel(source: Table, lookup: Lookup) -> jax.Array | None:
     """A lookup of whole rows by the kernel, or `None` where XLA's is as good."""
-    indices, numbers = lookup.indices, lookup.numbers
-    axes = numbers.start_index_map
+    indices, axes = lookup.indices, lookup.dims.start_index_map
     # A scalar id under `vmap` indexes all axes; clamped, the others begin at zero.
     is_whole = lookup.window == (1, *lookup.shape[1:]) and 0 in axes
     is_whole = is_whole and (len(axes) == 1 or not lookup.is_filled)
-    is_last = numbers.offset_dims == tuple(range(indices.ndim - 1, len(lookup.out)))
-    if isinstance(source, Table):
+    is_last = lookup.dims.offset_dims == tuple(range(indices.ndim - 1, len(lookup.out)))
+    rows = source.rows
+    if rows is None:
         takes = native.reads(source.array, indices)
     else:
-        rows = source.rows
         takes = native.reads_now(source.array, (*rows[:3], *rows.log_decay), indices)
     if not (is_whole and is_last and takes):
         return None
@@ -89,7 +87,7 @@ def _read_by_kernel(source: Table | StaleTable, lookup: Lookup) -> jax.Array | N
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def look_up_by_kernel(
-    items: Any, out: Any, source: Table | StaleTable, indices: jax.Array
+    items: Any, out: Any, source: Table, indices: jax.Array
 ) -> jax.Array:
     params = dict(items)
     show_bounds(lax.gather, source.array, [indices], params)
@@ -98,15 +96,16 @@ def look_up_by_kernel(
     if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
         fill = math.nan if params["fill_value"] is None else params["fill_value"]
 
-    def by_kernel(source: Table | StaleTable, indices: jax.Array) -> jax.Array:
+    def by_kernel(source: Table, indices: jax.Array) -> jax.Array:
         ids = indices[..., column]
-        if isinstance(source, Table):
+        if source.rows is None:
             rows = native.look_up_rows(source.array, ids, fill)
         else:
-            rows = look_up_values(*source, ids, fill)
+            stale: tuple[Any, Any, Any, Any] = source
+            rows = look_up_values(*stale, ids, fill)
         return rows.reshape(out)
 
-    def by_xla(source: Table | StaleTable, indices: jax.Array) -> jax.Array:
+    def by_xla(source: Table, indices: jax.Array) -> jax.Array:
         return _read_table(source, Lookup(source.array.shape, out, params, indices))
 
     result: jax.Array = on_cpu(by_kernel, by_xla, source, indices)

@@ -21,11 +21,13 @@ from . import rules_calls, rules_custom_jvp, rules_shard_map
 from .backward_slice import as_closed
 from .expressions import (
     Expression,
+    arrays_among,
     cast_table,
     elementwise,
     fill,
     has_table,
     map_arrays,
+    merge,
     operands_first,
 )
 from .lookups import Lookup, lookup_of_gather, lookup_of_slice, reads_rows
@@ -42,7 +44,7 @@ def _out(eqn: JaxprEqn) -> Any:
 
 
 def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    """Waits for a lookup, if that is a function of tables and numbers, or might be."""
+    """Stays an expression if it is a function of tables, their shape, and scalars."""
     waiting = [x for x in args if isinstance(x, Expression)]
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
     name = eqn.primitive.name
@@ -73,7 +75,7 @@ def _is_wider(new: Any, old: Any) -> bool:
 
 
 def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
-    """What moves a table moves what an expression is computed of."""
+    """What moves a table moves all arrays that an expression is computed from."""
     if walk.is_plan:
         return [value]
 
@@ -98,12 +100,10 @@ def _vary(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
 
 
 def _barrier(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    """Tables pass beside it."""
+    """Tables skip the barrier; it applies to the arrays only."""
     if walk.is_plan:
         return args
-    held = [x for x in args if not isinstance(x, Expression)]
-    rest = iter(lax.optimization_barrier(held))
-    return [x if isinstance(x, Expression) else next(rest) for x in args]
+    return merge(args, lax.optimization_barrier(arrays_among(args)))
 
 
 def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
@@ -127,7 +127,7 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     if not isinstance(value, Expression) or has_table(ids):
         return NotImplemented
     lookup = lookup_of_gather(eqn, value.shape, walk.dense(ids))
-    # JAX fills integers with a number of its own.
+    # JAX has fill values of its own for integers.
     has_nan = jnp.issubdtype(value.dtype, jnp.inexact)
     is_known = has_nan or eqn.params["fill_value"] is not None or value.is_table
     if (value.leaves and not reads_rows(lookup)) or (lookup.is_filled and not is_known):

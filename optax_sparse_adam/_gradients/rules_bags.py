@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bags import add_up, sum_bags
-from .expressions import Expression, Table, inject
+from .expressions import Expression, inject
 from .lookups import lookup_of_rows
 from .reading import read
 from .row_slices import Entries
@@ -59,7 +59,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     of_bags = walk.request(requests)
     if walk.is_plan:
         return [None]
-    if value.is_table and isinstance(value.source, Table):
+    if value.is_table and value.source.rows is None:
         table = jnp.asarray(value.source.array)
         sums = sum_bags(num_bags, table, ids, segments, weights)
     else:

@@ -12,7 +12,7 @@ over: nothing of their size is carried or returned.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,19 +23,9 @@ from jax.extend.core import JaxprEqn
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
-from .expressions import Expression, elementwise, has_table
+from .expressions import Expression, arrays_among, elementwise, has_table, merge
 from .row_slices import Entries
 from .walk import Request, Results, Walk
-
-
-def merge(args: Iterable[Any], arrays: Iterable[Any]) -> list[Any]:
-    """The expressions among `args`, with other arrays between them."""
-    rest = iter(arrays)
-    return [x if isinstance(x, Expression) else next(rest) for x in args]
-
-
-def arrays_among(args: Iterable[Any]) -> list[Any]:
-    return [x for x in args if not isinstance(x, Expression)]
 
 
 def call(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:

@@ -43,10 +43,11 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     triples = list(zip(args, params["in_specs"], inner, strict=True))
     tables = [triple for triple in triples if isinstance(triple[0], Expression)]
     leaves = {y.index: (spec, x.shape) for x, spec, _ in tables for y in x.leaves}
-    for index, (spec, _) in leaves.items():
+    for index, (spec, shape) in leaves.items():
         # JAX cannot say over which axes columns vary without check_vma, and rows of
         # which each device has some columns are no rows of the table.
-        if walk.is_plan and any(map(_mesh_axes, spec[program.depths.get(index, 1) :])):
+        depth = program.depths.get(index, len(shape))
+        if walk.is_plan and any(map(_mesh_axes, spec[depth:])):
             program.whole.add(index)
     unknown = [
         dataclasses.replace(x, shape=shape) if isinstance(x, Expression) else None

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, valid_jaxtype
 from .._rows.resting_state import exact_states, held_by, is_exact, table_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .differentiate import evaluate_with_gradients
-from .expressions import StaleTable, Table
+from .expressions import Table
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -267,16 +267,16 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
     return aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def current_tables(tree: Any, read: Any) -> list[Table | StaleTable]:
+def current_tables(tree: Any, read: Any) -> list[Table]:
     """The leaves, which the state `read` may have to bring up to date."""
     leaves, treedef = jax.tree.flatten(tree)
-    tables: list[Table | StaleTable] = [Table(x) for x in leaves]
+    tables = [Table(x) for x in leaves]
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
             states, shapes = table_states(node), list(map(jnp.shape, leaves))
             for i, (place, rows) in held_by(node, shapes, treedef).items():
                 array = jnp.asarray(leaves[i])
-                tables[i] = StaleTable(array, rows, states.at(place), node.constants)
+                tables[i] = Table(array, rows, states.at(place), node.constants)
     return tables
 
 

@@ -113,7 +113,7 @@ class Program:
       slice: Says what the loss depends on.
       depths: For each leaf, how many leading axes are the index of a row; the smallest
         number that one of its lookups indexes. Known after a first plan.
-      whole: Leaves with one delta of their own shape: see `value_and_grad.plan`.
+      whole: Leaves with one delta of their own shape: see `differentiate`.
       dense_uses: For each leaf its first use other than lookups, as plans find them.
       elementwise: What is known of calls by `id`: whether they are elementwise.
       plans: Of jaxprs, for each kind of arguments.
@@ -359,7 +359,7 @@ def evaluate_with_tables(
 ) -> list[Any]:
     """The results of a program whose arguments may be tables, without derivatives.
 
-    Rows of a `StaleTable` are brought up to date where they are looked up, and the
+    Rows of a stale table are brought up to date where they are looked up, and the
     kernel looks up what it may, as in the program that is differentiated.
     """
     walk = Walk(program, iter(()))

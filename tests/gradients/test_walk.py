@@ -147,14 +147,14 @@ def test_evaluated_without_derivatives():
         return jnp.sum(jnp.tanh(2 * t)[ids]), t[ids], jnp.sum(t)
 
     closed = jax.make_jaxpr(function)(TABLE, IDS)
-    value = table(Table(TABLE), TABLE.shape, TABLE.dtype)
+    value = table(Table(TABLE))
     results = evaluate_with_tables(Program(RULES), closed, [value, IDS])
     for one, other in zip(results, jax.jit(function)(TABLE, IDS), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
     text = str(
         jax.make_jaxpr(
             lambda t: evaluate_with_tables(
-                Program(RULES), closed, [table(Table(t), t.shape, t.dtype), IDS]
+                Program(RULES), closed, [table(Table(t)), IDS]
             )
         )(TABLE)
     )
