@@ -52,6 +52,7 @@ def evaluate_with_gradients(
         # Arrays as they are, with their weak types.
         return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
 
+    # JAX differentiates with respect to deltas, and to the leaves that are arrays.
     deltas = [vary(jnp.zeros(x.delta.shape, x.delta.dtype), x.axes) for x in requests]
     whole = list(dict.fromkeys(x.leaf for x in requests if x.is_whole))
     of_whole = [
@@ -121,6 +122,7 @@ def _plan(
     while True:
         before = *able, program.depths.copy(), program.whole.copy()
         args = _arguments(tables, able)
+        # Plans hold what was known when they were made.
         program.plans.clear()
         requests, _ = Walk(program).plan(closed, args)
         for i, path in enumerate(paths):

@@ -129,6 +129,8 @@ class Lookup:
         Linear in the rows: its transpose puts the cotangent of the result into rows.
         """
         if self.window[depth:] != self.shape[depth:]:
+            # A part of each row: gather it at the columns that the indices say, from
+            # row 0 for the first index, row 1 for the second, and so on.
             rest = [axis for axis in range(depth, len(self.shape)) if axis in self.axes]
             slot = jnp.arange(self.count, dtype=self._starts.dtype)[:, None]
             numbers = lax.GatherDimensionNumbers(

@@ -88,6 +88,7 @@ def _every_row(indices: jax.Array, total: jax.Array, depth: int) -> tuple[Any, A
     def mark(touched: jax.Array, indices: jax.Array) -> jax.Array:
         return touched.at[tuple(indices.T)].set(True, mode="drop")
 
+    # XLA's shapes are static, so rows that were not read are stored as padding.
     zeros = jnp.zeros(shape, bool)
     touched = call_with_auto_axes(
         mark, zeros, indices, like=total, axes=range(depth)

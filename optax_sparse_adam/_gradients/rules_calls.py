@@ -71,6 +71,8 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         *(walk.as_array(eqn, x) for x in args[last:]),
     )
     requests, results = walk.plan(body, args)
+    # A carried table stays one if each step returns it: then it is closed over. A step
+    # that changes it needs all its rows.
     changed = [
         isinstance(x, Expression) and x is not end
         for x, end in zip(args[first:last], results, strict=False)
@@ -83,6 +85,7 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         return scan(walk, eqn, *args[:first], *carry, *args[last:])
     is_carried = [isinstance(x, Expression) for x in args[first:last]]
     plain = [i for i in range(len(results)) if i >= carried or not is_carried[i]]
+    # What leaves the loop, or enters the next step, is an array.
     leaving = [x if i in plain else None for i, x in enumerate(results)]
     walk.results_as_arrays(eqn, leaving, body.jaxpr.invars[first:last])
     deltas = walk.request([x._replace(count=length * x.count) for x in requests])
@@ -133,6 +136,7 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     columns = list(zip(*results, strict=True))
     tables = {id(x) for x in args if has_table(x)}
     is_table = [tables.issuperset(map(id, xs)) for xs in columns]
+    # The results that the branches compute; each leaves its branch as an array.
     keep = [i for i, flag in enumerate(is_table) if not flag]
     for of_branch in results:
         leaving = [x if i in keep else None for i, x in enumerate(of_branch)]
@@ -141,6 +145,8 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     deltas = dict(zip(shared, walk.request(list(shared.values())), strict=True))
 
     def run(place: int) -> Any:
+        # The branch takes the first rows of each delta that it shares with others, and
+        # returns ids for all rows of all deltas, as branches return equal shapes.
         pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
         arrays, rows = walk.inside(branches[place], args, chunks, keep)
@@ -163,7 +169,7 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
 def _shared(
     plans: Sequence[Sequence[Request]],
 ) -> tuple[list[list[Any]], dict[Any, Request]]:
-    """Requests for all branches, the largest first lookup of a leaf in a branch first.
+    """Requests for all branches: the k-th lookups of a leaf in each share one.
 
     Returns:
       For each branch the keys of its requests, and the requests by their keys.

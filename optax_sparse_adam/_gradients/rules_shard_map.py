@@ -42,13 +42,19 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     inner: list[Any] = [var.aval.shape for var in body.jaxpr.invars]
     triples = list(zip(args, params["in_specs"], inner, strict=True))
     tables = [triple for triple in triples if isinstance(triple[0], Expression)]
-    leaves = {y.index: (spec, x.shape) for x, spec, _ in tables for y in x.leaves}
+    leaves: dict[int, Any] = {}
+    for x, spec, _ in tables:
+        for leaf in x.leaves:
+            # Ids of one table that is split in two ways count from two first rows.
+            if leaves.setdefault(leaf.index, (spec, x.shape))[0] != spec:
+                walk.as_array(eqn, x)
     for index, (spec, shape) in leaves.items():
         # JAX cannot say over which axes columns vary without check_vma, and rows of
         # which each device has some columns are no rows of the table.
         depth = program.depths.get(index, len(shape))
         if walk.is_plan and any(map(_mesh_axes, spec[depth:])):
             program.whole.add(index)
+    # In the plan, a table has the shape of the part that one device has.
     unknown = [
         dataclasses.replace(x, shape=shape) if isinstance(x, Expression) else None
         for x, _, shape in triples
@@ -59,6 +65,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     def axes_of(request: Request) -> tuple[str, ...]:
         return tuple(x for x in manual if x in request.axes or not check_vma)
 
+    # Outside, the deltas of all devices over whose axes the rows vary: see above.
     outer = [
         x._replace(
             shape=leaves[x.leaf.index][1],
@@ -71,6 +78,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     deltas = walk.request(outer)
     if walk.is_plan:
         return [None] * len(eqn.outvars)
+    # An expression enters as its arrays, and is built again of their parts inside.
     arrays = [_arrays(x, spec) for x, spec, _ in triples]
     row_specs = [PartitionSpec(axes_of(x)) for x in requests]
     whole = [leaf for leaf in walk.whole if leaf.index in leaves]

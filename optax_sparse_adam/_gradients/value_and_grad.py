@@ -216,7 +216,8 @@ def trace(
         nonlocal structure
         leaves, structure = jax.tree.flatten(fun(*values))
         is_array = [isinstance(x, jax.Array) for x in leaves]
-        is_array[:1] = [True] if has_loss else is_array[:1]
+        if has_loss:
+            is_array[0] = True
         pairs = list(zip(leaves, is_array, strict=True))
         outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
         return [x for x, flag in pairs if flag]
@@ -268,7 +269,7 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
 
 
 def current_tables(tree: Any, read: Any) -> list[Table]:
-    """The leaves, which the state `read` may have to bring up to date."""
+    """The leaves; stale where the state `read` has to bring them up to date."""
     leaves, treedef = jax.tree.flatten(tree)
     tables = [Table(x) for x in leaves]
     for node in [] if read is None else exact_states(read, "`read`")[0]:

@@ -235,12 +235,15 @@ class Walk:
             and eqn.primitive.name != "broadcast_in_dim"
         ):
             return self.as_it_is(eqn, [self.dense(x) for x in args])
+        # Where the loss does not depend on a use, the table is one without derivative:
+        # its lookups need no deltas, and another use does not make its gradient dense.
         flags = self.program.slice.operands(eqn)
         args = [
             x if flag or not isinstance(x, Expression) else x.without_derivative()
             for x, flag in zip(args, flags, strict=True)
         ]
         if rule is not None:
+            # A rule runs on the mesh of its equation, and ids leave it.
             before = len(self.rows)
             self.program.calls.append(eqn)
             with eqn.ctx.manager:

@@ -140,6 +140,21 @@ def test_function_of_a_table_into_shard_map(spec, check_vma):
     assert_same(grads[1], expected[1], 64)
 
 
+def test_one_table_split_in_two_ways():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def loss(t, ids):
+        return jax.shard_map(
+            lambda part, t, ids: lax.psum(jnp.sum(part[ids] * t[ids]), "x"),
+            mesh=mesh,
+            in_specs=(P("x"), P(), P()),
+            out_specs=P(),
+        )(t, t, ids)
+
+    ids = jnp.array([0, 3, 1, 3])
+    assert_same(osa.grad(loss)(TABLE, ids), jax.grad(loss)(TABLE, ids), 8)
+
+
 def test_evaluated_without_derivatives():
     """The program with tables in the place of arguments; nothing is injected."""
 
