@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
-from . import rules_calls, rules_custom_jvp, rules_shard_map
+from . import rules_calls, rules_elementwise_calls, rules_shard_map
 from .backward_slice import as_closed
 from .expressions import (
     Expression,
@@ -180,7 +180,7 @@ def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     names = [inner.params.get("name") for inner in body.jaxpr.eqns]
     if names == ["bag_function"]:  # whose derivative that of `bag_lookup` has
         return walk.evaluate(body, args)
-    return rules_custom_jvp.custom_jvp(walk, eqn, *args)
+    return rules_elementwise_calls.custom_jvp(walk, eqn, *args)
 
 
 RULES: dict[str, Rule] = {

@@ -23,8 +23,9 @@ from jax.extend.core import JaxprEqn
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
-from .expressions import Expression, arrays_among, elementwise, has_table, merge
+from .expressions import Expression, arrays_among, has_table, merge
 from .row_slices import Entries
+from .rules_elementwise_calls import elementwise_branches
 from .walk import Request, Results, Walk
 
 
@@ -128,42 +129,34 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     """Branches share their deltas: only one of them runs.
 
     With branches that look up 6 and 3 rows of a table, both get one delta of 6 rows;
-    the second one takes 3 of them, and returns 3 ids out of bounds for the rest. If all
-    branches return a table, one is chosen where rows are looked up.
+    the second one takes 3 of them, and returns 3 ids out of bounds for the rest.
     """
     branches = eqn.params["branches"]
     plans, results = zip(*(walk.plan(b, args) for b in branches), strict=True)
-    columns = list(zip(*results, strict=True))
-    tables = {id(x) for x in args if has_table(x)}
-    is_table = [tables.issuperset(map(id, xs)) for xs in columns]
-    # The results that the branches compute; each leaves its branch as an array.
-    keep = [i for i, flag in enumerate(is_table) if not flag]
+    if any(has_table(x) for of_branch in results for x in of_branch):
+        lazy = elementwise_branches(walk, eqn, index, *args)
+        if lazy is not NotImplemented:
+            return lazy
     for of_branch in results:
-        leaving = [x if i in keep else None for i, x in enumerate(of_branch)]
-        walk.results_as_arrays(eqn, leaving)
+        walk.results_as_arrays(eqn, of_branch)
     keys, shared = _shared(plans)
     deltas = dict(zip(shared, walk.request(list(shared.values())), strict=True))
+    if walk.is_plan:
+        return [None] * len(eqn.outvars)
 
     def run(place: int) -> Any:
         # The branch takes the first rows of each delta that it shares with others, and
         # returns ids for all rows of all deltas, as branches return equal shapes.
         pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
-        arrays, rows = walk.inside(branches[place], args, chunks, keep)
+        arrays, rows = walk.inside(branches[place], args, chunks)
         found = dict(zip(keys[place], rows, strict=True))
         return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
 
-    arrays: Any = [None] * len(keep)
-    if not walk.is_plan:
-        runs = [functools.partial(run, place) for place in range(len(branches))]
-        arrays, rows = lax.switch(index, runs)
-        walk.rows += rows
-    rest = iter(arrays)
-    outs: list[Any] = [var.aval for var in eqn.outvars]
-    return [
-        elementwise(out, lax.select_n, index, *xs) if flag else next(rest)
-        for out, flag, xs in zip(outs, is_table, columns, strict=True)
-    ]
+    runs = [functools.partial(run, place) for place in range(len(branches))]
+    arrays, rows = lax.switch(index, runs)
+    walk.rows += rows
+    return list(arrays)
 
 
 def _shared(

@@ -31,6 +31,12 @@ def assert_row_sparse_like_jax(loss, *args, nse=None):
 
 FUNCTIONS = {
     "checkpoint of a function": lambda t: jax.checkpoint(lambda t: jnp.tanh(t))(t),
+    "branches that return functions": lambda t: lax.cond(
+        t[0, 0] > 0, lambda t: 2 * t, lambda t: jnp.sin(t), t
+    ),
+    "branch that returns the table": lambda t: lax.cond(
+        t[0, 0] > 0, lambda t: t, lambda t: -t, t
+    ),
     "stopped and not": lambda t: t * lax.stop_gradient(jnp.tanh(t)),
     "rounded and not": lambda t: t + jnp.round(t),
 }
@@ -41,22 +47,6 @@ def test_functions_of_a_table(name):
     assert_row_sparse_like_jax(
         lambda t, ids: square(FUNCTIONS[name](t)[ids], WEIGHTS), TABLE, IDS
     )
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_branches_that_return_tables(place):
-    def loss(p, ids):
-        tables = 2 * p["t"], jnp.tanh(p["s"])
-        table, w = lax.switch(
-            place, [lambda: (tables[0], p["w"]), lambda: (tables[1], 2 * p["w"])]
-        )
-        return square(table[ids], w)
-
-    params = {"t": TABLE, "s": TABLE + 1, "w": WEIGHTS}
-    actual, expected = jax.jit(osa.grad(loss))(params, IDS), jax.grad(loss)(params, IDS)
-    assert [is_bcoo(actual[name]) for name in "tsw"] == [True, True, False]
-    for name in params:
-        assert_same(actual[name], expected[name], 8)
 
 
 def test_whole_table_as_auxiliary_output():

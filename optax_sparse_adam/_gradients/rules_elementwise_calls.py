@@ -1,4 +1,4 @@
-"""The rule of a walk for functions with a custom JVP, such as `relu`.
+"""Calls of elementwise functions: those with a custom JVP, such as `relu`; branches.
 
 `jax.nn.relu(table)[ids]` is the program
 
@@ -7,16 +7,18 @@
 
 The call cannot be bound for some rows of the table, as JAX holds its jaxpr and its rule
 for the table's shape. If both are elementwise, as nearly always, they are traced for
-that shape and evaluated on rows, under a new function with a custom JVP. Else the call
-gets the table as an array.
+that shape and evaluated on rows, under a new function with a custom JVP. Branches of
+`cond` that return functions of a table are treated in the same way. Else the call gets
+the table as an array.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jax_extras.jaxprs import evaluate_eqn
@@ -31,25 +33,14 @@ class _NotElementwise(Exception):
 
 def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Applies an elementwise function, and its rule, to the rows that are looked up."""
-    out: Any = eqn.outvars[0].aval
     avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
-    if len(eqn.outvars) > 1 or not all(
-        jnp.issubdtype(x.dtype, jnp.floating) and x.shape in ((), out.shape)
-        for x in avals
-    ):
-        return NotImplemented
+    is_floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals)
     body, rules = as_closed(eqn.params["call_jaxpr"]), walk.program.rules
     rule = functools.cache(lambda: _rule(eqn))
-    known = walk.program.elementwise
-    # A rule may call the function that it is the rule of. That call is elementwise if
-    # the rest is.
-    key = (eqn.params.get("name"), str(body.jaxpr))
-    if key not in known and id(eqn) not in known:
-        known[key] = True, eqn
-        result = all(_is_elementwise(walk.program, x()) for x in (lambda: body, rule))
-        del known[key]
-        known[id(eqn)] = result, eqn  # which stays alive with its `id`
-    if key not in known and not known[id(eqn)][0]:
+    name = eqn.params.get("name"), str(body.jaxpr)
+    if not is_floating or not _is_elementwise(
+        walk.program, eqn, name, [lambda: body, rule]
+    ):
         return NotImplemented
 
     # JAX keeps the rule for later, and with it whatever the function refers to: not
@@ -66,7 +57,56 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
         return own(*args)
 
-    return [elementwise(out, function, *args)]
+    return [elementwise(avals[-1], function, *args)]
+
+
+def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """Functions of tables that leave a branch of `cond`."""
+    branches, program = eqn.params["branches"], walk.program
+    getters = [functools.partial(as_closed, branch) for branch in branches]
+    if not _is_elementwise(program, eqn, None, getters):
+        return NotImplemented
+
+    def function(index: jax.Array, *args: Any, result: int) -> Any:
+        def run(branch: ClosedJaxpr) -> Any:
+            return _at_rows(program, branch, args)[result]
+
+        return lax.switch(index, [functools.partial(run, b) for b in branches])
+
+    return [
+        elementwise(var.aval, functools.partial(function, result=i), *args)
+        for i, var in enumerate(eqn.outvars)
+    ]
+
+
+def _is_elementwise(
+    program: Program,
+    eqn: JaxprEqn,
+    name: Any,
+    jaxprs: Sequence[Callable[[], ClosedJaxpr]],
+) -> bool:
+    """Whether all jaxprs of a call are elementwise functions of one shape and scalars.
+
+    A rule may call the function `name` that it is the rule of: that call is elementwise
+    if the rest is.
+    """
+    atoms: Any = eqn.invars, eqn.outvars
+    ins, outs = ({x.aval.shape for x in group} for group in atoms)
+    if len(outs) != 1 or () in outs or ins - outs - {()}:
+        return False
+    known = program.elementwise
+    if name not in known and id(eqn) not in known:
+        known[name] = True, eqn
+        try:
+            for jaxpr in jaxprs:
+                avals = [var.aval for var in jaxpr().jaxpr.invars]
+                jax.eval_shape(functools.partial(_at_rows, program, jaxpr()), avals)
+            result = True
+        except _NotElementwise:
+            result = False
+        del known[name]
+        known[id(eqn)] = result, eqn  # which stays alive with its `id`
+    return name in known or bool(known[id(eqn)][0])
 
 
 def _rule(eqn: JaxprEqn) -> ClosedJaxpr:
@@ -116,12 +156,3 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
         elif var.aval.shape:
             raise _NotElementwise
     return results
-
-
-def _is_elementwise(program: Program, closed: ClosedJaxpr) -> bool:
-    avals = [var.aval for var in closed.jaxpr.invars]
-    try:
-        jax.eval_shape(lambda *args: _at_rows(program, closed, args), *avals)
-    except _NotElementwise:
-        return False
-    return True
