@@ -1,21 +1,21 @@
-"""Which values of a program the loss depends on differentiably: a backward slice.
+"""Which operands of a program the loss depends on differentiably: a backward slice.
 
-A use of a table matters to the gradient only if the loss is computed from it, not by
-way of integers, of `stop_gradient`, or of another function whose derivative is zero.
+A use of a table matters to the gradient only if the loss is computed from it, not
+through integers, `stop_gradient`, or another function whose derivative is zero.
 Auxiliary outputs and what `jax.debug.print` shows are no such uses. For the loss
 `sum(t[ids]) * stop_gradient(sum(t))`, read from its end:
 
-    a = gather t ids           needed for c
+    a = gather t ids           needed for c, and so is t here
     c = reduce_sum a           needed for the loss
-    d = reduce_sum t           not needed: stop_gradient hands no derivative on
+    d = reduce_sum t           not needed, and neither is t here
     e = stop_gradient d        needed for the loss, d for nothing
     f = mul c e                the loss
 
-A value that is wrongly taken for needed costs time at most: the gradient is dense then.
+An operand that is wrongly taken for needed costs time at most: the gradient is dense.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -32,20 +32,18 @@ CALLS = {
 # Primitives whose derivative is zero, though their results are floating point numbers.
 WITHOUT_DERIVATIVE = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
 
+Flags = Sequence[bool]
+
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
-def has_derivative(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried.
 
-    The rest have an axis more outside of the body. JAX's own note of it differs from
-    version to version.
+    Derived from ranks (what is scanned over has one axis less inside), because the
+    names of the parameters that say it differ from one version of JAX to the next.
     """
 
     def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
@@ -57,76 +55,86 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return count(eqn.invars, body.invars) - carried, carried
 
 
-class Needed(NamedTuple):
-    """The variables of a jaxpr that its needed results depend on, and which inputs."""
-
-    variables: frozenset[Var]
-    inputs: tuple[bool, ...]
-
-
 class BackwardSlice:
-    """The slices of one program; each jaxpr is read once for each set of results."""
+    """The slice of a program, at any depth of jaxprs inside of jaxprs.
 
-    def __init__(self) -> None:
-        # A jaxpr stays alive as long as its `id` is a key.
-        self._found: dict[Any, tuple[Jaxpr, Needed]] = {}
+    A jaxpr that is called twice has the needs of both calls.
 
-    def of(self, jaxpr: Jaxpr, needed: Sequence[bool]) -> Needed:
-        """The slice of a jaxpr, given which of its results are needed."""
-        key = (id(jaxpr), tuple(needed))
-        if key not in self._found:
-            self._found[key] = jaxpr, self._find(jaxpr, needed)
-        return self._found[key][1]
+    Attributes:
+      variables: The variables that the loss depends on.
+    """
 
-    def _find(self, jaxpr: Jaxpr, needed: Sequence[bool]) -> Needed:
-        found: set[Var] = set()
+    def __init__(self, jaxpr: Jaxpr | None = None):
+        """The slice of the first result of a jaxpr; an empty one without a jaxpr."""
+        self.variables: set[Any] = set()
+        self._operands: dict[int, Flags] = {}  # by the `id` of equations
+        self._inputs: dict[Any, Flags] = {}  # by the `id` of jaxprs, and their results
+        if jaxpr is not None:
+            self._read(jaxpr, [i == 0 for i in range(len(jaxpr.outvars))])
 
-        def add(atoms: Sequence[Any], flags: Sequence[bool]) -> None:
+    def operands(self, eqn: JaxprEqn) -> Flags:
+        """For each operand of an equation: whether the loss depends on its use here."""
+        return self._operands.get(id(eqn), [False] * len(eqn.invars))
+
+    def _read(self, jaxpr: Jaxpr, needed: Flags) -> Flags:
+        """Reads a jaxpr from its end; returns which of its arguments are needed."""
+        key = id(jaxpr), tuple(needed)
+        if key in self._inputs:
+            return self._inputs[key]
+        found: set[Any] = set()
+
+        def add(atoms: Sequence[Any], flags: Flags) -> None:
             for atom, flag in zip(atoms, flags, strict=True):
                 aval: Any = atom.aval
-                if flag and isinstance(atom, Var) and has_derivative(aval.dtype):
+                if flag and isinstance(atom, Var) and _has_derivative(aval):
                     found.add(atom)
 
         add(jaxpr.outvars, needed)
         for eqn in reversed(jaxpr.eqns):
             results = [var in found for var in eqn.outvars]
             if any(results):
-                add(eqn.invars, self.operands(eqn, results))
-        return Needed(frozenset(found), tuple(var in found for var in jaxpr.invars))
+                flags = self._operands_of(eqn, results)
+                add(eqn.invars, flags)
+                self._operands[id(eqn)] = _either(flags, self.operands(eqn))
+        self.variables |= found
+        self._inputs[key] = [var in found for var in jaxpr.invars]
+        return self._inputs[key]
 
-    def operands(self, eqn: JaxprEqn, needed: Sequence[bool]) -> Sequence[bool]:
-        """Which operands of an equation its needed results depend on."""
-        name = eqn.primitive.name
-        if name in WITHOUT_DERIVATIVE or not any(needed):
+    def _operands_of(self, eqn: JaxprEqn, needed: Flags) -> Flags:
+        name, params = eqn.primitive.name, eqn.params
+        if name in WITHOUT_DERIVATIVE:
             return [False] * len(eqn.invars)
         if name in CALLS:
-            return self.of(as_closed(eqn.params[CALLS[name]]).jaxpr, needed).inputs
+            return self._read(as_closed(params[CALLS[name]]).jaxpr, needed)
         if name == "cond":
-            branches = (self.of(b.jaxpr, needed) for b in eqn.params["branches"])
-            columns = zip(*(branch.inputs for branch in branches), strict=True)
-            return [False, *map(any, columns)]
+            of_branches = (self._read(b.jaxpr, needed) for b in params["branches"])
+            return [False, *map(any, zip(*of_branches, strict=True))]
         if name == "scan":
-            return self.of(eqn.params["jaxpr"].jaxpr, self.of_body(eqn, needed)).inputs
+            first, carried = scan_sizes(eqn)
+            return self._read_loop(params["jaxpr"].jaxpr, needed, first, carried)
         if name == "while":
-            first = eqn.params["cond_nconsts"]
-            inner = eqn.params["body_nconsts"]
-            carry = list(needed)
-            while True:
-                inputs = self.of(eqn.params["body_jaxpr"].jaxpr, carry).inputs
-                grown = [a or b for a, b in zip(carry, inputs[inner:], strict=True)]
-                if grown == carry:
-                    return [*[False] * first, *inputs[:inner], *carry]
-                carry = grown
+            first, inner = params["cond_nconsts"], params["body_nconsts"]
+            body = params["body_jaxpr"].jaxpr
+            flags = self._read_loop(body, needed, inner, len(needed))
+            return [*[False] * first, *flags]
+        if name == "custom_jvp_call":  # whose rule may need more than its body
+            self._read(as_closed(params["call_jaxpr"]).jaxpr, needed)
         return [True] * len(eqn.invars)
 
-    def of_body(self, eqn: JaxprEqn, needed: Sequence[bool]) -> list[bool]:
-        """Which results of a scan's body are needed in this or a later iteration."""
-        first, carried = scan_sizes(eqn)
-        results = list(needed)
+    def _read_loop(self, body: Jaxpr, needed: Flags, first: int, carried: int) -> Flags:
+        """A carry is needed if a later step, or what follows the loop, needs it."""
+        # Needs only grow, so this ends after as many rounds as there are carries.
         while True:
-            inputs = self.of(eqn.params["jaxpr"].jaxpr, results).inputs
-            later = [*inputs[first : first + carried], *needed[carried:]]
-            grown = [a or b for a, b in zip(results, later, strict=True)]
-            if grown == results:
-                return results
-            results = grown
+            inputs = self._read(body, needed)
+            carry = _either(needed[:carried], inputs[first : first + carried])
+            if carry == list(needed[:carried]):
+                return [*inputs[:first], *carry, *inputs[first + carried :]]
+            needed = [*carry, *needed[carried:]]
+
+
+def _has_derivative(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _either(one: Flags, other: Flags) -> Flags:
+    return [a or b for a, b in zip(one, other, strict=True)]

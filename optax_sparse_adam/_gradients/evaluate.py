@@ -4,17 +4,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 
 from .arguments import check_argnums
-from .expressions import StaleTable, Table, table
+from .expressions import Table, table
 from .rules import RULES
-from .value_and_grad import as_numbers, current_tables
+from .value_and_grad import as_places, current_tables, trace
 from .walk import Program, evaluate_with_tables
 
 Result = TypeVar("Result")
-_ARRAY = object()
 
 
 def evaluate(
@@ -62,34 +60,21 @@ def evaluate(
 
     @functools.wraps(fun)
     def evaluated(*args: Any, **kwargs: Any) -> Result:
-        numbers = as_numbers(argnums)
-        chosen = [args[number] for number in numbers]
-        structure: Any = None
-        outputs: list[Any] = []
-
-        def traced(*chosen: Any) -> list[jax.Array]:
-            values = list(args)
-            for number, value in zip(numbers, chosen, strict=True):
-                values[number] = value
-            nonlocal structure
-            leaves, structure = jax.tree.flatten(fun(*values, **kwargs))
-            outputs[:] = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
-            return [x for x in leaves if isinstance(x, jax.Array)]
-
-        closed = jax.make_jaxpr(traced)(*chosen)
+        places = as_places(argnums)
+        chosen = [args[place] for place in places]
+        bound = functools.partial(fun, **kwargs)
+        closed, to_result = trace(bound, args, places)
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         values = [_looked_up(x) for x in current_tables(tree, read)]
-        rest = iter(evaluate_with_tables(Program(RULES), closed, values))
-        results = [next(rest) if x is _ARRAY else x for x in outputs]
-        result: Result = jax.tree.unflatten(structure, results)
+        result: Result = to_result(evaluate_with_tables(Program(RULES), closed, values))
         return result
 
     return evaluated
 
 
-def _looked_up(source: Table | StaleTable) -> Any:
+def _looked_up(source: Table) -> Any:
     """An expression, or the array where nothing can be looked up."""
     array = source.array
     if jnp.ndim(array) and jnp.issubdtype(jnp.result_type(array), jnp.floating):
-        return table(source, jnp.shape(array), jnp.result_type(array))
+        return table(source)
     return array

@@ -1,23 +1,23 @@
 """Tables, and elementwise functions of them, that are computed at looked-up rows only.
 
 Elementwise functions commute with lookups, `f(table)[ids] == f(table[ids])`, so a
-function of a table waits, as an `Expression`, until rows of it are looked up. That is
-also the place where the gradient is taken: see `inject`.
+function of a table stays a lazy expression until rows of it are looked up. That is also
+the place where the gradient is taken: see `inject`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.resting_rows import values_of_rows
 from .._rows.resting_state import RowState, TableState
 from .._rows.ways import Constants
-from .backward_slice import has_derivative
 
 _UNKNOWN: Any = None
 Take = Callable[[jax.Array], jax.Array]  # picks some elements of an array
@@ -51,37 +51,37 @@ def inject(rows: jax.Array, delta: jax.Array) -> jax.Array:
 
 
 class Table(NamedTuple):
-    """A table whose rows are as they are stored."""
-
-    array: jax.Array
-
-    def values(self, take: Take) -> jax.Array:
-        return take(jnp.asarray(self.array))
-
-
-class StaleTable(NamedTuple):
-    """A table of `exact_adam`: rows are brought up to date where they are read.
+    """The arrays of a table. Rows of a stale one are brought up to date when read.
 
     Attributes:
       array: The table as it is stored.
-      rows: What is known of each row.
+      rows: For a table of `exact_adam`, what is known of each row.
       state: What is known of the table.
       constants: Of the optimiser.
     """
 
     array: jax.Array
-    rows: RowState
-    state: TableState
-    constants: Constants
+    rows: RowState | None = None
+    state: TableState | None = None
+    constants: Constants | None = None
 
     def values(self, take: Take) -> jax.Array:
+        """`take` of the table as it is now."""
+        array = take(jnp.asarray(self.array))
+        if self.rows is None or self.state is None or self.constants is None:
+            return array
         # A vector's state has an axis of length 1 in the place of the last one.
         ndim = self.array.ndim
         rows = jax.tree.map(
             lambda x: take(x.reshape(x.shape + (1,) * (ndim - x.ndim))), self.rows
         )
-        array = take(jnp.asarray(self.array))
         return values_of_rows(array, rows, self.state, self.constants)
+
+    def map(self, function: Callable[[Any, bool], Any]) -> "Table":
+        """Applies `function(array, has_rows)` to all arrays."""
+        array, rows = jax.tree.map(lambda x: function(x, True), self[:2])
+        others = jax.tree.map(lambda x: function(x, False), self[2:])
+        return Table(array, rows, *others)
 
 
 class Leaf(NamedTuple):
@@ -106,9 +106,8 @@ class Expression:
       dtype: Type of the value.
       function: Of the values of `source` or of the operands; elementwise.
       operands: Expressions, arrays of this shape, and scalars.
-      leaves: Leaves with respect to which the value has a derivative, ascending.
+      leaves: Leaves with respect to which the loss has a derivative through this value.
       source: The table, for a table or a cast of one.
-      has_table: Whether a table is among what the value is computed from.
     """
 
     shape: tuple[int, ...]
@@ -116,20 +115,22 @@ class Expression:
     function: Callable[..., jax.Array]
     operands: tuple[Any, ...]
     leaves: tuple[Leaf, ...] = ()
-    source: Table | StaleTable | None = None
-    has_table: bool = True
+    source: Table | None = None
 
     @property
     def kind(self) -> Any:
         """The expression without its arrays, as a plan sees it."""
         source = None if self.source is None else Table(_UNKNOWN)
-        function = _identity if self.is_table else None
-        return self.shape, self.dtype, function, (), self.leaves, source, self.has_table
+        function = _identity if self.function is _identity else None
+        return self.shape, self.dtype, function, (), self.leaves, source
 
     @property
     def is_table(self) -> bool:
         """Whether this is a table itself, and no function of one."""
         return self.source is not None and self.function is _identity
+
+    def without_derivative(self) -> "Expression":
+        return dataclasses.replace(self, leaves=()) if self.leaves else self
 
     def select(
         self,
@@ -148,52 +149,37 @@ class Expression:
         """
         memo = {} if memo is None else memo
 
-        def key(value: Expression, is_live: bool) -> tuple[Expression, bool]:
-            return value, is_live and bool(value.leaves)
+        def operand(x: Any) -> Any:
+            if isinstance(x, Expression):
+                return memo[x]
+            return take(jnp.asarray(x)) if jnp.ndim(x) else x
 
-        # Not by recursion: a loss may apply thousands of functions, one to the other.
-        todo = [key(self, deltas is not None)]
-        while todo:
-            value, is_live = todo[-1]
-            inner = [x for x in value.operands if isinstance(x, Expression)]
-            missing = [key(x, is_live) for x in inner if key(x, is_live) not in memo]
-            todo += missing
-            if missing:
-                continue
-            todo.pop()
-            if (value, is_live) in memo:
-                continue
+        for value in operands_first([self], memo):
             if value.source is not None:
                 result = value.function(value.source.values(take))
-                if is_live and deltas is not None:
-                    result = inject(result, deltas[value.leaves[0]])
-            elif value.function is _identity:  # a scalar that stands for a table
-                result = jnp.broadcast_to(value.operands[0], shape)
+                delta = (deltas or {}).get(value.leaves[0]) if value.leaves else None
+                memo[value] = result if delta is None else inject(result, delta)
+            elif not has_table(value):
+                memo[value] = lax.broadcast(value.operands[0], shape)
             else:
-                result = value.function(
-                    *(
-                        memo[key(x, is_live)]
-                        if isinstance(x, Expression)
-                        else take(jnp.asarray(x))
-                        if jnp.ndim(x)
-                        else x
-                        for x in value.operands
-                    )
-                )
-            memo[value, is_live] = result
-        return memo[key(self, deltas is not None)]
+                memo[value] = value.function(*map(operand, value.operands))
+        return memo[self]
 
 
 def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def table(
-    source: Table | StaleTable, shape: Any, dtype: Any, leaf: int | None = None
-) -> Expression:
-    """A table; without a number of the leaf it has no derivative."""
-    leaves = () if leaf is None else (Leaf(leaf, jnp.dtype(dtype)),)
-    return Expression(tuple(shape), jnp.dtype(dtype), _identity, (), leaves, source)
+def has_table(x: Any) -> bool:
+    """Whether this is a table or a function of tables, and not only a scalar."""
+    return isinstance(x, Expression) and (x.is_table or x.function is not _identity)
+
+
+def table(source: Table, leaf: int | None = None) -> Expression:
+    """A table; without the index of a leaf it has no derivative."""
+    shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
+    leaves = () if leaf is None else (Leaf(leaf, dtype),)
+    return Expression(shape, dtype, _identity, (), leaves, source)
 
 
 def cast_table(value: Expression, dtype: Any) -> Expression:
@@ -207,75 +193,81 @@ def cast_table(value: Expression, dtype: Any) -> Expression:
 
 
 def fill(shape: tuple[int, ...], dtype: Any, scalar: Any) -> Expression:
-    """A scalar broadcast to the shape of a table, which is left to be."""
-    return Expression(shape, dtype, _identity, (scalar,), has_table=False)
+    """A scalar that is broadcast where a lookup needs it, or else to this shape.
+
+    So `where(table > 0, table, 0)[ids]` needs nothing of the table's size.
+    """
+    return Expression(shape, dtype, _identity, (scalar,))
 
 
-def elementwise(
-    shape: tuple[int, ...],
-    dtype: Any,
-    function: Callable[..., Any],
-    *operands: Any,
-    is_stopped: bool = False,
-) -> Expression:
-    """A function of operands of this shape or scalars, of which one is an expression.
+def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expression:
+    """A function of operands of one shape or scalars, one of them an expression.
 
     Args:
-      shape: The shape of the result.
-      dtype: The type of the result.
+      out: The shape and the type of the result.
       function: The function.
       *operands: Its operands.
-      is_stopped: Whether its derivative is zero.
     """
     expressions = [x for x in operands if isinstance(x, Expression)]
-    leaves: set[Leaf] = set()
-    if has_derivative(dtype) and not is_stopped:
-        leaves = {leaf for x in expressions for leaf in x.leaves}
-    has_table = any(x.has_table for x in expressions)
+    leaves = {leaf for x in expressions for leaf in x.leaves}
     ordered = tuple(sorted(leaves, key=lambda leaf: (leaf.index, str(leaf.dtype))))
-    return Expression(shape, dtype, function, operands, ordered, None, has_table)
+    return Expression(out.shape, out.dtype, function, operands, ordered)
 
 
-def expressions_below(values: Iterable[Expression]) -> list[Expression]:
-    """These expressions and all their operands, each once, operands first."""
+def merge(args: Iterable[Any], arrays: Iterable[Any]) -> list[Any]:
+    """The expressions among `args`, with other arrays between them."""
+    rest = iter(arrays)
+    return [x if isinstance(x, Expression) else next(rest) for x in args]
+
+
+def arrays_among(args: Iterable[Any]) -> list[Any]:
+    return [x for x in args if not isinstance(x, Expression)]
+
+
+def operands_first(
+    values: Iterable[Expression], known: Container[Any] = ()
+) -> list[Expression]:
+    """These expressions and their operands, each once; no operands of known ones.
+
+    Not by recursion: a loss may apply thousands of functions, one to the other.
+    """
     done: dict[Expression, None] = {}
-    todo = list(values)
+    todo = [x for x in values if x not in known]
     while todo:
         inner = [x for x in todo[-1].operands if isinstance(x, Expression)]
-        missing = [x for x in inner if x not in done]
+        missing = [x for x in inner if x not in done and x not in known]
         todo += missing
         if not missing:
             done[todo.pop()] = None
     return list(done)
 
 
-def arrays_of(value: Expression) -> Any:
-    """The arrays of one expression without those of its operands: a tree."""
-    if value.source is not None:
-        return value.source
-    return tuple(x for x in value.operands if isinstance(x, jax.Array))
+def map_arrays(
+    value: Expression,
+    function: Callable[[Any, bool], Any],
+    shape: tuple[int, ...] | None = None,
+) -> Expression:
+    """Applies `function(array, has_rows)` to all arrays that a value is computed from.
 
+    An array has rows if it has the leading axes of the table.
 
-def with_arrays(
-    below: list[Expression],
-    arrays: Iterable[Any],
-    shape: Callable[[Expression], tuple[int, ...]] = lambda value: value.shape,
-) -> dict[Expression, Expression]:
-    """The expressions with other arrays in the place of `arrays_of` each."""
+    Args:
+      value: A table, or a function of tables.
+      function: Called in the same order for each expression of the same form.
+      shape: The new shape, where the function changes it.
+    """
     new: dict[Expression, Expression] = {}
-    for value, own in zip(below, arrays, strict=True):
-        changes: dict[str, Any] = {"shape": shape(value)}
-        if value.source is not None:
-            changes["source"] = own
-        else:
-            rest = iter(own)
-            changes["operands"] = tuple(
-                new[x]
-                if isinstance(x, Expression)
-                else next(rest)
-                if isinstance(x, jax.Array)
-                else x
-                for x in value.operands
-            )
-        new[value] = dataclasses.replace(value, **changes)
-    return new
+
+    def operand(x: Any) -> Any:
+        if isinstance(x, Expression):
+            return new[x]
+        return function(x, jnp.ndim(x) > 0) if isinstance(x, jax.Array) else x
+
+    for x in operands_first([value]):
+        new[x] = dataclasses.replace(
+            x,
+            shape=x.shape if shape is None else shape,
+            source=None if x.source is None else x.source.map(function),
+            operands=tuple(map(operand, x.operands)),
+        )
+    return new[value]

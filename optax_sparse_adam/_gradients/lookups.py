@@ -1,45 +1,73 @@
 """What a lookup reads: which rows of a table, and how they lie in its result.
 
 A table is looked up by `gather`, by `dynamic_slice` and, one row at a constant index,
-by `slice`. Here all of them are windows of a table, each at an index of its own.
+by `slice`. Here all of them are gathers, which read a window of the table at each
+index. For a table `[1000, 8]`:
+
+    program                          indices               window    rows
+    t[ids]                           [3, 1], axis 0        [1, 8]    ids
+    t[ids, cols]                     [3, 2], axes 0, 1     [1, 1]    ids, cols
+    dynamic_slice(t, (i, 0), (2, 8)) [[i, 0], [i + 1, 0]]  [1, 8]    i, i + 1
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
-from .._rows.padding import in_bounds, row_bounds
+from .._jax_extras.sharding import mesh_of
+from .._rows.padding import row_bounds
 
-_Mode = lax.GatherScatterMode
+Mode = lax.GatherScatterMode
 
 
-class Lookup(NamedTuple):
-    """Windows of a table, one for each index.
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A gather of windows of a table.
 
     Attributes:
       shape: The table's.
-      axes: The axis of the table that each column of the indices stands for.
-      window: Size along each axis of the table of what one index reads.
-      inner: Axes of the rows in the result.
       out: The shape of the result.
-      count: How many indices there are.
-      clamps: Whether an index out of bounds reads the nearest window.
+      params: Those of `lax.gather`.
+      indices: `[..., k]`; in a plan only their type and shape.
       constant: The row, for a lookup of one at a constant index.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    window: tuple[int, ...]
-    inner: tuple[int, ...]
     out: tuple[int, ...]
-    count: int  # type: ignore[assignment]  # tuple has a method count
-    clamps: bool
+    params: dict[str, Any]
+    indices: Any
     constant: int | None = None
+
+    @property
+    def dims(self) -> Any:
+        return self.params["dimension_numbers"]
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """Size along each axis of the table of what one index reads."""
+        return tuple(self.params["slice_sizes"])
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axis of the table that each column of `_starts` stands for."""
+        return (*self.dims.operand_batching_dims, *self.dims.start_index_map)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.indices.shape[:-1])
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether an index out of bounds reads a fill value."""
+        return bool(self.params["mode"] == Mode.FILL_OR_DROP)
 
     @property
     def depth(self) -> int:
@@ -47,126 +75,189 @@ class Lookup(NamedTuple):
 
         An axis of length one that is not the first counts as a part of the row.
         """
-        depth = 0
         for axis, size in enumerate(self.window):
             is_part = axis and self.shape[axis] == 1
             if size != 1 or axis not in self.axes or is_part:
-                break
-            depth += 1
-        return depth
+                return axis
+        return len(self.window)
 
-    def limits(self) -> list[int]:
-        return [self.shape[axis] - self.window[axis] for axis in self.axes]
-
-    def _columns(self, indices: jax.Array, axes: Iterable[int]) -> jax.Array:
-        return indices[:, np.asarray([self.axes.index(axis) for axis in axes], int)]
-
-    def rows(self, indices: jax.Array, depth: int) -> jax.Array:
-        """The rows `[count, depth]` that are read; out of bounds where none is.
+    def read(self, array: jax.Array) -> jax.Array:
+        """The gather, of at least two rows: see `_rows.gather_scatter.repeat_row`.
 
         Args:
-          indices: `[count, len(axes)]`, as the lookup gets them.
+          array: Of the table's shape, or with axes of length 1 that stand for all
+            columns; XLA clamps indices into them.
+        """
+        sizes = tuple(map(min, self.window, array.shape))
+        params = self.params | {"slice_sizes": sizes}
+        batched = self.dims.operand_batching_dims
+        if self.count != 1 or batched or mesh_of(array, self.indices).explicit_axes:
+            return lax.gather(array, self.indices, **params)
+        offsets = tuple(1 + axis for axis in self.dims.offset_dims)
+        twice = self.dims._replace(offset_dims=offsets)
+        params |= {"dimension_numbers": twice, "unique_indices": False}
+        return lax.gather(array, jnp.stack([self.indices] * 2), **params)[0]
+
+    def read_and_fill(self, read: Callable[["Lookup"], jax.Array]) -> jax.Array:
+        """`read(clamped lookup)`, with the fill value where an index is out of bounds.
+
+        As `f(fill)` is another value than the fill value of a lookup in `f(table)`.
+        """
+        if not self.is_filled:
+            return read(self)
+        params = self.params | {"mode": Mode.CLIP, "fill_value": None}
+        rows = read(dataclasses.replace(self, params=params))
+        fill = self.params["fill_value"]
+        fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
+        inside = self._is_inside().reshape(self.indices.shape[:-1])
+        batch = [d for d in range(rows.ndim) if d not in self.dims.offset_dims]
+        return jnp.where(lax.broadcast_in_dim(inside, rows.shape, batch), rows, fill)
+
+    def rows(self, depth: int) -> jax.Array:
+        """The row ids `[count, depth]` that are read; out of bounds where none is.
+
+        Args:
           depth: How many leading axes of the table count as the index of a row.
         """
-        starts = start_ids(indices, self.limits(), clamps=self.clamps)
-        inside = starts_inside(starts, self.limits())[:, None]
-        rows = self._columns(starts, range(depth))
+        rows = self._columns(range(depth))
+        inside = self._is_inside()[:, None]
         return jnp.where(inside, rows, row_bounds(self.shape, rows))
 
-    def windows(self, rows: jax.Array, indices: jax.Array, depth: int) -> jax.Array:
+    def windows(self, rows: jax.Array, depth: int) -> jax.Array:
         """What the lookup reads, of whole rows `[count, *shape[depth:]]` one by one.
 
         Linear in the rows: its transpose puts the cotangent of the result into rows.
         """
         if self.window[depth:] != self.shape[depth:]:
-            starts = start_ids(indices, self.limits(), clamps=self.clamps)
+            # A part of each row: gather it at the columns that the indices say, from
+            # row 0 for the first index, row 1 for the second, and so on.
             rest = [axis for axis in range(depth, len(self.shape)) if axis in self.axes]
-            slot = jnp.arange(self.count, dtype=starts.dtype)[:, None]
+            slot = jnp.arange(self.count, dtype=self._starts.dtype)[:, None]
             numbers = lax.GatherDimensionNumbers(
                 offset_dims=tuple(range(1, rows.ndim)),
                 collapsed_slice_dims=(0,),
                 start_index_map=(0, *(1 + axis - depth for axis in rest)),
             )
-            place = jnp.concatenate([slot, self._columns(starts, rest)], axis=1)
+            place = jnp.concatenate([slot, self._columns(rest)], axis=1)
             sizes = (1, *self.window[depth:])
-            rows = lax.gather(rows, place, numbers, sizes, mode=_Mode.CLIP)
-        batch = [axis for axis in range(len(self.out)) if axis not in self.inner]
-        order = [*batch, *self.inner]
+            rows = lax.gather(rows, place, numbers, sizes, mode=Mode.CLIP)
+        inner = self.dims.offset_dims
+        order = [axis for axis in range(len(self.out)) if axis not in inner]
+        order += inner
         rows = rows.reshape([self.out[axis] for axis in order])
         return jnp.transpose(rows, [order.index(axis) for axis in range(len(order))])
 
+    @functools.cached_property
+    def _starts(self) -> jax.Array:
+        """`[count, len(axes)]`; a batching dimension has a column, which counts.
 
-def lookup_of_gather(eqn: Any, shape: tuple[int, ...]) -> Lookup | None:
-    """Which rows a gather reads; `None` if it reads no rows.
+        A `vmap` over tables and ids is a lookup of `tables[b, ids[b]]`.
+        """
+        shape = (*self.indices.shape[:-1], 1)
+        dims, dtype = self.dims.start_indices_batching_dims, self.indices.dtype
+        columns = [lax.broadcasted_iota(dtype, shape, dim) for dim in dims]
+        starts = jnp.concatenate([*columns, self.indices], axis=-1)
+        starts = starts.reshape(self.count, len(self.axes))
+        clamps = self.params["mode"] == Mode.CLIP
+        return _start_ids(starts, self._limits, clamps=clamps)
+
+    @property
+    def _limits(self) -> list[int]:
+        return [self.shape[axis] - self.window[axis] for axis in self.axes]
+
+    def _columns(self, axes: Iterable[int]) -> jax.Array:
+        return self._starts[:, np.asarray([self.axes.index(x) for x in axes], int)]
+
+    def _is_inside(self) -> jax.Array:
+        """Whether each index starts a window that lies in the table."""
+        last = np.asarray(self._limits, self._starts.dtype)[None]
+        return jnp.all((self._starts >= 0) & (self._starts <= last), axis=-1)
+
+
+def lookup_of_gather(eqn: JaxprEqn, shape: tuple[int, ...], indices: Any) -> Lookup:
+    avals: list[Any] = [eqn.invars[1].aval, eqn.outvars[0].aval]
+    indices = avals[0] if indices is None else indices
+    return Lookup(shape, avals[1].shape, eqn.params, indices)
+
+
+def reads_rows(lookup: Lookup) -> bool:
+    """Whether a lookup reads rows, of which a gradient can be made.
 
     With batching dimensions, rows and not single elements: these would be
     `take_along_axis` and `sort`, which read about as many as the table holds.
     """
-    numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
-    batched = numbers.operand_batching_dims
-    lookup = Lookup(
-        shape,
-        axes=(*batched, *numbers.start_index_map),
-        window=tuple(eqn.params["slice_sizes"]),
-        inner=tuple(numbers.offset_dims),
-        out=eqn.outvars[0].aval.shape,
-        count=math.prod(indices[:-1]),
-        clamps=eqn.params["mode"] == _Mode.CLIP,
+    is_batched = bool(lookup.dims.operand_batching_dims)
+    return 0 < lookup.depth < len(lookup.shape) + (not is_batched)
+
+
+def lookup_of_rows(shape: tuple[int, ...], ids: Any) -> Lookup:
+    """`table.at[ids].get(mode="fill", fill_value=0)`, no id from the end."""
+    rank = len(ids.shape)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(rank, rank + len(shape) - 1)),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
     )
-    return lookup if 0 < lookup.depth < len(shape) + (not batched) else None
+    params = _params(numbers, (1, *shape[1:]), Mode.FILL_OR_DROP, 0)
+    indices: Any = jax.ShapeDtypeStruct((*ids.shape, 1), ids.dtype)
+    if isinstance(ids, jax.Array):
+        indices = ids[..., None]
+    return Lookup(shape, (*ids.shape, *shape[1:]), params, indices)
 
 
-def lookup_of_slice(eqn: Any, shape: tuple[int, ...]) -> Lookup | None:
-    """Which rows a slice reads; `None` if it reads all of them, or several constant."""
-    window = eqn.outvars[0].aval.shape
+def lookup_of_slice(
+    eqn: JaxprEqn, shape: tuple[int, ...], starts: Sequence[Any]
+) -> Lookup | None:
+    """Which rows a slice reads; `None` if it reads all of them, or several constant.
+
+    Args:
+      eqn: A `slice` or a `dynamic_slice`.
+      shape: The table's.
+      starts: Where a dynamic slice begins; in a plan `None`s.
+    """
+    out: Any = eqn.outvars[0].aval
+    window, constant = out.shape, None
     if not shape or window[0] == 0 or window[0] == shape[0] > 1:
         return None
-    constant = None
     if eqn.primitive.name == "slice":
         strides = eqn.params["strides"] or (1,) * len(shape)
         if window[0] != 1 or set(strides[1:]) - {1}:
             return None
-        constant = int(eqn.params["start_indices"][0])
-    axes = tuple(range(len(shape)))
-    single = (1, *window[1:])
-    return Lookup(
-        shape, axes, single, axes[1:], window, window[0], clamps=True, constant=constant
+        starts = [*map(np.uint32, eqn.params["start_indices"])]
+        constant = int(starts[0])
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, len(window))),
+        collapsed_slice_dims=(0,),
+        start_index_map=tuple(range(len(window))),
     )
+    params = _params(numbers, (1, *window[1:]), Mode.PROMISE_IN_BOUNDS, None)
+    indices: Any = jax.ShapeDtypeStruct((window[0], len(window)), jnp.int32)
+    if starts[0] is not None:
+        indices = _indices_of_slice(shape, window, starts)
+    return Lookup(shape, window, params, indices, constant)
 
 
-def indices_of_gather(eqn: Any, indices: jax.Array) -> jax.Array:
-    """`[count, len(axes)]`, with a column in front for each batching dimension.
-
-    A `vmap` over tables and ids is a lookup of `tables[b, ids[b]]`.
-    """
-    shape = (*indices.shape[:-1], 1)
-    batched = eqn.params["dimension_numbers"].start_indices_batching_dims
-    columns = [lax.broadcasted_iota(indices.dtype, shape, d) for d in batched]
-    return jnp.concatenate([*columns, indices], axis=-1).reshape(
-        math.prod(shape), len(columns) + indices.shape[-1]
-    )
+def _params(numbers: Any, sizes: Any, mode: Any, fill: Any) -> dict[str, Any]:
+    flags = {"unique_indices": False, "indices_are_sorted": False}
+    names = {"dimension_numbers": numbers, "slice_sizes": sizes, "mode": mode}
+    return {**names, **flags, "fill_value": fill}
 
 
-def indices_of_slice(lookup: Lookup, starts: Iterable[Any]) -> jax.Array:
+def _indices_of_slice(
+    shape: Sequence[int], window: Sequence[int], starts: Sequence[Any]
+) -> jax.Array:
     """Where a slice reads, row by row; as `dynamic_slice` does, it is clamped."""
-    pairs = zip(lookup.shape, lookup.out, strict=True)
     first = [
-        start_ids(jnp.asarray(start)[None], [size - part], clamps=True)[0]
-        for start, (size, part) in zip(starts, pairs, strict=True)
+        _start_ids(jnp.asarray(start)[None], [size - part], clamps=True)[0]
+        for start, size, part in zip(starts, shape, window, strict=True)
     ]
     dtype = max((start.dtype for start in first), key=lambda d: d.itemsize)
     row, *columns = (start.astype(dtype) for start in first)
-    rows = row + jnp.arange(lookup.count, dtype=dtype)
+    rows = row + jnp.arange(window[0], dtype=dtype)
     return jnp.stack([jnp.broadcast_to(x, rows.shape) for x in (rows, *columns)], 1)
 
 
-def constants(starts: Iterable[int]) -> list[np.ndarray]:
-    places = [*map(int, starts)]
-    dtype = jnp.int32 if max(places) <= jnp.iinfo(jnp.int32).max else jnp.uint32
-    return [np.asarray(place, dtype) for place in places]
-
-
-def start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
+def _start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
     """Indices `[..., k]` in a type in which an id beyond the limits is seen to be.
 
     Those that are clamped are so in their own type: as an int32, a uint32 of 2**31 or
@@ -174,7 +265,7 @@ def start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Arr
     """
     dtype = indices.dtype
     if dtype.itemsize < 4:
-        return start_ids(indices.astype(jnp.int32), limits, clamps=clamps)
+        return _start_ids(indices.astype(jnp.int32), limits, clamps=clamps)
     if clamps:
         largest = int(jnp.iinfo(dtype).max)
         last = np.asarray([min(limit, largest) for limit in limits], dtype)
@@ -183,20 +274,3 @@ def start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Arr
     if dtype == jnp.uint32 and max(limits) >= jnp.iinfo(jnp.int32).max:
         return indices
     return indices.astype(jnp.int64 if dtype.itemsize == 8 else jnp.int32)
-
-
-def starts_inside(starts: jax.Array, limits: list[int]) -> jax.Array:
-    """Whether each index `[..., k]` starts a window that lies in the table."""
-    last = np.asarray(limits, starts.dtype).reshape((1,) * (starts.ndim - 1) + (-1,))
-    return jnp.all((starts >= 0) & (starts <= last), axis=-1)
-
-
-def leading_columns(
-    indices: jax.Array, depth: int, shape: tuple[int, ...]
-) -> jax.Array:
-    """The leading columns of indices; all out of bounds where one of them is."""
-    rows = indices[:, :depth]
-    if indices.shape[1] == depth:
-        return rows
-    valid = in_bounds(indices, shape)
-    return jnp.where(valid[:, None], rows, row_bounds(shape, rows))

@@ -1,10 +1,9 @@
 """The rules of a walk: one entry for each primitive that may have tables for operands.
 
-`rule(walk, eqn, needed, *args)` returns the results, or `NotImplemented` to let JAX
-evaluate the equation on arrays. It runs twice, in the plan and in the walk: in a plan
-it may not look at arrays, only at `eqn` and at expressions. `needed` says for each
-result whether the loss depends on it. A new elementwise primitive needs its name in
-`_jax_extras.jaxprs` only.
+`rule(walk, eqn, *args)` returns the results, or `NotImplemented` to let JAX evaluate
+the equation on arrays. It runs twice, in the plan and in the walk: in a plan it may not
+look at arrays, only at `eqn` and at expressions. A new elementwise primitive needs its
+name in `_jax_extras.jaxprs` only.
 """
 
 import functools
@@ -18,26 +17,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
-from . import rules_bags, rules_calls, rules_elementwise_calls, rules_shard_map
-from .backward_slice import WITHOUT_DERIVATIVE, as_closed
+from . import rules_calls, rules_elementwise_calls, rules_shard_map
+from .backward_slice import as_closed
 from .expressions import (
     Expression,
-    StaleTable,
-    arrays_of,
+    arrays_among,
     cast_table,
     elementwise,
-    expressions_below,
     fill,
-    with_arrays,
+    has_table,
+    map_arrays,
+    merge,
+    operands_first,
 )
-from .lookups import (
-    constants,
-    indices_of_gather,
-    indices_of_slice,
-    lookup_of_gather,
-    lookup_of_slice,
-)
-from .reading import first_gather, read_gather, read_slice
+from .lookups import Lookup, lookup_of_gather, lookup_of_slice, reads_rows
+from .reading import read, show_bounds
+from .rules_bags import bag_lookup
 from .walk import Results, Rule, Walk
 
 
@@ -48,24 +43,22 @@ def _out(eqn: JaxprEqn) -> Any:
 # Elementwise functions, and what concerns where or how an array is kept.
 
 
-def _elementwise(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
-    """Waits for a lookup, if that is a function of tables and numbers, or might be."""
+def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """Stays an expression if it is a function of tables, their shape, and scalars."""
     waiting = [x for x in args if isinstance(x, Expression)]
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
     name = eqn.primitive.name
     is_cast = name == "convert_element_type" and waiting[0].is_table
     if is_cast and _is_wider(dtype, waiting[0].dtype):
         return [cast_table(waiting[0], dtype)]
-    has_table = any(x.has_table for x in waiting)
-    allowed = ((), shape) if has_table else ((),)
     atoms: list[Any] = eqn.invars
-    for atom, x in zip(atoms, args, strict=True):
-        if atom.aval.shape not in ((shape,) if isinstance(x, Expression) else allowed):
-            return NotImplemented
+    if any(x.aval.shape not in ((), shape) for x in atoms) or any(
+        x.shape != shape for x in waiting
+    ):
+        return NotImplemented
     # In the context of the lookup, which may have another mesh.
     function = functools.partial(bind, eqn.primitive, **eqn.params)
-    is_stopped = name in WITHOUT_DERIVATIVE
-    return [elementwise(shape, dtype, function, *args, is_stopped=is_stopped)]
+    return [elementwise(_out(eqn), function, *args)]
 
 
 def _is_wider(new: Any, old: Any) -> bool:
@@ -81,129 +74,113 @@ def _is_wider(new: Any, old: Any) -> bool:
     )
 
 
-def _same_values(walk: Walk, eqn: JaxprEqn, needed: Any, value: Expression) -> Results:
-    """What moves a table moves what an expression is computed of."""
+def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
+    """What moves a table moves all arrays that an expression is computed from."""
     if walk.is_plan:
         return [value]
-    below = expressions_below([value])
 
-    def moved(x: Any) -> Any:
-        return bind_eqn(eqn, x) if jnp.shape(x) == value.shape else along(x)
-
-    def along(x: Any, ndim: int | None = None) -> Any:
-        """Lies as the table along the leading axes, as what is kept of its rows."""
+    def moved(x: Any, has_rows: bool) -> Any:
+        if jnp.shape(x) == value.shape:
+            return bind_eqn(eqn, x)
         if eqn.primitive.name != "reshard":
             return x
-        to, ndim = _out(eqn).sharding, jnp.ndim(x) if ndim is None else ndim
-        spec = PartitionSpec(*to.spec[:ndim])
-        return jax.reshard(x, NamedSharding(to.mesh, spec))
+        # What is kept of each row lies as the table does along the leading axes.
+        to, ndim = _out(eqn).sharding, jnp.ndim(x) if has_rows else 0
+        return jax.reshard(x, NamedSharding(to.mesh, PartitionSpec(*to.spec[:ndim])))
 
-    arrays = []
-    for inner in below:
-        own = arrays_of(inner)
-        if isinstance(own, StaleTable):
-            array, rows = jax.tree.map(moved, (own.array, own.rows))
-            own = jax.tree.map(lambda x: along(x, 0), own)
-            arrays.append(own._replace(array=array, rows=rows))
-        else:
-            arrays.append(jax.tree.map(moved, own))
-    return [with_arrays(below, arrays)[value]]
+    return [map_arrays(value, moved)]
 
 
-def _vary(walk: Walk, eqn: JaxprEqn, needed: Any, value: Expression) -> Results:
+def _vary(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
     if value.is_table:
-        return _same_values(walk, eqn, needed, value)
+        return _same_values(walk, eqn, value)
     # What is looked up may vary already.
     function = functools.partial(vary, axes=tuple(eqn.params["axes"]))
-    return [elementwise(value.shape, value.dtype, function, value)]
+    return [elementwise(value, function, value)]
 
 
-def _barrier(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
-    """Tables pass beside it."""
+def _barrier(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """Tables skip the barrier; it applies to the arrays only."""
     if walk.is_plan:
         return args
-    held = [x for x in args if not isinstance(x, Expression)]
-    rest = iter(lax.optimization_barrier(held))
-    return [x if isinstance(x, Expression) else next(rest) for x in args]
+    return merge(args, lax.optimization_barrier(arrays_among(args)))
 
 
-def _broadcast(
-    walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *rest: Any
-) -> Results:
-    shape, dtype = _out(eqn).shape, _out(eqn).dtype
-    operand: Any = eqn.invars[0].aval
-    is_scalar = not isinstance(value, Expression) and not operand.shape
-    if is_scalar and shape in walk.shapes:
-        return [fill(shape, dtype, value)]
-    if isinstance(value, Expression) or rest:
+def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
+    if has_table(value) or rest:
         return NotImplemented
-    return walk.as_it_is(eqn, [value])
+    operand: Any = eqn.invars[0].aval
+    if operand.shape or eqn.params.get("sharding") is not None:
+        return walk.as_it_is(eqn, [walk.dense(value)])
+    return [fill(_out(eqn).shape, _out(eqn).dtype, walk.dense(value))]
 
 
 # Lookups.
 
 
-def _gather(walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, ids: Any) -> Results:
-    if not isinstance(value, Expression) or isinstance(ids, Expression):
+def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Results:
+    deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)))
+    return [None if walk.is_plan else read(value, lookup, deltas)]
+
+
+def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
+    if not isinstance(value, Expression) or has_table(ids):
         return NotImplemented
-    deltas = None
-    if any(needed) and value.leaves:
-        lookup = lookup_of_gather(eqn, value.shape)
-        if lookup is None:
-            return NotImplemented
-        indices = functools.cache(lambda: indices_of_gather(eqn, ids))
-        deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)), indices)
-    if walk.is_plan:
-        return [None]
-    rows = read_gather(eqn, value, ids, deltas)
-    return NotImplemented if rows is None else [rows]
+    lookup = lookup_of_gather(eqn, value.shape, walk.dense(ids))
+    # JAX has fill values of its own for integers.
+    has_nan = jnp.issubdtype(value.dtype, jnp.inexact)
+    is_known = has_nan or eqn.params["fill_value"] is not None or value.is_table
+    if (value.leaves and not reads_rows(lookup)) or (lookup.is_filled and not is_known):
+        return NotImplemented
+    return _look_up(walk, eqn, value, lookup)
 
 
-def _slice(walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *starts: Any) -> Results:
-    lookup = lookup_of_slice(eqn, value.shape)
+def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
+    lookup = lookup_of_slice(eqn, value.shape, starts)
     if lookup is None:
         return NotImplemented
-    first = starts or constants(eqn.params["start_indices"])
-    indices = functools.cache(lambda: indices_of_slice(lookup, first))
-    deltas = None
-    if any(needed) and value.leaves:
-        deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)), indices)
-    if walk.is_plan:
-        return [None]
-    return [read_slice(eqn, value, starts, indices(), deltas)]
+    sources = [x.source for x in operands_first([value]) if x.source is not None]
+    if starts and sources and not walk.is_plan:
+        bound = functools.partial(bind, eqn.primitive)
+        show_bounds(bound, sources[0].array, starts, eqn.params)
+    return _look_up(walk, eqn, value, lookup)
 
 
-def _look_up_by_kernel(
-    walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *rest: Any
-) -> Results:
+def _look_up_by_kernel(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
     """The kernel's lookup, in a gradient of a gradient, as the gather it stands for."""
-    gather = first_gather(as_closed(eqn.params["jaxpr"]).jaxpr, _out(eqn).shape)
-    if len(rest) != 1 or gather is None:
+    if len(rest) != 1 or not isinstance(value, Expression):
         return NotImplemented
-    return _gather(walk, gather, needed, value, *rest)
+    eqns = eqn.params["jaxpr"].jaxpr.eqns
+    bounds = next(x for x in eqns if x.primitive.name == "gather")  # `show_bounds`
+    params = bounds.params | {"slice_sizes": (1, *value.shape[1:])}
+    aval: Any = eqn.invars[1].aval
+    indices = aval if walk.is_plan else rest[0]
+    return _look_up(
+        walk, eqn, value, Lookup(value.shape, _out(eqn).shape, params, indices)
+    )
 
 
 # Functions under `jit` that are lookups as a whole, by their name.
 LOOKUP_FUNCTIONS: dict[str, Rule] = {
     "look_up_by_kernel": _look_up_by_kernel,
-    "bag_lookup": functools.partial(rules_bags.bag_lookup, _gather),
+    "bag_lookup": bag_lookup,
 }
 
 
-def _jit(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     rule = LOOKUP_FUNCTIONS.get(eqn.params["name"])
-    results = NotImplemented if rule is None else rule(walk, eqn, needed, *args)
+    results = NotImplemented if rule is None else rule(walk, eqn, *args)
     if results is NotImplemented:
-        results = rules_calls.call(walk, eqn, needed, *args)
+        results = rules_calls.call(walk, eqn, *args)
     return results
 
 
-def _custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     body = as_closed(eqn.params["call_jaxpr"])
     names = [inner.params.get("name") for inner in body.jaxpr.eqns]
     if names == ["bag_function"]:  # whose derivative that of `bag_lookup` has
-        return walk.evaluate(body, args, needed)
-    return rules_elementwise_calls.custom_jvp(walk, eqn, needed, *args)
+        return walk.evaluate(body, args)
+    return rules_elementwise_calls.custom_jvp(walk, eqn, *args)
 
 
 RULES: dict[str, Rule] = {

@@ -11,88 +11,72 @@ one call; a loop or a mesh has many calls, and `Request.bags` says how long each
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bags import add_up, sum_bags
-from .backward_slice import as_closed
-from .expressions import Expression, Table, inject
-from .reading import first_gather, read_gather
-from .walk import BagEntries, Bags, Request, Results, Rule, Walk
+from .expressions import Expression, inject
+from .lookups import lookup_of_rows
+from .reading import read
+from .row_slices import Entries
+from .walk import Bags, Request, Results, Walk, on_mesh_of_context
 
 
-def bag_lookup(
-    look_up: Rule, walk: Walk, eqn: JaxprEqn, needed: Any, value: Any, *operands: Any
-) -> Results:
+def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results:
     """See the module. A function of tables is computed for each row of a bag.
 
     Args:
-      look_up: The rule of a gather.
       walk: The walk.
       eqn: The call.
-      needed: Whether the loss depends on the result.
       value: The table, or a function of tables.
       *operands: Ids; where these are a vector, segments; and weights, if any.
     """
+    if not isinstance(value, Expression):
+        return NotImplemented
     out: Any = eqn.outvars[0].aval
     ids_type: Any = eqn.invars[1].aval
     is_flat = ids_type.ndim == 1
-    num_bags, has_weights = out.shape[0], len(operands) > 1 + is_flat
-    rows_shape = (*ids_type.shape, *out.shape[1:])
-    gather = first_gather(as_closed(eqn.params["jaxpr"]).jaxpr, rows_shape)
-    if gather is None or not isinstance(value, Expression):  # there are no ids
-        return NotImplemented
-    for x in operands:
-        if isinstance(x, Expression) and any(needed):
-            walk.use_densely(eqn, x)
-    ids, *rest = (walk.dense(x) for x in operands)
-    segments = rest[0] if is_flat else None
-    weights = rest[-1] if has_weights else None
-    indices: Any = None if walk.is_plan else ids[..., None]
+    num_bags, axes = out.shape[0], axes_of_type(out)
+    ids, *rest = (walk.as_array(eqn, x) for x in operands)
+    segments = rest.pop(0) if is_flat else None
+    weights = rest[0] if rest else None
+    lookup = lookup_of_rows(value.shape, ids_type if walk.is_plan else ids)
     if value.source is None:
-        (rows,) = look_up(walk, gather, needed, value, indices)
-        return [None if walk.is_plan else add_up(num_bags, rows, segments, weights)]
-    deltas = []
-    if any(needed) and value.leaves:
-        request = _request(walk, value, ids_type.size, out, has_weights)
-        deltas = walk.request([request])
+        deltas = walk.look_up(lookup, value, axes)
+        if walk.is_plan:
+            return [None]
+        return [add_up(num_bags, read(value, lookup, deltas), segments, weights)]
+    # A table, or a cast of one, has one leaf at most.
+    requests = []
+    for leaf in value.leaves:
+        depth, size = walk.depth_of(leaf, 1), ids_type.size
+        request = Request(leaf, value.shape, size, depth, axes, is_whole=True)
+        if leaf.index not in walk.program.whole:
+            bags = Bags(size, num_bags, out.dtype, bool(len(operands) > 1 + is_flat))
+            request = request._replace(count=num_bags, is_whole=False, bags=bags)
+        requests.append(request)
+    of_bags = walk.request(requests)
     if walk.is_plan:
         return [None]
-    if value.is_table and isinstance(value.source, Table):
+    if value.is_table and value.source.rows is None:
         table = jnp.asarray(value.source.array)
         sums = sum_bags(num_bags, table, ids, segments, weights)
     else:
-        read: Any = read_gather(gather, value, indices, None)
-        sums = add_up(num_bags, read, segments, weights)
-    for delta in deltas:
-        valid = (ids >= 0) & (ids < value.shape[0])
-        found = jnp.where(valid, ids, value.shape[0]).reshape(-1, 1)
+        sums = add_up(num_bags, read(value, lookup, None), segments, weights)
+    for request, delta in zip(requests, of_bags, strict=True):
+        entries = Entries(lookup.rows(1))
         if request.is_whole:
-            walk.rows.append(found)
-            delta = sum_bags(num_bags, delta, ids, segments, weights)
+            whole = walk.whole_delta(request.leaf)
+            delta = sum_bags(num_bags, whole, ids, segments, weights)
         else:
-            walk.rows.append(_entries(found, ids, segments, weights))
+            bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]
+            entries = Entries(
+                entries.ids,
+                bag if segments is None else segments,
+                None if weights is None else weights.ravel(),
+            )
+        walk.rows.append(entries)
+        delta = on_mesh_of_context(delta)
         sums = inject(sums, delta.astype(sums.dtype))
     return [sums]
-
-
-def _request(
-    walk: Walk, value: Expression, size: int, out: Any, has_weights: bool
-) -> Request:
-    (leaf,) = value.leaves
-    walk.program.depths[leaf.index] = 1
-    axes = axes_of_type(out)
-    if leaf.index in walk.whole:
-        return Request(leaf, value.shape, size, 1, axes, is_whole=True)
-    bags = Bags(size, out.shape[0], out.dtype, has_weights)
-    return Request(leaf, value.shape, out.shape[0], 1, axes, bags=bags)
-
-
-def _entries(
-    rows: jax.Array, ids: jax.Array, segments: Any, weights: Any
-) -> BagEntries:
-    if segments is None:
-        segments = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[1]
-    return BagEntries(rows, segments, None if weights is None else weights.ravel())

@@ -12,61 +12,41 @@ over: nothing of their size is carried or returned.
 """
 
 import functools
-import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.varying_axes import vary
+from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
-from .expressions import Expression
+from .expressions import Expression, arrays_among, has_table, merge
+from .row_slices import Entries
 from .rules_elementwise_calls import elementwise_branches
-from .walk import BagEntries, Request, Results, Walk, joined_rows
+from .walk import Request, Results, Walk
 
 
-def has_table(x: Any) -> bool:
-    return isinstance(x, Expression) and x.has_table
+def call(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    return walk.evaluate(as_closed(eqn.params[CALLS[eqn.primitive.name]]), args)
 
 
-def call(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
-    return walk.evaluate(as_closed(eqn.params[CALLS[eqn.primitive.name]]), args, needed)
-
-
-def without_tables(
-    walk: Walk, eqn: JaxprEqn, needed: Sequence[bool], results: Sequence[Any]
-) -> list[Any]:
-    """The results of an equation that may not be expressions, as arrays."""
-    for value, flag in zip(results, needed, strict=True):
-        if flag:
-            walk.use_densely(eqn, value)
-    return [walk.dense(x) for x in results]
-
-
-def remat(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     closed = as_closed(eqn.params["jaxpr"])
-    requests, results = walk.plan(closed, args, needed)
-    if any(flag and has_table(x) for x, flag in zip(results, needed, strict=True)):
+    requests, results = walk.plan(closed, args)
+    needed = walk.program.slice.variables
+    pairs = zip(eqn.outvars, results, strict=True)
+    if any(has_table(x) and var in needed for var, x in pairs):
         # A function of a table: its rows are computed where they are looked up.
-        return walk.evaluate(closed, args, needed)
+        return walk.evaluate(closed, args)
     deltas = walk.request(requests)
     if walk.is_plan:
         return [None] * len(eqn.outvars)
-    is_array = [not isinstance(x, Expression) for x in args]
 
     def function(arrays: Sequence[Any], deltas: Sequence[Any]) -> Any:
-        rest = iter(arrays)
-        values = [
-            next(rest) if flag else x for x, flag in zip(args, is_array, strict=True)
-        ]
-        inner = walk.inside(deltas)
-        results = inner.evaluate(closed, values, needed)
-        return [inner.dense(x) for x in results], inner.rows
+        return walk.inside(closed, merge(args, arrays), deltas)
 
     flags = eqn.params["prevent_cse"]
     checkpointed = jax.checkpoint(
@@ -74,91 +54,70 @@ def remat(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
         prevent_cse=any(flags) if isinstance(flags, tuple) else flags,
         policy=eqn.params["policy"],
     )
-    arrays = [x for x, flag in zip(args, is_array, strict=True) if flag]
-    results, rows = checkpointed(arrays, deltas)
+    results, rows = checkpointed(arrays_among(args), deltas)
     walk.rows += rows
     return results
 
 
-def scan(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
-    """A loop; a table may be carried if no step changes it.
-
-    A loop that looks up more rows than the table has gets deltas of the table's shape:
-    stacked rows could need any multiple of the memory that `jax.grad` needs.
-    """
+def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """A loop; a table may be carried if no step changes it."""
     params, body = eqn.params, eqn.params["jaxpr"]
+    length = params["length"]
     first, carried = scan_sizes(eqn)
-    length, last = params["length"], first + carried
-    flags = walk.program.slices.of_body(eqn, needed)
-    inputs = walk.program.slices.operands(eqn, needed)
-
-    # A table that steps change, or of which each step gets a row, is an array.
-    def as_array(place: int) -> Any:
-        if inputs[place]:
-            walk.use_densely(eqn, args[place])
-        return walk.dense(args[place])
-
-    args = tuple(
-        as_array(i) if i >= last or not has_table(x) else x for i, x in enumerate(args)
+    last = first + carried
+    # A table of which each step gets a row is an array, and a carry is no scalar.
+    args = (
+        *args[:first],
+        *(x if has_table(x) else walk.dense(x) for x in args[first:last]),
+        *(walk.as_array(eqn, x) for x in args[last:]),
     )
-    tables = [x if has_table(x) else None for x in args[first:last]]
-    plain = [i for i, x in enumerate(tables) if x is None]
-
-    def operands(carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-        rest = iter(carry)
-        carry = [next(rest) if x is None else x for x in tables]
-        return [*args[:first], *carry, *xs]
-
-    unknown = operands([None] * len(plain), [None] * len(args[last:]))
-    requests, results = walk.plan(body, unknown, flags)
-    kept = [x is None or x is end for x, end in zip(tables, results, strict=False)]
-    if not all(kept):
+    requests, results = walk.plan(body, args)
+    # A carried table stays one if each step returns it: then it is closed over. A step
+    # that changes it needs all its rows.
+    changed = [
+        isinstance(x, Expression) and x is not end
+        for x, end in zip(args[first:last], results, strict=False)
+    ]
+    if any(changed):
         carry = [
-            x if ok else as_array(first + i)
-            for i, (x, ok) in enumerate(zip(args[first:last], kept, strict=True))
+            walk.as_array(eqn, x) if flag else x
+            for x, flag in zip(args[first:last], changed, strict=True)
         ]
-        return scan(walk, eqn, needed, *args[:first], *carry, *args[last:])
-    whole = _too_many(requests, length)
-    if whole:
-        requests, results = walk.plan(body, unknown, flags, whole=whole)
-    ends = [results[i] for i in plain] + results[carried:]
-    ends_needed = [flags[i] for i in plain] + flags[carried:]
-    without_tables(walk, eqn, ends_needed, ends)
-    outer, places = _requests_of_all_steps(requests, length)
-    deltas = walk.request(outer)
+        return scan(walk, eqn, *args[:first], *carry, *args[last:])
+    is_carried = [isinstance(x, Expression) for x in args[first:last]]
+    plain = [i for i in range(len(results)) if i >= carried or not is_carried[i]]
+    # What leaves the loop, or enters the next step, is an array.
+    leaving = [x if i in plain else None for i, x in enumerate(results)]
+    walk.results_as_arrays(eqn, leaving, body.jaxpr.invars[first:last])
+    deltas = walk.request([x._replace(count=length * x.count) for x in requests])
     if walk.is_plan:
-        return [*tables, *[None] * (len(results) - carried)]
-    per_step = {
-        i: deltas[i].reshape(length, request.count, *deltas[i].shape[1:])
-        for i, request in zip(places, requests, strict=True)
-        if not request.is_whole
-    }
+        return [
+            *merge(args[first:last], [None] * carried),
+            *[None] * (len(results) - carried),
+        ]
+    consts = arrays_among(args[:first])
+    carry = arrays_among(args[first:last])
+    per_step = [
+        delta.reshape(length, x.count, *delta.shape[1:])
+        for delta, x in zip(deltas, requests, strict=True)
+    ]
 
-    def body_with_deltas(carry: Any, xs: Any) -> Any:
-        xs, own = xs
-        chosen = [own[i] if i in own else deltas[i] for i in places]
-        inner = walk.inside(chosen, whole=whole)
-        results = inner.evaluate(body, operands(carry, xs), flags)
-        ys = [inner.dense(x) for x in results[carried:]]
-        return [inner.dense(results[i]) for i in plain], (ys, inner.rows)
+    def step(carry: Any, inputs: Any) -> Any:
+        xs, own = inputs
+        values = merge(args, [*consts, *carry, *xs])
+        results, rows = walk.inside(body, values, own, keep=plain)
+        return results[: len(carry)], (results[len(carry) :], rows)
 
     carry, (ys, rows) = lax.scan(
-        body_with_deltas,
-        [args[first + i] for i in plain],
+        step,
+        carry,
         (list(args[last:]), per_step),
         length=length,
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    for i, request in enumerate(outer):
-        own = [x for x, place in zip(rows, places, strict=True) if place == i]
-        if request.bags is not None:
-            walk.rows.append(jax.tree.map(_all_steps, own[0]))
-            continue
-        flat = [_all_steps(x) for x in own]
-        walk.rows.append(joined_rows(flat, request.depth, request.shape))
-    last_carry = dict(zip(plain, carry, strict=True))
-    return [last_carry.get(i, x) for i, x in enumerate(tables)] + list(ys)
+    walk.rows += jax.tree.map(_all_steps, rows)
+    return [*merge(args[first:last], carry), *ys]
 
 
 def _all_steps(x: jax.Array) -> jax.Array:
@@ -166,119 +125,78 @@ def _all_steps(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _too_many(requests: Sequence[Request], length: int) -> frozenset[int]:
-    """The leaves of which a loop looks up more rows than their tables have."""
-    counts: Counter[int] = Counter()
-    limits = {}
-    for request in requests:
-        counts[request.leaf.index] += request.num_entries * length
-        limits[request.leaf.index] = math.prod(request.shape[: request.depth])
-    return frozenset(i for i, count in counts.items() if count > limits[i])
-
-
-def _requests_of_all_steps(
-    requests: Sequence[Request], length: int
-) -> tuple[list[Request], list[int]]:
-    """What a loop requests, and for each request of its body the place there.
-
-    A delta of the table's shape serves all steps, and all lookups of a leaf.
-    """
-    outer: dict[Any, Request] = {}
-    places = []
-    for i, request in enumerate(requests):
-        key = _pool(request) if request.is_whole else i
-        before = outer[key].count if key in outer else 0
-        outer[key] = request._replace(count=before + length * request.count)
-        places.append(list(outer).index(key))
-    return list(outer.values()), places
-
-
-def cond(walk: Walk, eqn: JaxprEqn, needed: Any, index: Any, *args: Any) -> Results:
+def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     """Branches share their deltas: only one of them runs.
 
     With branches that look up 6 and 3 rows of a table, both get one delta of 6 rows;
     the second one takes 3 of them, and returns 3 ids out of bounds for the rest.
     """
     branches = eqn.params["branches"]
-    plans, columns = [], []
-    for branch in branches:
-        requests, results = walk.plan(branch, args, needed)
-        columns.append(results)
-        plans.append(requests)
-    if any(has_table(x) for results in columns for x in results):
-        results = elementwise_branches(walk, eqn, index, *args)
-        if results is not NotImplemented:
-            return results
-    for results in columns:
-        without_tables(walk, eqn, needed, results)
-    pools = _pools(plans)
-    deltas = dict(zip(pools, walk.request(list(pools.values())), strict=True))
+    plans, results = zip(*(walk.plan(b, args) for b in branches), strict=True)
+    if any(has_table(x) for of_branch in results for x in of_branch):
+        lazy = elementwise_branches(walk, eqn, index, *args)
+        if lazy is not NotImplemented:
+            return lazy
+    for of_branch in results:
+        walk.results_as_arrays(eqn, of_branch)
+    keys, shared = _shared(plans)
+    deltas = dict(zip(shared, walk.request(list(shared.values())), strict=True))
     if walk.is_plan:
         return [None] * len(eqn.outvars)
 
-    def run(number: int) -> Any:
-        used: Counter[Any] = Counter()
-        chunks = []
-        for request in plans[number]:
-            key, delta = _pool(request), deltas[_pool(request)]
-            if not request.is_whole:
-                delta = delta[used[key] : used[key] + request.count]
-            used[key] += request.count
-            chunks.append(delta)
-        inner = walk.inside(chunks)
-        results = inner.evaluate(branches[number], args, needed)
-        rows: dict[Any, list[jax.Array]] = {key: [] for key in pools}
-        for request, found in zip(plans[number], inner.rows, strict=True):
-            rows[_pool(request)].append(
-                jax.tree.map(functools.partial(vary, axes=request.axes), found)
-            )
-        padded = [_padded(rows[key], request) for key, request in pools.items()]
-        return [inner.dense(x) for x in results], padded
+    def run(place: int) -> Any:
+        # The branch takes the first rows of each delta that it shares with others, and
+        # returns ids for all rows of all deltas, as branches return equal shapes.
+        pairs = zip(keys[place], plans[place], strict=True)
+        chunks = [deltas[key][: request.count] for key, request in pairs]
+        arrays, rows = walk.inside(branches[place], args, chunks)
+        found = dict(zip(keys[place], rows, strict=True))
+        return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
 
-    indices = range(len(branches))
-    results, rows = lax.switch(index, [functools.partial(run, i) for i in indices])
+    runs = [functools.partial(run, place) for place in range(len(branches))]
+    arrays, rows = lax.switch(index, runs)
     walk.rows += rows
-    return list(results)
+    return list(arrays)
 
 
-def _pool(request: Request) -> Any:
-    return request.leaf, request.axes, request.is_whole, request.bags
+def _shared(
+    plans: Sequence[Sequence[Request]],
+) -> tuple[list[list[Any]], dict[Any, Request]]:
+    """Requests for all branches: the k-th lookups of a leaf in each share one.
 
-
-def _pools(plans: Sequence[Sequence[Request]]) -> dict[Any, Request]:
-    """One request for all branches, with the count of the one that needs most rows."""
-    pools: dict[Any, Request] = {}
-    counts: list[Counter[Any]] = []
+    Returns:
+      For each branch the keys of its requests, and the requests by their keys.
+    """
+    keys: list[list[Any]] = []
+    shared: dict[Any, Request] = {}
     for requests in plans:
-        counts.append(Counter())
+        keys.append([])
         for request in requests:
-            counts[-1][_pool(request)] += request.count
-            pools.setdefault(_pool(request), request)
-    return {
-        key: request._replace(count=max(x[key] for x in counts), constant=None)
-        for key, request in pools.items()
-    }
+            kind = request._replace(count=0, constant=None)
+            key = kind, sum(other == kind for other, _ in keys[-1])
+            keys[-1].append(key)
+            count = max(request.count, shared[key].count if key in shared else 0)
+            shared[key] = kind._replace(count=count)
+    return keys, shared
 
 
-def _padded(rows: Sequence[Any], request: Request) -> Any:
-    """All ids of a pool, and ids out of bounds up to its count."""
-    if request.bags is not None:
-        of_entries = request._replace(count=request.num_entries, bags=None)
-        ids = _padded([x.ids for x in rows], of_entries)
-        missing = len(ids) - sum(len(x.ids) for x in rows)
+def _padded(found: Entries | None, request: Request) -> Entries:
+    """The entries of a branch, and ids out of bounds up to those of the request."""
+    size, bags = request.num_entries, request.bags
+    empty = Entries(
+        jnp.zeros((0, request.depth), jnp.int32),
+        None if bags is None else jnp.zeros(0, jnp.int32),
+        jnp.zeros(0, bags.dtype) if bags is not None and bags.has_weights else None,
+    )
+    own = jax.tree.map(
+        functools.partial(vary, axes=request.axes), empty if found is None else found
+    )
+    missing = size - len(own.ids)
 
-        def filled(found: list[jax.Array], dtype: Any) -> jax.Array:
-            zeros = vary(jnp.zeros(missing, dtype), request.axes)
-            return jnp.concatenate([*found, zeros])
+    def padded(x: jax.Array) -> jax.Array:
+        fill = row_bounds(request.shape, x) if x.ndim > 1 else 0
+        padding = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (missing, *x.shape[1:]))
+        return jnp.concatenate([x, vary(padding, request.axes)]) if missing else x
 
-        segments, weights = filled([x.segments for x in rows], jnp.int32), None
-        if request.bags.has_weights:
-            weights = filled([x.weights for x in rows], request.bags.dtype)
-        return BagEntries(ids, segments, weights)
-    missing = request.count - sum(len(x) for x in rows)
-    padding = np.tile(np.asarray(request.shape[: request.depth]), (missing, 1))
-    found = [x.astype(jnp.int32) if x.dtype.itemsize < 8 else x for x in rows]
-    if missing or not found:
-        dtype = found[0].dtype if found else jnp.int32
-        found = [*found, vary(jnp.asarray(padding.astype(dtype)), request.axes)]
-    return joined_rows(found, request.depth, request.shape)
+    ids = own.ids.astype(jnp.int32) if own.ids.dtype.itemsize < 8 else own.ids
+    return jax.tree.map(padded, own._replace(ids=ids))

@@ -1,4 +1,4 @@
-"""Calls of elementwise functions: `custom_jvp`, such as `relu`, and branches.
+"""Calls of elementwise functions: those with a custom JVP, such as `relu`; branches.
 
 `jax.nn.relu(table)[ids]` is the program
 
@@ -7,9 +7,9 @@
 
 The call cannot be bound for some rows of the table, as JAX holds its jaxpr and its rule
 for the table's shape. If both are elementwise, as nearly always, they are traced for
-that shape and evaluated on rows, under a new function with a derivative of its own.
-Branches of `cond` that return functions of a table are treated in the same way. Else
-the call gets the table as an array.
+that shape and evaluated on rows, under a new function with a custom JVP. Branches of
+`cond` that return functions of a table are treated in the same way. Else the call gets
+the table as an array.
 """
 
 import functools
@@ -31,16 +31,16 @@ class _NotElementwise(Exception):
     """Raised where a function needs more of a table than the elements at one place."""
 
 
-def custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
+def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Applies an elementwise function, and its rule, to the rows that are looked up."""
-    avals: list[Any] = [atom.aval for atom in eqn.invars]
-    if len(eqn.outvars) != 1 or not _are_floating([*avals, eqn.outvars[0].aval]):
-        return NotImplemented
+    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    is_floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals)
     body, rules = as_closed(eqn.params["call_jaxpr"]), walk.program.rules
-    # A rule may call the function that it is the rule of, as that of `relu` does.
-    key = (eqn.params.get("name"), str(body.jaxpr))
-    jaxprs = functools.cache(lambda: (body, _rule(eqn)))
-    if not _waits(walk, eqn, args, key, jaxprs):
+    rule = functools.cache(lambda: _rule(eqn))
+    name = eqn.params.get("name"), str(body.jaxpr)
+    if not is_floating or not _is_elementwise(
+        walk.program, eqn, name, [lambda: body, rule]
+    ):
         return NotImplemented
 
     # JAX keeps the rule for later, and with it whatever the function refers to: not
@@ -52,20 +52,19 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
 
         @own.defjvp
         def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            every = (*primals, *tangents)
-            results = _at_rows(Program(rules), jaxprs()[1], every)
-            return results[0], results[1]
+            both = _at_rows(Program(rules), rule(), (*primals, *tangents))
+            return both[0], both[1]
 
         return own(*args)
 
-    out: Any = eqn.outvars[0].aval
-    return [elementwise(out.shape, out.dtype, function, *args)]
+    return [elementwise(avals[-1], function, *args)]
 
 
 def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Functions of tables that leave a branch of `cond`."""
     branches, program = eqn.params["branches"], walk.program
-    if not _waits(walk, eqn, args, None, lambda: branches, start=1):
+    getters = [functools.partial(as_closed, branch) for branch in branches]
+    if not _is_elementwise(program, eqn, None, getters):
         return NotImplemented
 
     def function(index: jax.Array, *args: Any, result: int) -> Any:
@@ -74,43 +73,40 @@ def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
         return lax.switch(index, [functools.partial(run, b) for b in branches])
 
-    outs: list[Any] = [var.aval for var in eqn.outvars]
     return [
-        elementwise(out.shape, out.dtype, functools.partial(function, result=i), *args)
-        for i, out in enumerate(outs)
+        elementwise(var.aval, functools.partial(function, result=i), *args)
+        for i, var in enumerate(eqn.outvars)
     ]
 
 
-def _are_floating(avals: Sequence[Any]) -> bool:
-    return all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals)
-
-
-def _waits(
-    walk: Walk,
+def _is_elementwise(
+    program: Program,
     eqn: JaxprEqn,
-    args: Sequence[Any],
-    key: Any,
-    jaxprs: Callable[[], Sequence[ClosedJaxpr]],
-    start: int = 0,
+    name: Any,
+    jaxprs: Sequence[Callable[[], ClosedJaxpr]],
 ) -> bool:
-    """Whether a call is an elementwise function of expressions and scalars."""
-    shape = next(x.shape for x in args if isinstance(x, Expression))
-    atoms: list[Any] = eqn.invars[start:]
-    outs: list[Any] = eqn.outvars
-    if any(var.aval.shape != shape for var in outs) or any(
-        x.shape != shape if isinstance(x, Expression) else atom.aval.shape != ()
-        for atom, x in zip(atoms, args[start:], strict=True)
-    ):
+    """Whether all jaxprs of a call are elementwise functions of one shape and scalars.
+
+    A rule may call the function `name` that it is the rule of: that call is elementwise
+    if the rest is.
+    """
+    atoms: Any = eqn.invars, eqn.outvars
+    ins, outs = ({x.aval.shape for x in group} for group in atoms)
+    if len(outs) != 1 or () in outs or ins - outs - {()}:
         return False
-    known = walk.program.elementwise
-    if key in known:  # inside of what is being found out
-        return True
-    if id(eqn) not in known:
-        known[key] = True, eqn
-        result = all(_is_elementwise(walk.program, x) for x in jaxprs())
-        del known[key]
+    known = program.elementwise
+    if name not in known and id(eqn) not in known:
+        known[name] = True, eqn
+        try:
+            for jaxpr in jaxprs:
+                avals = [var.aval for var in jaxpr().jaxpr.invars]
+                jax.eval_shape(functools.partial(_at_rows, program, jaxpr()), avals)
+            result = True
+        except _NotElementwise:
+            result = False
+        del known[name]
         known[id(eqn)] = result, eqn  # which stays alive with its `id`
-    return bool(known[id(eqn)][0])
+    return name in known or bool(known[id(eqn)][0])
 
 
 def _rule(eqn: JaxprEqn) -> ClosedJaxpr:
@@ -138,6 +134,8 @@ def _refuse_arrays(x: Any) -> Any:
 def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that was traced for a whole table on some rows.
 
+    Arguments of the table's shape become expressions whose values are the rows.
+
     Raises:
       _NotElementwise: If it is not elementwise.
     """
@@ -147,27 +145,14 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
         aval: Any = var.aval
         if aval.shape:
             stand_in = Expression(aval.shape, aval.dtype, _refuse, ())
-            memo[stand_in, False] = arg
+            memo[stand_in] = arg
             arg = stand_in
         values.append(arg)
-    shapes = frozenset(x.shape for x in values if isinstance(x, Expression))
-    walk = Walk(program, shapes, iter(()))
-    results = walk.evaluate(closed, values, [False] * len(closed.jaxpr.outvars))
-    rows = []
+    results = Walk(program, iter(())).evaluate(closed, values)
     shape = max(map(jnp.shape, args), key=len)
-    for var, value in zip(closed.jaxpr.outvars, results, strict=True):
+    for i, (var, value) in enumerate(zip(closed.jaxpr.outvars, results, strict=True)):
         if isinstance(value, Expression):
-            value = value.select(_refuse_arrays, shape, memo=memo)
+            results[i] = value.select(_refuse_arrays, shape, memo=memo)
         elif var.aval.shape:
             raise _NotElementwise
-        rows.append(value)
-    return rows
-
-
-def _is_elementwise(program: Program, closed: ClosedJaxpr) -> bool:
-    avals = [var.aval for var in closed.jaxpr.invars]
-    try:
-        jax.eval_shape(lambda *args: _at_rows(program, closed, args), *avals)
-    except _NotElementwise:
-        return False
-    return True
+    return results

@@ -12,6 +12,7 @@ table split by rows over two devices with 500 rows each:
 So a gradient needs no communication for its rows, whatever the batch is split by.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -25,143 +26,120 @@ from .._jax_extras.sharding import first_row, mesh_of
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import in_bounds, row_bounds
 from .backward_slice import as_closed
-from .expressions import (
-    Expression,
-    StaleTable,
-    arrays_of,
-    expressions_below,
-    with_arrays,
-)
-from .rules_calls import without_tables
-from .walk import BagEntries, Request, Results, Walk
+from .expressions import Expression, map_arrays
+from .walk import Request, Results, Walk
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def shard_map(walk: Walk, eqn: JaxprEqn, needed: Any, *args: Any) -> Results:
-    params = eqn.params
+def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    params, program = eqn.params, walk.program
     mesh, check_vma = params["mesh"], params["check_vma"]
     manual = tuple(x for x in mesh.axis_names if x in params["newly_manual_axes"])
     body = as_closed(params["jaxpr"])
-    tables = [i for i, x in enumerate(args) if isinstance(x, Expression)]
-    below, specs, shapes = _split(eqn, [args[i] for i in tables], tables)
-
-    def values(arrays: Any, plain: Any) -> list[Any]:
-        local = with_arrays(below, arrays, lambda x: shapes[x])
-        rest = iter(plain)
-        return [local[x] if isinstance(x, Expression) else next(rest) for x in args]
-
-    # JAX cannot say over which axes columns vary without check_vma, and rows of which
-    # each device has some columns are no rows of the table.
-    depths = walk.program.depths
-    by_leaf = {leaf.index: specs[args[i]] for i in tables for leaf in args[i].leaves}
-    whole = frozenset(
-        i
-        for i, spec in by_leaf.items()
-        if any(map(_mesh_axes, spec[depths.get(i, 1) :]))
-    )
-    local_shapes = frozenset(shapes[args[i]] for i in tables)
-    unknown = values([arrays_of(x) for x in below], [None] * (len(args) - len(tables)))
-    requests, results = walk.plan(body, unknown, needed, local_shapes, whole)
-    without_tables(walk, eqn, needed, results)
+    inner: list[Any] = [var.aval.shape for var in body.jaxpr.invars]
+    triples = list(zip(args, params["in_specs"], inner, strict=True))
+    tables = [triple for triple in triples if isinstance(triple[0], Expression)]
+    leaves: dict[int, Any] = {}
+    for x, spec, _ in tables:
+        for leaf in x.leaves:
+            # Ids of one table that is split in two ways count from two first rows.
+            if leaves.setdefault(leaf.index, (spec, x.shape))[0] != spec:
+                walk.as_array(eqn, x)
+    for index, (spec, shape) in leaves.items():
+        # JAX cannot say over which axes columns vary without check_vma, and rows of
+        # which each device has some columns are no rows of the table.
+        depth = program.depths.get(index, len(shape))
+        if walk.is_plan and any(map(_mesh_axes, spec[depth:])):
+            program.whole.add(index)
+    # In the plan, a table has the shape of the part that one device has.
+    unknown = [
+        dataclasses.replace(x, shape=shape) if isinstance(x, Expression) else None
+        for x, _, shape in triples
+    ]
+    requests, results = walk.plan(body, unknown)
+    walk.results_as_arrays(eqn, results)
 
     def axes_of(request: Request) -> tuple[str, ...]:
-        axes = request.axes if check_vma else manual
-        return tuple(x for x in manual if x in axes)
+        return tuple(x for x in manual if x in request.axes or not check_vma)
 
-    outer, delta_specs = [], []
-    for request in requests:
-        axes, spec = axes_of(request), by_leaf[request.leaf.index]
-        size = math.prod(mesh.shape[x] for x in axes)
-        global_shape = tuple(
-            n * math.prod(mesh.shape[x] for x in _mesh_axes(entry))
-            for n, entry in zip(
-                request.shape, (*spec, *[None] * len(request.shape)), strict=False
-            )
+    # Outside, the deltas of all devices over whose axes the rows vary: see above.
+    outer = [
+        x._replace(
+            shape=leaves[x.leaf.index][1],
+            count=x.count * math.prod(mesh.shape[axis] for axis in axes_of(x)),
+            axes=tuple(axis for axis in x.axes if axis not in manual),
+            constant=None,
         )
-        outer.append(
-            request._replace(
-                shape=global_shape,
-                count=size * request.count,
-                axes=tuple(x for x in request.axes if x not in manual),
-                constant=None,
-            )
-        )
-        delta_specs.append(spec if request.is_whole else PartitionSpec(axes))
+        for x in requests
+    ]
     deltas = walk.request(outer)
     if walk.is_plan:
         return [None] * len(eqn.outvars)
+    # An expression enters as its arrays, and is built again of their parts inside.
+    arrays = [_arrays(x, spec) for x, spec, _ in triples]
+    row_specs = [PartitionSpec(axes_of(x)) for x in requests]
+    whole = [leaf for leaf in walk.whole if leaf.index in leaves]
+    whole_specs = [leaves[leaf.index][0] for leaf in whole]
+    specs = ([specs for _, specs in arrays], row_specs, whole_specs)
+    operands = ([x for x, _ in arrays], deltas, [walk.whole[leaf] for leaf in whole])
     if mesh_of(*deltas).explicit_axes:
-        deltas = list(map(jax.reshard, deltas, delta_specs))
+        operands = (operands[0], *jax.tree.map(jax.reshard, operands[1:], specs[1:]))
 
-    def function(arrays: Any, plain: Any, deltas: Any) -> Any:
-        inner = walk.inside(deltas, local_shapes, whole)
-        results = inner.evaluate(body, values(arrays, plain), needed)
-        rows = []
-        for request, own, ids in zip(requests, outer, inner.rows, strict=True):
-            spec = by_leaf[request.leaf.index]
-            if isinstance(ids, BagEntries):
-                own_ids = _global_ids(ids.ids, request, spec, own.shape)
-                ids = ids._replace(ids=own_ids)
-            else:
-                ids = _global_ids(ids, request, spec, own.shape)
+    def function(arrays: Any, deltas: Any, of_whole: Any) -> Any:
+        values = [
+            _with_arrays(x, own, shape)
+            for (x, _, shape), own in zip(triples, arrays, strict=True)
+        ]
+        own = dict(zip(whole, of_whole, strict=True))
+        results, rows = walk.inside(body, values, deltas, whole=own)
+        for i, request in enumerate(requests):
+            spec, shape = leaves[request.leaf.index]
+            ids = _global_ids(rows[i].ids, request, spec, shape)
+            rows[i] = rows[i]._replace(ids=ids)
             if check_vma:
                 cast = functools.partial(vary, axes=axes_of(request))
-                ids = jax.tree.map(cast, ids)
-            rows.append(ids)
-        return [inner.dense(x) for x in results], rows
+                rows[i] = jax.tree.map(cast, rows[i])
+        return results, rows
 
-    plain = [x for x in args if not isinstance(x, Expression)]
-    plain_specs = [
-        spec
-        for x, spec in zip(args, params["in_specs"], strict=True)
-        if not isinstance(x, Expression)
-    ]
     results, rows = jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=([_specs_of(x, specs[x]) for x in below], plain_specs, delta_specs),
-        out_specs=(
-            list(params["out_specs"]),
-            [PartitionSpec(axes_of(x)) for x in requests],
-        ),
+        in_specs=specs,
+        out_specs=(list(params["out_specs"]), row_specs),
         axis_names=set(manual),
         check_vma=check_vma,
-    )([arrays_of(x) for x in below], plain, deltas)
+    )(*operands)
     walk.rows += rows
     return list(results)
 
 
-def _split(
-    eqn: JaxprEqn, args: list[Expression], places: list[int]
-) -> tuple[list[Expression], dict[Any, PartitionSpec], dict[Any, Any]]:
-    """What tables are computed of, how it is split, and the shapes of the parts.
+def _arrays(x: Any, spec: PartitionSpec) -> tuple[list[Any], list[PartitionSpec]]:
+    """The arrays that an operand is computed from, and how they are split.
 
     All operands of an elementwise function are split as its result is.
     """
-    specs: dict[Any, Any] = {}
-    shapes: dict[Any, Any] = {}
-    inner: list[Any] = eqn.params["jaxpr"].invars
-    for value, place in zip(args, places, strict=True):
-        for x in expressions_below([value]):
-            specs.setdefault(x, eqn.params["in_specs"][place])
-            shapes.setdefault(x, inner[place].aval.shape)
-    return expressions_below(args), specs, shapes
+    if not isinstance(x, Expression):
+        return [x], [spec]
+    arrays, specs = [], []
+
+    def collect(array: Any, has_rows: bool) -> Any:
+        arrays.append(array)
+        specs.append(PartitionSpec(*spec[: jnp.ndim(array) if has_rows else 0]))
+        return array
+
+    map_arrays(x, collect)
+    return arrays, specs
 
 
-def _specs_of(value: Expression, spec: PartitionSpec) -> Any:
-    """How the arrays of one expression lie: as the table does, scalars everywhere."""
-
-    def of(x: Any) -> PartitionSpec:
-        return PartitionSpec(*spec[: jnp.ndim(x)])
-
-    if isinstance(value.source, StaleTable):
-        everywhere = jax.tree.map(lambda _: PartitionSpec(), value.source)
-        rows = jax.tree.map(of, value.source.rows)
-        return everywhere._replace(array=spec, rows=rows)
-    return jax.tree.map(of, arrays_of(value))
+def _with_arrays(x: Any, arrays: list[Any], shape: tuple[int, ...]) -> Any:
+    """The operand with the parts of its arrays that a device has."""
+    rest = iter(arrays)
+    if not isinstance(x, Expression):
+        return next(rest)
+    return map_arrays(x, lambda array, has_rows: next(rest), shape)
 
 
 def _global_ids(

@@ -8,17 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, valid_jaxtype
+from jax.extend.core import ClosedJaxpr, valid_jaxtype
 
-from .._jax_extras.sharding import mesh_of
-from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.resting_state import exact_states, held_by, is_exact, table_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
-from .expressions import Expression, StaleTable, Table, table
-from .row_slices import RowSlices, every_row, to_bcoo
-from .rules import RULES
-from .walk import DenseUse, Program, Request, Walk
+from .differentiate import evaluate_with_gradients
+from .expressions import Table
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -119,42 +114,31 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        numbers = as_numbers(argnums)
-        inside = [-len(args) <= number < len(args) for number in numbers]
-        places = {number % max(1, len(args)) for number in numbers}
-        if not numbers or not all(inside) or len(places) < len(numbers):
+        places = as_places(argnums)
+        inside = [-len(args) <= place < len(args) for place in places]
+        distinct = {place % max(1, len(args)) for place in places}
+        if not places or not all(inside) or len(distinct) < len(places):
             return reference(*args, **kwargs)  # raises, in JAX's words
-        chosen = [args[number] for number in numbers]
+        chosen = [args[place] for place in places]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         check_leaves(tree)
         if sparse is False and read is None:
             return reference(*args, **kwargs)
         wanted = _wanted(sparse, tree)
-        structure: Any = None
-        outputs: list[Any] = []
 
-        def traced(*chosen: Any) -> list[Any]:
-            values = list(args)
-            for number, value in zip(numbers, chosen, strict=True):
-                values[number] = value
-            result = kept(*values, **kwargs)
+        def loss(*args: Any) -> Any:
+            result = kept(*args, **kwargs)
             if not _is_loss(result, has_aux):
-                return []
-            # An auxiliary output may be anything; arrays leave through the jaxpr.
-            nonlocal structure
-            leaves, structure = jax.tree.flatten(result)
-            outputs[:] = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
-            outputs[0] = _ARRAY
-            return [leaves[0], *(x for x in leaves[1:] if isinstance(x, jax.Array))]
+                raise _NoLoss
+            return result
 
-        closed = jax.make_jaxpr(traced)(*chosen)
-        if structure is None:
+        try:
+            closed, to_result = trace(loss, args, places, has_loss=True)
+        except _NoLoss:
             return reference(*args, **kwargs)  # raises, in JAX's words
-        arrays, grads = _evaluate(closed, tree, wanted, current_tables(tree, read))
-        rest = iter(arrays)
-        results = [next(rest) if x is _ARRAY else x for x in outputs]
-        result = jax.tree.unflatten(structure, results)
-        return result, jax.tree.unflatten(jax.tree.structure(tree), grads)
+        paths, tables = _with_paths(tree)[0], current_tables(tree, read)
+        arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables)
+        return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
 
@@ -198,9 +182,52 @@ def grad(
     return grad_fun
 
 
-def as_numbers(argnums: Any) -> tuple[int, ...]:
-    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    return tuple(map(operator.index, numbers))
+class _NoLoss(Exception):
+    """Raised where JAX would not differentiate what a function returns."""
+
+
+def as_places(argnums: Any) -> tuple[int, ...]:
+    places = argnums if isinstance(argnums, Sequence) else (argnums,)
+    return tuple(map(operator.index, places))
+
+
+def trace(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    places: Sequence[int],
+    *,
+    has_loss: bool = False,
+) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any]]:
+    """The jaxpr of a function of the arguments at these places.
+
+    Its results may be anything: the arrays among them leave through the jaxpr, and a
+    loss, the first of them, even if it is a Python number.
+
+    Returns:
+      The jaxpr, and a function that makes the result of the results of the jaxpr.
+    """
+    structure: Any = None
+    outputs: list[Any] = []
+
+    def traced(*chosen: Any) -> list[Any]:
+        values = list(args)
+        for place, value in zip(places, chosen, strict=True):
+            values[place] = value
+        nonlocal structure
+        leaves, structure = jax.tree.flatten(fun(*values))
+        is_array = [isinstance(x, jax.Array) for x in leaves]
+        if has_loss:
+            is_array[0] = True
+        pairs = list(zip(leaves, is_array, strict=True))
+        outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
+        return [x for x, flag in pairs if flag]
+
+    def to_result(arrays: Sequence[Any]) -> Any:
+        rest = iter(arrays)
+        results = [next(rest) if x is _ARRAY else x for x in outputs]
+        return jax.tree.unflatten(structure, results)
+
+    return jax.make_jaxpr(traced)(*(args[place] for place in places)), to_result
 
 
 def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
@@ -208,8 +235,9 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     paths, leaves = _with_paths(tree)
     if sparse is True:
         return [None] * len(leaves)
+    what = "The leaves of `sparse` must be"
     if callable(sparse):
-        marks = [sparse(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        marks = list(map(sparse, paths, leaves))
         what = "The predicate `sparse` must return"
     else:
         try:
@@ -219,14 +247,13 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
                 "`sparse` must be a tree of booleans like the differentiated argument, "
                 f"or a prefix of it: {error}"
             ) from None
-        what = "The leaves of `sparse` must be"
     for path, mark in zip(paths, marks, strict=True):
         if not isinstance(mark, bool | np.bool_):
             raise ValueError(
                 f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
                 f"{leaf_name(path)}."
             )
-    return [bool(mark) for mark in marks]
+    return list(map(bool, marks))
 
 
 def _is_loss(result: Any, has_aux: bool) -> bool:
@@ -241,221 +268,19 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
     return aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def current_tables(tree: Any, read: Any) -> list[Table | StaleTable]:
-    """The leaves, which the state `read` may have to bring up to date."""
+def current_tables(tree: Any, read: Any) -> list[Table]:
+    """The leaves; stale where the state `read` has to bring them up to date."""
     leaves, treedef = jax.tree.flatten(tree)
-    tables: list[Table | StaleTable] = [Table(x) for x in leaves]
+    tables = [Table(x) for x in leaves]
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
             states, shapes = table_states(node), list(map(jnp.shape, leaves))
             for i, (place, rows) in held_by(node, shapes, treedef).items():
                 array = jnp.asarray(leaves[i])
-                tables[i] = StaleTable(array, rows, states.at(place), node.constants)
+                tables[i] = Table(array, rows, states.at(place), node.constants)
     return tables
-
-
-def _evaluate(
-    closed: ClosedJaxpr,
-    tree: Any,
-    wanted: list[bool | None],
-    tables: list[Table | StaleTable],
-) -> tuple[list[Any], list[Any]]:
-    """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
-
-    Returns:
-      The results, and the gradient of each leaf, row-sparse where wanted.
-    """
-    paths, leaves = _with_paths(tree)
-    program = Program(RULES)
-    able = _able(program, closed, paths, tables, wanted)
-    # What the loss shows is read before tables are written: see `_after`.
-    shown = _shown(closed.jaxpr)
-    jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
-    closed = ClosedJaxpr(jaxpr, closed.consts)
-    needed = [True] + [False] * (len(jaxpr.outvars) - 1)
-    args = _arguments(tables, able)
-    shapes = frozenset(x.shape for x in args if isinstance(x, Expression))
-    requests, _ = Walk(program, shapes).plan(closed, args, needed)
-
-    def function(deltas: list[Any], arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        values = [x if isinstance(x, Expression) else next(rest) for x in args]
-        walk = Walk(program, shapes, iter(deltas))
-        results = walk.evaluate(closed, values, needed)
-        # Arrays as they are, with their weak types.
-        return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
-
-    deltas = [vary(jnp.zeros(x.delta.shape, x.delta.dtype), x.axes) for x in requests]
-    arrays = [x for x in args if not isinstance(x, Expression)]
-    (value, (others, rows)), (of_deltas, of_arrays) = jax.value_and_grad(
-        function, argnums=(0, 1), has_aux=True
-    )(deltas, arrays)
-    count = len(jaxpr.outvars) - len(shown)
-    everything = [value, *map(jnp.asarray, others)]
-    found: dict[int, list[RowSlices]] = {i: [] for i, can in enumerate(able) if can}
-    for request, ids, values in zip(requests, rows, of_deltas, strict=True):
-        slices = _of_all_devices(request, leaves[request.leaf.index], ids, values)
-        found[request.leaf.index].append(_after(slices, everything))
-    dense, grads = iter(of_arrays), []
-    for i, leaf in enumerate(leaves):
-        if i in found:
-            depth = program.depths.get(i, 1)
-            dtype = jnp.result_type(leaf)
-            is_read = isinstance(tables[i], StaleTable)
-            grads.append(
-                to_bcoo(found[i], jnp.shape(leaf), depth, dtype, is_stale=not is_read)
-            )
-        else:
-            grads.append(next(dense))
-    return everything[:count], grads
-
-
-def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
-    """An expression for each leaf that is able to be row-sparse, arrays for others."""
-    args: list[Any] = []
-    for i, (source, can) in enumerate(zip(tables, able, strict=True)):
-        value = table(source, jnp.shape(source.array), jnp.result_type(source.array), i)
-        array = source.array
-        if isinstance(source, StaleTable) and not can:
-            array = value.select(lambda x: x, value.shape)
-        args.append(value if can else array)
-    return args
-
-
-def _of_all_devices(
-    request: Request, leaf: Any, ids: Any, values: jax.Array
-) -> RowSlices:
-    """The gradient of the rows of one lookup.
-
-    Inside of `shard_map`, of all devices, over the axes over which rows vary and the
-    table does not: under `jax.grad` its gradient is summed over them.
-    """
-    if request.is_whole:
-        ids, values = every_row(ids, values, request.depth)[:2]
-    slices = RowSlices(ids, values)
-    if request.bags is not None:
-        slices = RowSlices(ids.ids, values, ids.segments, ids.weights)
-    slices = jax.tree.map(functools.partial(vary, axes=request.axes), slices)
-    own = varying_axes(leaf) if request.axes else ()
-    axes = tuple(axis for axis in request.axes if axis not in own)
-    if axes:
-        gather = functools.partial(
-            lax.all_gather, axis_name=axes, tiled=True, to="invarying"
-        )
-        slices = jax.tree.map(gather, slices)
-    if request.bags is not None:
-        call = jnp.arange(len(slices.indices), dtype=jnp.int32)
-        call = call // max(request.bags.entries, 1)
-        segments = slices.segments + call * request.bags.bags
-        slices = slices._replace(segments=segments)
-    return slices
-
-
-def _shown(jaxpr: Jaxpr) -> list[Any]:
-    """What `jax.debug.print` and other effects of the loss read."""
-    return [
-        atom
-        for eqn in jaxpr.eqns
-        for atom in (eqn.invars if eqn.effects else ())
-        if not isinstance(atom, Literal)
-    ]
 
 
 def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return [path for path, _ in pairs], [leaf for _, leaf in pairs]
-
-
-def _able(
-    program: Program,
-    closed: ClosedJaxpr,
-    paths: list[KeyPath],
-    tables: list[Table | StaleTable],
-    wanted: list[bool | None],
-) -> list[bool]:
-    """Which leaves get a row-sparse gradient; raises where one is named in vain."""
-    arrays = [source.array for source in tables]
-    able = [
-        mark is not False
-        and jnp.ndim(array) > 0
-        and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
-        for mark, array in zip(wanted, arrays, strict=True)
-    ]
-    args = _arguments(tables, able)
-    shapes = frozenset(x.shape for x in args if isinstance(x, Expression))
-    needed = [True] + [False] * (len(closed.jaxpr.outvars) - 1)
-    requests, _ = Walk(program, shapes).plan(closed, args, needed)
-    for i, path in enumerate(paths):
-        use = program.dense_uses.get(i)
-        if wanted[i] and (use is not None or not able[i]):
-            raise ValueError(_refusal(path, use))
-        able[i] = able[i] and use is None
-        if able[i] and not wanted[i]:
-            able[i] = not _reads_every_row([x for x in requests if x.leaf.index == i])
-    return able
-
-
-def _reads_every_row(requests: list[Request]) -> bool:
-    """Whether all lookups of a table are at constant indices that leave no row out.
-
-    So are those of stacked layers that a Python loop takes one by one. All rows of a
-    table, each once, are the dense gradient already.
-    """
-    rows = {x.constant for x in requests}
-    return bool(rows) and None not in rows and len(rows) == requests[0].shape[0]
-
-
-def _after(slices: RowSlices, results: list[jax.Array]) -> RowSlices:
-    """Makes a gradient depend on all that the call shows, without changing it.
-
-    XLA updates a table in place only where it knows that every read of the old rows
-    comes before; else it copies the table to be safe. Reads that the gradient does not
-    depend on are those of a loss that is linear in a table, and of auxiliary outputs
-    (https://openxla.org/xla/aliasing; an `optimization_barrier` would say so, but XLA
-    drops it on CPUs before it looks). So one number of each result is compared with
-    infinity: no number is above. Inside shard_map, a value that varies over more axes
-    than the gradient would make it vary there as well, and is left out.
-    (tests/gradients/test_cost_of_steps.py)
-    """
-    axes = set(varying_axes(slices.values))
-    values = [x for x in results if _is_numeric(x) and axes.issuperset(varying_axes(x))]
-    if not values:
-        return slices
-    place = jnp.int32(0)
-    if values[0].ndim == 0:  # the loss, unless it is left out
-        place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
-    numbers = jnp.stack([_some_number(x, place) for x in values])
-    is_never = jnp.any(numbers > jnp.inf)
-    return slices._replace(indices=jnp.where(is_never, -1, slices.indices))
-
-
-def _is_numeric(x: jax.Array) -> bool:
-    return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _as_float(x: jax.Array) -> jax.Array:
-    return jnp.real(x).astype(jnp.float32)
-
-
-def _some_number(x: jax.Array, place: jax.Array) -> jax.Array:
-    """A float32 scalar for which all of `x` is computed.
-
-    An element at a place that XLA does not know: with a known one it would look into a
-    concatenation or a pad, and compute no more than this element. On a mesh, where a
-    slice would gather all of `x`, the largest.
-    """
-    if x.ndim and mesh_of(x).empty:
-        x = lax.dynamic_slice(x, (place,) * x.ndim, (1,) * x.ndim)
-    return _as_float(jnp.max(x))
-
-
-def _refusal(path: KeyPath, use: DenseUse | None) -> str:
-    cause = "it has a use other than row lookups"
-    if use is not None:
-        cause = f"of `{use.primitive}` at {use.line}"
-    return (
-        f"`sparse` asks for a row-sparse gradient of {leaf_name(path)}, which it "
-        f"cannot have because {cause}: it must be made of row lookups only. Let this "
-        "leaf have a dense gradient; or stop the gradient of that use with "
-        "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
-    )

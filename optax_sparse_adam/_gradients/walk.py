@@ -32,7 +32,7 @@ argument of what JAX differentiates.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +43,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import evaluate_eqn
 from .backward_slice import BackwardSlice
-from .expressions import Expression, Leaf
-from .lookups import Lookup, leading_columns
+from .expressions import Expression, Leaf, has_table
+from .lookups import Lookup
+from .row_slices import Entries
 
 Results = Any  # what a rule returns: a list, or NotImplemented
 Rule = Callable[..., Results]
@@ -59,22 +60,8 @@ class Bags(NamedTuple):
     has_weights: bool
 
 
-class BagEntries(NamedTuple):
-    """In the place of row ids: those of bags, of one or more calls of a lookup.
-
-    Attributes:
-      ids: `[entries, 1]`.
-      segments: `[entries]`, the bag of each in its call.
-      weights: `[entries]`, or `None`.
-    """
-
-    ids: jax.Array
-    segments: jax.Array
-    weights: jax.Array | None
-
-
 class Request(NamedTuple):
-    """A delta that a walk needs.
+    """A delta that a walk needs, and the entries that it returns for it.
 
     Attributes:
       leaf: Of the table.
@@ -82,9 +69,8 @@ class Request(NamedTuple):
       count: How many rows are looked up.
       depth: How many leading axes of the table are the index of a row.
       axes: Mesh axes over which the rows vary.
-      is_whole: Whether the delta is of the table's shape. So it is in a loop that looks
-        up more rows than the table has: JAX then adds the cotangents of all steps up,
-        and memory is that of `jax.grad`.
+      is_whole: Whether the leaf has one delta of its own shape in place of those of its
+        lookups, in `Walk.whole`. That of a lookup then has no columns.
       constant: The row, if it is the same in each call.
       bags: For sums of rows; `count` is then the number of bags.
     """
@@ -106,9 +92,9 @@ class Request(NamedTuple):
 
     @property
     def delta(self) -> jax.ShapeDtypeStruct:
-        rows = (self.count, *self.shape[self.depth :])
+        row = (0,) if self.is_whole else self.shape[self.depth :]
         dtype = self.leaf.dtype if self.bags is None else self.bags.dtype
-        return jax.ShapeDtypeStruct(self.shape if self.is_whole else rows, dtype)
+        return jax.ShapeDtypeStruct((self.count, *row), dtype)
 
 
 class DenseUse(NamedTuple):
@@ -124,18 +110,20 @@ class Program:
 
     Attributes:
       rules: The rule of each primitive, by name.
-      slices: Says which values the loss depends on.
+      slice: Says what the loss depends on.
       depths: For each leaf, how many leading axes are the index of a row; the smallest
         number that one of its lookups indexes. Known after a first plan.
+      whole: Leaves with one delta of their own shape: see `differentiate`.
       dense_uses: For each leaf its first use other than lookups, as plans find them.
       elementwise: What is known of calls by `id`: whether they are elementwise.
       plans: Of jaxprs, for each kind of arguments.
       calls: The equations that a walk is in, the innermost last.
     """
 
-    rules: dict[str, Rule]
-    slices: BackwardSlice = dataclasses.field(default_factory=BackwardSlice)
+    rules: Mapping[str, Rule]
+    slice: BackwardSlice = dataclasses.field(default_factory=BackwardSlice)
     depths: dict[int, int] = dataclasses.field(default_factory=dict)
+    whole: set[int] = dataclasses.field(default_factory=set)
     dense_uses: dict[int, DenseUse] = dataclasses.field(default_factory=dict)
     elementwise: dict[Any, Any] = dataclasses.field(default_factory=dict)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -147,26 +135,21 @@ class Walk:
 
     Attributes:
       program: What holds for all walks.
-      shapes: Shapes of the tables. Scalars that are broadcast to one of them wait for
-        a lookup, as `where(table > 0, table, 0)[ids]` needs none of that size.
-      whole: Leaves whose deltas are of the table's shape here.
+      whole: The deltas of leaves that have one of their own shape.
       requests: The deltas that this walk needs, in order; in a plan.
-      rows: The row ids of each delta, in the same order; `[count, depth]`, or
-        `BagEntries`.
+      rows: The entries of each delta, in the same order.
     """
 
     def __init__(
         self,
         program: Program,
-        shapes: frozenset[tuple[int, ...]],
         deltas: Iterator[jax.Array] | None = None,
-        whole: frozenset[int] = frozenset(),
+        whole: Mapping[Leaf, jax.Array] | None = None,
     ):
         self.program = program
-        self.shapes = shapes
-        self.whole = whole
+        self.whole = whole or {}
         self.requests: list[Request] = []
-        self.rows: list[Any] = []
+        self.rows: list[Entries] = []
         self._deltas = deltas
         self._memo: dict[Any, jax.Array] = {}  # of this trace alone
 
@@ -174,102 +157,102 @@ class Walk:
     def is_plan(self) -> bool:
         return self._deltas is None
 
-    def inside(
-        self,
-        deltas: Sequence[jax.Array],
-        shapes: frozenset[tuple[int, ...]] | None = None,
-        whole: frozenset[int] = frozenset(),
-    ) -> "Walk":
-        """A walk over a jaxpr that JAX traces by itself."""
-        shapes = self.shapes if shapes is None else shapes
-        return Walk(self.program, shapes, iter(deltas), self.whole | whole)
-
     def plan(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Any],
-        needed: Sequence[bool],
-        shapes: frozenset[tuple[int, ...]] | None = None,
-        whole: frozenset[int] = frozenset(),
+        self, closed: ClosedJaxpr, args: Sequence[Any]
     ) -> tuple[list[Request], list[Any]]:
         """The deltas that a jaxpr needs, and its results: expressions, or `None`.
 
-        Plans are kept, as one of a loop in a loop would else be made for each of both.
+        Plans are kept: a loop in a loop is planned for the plan of the outer one, for
+        the outer one, and for each walk over its body.
         """
-        program, whole = self.program, self.whole | whole
-        shapes = self.shapes if shapes is None else shapes
         kinds = tuple(x.kind if isinstance(x, Expression) else None for x in args)
-        depths = tuple(sorted(program.depths.items()))
-        key = (id(closed.jaxpr), tuple(needed), kinds, shapes, whole, depths)
-        if key not in program.plans:
-            walk = Walk(program, shapes, None, whole)
+        key = id(closed.jaxpr), kinds
+        if key not in self.program.plans:
+            walk = Walk(self.program)
             unknown = [None if kind is None else Expression(*kind) for kind in kinds]
             places = [
                 next((i for i, y in enumerate(unknown) if y is x), x)
                 if isinstance(x, Expression)
                 else None
-                for x in walk.evaluate(closed, unknown, needed)
+                for x in walk.evaluate(closed, unknown)
             ]
             # The jaxpr stays alive as long as its `id` is a key.
-            program.plans[key] = walk.requests, places, closed.jaxpr
-        requests, places, _ = program.plans[key]
+            self.program.plans[key] = walk.requests, places, closed.jaxpr
+        requests, places, _ = self.program.plans[key]
         return requests, [args[x] if isinstance(x, int) else x for x in places]
 
-    def evaluate(
-        self, closed: ClosedJaxpr, args: Sequence[Any], needed: Sequence[bool]
-    ) -> list[Any]:
+    def inside(
+        self,
+        closed: ClosedJaxpr,
+        args: Sequence[Any],
+        deltas: Sequence[jax.Array],
+        keep: Sequence[int] | None = None,
+        whole: Mapping[Leaf, jax.Array] | None = None,
+    ) -> tuple[list[Any], list[Entries]]:
+        """Walks over a jaxpr in a function that JAX traces by itself.
+
+        Returns:
+          Its results as arrays, those of the indices `keep` if there are any; and the
+          entries of all deltas.
+        """
+        whole = self.whole if whole is None else whole
+        walk = Walk(self.program, iter(deltas), whole)
+        results = walk.evaluate(closed, args)
+        chosen = results if keep is None else [results[i] for i in keep]
+        return [walk.dense(x) for x in chosen], walk.rows
+
+    def evaluate(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr; arguments and results may be expressions.
 
-        Args:
-          closed: The jaxpr.
-          args: Its arguments. In a plan, all arrays that it computes are `None`.
-          needed: Says for each result whether the loss depends on it.
+        In a plan, all arrays that it computes are `None`.
         """
         jaxpr: Jaxpr = closed.jaxpr
-        variables = self.program.slices.of(jaxpr, needed).variables
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        # What no later equation reads is dropped, as it matters outside of jit.
-        live = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
-        dead: list[set[Var]] = []
-        for eqn in reversed(jaxpr.eqns):
+        # A value is dropped after its last use, which matters outside of jit.
+        last: dict[Any, JaxprEqn | None] = {}
+        for eqn in jaxpr.eqns:
             atoms = (*eqn.invars, *eqn.outvars)
-            dead.append({atom for atom in atoms if isinstance(atom, Var)} - live)
-            live |= dead[-1]
+            last.update({x: eqn for x in atoms if isinstance(x, Var)})
+        last.update({x: None for x in jaxpr.outvars if isinstance(x, Var)})
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            flags = [var in variables for var in eqn.outvars]
-            results = self._evaluate_eqn(eqn, operands, flags)
+            results = self._evaluate_eqn(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
-            for var in dead.pop():
-                del env[var]
+            for x in (*eqn.invars, *eqn.outvars):
+                if isinstance(x, Var) and last[x] is eqn:
+                    env.pop(x, None)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _evaluate_eqn(
-        self, eqn: JaxprEqn, args: list[Any], needed: list[bool]
-    ) -> list[Any]:
+    def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         rule = self.program.rules.get(eqn.primitive.name)
-        is_broadcast = eqn.primitive.name == "broadcast_in_dim"
-        if not (is_broadcast or any(isinstance(x, Expression) for x in args)):
-            return self.as_it_is(eqn, args)
+        if (
+            not any(has_table(x) for x in args)
+            and eqn.primitive.name != "broadcast_in_dim"
+        ):
+            return self.as_it_is(eqn, [self.dense(x) for x in args])
+        # Where the loss does not depend on a use, the table is one without derivative:
+        # its lookups need no deltas, and another use does not make its gradient dense.
+        flags = self.program.slice.operands(eqn)
+        args = [
+            x if flag or not isinstance(x, Expression) else x.without_derivative()
+            for x, flag in zip(args, flags, strict=True)
+        ]
         if rule is not None:
+            # A rule runs on the mesh of its equation, and ids leave it.
             before = len(self.rows)
             self.program.calls.append(eqn)
             with eqn.ctx.manager:
-                results = rule(self, eqn, needed, *args)
+                results = rule(self, eqn, *args)
             self.program.calls.pop()
             self.rows[before:] = jax.tree.map(on_mesh_of_context, self.rows[before:])
             if results is not NotImplemented:
                 return list(results)
-        flags = self.program.slices.operands(eqn, needed)
-        for arg, flag in zip(args, flags, strict=True):
-            if flag:
-                self.use_densely(eqn, arg)
-        return self.as_it_is(eqn, [self.dense(x) for x in args])
+        return self.as_it_is(eqn, [self.as_array(eqn, x) for x in args])
 
     def as_it_is(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """Lets JAX evaluate an equation of arrays."""
@@ -285,18 +268,32 @@ class Walk:
             return None
         return value.select(lambda x: x, value.shape, memo=self._memo)
 
-    def use_densely(self, eqn: JaxprEqn, value: Any) -> None:
-        """Notes that the gradient depends on every row of a value."""
+    def as_array(self, eqn: JaxprEqn, value: Any) -> Any:
+        """The array of any value, every row of which the gradient may depend on."""
         leaves = value.leaves if isinstance(value, Expression) else ()
         # Else the derivative would be lost: walks follow plans without such uses.
         assert self.is_plan or not leaves
-        # What functions of JAX hold inside has no line: then that of the call.
-        calls = (eqn, *reversed(self.program.calls))
-        lines = (source_info_util.summarize(x.source_info) for x in calls)
-        line = next(filter(None, lines), "") if leaves else ""
-        for leaf in leaves:
-            use = DenseUse(eqn.primitive.name, line)
-            self.program.dense_uses.setdefault(leaf.index, use)
+        if leaves:
+            # What functions of JAX hold inside has no line: then that of the call.
+            calls = (eqn, *reversed(self.program.calls))
+            lines = (source_info_util.summarize(x.source_info) for x in calls)
+            use = DenseUse(eqn.primitive.name, next(filter(None, lines), ""))
+            for leaf in leaves:
+                self.program.dense_uses.setdefault(leaf.index, use)
+        return self.dense(value)
+
+    def results_as_arrays(
+        self, eqn: JaxprEqn, results: Sequence[Any], carry: Sequence[Any] = ()
+    ) -> None:
+        """Notes in a plan that expressions leave an equation as arrays.
+
+        `carry` is the variables of a loop in which a later step gets the results.
+        """
+        if not self.is_plan:
+            return
+        for i, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
+            if self.program.slice.variables & {var, *carry[i : i + 1]}:
+                self.as_array(eqn, value)
 
     def request(self, requests: Sequence[Request]) -> list[Any]:
         """A delta for each request; `None` in a plan."""
@@ -306,46 +303,45 @@ class Walk:
         return [next(self._deltas) for _ in requests]
 
     def look_up(
-        self,
-        lookup: Lookup,
-        value: Expression,
-        axes: tuple[str, ...],
-        indices: Callable[[], jax.Array],
+        self, lookup: Lookup, value: Expression, axes: tuple[str, ...]
     ) -> dict[Leaf, jax.Array] | None:
-        """What a lookup injects into the rows of each leaf; `None` in a plan.
+        """What a lookup injects into the rows of each leaf, if there is any.
 
         Args:
           lookup: What it reads.
           value: Of what.
           axes: Mesh axes over which the result varies.
-          indices: Computes `[count, len(lookup.axes)]`.
         """
-        depths = self.program.depths
         requests = []
         for leaf in value.leaves:
-            if self.is_plan:
-                depths[leaf.index] = min(
-                    lookup.depth, depths.get(leaf.index, lookup.depth)
-                )
-            is_whole = leaf.index in self.whole
-            count, depth = lookup.count, depths[leaf.index]
+            depth = self.depth_of(leaf, lookup.depth)
+            is_whole = leaf.index in self.program.whole
             requests.append(
                 Request(
-                    leaf, value.shape, count, depth, axes, is_whole, lookup.constant
+                    *(leaf, value.shape, lookup.count, depth, axes),
+                    *(is_whole, lookup.constant),
                 )
             )
         deltas = self.request(requests)
-        if self.is_plan:
+        if self.is_plan or not requests:
             return None
-        found = {}
-        for request, delta in zip(requests, deltas, strict=True):
-            delta, depth = on_mesh_of_context(delta), request.depth
-            rows = lookup.rows(indices(), depth)
-            self.rows.append(rows)
-            if request.is_whole:
-                delta = delta.at[tuple(rows.T)].get(mode="fill", fill_value=0)
-            found[request.leaf] = lookup.windows(delta, indices(), depth)
-        return found
+        self.rows += [Entries(lookup.rows(x.depth)) for x in requests]
+        return {
+            x.leaf: lookup.read(self.whole_delta(x.leaf))
+            if x.is_whole
+            else lookup.windows(on_mesh_of_context(delta), x.depth)
+            for x, delta in zip(requests, deltas, strict=True)
+        }
+
+    def depth_of(self, leaf: Leaf, depth: int) -> int:
+        """How many axes of a leaf are indexed, where a lookup indexes `depth`."""
+        depths = self.program.depths
+        if self.is_plan:
+            depths[leaf.index] = min(depth, depths.get(leaf.index, depth))
+        return depths[leaf.index]
+
+    def whole_delta(self, leaf: Leaf) -> jax.Array:
+        return on_mesh_of_context(self.whole[leaf])
 
 
 def on_mesh_of_context(x: jax.Array) -> jax.Array:
@@ -366,17 +362,8 @@ def evaluate_with_tables(
 ) -> list[Any]:
     """The results of a program whose arguments may be tables, without derivatives.
 
-    Rows of a `StaleTable` are brought up to date where they are looked up, and the
+    Rows of a stale table are brought up to date where they are looked up, and the
     kernel looks up what it may, as in the program that is differentiated.
     """
-    shapes = frozenset(x.shape for x in values if isinstance(x, Expression))
-    walk = Walk(program, shapes, iter(()))
-    results = walk.evaluate(closed, values, [False] * len(closed.jaxpr.outvars))
-    return [jnp.asarray(walk.dense(x)) for x in results]
-
-
-def joined_rows(
-    rows: Sequence[jax.Array], depth: int, shape: tuple[int, ...]
-) -> jax.Array:
-    """Row ids `[n, >= depth]` one after the other, as ids `[n, depth]`."""
-    return jnp.concatenate([leading_columns(x, depth, shape) for x in rows])
+    walk = Walk(program, iter(()))
+    return [jnp.asarray(walk.dense(x)) for x in walk.evaluate(closed, values)]

@@ -89,29 +89,16 @@ def assert_costs_nothing(function, inputs):
 
 COMPILED = [
     "matrix of ids",
-    "take None",
     "take clip",
-    "rank 3, i j",
-    "i :k",
     "i and i j",
     "dynamic_slice of a scaled table",
-    "two tables",
-    "jit",
-    "checkpoint, nothing",
     "checkpoint of tanh",
-    "scan",
     "scan, table carried",
     "scan of cast",
-    "scan of tanh",
-    "scan of checkpoint",
     "branches, fewer ids",
-    "branches of scaling",
-    "vmap",
     "vmap of scan",
     "shard_map",
-    "cast of rows",
     "times a traced number",
-    "times a parameter",
     "softplus of the table",
     "product of tables",
 ]
@@ -127,13 +114,9 @@ def test_compiled(name):
     "name",
     [
         "linen",
-        "linen, bfloat16",
-        "linen, remat",
         "linen, scan",
         "nnx, split and merge",
-        "nnx, bfloat16",
         "equinox, two vmaps",
-        "haiku",
     ],
 )
 def test_compiled_models(name):

@@ -53,10 +53,6 @@ def test_masks(loss, form, kinds):
         assert_same(actual[name], expected[name])
 
 
-# What a custom backward pass does to the cotangent of a table that is looked up, with
-# duplicates, beside another one of the same shape.
-
-
 def with_gradient(function):
     @jax.custom_vjp
     def identity(t):
@@ -66,58 +62,16 @@ def with_gradient(function):
     return identity
 
 
-BACKWARD = {
-    "integers": lambda g, t: g.astype(jnp.int32).astype(g.dtype),
-    "small integers": lambda g, t: (g * 3).astype(jnp.int8).astype(g.dtype) / 3,
-    "flags": lambda g, t: g.astype(bool).astype(g.dtype),
-    "comparison": lambda g, t: (g > 0).astype(g.dtype),
-    "reduce_precision": lambda g, t: lax.reduce_precision(g, 5, 3),
-    "float8": lambda g, t: g.astype(jnp.float8_e4m3fn).astype(g.dtype),
-    "bfloat16": lambda g, t: g.astype(jnp.bfloat16).astype(g.dtype),
-    "float16": lambda g, t: g.astype(jnp.float16).astype(g.dtype),
-    "sign": lambda g, t: jnp.sign(g),
-    "sign and sum": lambda g, t: g + jnp.sign(g),
-    "at least zero": lambda g, t: jnp.maximum(g, 0.0),
-    "square": lambda g, t: jnp.square(g),
-    "product with itself": lambda g, t: g * g,
-    "tanh": lambda g, t: jnp.tanh(g),
-    "over one and its size": lambda g, t: g / (1 + jnp.abs(g)),
-    "over its norm": lambda g, t: g / (1 + jnp.linalg.norm(g)),
-    "over the rows' maxima": lambda g, t: g / (1 + jnp.max(jnp.abs(g), axis=0)[None]),
-    "half where positive": lambda g, t: jnp.where(g > 0, g, g / 2),
-    "zero where small": lambda g, t: jnp.where(jnp.abs(g) > 1, g, 0.0),
-    "zero where negative": lambda g, t: jnp.where(t > 0, g, 0),
-    "clip": lambda g, t: jnp.clip(g, -1, 1),
-    "times the table": lambda g, t: g * t,
-    "exponential": lambda g, t: jnp.exp(g) - 1,
-    "one at zero": lambda g, t: jnp.exp(g / 64),
-    "cosine": lambda g, t: jnp.cos(g),
-    "clip, not at zero": lambda g, t: jnp.clip(g, 1, 2),
-    "one where small": lambda g, t: jnp.where(jnp.abs(g) > 1, g, 1.0),
-    "rectified": lambda g, t: jax.nn.relu(g),
-    "sum of rows": lambda g, t: jnp.cumsum(g, axis=0),
-    "larger of two": lambda g, t: jnp.maximum(g, t),
-    "integers of another": lambda g, t: (
-        g + jnp.ones_like(t).astype(jnp.int32).astype(g.dtype)
-    ),
-}
-
-
 def test_custom_backward():
-    """It sees the whole gradient of the table, which is then dense.
-
-    One table for each function, all of one shape, and one of that shape without any.
-    """
-    params = dict.fromkeys(BACKWARD, PARAMS["t"]) | {"plain": PARAMS["s"]}
+    """It sees the whole gradient of its table, which is then dense."""
 
     def loss(p, ids):
-        uses = {name: with_gradient(function) for name, function in BACKWARD.items()}
-        uses["plain"] = lambda t: t
-        return sum(square(use(p[name])[ids], PARAMS["w"]) for name, use in uses.items())
+        table = with_gradient(lambda g, t: g / (1 + jnp.linalg.norm(g)))(p["t"])
+        return square((table * p["s"])[ids], p["w"])
 
-    actual, expected = both(loss, params)
-    for name in params:
-        assert is_bcoo(actual[name]) == (name == "plain"), name
+    actual, expected = both(loss)
+    assert [is_bcoo(actual[name]) for name in "ts"] == [False, True]
+    for name in actual:
         assert_same(actual[name], expected[name], CLOSE, name)
 
 
@@ -172,17 +126,13 @@ with_mean.defjvps(lambda g, ans, x: 3 * g * jnp.mean(x))
 RULES = {
     "straight through": straight_through,
     "relu": jax.nn.relu,  # at 0, where the rule of `max` would give one half
-    "jit": jax.jit(jax.nn.relu),
-    "checkpoint": jax.checkpoint(straight_through),
     "scan": lambda x: lax.scan(lambda c, row: (c, straight_through(row)), 0.0, x)[1],
     "branches": lambda x: lax.cond(x[0, 0] > 9, lambda: x, lambda: straight_through(x)),
-    "softplus": jax.nn.softplus,
-    "odd square": odd_square,
     "with mean": with_mean,
 }
 
 
-@pytest.mark.parametrize("name", slow_but(RULES, *list(RULES)[::3]))
+@pytest.mark.parametrize("name", slow_but(RULES, *list(RULES)[::2]))
 def test_outer_differentiation_sees_rules(name):
     """Of functions of a table, of one whose gradient is stopped, of another array."""
     function = RULES[name]
@@ -216,15 +166,12 @@ def test_outer_differentiation_sees_rules(name):
 NUMBERS = np.resize(np.asarray([0.5, -2, 1, 0.25, -1], np.float32), (16, 4))
 USES = {
     "times": lambda t, c: t * c,
-    "over": lambda t, c: t / c,
-    "minus": lambda t, c: c - t,
     "where": lambda t, c: jnp.where(c > 0, t, 2 * t),
     "clip": lambda t, c: jnp.clip(t, -abs(c), abs(c)),
-    "maximum": lambda t, c: jnp.maximum(t, c),
 }
 
 
-@pytest.mark.parametrize("use", slow_but(USES, *list(USES)[::2]))
+@pytest.mark.parametrize("use", USES)
 def test_constants(use):
     def loss(p, ids):
         return sum(
@@ -255,14 +202,12 @@ def step(optimizer):
 
 
 INNER = {
-    "product": lambda p, ids: base(p, ids) + jnp.sum(inner(p, ids) * inner(p, ids)),
     "norm": lambda p, ids: base(p, ids) + jnp.linalg.norm(inner(p, ids)),
-    "sgd": step(optax.sgd(0.125)),
     "adam": step(optax.adam(0.125)),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(INNER, *list(INNER)[::2]))
+@pytest.mark.parametrize("name", INNER)
 def test_gradient_inside_loss(name):
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
         actual, expected = both(INNER[name])
@@ -274,22 +219,10 @@ def test_gradient_inside_loss(name):
 # On devices.
 
 
-@pytest.mark.parametrize(
-    "inside", slow_but([True, False], True), ids=["inside", "around"]
-)
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda g: lax.psum(2 * g, "d"),
-        lambda g: lax.pmean(g, "d") + g,
-        lambda g: jnp.tanh(lax.psum(g, "d")),
-        lambda g: jnp.mean(lax.all_gather(g, "d"), axis=0),
-    ],
-    ids=["psum", "pmean and sum", "tanh of psum", "all_gather"],
-)
-def test_collectives_in_custom_backward(function, inside):
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_collectives_in_custom_backward(inside):
     whole, along = PartitionSpec(), PartitionSpec("d")
-    table = with_gradient(lambda g, t: function(g))
+    table = with_gradient(lambda g, t: jnp.tanh(lax.psum(g, "d")))
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
 
     def map_over(f, out_specs):

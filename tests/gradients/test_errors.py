@@ -181,11 +181,6 @@ def tied(p, i):
     return jnp.sum(p["t"][i] @ p["t"].T)  # stands in the way: transpose
 
 
-def decay(p, i):
-    penalty = jnp.sum(p["t"])  # stands in the way: reduce_sum
-    return loss(p, i) + penalty
-
-
 def decay_in_scan(p, ids):
     def step(total, i):
         penalty = jnp.sum(p["t"])  # stands in the way: reduce_sum
@@ -213,14 +208,6 @@ def static_slice(p, i):
     return square(p["t"][2:5], p["w"])  # stands in the way: slice
 
 
-def columns(p, i):
-    return jnp.sum(p["t"][:, i % 4])  # stands in the way: gather
-
-
-def row_set(p, i):
-    return square(p["t"].at[0].set(0.0)[i], p["w"])  # stands in the way: scatter
-
-
 def product(p, i):
     return jnp.sum((p["t"] @ jnp.diag(p["w"]))[i])  # stands in the way: dot_general
 
@@ -230,33 +217,14 @@ def rows_of_scan(p, i):
     return lax.scan(step, 0.0, p["t"])[0]  # stands in the way: scan
 
 
-def halved(p, ids):
-    step = lambda t, i: (t / 2, t[i])  # noqa: E731
-    return jnp.sum(lax.scan(step, p["t"], ids)[1])  # stands in the way: scan
-
-
-def rolled(p, i):
-    return square(jnp.roll(p["t"], 1, axis=0)[i], p["w"])  # stands in the way: slice
-
-
-def summed(p, i):
-    return square(jnp.cumsum(p["t"], axis=0)[i], p["w"])  # stands in the way: cumsum
-
-
 DENSE_USES = [
     tied,
-    decay,
     decay_in_scan,
     decay_in_branch,
     decay_in_checkpoint,
     static_slice,
-    columns,
-    row_set,
     product,
     rows_of_scan,
-    halved,
-    rolled,
-    summed,
 ]
 
 

@@ -40,11 +40,6 @@ def with_gradient(function):
     return identity
 
 
-def to_integers(g):
-    # The factor keeps clear of products that are integers but for their rounding.
-    return (g * 19.7).astype(jnp.int32).astype(g.dtype) / 16
-
-
 @jax.custom_jvp
 def twisted(x):
     return jnp.sin(x)
@@ -76,10 +71,6 @@ POINTWISE = {
     "literal": lambda p, x: x / like(x, "literal"),
     "literal clip": lambda p, x: jnp.clip(x, -2, 2 + abs(like(x, "literal"))),
     "gradient of tanh": lambda p, x: with_gradient(jnp.tanh)(x),
-    "gradient to integers": lambda p, x: with_gradient(to_integers)(x),
-    "gradient of half precision": lambda p, x: with_gradient(
-        lambda g: lax.reduce_precision(g, 5, 4)
-    )(x),
     "gradient over its norm": lambda p, x: with_gradient(
         lambda g: g / (1 + jnp.sum(g * g))
     )(x),

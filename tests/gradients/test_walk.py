@@ -130,6 +130,21 @@ def test_function_of_a_table_into_shard_map(spec, check_vma):
     assert_same(grads[1], expected[1], 64)
 
 
+def test_one_table_split_in_two_ways():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def loss(t, ids):
+        return jax.shard_map(
+            lambda part, t, ids: lax.psum(jnp.sum(part[ids] * t[ids]), "x"),
+            mesh=mesh,
+            in_specs=(P("x"), P(), P()),
+            out_specs=P(),
+        )(t, t, ids)
+
+    ids = jnp.array([0, 3, 1, 3])
+    assert_same(osa.grad(loss)(TABLE, ids), jax.grad(loss)(TABLE, ids), 8)
+
+
 def test_evaluated_without_derivatives():
     """The program with tables in the place of arguments; nothing is injected."""
 
@@ -137,14 +152,14 @@ def test_evaluated_without_derivatives():
         return jnp.sum(jnp.tanh(2 * t)[ids]), t[ids], jnp.sum(t)
 
     closed = jax.make_jaxpr(function)(TABLE, IDS)
-    value = table(Table(TABLE), TABLE.shape, TABLE.dtype)
+    value = table(Table(TABLE))
     results = evaluate_with_tables(Program(RULES), closed, [value, IDS])
     for one, other in zip(results, jax.jit(function)(TABLE, IDS), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
     text = str(
         jax.make_jaxpr(
             lambda t: evaluate_with_tables(
-                Program(RULES), closed, [table(Table(t), t.shape, t.dtype), IDS]
+                Program(RULES), closed, [table(Table(t)), IDS]
             )
         )(TABLE)
     )

@@ -1,0 +1,272 @@
+"""Evaluates a loss and its derivatives, with respect to rows where that is enough."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from .._jax_extras.sharding import mesh_of
+from .._jax_extras.varying_axes import vary, varying_axes
+from .arguments import leaf_name
+from .backward_slice import BackwardSlice
+from .expressions import Expression, Table, arrays_among, merge, table
+from .row_slices import Entries, RowSlices, to_bcoo
+from .rules import RULES
+from .walk import DenseUse, Program, Request, Walk
+
+
+def evaluate_with_gradients(
+    closed: ClosedJaxpr,
+    paths: list[Any],
+    wanted: list[bool | None],
+    tables: list[Table],
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
+
+    Args:
+      closed: The jaxpr, a function of the leaves.
+      paths: Of the leaves.
+      wanted: For each leaf: row-sparse (`True`), dense (`False`), or as it comes.
+      tables: The leaves.
+
+    Returns:
+      The results, and the gradient of each leaf, row-sparse where wanted.
+    """
+    leaves = [source.array for source in tables]
+    # What the loss shows is read before tables are written: see `_after`.
+    shown = _shown(closed.jaxpr)
+    jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
+    closed = ClosedJaxpr(jaxpr, closed.consts)
+    program = Program(RULES, BackwardSlice(jaxpr))
+    args, requests = _plan(program, closed, paths, tables, wanted)
+
+    def function(deltas: list[Any], of_whole: list[Any], arrays: list[Any]) -> Any:
+        own = dict(zip(whole, of_whole, strict=True))
+        walk = Walk(program, iter(deltas), own)
+        results = walk.evaluate(closed, merge(args, arrays))
+        # Arrays as they are, with their weak types.
+        return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
+
+    # JAX differentiates with respect to deltas, and to the leaves that are arrays.
+    deltas = [vary(jnp.zeros(x.delta.shape, x.delta.dtype), x.axes) for x in requests]
+    whole = list(dict.fromkeys(x.leaf for x in requests if x.is_whole))
+    of_whole = [
+        vary(jnp.zeros(leaves[i].shape, dtype), varying_axes(leaves[i]))
+        for i, dtype in whole
+    ]
+    arrays = arrays_among(args)
+    (value, (others, rows)), gradients = jax.value_and_grad(
+        function, argnums=(0, 1, 2), has_aux=True
+    )(deltas, of_whole, arrays)
+    count = len(jaxpr.outvars) - len(shown)
+    everything = [value, *map(jnp.asarray, others)]
+    after = _after(everything)
+    slices = [
+        after(_of_all_devices(request, leaves[request.leaf.index], entries, values))
+        for request, entries, values in zip(requests, rows, gradients[0], strict=True)
+    ]
+    dense, grads = iter(gradients[2]), []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(args[i], Expression):
+            grads.append(next(dense))
+            continue
+        pairs = zip(requests, slices, strict=True)
+        own = [x for request, x in pairs if request.leaf.index == i]
+        totals = zip(whole, gradients[1], strict=True)
+        grads.append(
+            to_bcoo(
+                own,
+                [x for leaf, x in totals if leaf.index == i],
+                jnp.shape(leaf),
+                program.depths.get(i, 1),
+                jnp.result_type(leaf),
+                is_stale=tables[i].rows is None,
+            )
+        )
+    return everything[:count], grads
+
+
+def _plan(
+    program: Program,
+    closed: ClosedJaxpr,
+    paths: list[Any],
+    tables: list[Table],
+    wanted: list[bool | None],
+) -> tuple[list[Any], list[Request]]:
+    """What the program is evaluated with, and the deltas that it needs.
+
+    Planned again until nothing changes, as each plan finds out more: which leaves have
+    other uses than lookups, how many axes are indexed, and of which leaves more rows
+    are looked up than there are. Rows of all steps of a loop could need any multiple of
+    the memory that `jax.grad` needs; such a leaf has one delta, of its own shape.
+
+    Returns:
+      An expression for each leaf whose gradient is row-sparse, arrays for others; and
+      the requests.
+
+    Raises:
+      ValueError: If a leaf is wanted to be row-sparse that cannot be.
+    """
+    arrays = [source.array for source in tables]
+    able = [
+        mark is not False
+        and jnp.ndim(array) > 0
+        and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
+        for mark, array in zip(wanted, arrays, strict=True)
+    ]
+    while True:
+        before = *able, program.depths.copy(), program.whole.copy()
+        args = _arguments(tables, able)
+        # Plans hold what was known when they were made.
+        program.plans.clear()
+        requests, _ = Walk(program).plan(closed, args)
+        for i, path in enumerate(paths):
+            own = [x for x in requests if x.leaf.index == i]
+            use = program.dense_uses.get(i)
+            if wanted[i] and (use is not None or not able[i]):
+                raise ValueError(_refusal(path, use))
+            able[i] = able[i] and use is None
+            if not wanted[i]:
+                able[i] = able[i] and not _reads_every_row(own)
+            rows = math.prod(jnp.shape(arrays[i])[: program.depths.get(i, 1)])
+            if sum(_num_entries(x, arrays[i]) for x in own) > rows:
+                program.whole.add(i)
+        if before == (*able, program.depths, program.whole):
+            return args, requests
+
+
+def _arguments(tables: list[Table], able: list[bool]) -> list[Any]:
+    """An expression for each leaf that is able to be row-sparse, arrays for others."""
+    pairs = enumerate(zip(tables, able, strict=True))
+    return [
+        table(x, i) if can else x.array if x.rows is None else x.values(jnp.asarray)
+        for i, (x, can) in pairs
+    ]
+
+
+def _axes_to_gather(request: Request, leaf: Any) -> tuple[str, ...]:
+    """Mesh axes over which rows vary and their table does not.
+
+    Inside of `shard_map`, `jax.grad` sums the gradient of such a table over them.
+    """
+    own = varying_axes(leaf) if request.axes else ()
+    return tuple(axis for axis in request.axes if axis not in own)
+
+
+def _num_entries(request: Request, leaf: Any) -> int:
+    """How many entries a request adds to a gradient, those of all devices."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    devices = math.prod(sizes[axis] for axis in _axes_to_gather(request, leaf))
+    return request.num_entries * devices
+
+
+def _of_all_devices(
+    request: Request, leaf: Any, entries: Entries, values: jax.Array
+) -> RowSlices:
+    """The gradient of the rows of one lookup; inside of `shard_map`, of all devices."""
+    slices = entries, values
+    slices = jax.tree.map(functools.partial(vary, axes=request.axes), slices)
+    if axes := _axes_to_gather(request, leaf):
+        gather = functools.partial(
+            lax.all_gather, axis_name=axes, tiled=True, to="invarying"
+        )
+        slices = jax.tree.map(gather, slices)
+    entries, values = slices
+    if entries.segments is not None and request.bags is not None:
+        call = jnp.arange(len(entries.ids), dtype=jnp.int32)
+        call = call // max(request.bags.entries, 1)
+        segments = entries.segments + call * request.bags.bags
+        entries = entries._replace(segments=segments)
+    return entries, values
+
+
+def _shown(jaxpr: Jaxpr) -> list[Any]:
+    """What `jax.debug.print` and other effects of the loss read."""
+    return [
+        atom
+        for eqn in jaxpr.eqns
+        for atom in (eqn.invars if eqn.effects else ())
+        if not isinstance(atom, Literal)
+    ]
+
+
+def _reads_every_row(requests: list[Request]) -> bool:
+    """Whether all lookups of a table are at constant indices that leave no row out.
+
+    So are those of stacked layers that a Python loop takes one by one. All rows of a
+    table, each once, are the dense gradient already.
+    """
+    rows = {x.constant for x in requests}
+    return bool(rows) and None not in rows and len(rows) == requests[0].shape[0]
+
+
+def _after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
+    """Makes a gradient depend on all that the call shows, without changing it.
+
+    XLA updates a table in place only where it knows that every read of the old rows
+    comes before; else it copies the table to be safe. Reads that the gradient does not
+    depend on are those of a loss that is linear in a table, and of auxiliary outputs
+    (https://openxla.org/xla/aliasing; an `optimization_barrier` would say so, but XLA
+    drops it on CPUs before it looks). So one element of each result is compared with
+    infinity: none is above. Inside shard_map, a value that varies over more axes than
+    the gradient would make it vary there as well, and is left out.
+    (tests/gradients/test_cost_of_steps.py)
+    """
+    numeric = [x for x in results if _is_numeric(x)]
+
+    @functools.cache
+    def is_above_infinity(axes: frozenset[str]) -> jax.Array | None:
+        values = [x for x in numeric if axes.issuperset(varying_axes(x))]
+        if not values:
+            return None
+        place = jnp.int32(0)
+        if values[0].ndim == 0:  # the loss, unless it is left out
+            place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
+        elements = jnp.stack([_some_element(x, place) for x in values])
+        return jnp.any(elements > jnp.inf)
+
+    def after(slices: RowSlices) -> RowSlices:
+        entries, values = slices
+        never = is_above_infinity(frozenset(varying_axes(values)))
+        if never is not None:
+            entries = entries._replace(ids=jnp.where(never, -1, entries.ids))
+        return entries, values
+
+    return after
+
+
+def _is_numeric(x: jax.Array) -> bool:
+    return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+    return jnp.real(x).astype(jnp.float32)
+
+
+def _some_element(x: jax.Array, place: jax.Array) -> jax.Array:
+    """A float32 scalar for which all of `x` is computed.
+
+    An element at a place that XLA does not know: with a known one it would look into a
+    concatenation or a pad, and compute no more than this element. On a mesh, where a
+    slice would gather all of `x`, the largest.
+    """
+    if x.ndim and mesh_of(x).empty:
+        x = lax.dynamic_slice(x, (place,) * x.ndim, (1,) * x.ndim)
+    return _as_float(jnp.max(x))
+
+
+def _refusal(path: Any, use: DenseUse | None) -> str:
+    obstacle = "is no table of real numbers"
+    if use is not None:
+        obstacle = f"is used by `{use.primitive}` at {use.line}"
+    return (
+        f"`sparse` requests a row-sparse gradient for {leaf_name(path)}, but that leaf "
+        f"{obstacle}. Only row lookups such as `table[ids]` have row-sparse gradients. "
+        "Let this leaf have a dense gradient; or stop the gradient of that use with "
+        "jax.lax.stop_gradient; or, if that is weight decay, leave it to the optimiser."
+    )
