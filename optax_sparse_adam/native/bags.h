@@ -30,8 +30,6 @@ Bags BagsOf(const Ints& ids, const Ints& segments, const Floats& weights,
           weights.element_count() > 0 ? weights.typed_data() : nullptr, nse, num_bags};
 }
 
-using Eight = float __attribute__((vector_size(32)));
-
 INLINE void LoadEight(const float* from, Eight& to) {
   std::memcpy(&to, from, sizeof(to));
 }
@@ -82,17 +80,6 @@ INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width,
   }
 }
 
-template <typename Row>
-FOR_AVX2 void PoolAvx2(const Row& row, int64_t begin, int64_t end, int64_t width,
-                          float* out) {
-  Pool(row, begin, end, width, out);
-}
-
-template <typename Row>
-void PoolPlain(const Row& row, int64_t begin, int64_t end, int64_t width, float* out) {
-  Pool(row, begin, end, width, out);
-}
-
 // The weighted sum of the rows of each bag, in their order.
 template <typename T>
 void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t num_rows,
@@ -124,14 +111,13 @@ void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t n
     const int64_t slot = slot_of(k), id = bags.ids[slot];
     return std::pair(inside(id) ? table + id * width : nullptr, bags.Weight(slot));
   };
-  const auto sum = HAS_AVX2 ? PoolAvx2<decltype(row)> : PoolPlain<decltype(row)>;
   AdviseHugePages(out, bags.num_bags * width * sizeof(float));
   const int64_t grain = 1 + 1024 * bags.num_bags / nse;
   Parallel(pool, bags.num_bags, grain, [&](int64_t begin, int64_t end) {
     int64_t k = end_of(begin - 1);
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t last = end_of(bag);
-      sum(row, k, last, width, out + bag * width);
+      Pool(row, k, last, width, out + bag * width);
       k = last;
     }
   });
@@ -167,8 +153,6 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
     const bool is_known = bag < bags.num_bags;
     return std::pair(is_known ? values + bag * width : unknown.data(), bags.Weight(slot));
   };
-  const auto sum =
-      HAS_AVX2 ? PoolAvx2<decltype(value)> : PoolPlain<decltype(value)>;
   std::vector<int64_t> before(size / kRun + 2);  // rows in front of each part
   Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) before[begin / kRun + 1] += is_first(i);
@@ -184,7 +168,7 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
       while (++i < size && !is_first(i)) {
       }
       float* data = grad.data + place * width;
-      sum(value, first, i, width, data);
+      Pool(value, first, i, width, data);
       grad.rows[place] = row;
       middle(row, data);
     }

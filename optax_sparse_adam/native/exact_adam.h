@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
 constexpr int64_t kMostNodes = 64;  // of a way
+constexpr int64_t kPowers = 64;  // of the betas that are computed once
 
 // The way that rows have still to go: see `_rows/ways.py`, `way_of`.
 //
@@ -94,7 +95,9 @@ struct Way {
 
 // The state of all rows, and the numbers that bring one up to date: `move_rows` of
 // `_rows/resting_rows.py`. Without weight decay, `high` and `low` are null.
-struct RestingRows {
+//
+// Most rows were updated a few steps before: the powers for these are computed once.
+struct StaleRows {
   static constexpr int64_t kNumbers = 6;
 
   float *mu, *nu;
@@ -104,8 +107,20 @@ struct RestingRows {
   const float* numbers;  // as `numbers_of_rows` there lists them
   int64_t nodes;
   int32_t count, since;
+  float power1[kPowers], power2[kPowers];  // of so many steps
   Way behind{numbers + kNumbers, nodes, numbers[2]};
   Way ahead{numbers + kNumbers + nodes, nodes, numbers[3]};
+
+  StaleRows(float* mu, float* nu, int32_t* last, float* high, float* low,
+            int64_t width, const float* numbers, int64_t nodes, int32_t count,
+            int32_t since)
+      : mu(mu), nu(nu), last(last), high(high), low(low), width(width),
+        numbers(numbers), nodes(nodes), count(count), since(since) {
+    for (int64_t steps = 0; steps < kPowers; ++steps) {
+      power1[steps] = std::exp(float(steps) * numbers[0]);
+      power2[steps] = std::exp(float(steps) * numbers[1]);
+    }
+  }
 
   struct Row {
     const Way* way;
@@ -116,37 +131,53 @@ struct RestingRows {
   // Whether what a row has still to go is below a rounding error of a single move, so
   // that its moments need not be read: its moves have fallen by exp(-32) since its last
   // update. Where values decay, they fall as well, by less than the root of that.
-  bool HasArrived(int64_t row) const {
+  INLINE bool HasArrived(int64_t row) const {
     if (last[row] <= since) return behind.IsZero();
     const float fallen = float(count - last[row]) * (numbers[0] - numbers[1]);
     return fallen < (high == nullptr ? -32.0f : -64.0f);
   }
 
-  float LogDecay(int64_t row) const {
+  INLINE float LogDecay(int64_t row) const {
     if (high == nullptr) return 0.0f;
     return (numbers[4] - high[row]) + (numbers[5] - low[row]);
   }
 
-  Row Find(int64_t row) const {
-    const float steps = float(count - last[row]);
-    const float power1 = std::exp(steps * numbers[0]);
-    const float power2 = std::exp(steps * numbers[1]);
-    if (last[row] <= since) return {&behind, power1, power2, -1.0f, 1.0f};
-    return {&ahead, power1, power2, power1, power2};
+  INLINE Row Find(int64_t row) const {
+    const int64_t steps = int64_t(count) - last[row];
+    const bool is_known = 0 <= steps && steps < kPowers;
+    const float p1 = is_known ? power1[steps] : std::exp(float(steps) * numbers[0]);
+    const float p2 = is_known ? power2[steps] : std::exp(float(steps) * numbers[1]);
+    if (last[row] <= since) return {&behind, p1, p2, -1.0f, 1.0f};
+    return {&ahead, p1, p2, p1, p2};
   }
 };
 
-INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
+// Calls `function` with the width as a constant where it is small, and with 0 else: loops
+// over so few numbers take longer to begin than to run.
+template <typename Function>
+void WithWidth(int64_t width, const Function& function) {
+  switch (width) {
+    case 3: return function(std::integral_constant<int64_t, 3>());
+    case 4: return function(std::integral_constant<int64_t, 4>());
+    case 8: return function(std::integral_constant<int64_t, 8>());
+    case 16: return function(std::integral_constant<int64_t, 16>());
+  }
+  function(std::integral_constant<int64_t, 0>());
+}
+
+template <int64_t kWidth>
+INLINE void ReadRow(const StaleRows& rows, int64_t row, const float* table,
                     float* __restrict__ out) {
+  const int64_t width = kWidth > 0 ? kWidth : rows.width;
   const float decay = std::exp(rows.LogDecay(row));
-  const float* stored = table + row * rows.width;
+  const float* stored = table + row * width;
   if (rows.HasArrived(row)) {
-    for (int64_t j = 0; j < rows.width; ++j) out[j] = decay * stored[j];
+    for (int64_t j = 0; j < width; ++j) out[j] = decay * stored[j];
     return;
   }
-  const RestingRows::Row now = rows.Find(row);
-  for (int64_t j = 0; j < rows.width; j += kPart) {
-    const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
+  const StaleRows::Row now = rows.Find(row);
+  for (int64_t j = 0; j < width; j += kPart) {
+    const int64_t place = row * width + j, n = std::min(kPart, width - j);
     const float* nu = rows.nu + place;
     const float* value = stored + j;
     float root[kPart], by[kPart];
@@ -158,16 +189,6 @@ INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
       for (int64_t i = 0; i < n; ++i) out[j + i] = decay * value[i] + by[i];
     }
   }
-}
-
-FOR_AVX2 void ReadRowAvx2(const RestingRows& rows, int64_t row, const float* table,
-                          float* out) {
-  ReadRow(rows, row, table, out);
-}
-
-void ReadRowPlain(const RestingRows& rows, int64_t row, const float* table,
-                  float* out) {
-  ReadRow(rows, row, table, out);
 }
 
 // Where rows were read to, for the next ids of the same rows to copy them: of all threads,
@@ -205,14 +226,16 @@ class Places {
 };
 
 // The rows of these ids as they are now; see `TakeRows` for ids outside of the table.
-void ReadRowsNow(ffi::ThreadPool& pool, const RestingRows& resting, const float* table,
-                 const int32_t* index, int64_t size, int64_t num_rows, bool clamps,
-                 float fill, float* out) {
+template <int64_t kWidth>
+void ReadStaleRows(ffi::ThreadPool& pool, const StaleRows& rows, const float* table,
+                   const int32_t* index, int64_t size, int64_t num_rows, bool clamps,
+                   float fill, float* out) {
   constexpr int64_t kAhead = 8;  // rows to fetch ahead; what tells which, twice as far
-  const int64_t width = resting.width;
-  const auto read = HAS_AVX2 ? ReadRowAvx2 : ReadRowPlain;
-  Places places(size);
-  const auto row = [&](int64_t k) {
+  // A narrow row is computed again in less time than it is found.
+  constexpr bool kKeeps = kWidth == 0 || kWidth > 8;
+  const int64_t width = kWidth > 0 ? kWidth : rows.width;
+  Places places(kKeeps ? size : 0);
+  const auto row = [&](int64_t k) __attribute__((always_inline)) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);
   };
   AdviseHugePages(out, size * width * sizeof(float));
@@ -220,63 +243,67 @@ void ReadRowsNow(ffi::ThreadPool& pool, const RestingRows& resting, const float*
     int64_t found[kAhead];  // the places of the next ids
     const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
       if (k >= end) return;
-      const int64_t first = row(k) * width, place = places.Find(row(k));
-      found[k % kAhead] = place;
-      if (place >= 0) return PrefetchRow<false>(out + place * width, width);
-      PrefetchRow<false>(table + first, width);
-      if (resting.high != nullptr) {
-        __builtin_prefetch(resting.high + row(k));
-        __builtin_prefetch(resting.low + row(k));
+      const int64_t first = row(k) * width;
+      if (kKeeps) {
+        const int64_t place = found[k % kAhead] = places.Find(row(k));
+        if (place >= 0) return PrefetchRow<false>(out + place * width, width);
       }
-      if (resting.HasArrived(row(k))) return;
-      PrefetchRow<false>(resting.mu + first, width);
-      PrefetchRow<false>(resting.nu + first, width);
+      PrefetchRow<false>(table + first, width);
+      if (rows.high != nullptr) {
+        __builtin_prefetch(rows.high + row(k));
+        __builtin_prefetch(rows.low + row(k));
+      }
+      if (kKeeps && rows.HasArrived(row(k))) return;
+      PrefetchRow<false>(rows.mu + first, width);
+      PrefetchRow<false>(rows.nu + first, width);
     };
     for (int64_t k = begin; k < std::min(begin + 2 * kAhead, end); ++k) {
-      __builtin_prefetch(resting.last + row(k));
+      __builtin_prefetch(rows.last + row(k));
     }
     for (int64_t k = begin; k < begin + kAhead; ++k) fetch(k);
     for (int64_t k = begin; k < end; ++k) {
-      int64_t place = found[k % kAhead];
-      if (k + 2 * kAhead < end) __builtin_prefetch(resting.last + row(k + 2 * kAhead));
+      int64_t place = kKeeps ? found[k % kAhead] : -1;
+      if (k + 2 * kAhead < end) __builtin_prefetch(rows.last + row(k + 2 * kAhead));
       fetch(k + kAhead);
-      if (place < 0) place = places.Find(row(k));
+      if (kKeeps && place < 0) place = places.Find(row(k));
       if (!clamps && row(k) != index[k]) {
         std::fill_n(out + k * width, width, fill);
       } else if (place >= 0) {
         std::memcpy(out + k * width, out + place * width, width * sizeof(float));
       } else {
-        read(resting, row(k), table, out + k * width);
-        places.Keep(row(k), k);
+        ReadRow<kWidth>(rows, row(k), table, out + k * width);
+        if (kKeeps) places.Keep(row(k), k);
       }
     }
   });
 }
 
 // The formula of `_optimizers/exact_formula.py`.
+template <int64_t kWidth>
 struct ExactAdam {
   static constexpr bool kInOrder = false;
   static constexpr int64_t kNumbers = 9;
 
-  RestingRows rows;
+  StaleRows rows;
   const float* table;    // read where rows decay
   const float* numbers;  // as `_numbers` there lists them
   Way after{numbers + kNumbers, rows.nodes, numbers[6]};
-  bool has_avx2 = HAS_AVX2;
+
+  INLINE int64_t Width() const { return kWidth > 0 ? kWidth : rows.width; }
 
   INLINE void Prefetch(int64_t row) const {
-    PrefetchRow<true>(rows.mu + row * rows.width, rows.width);
-    PrefetchRow<true>(rows.nu + row * rows.width, rows.width);
+    PrefetchRow<true>(rows.mu + row * Width(), Width());
+    PrefetchRow<true>(rows.nu + row * Width(), Width());
     __builtin_prefetch(rows.last + row);
     if (rows.high != nullptr) {
-      PrefetchRow<false>(table + row * rows.width, rows.width);
+      PrefetchRow<false>(table + row * Width(), Width());
       __builtin_prefetch(rows.high + row);
       __builtin_prefetch(rows.low + row);
     }
   }
 
-  INLINE void Update(int64_t row, float* grad) const {
-    const RestingRows::Row now = rows.Find(row);
+  INLINE void operator()(int64_t row, float* grad) const {
+    const StaleRows::Row now = rows.Find(row);
     const float one_minus_b1 = numbers[0], one_minus_b2 = numbers[1];
     const float size = numbers[2], grad_size = numbers[3], eps = numbers[4];
     float decay = 1.0f, loss = 0.0f;
@@ -284,8 +311,8 @@ struct ExactAdam {
       decay = std::exp(numbers[5]);
       loss = std::expm1(rows.LogDecay(row) + numbers[5]);
     }
-    for (int64_t j = 0; j < rows.width; j += kPart) {
-      const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
+    for (int64_t j = 0; j < Width(); j += kPart) {
+      const int64_t place = row * Width() + j, n = std::min(kPart, Width() - j);
       float* __restrict__ g = grad + j;
       float* __restrict__ mu = rows.mu + place;
       float* __restrict__ nu = rows.nu + place;
@@ -314,13 +341,6 @@ struct ExactAdam {
       rows.high[row] = numbers[7];
       rows.low[row] = numbers[8];
     }
-  }
-
-  FOR_AVX2 void UpdateAvx2(int64_t row, float* grad) const { Update(row, grad); }
-  void UpdatePlain(int64_t row, float* grad) const { Update(row, grad); }
-
-  void operator()(int64_t row, float* grad) const {
-    has_avx2 ? UpdateAvx2(row, grad) : UpdatePlain(row, grad);
   }
 };
 

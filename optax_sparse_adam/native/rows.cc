@@ -28,7 +28,7 @@ namespace {
 struct Sum {
   static constexpr bool kInOrder = true;
   void Prefetch(int64_t) const {}
-  void operator()(int64_t, float*) const {}
+  INLINE void operator()(int64_t, float*) const {}
 };
 
 // The formula of `_adam`, with moments of types that may differ.
@@ -39,14 +39,13 @@ struct Adam {
   Nu* nu;
   int64_t width;
   float sign, one_minus_b1, one_minus_b2, eps, scale;
-  bool has_avx2 = HAS_AVX2;
 
   INLINE void Prefetch(int64_t row) const {
     PrefetchRow<true>(mu + row * width, width);
     PrefetchRow<true>(nu + row * width, width);
   }
 
-  INLINE void Update(int64_t row, float* __restrict__ grad) const {
+  INLINE void operator()(int64_t row, float* __restrict__ grad) const {
     Mu* __restrict__ old_m = mu + row * width;
     Nu* __restrict__ old_v = nu + row * width;
     for (int64_t j = 0; j < width; ++j) {
@@ -58,13 +57,6 @@ struct Adam {
       Store(v, old_v + j);
       grad[j] = scale * m / (std::sqrt(v) + eps);
     }
-  }
-
-  FOR_AVX2 void UpdateAvx2(int64_t row, float* grad) const { Update(row, grad); }
-  void UpdatePlain(int64_t row, float* grad) const { Update(row, grad); }
-
-  void operator()(int64_t row, float* grad) const {
-    has_avx2 ? UpdateAvx2(row, grad) : UpdatePlain(row, grad);
   }
 };
 
@@ -298,7 +290,7 @@ ffi::Error ExactAdamRows(ffi::ThreadPool pool, Ints indices, Floats given,
                          ffi::Result<ffi::BufferR0<ffi::S32>> count,
                          ffi::RemainingRets decays) {
   std::vector<const float*> others;
-  const int64_t first = RestingRows::kNumbers, second = ExactAdam::kNumbers;
+  const int64_t first = StaleRows::kNumbers, second = ExactAdam<0>::kNumbers;
   if (nodes < 1 || nodes > kMostNodes) {
     return Invalid("The kernel takes ways of 1 to 64 nodes.");
   }
@@ -325,11 +317,15 @@ ffi::Error ExactAdamRows(ffi::ThreadPool pool, Ints indices, Floats given,
   }
   const float* n = numbers.typed_data();
   const int32_t* step = steps.typed_data();
-  const RestingRows resting{mu->typed_data(), nu->typed_data(), last->typed_data(),
+  const StaleRows resting{mu->typed_data(), nu->typed_data(), last->typed_data(),
                             logs[0], logs[1], width, n, nodes, step[0], step[1]};
-  const ExactAdam adam{resting, others[2], n + first + 2 * nodes};
-  return Run(pool, indices, given, segments, weights, num_rows, width, *rows, *data,
-             *count, adam);
+  ffi::Error error = ffi::Error::Success();
+  WithWidth(width, [&](auto known) {
+    const ExactAdam<known()> adam{resting, others[2], n + first + 2 * nodes};
+    error = Run(pool, indices, given, segments, weights, num_rows, width, *rows, *data,
+                *count, adam);
+  });
+  return error;
 }
 
 // `TakeRows` of rows that are brought up to date.
@@ -346,7 +342,7 @@ ffi::Error TakeRowsNow(ffi::ThreadPool pool, Floats table, Floats mu, Floats nu,
   const std::string misfit =
       Misfit("a table", table, num_rows, width) + Misfit("mu", mu, num_rows, width) +
       Misfit("nu", nu, num_rows, width) + Misfit("last", last, num_rows, 1) +
-      Misfit("numbers", numbers, RestingRows::kNumbers + 2 * nodes, 1) +
+      Misfit("numbers", numbers, StaleRows::kNumbers + 2 * nodes, 1) +
       Misfit("steps", steps, 2, 1) + Decays(more, 2, num_rows, width, others);
   if (!misfit.empty()) return Invalid(misfit);
   const int64_t size = indices.element_count();
@@ -354,13 +350,15 @@ ffi::Error TakeRowsNow(ffi::ThreadPool pool, Floats table, Floats mu, Floats nu,
     return Invalid("The kernel returns as many rows as there are indices.");
   }
   const int32_t* step = steps.typed_data();
-  const RestingRows resting{mu.typed_data(), nu.typed_data(), last.typed_data(),
+  const StaleRows resting{mu.typed_data(), nu.typed_data(), last.typed_data(),
                             const_cast<float*>(others[0]),
                             const_cast<float*>(others[1]), width,
                             numbers.typed_data(), nodes, step[0], step[1]};
   try {
-    ReadRowsNow(pool, resting, table.typed_data(), indices.typed_data(), size, num_rows,
-                clamps, fill, rows->typed_data());
+    WithWidth(width, [&](auto known) {
+      ReadStaleRows<known()>(pool, resting, table.typed_data(), indices.typed_data(),
+                             size, num_rows, clamps, fill, rows->typed_data());
+    });
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for places");
   }
