@@ -116,9 +116,9 @@ def _bound(gather: Primitive) -> Callable[..., jax.Array]:
 def _reads(source: Any, ids: jax.Array) -> bool:
     """Whether the kernel takes the arrays."""
     if isinstance(source, Table):
-        return native.reads(source.array, ids)
+        return native.supports_lookup(source.array, ids)
     rows = source.rows
-    return native.reads_now(source.array, (*rows[:3], *rows.log_decay), ids)
+    return native.supports_stale_lookup(source.array, (*rows[:3], *rows.log_decay), ids)
 
 
 def _rows_by_kernel(eqn: Any, value: Expression, indices: jax.Array) -> Any:

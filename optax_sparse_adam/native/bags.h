@@ -23,13 +23,6 @@ struct Bags {
   INLINE float Weight(int64_t k) const { return weights == nullptr ? 1.0f : weights[k]; }
 };
 
-Bags BagsOf(const Ints& ids, const Ints& segments, const Floats& weights,
-            int64_t num_bags) {
-  const int64_t nse = ids.element_count();
-  return {ids.typed_data(), segments.element_count() > 0 ? segments.typed_data() : nullptr,
-          weights.element_count() > 0 ? weights.typed_data() : nullptr, nse, num_bags};
-}
-
 INLINE void LoadEight(const float* from, Eight& to) {
   std::memcpy(&to, from, sizeof(to));
 }

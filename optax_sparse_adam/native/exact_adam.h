@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
-constexpr int64_t kMostNodes = 64;  // of a way
+constexpr int64_t kMostNodes = 64;  // of a polynomial
 constexpr int64_t kPowers = 64;  // of the betas that are computed once
 
 // The way that rows have still to go: see `_rows/ways.py`, `way_of`.
@@ -15,25 +15,25 @@ constexpr int64_t kPowers = 64;  // of the betas that are computed once
 // Far above the centre, where the roots of most rows lie, `z` is close to 1, and four
 // terms of the polynomial's Taylor series in `u = 1 - z` are all that a float holds. Not
 // used where `z` is that of roots.
-struct Way {
+struct Remaining {
   const float* coefficients;  // of the powers of z
-  int64_t size, nodes;        // those that are not zero, and all
+  int64_t size;               // those that are not zero
   float centre;
+  bool is_of_roots;  // z is that of sqrt(s) and sqrt(c)
   float taylor[4] = {};  // of the powers of u
   float far;        // roots from which on these suffice
 
-  Way(const float* coefficients, int64_t nodes, float centre)
-      : coefficients(coefficients), size(nodes), nodes(nodes), centre(centre) {
+  Remaining(const float* coefficients, int64_t degree, float centre, bool is_of_roots)
+      : coefficients(coefficients), size(degree), centre(centre), is_of_roots(is_of_roots) {
     while (size > 1 && coefficients[size - 1] == 0) --size;
     FindTaylor();
   }
 
   bool IsZero() const { return size == 1 && coefficients[0] == 0; }
-  bool is_of_roots() const { return nodes % 2 == 1; }
 
   void FindTaylor() {
     far = std::numeric_limits<float>::infinity();
-    if (is_of_roots()) return;
+    if (is_of_roots) return;
     double series[kMostNodes];
     std::copy_n(coefficients, size, series);
     for (int64_t k = 0; k < size; ++k) {  // of powers of z - 1: Horner's scheme
@@ -58,7 +58,7 @@ struct Way {
                          const float* __restrict__ root, float scale, int64_t n,
                          float* __restrict__ way) const {
     const float c = centre;
-    int32_t is_near = is_of_roots();
+    int32_t is_near = is_of_roots;
     for (int64_t i = 0; i < n; ++i) {
       is_near |= !(root[i] * scale >= far) & (mu[i] != 0.0f);
     }
@@ -78,7 +78,7 @@ struct Way {
       z[i] = 1.0f - 2.0f * c * inverse;
       way[i] = 0.0f;
     }
-    for (int64_t i = 0; is_of_roots() && i < n; ++i) {
+    for (int64_t i = 0; is_of_roots && i < n; ++i) {
       z[i] = 1.0f - 2.0f * half / (std::sqrt(root[i] * scale) + half);
     }
     for (int64_t k = (size - 1) / 4 * 4; k >= 0; k -= 4) {
@@ -93,37 +93,47 @@ struct Way {
   }
 };
 
-// The state of all rows, and the numbers that bring one up to date: `move_rows` of
+// `StaleScalars` and `StepScalars` of `_calls.py`.
+struct StaleScalars {
+  float log_b1, log_q, centre_behind, centre_ahead, decay_high, decay_low;
+};
+
+struct StepScalars {
+  float one_minus_b1, one_minus_b2, size, grad_size, eps, log_decay, centre, decay_high,
+      decay_low;
+};
+
+// The state of all rows, and the scalars that bring one up to date: `move_rows` of
 // `_rows/resting_rows.py`. Without weight decay, `high` and `low` are null.
 //
 // Most rows were updated a few steps before: the powers for these are computed once.
 struct StaleRows {
-  static constexpr int64_t kNumbers = 6;
-
   float *mu, *nu;
   int32_t* last;
   float *high, *low;
   int64_t width;
-  const float* numbers;  // as `numbers_of_rows` there lists them
-  int64_t nodes;
+  StaleScalars scalars;
+  const float* polynomials;  // behind, ahead, and after the step
+  int64_t degree;
+  bool is_of_roots;
   int32_t count, since;
-  float power1[kPowers], power2[kPowers];  // of so many steps
-  Way behind{numbers + kNumbers, nodes, numbers[2]};
-  Way ahead{numbers + kNumbers + nodes, nodes, numbers[3]};
+  Remaining behind = Polynomial(0, scalars.centre_behind);
+  Remaining ahead = Polynomial(1, scalars.centre_ahead);
+  std::array<float, kPowers> power1 = Powers(scalars.log_b1);  // of so many steps
+  std::array<float, kPowers> power2 = Powers(scalars.log_q);
 
-  StaleRows(float* mu, float* nu, int32_t* last, float* high, float* low,
-            int64_t width, const float* numbers, int64_t nodes, int32_t count,
-            int32_t since)
-      : mu(mu), nu(nu), last(last), high(high), low(low), width(width),
-        numbers(numbers), nodes(nodes), count(count), since(since) {
-    for (int64_t steps = 0; steps < kPowers; ++steps) {
-      power1[steps] = std::exp(float(steps) * numbers[0]);
-      power2[steps] = std::exp(float(steps) * numbers[1]);
-    }
+  Remaining Polynomial(int64_t i, float centre) const {
+    return Remaining(polynomials + i * degree, degree, centre, is_of_roots);
+  }
+
+  static std::array<float, kPowers> Powers(float log) {
+    std::array<float, kPowers> powers;
+    for (int64_t i = 0; i < kPowers; ++i) powers[i] = std::exp(float(i) * log);
+    return powers;
   }
 
   struct Row {
-    const Way* way;
+    const Remaining* way;
     float power1, power2;  // of the moments
     float sign, root;      // of the moments in the way
   };
@@ -133,20 +143,20 @@ struct StaleRows {
   // update. Where values decay, they fall as well, by less than the root of that.
   INLINE bool HasArrived(int64_t row) const {
     if (last[row] <= since) return behind.IsZero();
-    const float fallen = float(count - last[row]) * (numbers[0] - numbers[1]);
+    const float fallen = float(count - last[row]) * (scalars.log_b1 - scalars.log_q);
     return fallen < (high == nullptr ? -32.0f : -64.0f);
   }
 
   INLINE float LogDecay(int64_t row) const {
     if (high == nullptr) return 0.0f;
-    return (numbers[4] - high[row]) + (numbers[5] - low[row]);
+    return (scalars.decay_high - high[row]) + (scalars.decay_low - low[row]);
   }
 
   INLINE Row Find(int64_t row) const {
     const int64_t steps = int64_t(count) - last[row];
     const bool is_known = 0 <= steps && steps < kPowers;
-    const float p1 = is_known ? power1[steps] : std::exp(float(steps) * numbers[0]);
-    const float p2 = is_known ? power2[steps] : std::exp(float(steps) * numbers[1]);
+    const float p1 = is_known ? power1[steps] : std::exp(float(steps) * scalars.log_b1);
+    const float p2 = is_known ? power2[steps] : std::exp(float(steps) * scalars.log_q);
     if (last[row] <= since) return {&behind, p1, p2, -1.0f, 1.0f};
     return {&ahead, p1, p2, p1, p2};
   }
@@ -282,12 +292,11 @@ void ReadStaleRows(ffi::ThreadPool& pool, const StaleRows& rows, const float* ta
 template <int64_t kWidth>
 struct ExactAdam {
   static constexpr bool kInOrder = false;
-  static constexpr int64_t kNumbers = 9;
 
   StaleRows rows;
   const float* table;    // read where rows decay
-  const float* numbers;  // as `_numbers` there lists them
-  Way after{numbers + kNumbers, rows.nodes, numbers[6]};
+  StepScalars step;
+  Remaining after = rows.Polynomial(2, step.centre);
 
   INLINE int64_t Width() const { return kWidth > 0 ? kWidth : rows.width; }
 
@@ -304,12 +313,10 @@ struct ExactAdam {
 
   INLINE void operator()(int64_t row, float* grad) const {
     const StaleRows::Row now = rows.Find(row);
-    const float one_minus_b1 = numbers[0], one_minus_b2 = numbers[1];
-    const float size = numbers[2], grad_size = numbers[3], eps = numbers[4];
     float decay = 1.0f, loss = 0.0f;
     if (rows.high != nullptr) {
-      decay = std::exp(numbers[5]);
-      loss = std::expm1(rows.LogDecay(row) + numbers[5]);
+      decay = std::exp(step.log_decay);
+      loss = std::expm1(rows.LogDecay(row) + step.log_decay);
     }
     for (int64_t j = 0; j < Width(); j += kPart) {
       const int64_t place = row * Width() + j, n = std::min(kPart, Width() - j);
@@ -321,9 +328,9 @@ struct ExactAdam {
       (*now.way)(mu, now.sign, root, now.root, n, by);
       for (int64_t i = 0; i < n; ++i) {
         const float m = mu[i] * now.power1, v = nu[i] * now.power2 * now.power2;
-        mu[i] = m + one_minus_b1 * (g[i] - m);
+        mu[i] = m + step.one_minus_b1 * (g[i] - m);
         // Infinity stays, and is not subtracted from itself.
-        nu[i] = v + one_minus_b2 * (v < INFINITY ? g[i] * g[i] - v : 0.0f);
+        nu[i] = v + step.one_minus_b2 * (v < INFINITY ? g[i] * g[i] - v : 0.0f);
         root[i] = std::sqrt(nu[i]);
       }
       after(mu, 1.0f, root, 1.0f, n, way);
@@ -332,14 +339,14 @@ struct ExactAdam {
         for (int64_t i = 0; i < n; ++i) by[i] = decay * by[i] + loss * value[i];
       }
       for (int64_t i = 0; i < n; ++i) {
-        const float move = size * mu[i] + grad_size * g[i];
-        g[i] = -move / (root[i] + eps) - way[i] + by[i];
+        const float move = step.size * mu[i] + step.grad_size * g[i];
+        g[i] = -move / (root[i] + step.eps) - way[i] + by[i];
       }
     }
     rows.last[row] = rows.count + 1;
     if (rows.high != nullptr) {
-      rows.high[row] = numbers[7];
-      rows.low[row] = numbers[8];
+      rows.high[row] = step.decay_high;
+      rows.low[row] = step.decay_low;
     }
   }
 };
