@@ -75,9 +75,11 @@ def _read_by_kernel(source: Table, lookup: Lookup) -> jax.Array | None:
     is_last = lookup.dims.offset_dims == tuple(range(indices.ndim - 1, len(lookup.out)))
     rows = source.rows
     if rows is None:
-        takes = native.reads(source.array, indices)
+        takes = native.supports_lookup(source.array, indices)
     else:
-        takes = native.reads_now(source.array, (*rows[:3], *rows.log_decay), indices)
+        takes = native.supports_stale_lookup(
+            source.array, (*rows[:3], *rows.log_decay), indices
+        )
     if not (is_whole and is_last and takes):
         return None
     items = (*lookup.params.items(),)

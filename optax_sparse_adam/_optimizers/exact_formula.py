@@ -20,7 +20,7 @@ from .._rows.resting_rows import (
     cast_floats,
     decay_in,
     move_rows,
-    numbers_of_rows,
+    stale_rows,
     stamp,
 )
 from .._rows.resting_state import RowState, TableState
@@ -122,14 +122,17 @@ def update_sparse(
         return (rows.indices, data), tables
 
     def by_kernel(grad: BCOO, read: Tables, tables: Tables, step: Step) -> Any:
-        before = numbers_of_rows(step.before, step.constants)
-        numbers = jnp.concatenate([*before, *_numbers(step, betas)])
-        steps = jnp.stack([step.before.clock, step.before.since])
-        return native.exact_adam_rows(grad, tables, read, numbers, steps)
+        mu, nu, last, *decays = tables
+        state = RowState(mu, nu, last, tuple(decays))
+        stale = stale_rows(state, step.before, step.constants)
+        scalars, after = _scalars(step, betas)
+        polynomials = jnp.concatenate([stale.polynomials, after[None]])
+        stale = stale._replace(polynomials=polynomials)
+        return native.exact_adam_rows(grad, stale, scalars, read)
 
     floats = mu, nu, *decays, *read
     is_float32 = all(x.dtype == jnp.float32 for x in floats)
-    if last.ndim == 1 and is_float32 and native.fits(wide, *floats):
+    if last.ndim == 1 and is_float32 and native.supports_update(wide, *floats):
         args = wide, read, tables, step
         rows, tables = on_cpu(by_kernel, by_rows, *args, keeps_order=False)
     else:
@@ -137,25 +140,26 @@ def update_sparse(
     return bcoo_of(grad, *rows, is_sorted=False), tables
 
 
-def _numbers(step: Step, betas: Betas) -> list[jax.Array]:
-    """What the kernel needs for the step itself, in float32; as two vectors."""
+def _scalars(step: Step, betas: Betas) -> tuple[native.StepScalars, jax.Array]:
+    """What the kernel needs for the step itself, in float32; the new polynomial."""
     dtype = jnp.dtype("float32")
     constants, now = cast_floats((step.constants, step.now), dtype)
     zero = jnp.zeros([], dtype)
     decays = (zero, zero, zero)
     if step.after.decay is not None:
         decays = (now.log_decay, *decay_in(step.after, dtype))
-    heads = [
-        jnp.asarray(1 - betas.b1, dtype),
-        jnp.asarray(1 - betas.b2, dtype),
-        now.size,
-        zero if now.grad_size is None else now.grad_size,
-        constants.eps * now.rho,
-        decays[0],
-        centre_of_way(constants, step.after.step),
-        *decays[1:],
-    ]
-    return [jnp.stack(heads), polynomial(step.after.ways[1], dtype)]
+    scalars = native.StepScalars(
+        one_minus_b1=jnp.asarray(1 - betas.b1, dtype),
+        one_minus_b2=jnp.asarray(1 - betas.b2, dtype),
+        size=now.size,
+        grad_size=zero if now.grad_size is None else now.grad_size,
+        eps=constants.eps * now.rho,
+        log_decay=decays[0],
+        centre=centre_of_way(constants, step.after.step),
+        decay_high=decays[1],
+        decay_low=decays[2],
+    )
+    return scalars, polynomial(step.after.ways[1], dtype)
 
 
 @functools.partial(jax.jit, static_argnames="betas")

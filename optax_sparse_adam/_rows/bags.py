@@ -290,7 +290,7 @@ def bag_lookup(
 ) -> jax.Array:
     """`sum_bags` without derivatives. `value_and_grad` knows this function by name."""
     pool = functools.partial(_pool, num_bags)
-    if native.reads_bags(table, ids):
+    if native.supports_bags(table, ids):
         read = functools.partial(native.read_bags, num_bags)
         sums: jax.Array = on_cpu(read, pool, table, ids, segments, weights)
         return sums

@@ -68,7 +68,7 @@ def touched_rows(grad: BCOO, dtype: DTypeLike) -> Rows:
     sorted, and its entries keep their order.
     """
     grad = cast_entries(grad, dtype)
-    by_kernel = native.fits(grad) and not grad.unique_indices
+    by_kernel = native.supports_update(grad) and not grad.unique_indices
     return _sums_by_kernel(grad) if by_kernel else _sums(grad)
 
 

@@ -70,7 +70,11 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
         return native.look_up_rows(table, indices[:, 0], None)
 
-    if table.dtype == jnp.bfloat16 and n_sparse == 1 and native.reads(table, indices):
+    if (
+        table.dtype == jnp.bfloat16
+        and n_sparse == 1
+        and native.supports_lookup(table, indices)
+    ):
         return on_cpu(by_kernel, by_xla, table, indices)  # see `_writes_by_kernel`
     return by_xla(table, indices)
 
@@ -152,7 +156,7 @@ def _writes_by_kernel(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
     Safe, because it writes the same rows. Test: `test_memory_of_a_step`. From jaxlib
     0.11.2 on XLA is in place, too.
     """
-    return table.dtype == jnp.bfloat16 and native.writes(table, indices, rows)
+    return table.dtype == jnp.bfloat16 and native.supports_write(table, indices, rows)
 
 
 def combine_rows(

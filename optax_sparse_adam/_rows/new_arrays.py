@@ -20,7 +20,7 @@ def full_along(
     shape = tuple(full[axis] for axis in axes)
     type_ = jnp.result_type(param) if dtype is None else jnp.dtype(dtype)
     is_zero = isinstance(value, int | float) and value == 0
-    if is_zero and native.clears(param, shape, type_):
+    if is_zero and native.supports_zeros(param, shape, type_):
         return _zeros(param, shape, type_)
     x = jnp.full_like(param, value, dtype, None if shape == full else shape)
     return shard_axes_like(param, x, axes)

@@ -31,7 +31,7 @@ from ..native import _calls as native
 from .coalesce import accumulator_dtype
 from .padding import expand_like
 from .resting_state import RowState, TableState
-from .ways import Constants, centre_of_way, polynomial, way_of
+from .ways import Constants, centre_of_way, is_of_roots, polynomial, way_of
 
 
 class Moved(NamedTuple):
@@ -121,14 +121,20 @@ def stamp(rows: RowState, table: TableState) -> tuple[jax.Array, tuple[jax.Array
     return stamped(rows.last, table.clock), tuple(stamped(*pair) for pair in pairs)
 
 
-def numbers_of_rows(table: TableState, constants: Constants) -> list[jax.Array]:
-    """What the kernel needs to bring rows up to date, in float32; as two vectors."""
+def stale_rows(rows: RowState, table: TableState, constants: Constants) -> native.Stale:
+    """What the kernel needs to bring rows up to date, in float32."""
     single = cast_floats(constants, jnp.float32)
     decay = (jnp.float32(0), jnp.float32(0))
     if table.decay is not None:
         decay = decay_in(table, jnp.float32)
-    heads = single.log_b1, single.log_q, *_centres(table, single), *decay
-    return [jnp.stack(heads), polynomial(table.ways, jnp.float32).reshape(-1)]
+    behind, ahead = _centres(table, single)
+    return native.Stale(
+        tables=(*rows[:3], *rows.log_decay),
+        scalars=native.StaleScalars(single.log_b1, single.log_q, behind, ahead, *decay),
+        polynomials=polynomial(table.ways, jnp.float32),
+        is_of_roots=is_of_roots(table.ways.shape[-1]),
+        steps=jnp.stack([table.clock, table.since]),
+    )
 
 
 def look_up_values(
@@ -140,10 +146,8 @@ def look_up_values(
     fill: float | None,
 ) -> jax.Array:
     """`values_of_rows` of the rows with these ids, by the kernel."""
-    numbers = jnp.concatenate(numbers_of_rows(table, constants))
-    steps = jnp.stack([table.clock, table.since])
-    tables = (*rows[:3], *rows.log_decay)
-    return native.look_up_rows_now(param, tables, numbers, steps, ids, fill)
+    stale = stale_rows(rows, table, constants)
+    return native.look_up_stale_rows(param, stale, ids, fill)
 
 
 def values_of_rows(

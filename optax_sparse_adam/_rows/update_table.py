@@ -109,7 +109,7 @@ def update_table(
         return (rows.indices, data), (*own, *shared)
 
     args = wide, tables, read, scalars
-    if formula.kernel is not None and native.fits(wide, *tables):
+    if formula.kernel is not None and native.supports_update(wide, *tables):
         rows, tables = on_cpu(formula.kernel, by_rows, *args, keeps_order=False)
     else:
         rows, tables = by_rows(*args)

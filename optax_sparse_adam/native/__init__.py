@@ -42,10 +42,7 @@ process. `jax.export` raises for programs that use it, since their "custom calls
 compatibility guarantees": turn it off for that. Or keep it: if those who load the
 program have the kernel and call `available()` first, pass to `jax.export.export`
 `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target) for target in
-("optax_sparse_adam.adam_rows", "optax_sparse_adam.add_rows",
-"optax_sparse_adam.exact_adam_rows", "optax_sparse_adam.put_rows",
-"optax_sparse_adam.sum_rows", "optax_sparse_adam.take_rows",
-"optax_sparse_adam.take_rows_now", "optax_sparse_adam.zeros")]`.
+("optax_sparse_adam.read", "optax_sparse_adam.update", "optax_sparse_adam.zeros")]`.
 """
 
 from ._library import available as available

@@ -1,12 +1,18 @@
-"""Calls of the kernel (`rows.cc`) on JAX arrays, and which arrays it takes.
+"""Calls of the kernel (`rows.cc`) on JAX arrays, and which arrays it supports.
 
-Rows and their values go in and come out as `(indices, data, ...)`, in the place of the
-arrays that are updated; `count` comes last.
+`buffers.h` lists the operands and results of each call, by which `_call` checks arrays
+and makes results: the memory of what is updated is that of the result. The C++ compares
+types and sizes with the same list once more when it runs: no call reads or writes
+outside of its buffers, whatever a caller has checked.
 """
 
+import functools
 import math
+import re
 import sys
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,91 +26,119 @@ from ._library import available
 _cast_p = primitives.convert_element_type_p
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
+Rows = tuple[jax.Array, jax.Array]  # their indices, and values
 
 # The kernel reads rows of these widths faster than XLA, three to four times at 64: XLA
 # unrolls its loop over a row, and vectorizes it only if it is longer.
 _READ_WIDTHS = range(17, 80)
 _FLOATS = ("float32", "bfloat16")  # of tables and moments that the kernel updates
-# How many numbers come before the nodes of the ways: of `resting_rows.numbers_of_rows`
-# and of `exact_formula._numbers`. As `kNumbers` in `exact_adam.h`.
-_RESTING_NUMBERS, _STEP_NUMBERS = 6, 9
 _CLEARED = ("float32", "bfloat16", "float16", "float64", "int32")
 _HUGE_PAGES = 4 << 20  # bytes that have a page of 2 MB inside, wherever they begin
 
 
-def fits(grad: BCOO, *tables: jax.Array) -> bool:
-    """Whether the kernel is there and takes these arrays; known while tracing."""
+class StaleScalars(NamedTuple):
+    """What brings stale rows up to date, in float32; as in `exact_adam.h`."""
+
+    log_b1: jax.Array
+    log_q: jax.Array  # of the root of b2
+    centre_behind: jax.Array  # of the polynomials before `since`, and after it
+    centre_ahead: jax.Array
+    decay_high: jax.Array  # logarithm of all decays up to now, in two parts
+    decay_low: jax.Array
+
+
+class StepScalars(NamedTuple):
+    """What a step of exact Adam needs beside, in float32; as in `exact_adam.h`."""
+
+    one_minus_b1: jax.Array
+    one_minus_b2: jax.Array
+    size: jax.Array  # of the update, by the first moment and by the gradient
+    grad_size: jax.Array
+    eps: jax.Array
+    log_decay: jax.Array  # of this step
+    centre: jax.Array  # of the polynomial after this step
+    decay_high: jax.Array  # of all steps up to this one
+    decay_low: jax.Array
+
+
+class Stale(NamedTuple):
+    """Stale rows of a table: their state, and what brings them up to date.
+
+    Attributes:
+      tables: `mu`, `nu` and `last`; if rows decay, both of `log_decay`.
+      scalars: Scalars.
+      polynomials: `[2, coefficients]`, or `[3, coefficients]` with that after a step.
+      is_of_roots: Whether these are polynomials of `sqrt(s)`; see `ways.py`.
+      steps: The step that rows are brought to, and the last of those after which they
+        hold values.
+    """
+
+    tables: tuple[jax.Array, ...]
+    scalars: StaleScalars
+    polynomials: jax.Array
+    is_of_roots: bool
+    steps: jax.Array
+
+
+def _supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
+    """Whether the kernel is there, and takes these types, on one device."""
+    arrays = jax.tree.leaves((floats, ids, others))
+    return (
+        all(x.dtype in _FLOATS for x in jax.tree.leaves(floats))
+        and ids.dtype == jnp.int32
+        and all(x.size > 0 for x in arrays)
+        and mesh_of(*arrays).empty
+        and available()
+    )
+
+
+def supports_update(grad: BCOO, *tables: jax.Array) -> bool:
+    """Whether the kernel updates these tables; while tracing, as all below."""
     return (
         grad.dtype == jnp.float32
-        and all(table.dtype in _FLOATS for table in tables)
-        and grad.indices.dtype == jnp.int32
         and grad.n_sparse == 1
         and grad.nse > 0
         and math.prod(grad.shape) > 0
-        and mesh_of(*jax.tree.leaves((grad, tables))).empty
-        and available()
+        and _supports(tables, grad.indices)
+        and mesh_of(*jax.tree.leaves(grad)).empty
     )
 
 
-def reads(table: jax.Array, ids: jax.Array) -> bool:
-    """Whether the kernel is there and reads these rows faster; known while tracing."""
-    is_slow = math.prod(table.shape[1:]) in _READ_WIDTHS
-    return (
-        # XLA may widen a bfloat16 table, out of the loop that looks its rows up.
-        (table.dtype == jnp.bfloat16 or (table.dtype == jnp.float32 and is_slow))
-        and ids.dtype == jnp.int32
-        and ids.size > 0
-        and table.size > 0
-        and mesh_of(table, ids).empty
-        and available()
-    )
+def supports_lookup(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether the kernel reads these rows, and faster than XLA."""
+    # XLA may widen a bfloat16 table, out of the loop that looks its rows up.
+    is_slow = math.prod(table.shape[1:]) in _READ_WIDTHS or table.dtype == jnp.bfloat16
+    return is_slow and _supports(table, ids)
 
 
-def reads_bags(table: jax.Array, ids: jax.Array) -> bool:
-    """Whether the kernel is there and reads bags of this table."""
-    return (
-        table.dtype in _FLOATS
-        and ids.dtype == jnp.int32
-        and ids.size > 0
-        and table.size > 0
-        and mesh_of(table, ids).empty
-        and available()
-    )
+def supports_bags(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether the kernel reads bags of this table."""
+    return _supports(table, ids)
 
 
-def writes(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
-    """Whether the kernel is there and writes these rows; known while tracing."""
-    return (
-        table.dtype in _FLOATS
-        and rows.dtype in _FLOATS
-        and indices.dtype == jnp.int32
-        and indices.shape[1] == 1
-        and rows.size > 0
-        and table.size > 0
-        and mesh_of(table, indices, rows).empty
-        and available()
-    )
+def supports_write(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
+    """Whether the kernel writes these rows."""
+    return indices.shape[1] == 1 and _supports((table, rows), indices)
 
 
-def reads_now(table: jax.Array, tables: tuple[jax.Array, ...], ids: jax.Array) -> bool:
-    """Whether the kernel is there and takes these for `look_up_rows_now`.
+def supports_stale_lookup(
+    table: jax.Array, tables: tuple[jax.Array, ...], ids: jax.Array
+) -> bool:
+    """Whether the kernel takes these for `look_up_stale_rows`.
 
     At any width: in plain JAX, rows are gathered from three tables or more.
     """
     mu, nu, last, *decays = tables
-    floats = {x.dtype for x in (table, mu, nu, *decays)}
+    floats = (table, mu, nu, *decays)
     return (
-        floats == {jnp.dtype("float32")}
-        and last.dtype == ids.dtype == jnp.int32
+        all(x.dtype == jnp.float32 for x in floats)
+        and last.dtype == jnp.int32
         and last.ndim == 1
-        and ids.size > 0
-        and table.size > 0
-        and mesh_of(table, *tables, ids).empty
-        and available()
+        and _supports(floats, ids, last)
     )
 
 
-def clears(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:
+def supports_zeros(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether the kernel is there and makes these zeros, on the device of `param`.
 
     A step goes to some rows of a state, and to others in the next one. The processor
@@ -130,21 +164,110 @@ def clears(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:
     )
 
 
-def _check(name: str, x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Raises unless an array has the type and shape that the kernel takes.
+class _Buffer(NamedTuple):
+    """A buffer of a call, as `buffers.h` describes it."""
 
-    The kernel compares sizes once more when it runs, and XLA types: no call reads or
-    writes outside of its buffers, whatever a caller has checked.
+    name: str
+    type: str  # empty for a result in the memory of the operand of this name
+    sizes: str
+    is_optional: bool
+
+
+@functools.cache
+def _specifications() -> dict[str, tuple[list[_Buffer], list[_Buffer]]]:
+    """The operands and the results of each call."""
+    text = Path(__file__).with_name("buffers.h").read_text(encoding="utf-8")
+
+    def buffers(words: str) -> list[_Buffer]:
+        found = re.findall(r"(\w+)(?:=|:(\w)\[(\w*)\](\??))", words)
+        return [_Buffer(name, of, size, mark == "?") for name, of, size, mark in found]
+
+    lines = re.findall(r"^((?:read|update) \w+): (.*) -> (.*)$", text, re.MULTILINE)
+    return {call: (buffers(args), buffers(rets)) for call, args, rets in lines}
+
+
+def _call(
+    call: str,
+    operands: Mapping[str, Any],
+    row_shape: tuple[int, ...],
+    num_rows: int,
+    **others: Any,
+) -> dict[str, jax.Array]:
+    """The results of a call by name.
+
+    Args:
+      call: The handler and the formula, as in `buffers.h`.
+      operands: Arrays by name; `None` for one that is left out.
+      row_shape: The shape of a row of the table.
+      num_rows: The number of rows of the table.
+      others: The shapes that the letters of `buffers.h` stand for; attributes; and
+        `in_place`, other results that take the memory of an operand.
 
     Raises:
-      ValueError: If the type or the shape is another.
+      ValueError: If the type or the shape of an array is another.
     """
-    if x.dtype != dtype or x.shape != shape:
+    handler, formula = call.split()
+    in_place = others.pop("in_place", {})
+    expected, results = _specifications()[call]
+    shapes = {k: others.pop(k) for k in [*others] if len(k) == 1}
+    shapes |= {"N": (num_rows,), "W": row_shape}
+    shapes |= {digit: (int(digit),) for digit in "1234567890"}
+    types = {"f": "float32", "i": "int32"}
+
+    def struct(buffer: _Buffer) -> jax.ShapeDtypeStruct:
+        shape = tuple(x for letter in buffer.sizes for x in shapes[letter])
+        return jax.ShapeDtypeStruct(shape, types[buffer.type])
+
+    arrays = {}
+    for buffer in expected:
+        x = operands[buffer.name]
+        if x is None and buffer.is_optional:
+            arrays[buffer.name] = jnp.zeros([0], types[buffer.type])
+            continue
+        if buffer.type in "tu" and x.dtype in _FLOATS:
+            types.setdefault(buffer.type, str(x.dtype))
+        types.setdefault(buffer.type, "float32")
+        like = struct(buffer)
+        if x.dtype != like.dtype or x.shape != like.shape:
+            raise ValueError(
+                f"The kernel takes {buffer.name} of type {like.dtype} and shape "
+                f"{like.shape}, got {x.dtype} and {x.shape}. Make the state by `init` "
+                "of the same parameters as the gradient."
+            )
+        arrays[buffer.name] = x
+    if math.prod((num_rows, *row_shape)) == 0:
         raise ValueError(
-            f"The kernel takes {name} of type {dtype} and shape {shape}, got "
-            f"{x.dtype} and {x.shape}. Make the state by `init` of the same parameters "
-            "as the gradient."
+            f"The kernel takes no empty table, got the shape {(num_rows, *row_shape)}. "
+            "Read it in plain JAX."
         )
+    places = [*arrays]
+    owners = {x.name: x.name for x in results if not x.type} | in_place
+    function = jax.ffi.ffi_call(
+        f"optax_sparse_adam.{handler}",
+        [struct(x) if x.type else jax.typeof(arrays[x.name]) for x in results],
+        input_output_aliases={
+            places.index(owners[x.name]): i
+            for i, x in enumerate(results)
+            if x.name in owners
+        },
+    )
+    attributes = {
+        "formula": formula,
+        "num_rows": np.int64(num_rows),
+        "width": np.int64(math.prod(row_shape)),
+        "degree": np.int64(math.prod(shapes.get("C", (0,)))),
+        "is_of_roots": np.bool_(False),
+        **others,
+    }
+    news = function(*arrays.values(), **attributes)
+    return {x.name: new for x, new in zip(results, news, strict=True)}
+
+
+def _filled(fill: float | None, dtype: Any) -> dict[str, Any]:
+    """What an id out of bounds reads: `fill`, or `None` for the row next to it."""
+    number = np.asarray(0 if fill is None else fill, dtype)
+    bits = int.from_bytes(number.tobytes(), sys.byteorder)
+    return {"clamps": np.bool_(fill is None), "fill": np.int64(bits)}
 
 
 def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
@@ -152,33 +275,29 @@ def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Ar
 
     An id out of bounds reads `fill`, or if that is `None` the row that is next to it.
     """
-    _check("ids", ids, "int32", ids.shape)
-    if table.size == 0:
-        raise ValueError(
-            f"The kernel takes no empty table, got the shape {table.shape}. Read it in "
-            "plain JAX."
-        )
-    call = jax.ffi.ffi_call(
-        "optax_sparse_adam.take_rows",
-        jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype),
-    )
-    rows = call(
-        table,
-        ids,
-        **_sizes(table.shape),
-        clamps=np.bool_(fill is None),
-        fill=np.int64(_bits(0 if fill is None else fill, table.dtype)),
-    )
+    operands = {"table": table, "ids": ids}
+    attributes = _filled(fill, table.dtype)
+    sizes = table.shape[1:], len(table)
+    rows = _call("read rows", operands, *sizes, K=ids.shape, **attributes)["rows"]
     # A custom call has no weak types, and the rows of `jnp.full((n, d), 0.1)` have one.
     weak: bool = jax.typeof(table).weak_type
     return _cast_p.bind(rows, new_dtype=rows.dtype, weak_type=weak, sharding=None)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """`jnp.zeros` in huge pages, where the system has them."""
-    result = jax.ShapeDtypeStruct(shape, dtype)
-    cleared: jax.Array = jax.ffi.ffi_call("optax_sparse_adam.zeros", result)()
-    return cleared
+def look_up_stale_rows(
+    table: jax.Array, stale: Stale, ids: jax.Array, fill: float | None
+) -> jax.Array:
+    """`look_up_rows`, brought up to date: `resting_rows.values_of_rows` of them."""
+    operands = {"table": table, "ids": ids, **_stale_operands(stale)}
+    return _call(
+        "read exact_adam",
+        operands,
+        table.shape[1:],
+        len(table),
+        K=ids.shape,
+        **_stale_attributes(stale),
+        **_filled(fill, "float32"),
+    )["rows"]
 
 
 def read_bags(
@@ -189,61 +308,51 @@ def read_bags(
     weights: jax.Array | None,
 ) -> jax.Array:
     """`bags.sum_bags`, `[num_bags, *row_shape]` in float32."""
-    _check("a table", table, _float_of(table), table.shape)
-    _check("ids", ids, "int32", ids.shape)
-    call = jax.ffi.ffi_call(
-        "optax_sparse_adam.read_bags",
-        jax.ShapeDtypeStruct((num_bags, *table.shape[1:]), jnp.float32),
-    )
-    factors = _factors(ids.size, segments, weights)
-    sums: jax.Array = call(table, ids.ravel(), *factors, **_sizes(table.shape))
-    return sums
+    operands = {
+        "table": table,
+        "ids": ids.ravel(),
+        "segments": segments,
+        "weights": None if weights is None else weights.ravel(),
+    }
+    sizes = {"E": (ids.size,), "B": (num_bags,)}
+    fill = _filled(None, "float32")
+    return _call("read bags", operands, table.shape[1:], len(table), **sizes, **fill)[
+        "sums"
+    ]
 
 
-def _factors(
-    nse: int, segments: jax.Array | None, weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Segments and weights of all entries, or none."""
-    segments = jnp.zeros([0], jnp.int32) if segments is None else segments
-    weights = jnp.zeros([0], jnp.float32) if weights is None else weights.ravel()
-    _check("segments", segments, "int32", (nse,) if segments.size else (0,))
-    _check("weights", weights, "float32", (nse,) if weights.size else (0,))
-    return segments, weights
+def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """`jnp.zeros` in huge pages, where the system has them."""
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    cleared: jax.Array = jax.ffi.ffi_call("optax_sparse_adam.zeros", result)()
+    return cleared
 
 
-def _operands(grad: Any) -> tuple[jax.Array, ...]:
-    """Indices, values, segments and weights of a gradient; see `bag_gradient`."""
-    segments = getattr(grad, "segments", None)
-    if segments is None:
-        values, weights, size = grad.data, None, grad.nse
-    else:
-        values, weights, size = grad.values, grad.weights, len(grad.values)
-    _check("indices", grad.indices, "int32", (grad.nse, 1))
-    _check("data", values, "float32", (size, *grad.shape[1:]))
-    return grad.indices, values, *_factors(grad.nse, segments, weights)
-
-
-def _results(
-    grad: BCOO, tables: tuple[jax.Array, ...]
-) -> tuple[list[Any], dict[int, int]]:
-    """The results of a call, and which operand each takes the place of.
+def _update(
+    formula: str, grad: Any, operands: dict[str, Any], **others: Any
+) -> tuple[Rows, dict[str, jax.Array]]:
+    """Calls the kernel with a gradient, or one of bags; see `bag_gradient`.
 
     Sums elsewhere would save the copy of a gradient that is not donated, but whole
     steps, whose gradient is, took longer (262,144 ids: 116 and 94 ms): fresh memory.
     The gradient of bags has no room for rows.
     """
-    rows = jax.ShapeDtypeStruct((grad.nse, *grad.shape[1:]), jnp.float32)
-    results = [jax.ShapeDtypeStruct(grad.indices.shape, jnp.int32), rows]
-    results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tables]
-    aliases = {0: 0} | {4 + i: 2 + i for i in range(len(tables))}
-    if not hasattr(grad, "segments"):
-        aliases[1] = 1
-    return [*results, jax.ShapeDtypeStruct((), jnp.int32)], aliases
-
-
-def _bits(x: float, dtype: Any) -> int:
-    """The bits of a number as an integer, at least 0."""
-    return int.from_bytes(np.asarray(x, dtype).tobytes(), sys.byteorder)
+    segments = getattr(grad, "segments", None)
+    if segments is None:
+        factors = {"data": grad.data, "weights": None}
+    else:
+        factors = {"data": grad.values, "weights": grad.weights}
+    results = _call(
+        f"update {formula}",
+        {"indices": grad.indices, "segments": segments, **factors, **operands},
+        grad.shape[1:],
+        grad.shape[0],
+        E=(grad.nse,),
+        V=(grad.nse if segments is None else len(grad.values),),
+        in_place={"sums": "data"} if segments is None else {},
+        **others,
+    )
+    return (results.pop("indices"), results.pop("sums")), results
 
 
 def sum_rows(grad: BCOO) -> Sums:
@@ -253,162 +362,66 @@ def sum_rows(grad: BCOO) -> Sums:
       The fields of `coalesce.Rows`: the touched rows `[nse, 1]` in ascending order,
       then `num_rows + slot`; their sums, then zeros; and how many rows they are.
     """
-    sums: Sums = _call("sum_rows", grad, (), ())
-    return sums
+    rows, others = _update("sum", grad, {})
+    return (*rows, others["count"])
 
 
 def adam_rows(
     grad: BCOO, moments: tuple[jax.Array, ...], factors: tuple[jax.Array, ...]
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+) -> tuple[Rows, tuple[jax.Array, ...]]:
     """The update of each touched row in the slot of its first entry; the new moments.
 
     All other slots are padding. The indices are unique, and not in order.
     """
-    scalars = (jnp.stack(factors),)
-    for name, moment in zip(("mu", "nu"), moments, strict=True):
-        _check(name, moment, _float_of(moment), grad.shape)
-    _check("factors", *scalars, "float32", (5,))
-    indices, data, mu, nu, _ = _call("adam_rows", grad, moments, scalars)
-    return (indices, data), (mu, nu)
+    mu, nu = moments
+    operands = {"mu": mu, "nu": nu, "scalars": jnp.stack(factors)}
+    rows, news = _update("adam", grad, operands)
+    return rows, (news["mu"], news["nu"])
+
+
+def exact_adam_rows(
+    grad: BCOO, stale: Stale, step: StepScalars, read: tuple[jax.Array, ...]
+) -> tuple[Rows, tuple[jax.Array, ...]]:
+    """Like `adam_rows`, with the step of `exact_adam`, and its new tables.
+
+    If rows decay, it reads the parameter.
+    """
+    operands = _stale_operands(stale) | {"step": jnp.stack(step)}
+    operands["table"] = read[0] if read else None
+    rows, news = _update("exact_adam", grad, operands, **_stale_attributes(stale))
+    names = ("mu", "nu", "last", "high", "low")[: len(stale.tables)]
+    return rows, tuple(news[name] for name in names)
+
+
+def _stale_operands(stale: Stale) -> dict[str, jax.Array | None]:
+    mu, nu, last, *decays = stale.tables
+    high, low = decays or (None, None)
+    tables = {"mu": mu, "nu": nu, "last": last, "high": high, "low": low}
+    scalars = jnp.stack(stale.scalars)
+    packed = {"scalars": scalars, "polynomials": stale.polynomials}
+    return {**tables, **packed, "steps": stale.steps}
+
+
+def _stale_attributes(stale: Stale) -> dict[str, Any]:
+    return {
+        "C": stale.polynomials.shape[1:],
+        "is_of_roots": np.bool_(stale.is_of_roots),
+    }
 
 
 def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].add(rows)` for unique indices, rounded once."""
-    return _write("add_rows", table, indices, rows)
+    return _write("add", table, indices, rows)
 
 
 def put_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; the rows have its type."""
-    _check("rows", rows, table.dtype, rows.shape)
-    return _write("put_rows", table, indices, rows)
+    return _write("put", table, indices, rows)
 
 
 def _write(
-    name: str, table: jax.Array, indices: jax.Array, rows: jax.Array
+    formula: str, table: jax.Array, indices: jax.Array, rows: jax.Array
 ) -> jax.Array:
-    nse = len(indices)
-    _check("a table", table, _float_of(table), table.shape)
-    _check("indices", indices, "int32", (nse, 1))
-    _check("rows", rows, _float_of(rows), (nse, *table.shape[1:]))
-    call = jax.ffi.ffi_call(
-        f"optax_sparse_adam.{name}",
-        jax.ShapeDtypeStruct(table.shape, table.dtype),
-        input_output_aliases={0: 0},
-    )
-    updated: jax.Array = call(table, indices, rows, **_sizes(table.shape))
-    return updated
-
-
-def _float_of(x: jax.Array) -> Any:
-    """The type that the kernel takes in the place of `x`."""
-    return x.dtype if x.dtype in _FLOATS else "float32"
-
-
-def exact_adam_rows(
-    grad: BCOO,
-    tables: tuple[jax.Array, ...],
-    read: tuple[jax.Array, ...],
-    numbers: jax.Array,
-    steps: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    """Like `adam_rows`, with the step of `exact_adam`, and its new tables.
-
-    Args:
-      grad: The gradient.
-      tables: `mu`, `nu` and `last`; if rows decay, both of `log_decay`.
-      read: If rows decay, the parameter.
-      numbers: Those of `resting_rows.numbers_of_rows`, then those of
-        `exact_formula._numbers`.
-      steps: As in `look_up_rows_now`.
-    """
-    _check_resting(grad.shape, tables, numbers, steps)
-    for param in read:
-        _check("a table", param, "float32", grad.shape)
-    decays = tables[3:]
-    results, aliases = _results(grad, tables[:3])
-    results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in decays]
-    call = jax.ffi.ffi_call(
-        "optax_sparse_adam.exact_adam_rows",
-        results,
-        input_output_aliases=aliases | {9 + i: 6 + i for i in range(len(decays))},
-    )
-    indices, data, *news = call(
-        *_operands(grad),
-        *tables[:3],
-        numbers,
-        steps,
-        *decays,
-        *read,
-        **_sizes(grad.shape),
-        nodes=np.int64((numbers.size - _RESTING_NUMBERS - _STEP_NUMBERS) // 3),
-    )
-    del news[3]  # the count
-    return (indices, data), tuple(news)
-
-
-def look_up_rows_now(
-    table: jax.Array,
-    tables: tuple[jax.Array, ...],
-    numbers: jax.Array,
-    steps: jax.Array,
-    ids: jax.Array,
-    fill: float | None,
-) -> jax.Array:
-    """`look_up_rows`, brought up to date: `resting_rows.values_of_rows` of them.
-
-    Args:
-      table: The parameter of `exact_adam`.
-      tables: `mu`, `nu` and `last`; if rows decay, both of `log_decay`.
-      numbers: Those of `resting_rows.numbers_of_rows`.
-      steps: The step that rows are brought to, and the last of those after which they
-        hold values.
-      ids: Which rows.
-      fill: What an id out of bounds reads; if `None`, the row that is next to it.
-    """
-    _check("a table", table, "float32", table.shape)
-    _check("ids", ids, "int32", ids.shape)
-    _check_resting(table.shape, tables, numbers, steps)
-    call = jax.ffi.ffi_call(
-        "optax_sparse_adam.take_rows_now",
-        jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype),
-    )
-    rows: jax.Array = call(
-        *(table, *tables[:3], numbers, steps, ids, *tables[3:]),
-        **_sizes(table.shape),
-        nodes=np.int64((numbers.size - _RESTING_NUMBERS) // 2),
-        clamps=np.bool_(fill is None),
-        fill=np.float32(0 if fill is None else fill),
-    )
-    return rows
-
-
-def _check_resting(
-    shape: tuple[int, ...],
-    tables: tuple[jax.Array, ...],
-    numbers: jax.Array,
-    steps: jax.Array,
-) -> None:
-    mu, nu, last, *decays = tables
-    for name, moment in (("mu", mu), ("nu", nu)):
-        _check(name, moment, "float32", shape)
-    _check("last", last, "int32", shape[:1])
-    for decay in decays:
-        _check("a decay", decay, "float32", shape[:1])
-    _check("numbers", numbers, "float32", (numbers.size,))
-    _check("steps", steps, "int32", (2,))
-
-
-def _sizes(shape: tuple[int, ...]) -> dict[str, Any]:
-    num_rows, *row_shape = shape
-    return {"num_rows": np.int64(num_rows), "width": np.int64(math.prod(row_shape))}
-
-
-def _call(
-    name: str, grad: BCOO, tables: tuple[jax.Array, ...], others: tuple[jax.Array, ...]
-) -> Any:
-    """Calls the kernel, with the gradient and the tables updated in place."""
-    results, aliases = _results(grad, tables)
-    call = jax.ffi.ffi_call(
-        f"optax_sparse_adam.{name}", results, input_output_aliases=aliases
-    )
-    return call(*_operands(grad), *tables, *others, **_sizes(grad.shape))
+    operands = {"table": table, "indices": indices, "rows": rows}
+    sizes = table.shape[1:], len(table)
+    return _call(f"update {formula}", operands, *sizes, E=(len(indices),))["table"]

@@ -14,17 +14,8 @@ import jax
 
 from . import _build
 
-TARGETS = (
-    "adam_rows",
-    "add_rows",
-    "exact_adam_rows",
-    "put_rows",
-    "read_bags",
-    "sum_rows",
-    "take_rows",
-    "take_rows_now",
-    "zeros",
-)
+# Each function of the library, by its name behind `optax_sparse_adam.` in programs.
+TARGETS = {"read": "read_rows", "update": "update_rows", "zeros": "zeros"}
 INSTALLED = _build.SOURCE.parent  # where an installation leaves its library
 
 
@@ -49,7 +40,7 @@ def _found(newest: _build.Version) -> Iterator[tuple[_build.Version, Path]]:
 def register(library: Path) -> None:
     """Loads the library and makes its functions known to XLA."""
     dll = ctypes.CDLL(str(library))
-    functions = {name: getattr(dll, name) for name in TARGETS}
+    functions = {name: getattr(dll, symbol) for name, symbol in TARGETS.items()}
     for name, function in functions.items():
         capsule = jax.ffi.pycapsule(function)
         jax.ffi.register_ffi_target(f"optax_sparse_adam.{name}", capsule, "cpu")

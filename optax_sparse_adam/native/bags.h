@@ -17,20 +17,11 @@ struct Bags {
   int64_t nse, num_bags;
 
   // What is in no bag, negative segments included, comes behind all others.
-  uint32_t Segment(int64_t k) const {
+  INLINE uint32_t Segment(int64_t k) const {
     return std::min<uint32_t>(segments[k], num_bags);
   }
-  float Weight(int64_t k) const { return weights == nullptr ? 1.0f : weights[k]; }
+  INLINE float Weight(int64_t k) const { return weights == nullptr ? 1.0f : weights[k]; }
 };
-
-Bags BagsOf(const Ints& ids, const Ints& segments, const Floats& weights,
-            int64_t num_bags) {
-  const int64_t nse = ids.element_count();
-  return {ids.typed_data(), segments.element_count() > 0 ? segments.typed_data() : nullptr,
-          weights.element_count() > 0 ? weights.typed_data() : nullptr, nse, num_bags};
-}
-
-using Eight = float __attribute__((vector_size(32)));
 
 INLINE void LoadEight(const float* from, Eight& to) {
   std::memcpy(&to, from, sizeof(to));
@@ -44,7 +35,7 @@ INLINE void LoadEight(const Bfloat16* from, Eight& to) {
 }
 
 // Some columns of `Pool`, in registers.
-template <int kEights, typename Row>
+template <int kEights, bool kWeighted, typename Row>
 INLINE void SumColumns(const Row& row, int64_t begin, int64_t end, float* out) {
   Eight sum[kEights] = {};
   for (int64_t k = begin; k < end; ++k) {
@@ -54,25 +45,24 @@ INLINE void SumColumns(const Row& row, int64_t begin, int64_t end, float* out) {
     for (int i = 0; i < kEights; ++i) {
       Eight x;
       LoadEight(from + 8 * i, x);
-      sum[i] += weight * x;
+      sum[i] += kWeighted ? weight * x : x;
     }
   }
   std::memcpy(out, sum, sizeof(sum));
 }
 
 // The sum of weighted rows, in order. `row(k)` is a pointer, or none, and a weight.
-template <typename Row>
-INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width,
-                    float* out) {
+template <bool kWeighted, typename Row>
+INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width, float* out) {
   int64_t j = 0;
   const auto part = [&](int64_t k) __attribute__((always_inline)) {
     auto [from, weight] = row(k);
     return std::pair(from == nullptr ? from : from + j, weight);
   };
-  for (; j + 64 <= width; j += 64) SumColumns<8>(part, begin, end, out + j);
-  if (j + 32 <= width) SumColumns<4>(part, begin, end, out + j), j += 32;
-  if (j + 16 <= width) SumColumns<2>(part, begin, end, out + j), j += 16;
-  if (j + 8 <= width) SumColumns<1>(part, begin, end, out + j), j += 8;
+  for (; j + 64 <= width; j += 64) SumColumns<8, kWeighted>(part, begin, end, out + j);
+  if (j + 32 <= width) SumColumns<4, kWeighted>(part, begin, end, out + j), j += 32;
+  if (j + 16 <= width) SumColumns<2, kWeighted>(part, begin, end, out + j), j += 16;
+  if (j + 8 <= width) SumColumns<1, kWeighted>(part, begin, end, out + j), j += 8;
   if (j == width) return;
   std::fill(out + j, out + width, 0.0f);
   for (int64_t k = begin; k < end; ++k) {
@@ -82,22 +72,11 @@ INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width,
   }
 }
 
-template <typename Row>
-FOR_AVX2 void PoolAvx2(const Row& row, int64_t begin, int64_t end, int64_t width,
-                          float* out) {
-  Pool(row, begin, end, width, out);
-}
-
-template <typename Row>
-void PoolPlain(const Row& row, int64_t begin, int64_t end, int64_t width, float* out) {
-  Pool(row, begin, end, width, out);
-}
-
 // The weighted sum of the rows of each bag, in their order.
 template <typename T>
 void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t num_rows,
               int64_t width, float* out) {
-  constexpr int64_t kAhead = 24;  // rows to fetch ahead
+  constexpr int64_t kAhead = 32;  // rows to fetch ahead
   const int64_t nse = bags.nse;
   std::unique_ptr<Entry[]> order;  // by bags, if the entries are not
   if (bags.segments != nullptr) {
@@ -116,25 +95,32 @@ void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t n
     return begin;
   };
   const auto inside = [&](int64_t id) { return id >= 0 && id < num_rows; };
-  const auto row = [&](int64_t k) __attribute__((always_inline)) {
-    if (k + kAhead < nse) {
-      const int64_t ahead = bags.ids[slot_of(k + kAhead)];
-      if (inside(ahead)) PrefetchRow<false>(table + ahead * width, width);
-    }
-    const int64_t slot = slot_of(k), id = bags.ids[slot];
-    return std::pair(inside(id) ? table + id * width : nullptr, bags.Weight(slot));
-  };
-  const auto sum = HAS_AVX2 ? PoolAvx2<decltype(row)> : PoolPlain<decltype(row)>;
   AdviseHugePages(out, bags.num_bags * width * sizeof(float));
   const int64_t grain = 1 + 1024 * bags.num_bags / nse;
-  Parallel(pool, bags.num_bags, grain, [&](int64_t begin, int64_t end) {
-    int64_t k = end_of(begin - 1);
-    for (int64_t bag = begin; bag < end; ++bag) {
-      const int64_t last = end_of(bag);
-      sum(row, k, last, width, out + bag * width);
-      k = last;
-    }
-  });
+  const auto sum = [&](auto is_plain) {
+    constexpr bool kPlain = decltype(is_plain)::value;
+    Parallel(pool, bags.num_bags, grain, [&](int64_t begin, int64_t end) {
+      const int32_t* ids = bags.ids;
+      const auto row = [&](int64_t k) __attribute__((always_inline)) {
+        if (k + kAhead < nse) {
+          const int64_t ahead = ids[kPlain ? k + kAhead : slot_of(k + kAhead)];
+          if (inside(ahead)) PrefetchRow<false>(table + ahead * width, width);
+        }
+        const int64_t slot = kPlain ? k : slot_of(k), id = ids[slot];
+        return std::pair(inside(id) ? table + id * width : nullptr,
+                         kPlain ? 1.0f : bags.Weight(slot));
+      };
+      int64_t k = end_of(begin - 1);
+      for (int64_t bag = begin; bag < end; ++bag) {
+        const int64_t last = end_of(bag);
+        Pool<!kPlain>(row, k, last, width, out + bag * width);
+        k = last;
+      }
+    });
+  };
+  // Without weights, and in order: fewer instructions for each row, 10 % of the time.
+  if (bags.weights == nullptr && !order) return sum(std::true_type());
+  sum(std::false_type());
 }
 
 // `ForEachRow` of a gradient that is known by bags: that of entry k is `weights[k]` times
@@ -167,8 +153,6 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
     const bool is_known = bag < bags.num_bags;
     return std::pair(is_known ? values + bag * width : unknown.data(), bags.Weight(slot));
   };
-  const auto sum =
-      HAS_AVX2 ? PoolAvx2<decltype(value)> : PoolPlain<decltype(value)>;
   std::vector<int64_t> before(size / kRun + 2);  // rows in front of each part
   Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) before[begin / kRun + 1] += is_first(i);
@@ -184,7 +168,7 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
       while (++i < size && !is_first(i)) {
       }
       float* data = grad.data + place * width;
-      sum(value, first, i, width, data);
+      Pool<true>(value, first, i, width, data);
       grad.rows[place] = row;
       middle(row, data);
     }

@@ -7,32 +7,33 @@
 namespace {
 
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
-constexpr int64_t kMostNodes = 64;  // of a way
+constexpr int64_t kMostNodes = 64;  // of a polynomial
+constexpr int64_t kPowers = 64;  // of the betas that are computed once
 
 // The way that rows have still to go: see `_rows/ways.py`, `way_of`.
 //
 // Far above the centre, where the roots of most rows lie, `z` is close to 1, and four
 // terms of the polynomial's Taylor series in `u = 1 - z` are all that a float holds. Not
 // used where `z` is that of roots.
-struct Way {
+struct Remaining {
   const float* coefficients;  // of the powers of z
-  int64_t size, nodes;        // those that are not zero, and all
+  int64_t size;               // those that are not zero
   float centre;
+  bool is_of_roots;  // z is that of sqrt(s) and sqrt(c)
   float taylor[4] = {};  // of the powers of u
   float far;        // roots from which on these suffice
 
-  Way(const float* coefficients, int64_t nodes, float centre)
-      : coefficients(coefficients), size(nodes), nodes(nodes), centre(centre) {
+  Remaining(const float* coefficients, int64_t degree, float centre, bool is_of_roots)
+      : coefficients(coefficients), size(degree), centre(centre), is_of_roots(is_of_roots) {
     while (size > 1 && coefficients[size - 1] == 0) --size;
     FindTaylor();
   }
 
   bool IsZero() const { return size == 1 && coefficients[0] == 0; }
-  bool is_of_roots() const { return nodes % 2 == 1; }
 
   void FindTaylor() {
     far = std::numeric_limits<float>::infinity();
-    if (is_of_roots()) return;
+    if (is_of_roots) return;
     double series[kMostNodes];
     std::copy_n(coefficients, size, series);
     for (int64_t k = 0; k < size; ++k) {  // of powers of z - 1: Horner's scheme
@@ -57,7 +58,7 @@ struct Way {
                          const float* __restrict__ root, float scale, int64_t n,
                          float* __restrict__ way) const {
     const float c = centre;
-    int32_t is_near = is_of_roots();
+    int32_t is_near = is_of_roots;
     for (int64_t i = 0; i < n; ++i) {
       is_near |= !(root[i] * scale >= far) & (mu[i] != 0.0f);
     }
@@ -77,7 +78,7 @@ struct Way {
       z[i] = 1.0f - 2.0f * c * inverse;
       way[i] = 0.0f;
     }
-    for (int64_t i = 0; is_of_roots() && i < n; ++i) {
+    for (int64_t i = 0; is_of_roots && i < n; ++i) {
       z[i] = 1.0f - 2.0f * half / (std::sqrt(root[i] * scale) + half);
     }
     for (int64_t k = (size - 1) / 4 * 4; k >= 0; k -= 4) {
@@ -92,23 +93,47 @@ struct Way {
   }
 };
 
-// The state of all rows, and the numbers that bring one up to date: `move_rows` of
-// `_rows/resting_rows.py`. Without weight decay, `high` and `low` are null.
-struct RestingRows {
-  static constexpr int64_t kNumbers = 6;
+// `StaleScalars` and `StepScalars` of `_calls.py`.
+struct StaleScalars {
+  float log_b1, log_q, centre_behind, centre_ahead, decay_high, decay_low;
+};
 
+struct StepScalars {
+  float one_minus_b1, one_minus_b2, size, grad_size, eps, log_decay, centre, decay_high,
+      decay_low;
+};
+
+// The state of all rows, and the scalars that bring one up to date: `move_rows` of
+// `_rows/resting_rows.py`. Without weight decay, `high` and `low` are null.
+//
+// Most rows were updated a few steps before: the powers for these are computed once.
+struct StaleRows {
   float *mu, *nu;
   int32_t* last;
   float *high, *low;
   int64_t width;
-  const float* numbers;  // as `numbers_of_rows` there lists them
-  int64_t nodes;
+  StaleScalars scalars;
+  const float* polynomials;  // behind, ahead, and after the step
+  int64_t degree;
+  bool is_of_roots;
   int32_t count, since;
-  Way behind{numbers + kNumbers, nodes, numbers[2]};
-  Way ahead{numbers + kNumbers + nodes, nodes, numbers[3]};
+  Remaining behind = Polynomial(0, scalars.centre_behind);
+  Remaining ahead = Polynomial(1, scalars.centre_ahead);
+  std::array<float, kPowers> power1 = Powers(scalars.log_b1);  // of so many steps
+  std::array<float, kPowers> power2 = Powers(scalars.log_q);
+
+  Remaining Polynomial(int64_t i, float centre) const {
+    return Remaining(polynomials + i * degree, degree, centre, is_of_roots);
+  }
+
+  static std::array<float, kPowers> Powers(float log) {
+    std::array<float, kPowers> powers;
+    for (int64_t i = 0; i < kPowers; ++i) powers[i] = std::exp(float(i) * log);
+    return powers;
+  }
 
   struct Row {
-    const Way* way;
+    const Remaining* way;
     float power1, power2;  // of the moments
     float sign, root;      // of the moments in the way
   };
@@ -116,37 +141,53 @@ struct RestingRows {
   // Whether what a row has still to go is below a rounding error of a single move, so
   // that its moments need not be read: its moves have fallen by exp(-32) since its last
   // update. Where values decay, they fall as well, by less than the root of that.
-  bool HasArrived(int64_t row) const {
+  INLINE bool HasArrived(int64_t row) const {
     if (last[row] <= since) return behind.IsZero();
-    const float fallen = float(count - last[row]) * (numbers[0] - numbers[1]);
+    const float fallen = float(count - last[row]) * (scalars.log_b1 - scalars.log_q);
     return fallen < (high == nullptr ? -32.0f : -64.0f);
   }
 
-  float LogDecay(int64_t row) const {
+  INLINE float LogDecay(int64_t row) const {
     if (high == nullptr) return 0.0f;
-    return (numbers[4] - high[row]) + (numbers[5] - low[row]);
+    return (scalars.decay_high - high[row]) + (scalars.decay_low - low[row]);
   }
 
-  Row Find(int64_t row) const {
-    const float steps = float(count - last[row]);
-    const float power1 = std::exp(steps * numbers[0]);
-    const float power2 = std::exp(steps * numbers[1]);
-    if (last[row] <= since) return {&behind, power1, power2, -1.0f, 1.0f};
-    return {&ahead, power1, power2, power1, power2};
+  INLINE Row Find(int64_t row) const {
+    const int64_t steps = int64_t(count) - last[row];
+    const bool is_known = 0 <= steps && steps < kPowers;
+    const float p1 = is_known ? power1[steps] : std::exp(float(steps) * scalars.log_b1);
+    const float p2 = is_known ? power2[steps] : std::exp(float(steps) * scalars.log_q);
+    if (last[row] <= since) return {&behind, p1, p2, -1.0f, 1.0f};
+    return {&ahead, p1, p2, p1, p2};
   }
 };
 
-INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
+// Calls `function` with the width as a constant where it is small, and with 0 else: loops
+// over so few numbers take longer to begin than to run.
+template <typename Function>
+void WithWidth(int64_t width, const Function& function) {
+  switch (width) {
+    case 3: return function(std::integral_constant<int64_t, 3>());
+    case 4: return function(std::integral_constant<int64_t, 4>());
+    case 8: return function(std::integral_constant<int64_t, 8>());
+    case 16: return function(std::integral_constant<int64_t, 16>());
+  }
+  function(std::integral_constant<int64_t, 0>());
+}
+
+template <int64_t kWidth>
+INLINE void ReadRow(const StaleRows& rows, int64_t row, const float* table,
                     float* __restrict__ out) {
+  const int64_t width = kWidth > 0 ? kWidth : rows.width;
   const float decay = std::exp(rows.LogDecay(row));
-  const float* stored = table + row * rows.width;
+  const float* stored = table + row * width;
   if (rows.HasArrived(row)) {
-    for (int64_t j = 0; j < rows.width; ++j) out[j] = decay * stored[j];
+    for (int64_t j = 0; j < width; ++j) out[j] = decay * stored[j];
     return;
   }
-  const RestingRows::Row now = rows.Find(row);
-  for (int64_t j = 0; j < rows.width; j += kPart) {
-    const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
+  const StaleRows::Row now = rows.Find(row);
+  for (int64_t j = 0; j < width; j += kPart) {
+    const int64_t place = row * width + j, n = std::min(kPart, width - j);
     const float* nu = rows.nu + place;
     const float* value = stored + j;
     float root[kPart], by[kPart];
@@ -158,16 +199,6 @@ INLINE void ReadRow(const RestingRows& rows, int64_t row, const float* table,
       for (int64_t i = 0; i < n; ++i) out[j + i] = decay * value[i] + by[i];
     }
   }
-}
-
-FOR_AVX2 void ReadRowAvx2(const RestingRows& rows, int64_t row, const float* table,
-                          float* out) {
-  ReadRow(rows, row, table, out);
-}
-
-void ReadRowPlain(const RestingRows& rows, int64_t row, const float* table,
-                  float* out) {
-  ReadRow(rows, row, table, out);
 }
 
 // Where rows were read to, for the next ids of the same rows to copy them: of all threads,
@@ -205,14 +236,16 @@ class Places {
 };
 
 // The rows of these ids as they are now; see `TakeRows` for ids outside of the table.
-void ReadRowsNow(ffi::ThreadPool& pool, const RestingRows& resting, const float* table,
-                 const int32_t* index, int64_t size, int64_t num_rows, bool clamps,
-                 float fill, float* out) {
+template <int64_t kWidth>
+void ReadStaleRows(ffi::ThreadPool& pool, const StaleRows& rows, const float* table,
+                   const int32_t* index, int64_t size, int64_t num_rows, bool clamps,
+                   float fill, float* out) {
   constexpr int64_t kAhead = 8;  // rows to fetch ahead; what tells which, twice as far
-  const int64_t width = resting.width;
-  const auto read = HAS_AVX2 ? ReadRowAvx2 : ReadRowPlain;
-  Places places(size);
-  const auto row = [&](int64_t k) {
+  // A narrow row is computed again in less time than it is found.
+  constexpr bool kKeeps = kWidth == 0 || kWidth > 8;
+  const int64_t width = kWidth > 0 ? kWidth : rows.width;
+  Places places(kKeeps ? size : 0);
+  const auto row = [&](int64_t k) __attribute__((always_inline)) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);
   };
   AdviseHugePages(out, size * width * sizeof(float));
@@ -220,72 +253,73 @@ void ReadRowsNow(ffi::ThreadPool& pool, const RestingRows& resting, const float*
     int64_t found[kAhead];  // the places of the next ids
     const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
       if (k >= end) return;
-      const int64_t first = row(k) * width, place = places.Find(row(k));
-      found[k % kAhead] = place;
-      if (place >= 0) return PrefetchRow<false>(out + place * width, width);
-      PrefetchRow<false>(table + first, width);
-      if (resting.high != nullptr) {
-        __builtin_prefetch(resting.high + row(k));
-        __builtin_prefetch(resting.low + row(k));
+      const int64_t first = row(k) * width;
+      if (kKeeps) {
+        const int64_t place = found[k % kAhead] = places.Find(row(k));
+        if (place >= 0) return PrefetchRow<false>(out + place * width, width);
       }
-      if (resting.HasArrived(row(k))) return;
-      PrefetchRow<false>(resting.mu + first, width);
-      PrefetchRow<false>(resting.nu + first, width);
+      PrefetchRow<false>(table + first, width);
+      if (rows.high != nullptr) {
+        __builtin_prefetch(rows.high + row(k));
+        __builtin_prefetch(rows.low + row(k));
+      }
+      if (kKeeps && rows.HasArrived(row(k))) return;
+      PrefetchRow<false>(rows.mu + first, width);
+      PrefetchRow<false>(rows.nu + first, width);
     };
     for (int64_t k = begin; k < std::min(begin + 2 * kAhead, end); ++k) {
-      __builtin_prefetch(resting.last + row(k));
+      __builtin_prefetch(rows.last + row(k));
     }
     for (int64_t k = begin; k < begin + kAhead; ++k) fetch(k);
     for (int64_t k = begin; k < end; ++k) {
-      int64_t place = found[k % kAhead];
-      if (k + 2 * kAhead < end) __builtin_prefetch(resting.last + row(k + 2 * kAhead));
+      int64_t place = kKeeps ? found[k % kAhead] : -1;
+      if (k + 2 * kAhead < end) __builtin_prefetch(rows.last + row(k + 2 * kAhead));
       fetch(k + kAhead);
-      if (place < 0) place = places.Find(row(k));
+      if (kKeeps && place < 0) place = places.Find(row(k));
       if (!clamps && row(k) != index[k]) {
         std::fill_n(out + k * width, width, fill);
       } else if (place >= 0) {
         std::memcpy(out + k * width, out + place * width, width * sizeof(float));
       } else {
-        read(resting, row(k), table, out + k * width);
-        places.Keep(row(k), k);
+        ReadRow<kWidth>(rows, row(k), table, out + k * width);
+        if (kKeeps) places.Keep(row(k), k);
       }
     }
   });
 }
 
 // The formula of `_optimizers/exact_formula.py`.
+template <int64_t kWidth>
 struct ExactAdam {
   static constexpr bool kInOrder = false;
-  static constexpr int64_t kNumbers = 9;
 
-  RestingRows rows;
+  StaleRows rows;
   const float* table;    // read where rows decay
-  const float* numbers;  // as `_numbers` there lists them
-  Way after{numbers + kNumbers, rows.nodes, numbers[6]};
-  bool has_avx2 = HAS_AVX2;
+  StepScalars step;
+  Remaining after = rows.Polynomial(2, step.centre);
+
+  INLINE int64_t Width() const { return kWidth > 0 ? kWidth : rows.width; }
 
   INLINE void Prefetch(int64_t row) const {
-    PrefetchRow<true>(rows.mu + row * rows.width, rows.width);
-    PrefetchRow<true>(rows.nu + row * rows.width, rows.width);
+    PrefetchRow<true>(rows.mu + row * Width(), Width());
+    PrefetchRow<true>(rows.nu + row * Width(), Width());
     __builtin_prefetch(rows.last + row);
     if (rows.high != nullptr) {
-      PrefetchRow<false>(table + row * rows.width, rows.width);
+      PrefetchRow<false>(table + row * Width(), Width());
       __builtin_prefetch(rows.high + row);
       __builtin_prefetch(rows.low + row);
     }
   }
 
-  INLINE void Update(int64_t row, float* grad) const {
-    const RestingRows::Row now = rows.Find(row);
-    const float one_minus_b1 = numbers[0], one_minus_b2 = numbers[1];
-    const float size = numbers[2], grad_size = numbers[3], eps = numbers[4];
+  INLINE void operator()(int64_t row, float* grad) const {
+    const StaleRows::Row now = rows.Find(row);
     float decay = 1.0f, loss = 0.0f;
     if (rows.high != nullptr) {
-      decay = std::exp(numbers[5]);
-      loss = std::expm1(rows.LogDecay(row) + numbers[5]);
+      decay = std::exp(step.log_decay);
+      loss = std::expm1(rows.LogDecay(row) + step.log_decay);
     }
-    for (int64_t j = 0; j < rows.width; j += kPart) {
-      const int64_t place = row * rows.width + j, n = std::min(kPart, rows.width - j);
+    for (int64_t j = 0; j < Width(); j += kPart) {
+      const int64_t place = row * Width() + j, n = std::min(kPart, Width() - j);
       float* __restrict__ g = grad + j;
       float* __restrict__ mu = rows.mu + place;
       float* __restrict__ nu = rows.nu + place;
@@ -294,9 +328,9 @@ struct ExactAdam {
       (*now.way)(mu, now.sign, root, now.root, n, by);
       for (int64_t i = 0; i < n; ++i) {
         const float m = mu[i] * now.power1, v = nu[i] * now.power2 * now.power2;
-        mu[i] = m + one_minus_b1 * (g[i] - m);
+        mu[i] = m + step.one_minus_b1 * (g[i] - m);
         // Infinity stays, and is not subtracted from itself.
-        nu[i] = v + one_minus_b2 * (v < INFINITY ? g[i] * g[i] - v : 0.0f);
+        nu[i] = v + step.one_minus_b2 * (v < INFINITY ? g[i] * g[i] - v : 0.0f);
         root[i] = std::sqrt(nu[i]);
       }
       after(mu, 1.0f, root, 1.0f, n, way);
@@ -305,22 +339,15 @@ struct ExactAdam {
         for (int64_t i = 0; i < n; ++i) by[i] = decay * by[i] + loss * value[i];
       }
       for (int64_t i = 0; i < n; ++i) {
-        const float move = size * mu[i] + grad_size * g[i];
-        g[i] = -move / (root[i] + eps) - way[i] + by[i];
+        const float move = step.size * mu[i] + step.grad_size * g[i];
+        g[i] = -move / (root[i] + step.eps) - way[i] + by[i];
       }
     }
     rows.last[row] = rows.count + 1;
     if (rows.high != nullptr) {
-      rows.high[row] = numbers[7];
-      rows.low[row] = numbers[8];
+      rows.high[row] = step.decay_high;
+      rows.low[row] = step.decay_low;
     }
-  }
-
-  FOR_AVX2 void UpdateAvx2(int64_t row, float* grad) const { Update(row, grad); }
-  void UpdatePlain(int64_t row, float* grad) const { Update(row, grad); }
-
-  void operator()(int64_t row, float* grad) const {
-    has_avx2 ? UpdateAvx2(row, grad) : UpdatePlain(row, grad);
   }
 };
 

@@ -4,17 +4,18 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -27,29 +28,51 @@
 namespace {
 
 namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
 using Any = ffi::AnyBuffer;
 
 constexpr int64_t kMaxRow = std::numeric_limits<int32_t>::max();
 
+// Functions over the numbers of a row are compiled for AVX2 as well, which most CPUs have
+// and the flags do not ask for: all that is inline in a `body` of `Parallel`. The same
+// numbers: no multiplication is contracted with an addition in either.
+#define INLINE inline __attribute__((always_inline))
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_AVX2 __builtin_cpu_supports("avx2")
+#define FOR_AVX2 __attribute__((target("avx2"), flatten))
+#else
+#define HAS_AVX2 false
+#define FOR_AVX2 __attribute__((flatten))
+#endif
+
+template <typename Body>
+FOR_AVX2 void CallAvx2(const Body& body, int64_t begin, int64_t end) {
+  body(begin, end);
+}
+
+template <typename Body>
+__attribute__((flatten)) void Call(const Body& body, int64_t begin, int64_t end) {
+  body(begin, end);
+}
+
 // Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the
 // pool. A thread that comes late finds nothing left to do: nobody waits for its start,
 // so that there is no deadlock in a pool whose threads all wait here.
-void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
-              const std::function<void(int64_t, int64_t)>& body) {
+template <typename Body>
+void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain, const Body& body) {
   struct Shared {
     std::atomic<int64_t> next{0};
     int64_t done = 0;
     std::mutex mutex;
     std::condition_variable all_done;
   };
+  const auto call = HAS_AVX2 ? CallAvx2<Body> : Call<Body>;
   const int64_t parts = (size + grain - 1) / grain;
+  if (parts <= 1) return size > 0 ? call(body, 0, size) : void();
   auto shared = std::make_shared<Shared>();
-  auto work = [shared, parts, size, grain, &body] {
+  auto work = [shared, parts, size, grain, call, &body] {
     int64_t mine = 0;
     for (int64_t part; (part = shared->next.fetch_add(1)) < parts; ++mine) {
-      body(part * grain, std::min(size, (part + 1) * grain));
+      call(body, part * grain, std::min(size, (part + 1) * grain));
     }
     if (mine == 0) return;  // `body` may be gone
     std::lock_guard<std::mutex> lock(shared->mutex);
@@ -67,23 +90,25 @@ void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
   shared->all_done.wait(lock, [&] { return shared->done == parts; });
 }
 
+using Eight = float __attribute__((vector_size(32)));
+
 // The upper half of a float, which is rounded to nearest, ties to even, as in XLA.
 struct Bfloat16 {
   uint16_t bits;
 };
 
-float Load(float x) { return x; }
+INLINE float Load(float x) { return x; }
 
-float Load(Bfloat16 x) {
+INLINE float Load(Bfloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
   float wide;
   std::memcpy(&wide, &bits, sizeof(wide));
   return wide;
 }
 
-void Store(float x, float* to) { *to = x; }
+INLINE void Store(float x, float* to) { *to = x; }
 
-void Store(float x, Bfloat16* to) {
+INLINE void Store(float x, Bfloat16* to) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -92,24 +117,12 @@ void Store(float x, Bfloat16* to) {
 
 // Fetches a row of numbers before it is read, or written. Always inline, as are all that
 // only fetch: GCC 12 takes such a function for one without effects, and drops its calls.
-#define INLINE inline __attribute__((always_inline))
 template <bool kWrites, typename T>
 INLINE void PrefetchRow(const T* row, int64_t width) {
   for (int64_t j = 0; j < width; j += 64 / sizeof(T)) {
     __builtin_prefetch(row + j, kWrites);
   }
 }
-
-// Functions over the numbers of a row, compiled for AVX2 as well, which most CPUs have
-// and the flags do not ask for. The same numbers: no multiplication is contracted with
-// an addition in either.
-#if defined(__x86_64__) && defined(__GNUC__)
-#define HAS_AVX2 __builtin_cpu_supports("avx2")
-#define FOR_AVX2 __attribute__((target("avx2")))
-#else
-#define HAS_AVX2 false
-#define FOR_AVX2
-#endif
 
 // Asks for huge pages in a buffer that the kernel is the first to write. What is larger
 // than 32 MB the C library maps afresh at each step, and to have its pages of 4 kB mapped
@@ -219,7 +232,7 @@ struct Gradient {
   float* data;
   int32_t* count;
 
-  void Clear(int64_t slot) const {
+  INLINE void Clear(int64_t slot) const {
     rows[slot] = num_rows + slot;
     std::fill_n(data + slot * width, width, 0.0f);
   }

@@ -1,6 +1,7 @@
 """What the tests of the optional kernel share, beside the fixtures of conftest.py."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,12 @@ def compile_once(monkeypatch):
         keeping = Path(__file__).with_name("compiler.py")
         command = [sys.executable, str(keeping), str(_KEPT), *command]
         monkeypatch.setenv("CXX", shlex.join(command))
+
+
+def calls_in(program):
+    """The handler and the formula of each call of the kernel in a lowered program."""
+    pattern = r"@optax_sparse_adam\.(\w+)\(.*formula = \"(\w+)\""
+    return [" ".join(call) for call in re.findall(pattern, program)]
 
 
 def python(*args, **environment):

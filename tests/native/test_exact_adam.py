@@ -1,5 +1,7 @@
 """exact_adam by the optional kernel: the numbers of the plain path, and its errors."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,14 +9,13 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.native import _calls
+from optax_sparse_adam.native import _build, _calls
 
-from ..helpers.native import needs_compiler
+from ..helpers.native import calls_in, needs_compiler
 from ..helpers.support import (
     TOLERANCE,
     assert_close,
     assert_identical,
-    bcoo,
     slow_but,
 )
 
@@ -63,7 +64,11 @@ def train(tx, width):
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    slow_but([("adamw", 1), *((n, 70) for n in OPTIMIZERS)], ("nadam", 70)),
+    slow_but(
+        [("adamw", 1), ("adam", 4), ("adamw", 16), *((n, 70) for n in OPTIMIZERS)],
+        ("adam", 4),
+        ("nadam", 70),
+    ),
 )
 def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
     """Rows of one number, and of more than one part of the loops over a row."""
@@ -71,11 +76,11 @@ def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
     def run(uses_kernel):
         monkeypatch.setattr(_calls, "available", lambda: uses_kernel)
         jax.clear_caches()  # what was traced with another answer
-        traced = jax.jit(lambda: train(OPTIMIZERS[name](), width)).trace()
-        for target in ("take_rows_now", "exact_adam_rows"):
-            found = f"optax_sparse_adam.{target}" in str(traced.jaxpr)
-            assert found == uses_kernel
-        return traced.lower().compile()()
+        lowered = jax.jit(lambda: train(OPTIMIZERS[name](), width)).lower()
+        calls = {"read exact_adam", "update exact_adam"} if uses_kernel else set()
+        assert calls <= {*calls_in(lowered.as_text())}
+        assert uses_kernel or not calls_in(lowered.as_text())
+        return lowered.compile()()
 
     actual, expected = run(True), run(False)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -86,6 +91,15 @@ def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
             assert_identical(a, b)
 
 
+def stale_rows(tables, step, decay=0.0, polynomials=((0, 0), (1, 0.5)), of_roots=False):
+    """Rows of a state, of which none holds a value, and scalars of some schedule."""
+    scalars = _calls.StaleScalars(-0.1, -5e-4, 1e-9, 2e-9, decay, 0.0)
+    steps = np.array([step, 0], "int32")
+    polynomials = jnp.asarray(polynomials, "float32")
+    scalars = scalars._make(map(jnp.float32, scalars))
+    return _calls.Stale(tables, scalars, polynomials, of_roots, steps)
+
+
 @pytest.mark.parametrize("fill", slow_but([2.0, None], 2.0))
 @pytest.mark.parametrize("num_rows", [40, 200_000])
 def test_many_lookups(cache, fill, num_rows):
@@ -93,12 +107,11 @@ def test_many_lookups(cache, fill, num_rows):
     rng = np.random.default_rng(0)
     table, mu, nu = (rng.standard_normal((num_rows, 3), "float32") for _ in range(3))
     last = rng.integers(1, 9, num_rows).astype("int32")
-    numbers = np.array([-0.1, -5e-4, 1e-9, 2e-9, 0, 0, 0, 0, 1, 0.5], "float32")
+    stale = stale_rows((mu, nu**2, last), 9)
 
     @jax.jit
     def look_up(ids):
-        args = (mu, nu**2, last), numbers, np.array([9, 0], "int32")
-        return _calls.look_up_rows_now(jnp.asarray(table), *args, ids, fill)
+        return _calls.look_up_stale_rows(jnp.asarray(table), stale, ids, fill)
 
     once = np.asarray(look_up(np.arange(num_rows, dtype="int32")))  # none is copied
     ids = rng.integers(-3, num_rows + 3, 100_000).astype("int32")
@@ -118,26 +131,24 @@ def test_rows_that_have_arrived(cache, decays):
     high = np.zeros(3, "float32")
     tables = [np.full((3, 5), np.nan, "float32")] * 2 + [last]
     tables += [high, high] * decays
-    numbers = [-0.1, -5e-4, 1e-9, 2e-9, -0.5 * decays, 0, 0, 0, 1, 0.5]
-    args = np.array(numbers, "float32"), np.array([1 + arrive, 0], "int32")
+    stale = stale_rows((*tables,), 1 + arrive, -0.5 * decays)
     table, ids = jnp.ones((3, 5)), np.arange(3, dtype="int32")
-    rows = np.asarray(_calls.look_up_rows_now(table, (*tables,), *args, ids, None))
+    rows = np.asarray(_calls.look_up_stale_rows(table, stale, ids, None))
     assert_close(rows[[0, 2]], np.full((2, 5), np.exp(-0.5 * decays)), 1e-6)
     assert np.isnan(rows[1]).all()
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_no_way_to_go(cache, nodes):
+@pytest.mark.parametrize("of_roots", [False, True])
+def test_nothing_remains(cache, of_roots):
     """Rows without momentum, or with an infinite second moment, stay where they are."""
     table = jnp.ones((2, 5))
     mu, nu = np.zeros((2, 2, 5), "float32")
     mu[1], nu[1] = 1.0, np.inf
-    args = np.array([9, 0], "int32"), np.arange(2, dtype="int32"), None
-    for way in (np.nan, 1.0):  # a run that has failed leaves no trace
-        numbers = [-0.1, -5e-4, 1e-9, 2e-9, 0, 0, *[0.0] * nodes, *[way] * nodes]
-        tables = mu, nu, np.full(2, 8, "int32")
-        numbers = np.array(numbers, "float32")
-        rows = _calls.look_up_rows_now(table, tables, numbers, *args)
+    tables, ids = (mu, nu, np.full(2, 8, "int32")), np.arange(2, dtype="int32")
+    for size in (np.nan, 1.0):  # a run that has failed leaves no trace
+        polynomials = [3 * [0.0], 3 * [size]]
+        stale = stale_rows(tables, 9, polynomials=polynomials, of_roots=of_roots)
+        rows = _calls.look_up_stale_rows(table, stale, ids, None)
     assert_identical(rows, table)
 
 
@@ -154,41 +165,12 @@ def test_where_it_is_not_used(cache, monkeypatch):
             return tx.update(grad, state, table)
 
         program = str(jax.make_jaxpr(step)(table, tx.init(table)))
-        assert "exact_adam_rows" not in program
-        assert "take_rows_now" not in program
+        assert "'exact_adam'" not in program
 
 
-# Each array of both calls.
-SHAPES = {
-    "indices": ((6, 1), "int32"),
-    "data": ((6, 3), "float32"),
-    "mu": ((9, 3), "float32"),
-    "nu": ((9, 3), "float32"),
-    "last": ((9,), "int32"),
-    "high": ((9,), "float32"),
-    "low": ((9,), "float32"),
-    "param": ((9, 3), "float32"),
-    "steps": ((2,), "int32"),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("how", ["rows", "type"])
-def test_every_wrong_array_is_refused_while_tracing(name, how):
-    arrays = {key: jnp.zeros(*value) for key, value in SHAPES.items()}
-    wrong = arrays[name]
-    other = "uint32" if wrong.dtype == jnp.int32 else "float16"
-    arrays[name] = wrong[1:] if how == "rows" else wrong.astype(other)
-    grad = bcoo(np.ones((6, 3), np.float32), np.zeros((6, 1), np.int32), (9, 3))
-    grad.data, grad.indices = arrays["data"], arrays["indices"]
-    tables = tuple(arrays[key] for key in ("mu", "nu", "last", "high", "low"))
-    param, steps = arrays["param"], arrays["steps"]
-    words = r"The kernel takes .*, got .*`init`"
-    with pytest.raises(ValueError, match=words):
-        _calls.exact_adam_rows(grad, tables, (param,), jnp.zeros(18), steps)
-    if name in ("indices", "data", "param"):
-        return
-    with pytest.raises(ValueError, match=words):
-        _calls.look_up_rows_now(
-            jnp.zeros((9, 3)), tables, jnp.zeros(8), steps, arrays["indices"], None
-        )
+def test_scalars_are_those_of_the_sources():
+    """The fields of the structs in C++ are those in Python, in their order."""
+    text = _build.SOURCE.with_name("exact_adam.h").read_text()
+    for scalars in (_calls.StaleScalars, _calls.StepScalars):
+        fields = re.search(rf"struct {scalars.__name__} {{\s*float ([^;]*);", text)[1]
+        assert tuple(re.split(r",\s*", fields)) == scalars._fields
