@@ -123,6 +123,7 @@ def test_script():
 
 
 def test_many_tables():
+    pytest.importorskip("torch")
     sizes = ["--tables=2", "--rows=50", "--dim=3", "--ids=4", "--repeats=1"]
     where, *lines = printed("many_tables.py", *sizes)
     assert where.startswith("torch: cpu, ")
