@@ -206,14 +206,14 @@ def lookup_of_rows(shape: tuple[int, ...], ids: Any) -> Lookup:
 
 
 def lookup_of_slice(
-    eqn: JaxprEqn, shape: tuple[int, ...], starts: Sequence[Any]
+    eqn: JaxprEqn, shape: tuple[int, ...], starts: Sequence[Any] | None
 ) -> Lookup | None:
     """Which rows a slice reads; `None` if it reads all of them, or several constant.
 
     Args:
       eqn: A `slice` or a `dynamic_slice`.
       shape: The table's.
-      starts: Where a dynamic slice begins; in a plan `None`s.
+      starts: Where a dynamic slice begins, `()` for others; in a plan `None`.
     """
     out: Any = eqn.outvars[0].aval
     window, constant = out.shape, None
@@ -223,8 +223,7 @@ def lookup_of_slice(
         strides = eqn.params["strides"] or (1,) * len(shape)
         if window[0] != 1 or set(strides[1:]) - {1}:
             return None
-        starts = [*map(np.uint32, eqn.params["start_indices"])]
-        constant = int(starts[0])
+        constant = int(eqn.params["start_indices"][0])
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, len(window))),
         collapsed_slice_dims=(0,),
@@ -232,7 +231,8 @@ def lookup_of_slice(
     )
     params = _params(numbers, (1, *window[1:]), Mode.PROMISE_IN_BOUNDS, None)
     indices: Any = jax.ShapeDtypeStruct((window[0], len(window)), jnp.int32)
-    if starts[0] is not None:
+    if starts is not None:
+        starts = starts or [*map(np.uint32, eqn.params["start_indices"])]
         indices = _indices_of_slice(shape, window, starts)
     return Lookup(shape, window, params, indices, constant)
 

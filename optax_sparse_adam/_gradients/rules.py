@@ -136,7 +136,7 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
 
 
 def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
-    lookup = lookup_of_slice(eqn, value.shape, starts)
+    lookup = lookup_of_slice(eqn, value.shape, None if walk.is_plan else starts)
     if lookup is None:
         return NotImplemented
     sources = [x.source for x in operands_first([value]) if x.source is not None]
