@@ -35,7 +35,7 @@ INLINE void LoadEight(const Bfloat16* from, Eight& to) {
 }
 
 // Some columns of `Pool`, in registers.
-template <int kEights, bool kWeighted, typename Row>
+template <int kEights, typename Row>
 INLINE void SumColumns(const Row& row, int64_t begin, int64_t end, float* out) {
   Eight sum[kEights] = {};
   for (int64_t k = begin; k < end; ++k) {
@@ -45,24 +45,24 @@ INLINE void SumColumns(const Row& row, int64_t begin, int64_t end, float* out) {
     for (int i = 0; i < kEights; ++i) {
       Eight x;
       LoadEight(from + 8 * i, x);
-      sum[i] += kWeighted ? weight * x : x;
+      sum[i] += weight * x;
     }
   }
   std::memcpy(out, sum, sizeof(sum));
 }
 
 // The sum of weighted rows, in order. `row(k)` is a pointer, or none, and a weight.
-template <bool kWeighted, typename Row>
+template <typename Row>
 INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width, float* out) {
   int64_t j = 0;
   const auto part = [&](int64_t k) __attribute__((always_inline)) {
     auto [from, weight] = row(k);
     return std::pair(from == nullptr ? from : from + j, weight);
   };
-  for (; j + 64 <= width; j += 64) SumColumns<8, kWeighted>(part, begin, end, out + j);
-  if (j + 32 <= width) SumColumns<4, kWeighted>(part, begin, end, out + j), j += 32;
-  if (j + 16 <= width) SumColumns<2, kWeighted>(part, begin, end, out + j), j += 16;
-  if (j + 8 <= width) SumColumns<1, kWeighted>(part, begin, end, out + j), j += 8;
+  for (; j + 64 <= width; j += 64) SumColumns<8>(part, begin, end, out + j);
+  if (j + 32 <= width) SumColumns<4>(part, begin, end, out + j), j += 32;
+  if (j + 16 <= width) SumColumns<2>(part, begin, end, out + j), j += 16;
+  if (j + 8 <= width) SumColumns<1>(part, begin, end, out + j), j += 8;
   if (j == width) return;
   std::fill(out + j, out + width, 0.0f);
   for (int64_t k = begin; k < end; ++k) {
@@ -76,7 +76,7 @@ INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width, floa
 template <typename T>
 void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t num_rows,
               int64_t width, float* out) {
-  constexpr int64_t kAhead = 32;  // rows to fetch ahead
+  constexpr int64_t kAhead = 24;  // rows to fetch ahead
   const int64_t nse = bags.nse;
   std::unique_ptr<Entry[]> order;  // by bags, if the entries are not
   if (bags.segments != nullptr) {
@@ -95,32 +95,24 @@ void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t n
     return begin;
   };
   const auto inside = [&](int64_t id) { return id >= 0 && id < num_rows; };
+  const auto row = [&](int64_t k) __attribute__((always_inline)) {
+    if (k + kAhead < nse) {
+      const int64_t ahead = bags.ids[slot_of(k + kAhead)];
+      if (inside(ahead)) PrefetchRow<false>(table + ahead * width, width);
+    }
+    const int64_t slot = slot_of(k), id = bags.ids[slot];
+    return std::pair(inside(id) ? table + id * width : nullptr, bags.Weight(slot));
+  };
   AdviseHugePages(out, bags.num_bags * width * sizeof(float));
   const int64_t grain = 1 + 1024 * bags.num_bags / nse;
-  const auto sum = [&](auto is_plain) {
-    constexpr bool kPlain = decltype(is_plain)::value;
-    Parallel(pool, bags.num_bags, grain, [&](int64_t begin, int64_t end) {
-      const int32_t* ids = bags.ids;
-      const auto row = [&](int64_t k) __attribute__((always_inline)) {
-        if (k + kAhead < nse) {
-          const int64_t ahead = ids[kPlain ? k + kAhead : slot_of(k + kAhead)];
-          if (inside(ahead)) PrefetchRow<false>(table + ahead * width, width);
-        }
-        const int64_t slot = kPlain ? k : slot_of(k), id = ids[slot];
-        return std::pair(inside(id) ? table + id * width : nullptr,
-                         kPlain ? 1.0f : bags.Weight(slot));
-      };
-      int64_t k = end_of(begin - 1);
-      for (int64_t bag = begin; bag < end; ++bag) {
-        const int64_t last = end_of(bag);
-        Pool<!kPlain>(row, k, last, width, out + bag * width);
-        k = last;
-      }
-    });
-  };
-  // Without weights, and in order: fewer instructions for each row, 10 % of the time.
-  if (bags.weights == nullptr && !order) return sum(std::true_type());
-  sum(std::false_type());
+  Parallel(pool, bags.num_bags, grain, [&](int64_t begin, int64_t end) {
+    int64_t k = end_of(begin - 1);
+    for (int64_t bag = begin; bag < end; ++bag) {
+      const int64_t last = end_of(bag);
+      Pool(row, k, last, width, out + bag * width);
+      k = last;
+    }
+  });
 }
 
 // `ForEachRow` of a gradient that is known by bags: that of entry k is `weights[k]` times
@@ -168,7 +160,7 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
       while (++i < size && !is_first(i)) {
       }
       float* data = grad.data + place * width;
-      Pool<true>(value, first, i, width, data);
+      Pool(value, first, i, width, data);
       grad.rows[place] = row;
       middle(row, data);
     }
