@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, valid_jaxtype
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
-from .._rows.resting_state import exact_states, held_by, is_exact, table_states
+from .._rows.resting_rows import whole_values
+from .._rows.resting_state import Held, exact_states, held_by, is_exact, table_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .expressions import Expression, StaleTable, Table, table
 from .row_slices import RowSlices, every_row, to_bcoo
@@ -150,7 +151,7 @@ def value_and_grad(
         closed = jax.make_jaxpr(traced)(*chosen)
         if structure is None:
             return reference(*args, **kwargs)  # raises, in JAX's words
-        arrays, grads = _evaluate(closed, tree, wanted, current_tables(tree, read))
+        arrays, grads = _evaluate(closed, tree, wanted, read)
         rest = iter(arrays)
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         result = jax.tree.unflatten(structure, results)
@@ -243,22 +244,29 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
 
 def current_tables(tree: Any, read: Any) -> list[Table | StaleTable]:
     """The leaves, which the state `read` may have to bring up to date."""
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves = jax.tree.leaves(tree)
     tables: list[Table | StaleTable] = [Table(x) for x in leaves]
+    for node, held in _exact_tables(tree, read):
+        states = table_states(node)
+        for i, (place, rows) in held.items():
+            array = jnp.asarray(leaves[i])
+            tables[i] = StaleTable(array, rows, states.at(place), node.constants)
+    return tables
+
+
+def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, Held]]]:
+    """The states of `exact_adam`, and which leaves each of them holds."""
+    leaves, treedef = jax.tree.flatten(tree)
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
-            states, shapes = table_states(node), list(map(jnp.shape, leaves))
-            for i, (place, rows) in held_by(node, shapes, treedef).items():
-                array = jnp.asarray(leaves[i])
-                tables[i] = StaleTable(array, rows, states.at(place), node.constants)
-    return tables
+            yield node, held_by(node, list(map(jnp.shape, leaves)), treedef)
 
 
 def _evaluate(
     closed: ClosedJaxpr,
     tree: Any,
     wanted: list[bool | None],
-    tables: list[Table | StaleTable],
+    read: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
 
@@ -266,8 +274,9 @@ def _evaluate(
       The results, and the gradient of each leaf, row-sparse where wanted.
     """
     paths, leaves = _with_paths(tree)
-    program = Program(RULES)
+    program, tables = Program(RULES), current_tables(tree, read)
     able = _able(program, closed, paths, tables, wanted)
+    tables = _read_whole(tree, read, tables, able)
     # What the loss shows is read before tables are written: see `_after`.
     shown = _shown(closed.jaxpr)
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
@@ -315,11 +324,23 @@ def _arguments(tables: list[Table | StaleTable], able: list[bool]) -> list[Any]:
     args: list[Any] = []
     for i, (source, can) in enumerate(zip(tables, able, strict=True)):
         value = table(source, jnp.shape(source.array), jnp.result_type(source.array), i)
-        array = source.array
-        if isinstance(source, StaleTable) and not can:
-            array = value.select(lambda x: x, value.shape)
-        args.append(value if can else array)
+        args.append(value if can else source.array)
     return args
+
+
+def _read_whole(
+    tree: Any, read: Any, tables: list[Table | StaleTable], able: list[bool]
+) -> list[Table | StaleTable]:
+    """The tables, those that are not only looked up with their values."""
+    tables = list(tables)
+    for node, held in _exact_tables(tree, read):
+        whole = {i: x for i, x in held.items() if not able[i]}
+        if whole:
+            params = [tables[i].array for i in whole]
+            values = whole_values(node, params, [*whole.values()])
+            for i, value in zip(whole, values, strict=True):
+                tables[i] = Table(value)
+    return tables
 
 
 def _of_all_devices(

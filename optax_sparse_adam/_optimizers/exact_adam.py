@@ -15,6 +15,7 @@ from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.guarded import GuardedBCOO
 from .._rows.new_arrays import full_along
+from .._rows.resting_rows import Whole
 from .._rows.resting_state import (
     ExactAdamState,
     RowState,
@@ -248,24 +249,47 @@ def _exact_adam(
         # In the program, rows of a parameter with a dense gradient hold their value.
         is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in held]
         after = hold_values(after, np.array(is_dense, bool))
-        rows_after = []
+        rows_after: list[RowState] = []
+        whole: dict[int, int] = {}
         for i, (place, rows) in held.items():
             grad, path = grads[i], paths[i][0]
             if grad is not None:
                 check_leaf(grad, rows.nu)
                 _check_read(grad, path)
                 now = view.now
+                if not is_bcoo(grad):
+                    whole[i] = len(rows_after)
+                    rows_after.append(rows)
+                    continue
                 if decay is not None:
                     now = now._replace(log_decay=decay_of(now, decays[place]))
                 own_constants = constants._replace(eps=eps[place])
                 step = Step(tables.at(place), after.at(place), own_constants, now)
                 arrays = (rows.mu, rows.nu, rows.last, *rows.log_decay)
                 read = (olds[i],) if decay is not None else ()
-                one: Any = update_sparse if is_bcoo(grad) else update_dense
-                grads[i], arrays = one(grad, read, arrays, step, betas=betas)
+                grads[i], arrays = update_sparse(grad, read, arrays, step, betas=betas)
                 mu, nu, last, *log_decay = arrays
                 rows = RowState(mu, nu, last, tuple(log_decay))
             rows_after.append(rows)
+        if whole:
+            places = [held[i].place for i in whole]
+            all_rows = [held[i].rows for i in whole]
+            params = [
+                known.nu if olds[i] is None else jnp.asarray(olds[i])
+                for i, known in zip(whole, all_rows, strict=True)
+            ]
+            own_constants = constants._replace(eps=eps[np.array(places)])
+            news = update_dense(
+                [grads[i] for i in whole],
+                Whole(params, all_rows, tables.at(np.array(places)), own_constants),
+                state.count,
+                after.clock,
+                view.now,
+                betas=betas,
+                decays=tuple(decays[places].tolist()),
+            )
+            for i, update, new in zip(whole, *news, strict=True):
+                grads[i], rows_after[whole[i]] = update, new
         state = replace_tables(replace_rows(state, rows_after), after)
         count = optax.safe_increment(state.count)
         return treedef.unflatten(grads), state._replace(count=count)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.experimental.sparse import BCOO
 
@@ -15,9 +16,12 @@ from .._rows.coalesce import (
     cast_entries,
     touched_rows,
 )
-from .._rows.map_rows import Tables, map_all_rows, map_rows
+from .._rows.map_rows import Tables, map_rows
+from .._rows.padding import expand_like
 from .._rows.resting_rows import (
+    Whole,
     cast_floats,
+    catch_up,
     decay_in,
     move_rows,
     numbers_of_rows,
@@ -50,9 +54,9 @@ def _rounded(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _update_rows(
-    grad: jax.Array, rows: Tables, step: Step, betas: Betas, *, rest: bool
+    grad: jax.Array, rows: Tables, step: Step, betas: Betas
 ) -> tuple[jax.Array, Tables]:
-    """The formula, for rows or for a whole dense array.
+    """The formula, for rows.
 
     `ExactAdam::Update` in `native/exact_adam.h` is the same formula for CPUs: change
     both. `tests/native/test_exact_adam.py` compares them.
@@ -62,7 +66,6 @@ def _update_rows(
       rows: Moments, last updates, decays until then; if they decay, parameters.
       step: The numbers of this step.
       betas: The constants.
-      rest: Whether to store resting points, not values.
 
     Returns:
       What to add to the stored parameters, and the new state of the rows.
@@ -82,12 +85,11 @@ def _update_rows(
     if now.grad_size is not None:
         move = move + now.grad_size * grad
     change = -move / (root + constants.eps * now.rho)
-    if rest:
-        # Of the moments as they are stored, since the way is read back from these.
-        ahead, kept = polynomial(step.after.ways[1], dtype), _rounded(mu, rows[0])
-        root = jnp.sqrt(_rounded(nu, rows[1]))
-        centre = centre_of_way(constants, step.after.step)
-        change = change - way_of([*ahead], kept, root, centre)
+    # Of the moments as they are stored, since the way is read back from these.
+    ahead, kept = polynomial(step.after.ways[1], dtype), _rounded(mu, rows[0])
+    root = jnp.sqrt(_rounded(nu, rows[1]))
+    centre = centre_of_way(constants, step.after.step)
+    change = change - way_of([*ahead], kept, root, centre)
     if param is None:
         change = change + moved.by
     else:
@@ -114,7 +116,7 @@ def update_sparse(
     wide = cast_entries(grad, dtype)
 
     def middle(grad: jax.Array, rows: Tables, step: Step) -> tuple[jax.Array, Tables]:
-        return _update_rows(grad, rows, step, betas, rest=True)
+        return _update_rows(grad, rows, step, betas)
 
     def by_rows(grad: BCOO, read: Tables, tables: Tables, step: Step) -> Any:
         rows = touched_rows(grad, dtype)
@@ -158,19 +160,55 @@ def _numbers(step: Step, betas: Betas) -> list[jax.Array]:
     return [jnp.stack(heads), polynomial(step.after.ways[1], dtype)]
 
 
-@functools.partial(jax.jit, static_argnames="betas")
+@functools.partial(jax.jit, static_argnames=("betas", "decays"))
 def update_dense(
-    grad: jax.Array, read: Tables, tables: Tables, step: Step, *, betas: Betas
-) -> tuple[jax.Array, Tables]:
-    """One leaf with a dense gradient: every row is touched, and holds its value."""
-    dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *tables[:2])))
+    grads: list[jax.Array],
+    whole: Whole,
+    count: jax.Array,
+    clock: jax.Array,
+    now: Steps,
+    *,
+    betas: Betas,
+    decays: tuple[bool, ...],
+) -> tuple[list[jax.Array], list[RowState]]:
+    """`optax.adam` of the parameters with dense gradients, whose rows hold values.
 
-    def function(tables: Tables, read: Tables, step: Step) -> Tables:
-        grad, *state = tables
-        rows = (*state, *read)
-        change, news = _update_rows(grad.astype(dtype), rows, step, betas, rest=False)
-        pairs = zip((change, *news), tables, strict=True)
-        return tuple(new.astype(old.dtype) for new, old in pairs)
+    Args:
+      grads: Their gradients.
+      whole: The parameters.
+      count: The number of updates before this one.
+      clock: The clock after it.
+      now: The step.
+      betas: The constants.
+      decays: Says for each parameter whether it decays.
 
-    update, *news = map_all_rows(function, (grad, *tables), step, read=read)
-    return update, tuple(news)
+    Returns:
+      The updates and the new rows.
+    """
+    behind = catch_up(whole)
+    wide, mus, nus = [], [], []
+    for grad, rows, (by, power1, power2) in zip(grads, whole.rows, behind, strict=True):
+        dtype = accumulator_dtype(grad.dtype, by.dtype)
+        mu, nu = rows.mu.astype(dtype), rows.nu.astype(dtype)
+        power2 = expand_like(power2, nu)
+        wide.append(grad.astype(dtype))
+        mus.append(expand_like(power1, mu) * mu)
+        nus.append(power2 * (power2 * nu))
+    b1, b2, eps, nesterov = betas
+    adam = optax.scale_by_adam(b1, b2, eps, nesterov=nesterov)
+    updates: Any
+    updates, state = adam.update(wide, optax.ScaleByAdamState(count, mus, nus))
+    news = []
+    for i, ((by, *_), rows) in enumerate(zip(behind, whole.rows, strict=True)):
+        rate, update = now.rate.astype(updates[i].dtype), updates[i]
+        if decays[i]:
+            assert now.weight_decay is not None
+            param = whole.params[i].astype(update.dtype) + by
+            update = update + now.weight_decay.astype(update.dtype) * param
+        updates[i] = (by - rate * update).astype(grads[i].dtype)
+        mu, nu = state.mu[i].astype(rows.mu.dtype), state.nu[i].astype(rows.nu.dtype)
+        last = jnp.zeros_like(rows.last) + clock
+        news.append(
+            RowState(mu, nu, last, jax.tree.map(jnp.zeros_like, rows.log_decay))
+        )
+    return updates, news

@@ -53,6 +53,8 @@ class Steps(NamedTuple):
       grad_size: With `nesterov`, the same for the gradient of the step itself.
       rho: Root of the second moment's correction.
       log_decay: Logarithm of `1 - lr_t * weight_decay`; `None` without weight decay.
+      rate: The learning rate.
+      weight_decay: The weight decay, or `None`.
     """
 
     number: jax.Array
@@ -60,6 +62,8 @@ class Steps(NamedTuple):
     grad_size: jax.Array | None
     rho: jax.Array
     log_decay: jax.Array | None
+    rate: jax.Array
+    weight_decay: jax.Array | None
 
 
 class Outlook(NamedTuple):
@@ -190,23 +194,26 @@ def outlook(
         grad_size = jnp.asarray(1 - b1, dtype) * size
         size = rate * rho / one_minus_power(b1, number + 1, dtype)
         size = jnp.asarray(b1, dtype) * size
-    log_decay = None
+    log_decay = own_decay = None
     if weight_decay is not None:
-        decay = rate * values(weight_decay)[: len(ahead)]
+        own_decay = values(weight_decay)[: len(ahead)]
+        decay = rate * own_decay
         # Beyond, moves would be wrong without a sign of it.
         decay = jnp.where(decay <= largest_decay(b1, b2), decay, jnp.nan)
         log_decay = jnp.log1p(-decay)
-    steps = Steps(number, size, grad_size, rho, log_decay)
+    steps = Steps(number, size, grad_size, rho, log_decay, rate, own_decay)
 
-    def way(first: int) -> jax.Array:
-        some: Steps = jax.tree.map(lambda x: x[first:][: len(ahead) - 1], steps)
-        plain = way_ahead(some._replace(log_decay=None), betas)
-        return jnp.stack(
-            [plain, plain if log_decay is None else way_ahead(some, betas)]
-        )
+    decays = jnp.zeros_like(rho)
+    decays = jnp.stack([decays, decays if log_decay is None else log_decay])
 
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.stack([x[..., : len(ahead) - 1], x[..., 1:]])
+
+    of_decays = jax.vmap(way_ahead, (None, None, 0, None))
+    of_both = jax.vmap(of_decays, (0, 0, 0, None))
+    before, after = of_both(cut(size), cut(rho), cut(decays), betas)
     now = jax.tree.map(lambda x: x[0], steps)
-    return Outlook(now, way(0), way(1), largest)
+    return Outlook(now, before, after, largest)
 
 
 def constants_of(betas: Betas, dtype: Any) -> Constants:
@@ -247,13 +254,13 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
     return found._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
 
 
-def way_ahead(ahead: Steps, betas: Betas) -> jax.Array:
+def way_ahead(
+    size: jax.Array, rho: jax.Array, log_decay: jax.Array, betas: Betas
+) -> jax.Array:
     """The way of these steps, at the nodes; NaN if it has no end."""
-    dtype = ahead.size.dtype
+    dtype = size.dtype
     lead, degree = fit(betas.b1, betas.b2, dtype)
-    size = ahead.size
-    if ahead.log_decay is not None:
-        size = size * jnp.exp(-jnp.cumsum(ahead.log_decay))
+    size = size * jnp.exp(-jnp.cumsum(log_decay))
     power1, power2 = _powers(betas.b1, betas.b2, len(size))
     # Without an end, the learning rate grows for all of these steps as fast as momentum
     # dies out, or until it overflows. What is smaller than 0.02 tolerances can be no
@@ -264,7 +271,7 @@ def way_ahead(ahead: Steps, betas: Betas) -> jax.Array:
     is_over &= jnp.max(terms) <= _LARGEST * jnp.maximum(1, terms[0])
     way: jax.Array = sum_at_nodes(
         size,
-        ahead.rho / ahead.rho[lead - 1],
+        rho / rho[lead - 1],
         (jnp.asarray(power1, dtype), jnp.asarray(power2, dtype)),
         jnp.asarray(nodes(degree), dtype),
     )

@@ -78,8 +78,8 @@ class TableState(NamedTuple):
     def step_since(self) -> jax.Array:
         return self.since + self.origin
 
-    def at(self, place: int) -> "TableState":
-        """That of one parameter."""
+    def at(self, place: Any) -> "TableState":
+        """That of one parameter, or of some."""
         decay = None if self.decay is None else self.decay[place]
         rest = self.since[place], self.ways[place], decay
         return TableState(self.clock, self.origin, *rest)
