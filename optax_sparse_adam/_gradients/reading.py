@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
+from .._exact_adam.rows import look_up_values
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import bind
-from .._rows.resting_rows import look_up_values
 from ..native import _calls as native
 from .expressions import Expression, Leaf, StaleTable, Table, inject, table
 from .lookups import (

@@ -11,10 +11,16 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, valid_jaxtype
 
+from .._exact_adam.rows import whole_values
+from .._exact_adam.state import (
+    RowState,
+    exact_states,
+    is_exact,
+    rows_by_parameter,
+    table_states,
+)
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
-from .._rows.resting_rows import whole_values
-from .._rows.resting_state import Held, exact_states, held_by, is_exact, table_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .expressions import Expression, StaleTable, Table, table
 from .row_slices import RowSlices, every_row, to_bcoo
@@ -246,20 +252,20 @@ def current_tables(tree: Any, read: Any) -> list[Table | StaleTable]:
     """The leaves, which the state `read` may have to bring up to date."""
     leaves = jax.tree.leaves(tree)
     tables: list[Table | StaleTable] = [Table(x) for x in leaves]
-    for node, held in _exact_tables(tree, read):
+    for node, rows in _exact_tables(tree, read):
         states = table_states(node)
-        for i, (place, rows) in held.items():
-            array = jnp.asarray(leaves[i])
-            tables[i] = StaleTable(array, rows, states.at(place), node.constants)
+        for place, i in enumerate(rows):
+            parts = rows[i], states.at(place), node.constants
+            tables[i] = StaleTable(jnp.asarray(leaves[i]), *parts)
     return tables
 
 
-def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, Held]]]:
+def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, RowState]]]:
     """The states of `exact_adam`, and which leaves each of them holds."""
     leaves, treedef = jax.tree.flatten(tree)
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
-            yield node, held_by(node, list(map(jnp.shape, leaves)), treedef)
+            yield node, rows_by_parameter(node, list(map(jnp.shape, leaves)), treedef)
 
 
 def _evaluate(
@@ -333,13 +339,11 @@ def _read_whole(
 ) -> list[Table | StaleTable]:
     """The tables, those that are not only looked up with their values."""
     tables = list(tables)
-    for node, held in _exact_tables(tree, read):
-        whole = {i: x for i, x in held.items() if not able[i]}
-        if whole:
-            params = [tables[i].array for i in whole]
-            values = whole_values(node, params, [*whole.values()])
-            for i, value in zip(whole, values, strict=True):
-                tables[i] = Table(value)
+    for node, rows in _exact_tables(tree, read):
+        whole = [i for i in rows if not able[i]]
+        values = whole_values(node, rows, {i: tables[i].array for i in whole})
+        for i, value in zip(whole, values, strict=True):
+            tables[i] = Table(value)
     return tables
 
 
