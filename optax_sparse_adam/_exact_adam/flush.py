@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._rows.checks import leaves_like
 from .._rows.map_rows import Tables, map_all_rows
 from .remaining_update import Constants
-from .rows import catch_up_rows, stamp, values_of_rows
+from .rows import catch_up_rows, stamp, value_of, values_of_rows
 from .schedule import hold_values
 from .state import (
     RowState,
@@ -30,9 +30,9 @@ def _flush_rows(
     param, *arrays = tables
     rows = RowState.of(*arrays)
     found = catch_up_rows(param, rows, before, constants)
-    news = param.astype(found.by.dtype) + found.by, *found.moments(rows)
-    casts = (new.astype(old.dtype) for new, old in zip(news, tables, strict=False))
-    return *casts, *stamp(rows, after)
+    mu, nu = found.moments(rows)
+    moments = mu.astype(rows.mu.dtype), nu.astype(rows.nu.dtype)
+    return value_of(param, rows, before, found), *moments, *stamp(rows, after)
 
 
 @jax.jit

@@ -127,20 +127,42 @@ def catch_up_rows(
         pick(*centres),
         uses_roots=constants.uses_roots,
     )
-    if rows.log_decay:
-        # A single float would lose what a step adds to the sum of a long training.
-        (old, old_rest), (new, new_rest) = rows.log_decay, _decay_in(table, dtype)
-        decay = expand_like((new - old) + (new_rest - old_rest), mu)
-        by = by + jnp.expm1(decay) * param.astype(dtype)
     return CatchUp(by, power1, power2)
+
+
+def _log_decay(rows: RowState, table: TableState, like: jax.Array) -> Any:
+    """The logarithm of the decay of rows since their last update; 0 without."""
+    if not rows.log_decay:
+        return 0
+    # A single float would lose what a step adds to the sum of a long training.
+    (old, old_rest), (new, new_rest) = rows.log_decay, _decay_in(table, like.dtype)
+    return expand_like((new - old) + (new_rest - old_rest), like)
+
+
+def _catch_up_with_decay(param: jax.Array, rows: RowState, *args: Any) -> CatchUp:
+    """`catch_up_rows` with the decay of a parameter as a part of what is added."""
+    found = catch_up_rows(param, rows, *args)
+    by, (table, *_) = found.by, args
+    decay = jnp.expm1(_log_decay(rows, table, by)) if rows.log_decay else 0
+    return found._replace(by=by + decay * param.astype(by.dtype))
+
+
+def value_of(
+    param: jax.Array, rows: RowState, table: TableState, found: CatchUp
+) -> jax.Array:
+    """The values of rows, from what brings them up to date."""
+    value, by = param.astype(found.by.dtype), found.by
+    if rows.log_decay:
+        value = jnp.exp(_log_decay(rows, table, by)) * value
+    return (value + by).astype(param.dtype)
 
 
 def values_of_rows(
     param: jax.Array, rows: RowState, table: TableState, constants: Constants
 ) -> jax.Array:
     """The values of rows, or of a whole parameter, as they are now."""
-    by = catch_up_rows(param, rows, table, constants).by
-    return (param.astype(by.dtype) + by).astype(param.dtype)
+    found = catch_up_rows(param, rows, table, constants)
+    return value_of(param, rows, table, found)
 
 
 def stamp(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
@@ -290,7 +312,7 @@ def _catch_up_alone(whole: WholeTables) -> CatchUp:
 
     def function(_: Tables, read: Tables, *args: Any) -> Tables:
         param, *arrays = read
-        return tuple(catch_up_rows(param, RowState.of(*arrays), *args))
+        return tuple(_catch_up_with_decay(param, RowState.of(*arrays), *args))
 
     dtype = compute_type(param, rows)
     news = tuple(full_along(x, dtype=dtype) for x in (param, rows.last, rows.last))
@@ -318,15 +340,19 @@ def _catch_up_joined(whole: WholeTables, sizes: np.ndarray) -> CatchUp:
 
     mu, nu, *others = map(join, zip(*(x.arrays for x in rows), strict=True))
     polynomials, centres = _coefficients(table, constants, dtype)
-    by, *_ = catch_up_rows(
+    table = table.at(place)
+    # One of both for each element, as `catch_up_rows` would choose.
+    which = place + len(params) * (others[0][row] > table.values_until)
+    polynomial = [
+        jnp.concatenate(pair)[which] for pair in zip(*polynomials, strict=True)
+    ]
+    centre = jnp.concatenate(centres)[which]
+    by, *_ = _catch_up_with_decay(
         join(params),
         RowState.of(mu, nu, *(x[row] for x in others)),
-        table.at(place),
+        table,
         constants,
-        (
-            [[x[place] for x in polynomial] for polynomial in polynomials],
-            [x[place] for x in centres],
-        ),
+        ((polynomial, polynomial), (centre, centre)),
     )
     return CatchUp(by, *_powers(others[0], table, constants, dtype))
 
@@ -418,7 +444,7 @@ def _update_rows(
     dtype = grad.dtype
     count = 3 if before.decay is None else 5
     rows, params = RowState.of(*tables[:count]), tables[count:]
-    param = params[0].astype(dtype) if params else jnp.zeros_like(grad)
+    param = params[0].astype(dtype) if params else grad
     found = catch_up_rows(param, rows, before, constants, dtype=dtype)
     mu, nu = found.moments(rows)
     constants, step = cast_floats((constants, step), dtype)
@@ -429,9 +455,13 @@ def _update_rows(
     move = step.size * mu
     if step.grad_size is not None:
         move = move + step.grad_size * grad
-    change = found.by - move / (jnp.sqrt(nu) + constants.eps * step.rho)
-    if step.log_decay is not None:
-        change = change + jnp.expm1(step.log_decay) * (param + found.by)
+    change = -move / (jnp.sqrt(nu) + constants.eps * step.rho)
+    if step.log_decay is None:
+        change = change + found.by
+    else:
+        log_decay = _log_decay(rows, before, grad) + step.log_decay
+        change = change + jnp.exp(step.log_decay) * found.by
+        change = change + jnp.expm1(log_decay) * param
     # Of the moments as they are stored, since it is read back from these.
     (_, ahead), (_, centre) = _coefficients(after, constants, dtype)
     kept, root = _rounded(mu, rows.mu), jnp.sqrt(_rounded(nu, rows.nu))

@@ -240,8 +240,8 @@ def rows_by_parameter(
         for name, array in arrays.items():
             if jnp.shape(array) != shape:
                 raise ValueError(
-                    f"{rule}: `{name}` must have the shape {shape} for {what}, got "
-                    f"{jnp.shape(array)}. Make the state by init, or grow and restore "
+                    f"{rule}: `{name}` of shape {jnp.shape(array)} must have the shape "
+                    f"{shape} for {what}. Make the state by init, or grow and restore "
                     "all its arrays like the parameter."
                 )
 
