@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 
 class Constants(NamedTuple):
@@ -135,7 +134,10 @@ def polynomial(values: jax.Array, dtype: Any) -> jax.Array:
     # The last ones are rounding errors, except in the first steps. The kernel computes
     # with those that are not zero.
     sizes = jnp.abs(values)
-    largest = lax.cummax(sizes, axis=values.ndim - 1, reverse=True)
+    behind = np.triu(np.ones((degree, degree), bool)).reshape(
+        (1,) * (values.ndim - 1) + (degree, degree)
+    )
+    largest = jnp.max(jnp.where(behind, sizes[..., None, :], 0), axis=-1)
     is_noise = largest <= jnp.finfo(dtype).eps * sizes[..., :1]  # false for NaN
     values = times(_monomials(degree), jnp.where(is_noise, 0, values))
     return values.astype(dtype)

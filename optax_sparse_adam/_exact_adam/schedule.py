@@ -163,34 +163,35 @@ def outlook(
         size = rate * rho / one_minus_power(b1, number + 1, dtype)
         size = jnp.asarray(b1, dtype) * size
     log_decay, decay = None, None
-    log_decays = jnp.zeros((1, 1 + length), dtype)
+    kept = jnp.zeros((2, 1, length), dtype)  # logarithms of the factors ahead
     if weight_decay is not None:
         decay = values(weight_decay)[: 1 + length]
         product = rate * decay
         # Beyond, updates would be wrong without a sign of it.
         product = jnp.where(product <= largest_decay(b1, b2), product, jnp.nan)
         log_decay = jnp.log1p(-product)
-        log_decays = jnp.concatenate([log_decays, log_decay[None]])
+        sums = [jnp.cumsum(x) for x in (log_decay[:-1], log_decay[1:])]
+        kept = jnp.concatenate([kept, jnp.stack(sums)[:, None]], axis=1)
 
     def both(x: jax.Array) -> jax.Array:
         """That of the steps from the next one on, and from the one after it on."""
-        return jnp.stack([x[..., :-1], x[..., 1:]])
+        return jnp.stack([x[:-1], x[1:]])
 
     of_decays = jax.vmap(_sum_ahead, (None, None, 0, None))
     of_both = jax.vmap(of_decays, (0, 0, 0, None))
-    before, after = of_both(both(size), both(rho), both(log_decays), betas)
+    before, after = of_both(both(size), both(rho), kept, betas)
     steps = Step(size, grad_size, rho, log_decay, rate, decay)
     now = jax.tree.map(lambda x: x[0], steps)
     return Outlook(now, before, after, jnp.max(jnp.abs(every_rate)))
 
 
 def _sum_ahead(
-    size: jax.Array, rho: jax.Array, log_decay: jax.Array, betas: Betas
+    size: jax.Array, rho: jax.Array, kept: jax.Array, betas: Betas
 ) -> jax.Array:
     """The remaining update of these steps, at the nodes; NaN if it has no end."""
     dtype, (b1, b2) = size.dtype, betas[:2]
     lead, degree, uses_roots = fit(b1, b2, dtype)
-    size = size * jnp.exp(-jnp.cumsum(log_decay))
+    size = size * jnp.exp(-kept)
     powers = [jnp.asarray(x, dtype) for x in _powers(b1, b2, len(size))]
     # Without an end, the learning rate grows for all of these steps as fast as momentum
     # dies out, or until it overflows. What is smaller than 0.02 tolerances can be no
@@ -201,6 +202,8 @@ def _sum_ahead(
     is_over &= jnp.max(terms) <= _LARGEST * jnp.maximum(1, terms[0])
     z = jnp.asarray(nodes(degree), dtype)
     poles = rho / rho[lead - 1]
+    # The smallest terms first, which lose less in a sum.
+    size, poles, *powers = (x[::-1] for x in (size, poles, *powers))
     found = sum_at_nodes(size, poles, powers, z, uses_roots=uses_roots)
     return jnp.where(is_over, found, jnp.nan)
 
