@@ -334,6 +334,8 @@ def _catch_up_joined(whole: WholeTables, sizes: np.ndarray) -> CatchUp:
     widths = jnp.asarray(sizes[:, 0] // np.maximum(1, sizes[:, 1]), jnp.int32)
     first_element, first_row = jnp.asarray((np.cumsum(sizes, 0) - sizes).T, jnp.int32)
     element = jnp.arange(sizes[:, 0].sum(), dtype=jnp.int32)
+    # Zero, which XLA does not know: it would compute `place` while compiling, slowly.
+    element = element + jnp.minimum(table.clock, 0)
     is_behind = element[:, None] >= first_element[None, 1:]
     place = jnp.sum(is_behind, axis=1, dtype=jnp.int32)
     row = first_row[place] + (element - first_element[place]) // widths[place]
