@@ -20,11 +20,11 @@ from ._rows.coalesce import coalesce as coalesce
 from ._optimizers.sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState
 from ._optimizers.sparse_adam import scale_by_sparse_adam as scale_by_sparse_adam
 from ._optimizers.sparse_adam import sparse_adam as sparse_adam
-from ._optimizers.exact_adam import exact_adam as exact_adam
-from ._optimizers.exact_adam import exact_adamw as exact_adamw
-from ._optimizers.flush import flush as flush
-from ._optimizers.average import incremental_update as incremental_update
-from ._rows.resting_state import ExactAdamState as ExactAdamState
+from ._exact_adam.optimizer import exact_adam as exact_adam
+from ._exact_adam.optimizer import exact_adamw as exact_adamw
+from ._exact_adam.flush import flush as flush
+from ._exact_adam.flush import incremental_update as incremental_update
+from ._exact_adam.state import ExactAdamState as ExactAdamState
 from ._optimizers.sparse_adafactor import SparseAdafactorState as SparseAdafactorState
 from ._optimizers.sparse_adafactor import sparse_adafactor as sparse_adafactor
 from ._optimizers.rowwise import ScaleByRowwiseAdamState as ScaleByRowwiseAdamState

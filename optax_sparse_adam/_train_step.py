@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import optax
 
+from ._exact_adam.state import contains_exact
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
 from ._rows.apply_updates import apply_updates
-from ._rows.resting_state import contains_exact
 
 Step = Callable[..., tuple[Any, Any, Any]]
 

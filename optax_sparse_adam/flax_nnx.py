@@ -35,9 +35,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ._exact_adam import flush as _flush
 from ._gradients import value_and_grad as _sparse
 from ._gradients.value_and_grad import Sparse
-from ._optimizers import flush as _flush
 
 Argnum = int | nnx.DiffState
 

@@ -25,6 +25,7 @@ def evaluate_with_gradients(
     paths: list[Any],
     wanted: list[bool | None],
     tables: list[Table],
+    values_of_whole: Callable[[list[int]], dict[int, Any]],
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
 
@@ -33,6 +34,7 @@ def evaluate_with_gradients(
       paths: Of the leaves.
       wanted: For each leaf: row-sparse (`True`), dense (`False`), or as it comes.
       tables: The leaves.
+      values_of_whole: Of leaves that are used as a whole.
 
     Returns:
       The results, and the gradient of each leaf, row-sparse where wanted.
@@ -44,6 +46,9 @@ def evaluate_with_gradients(
     closed = ClosedJaxpr(jaxpr, closed.consts)
     program = Program(RULES, BackwardSlice(jaxpr))
     args, requests = _plan(program, closed, paths, tables, wanted)
+    dense = [i for i, x in enumerate(args) if not isinstance(x, Expression)]
+    for i, value in values_of_whole(dense).items():
+        args[i] = value
 
     def function(deltas: list[Any], of_whole: list[Any], arrays: list[Any]) -> Any:
         own = dict(zip(whole, of_whole, strict=True))
@@ -70,10 +75,10 @@ def evaluate_with_gradients(
         after(_of_all_devices(request, leaves[request.leaf.index], entries, values))
         for request, entries, values in zip(requests, rows, gradients[0], strict=True)
     ]
-    dense, grads = iter(gradients[2]), []
+    of_arrays, grads = iter(gradients[2]), []
     for i, leaf in enumerate(leaves):
         if not isinstance(args[i], Expression):
-            grads.append(next(dense))
+            grads.append(next(of_arrays))
             continue
         pairs = zip(requests, slices, strict=True)
         own = [x for request, x in pairs if request.leaf.index == i]
@@ -143,10 +148,7 @@ def _plan(
 def _arguments(tables: list[Table], able: list[bool]) -> list[Any]:
     """An expression for each leaf that is able to be row-sparse, arrays for others."""
     pairs = enumerate(zip(tables, able, strict=True))
-    return [
-        table(x, i) if can else x.array if x.rows is None else x.values(jnp.asarray)
-        for i, (x, can) in pairs
-    ]
+    return [table(x, i) if can else x.array for i, (x, can) in pairs]
 
 
 def _axes_to_gather(request: Request, leaf: Any) -> tuple[str, ...]:

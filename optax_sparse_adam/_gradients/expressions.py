@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._exact_adam.remaining_update import Constants
+from .._exact_adam.rows import values_of_rows
+from .._exact_adam.state import RowState, TableState
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
-from .._rows.resting_rows import values_of_rows
-from .._rows.resting_state import RowState, TableState
-from .._rows.ways import Constants
 
 _UNKNOWN: Any = None
 Take = Callable[[jax.Array], jax.Array]  # picks some elements of an array

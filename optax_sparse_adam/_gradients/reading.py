@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from .._exact_adam.rows import look_up_values
 from .._jax_extras.on_cpu import on_cpu
-from .._rows.resting_rows import look_up_values
 from ..native import _calls as native
 from .expressions import Expression, Leaf, Table, inject, table
 from .lookups import Lookup

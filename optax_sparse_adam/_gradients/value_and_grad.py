@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, valid_jaxtype
 
-from .._rows.resting_state import exact_states, held_by, is_exact, table_states
+from .._exact_adam.rows import whole_values
+from .._exact_adam.state import (
+    RowState,
+    exact_states,
+    is_exact,
+    rows_by_parameter,
+    table_states,
+)
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .differentiate import evaluate_with_gradients
 from .expressions import Table
@@ -137,7 +144,8 @@ def value_and_grad(
         except _NoLoss:
             return reference(*args, **kwargs)  # raises, in JAX's words
         paths, tables = _with_paths(tree)[0], current_tables(tree, read)
-        arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables)
+        values = functools.partial(_values_of_whole, tree, read)
+        arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables, values)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
@@ -270,15 +278,32 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
 
 def current_tables(tree: Any, read: Any) -> list[Table]:
     """The leaves; stale where the state `read` has to bring them up to date."""
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves = jax.tree.leaves(tree)
     tables = [Table(x) for x in leaves]
+    for node, rows in _exact_tables(tree, read):
+        states = table_states(node)
+        for place, i in enumerate(rows):
+            parts = rows[i], states.at(place), node.constants
+            tables[i] = Table(jnp.asarray(leaves[i]), *parts)
+    return tables
+
+
+def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, RowState]]]:
+    """The states of `exact_adam`, and which leaves each of them holds."""
+    leaves, treedef = jax.tree.flatten(tree)
     for node in [] if read is None else exact_states(read, "`read`")[0]:
         if is_exact(node):
-            states, shapes = table_states(node), list(map(jnp.shape, leaves))
-            for i, (place, rows) in held_by(node, shapes, treedef).items():
-                array = jnp.asarray(leaves[i])
-                tables[i] = Table(array, rows, states.at(place), node.constants)
-    return tables
+            yield node, rows_by_parameter(node, list(map(jnp.shape, leaves)), treedef)
+
+
+def _values_of_whole(tree: Any, read: Any, places: Sequence[int]) -> dict[int, Any]:
+    """The leaves at these places as whole arrays, up to date."""
+    leaves = jax.tree.leaves(tree)
+    values = {i: leaves[i] for i in places}
+    for node, rows in _exact_tables(tree, read):
+        own = {i: jnp.asarray(leaves[i]) for i in rows if i in values}
+        values |= zip(own, whole_values(node, rows, own), strict=True)
+    return values
 
 
 def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:

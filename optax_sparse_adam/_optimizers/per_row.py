@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._exact_adam.state import refuse_exact
 from .._rows.checks import check_dense
-from .._rows.resting_state import refuse_exact
 from .hyperparameters import check_state_shapes, check_transformation
 
 

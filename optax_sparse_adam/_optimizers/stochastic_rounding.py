@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from .._exact_adam.state import refuse_exact
 from .._rows.checks import check_dense, is_leaf, leaves_like
-from .._rows.resting_state import refuse_exact
 from .hyperparameters import (
     check_state_class,
     check_state_shapes,

@@ -43,6 +43,4 @@ The files, those that others stand on first:
   kernel, or all touched rows at once.
 - `apply_updates`: the public `apply_updates`.
 - `new_arrays`: the arrays of a new state, laid out as the parameter is.
-- `resting_rows`: where rows at rest are, for `exact_adam`; `resting_state`: what is
-  known of them; `ways`: the polynomial that gives the way they have still to go.
 """

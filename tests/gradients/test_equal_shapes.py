@@ -245,6 +245,18 @@ def test_collectives_in_custom_backward(inside):
     assert_same(actual, expected, CLOSE)
 
 
+def test_collective_in_custom_backward_under_vmap():
+    table = with_gradient(lambda g, t: lax.psum(2 * g, "d"))
+
+    def gradient(lib):
+        def one(ids):
+            return dense(lib.grad(lambda p: square(table(p["t"])[ids], p["w"]))(PARAMS))
+
+        return jax.vmap(one, axis_name="d")(IDS)["t"]
+
+    assert_same(gradient(osa), gradient(jax), CLOSE)
+
+
 # How much is traced.
 
 

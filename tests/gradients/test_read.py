@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows.resting_state import RowState
+from optax_sparse_adam._exact_adam.state import RowState
 
 from ..helpers.function_cases import FUNCTIONS
 from ..helpers.gradients import ROUNDED, check, dense
@@ -80,8 +80,10 @@ def state_for(params):
         nu=unflatten(nu),
         last=unflatten(last),
         log_decay=tuple(map(unflatten, zip(*log_decay, strict=True))),
-        since=jnp.full(len(parts), 2, "int32"),
-        ways=jnp.repeat(other.ways.at[0, 0].set(0.8 * other.ways[0, 1]), len(parts), 0),
+        values_until=jnp.full(len(parts), 2, "int32"),
+        remaining=jnp.repeat(
+            other.remaining.at[0, 0].set(0.8 * other.remaining[0, 1]), len(parts), 0
+        ),
         decay=jnp.repeat(other.decay, len(parts), 0),
     )
 

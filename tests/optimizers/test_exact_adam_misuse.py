@@ -302,7 +302,9 @@ def test_states_of_another_height(name, size):
             use()
 
 
-@pytest.mark.parametrize("name", ["since", "ways", "decay", "count", "clock"])
+@pytest.mark.parametrize(
+    "name", ["values_until", "remaining", "decay", "count", "clock"]
+)
 def test_states_of_other_parameters(name):
     tx, params = osa.exact_adamw(RATE), start()
     state, other = tx.init(params), tx.init({**start(), "more": jnp.ones(2)})

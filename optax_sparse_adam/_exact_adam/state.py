@@ -1,4 +1,4 @@
-"""The state of `exact_adam`: what is known of rows that rest, and where it is kept."""
+"""The state of `exact_adam`, and the parameters that it belongs to."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .ways import Constants
+from .remaining_update import Constants
 
 
 class ExactAdamState(NamedTuple):
@@ -30,10 +30,11 @@ class ExactAdamState(NamedTuple):
         to the last update, and what rounding left of it; `()` without weight decay.
       clock: Number of updates since `init`, an `int32` scalar.
       origin: `count - clock` as the last update has left them.
-      since: For each array of parameters, in their order: rows that were last updated
-        at this time, or before, hold their value after it, not their resting point.
-      ways: For each of them, the way since that time, and the way ahead, at the
-        Chebyshev nodes, `[parameters, 2, nodes]`.
+      values_until: For each array of parameters, in their order: rows that were last
+        updated at this time, or before, hold their value after it, not their projected
+        final value.
+      remaining: For each of them, the sum of the updates since that time, and the
+        remaining update, at the Chebyshev nodes, `[parameters, 2, nodes]`.
       decay: For each of them, `log_decay` of now, `[parameters, 2]`; `()` without.
       constants: Of the optimiser.
     """
@@ -45,8 +46,8 @@ class ExactAdamState(NamedTuple):
     log_decay: tuple[Any, ...]
     clock: jax.Array
     origin: jax.Array
-    since: jax.Array
-    ways: jax.Array
+    values_until: jax.Array
+    remaining: jax.Array
     decay: Any
     constants: Constants
 
@@ -59,42 +60,32 @@ class RowState(NamedTuple):
     last: jax.Array
     log_decay: tuple[jax.Array, ...]
 
+    @classmethod
+    def of(cls, mu: Any, nu: Any, last: Any, *log_decay: Any) -> "RowState":
+        return cls(mu, nu, last, log_decay)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return (*self[:3], *self.log_decay)
+
 
 class TableState(NamedTuple):
-    """What is known of a parameter as a whole, or of all; see `ExactAdamState`."""
+    """What is known of a parameter as a whole, or of all; see `ExactAdamState`.
+
+    Of several, all but `clock` and `origin` have an axis for them in front.
+    """
 
     clock: jax.Array
     origin: jax.Array
-    since: jax.Array
-    ways: jax.Array
+    values_until: jax.Array
+    remaining: jax.Array
     decay: jax.Array | None
 
-    @property
-    def step(self) -> jax.Array:
-        """The step of now, by which the bias is corrected."""
-        return self.clock + self.origin
-
-    @property
-    def step_since(self) -> jax.Array:
-        return self.since + self.origin
-
-    def at(self, place: int) -> "TableState":
-        """That of one parameter."""
+    def at(self, place: Any) -> "TableState":
+        """That of one parameter, or of some."""
         decay = None if self.decay is None else self.decay[place]
-        rest = self.since[place], self.ways[place], decay
-        return TableState(self.clock, self.origin, *rest)
-
-
-class Held(NamedTuple):
-    """A parameter that a state belongs to.
-
-    Attributes:
-      place: Its place among those of the state.
-      rows: What is known of its rows.
-    """
-
-    place: int
-    rows: RowState
+        of_one = self.values_until[place], self.remaining[place], decay
+        return TableState(self.clock, self.origin, *of_one)
 
 
 def is_exact(node: Any) -> bool:
@@ -104,7 +95,8 @@ def is_exact(node: Any) -> bool:
 def table_states(state: ExactAdamState) -> TableState:
     """What is known of all parameters, as arrays with an axis for them in front."""
     decay = state.decay if state.log_decay else None
-    return TableState(state.clock, state.origin, state.since, state.ways, decay)
+    numbers = state.values_until, state.remaining, decay
+    return TableState(state.clock, state.origin, *numbers)
 
 
 # Transformations that change updates after the one whose state is in theirs.
@@ -218,10 +210,12 @@ def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
     return [number for (number,) in leaves]
 
 
-def held_by(
+def rows_by_parameter(
     state: ExactAdamState, shapes: Sequence[tuple[int, ...] | None], treedef: Any
-) -> dict[int, Held]:
+) -> dict[int, RowState]:
     """What is known of the rows of each parameter, by its number; not of masked ones.
+
+    They are in the order of the state's arrays with an axis for parameters.
 
     Args:
       state: The state.
@@ -233,65 +227,51 @@ def held_by(
     """
     rule = "The state of exact_adam must belong to the parameters"
     try:
-        numbers = _numbers(state, treedef)
         columns = [jax.tree.leaves(tree) for tree in _trees(state)]
-        rows = list(zip(*columns, strict=True))
-        pairs = zip(numbers, rows, strict=True)
-        held = {
-            number: Held(place, RowState(row[0], row[1], row[2], row[3:]))
-            for place, (number, row) in enumerate(pairs)
-        }
+        pairs = zip(_numbers(state, treedef), zip(*columns, strict=True), strict=True)
+        rows = {number: RowState.of(*arrays) for number, arrays in pairs}
     except (AttributeError, TypeError, ValueError):  # which print the arrays
         raise ValueError(
             f"{rule}, in a tree of {treedef.num_leaves} leaves; got one whose moments "
             "lie in another tree. Make the state by init of the same parameters."
         ) from None
-    for number, (_, (mu, nu, last, log_decay)) in held.items():
-        shape = shapes[number]
-        shape = jnp.shape(nu) if shape is None else tuple(shape)
-        for_rows = shape[: max(1, len(shape) - 1)]
-        expected = {"mu": (mu, shape), "nu": (nu, shape), "last": (last, for_rows)}
-        for i, decay in enumerate(log_decay):
-            expected[f"log_decay[{i}]"] = decay, for_rows
-        for name, (array, wanted) in expected.items():
-            if jnp.shape(array) != wanted:
+
+    def check(arrays: dict[str, Any], shape: tuple[int, ...], what: str) -> None:
+        for name, array in arrays.items():
+            if jnp.shape(array) != shape:
                 raise ValueError(
-                    f"{rule}: `{name}` must have the shape {wanted} for a parameter "
-                    f"of shape {shape}, got {jnp.shape(array)}. Make the state by "
-                    "init, or grow and restore all its arrays like the parameter."
+                    f"{rule}: `{name}` of shape {jnp.shape(array)} must have the shape "
+                    f"{shape} for {what}. Make the state by init, or grow and restore "
+                    "all its arrays like the parameter."
                 )
-    _check_tables(state, len(held))
-    return held
 
-
-def _check_tables(state: ExactAdamState, size: int) -> None:
-    degree = jnp.shape(state.ways)[-1:]
+    for number, (mu, nu, last, log_decay) in rows.items():
+        known = shapes[number]
+        shape = jnp.shape(nu) if known is None else tuple(known)
+        decays = {f"log_decay[{i}]": x for i, x in enumerate(log_decay)}
+        what = f"a parameter of shape {shape}"
+        check({"mu": mu, "nu": nu}, shape, what)
+        check({"last": last, **decays}, shape[: max(1, len(shape) - 1)], what)
+    fields, size = state._asdict(), len(rows)
+    degree = jnp.shape(state.remaining)[-1:]
     expected: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("count", "clock", "origin"), ()),
-        **{"since": (size,), "ways": (size, 2, *degree)},
+        **{"values_until": (size,), "remaining": (size, 2, *degree)},
         **({"decay": (size, 2)} if state.log_decay else {}),
     }
     for name, wanted in expected.items():
-        given = jnp.shape(getattr(state, name))
-        if given != wanted:
-            raise ValueError(
-                f"The state of exact_adam must have `{name}` of shape {wanted} for "
-                f"{size} parameters, got {given}. Make the state by init of the same "
-                "parameters."
-            )
+        check({name: fields[name]}, wanted, f"{size} parameters")
+    return rows
 
 
-def replace_rows(state: ExactAdamState, rows: list[RowState]) -> ExactAdamState:
-    """The state with the rows of all its parameters, in their order."""
-    columns = [[mu, nu, last, *log_decay] for mu, nu, last, log_decay in rows]
+def replaced(
+    state: ExactAdamState, rows: Sequence[RowState], tables: TableState
+) -> ExactAdamState:
+    """The state with other rows of all its parameters, in their order, and tables."""
     trees = [
-        jax.tree.unflatten(jax.tree.structure(tree), [column[i] for column in columns])
+        jax.tree.unflatten(jax.tree.structure(tree), [x.arrays[i] for x in rows])
         for i, tree in enumerate(_trees(state))
     ]
-    mu, nu, last, *log_decay = trees
-    return state._replace(mu=mu, nu=nu, last=last, log_decay=tuple(log_decay))
-
-
-def replace_tables(state: ExactAdamState, tables: TableState) -> ExactAdamState:
     decay = () if tables.decay is None else tables.decay
-    return state._replace(**tables._asdict() | {"decay": decay})
+    fields = tables._asdict() | RowState.of(*trees)._asdict() | {"decay": decay}
+    return state._replace(**fields)

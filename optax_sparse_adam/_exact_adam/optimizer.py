@@ -11,21 +11,21 @@ import numpy as np
 import optax
 
 from .._jax_extras.sharding import jit_on_mesh
+from .._optimizers.hyperparameters import (
+    NUMBER,
+    check_at_least,
+    check_betas,
+    check_eps,
+    check_leaf,
+    check_state_class,
+)
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.guarded import GuardedBCOO
 from .._rows.new_arrays import full_along
-from .._rows.resting_state import (
-    ExactAdamState,
-    RowState,
-    held_by,
-    replace_rows,
-    replace_tables,
-    table_states,
-)
-from .exact_formula import Step, update_dense, update_sparse
-from .exact_schedule import (
-    Betas,
+from .rows import Betas, WholeTables, update_dense, update_sparse
+from .schedule import (
+    Schedule,
     checked_constants,
     constants_of,
     decay_of,
@@ -36,16 +36,12 @@ from .exact_schedule import (
     outlook,
     take_step,
 )
-from .hyperparameters import (
-    NUMBER,
-    check_at_least,
-    check_betas,
-    check_eps,
-    check_leaf,
-    check_state_class,
+from .state import (
+    ExactAdamState,
+    replaced,
+    rows_by_parameter,
+    table_states,
 )
-
-Schedule = Callable[[jax.Array], Any]
 
 
 def _schedule(value: Any, name: str) -> Schedule:
@@ -55,8 +51,8 @@ def _schedule(value: Any, name: str) -> Schedule:
     if not isinstance(value, NUMBER):
         raise TypeError(
             f"exact_adam needs a {name} that is known for all steps to come, since "
-            "rows at rest move by it: a Python number, or a schedule of the step "
-            f"number; got {type(value).__name__}. optax.inject_hyperparams gives "
+            "stale rows are advanced with it: a Python number, or a schedule of the "
+            f"step count; got {type(value).__name__}. optax.inject_hyperparams gives "
             "arrays, which may change by hand. To change it by hand, call "
             "flush(params, state) and make a new exact_adam of the same b1, b2 and "
             "eps, which takes the state."
@@ -70,7 +66,7 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
         if not isinstance(value, NUMBER):
             raise TypeError(
                 f"exact_adam needs {name} as a Python number, got "
-                f"{type(value).__name__}: rows that rest are moved by a sum whose "
+                f"{type(value).__name__}: stale rows are advanced by a sum whose "
                 "length follows from it."
             )
     check_betas(b1, b2)
@@ -84,8 +80,8 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
         )
     if eps_root != 0:
         raise ValueError(
-            f"exact_adam supports eps_root=0.0 only, got {eps_root}: the moves of a "
-            "row that rests can be summed up without it only. Use eps, or optax.adam."
+            f"exact_adam supports eps_root=0.0 only, got {eps_root}: the updates "
+            "of a stale row can be summed up without it only. Use eps, or optax.adam."
         )
     if not b1 * b1 < b2:
         raise ValueError(
@@ -183,7 +179,7 @@ def _exact_adam(
                     "with optax.masked or optax.partition."
                 )
         dtype = jnp.result_type(float)
-        degree = fit(betas.b1, betas.b2, dtype).degree
+        degree = fit(betas.b1, betas.b2, dtype)[1]
 
         def for_each(make: Callable[[Any], jax.Array]) -> Any:
             return jax.tree.map(make, params)
@@ -200,8 +196,8 @@ def _exact_adam(
             log_decay=(for_each(log_decay), for_each(log_decay)) if decay else (),
             clock=jnp.zeros([], jnp.int32),
             origin=jnp.zeros([], jnp.int32),
-            since=jnp.zeros([size], jnp.int32),
-            ways=jnp.zeros([size, 2, degree], dtype),
+            values_until=jnp.zeros([size], jnp.int32),
+            remaining=jnp.zeros([size, 2, degree], dtype),
             decay=jnp.zeros([size, 2], dtype) if decay else (),
             constants=constants_of(betas, dtype),
         )
@@ -230,45 +226,58 @@ def _exact_adam(
                 "update(updates, state, params)."
             )
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
-        shapes = [
-            None
-            if old is None and nu is None
-            else jnp.shape(nu if old is None else old)
-            for old, nu in zip(olds, nus, strict=True)
-        ]
-        held = held_by(state, shapes, treedef)
-        decays = np.array([marks[i] for i in held], bool)
+        known = [nu if old is None else old for old, nu in zip(olds, nus, strict=True)]
+        shapes = [None if x is None else jnp.shape(x) for x in known]
+        rows = rows_by_parameter(state, shapes, treedef)
+        decays = np.array([marks[i] for i in rows], bool)
         constants = checked_constants(state, betas)
         view = outlook(state.count, rate, decay, betas, constants.eps.dtype)
+        is_own = jnp.isfinite(constants.eps)
+        rate_now = jnp.where(is_own, view.now.rate, jnp.nan)
+        view = view._replace(now=view.now._replace(rate=rate_now))
         is_right = _check_continued(is_continued(state, view, decays, betas))
-        eps = jnp.where(is_right, constants.eps, jnp.nan)
-        tables = table_states(state)._replace(origin=state.count - state.clock)
-        after = take_step(tables, constants, view, decays)
-        after = after._replace(
-            ways=jnp.where(is_right[:, None, None], after.ways, jnp.nan)
-        )
+        constants = constants._replace(eps=jnp.where(is_right, constants.eps, jnp.nan))
+        before = table_states(state)._replace(origin=state.count - state.clock)
+        after = take_step(before, constants, view, decays)
+        remaining = jnp.where(is_right[:, None, None], after.remaining, jnp.nan)
+        after = after._replace(remaining=remaining)
         # In the program, rows of a parameter with a dense gradient hold their value.
-        is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in held]
+        is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
         after = hold_values(after, np.array(is_dense, bool))
-        rows_after = []
-        for i, (place, rows) in held.items():
-            grad, path = grads[i], paths[i][0]
-            if grad is not None:
-                check_leaf(grad, rows.nu)
-                _check_read(grad, path)
-                now = view.now
-                if decay is not None:
-                    now = now._replace(log_decay=decay_of(now, decays[place]))
-                own_constants = constants._replace(eps=eps[place])
-                step = Step(tables.at(place), after.at(place), own_constants, now)
-                arrays = (rows.mu, rows.nu, rows.last, *rows.log_decay)
-                read = (olds[i],) if decay is not None else ()
-                one: Any = update_sparse if is_bcoo(grad) else update_dense
-                grads[i], arrays = one(grad, read, arrays, step, betas=betas)
-                mu, nu, last, *log_decay = arrays
-                rows = RowState(mu, nu, last, tuple(log_decay))
-            rows_after.append(rows)
-        state = replace_tables(replace_rows(state, rows_after), after)
+        whole = []
+        for place, i in enumerate(rows):
+            if grads[i] is None:
+                continue
+            check_leaf(grads[i], rows[i].nu)
+            if is_dense[place]:
+                whole.append(i)
+                continue
+            _check_read(grads[i], paths[i][0])
+            step, read = view.now, (olds[i],) if decay is not None else ()
+            if decay is not None:
+                step = step._replace(log_decay=decay_of(step, decays[place]))
+            own_constants = constants._replace(eps=constants.eps[place])
+            args = before.at(place), after.at(place), own_constants, step
+            grads[i], rows[i] = update_sparse(
+                grads[i], read, rows[i], *args, betas=betas
+            )
+        if whole:
+            places = np.flatnonzero(is_dense)
+            arrays = [jnp.asarray(known[i]) for i in whole]
+            own_rows, tables = [rows[i] for i in whole], before.at(places)
+            own_constants = constants._replace(eps=constants.eps[places])
+            news = update_dense(
+                [grads[i] for i in whole],
+                WholeTables(arrays, own_rows, tables, own_constants),
+                state.count,
+                after.clock,
+                view.now,
+                betas=betas,
+                decays=tuple(decays[places].tolist()),
+            )
+            for i, *new in zip(whole, *news, strict=True):
+                grads[i], rows[i] = new
+        state = replaced(state, [*rows.values()], after)
         count = optax.safe_increment(state.count)
         return treedef.unflatten(grads), state._replace(count=count)
 
@@ -288,8 +297,8 @@ def exact_adam(
     r"""The numbers of `optax.adam` on the dense gradient, at the cost of the batch.
 
     Dense Adam moves every row in every step: a row that the batch does not hold goes on
-    with its momentum. `sparse_adam` and `lazy(optax.adam)` let it rest. `exact_adam`
-    moves it like dense Adam, but computes where it is only when it is read. In a step
+    with its momentum. `sparse_adam` and `lazy(optax.adam)` do not update it.
+    `exact_adam` does, but computes its value only when it is read. In a step
     `t` without a gradient for a row with the moments `m` and `v`,
 
     .. math::
@@ -298,13 +307,13 @@ def exact_adam(
       p \leftarrow p - \alpha_t \frac{\sqrt{1 - b_2^t}}{1 - b_1^t}
         \frac{m}{\sqrt{v} + \epsilon \sqrt{1 - b_2^t}}
 
-    The moves of the steps to come have a sum, the *way* that the row has still to go,
-    which depends on the step, on `m` and on `v`, but not on when the row was last
-    updated. The parameters hold, for a row with a row-sparse gradient, its *resting
-    point*: where its momentum is going to carry it. Its value, at any later step, is
-    the resting point without the way that it then has still to go, which is nothing
-    after some hundred steps. A few numbers, computed once in each step from the
-    schedule, give the way of any row.
+    While a row has no gradient, its updates depend only on its moments and on the
+    schedule, so their sum, the *remaining update*, can be computed in advance. The
+    parameters hold, for a row with a row-sparse gradient, its *projected final value*,
+    to which its momentum will carry it. Its value at any later step is the projected
+    final value without the remaining update of then, which is nothing after some
+    hundred steps. A few numbers, computed once in each step from the schedule, give the
+    remaining update of any row.
 
     Three things belong together, as in `make_train_step`::
 
@@ -313,7 +322,8 @@ def exact_adam(
       params = osa.apply_updates(params, updates)
 
     `read=state` (see `value_and_grad`) lets the loss look rows up as dense Adam would
-    have them now; without it, the loss would see resting points, and `update` raises.
+    have them now; without it, the loss would see projected final values, and `update`
+    raises.
     `evaluate(fun, read=state)` is `fun` without a gradient. `flush(params, state)` puts
     the values in their place: before an export, or a change of the learning rate by
     hand. A change without it, which only a running program sees, makes the rows NaN.
@@ -332,9 +342,9 @@ def exact_adam(
     step costs what a step of `sparse_adam` costs and, for `read`, the lookups of the
     moments; the documentation's page says how much that is.
     Arithmetic is in float32 at least, and closer to Adam in exact arithmetic than dense
-    Adam in float32: a row at rest is not rounded in each step.
+    Adam in float32: a stale row is not rounded in each step.
 
-    `sparse_adam` is the better choice where rows should rest: in dense Adam rare rows
+    `sparse_adam` is better where stale rows should not move: in dense Adam rare rows
     go on moving for some ten steps after each gradient. When moving from dense to lazy
     Adam, mind the learning rate: a row that a share `f` of the batches hold is moved by
     dense Adam by about `lr / sqrt(f)` for each gradient (`f` above `1 - b2`), by lazy
@@ -412,7 +422,7 @@ def exact_adamw(
 
     `lr * weight_decay` must be at most `(1 - b1 / sqrt(b2)) / 2`, that is 0.05 with the
     default betas. A product of numbers above it raises; where schedules exceed it, now
-    or within the steps that a row's way takes, the rows become NaN.
+    or within the steps of a remaining update, the rows become NaN.
 
     Args:
       learning_rate: As in `exact_adam`.

@@ -1,0 +1,18 @@
+"""`exact_adam`: dense Adam's own numbers, at the cost of the touched rows.
+
+While a row has no gradient, its updates depend only on its moments and on the
+learning-rate schedule, so their sum, the *remaining update*, can be computed in
+advance. A table stores, for each row, its value with that sum applied, the *projected
+final value*; its current value is computed where the row is read.
+
+The files, those that others stand on first:
+
+- `remaining_update`: the remaining update of a row, as a polynomial.
+- `state`: what is known of rows and tables, and which parameters a state belongs to.
+- `rows`: stale rows: their values now, and the step on those with a gradient.
+- `schedule`: the polynomials of each step, from the schedules.
+- `flush`: `flush` and `incremental_update`, which go through all rows.
+- `optimizer`: the public functions, and the checks of their arguments.
+
+`native/exact_adam.h` does the same arithmetic on CPUs.
+"""

@@ -1,0 +1,323 @@
+"""The remaining updates of each step, from the schedules of the steps to come.
+
+See `remaining_update` for what they are, and why a few numbers hold them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._optimizers.hyperparameters import one_minus_power
+from .remaining_update import (
+    Constants,
+    ConstantsOfRoots,
+    centre_after,
+    chebyshev_coefficients,
+    nodes,
+    sum_at_nodes,
+)
+from .rows import Betas, Step
+from .state import ExactAdamState, TableState, table_states
+
+Schedule = Callable[[jax.Array], Any]
+
+# What may be missing of a remaining update, relative to it, by the bytes of the type.
+_TOLERANCE = {4: 5e-8, 8: 1e-13}
+_MOST_NODES = 64
+_LARGEST = 1e3  # of an update to come, in the larger of 1 and the next one
+_PAST = 16  # steps of the past that tell how large a schedule is
+# By how much a remaining update may differ from the stored one: relative to it, and to
+# the largest learning rate, near whose zero a schedule in float32 has not the same bits
+# in any two programs.
+_SAME, _SAME_TO_LARGEST = 1e-4, 1e-5
+
+
+class Outlook(NamedTuple):
+    """What the schedules say.
+
+    Attributes:
+      now: The next step.
+      before: The remaining update before it, at the nodes: `[2, nodes]`, of parameters
+        that do not decay and of those that do.
+      after: The remaining update after it, likewise.
+      largest: The largest learning rate, of past steps too.
+    """
+
+    now: Step
+    before: jax.Array
+    after: jax.Array
+    largest: jax.Array
+
+
+def _mean(b1: float, b2: float) -> float:
+    """Of the steps ahead, by the size of the update."""
+    return 1 / (1 - b1 / math.sqrt(b2))
+
+
+def horizon(b1: float, b2: float, dtype: Any) -> int:
+    """After how many steps nothing is left of a remaining update.
+
+    The terms fall as `r = b1 / sqrt(b2)` to the power of the step, those of parameters
+    that decay by `lr * weight_decay` as `r / (1 - lr * weight_decay)`. Twice the steps
+    that the first needs are enough up to `largest_decay`.
+    """
+    tolerance = _TOLERANCE[np.dtype(dtype).itemsize]
+    log_r = math.log(b1) - math.log(b2) / 2 if b1 else -math.inf
+    return max(2, math.ceil(2 * math.log(tolerance) / log_r))
+
+
+def largest_decay(b1: float, b2: float) -> float:
+    """The largest `lr * weight_decay` for which the horizon is far enough."""
+    return (1 - b1 / math.sqrt(b2)) / 2
+
+
+@functools.cache
+def fit(b1: float, b2: float, dtype: Any) -> tuple[int, int, bool]:
+    """How remaining updates are approximated with the fewest nodes.
+
+    After the first step of a warm-up: there the poles are farthest apart, and all steps
+    after it need fewer.
+
+    Returns:
+      How many steps ahead the centre is taken, the number of nodes, and whether `z` is
+      that of roots. The kernel takes the last from the number: it is odd for roots.
+    """
+    most_ahead = horizon(b1, b2, dtype)
+    leads = (round(_mean(b1, b2) * factor) for factor in (0.5, 1, 1.5, 2, 3, 4, 6))
+    fits = [
+        (lead, degree, uses_roots)
+        for lead in sorted({min(max(1, lead), most_ahead) for lead in leads})
+        for uses_roots in (False, True)
+        if (degree := _degree(b1, b2, lead, uses_roots, dtype))
+    ]
+    if not fits:
+        raise ValueError(
+            f"exact_adam cannot sum up the updates of a row without gradients to full "
+            f"precision with b1={b1} and b2={b2}. Choose a smaller b1 or a larger b2."
+        )
+    return min(fits, key=lambda found: found[1])
+
+
+def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> int:
+    """How many nodes are needed, odd for roots and else even; 0 if it is too many."""
+    most, length = _MOST_NODES - uses_roots, horizon(b1, b2, dtype)
+    t = np.arange(2, 2 + length)
+    rho = np.sqrt(1 - b2**t)
+    values = sum_at_nodes(
+        t * rho / (1 - b1**t),
+        rho / np.sqrt(1 - b2 ** (1 + lead)),
+        _powers(b1, b2, length),
+        nodes(most),
+        uses_roots=uses_roots,
+    )
+    sizes = np.abs(chebyshev_coefficients(most) @ values)
+    rest = np.cumsum(sizes[::-1])[::-1]
+    enough = rest <= _TOLERANCE[np.dtype(dtype).itemsize] * sizes[0]
+    degree = max(2, int(np.argmax(enough))) if enough.any() else most
+    degree += (most - degree) % 2
+    return degree if degree < most else 0
+
+
+def _powers(b1: float, b2: float, number: int) -> tuple[np.ndarray, np.ndarray]:
+    j = np.arange(1, 1 + number)
+    with np.errstate(under="ignore"):
+        return b1**j, b2 ** (j / 2)
+
+
+def outlook(
+    count: jax.Array,
+    learning_rate: Schedule,
+    weight_decay: Schedule | None,
+    betas: Betas,
+    dtype: Any,
+) -> Outlook:
+    """The steps after step `count`; schedules are called with the steps before."""
+    b1, b2 = betas[:2]
+    length = horizon(b1, b2, dtype)
+    ahead = count + jnp.arange(1 + length, dtype=count.dtype)
+    past = count // _PAST * jnp.arange(_PAST, dtype=count.dtype)
+    counts = jnp.concatenate([ahead, past])
+    number = ahead + 1
+
+    def values(schedule: Schedule) -> jax.Array:
+        def one(count: jax.Array) -> jax.Array:
+            return jnp.asarray(schedule(count), dtype).reshape(())
+
+        found = jax.vmap(one)(counts)
+        # Schedules need not be defined after their last step, as `(1 - t / T) ** 0.9`.
+        # Rows do not move there; if training does get there, it is the first value.
+        return jnp.where(jnp.isfinite(found) | (counts == count), found, 0)
+
+    every_rate = values(learning_rate)
+    rate = every_rate[: 1 + length]
+    rho = jnp.sqrt(one_minus_power(b2, number, dtype))
+    size, grad_size = rate * rho / one_minus_power(b1, number, dtype), None
+    if betas.nesterov:  # optax corrects the moment as that of the step after
+        grad_size = jnp.asarray(1 - b1, dtype) * size
+        size = rate * rho / one_minus_power(b1, number + 1, dtype)
+        size = jnp.asarray(b1, dtype) * size
+    log_decay, decay = None, None
+    kept = jnp.zeros((2, 1, length), dtype)  # logarithms of the factors ahead
+    if weight_decay is not None:
+        decay = values(weight_decay)[: 1 + length]
+        product = rate * decay
+        # Beyond, updates would be wrong without a sign of it.
+        product = jnp.where(product <= largest_decay(b1, b2), product, jnp.nan)
+        log_decay = jnp.log1p(-product)
+        sums = [jnp.cumsum(x) for x in (log_decay[:-1], log_decay[1:])]
+        kept = jnp.concatenate([kept, jnp.stack(sums)[:, None]], axis=1)
+
+    def both(x: jax.Array) -> jax.Array:
+        """That of the steps from the next one on, and from the one after it on."""
+        return jnp.stack([x[:-1], x[1:]])
+
+    of_decays = jax.vmap(_sum_ahead, (None, None, 0, None))
+    of_both = jax.vmap(of_decays, (0, 0, 0, None))
+    before, after = of_both(both(size), both(rho), kept, betas)
+    steps = Step(size, grad_size, rho, log_decay, rate, decay)
+    now = jax.tree.map(lambda x: x[0], steps)
+    return Outlook(now, before, after, jnp.max(jnp.abs(every_rate)))
+
+
+def _sum_ahead(
+    size: jax.Array, rho: jax.Array, kept: jax.Array, betas: Betas
+) -> jax.Array:
+    """The remaining update of these steps, at the nodes; NaN if it has no end."""
+    dtype, (b1, b2) = size.dtype, betas[:2]
+    lead, degree, uses_roots = fit(b1, b2, dtype)
+    size = size * jnp.exp(-kept)
+    powers = [jnp.asarray(x, dtype) for x in _powers(b1, b2, len(size))]
+    # Without an end, the learning rate grows for all of these steps as fast as momentum
+    # dies out, or until it overflows. What is smaller than 0.02 tolerances can be no
+    # part of a parameter.
+    r, tolerance = b1 / math.sqrt(b2), _TOLERANCE[dtype.itemsize]
+    terms = abs(size) * jnp.asarray(r ** np.arange(1, 1 + len(size)), dtype)
+    is_over = terms[-1] < tolerance * jnp.maximum(50 * jnp.sum(terms), 0.02)
+    is_over &= jnp.max(terms) <= _LARGEST * jnp.maximum(1, terms[0])
+    z = jnp.asarray(nodes(degree), dtype)
+    poles = rho / rho[lead - 1]
+    # The smallest terms first, which lose less in a sum.
+    size, poles, *powers = (x[::-1] for x in (size, poles, *powers))
+    found = sum_at_nodes(size, poles, powers, z, uses_roots=uses_roots)
+    return jnp.where(is_over, found, jnp.nan)
+
+
+def constants_of(betas: Betas, dtype: Any) -> Constants:
+    b1 = max(betas.b1, 1e-30)  # whose square is 0 in float32
+    lead, _, uses_roots = fit(betas.b1, betas.b2, dtype)
+    make = ConstantsOfRoots if uses_roots else Constants
+    return make(
+        log_b1=jnp.full([], math.log(b1), dtype),
+        log_q=jnp.full([], math.log(betas.b2) / 2, dtype),
+        eps=jnp.full([], betas.eps, dtype),
+        lead=jnp.full([], lead, jnp.int32),
+    )
+
+
+def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
+    """The constants of a state; NaN where they are not those of this optimiser.
+
+    Raises:
+      ValueError: If that is known at once: outside of `jit`, or by the shapes.
+    """
+    found = state.constants
+    dtype = jax.dtypes.canonicalize_dtype(found.eps.dtype)
+    own = constants_of(betas, dtype)
+    # As close as two machines compute a logarithm.
+    given, wanted = (jnp.stack(x[:3]).astype(dtype) for x in (found, own))
+    is_same = jnp.all(abs(given - wanted) <= jnp.asarray(1e-5, dtype) * abs(wanted))
+    is_same &= found.lead == own.lead
+    degree = fit(betas.b1, betas.b2, dtype)[1]
+    is_traced = isinstance(is_same, jax.core.Tracer)
+    if state.remaining.shape[-1] != degree or not (is_traced or is_same):
+        raise ValueError(
+            "exact_adam needs a state that was made with its own b1, b2 and eps, by "
+            "which stale rows have moved; got that of others. Only the learning rate "
+            "and the weight decay may change, after flush(params, state), but not "
+            "jax_enable_x64. Make a new state by init."
+        )
+    return type(own)(*found)._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
+
+
+def is_continued(
+    state: ExactAdamState, view: Outlook, decays: np.ndarray, betas: Betas
+) -> jax.Array:
+    """For each parameter, whether its stale rows may be moved on by these schedules.
+
+    They are stored by the remaining update that they had, which must be that of now.
+    Nothing is asked of a parameter all of whose rows hold values, as after `flush`.
+    """
+    clock, origin, until, remaining, _ = table_states(state)
+    stored, now = remaining[:, 1], view.before[decays.astype(int)]
+    limit = _SAME * jnp.max(jnp.abs(now), axis=1)
+    limit += _SAME_TO_LARGEST * _mean(betas.b1, betas.b2) * view.largest
+    is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
+    is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
+    is_same &= state.count == clock + origin
+    return (until <= clock) & (is_same | (until == clock))
+
+
+def take_step(
+    tables: TableState, constants: Constants, view: Outlook, decays: np.ndarray
+) -> TableState:
+    """All parameters after the next step without a gradient.
+
+    Args:
+      tables: Before it.
+      constants: The constants.
+      view: What the schedule says.
+      decays: Says for each parameter whether it decays.
+    """
+    now, dtype = view.now, view.now.size.dtype
+    passed = (tables.clock + 1 - tables.values_until).astype(dtype)
+    centres = centre_after(constants, tables.values_until + tables.origin)
+    poles = constants.eps * now.rho / centres
+    z = jnp.asarray(nodes(tables.remaining.shape[-1]), dtype)
+
+    def term(passed: jax.Array, pole: jax.Array) -> Any:
+        powers = [jnp.exp(passed * log)[None] for log in constants[:2]]
+        one, uses_roots = now.size[None], constants.uses_roots
+        return sum_at_nodes(one, pole[None], powers, z, uses_roots=uses_roots)
+
+    behind, decay = tables.remaining[:, 0], tables.decay
+    if decay is not None:
+        log_decay = decay_of(now, decays)
+        behind = behind * jnp.exp(log_decay)[:, None]
+        # The sum in two numbers: the second is what the first rounds off (Knuth's
+        # TwoSum).
+        before, addend = decay[:, 0], log_decay + decay[:, 1]
+        total = before + addend
+        added = total - before
+        lost = (before - (total - added)) + (addend - added)
+        decay = jnp.stack([total, lost], axis=1)
+    behind = behind + jax.vmap(term)(passed, poles)
+    remaining = jnp.stack([behind, view.after[decays.astype(int)]], axis=1)
+    clock = optax.safe_increment(tables.clock)
+    return tables._replace(clock=clock, remaining=remaining, decay=decay)
+
+
+def decay_of(now: Step, decays: np.ndarray) -> jax.Array:
+    """The logarithm of what is left of each parameter by this step's decay."""
+    assert now.log_decay is not None
+    return jnp.where(jnp.asarray(decays), now.log_decay, 0)
+
+
+def hold_values(tables: TableState, which: Any = True) -> TableState:
+    """Parameters of which `which`, or all, hold the values of all their rows now.
+
+    Their decay begins again, as that of rows whose state comes fresh from `init`.
+    """
+    which = jnp.broadcast_to(jnp.asarray(which), tables.values_until.shape)[:, None]
+    behind = jnp.where(which, 0, tables.remaining[:, 0])
+    decay = tables.decay
+    return tables._replace(
+        values_until=jnp.where(which[:, 0], tables.clock, tables.values_until),
+        remaining=jnp.stack([behind, tables.remaining[:, 1]], axis=1),
+        decay=None if decay is None else jnp.where(which, 0, decay),
+    )
