@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import first_row
+from .._rows.canary import class_of, entries
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce, touched_rows
-from .._rows.guarded import class_of, entries
 from .._rows.padding import pad_indices
 
 AxisName = str | tuple[str, ...]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
+from .._rows.canary import class_of
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce
-from .._rows.guarded import class_of
 from .._rows.padding import in_bounds
 from .exchange import plan
 from .psum import AxisName, local_rows, psum, rows_per_device

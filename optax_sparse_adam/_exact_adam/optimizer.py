@@ -19,9 +19,9 @@ from .._optimizers.hyperparameters import (
     check_leaf,
     check_state_class,
 )
+from .._rows.canary import CanaryBCOO
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
-from .._rows.guarded import GuardedBCOO
 from .._rows.new_arrays import full_along
 from .rows import Betas, WholeTables, update_dense, update_sparse
 from .schedule import (
@@ -103,7 +103,7 @@ def _check_decay(state: ExactAdamState, own: str) -> None:
 
 
 def _check_read(grad: Any, path: Any) -> None:
-    if isinstance(grad, GuardedBCOO) and grad.is_stale:
+    if isinstance(grad, CanaryBCOO) and grad.is_stale:
         name = jax.tree_util.keystr(path) or "the table"
         raise ValueError(
             "exact_adam needs gradients that are made with read=, at the rows as dense "

@@ -10,9 +10,9 @@ from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import call_with_auto_axes
 from .._rows.bag_gradient import BagGradient
+from .._rows.canary import CanaryBCOO, StaleBCOO
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
-from .._rows.guarded import GuardedBCOO, StaleBCOO
 from .._rows.padding import pad_indices, row_bounds
 
 
@@ -69,7 +69,7 @@ def to_bcoo(
         if widest != dtype and len(indices) > 1:
             indices, values = _coalesced(indices, values, shape)
             is_unique = True
-    return (StaleBCOO if is_stale else GuardedBCOO)(
+    return (StaleBCOO if is_stale else CanaryBCOO)(
         (values.astype(dtype), indices), shape=shape, unique_indices=is_unique
     )
 

@@ -65,7 +65,7 @@ class Equation(NamedTuple):
     results: list[int]
 
 
-class Program:
+class FlatJaxpr:
     """The equations of a jaxpr, those of each `jit` inside of it included.
 
     Each value has an id, the arguments the first ones. Values of an outer trace are in

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._jax_extras.jaxprs import ELEMENTWISE, Equation, Program, evaluate
+from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
 
 _UNIFORM = -1  # in place of the index of a table
 _NOBODY: frozenset[int] = frozenset()
@@ -94,7 +94,7 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     return next(iter(tables), _UNIFORM) if len(tables) <= 1 else None
 
 
-def _judge(program: Program, inputs: dict[int, _Value]) -> list[_Value]:
+def _judge(program: FlatJaxpr, inputs: dict[int, _Value]) -> list[_Value]:
     """What is known of each value, by its id, given that of the inputs."""
     opaque = _Value()
     values = [opaque] * program.size
@@ -149,7 +149,7 @@ def split_update(
     results = compiled(data, old)
     if closed.effects:  # they happen once, and in order
         return SplitUpdate(results, {})
-    program = Program(closed)
+    program = FlatJaxpr(closed)
     treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(results)
     data_at, old_at = treedefs[0].unflatten(program.inputs)
     results_at = treedefs[1].unflatten(program.outputs)

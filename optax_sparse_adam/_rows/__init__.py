@@ -32,7 +32,7 @@ The files, those that others stand on first:
 - `binary_search`: how many sorted values are less than each key.
 - `duplicates`: assigns entries to segments, one for each row, and adds these up; one
   method for CPUs and one, a segmented scan, for other devices.
-- `guarded`: the BCOO of this package's gradients, which notices changed indices.
+- `canary`: the BCOO of this package's gradients, which notices changed indices.
 - `bag_gradient`: a gradient by bags, `[B, D]`, expanded on demand.
 - `checks`: what counts as a gradient, and the errors for what does not.
 - `coalesce`: `Rows`, the touched rows of a gradient; the public `coalesce`.

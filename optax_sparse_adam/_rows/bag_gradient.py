@@ -9,7 +9,7 @@ gradients of the bags, few, and `indices` say the row of each entry. Whoever ask
     data [a, a, b, b]
 
 Lookups of single rows are bags of one id. A segment out of bounds has NaN for a value:
-what `guarded` makes of an entry whose index was changed.
+what `canary` makes of an entry whose index was changed.
 """
 
 import functools
@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .guarded import GuardedBCOO, let_through, new_guard
+from .canary import CanaryBCOO, let_through, new_canary
 from .padding import expand_like
 
 
 @jax.tree_util.register_pytree_node_class
-class BagGradient(GuardedBCOO):
+class BagGradient(CanaryBCOO):
     """A gradient of bags.
 
     Attributes:
@@ -48,7 +48,7 @@ class BagGradient(GuardedBCOO):
         is_stale: bool = False,
     ):
         self.values, self.indices, self.segments, self.weights = args
-        self.guard, self._dtype = new_guard(self.indices), jnp.dtype(dtype)
+        self.canary, self._dtype = new_canary(self.indices), jnp.dtype(dtype)
         self.indices_sorted = self.unique_indices = False
         self.is_stale = is_stale
         self.shape = tuple(shape)
@@ -66,25 +66,25 @@ class BagGradient(GuardedBCOO):
     def factors(
         self, place: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Values, indices, segments, weights that the guard lets through: `entries`."""
-        values, indices, guard, segments, weights = jax.tree.map(
-            place, (self.values, self.indices, self.guard, self.segments, self.weights)
+        """Values, indices, segments, weights of intact entries; see `entries`."""
+        values, indices, canary, segments, weights = jax.tree.map(
+            place, (self.values, self.indices, self.canary, self.segments, self.weights)
         )
         is_zero = jnp.all(values == 0, axis=tuple(range(1, values.ndim)))
         is_zero = is_zero.at[segments].get(mode="fill", fill_value=True)
-        valid, indices = let_through(is_zero, indices, guard, 0)
+        valid, indices = let_through(is_zero, indices, canary, 0)
         segments = jnp.where(valid[:, 0], segments, len(values))
         return values, indices, segments, weights
 
     def tree_flatten(self) -> tuple[Any, Any]:
         weights = () if self.weights is None else (self.weights,)
-        children = (self.values, self.indices, self.guard, self.segments, *weights)
+        children = (self.values, self.indices, self.canary, self.segments, *weights)
         return children, (self._unbatched, self._dtype, self.is_stale)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
         obj = object.__new__(cls)
-        obj.values, obj.indices, obj.guard, obj.segments, *weights = children
+        obj.values, obj.indices, obj.canary, obj.segments, *weights = children
         obj.weights = weights[0] if weights else None
         obj._unbatched, obj._dtype, obj.is_stale = aux_data
         obj.indices_sorted = obj.unique_indices = False

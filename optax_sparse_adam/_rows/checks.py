@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .guarded import check_indices
+from .canary import check_indices
 
 
 def is_bcoo(x: Any) -> bool:
@@ -55,7 +55,7 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
     """Raises unless `grad` is a row-sparse gradient of a table of this shape.
 
     All faults but one are static, and are raised while tracing. Only a running program
-    knows the values of a guard (see `guarded`).
+    knows the values of a canary (see `canary`).
 
     Raises:
       TypeError: If the indices or the data have the wrong kind of type.

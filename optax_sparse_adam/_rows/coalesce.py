@@ -16,9 +16,9 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from .bag_gradient import BagGradient
+from .canary import class_of, copy_with, entries
 from .checks import check_bcoo, is_bcoo
 from .duplicates import sum_duplicates
-from .guarded import class_of, copy_with, entries
 from .padding import expand_like, in_bounds, pad_indices
 
 

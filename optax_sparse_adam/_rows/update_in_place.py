@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._jax_extras.jaxprs import ELEMENTWISE, Equation, Program, evaluate
+from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
 from .gather_scatter import (
     combine_rows,
     order_after_gather,
@@ -56,7 +56,7 @@ class _Combination(NamedTuple):
     other: int
 
 
-def _find_dependents(program: Program, value_ids: list[int]) -> set[int]:
+def _find_dependents(program: FlatJaxpr, value_ids: list[int]) -> set[int]:
     """The ids of these values, and of all that are computed from one of them."""
     dependents = set(value_ids)
     for _, operands, results in program.equations:
@@ -66,7 +66,7 @@ def _find_dependents(program: Program, value_ids: list[int]) -> set[int]:
 
 
 def _find_combination(
-    program: Program, table: Any, old: list[int], place: int, new: int
+    program: FlatJaxpr, table: Any, old: list[int], place: int, new: int
 ) -> _Combination | None:
     """How the old rows of a table are combined into new ones, `None` if they are not.
 
@@ -128,7 +128,7 @@ def update_rows(
     """
     rows = tuple(take_rows(table, indices) for table in (*tables, *read))
     closed = jax.make_jaxpr(row_fn)(data, rows, *args)
-    program = Program(closed)
+    program = FlatJaxpr(closed)
     given = dict(zip(program.inputs, jax.tree.leaves((data, rows, args)), strict=True))
     known = program.literals | program.consts | given
     old = program.inputs[1 : 1 + len(tables)]

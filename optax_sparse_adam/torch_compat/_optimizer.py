@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from .._rows.guarded import GuardedBCOO
+from .._rows.canary import CanaryBCOO
 from ._checkpoint import CheckpointMixin
 from ._formulas import Formula, Group, Shape, scalar
 from ._hooks import with_step_hooks
@@ -275,7 +275,7 @@ def _scalar(name: str, option: Any) -> Any:
 def _is_used(grad: Any) -> bool:
     # `value_and_grad` makes a BCOO with nothing stored where torch has None. An empty
     # one that somebody else made, such as torch's, is a step without rows, as in torch.
-    return grad is not None and not (isinstance(grad, GuardedBCOO) and not grad.nse)
+    return grad is not None and not (isinstance(grad, CanaryBCOO) and not grad.nse)
 
 
 def _kind(data: Any) -> str:

@@ -24,7 +24,7 @@ from jax.experimental.sparse import BCOO
 import optax_sparse_adam as osa
 from optax_sparse_adam._optimizers import sparse_adam
 from optax_sparse_adam._rows import coalesce
-from optax_sparse_adam._rows.guarded import copy_with
+from optax_sparse_adam._rows.canary import copy_with
 from optax_sparse_adam.native import _calls, _library
 
 from ..helpers.native import calls_in, needs_compiler, python, sanitized

@@ -36,7 +36,7 @@ def params():
 def grads():
     values, indices = random_entries(np.random.default_rng(0), SHAPE, 1, 6)
     values[values == 0] = 1
-    # As `value_and_grad` returns it, with a guard.
+    # As `value_and_grad` returns it, with a canary.
     grad = osa.grad(lambda table: jnp.sum(table[indices[:, 0]] * values))
     grad = osa.coalesce(grad(jnp.ones(SHAPE)))
     return {"table": grad, "bias": jnp.arange(1.0, 4.0)}
@@ -178,7 +178,7 @@ INTEGERS = {
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_indices_scaled_to_integers(name, make, params, grads):
-    """No index is a float; the guard is not what it was."""
+    """No index is a float; the canary is not what it was."""
     tx = optax.chain(make(0.1), INTEGERS[name])
 
     def step(grads):

@@ -341,7 +341,7 @@ def test_row_arithmetic_takes_it():
     assert_identical(osa.apply_updates(table, grad), osa.apply_updates(table, rows))
 
 
-def test_guard():
+def test_canary():
     """What treats all arrays alike is refused, or seen to have emptied it."""
     grad, _ = factored()
     tx = osa.sparse_adam(0.1)

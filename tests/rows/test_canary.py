@@ -122,7 +122,7 @@ def test_every_taker_in_a_program():
         assert np.isnan(table[: len(IDS)]).all(), name
 
 
-# What leaves every entry as it is, or moves it together with its guard.
+# What leaves every entry as it is, or moves it together with its canary.
 HARMLESS = {
     "identity": lambda grad: grad,
     "scale by 1": stock(optax.scale_by_schedule(optax.constant_schedule(1.0))),
@@ -189,7 +189,7 @@ def test_zeros_touch_nothing():
 
 
 def test_axes_of_devices():
-    """The guard is split, gathered and stacked as the indices are."""
+    """The canary is split, gathered and stacked as the indices are."""
     mesh = jax.make_mesh((3,), ("x",), (AxisType.Auto,))
     grad = gradient()
     split = jax.shard_map(
@@ -240,7 +240,7 @@ def test_changed_before_it_is_sent():
     slow_but([osa.sparse_adam, lambda r: osa.lazy(optax.adam(r))], osa.sparse_adam),
 )
 def test_costs_nothing_in_a_program(make):
-    """With gradient and update in one, the compiled text is that without a guard."""
+    """With gradient and update in one, the compiled text is that without a canary."""
     tx = make(0.1)
 
     def compiled(convert):
@@ -265,7 +265,7 @@ def test_costs_nothing_in_a_program(make):
 
 
 def test_made_by_hand():
-    """A BCOO of nobody's has no guard: it is believed, and stays what it is."""
+    """A BCOO of nobody's has no canary: it is believed, and stays what it is."""
     grad = bcoo(WEIGHTS * np.ones(4, np.float32), IDS[:, None], SHAPE)
     tx = osa.sparse_adam(0.1)
     updates, _ = tx.update(grad, tx.init(TABLE))
