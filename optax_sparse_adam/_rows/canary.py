@@ -123,7 +123,7 @@ for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]
 
 
 def class_of(grad: BCOO) -> type[BCOO]:
-    """The class of a gradient with a row for each index; with a canary like this one."""
+    """The class of a gradient with a row for each index, with a canary or without."""
     if not isinstance(grad, CanaryBCOO):
         return BCOO
     return StaleBCOO if grad.is_stale else CanaryBCOO
