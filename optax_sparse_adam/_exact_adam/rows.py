@@ -559,7 +559,8 @@ def update_dense(
     mus, nus = (list(map(jnp.astype, some, types)) for some in moments)
     adam = optax.scale_by_adam(*betas[:3], nesterov=betas.nesterov)
     updates: Any
-    updates, state = adam.update(wide, optax.ScaleByAdamState(count, mus, nus))
+    with jax.numpy_dtype_promotion("standard"):  # optax has no other
+        updates, state = adam.update(wide, optax.ScaleByAdamState(count, mus, nus))
     news = []
     for i, (grad, rows, (by, *_)) in enumerate(parts):
         dtype, update = types[i], updates[i]

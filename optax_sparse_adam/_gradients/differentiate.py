@@ -69,7 +69,7 @@ def evaluate_with_gradients(
         function, argnums=(0, 1, 2), has_aux=True
     )(deltas, of_whole, arrays)
     count = len(jaxpr.outvars) - len(shown)
-    everything = [value, *map(jnp.asarray, others)]
+    everything = list(map(jnp.asarray, (value, *others)))  # some are Python's numbers
     after = _after(everything)
     slices = [
         after(_of_all_devices(request, leaves[request.leaf.index], entries, values))

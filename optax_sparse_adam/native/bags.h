@@ -85,8 +85,9 @@ void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t n
     if (unsorted) order = Sorted(pool, bags.segments, nse, bags.num_bags);
   }
   const auto slot_of = [&](int64_t k) { return order ? order[k].slot : k; };
+  const int64_t of_each = nse / bags.num_bags;
   const auto end_of = [&](int64_t bag) {
-    if (bags.segments == nullptr) return (bag + 1) * (nse / bags.num_bags);
+    if (bags.segments == nullptr) return (bag + 1) * of_each;
     int64_t begin = 0, end = nse;  // of the entries that may be the first behind the bag
     while (begin < end) {
       const int64_t k = (begin + end) / 2;
