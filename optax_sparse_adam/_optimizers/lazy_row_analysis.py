@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
+from .._rows.update_in_place import RowFunction, Tables
 
 _UNIFORM = -1  # in place of the index of a table
 _NOBODY: frozenset[int] = frozenset()
@@ -45,8 +46,6 @@ _KEEPS_ROWS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "squeeze": lambda params: 0 not in params["dimensions"],
     "transpose": lambda params: params["permutation"][:1] == (0,),
 }
-
-RowFunction = Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]
 
 
 class _Value(NamedTuple):
@@ -198,8 +197,8 @@ def _row_function(
     outputs: list[int],
 ) -> RowFunction:
     def row_fn(
-        data: jax.Array, old: tuple[jax.Array, ...], extra: list[Any]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        data: jax.Array, old: Tables, extra: list[Any]
+    ) -> tuple[jax.Array, Tables]:
         given = zip(inputs, (data, *old, *extra), strict=True)
         env = evaluate(equations, literals | dict(given), len(data))
         update, *new = (env[value_id] for value_id in outputs)

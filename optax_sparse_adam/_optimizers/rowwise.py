@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
-from .._rows.update_table import Formula, Tables
+from .._rows.update_in_place import Tables
+from .._rows.update_table import Formula
 from .by_leaf import Moment, all_but_last, by_leaf, given_dtype
 from .hyperparameters import (
     NUMBER,

@@ -9,7 +9,8 @@ import optax
 from jax.experimental.sparse import BCOO
 from jax.typing import DTypeLike
 
-from .._rows.update_table import Formula, Tables
+from .._rows.update_in_place import Tables
+from .._rows.update_table import Formula
 from ..native import _calls as native
 from .by_leaf import Moment, by_leaf, given_dtype
 from .hyperparameters import (

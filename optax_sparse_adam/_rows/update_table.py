@@ -19,8 +19,7 @@ from ..native import _calls as native
 from .coalesce import bcoo_of, cast_entries, touched_rows
 from .map_rows import map_rows, reduce_rows
 from .padding import in_bounds
-
-Tables = tuple[jax.Array, ...]
+from .update_in_place import Tables
 
 
 class Formula(NamedTuple):
@@ -95,7 +94,10 @@ def update_table(
                 rows = rows._replace(data=shard_columns_like(table, rows.data))
 
             def reduce(terms: Any, *args: Any) -> Any:
-                return reduce_rows(_on_wide(terms), rows, (*own, *read), *args)
+                def wide_terms(grad: jax.Array, rows: Tables, *args: Any) -> Any:
+                    return terms(grad, _wide(rows, grad), *args)
+
+                return reduce_rows(wide_terms, rows, (*own, *read), *args)
 
             num_rows = jnp.sum(in_bounds(rows.indices, grad.shape)).astype(grad.dtype)
             scalars, news = formula.prepare(
@@ -122,8 +124,3 @@ def _cast(arrays: Tables, like: Tables) -> Tables:
 
 def _wide(arrays: Tables, like: Any) -> Tables:
     return tuple(x.astype(like.dtype) for x in arrays)
-
-
-def _on_wide(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of rows in the type of the gradient."""
-    return lambda grad, rows, *args: function(grad, _wide(rows, grad), *args)
