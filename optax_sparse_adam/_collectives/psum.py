@@ -11,10 +11,10 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import first_row
-from .._rows.canary import class_of, entries
+from .._rows.canary import entries
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
-from .._rows.coalesce import coalesce, touched_rows
-from .._rows.padding import pad_indices
+from .._rows.coalesce import coalesce, coalesced_bcoo, touched_rows
+from .._rows.padding import expand_like, pad_indices
 
 AxisName = str | tuple[str, ...]
 
@@ -108,20 +108,9 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
             return None if leaf is None else lax.pmean(leaf, axis_name)
         total = _all_gather_rows(check_bcoo(leaf), axis_name)
         data = total.data / lax.axis_size(axis_name)
-        return _coalesced(class_of(leaf), data, total.indices, total.shape)
+        return coalesced_bcoo(leaf, total.indices, data, total.shape)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
-
-
-def _coalesced(
-    cls: type[BCOO], data: jax.Array, indices: jax.Array, shape: tuple[int, ...]
-) -> BCOO:
-    flags = {"indices_sorted": True, "unique_indices": True}
-    return cls((data, indices), shape=shape, **flags)
-
-
-def _num_rows(shape: tuple[int, ...], n_sparse: int) -> int:
-    return math.prod(shape[:n_sparse])
 
 
 def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
@@ -139,9 +128,8 @@ def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
     # `coalesce` moves it to the end, where the slots beyond `num_rows` are cut off.
     own = entries(grad)
     total = coalesce(BCOO((gather(own.data), gather(own.indices)), shape=grad.shape))
-    nse = min(total.nse, _num_rows(total.shape, total.n_sparse))
-    data, indices = total.data[:nse], total.indices[:nse]
-    return _coalesced(class_of(grad), data, indices, total.shape)
+    nse = min(total.nse, math.prod(total.shape[: total.n_sparse]))
+    return coalesced_bcoo(grad, total.indices[:nse], total.data[:nse], total.shape)
 
 
 def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
@@ -230,7 +218,7 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     first = first_row(axis_name, shape[0], ids.dtype)
     mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
     # The indices are sorted, so the rows of one device are consecutive.
-    nse = min(grad.nse, _num_rows(shape, grad.n_sparse))
+    nse = min(grad.nse, math.prod(shape[: grad.n_sparse]))
     slot = jnp.arange(nse, dtype=jnp.int32)
     begin = jnp.argmax(mine) if grad.nse else 0
     # Slots beyond the last row of this device read rows of the next one, or none: they
@@ -240,5 +228,5 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
     ids, data, mine = (
         x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)
     )
-    data = jnp.where(mine.reshape(-1, *(1,) * (data.ndim - 1)), data, 0)
-    return _coalesced(class_of(grad), data, pad_indices(ids, mine, slot, shape), shape)
+    data = jnp.where(expand_like(mine, data), data, 0)
+    return coalesced_bcoo(grad, pad_indices(ids, mine, slot, shape), data, shape)

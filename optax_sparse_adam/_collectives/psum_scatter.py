@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._rows.canary import class_of
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
-from .._rows.coalesce import coalesce
+from .._rows.coalesce import coalesce, coalesced_bcoo
 from .._rows.padding import in_bounds
 from .exchange import plan
 from .psum import AxisName, local_rows, psum, rows_per_device
@@ -93,9 +92,5 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
     route = make_route(exchange, grad.indices, count)
     indices, data = to_owners(exchange, route, grad.data)
     total = coalesce(BCOO((data, indices), shape=shape))
-    return class_of(grad)(
-        (total.data[:most], total.indices[:most]),  # what follows is padding
-        shape=shape,
-        indices_sorted=True,
-        unique_indices=True,
-    )
+    # What follows is padding.
+    return coalesced_bcoo(grad, total.indices[:most], total.data[:most], shape)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._rows.binary_search import search
+from .._rows.duplicates import search
 from .._rows.gather_scatter import gather_rows
 from .exchange import Exchange
 

@@ -10,8 +10,14 @@ import optax
 from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import Rows, accumulator_dtype, bcoo_of, touched_rows
-from .._rows.gather_scatter import gather_rows, put_back, update_of
+from .._rows.gather_scatter import (
+    gather_rows,
+    order_after_gather,
+    prevent_fusion,
+    scatter_rows,
+)
 from .._rows.map_rows import map_rows
+from .._rows.padding import mask_padding
 from .hyperparameters import check_transformation
 from .lazy_probe import Sizes, check_state, probe, state_laid_like
 from .lazy_row_analysis import split_update
@@ -134,8 +140,11 @@ def _write_back(
         data, state = map_rows(found[0], rows, table.state, found[1], read=table.read)
     else:
         update, *new_rows = (results[i] for i in table.places[: 1 + len(table.state)])
-        data = update_of(update, rows.indices, size.shape)
-        state = put_back(table.state, rows.indices, table.old, new_rows)
+        data = prevent_fusion(mask_padding(update, rows.indices, size.shape))
+        state = tuple(
+            scatter_rows(x, rows.indices, order_after_gather(old, new))
+            for x, old, new in zip(table.state, table.old, new_rows, strict=False)
+        )
     if grad is None:
         return None, *state
     return bcoo_of(grad, rows.indices, data, is_sorted=True), *state

@@ -29,7 +29,6 @@ The files, those that others stand on first:
 
 - `padding`: what padding is; the functions that make it and recognise it.
 - `gather_scatter`: gathers, scatters and scatter-adds of rows.
-- `binary_search`: how many sorted values are less than each key.
 - `duplicates`: assigns entries to segments, one for each row, and adds these up; one
   method for CPUs and one, a segmented scan, for other devices.
 - `canary`: the BCOO of this package's gradients, which notices changed indices.
