@@ -114,80 +114,74 @@ def _judge(program: FlatJaxpr, inputs: dict[int, _Value]) -> list[_Value]:
     return values
 
 
-class SplitUpdate(NamedTuple):
-    """An update, split into the part of each table that is row by row and the rest.
-
-    Attributes:
-      results: The results of the update. Those of the tables that are updated row by
-        row are not used, and then XLA computes nothing for them.
-      row_fns: For each table that is updated row by row its function for `map_rows`,
-        and the values that this takes besides rows.
-    """
-
-    results: list[Any]
-    row_fns: dict[int, tuple[RowFunction, list[jax.Array]]]
-
-
 def split_update(
-    update: Callable[..., list[Any]], owners: list[int | None], data: Any, old: Any
-) -> SplitUpdate:
+    update: Callable[[dict[int, jax.Array]], list[Any]],
+    rows: dict[int, jax.Array],
+    owners: list[int | None],
+    num_grads: int,
+) -> tuple[list[Any], dict[int, tuple[RowFunction, list[jax.Array]]]]:
     """Splits an update as far as it provably treats each row alone.
 
     Args:
-      update: `update(data, old)`.
-      owners: For each result of `update` the index of the table that it is of, or
-        `None`: for each table its update, then new rows in the order of the old ones.
-      data: For each table, by its index, the rows of its gradient.
-      old: For each table the rows that are gathered: those that it gets new ones of,
-        then those that are only read.
+      update: Returns new arrays in the order of `owners`, but not for the last ones,
+        the parameters.
+      rows: Its argument: compact arrays of tables, by their places in `owners`.
+      owners: For each array, gradients first, the table whose rows it has, or `None`.
+      num_grads: How many of them are gradients; the rows of all others are gathered.
+
+    Returns:
+      The results of the update; and for each table that is updated row by row its
+      function for `map_rows`, with the values that this takes besides rows. The results
+      of such a table are not used, and then XLA computes nothing for them.
     """
-    if not data:
-        return SplitUpdate(update(data, old), {})
+    if not rows:
+        return update(rows), {}
     compiled = jax.jit(update)  # of which JAX keeps the jaxpr for the second call
-    closed = jax.make_jaxpr(compiled)(data, old)
-    results = compiled(data, old)
+    closed = jax.make_jaxpr(compiled)(rows)
+    results = compiled(rows)
     if closed.effects:  # they happen once, and in order
-        return SplitUpdate(results, {})
+        return results, {}
     program = FlatJaxpr(closed)
-    treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(results)
-    data_at, old_at = treedefs[0].unflatten(program.inputs)
-    results_at = treedefs[1].unflatten(program.outputs)
-    known = {value_id: _Value(i) for i, value_id in data_at.items()}
-    for i, value_ids in old_at.items():
-        known |= dict.fromkeys(value_ids, _Value(i, own=frozenset([i])))
+    value_of = dict(zip(rows, program.inputs, strict=True))
+    treedef: Any = jax.tree.structure(results)
+    results_at = treedef.unflatten(program.outputs)
+    places: dict[Any, list[int]] = {}
+    known = {}
+    for at, value_id in value_of.items():
+        i: Any = owners[at]
+        places.setdefault(i, []).append(at)
+        known[value_id] = _Value(i, _NOBODY if at < num_grads else frozenset([i]))
     values = _judge(program, known)
-    places: dict[int, list[int]] = {i: [] for i in data}
-    for place, owner in enumerate(owners):
-        if owner in places:
-            places[owner].append(place)
 
     def is_by_row(i: int) -> bool:
         """Whether all results of this table are rows, like those that they replace."""
         return all(
-            isinstance(results_at[place], int)
-            and values[results_at[place]].kind in (i, _UNIFORM)
-            and not values[results_at[place]].needs
-            and results[place].shape == like.shape
-            for place, like in zip(places[i], (data[i], *old[i]), strict=False)
+            isinstance(results_at[at], int)
+            and values[results_at[at]].kind in (i, _UNIFORM)
+            and not values[results_at[at]].needs
+            and results[at].shape == rows[at].shape
+            for at in places[i]
+            if at < len(results)
         )
 
-    by_row = {i for i in data if is_by_row(i)}
-    others = [at for at, i in zip(results_at, owners, strict=True) if i not in by_row]
+    by_row = set(filter(is_by_row, places))
+    pairs = zip(results_at, owners, strict=False)
+    others = [result for result, i in pairs if i not in by_row]
     read = (values[value_id].reads for value_id in jax.tree.leaves(others))
     row_fns, extra_at = {}, {}
     for i in sorted(by_row.difference(*read)):
-        outputs = [results_at[place] for place in places[i]]
+        outputs = [results_at[at] for at in places[i] if at < len(results)]
         equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
         extra_at[i] = [n for n in starts if values[n].kind is None]
-        inputs = [data_at[i], *old_at[i], *extra_at[i]]
+        inputs = [*(value_of[at] for at in places[i]), *extra_at[i]]
         row_fns[i] = _row_function(equations, program.literals, inputs, outputs)
     # These equations are traced a second time, as the results contain them, too. XLA
     # merges equal operations.
     equations, _ = program.slice(jax.tree.leaves(extra_at))
-    given = dict(zip(program.inputs, jax.tree.leaves((data, old)), strict=True))
+    given = {value_of[at]: x for at, x in rows.items()}
     env = evaluate(equations, program.literals | program.consts | given)
     extra = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), extra_at)
-    return SplitUpdate(results, {i: (row_fns[i], extra[i]) for i in row_fns})
+    return results, {i: (row_fns[i], extra[i]) for i in row_fns}
 
 
 def _row_function(
