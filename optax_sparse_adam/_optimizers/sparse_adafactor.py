@@ -126,13 +126,6 @@ def _first_sums(grad: jax.Array, rows: Tables, step: StepScalars) -> Tables:
     return squares, jnp.sum(square, axis=0), jnp.sum(v_row)
 
 
-def _length(
-    grad: jax.Array, rows: Tables, columns: Tables, step: StepScalars
-) -> jax.Array:
-    direction, _ = _direction(grad, rows, columns, step)
-    return jnp.sum(direction * direction)
-
-
 def _prepare(
     reduce: Callable[..., Any],
     shared: Tables,
@@ -148,9 +141,14 @@ def _prepare(
     if sums:
         v_col = _average(shared[0], sums[0] / num_rows, step.weight)
         columns = v_col, sums[1] / num_rows
+
+    def length(grad: jax.Array, rows: Tables, columns: Tables, step: Any) -> jax.Array:
+        direction, _ = _direction(grad, rows, columns, step)
+        return jnp.sum(direction * direction)
+
     size = num_rows * math.prod(row_shape)
     relative = _at_least(jnp.sqrt(squares / size), step.eps2)
-    root = jnp.sqrt(reduce(_length, columns, step) / size)
+    root = jnp.sqrt(reduce(length, columns, step) / size)
     factor = -relative * step.size / _at_least(root / step.d, 1.0)
     return _Shared(step, columns, factor), columns[:1]
 
@@ -167,12 +165,8 @@ def _adafactor(
     return update, moments
 
 
-def _columns(ndim: int) -> int:
-    """The columns' average of one matrix."""
-    return int(ndim == 2)
-
-
-ADAFACTOR = Formula(_adafactor, prepare=_prepare, shared=_columns)
+# All rows share the columns' average of one matrix.
+ADAFACTOR = Formula(_adafactor, prepare=_prepare, shared=lambda ndim: int(ndim == 2))
 
 
 class SparseAdafactorState(NamedTuple):
@@ -192,22 +186,6 @@ class SparseAdafactorState(NamedTuple):
     v_row: optax.Updates
     v_col: optax.Updates
     v: optax.Updates
-
-
-def _check_hyperparameters(
-    learning_rate: Any,
-    beta2_decay: Scalar,
-    eps: tuple[Scalar | None, Scalar],
-    d: Scalar,
-    weight_decay: Scalar,
-) -> None:
-    check_learning_rate(learning_rate)
-    check_at_least("eps[0]", eps[0], 0, " None stands for the machine epsilon.")
-    check_at_least("eps[1]", eps[1], 0)
-    check_at_least("d", d, 1)
-    check_at_least("weight_decay", weight_decay, 0)
-    if isinstance(beta2_decay, NUMBER) and not beta2_decay <= 0:
-        raise ValueError(f"Invalid beta2_decay: {beta2_decay}. It must be at most 0.")
 
 
 def check_gradient(grad: Any, param: Any) -> None:
@@ -325,7 +303,13 @@ def sparse_adafactor(
       <https://arxiv.org/abs/1804.04235>`_, 2018; `torch.optim.Adafactor
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html>`_.
     """
-    _check_hyperparameters(learning_rate, beta2_decay, eps, d, weight_decay)
+    check_learning_rate(learning_rate)
+    check_at_least("eps[0]", eps[0], 0, " None stands for the machine epsilon.")
+    check_at_least("eps[1]", eps[1], 0)
+    check_at_least("d", d, 1)
+    check_at_least("weight_decay", weight_decay, 0)
+    if isinstance(beta2_decay, NUMBER) and not beta2_decay <= 0:
+        raise ValueError(f"Invalid beta2_decay: {beta2_decay}. It must be at most 0.")
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
 
     def scalars(
