@@ -11,9 +11,8 @@ from jax.experimental.sparse import BCOO
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce, coalesced_bcoo
 from .._rows.padding import in_bounds
-from .exchange import plan
 from .psum import AxisName, local_rows, psum, rows_per_device
-from .routing import make_route, to_owners
+from .routing import make_route, plan, to_owners
 
 
 def psum_scatter(

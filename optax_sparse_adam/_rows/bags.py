@@ -198,6 +198,7 @@ def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def sum_bags(
     num_bags: int,
     table: jax.Array,
@@ -208,7 +209,8 @@ def sum_bags(
     """`sum_j weights_j * table[ids_j]` of each bag, `[num_bags, *row_shape]`.
 
     Its derivative is that of `_pool`, taken only for what is differentiated: XLA would
-    compute that of all weights for nothing.
+    compute that of all weights for nothing. Under `vmap`, bags of many batches are one
+    lookup. `value_and_grad` knows this function and `bag_lookup` by their names.
 
     Args:
       num_bags: The number of bags.
@@ -217,18 +219,6 @@ def sum_bags(
       segments: `[entries]`, the bag of each id, or `None`.
       weights: Of the shape of `ids`, or `None` for ones.
     """
-    return bag_function(num_bags, table, ids, segments, weights)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def bag_function(
-    num_bags: int,
-    table: jax.Array,
-    ids: jax.Array,
-    segments: jax.Array | None,
-    weights: jax.Array | None,
-) -> jax.Array:
-    """`bag_lookup` with bags of many batches as one lookup, under `vmap`."""
     args, tree = jax.tree.flatten((table, ids, segments, weights))
 
     @jax.custom_batching.custom_vmap
@@ -288,7 +278,7 @@ def bag_lookup(
     *,
     num_bags: int,
 ) -> jax.Array:
-    """`sum_bags` without derivatives. `value_and_grad` knows this function by name."""
+    """`sum_bags` without derivatives and `vmap`."""
     pool = functools.partial(_pool, num_bags)
     if native.supports_bags(table, ids):
         read = functools.partial(native.read_bags, num_bags)
