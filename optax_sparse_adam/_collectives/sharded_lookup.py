@@ -11,7 +11,7 @@ from jax import lax
 from .._jax_extras.sharding import first_row
 from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.coalesce import accumulator_dtype
-from .._rows.duplicates import segment_rows, sum_by_segment
+from .._rows.duplicates import segment_rows, sum_duplicates
 from .._rows.padding import pad_indices
 from .psum import AxisName, rows_per_device
 from .routing import (
@@ -218,7 +218,8 @@ def _lookup_by_routing(
 def _lookup_by_routing_bwd(exchange: Exchange, kept: Any, cotangent: jax.Array) -> Any:
     route, segment = kept
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
-    data = sum_by_segment(data, segment)
+    size = (len(segment),)
+    _, data, _ = sum_duplicates(segment[:, None], data, size, is_sorted=False)
     _, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
     return rows, None, None, None
 

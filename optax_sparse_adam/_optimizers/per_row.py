@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._exact_adam.state import refuse_exact
-from .._rows.checks import check_dense
+from .._rows.checks import check_dense, is_leaf
 from .hyperparameters import check_state_shapes, check_transformation
 
 
@@ -26,16 +26,12 @@ def _together(treedef: Any, states: list[Any]) -> Any:
     return structure.unflatten(map(treedef.unflatten, places))
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
 def _alone(treedef: Any, state: Any, i: int) -> Any:
     """The state of leaf `i` alone; `None` counts as a leaf."""
     return jax.tree.map(
         lambda tree: treedef.flatten_up_to(tree)[i],
         state,
-        is_leaf=lambda tree: jax.tree.structure(tree, is_leaf=_is_none) == treedef,
+        is_leaf=lambda tree: jax.tree.structure(tree, is_leaf=is_leaf) == treedef,
     )
 
 
@@ -102,7 +98,7 @@ def per_row(
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any
         check_dense(updates, "per_row", "per_row(inner)")
-        grads, treedef = jax.tree.flatten(updates, is_leaf=_is_none)
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
         if all(grad is None for grad in grads):
             return updates, state
         olds = [None] * len(grads) if params is None else treedef.flatten_up_to(params)

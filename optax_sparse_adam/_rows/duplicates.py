@@ -69,17 +69,10 @@ def sum_duplicates(
     """Adds up the entries of each row.
 
     Returns:
-      The distinct rows, as `segment_rows`; their sums, then zeros; and their
-      number.
+      The distinct rows, as `segment_rows`; their sums, then zeros; and their number.
     """
     keys, sums, count = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
     return _indices_of(keys, shape[: indices.shape[1]]), sums, count
-
-
-def sum_by_segment(data: jax.Array, segment: jax.Array) -> jax.Array:
-    """Adds up the entries of each segment, by the second result of `segment_rows`."""
-    size = (len(segment),)
-    return sum_duplicates(segment[:, None], data, size, is_sorted=False)[1]
 
 
 def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:

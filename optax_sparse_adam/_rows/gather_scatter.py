@@ -1,7 +1,7 @@
 """Gathers and scatters of rows by `[nse, n_sparse]` indices; see `padding`.
 
 They are `lax.gather` and `lax.scatter` with three additions: gathers and scatters of a
-single row are of two (`repeat_row`, `append_padding`), Explicit mesh axes are left to
+single row are of two (see `append_padding`), Explicit mesh axes are left to
 the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
 (`unchecked`), because padding is out of bounds on purpose.
 """
@@ -22,14 +22,6 @@ from ..native import _calls as native
 from .padding import append_padding, mask_padding
 
 
-def repeat_row(index: jax.Array) -> jax.Array:
-    """A single row as two, `[2, n_sparse]`: for gathers, see `padding.append_padding`.
-
-    The row itself and not padding: whoever differentiates the gather adds to no other.
-    """
-    return jnp.concatenate([index, index])
-
-
 def _dimensions(table: jax.Array, n_sparse: int) -> tuple[Any, Any]:
     """Axes of a table that indices are for, and axes of gathered rows that are its."""
     return tuple(range(n_sparse)), tuple(range(1, 1 + table.ndim - n_sparse))
@@ -37,8 +29,9 @@ def _dimensions(table: jax.Array, n_sparse: int) -> tuple[Any, Any]:
 
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads any row."""
-    if len(indices) == 1:
-        return take_rows(table, repeat_row(indices))[:1]
+    if len(indices) == 1:  # as two, see `padding.append_padding`
+        # Twice the row, and no padding: a derivative of this adds to no other row.
+        return take_rows(table, jnp.concatenate([indices, indices]))[:1]
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
