@@ -13,7 +13,6 @@ Example: two devices own rows 0-4 and 5-9, and `capacity` is 2. A device with th
 to the second in round 0, and row 4 to the first owner in round 1.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,8 +38,7 @@ def default_capacity(num_sent: int, devices: int) -> int:
     return min(num_sent, math.ceil(mean + 6 * math.sqrt(mean)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """The static sizes of an exchange of rows.
 
     Attributes:

@@ -1,6 +1,7 @@
 """Any optax transformation, applied to the rows that a gradient holds."""
 
-from typing import Any, NamedTuple
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,42 +23,6 @@ from .lazy_probe import TableSize, check_state, probe, state_laid_like
 from .lazy_row_analysis import split_update
 
 
-class _Arguments(NamedTuple):
-    """The arguments of an update, as lists.
-
-    A gradient may be `None`, and so is every parameter where none are given.
-    """
-
-    grads: list[Any]
-    leaves: list[Any]
-    params: list[Any]
-    treedef: Any
-    state_treedef: Any
-    has_params: bool
-
-    @classmethod
-    def of(cls, updates: Any, state: Any, params: Any) -> "_Arguments":
-        treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        olds: list[Any] = [None] * len(grads)
-        if params is not None:
-            olds = leaves_like(treedef, params, "Parameters", "gradients")
-        leaves, state_treedef = jax.tree.flatten(state)
-        return cls(grads, leaves, olds, treedef, state_treedef, params is not None)
-
-    def trees(self, arrays: list[Any]) -> tuple[Any, Any, Any]:
-        """The arguments again, of a list of their arrays."""
-        first, last = len(self.grads), len(arrays) - len(self.grads)
-        params = self.treedef.unflatten(arrays[last:]) if self.has_params else None
-        state = self.state_treedef.unflatten(arrays[first:last])
-        return self.treedef.unflatten(arrays[:first]), state, params
-
-    def results(self, updates: Any, state: Any) -> list[Any]:
-        """What an update returns, in the order of its arguments."""
-        leaves = self.state_treedef.flatten_up_to(state)
-        return [*self.treedef.flatten_up_to(updates), *leaves]
-
-
 def _table_size(grad: Any, param: Any) -> TableSize | None:
     """How many rows a parameter has, if `lazy` updates some of them only.
 
@@ -71,7 +36,7 @@ def _table_size(grad: Any, param: Any) -> TableSize | None:
     return None
 
 
-def _rows_of(grad: Any, param: Any, n_sparse: int) -> Rows:
+def _touched_rows(grad: Any, param: Any, n_sparse: int) -> Rows:
     """The touched rows of a gradient, in its type; none of `None`."""
     if grad is None:
         none = jnp.zeros([0, *param.shape[1:]], param.dtype)
@@ -169,37 +134,49 @@ def lazy(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        given = _Arguments.of(updates, state, params)
-        each = map(_table_size, given.grads, given.params)
+        treedef: Any
+        state_treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        leaves, state_treedef = jax.tree.flatten(state)
+        param_leaves: list[Any] = [None] * len(grads)
+        if params is not None:
+            param_leaves = leaves_like(treedef, params, "Parameters", "gradients")
+        each = map(_table_size, grads, param_leaves)
         sizes = {i: size for i, size in enumerate(each) if size is not None}
-        if not sizes and (params is not None or None not in given.grads):
+        if not sizes and (params is not None or None not in grads):
             return transformation.update(updates, state, params, **extra_args)
-        arrays = [*given.grads, *given.leaves, *given.params]
-        num_grads, num_results = len(given.grads), len(arrays) - len(given.params)
+        arrays = [*grads, *leaves, *param_leaves]
+        num_grads, num_results = len(grads), len(grads) + len(leaves)
 
-        # An ordinary dense transformation, of whole arrays or of touched rows.
         def update(arrays: list[Any]) -> list[Any]:
-            trees = given.trees(arrays)
-            return given.results(*transformation.update(*trees, **extra_args))
+            """An ordinary dense update, of whole arrays or of touched rows."""
+            updates, state = transformation.update(
+                treedef.unflatten(arrays[:num_grads]),
+                state_treedef.unflatten(arrays[num_grads:num_results]),
+                None if params is None else treedef.unflatten(arrays[num_results:]),
+                **extra_args,
+            )
+            flat = state_treedef.flatten_up_to(state)
+            return [*treedef.flatten_up_to(updates), *flat]
 
         # Look the touched rows up, of gradients, state and parameters. `owners` says of
         # each array which table it has rows of. For table 0 and a bias under Adam:
         # gradients [0, None], count, mu, nu [None, 0, None, 0, None], params [0, None].
-        owners = probe(transformation.init, update, given.treedef, arrays, sizes, known)
+        owners = probe(transformation.init, update, treedef, arrays, sizes, known)
         rows = {
-            i: _rows_of(given.grads[i], given.params[i], size.n_sparse)
-            for i, size in sizes.items()
+            i: _touched_rows(grads[i], param_leaves[i], sizes[i].n_sparse)
+            for i in sizes
         }
-        compact = [
-            x
-            if i is None
-            else (rows[i].data if at < num_grads else gather_rows(x, rows[i].indices))
-            for at, (x, i) in enumerate(zip(arrays, owners, strict=True))
-        ]
-        state_of = {
-            i: [at for at in range(num_grads, num_results) if owners[at] == i]
-            for i in rows
-        }
+
+        def compacted(at: int, x: Any) -> Any:
+            i = owners[at]
+            if i is None:
+                return x
+            return rows[i].data if at < num_grads else gather_rows(x, rows[i].indices)
+
+        compact = list(itertools.starmap(compacted, enumerate(arrays)))
+        in_state = range(num_grads, num_results)
+        state_of = {i: [at for at in in_state if owners[at] == i] for i in rows}
         # Update them. All tables go through one call of the inner transformation, as a
         # norm is one over all of them. Where it provably treats each row alone, XLA
         # drops these results, and `map_rows` computes the rows in blocks.
@@ -211,13 +188,13 @@ def lazy(
             num_grads,
         )
         # Write them back.
-        for i, touched in rows.items():
-            grad, indices, places = given.grads[i], touched.indices, state_of[i]
+        for i, (indices, _, _) in rows.items():
+            places = state_of[i]
             tables = tuple(arrays[at] for at in places)
             if i in row_fns:
                 row_fn, extra = row_fns[i]
-                read = () if params is None else (given.params[i],)
-                data, news = map_rows(row_fn, touched, tables, extra, read=read)
+                read = () if params is None else (param_leaves[i],)
+                data, news = map_rows(row_fn, rows[i], tables, extra, read=read)
             else:
                 data = mask_padding(results[i], indices, sizes[i].shape)
                 data = prevent_fusion(data)
@@ -227,8 +204,9 @@ def lazy(
             for at, new in zip(places, news, strict=True):
                 results[at] = new
             results[i] = None
-            if grad is not None:
-                results[i] = bcoo_of(grad, indices, data, is_sorted=True)
-        return given.trees([*results, *given.params])[:2]
+            if grads[i] is not None:
+                results[i] = bcoo_of(grads[i], indices, data, is_sorted=True)
+        state = state_treedef.unflatten(results[num_grads:])
+        return treedef.unflatten(results[:num_grads]), state
 
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

@@ -26,7 +26,7 @@ by the new ones, are gathered.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +42,7 @@ from .gather_scatter import (
 
 Tables = tuple[jax.Array, ...]
 RowFunction = Callable[..., tuple[jax.Array, Tables]]
-
-
-class _Combination(NamedTuple):
-    """How the rows of one table may be updated where they are.
-
-    Attributes:
-      formula: The new element, from the old one and from another.
-      other: The id of the value that holds the others.
-    """
-
-    formula: Callable[[jax.Array, jax.Array], jax.Array]
-    other: int
+Combiner = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _find_dependents(program: FlatJaxpr, value_ids: list[int]) -> set[int]:
@@ -67,7 +56,7 @@ def _find_dependents(program: FlatJaxpr, value_ids: list[int]) -> set[int]:
 
 def _find_combination(
     program: FlatJaxpr, table: Any, old: list[int], place: int, new: int
-) -> _Combination | None:
+) -> tuple[Combiner, int] | None:
     """How the old rows of a table are combined into new ones, `None` if they are not.
 
     Args:
@@ -76,6 +65,10 @@ def _find_combination(
       old: The ids of the old rows of all tables.
       place: Which of them is the table's.
       new: The id of its new rows.
+
+    Returns:
+      The new element as a function of the old one and of another, and the id of the
+      value that holds the others.
     """
     # The path from the old row to the new one: `sub grad mu`, `mul 0.1 _`, `add mu _`.
     moving = _find_dependents(program, [old[place]])
@@ -111,7 +104,7 @@ def _find_combination(
             )
         return env[new]
 
-    return _Combination(formula, other)
+    return formula, other
 
 
 def update_rows(
@@ -147,7 +140,7 @@ def update_rows(
     # say, as an update. That may need the old rows of another table in turn.
     while lost := {i for i in combined if old[i] in remaining()[1]}:
         combined = {i: combined[i] for i in combined if i not in lost}
-    steps, _ = program.slice([one.other for one in combined.values()])
+    steps, _ = program.slice([other for _, other in combined.values()])
     env = evaluate(steps, known)
     # First the tables whose rows are combined where they lie, and these are read again.
     updated = list(tables)
