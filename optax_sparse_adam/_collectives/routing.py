@@ -131,6 +131,7 @@ def make_route(exchange: Exchange, indices: jax.Array, count: jax.Array) -> Rout
 def outgoing(exchange: Exchange, route: Route, round_index: Any) -> jax.Array:
     """The places of the rows to send in this round, then padding: `[slots, 1]`."""
     # `slot[p, c]`: the c-th row of this round for owner p, or padding after its last.
+    # In the module's example: [[0, 1], [3, P]] in round 0, [[2, P], [P, P]] in round 1.
     begin = route.starts[:-1, None] + round_index * exchange.capacity
     slot = begin + jnp.arange(exchange.capacity, dtype=jnp.int32)[None, :]
     outside = exchange.num_sent + jnp.arange(exchange.slots, dtype=jnp.int32)
@@ -234,7 +235,8 @@ def from_owners(
       `[num_sent, *row_shape]`; NaN where a row could not be requested.
     """
     # Row `starts[p] + rank` of owner p comes in round `rank // capacity`, in slot
-    # `p * capacity + rank % capacity` of what `swap` returns.
+    # `p * capacity + rank % capacity` of what `swap` returns. In the module's example,
+    # row 4 is the third of the first owner: it comes in round 1, in slot 0.
     owner = search(route.starts[1:], segment + 1)
     rank = segment - route.starts[owner]
     place = owner * exchange.capacity + rank % exchange.capacity

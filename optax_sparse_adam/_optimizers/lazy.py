@@ -19,7 +19,7 @@ from .._rows.gather_scatter import (
 from .._rows.map_rows import map_rows
 from .._rows.padding import mask_padding
 from .hyperparameters import check_transformation
-from .lazy_probe import TableSize, check_state, probe, state_laid_like
+from .lazy_probe import TableSize, check_state, probe, shard_state_like
 from .lazy_row_analysis import split_update
 
 
@@ -126,7 +126,7 @@ def lazy(
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
         check_state(state)
-        return state_laid_like(params, transformation, state)
+        return shard_state_like(params, transformation, state)
 
     def update_fn(
         updates: optax.Updates,

@@ -117,13 +117,13 @@ def probe(
         read = [
             None if x is None else i for i, x in zip(own, shapes[-count:], strict=True)
         ]
-        owners = [*own, *row_leaves(init, treedef, tables, params, leaves), *read]
-        _check_sizes(update, shapes, owners, tables)
+        owners = [*own, *find_owners(init, treedef, tables, params, leaves), *read]
+        _check_same_operations(update, shapes, owners, tables)
         known[key] = owners
     return known[key]
 
 
-def row_leaves(
+def find_owners(
     init: Callable[[Any], Any],
     treedef: Any,
     tables: dict[int, TableSize],
@@ -131,6 +131,8 @@ def row_leaves(
     leaves: list[Any],
 ) -> list[int | None]:
     """`probe` of `init`, for parameters and a state of these shapes."""
+    # Sizes that no parameter has: a [1000, 4] table is traced as [1009, 4]. What is
+    # then [1009, 4] or [1009] in the state holds its rows; a count, [], does not.
     used = {size for shape in shapes if shape is not None for size in shape.shape}
     unused = (size for size in itertools.count(1009) if size not in used)
     sizes = {i: next(unused) for i in tables}
@@ -140,6 +142,8 @@ def row_leaves(
         if leaf.shape == other.shape:
             return -1
         for i, table in tables.items():
+            # With n_sparse == 2, the sizes [30, 40] became one, [1009]. Only an array
+            # with both in front has a row for each index.
             full = (*shapes[i].shape[: table.n_sparse], *other.shape[1:])
             if other.shape[:1] == (sizes[i],) and leaf.shape == full:
                 return i
@@ -174,7 +178,7 @@ def row_leaves(
     return [None if i < 0 else i for i in owners]
 
 
-def _check_sizes(
+def _check_same_operations(
     update: Callable[[list[Any]], Any],
     shapes: list[Any],
     owners: list[int | None],
@@ -189,6 +193,7 @@ def _check_sizes(
     except Exception:  # of no table, so there is nothing that it ought to do
         return
     largest = tables[max(rows, key=lambda i: rows[i])]
+    # The mask of the module's example: (mul, add) of the table, nothing of few rows.
     try:
         found = _operations(update, _resized(shapes, owners, tables, few))
     except Exception as error:
@@ -252,7 +257,7 @@ def _shape_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
-def state_laid_like(
+def shard_state_like(
     params: optax.Params, inner: optax.GradientTransformation, state: optax.OptState
 ) -> optax.OptState:
     """On a mesh, lays out what holds the rows of a parameter as the parameter is."""
@@ -265,7 +270,7 @@ def state_laid_like(
     shapes, held = ([*map(_shape_of, some)] for some in (arrays, leaves))
     tables = {i: TableSize(x.shape, 1, 0) for i, x in enumerate(shapes) if x.shape}
     try:
-        owners = row_leaves(inner.init, treedef, tables, shapes, held)
+        owners = find_owners(inner.init, treedef, tables, shapes, held)
     except ValueError:  # what lazy cannot lift, it cannot lay out
         return state
     for n, (leaf, i) in enumerate(zip(leaves, owners, strict=True)):

@@ -33,7 +33,7 @@ from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
 from .._rows.update_in_place import RowFunction, Tables
 
 _UNIFORM = -1  # in place of the index of a table
-_NOBODY: frozenset[int] = frozenset()
+_NO_TABLES: frozenset[int] = frozenset()
 
 _REDUCTIONS = [f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or")]
 # For each primitive a test of its parameters: does row r of the result depend on row r
@@ -53,20 +53,20 @@ class _Value(NamedTuple):
 
     Attributes:
       kind: The index of the table whose rows it has, `_UNIFORM`, or `None` if opaque.
-      own: Tables of whose gathered rows row `r` depends on row `r` only.
-      needs: Tables on whose gathered rows it depends in any other way.
+      rowwise_deps: Tables of whose gathered rows row `r` depends on row `r` only.
+      other_deps: Tables on whose gathered rows it depends in any other way.
     """
 
     kind: int | None = None
-    own: frozenset[int] = _NOBODY
-    needs: frozenset[int] = _NOBODY
+    rowwise_deps: frozenset[int] = _NO_TABLES
+    other_deps: frozenset[int] = _NO_TABLES
 
     @property
     def reads(self) -> frozenset[int]:
-        return self.own | self.needs
+        return self.rowwise_deps | self.other_deps
 
 
-def _is_for_all(kind: int | None, shape: tuple[int, ...]) -> bool:
+def _is_broadcast(kind: int | None, shape: tuple[int, ...]) -> bool:
     """Whether an operand is equal for every row: a scalar, or one row for all."""
     return not shape or (kind in (None, _UNIFORM) and shape[0] == 1)
 
@@ -79,13 +79,16 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     avals: list[Any] = [atom.aval for atom in (eqn.outvars[0], *eqn.invars)]
     shape, *shapes = (aval.shape for aval in avals)
     pairs = zip(kinds, shapes, strict=True)
-    apart = [pair for pair in pairs if not _is_for_all(*pair)]
+    # In `mul grad 0.1`, `grad` has rows of its own, and 0.1 is the same for each.
+    apart = [pair for pair in pairs if not _is_broadcast(*pair)]
     if name == "broadcast_in_dim" and shape and kinds[0] in (None, _UNIFORM):
+        # A scalar, a vector [4] or one row [1, 4], that becomes [nse, 4].
         axes = params["broadcast_dimensions"]
         is_new = 0 not in axes and kinds[0] is None
         if is_new or (not apart and axes[0] == 0):
             return _UNIFORM
     same_number = all(operand[:1] == shape[:1] for _, operand in apart)
+    # Rows of two tables, `add mu_of_a mu_of_b`: row r of both is no row of one table.
     found = {kind for kind, _ in apart}
     tables = found - {_UNIFORM}
     if not (found and same_number and _KEEPS_ROWS[name](params)):
@@ -93,24 +96,23 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     return next(iter(tables), _UNIFORM) if len(tables) <= 1 else None
 
 
-def _judge(program: FlatJaxpr, inputs: dict[int, _Value]) -> list[_Value]:
+def _classify(program: FlatJaxpr, inputs: dict[int, _Value]) -> dict[int, _Value]:
     """What is known of each value, by its id, given that of the inputs."""
     opaque = _Value()
-    values = [opaque] * program.size
-    for value_id, value in inputs.items():
-        values[value_id] = value
+    values = dict.fromkeys(range(program.size), opaque) | inputs
     for eqn, operands, results in program.equations:
         args = [values[value_id] for value_id in operands]
         # Broadcasting an opaque scalar gives a value with all rows equal.
         is_new = eqn.primitive.name == "broadcast_in_dim"
         if not is_new and all(arg is opaque for arg in args):
             continue
-        own = _NOBODY.union(*(arg.own for arg in args))
-        needs = _NOBODY.union(*(arg.needs for arg in args))
+        rowwise_deps = _NO_TABLES.union(*(arg.rowwise_deps for arg in args))
+        other_deps = _NO_TABLES.union(*(arg.other_deps for arg in args))
         kind = _kind(eqn, [arg.kind for arg in args])
-        value = _Value(kind, own, needs)
-        for value_id in results:
-            values[value_id] = _Value(needs=own | needs) if kind is None else value
+        value = _Value(kind, rowwise_deps, other_deps)
+        if kind is None:  # a norm of `mu`, say: each row of it matters to all
+            value = _Value(other_deps=rowwise_deps | other_deps)
+        values.update(dict.fromkeys(results, value))
     return values
 
 
@@ -150,20 +152,22 @@ def split_update(
     for at, value_id in value_of.items():
         i: Any = owners[at]
         places.setdefault(i, []).append(at)
-        known[value_id] = _Value(i, _NOBODY if at < num_grads else frozenset([i]))
-    values = _judge(program, known)
+        known[value_id] = _Value(i, _NO_TABLES if at < num_grads else frozenset([i]))
+    values = _classify(program, known)
 
     def is_by_row(i: int) -> bool:
         """Whether all results of this table are rows, like those that they replace."""
         return all(
             isinstance(results_at[at], int)
             and values[results_at[at]].kind in (i, _UNIFORM)
-            and not values[results_at[at]].needs
+            and not values[results_at[at]].other_deps
             and results[at].shape == rows[at].shape
             for at in places[i]
             if at < len(results)
         )
 
+    # A table is updated by itself unless something else reads its gathered rows: the
+    # result of another table, or one that is not of rows.
     by_row = set(filter(is_by_row, places))
     pairs = zip(results_at, owners, strict=False)
     others = [result for result, i in pairs if i not in by_row]

@@ -109,6 +109,7 @@ def _direction(
             v_col = _average(moments[1], jnp.mean(square, axis=-2), step.weight)
             mean = jnp.mean(v_row, axis=-1, keepdims=True)
             moments = v_row, v_col
+        # Of rank one, R C / mean(R), whose means over columns and rows are R and C.
         share = v_row / jnp.maximum(mean, step.eps1)
         estimate = share[..., :, None] * v_col[..., None, :]
     root = jax.lax.rsqrt(jnp.maximum(estimate, step.eps1 * step.eps1))

@@ -172,6 +172,7 @@ def _flatten(
     ids, segments = narrow_ids(ids, len(table)), segment_ids
     valid = (ids >= 0) & (ids < np.asarray(len(table), ids.dtype))
     if offsets is not None:
+        # Offsets [0, 2] of three ids: [1, 0, 1] begin a bag, so the bags are [0, 0, 1].
         begins = jnp.zeros([len(ids)], jnp.int32)
         begins = begins.at[narrow_ids(offsets, len(ids))].add(1, mode="drop")
         segments = jnp.cumsum(begins) - 1
@@ -343,6 +344,8 @@ def _max(
         ids, valid = ids.ravel(), valid.ravel()
     rows, nse = _take(table, ids), len(ids)
     seen = lax.stop_gradient(jnp.where(expand_like(valid, rows), rows, -jnp.inf))
+    # Each number has one source, the first entry of its bag that is the largest or NaN.
+    # It is gathered from there, so that its gradient goes there and nowhere else.
     largest = jax.ops.segment_max(seen, segments, num_bags)
     is_largest = (seen == largest[segments]) | jnp.isnan(seen)
     slot = jnp.where(

@@ -196,13 +196,13 @@ def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -
     data, indices = place(grad.data), place(grad.indices)
     if isinstance(grad, CanaryBCOO):
         is_zero, n_batch = _is_zero(data, grad.n_batch), grad.n_batch
-        valid, indices = let_through(is_zero, indices, place(grad.canary), n_batch)
+        valid, indices = intact_entries(is_zero, indices, place(grad.canary), n_batch)
         shape = (*valid.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
         data = jnp.where(valid.reshape(shape), data, jnp.nan)
     return copy_with(BCOO, grad, data, indices)
 
 
-def let_through(
+def intact_entries(
     is_zero: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:
     """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
@@ -210,7 +210,8 @@ def let_through(
     is_empty = (canary == 0) & is_zero[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    # Both are distinct and ascending, as the flags promise.
+    # Entries that were changed go to the rows 0, 1, ..., where their NaN is seen; those
+    # that became zeros are padding. Both are distinct and ascending, as the flags say.
     slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
     outside = last_indices(slot, n_batch)
     indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))

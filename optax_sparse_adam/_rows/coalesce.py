@@ -92,6 +92,7 @@ def _sums(grad: BCOO) -> Rows:
     slot = jnp.arange(grad.nse, dtype=jnp.int32)
     if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
+        # Padding may lie between rows: of [7, -1, 3, -1], the first three slots count.
         count = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
         data = jnp.where(expand_like(valid, data), data, 0)
     else:

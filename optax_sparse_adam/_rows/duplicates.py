@@ -31,7 +31,7 @@ from .padding import expand_like, in_bounds, padding_key
 _TILE = 8
 
 
-class _Sorted(NamedTuple):
+class _SortedEntries(NamedTuple):
     """The entries of a gradient in the order of their rows.
 
     Attributes:
@@ -85,6 +85,7 @@ def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
       `[nse, 1]`, the place of the row in the flattened table; or the indices
       themselves, `[nse, n_sparse]`, where the type does not hold that.
     """
+    # The row (2, 3) of a table of 4 x 5 rows has the key 2 * 5 + 3 = 13.
     sizes, keys = shape[: indices.shape[1]], indices
     if math.prod(sizes) <= jnp.iinfo(indices.dtype).max:
         keys = indices[:, :1]
@@ -98,7 +99,7 @@ def _indices_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """The indices `[nse, n_sparse]` of rows from their keys."""
     if keys.shape[1] == len(sizes):
         return keys
-    columns = []
+    columns = []  # 13 of 4 x 5 rows: 13 % 5 = 3, 13 // 5 = 2
     for size in reversed(sizes[1:]):
         bound = np.asarray(max(size, 1), keys.dtype)
         columns.append(keys % bound)
@@ -106,7 +107,7 @@ def _indices_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     return jnp.concatenate([keys, *reversed(columns)], axis=1)
 
 
-def _changes(keys: jax.Array) -> jax.Array:
+def _differs_from_next(keys: jax.Array) -> jax.Array:
     """Says of each entry but the last whether the next one has another row."""
     return jnp.any(keys[1:] != keys[:-1], axis=1)
 
@@ -156,7 +157,7 @@ def _segments_by_search(
     # For the keys [7, 3, P, 7] (P: padding) `ordered` is [3, 7, 7, P], `first` is
     # [1, 1, 0, 0], `rank` [0, 1, 1, 1], and the segments are [1, 0, 4, 1].
     ordered = key if is_sorted else jnp.sort(key)
-    first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])])
+    first = jnp.concatenate([jnp.ones([1], bool), _differs_from_next(ordered[:, None])])
     first &= ordered != padding_key(keys.dtype)
     rank = jnp.cumsum(first, dtype=jnp.int32) - 1
     target = jnp.where(first, rank, nse + jnp.arange(nse, dtype=jnp.int32))[:, None]
@@ -174,6 +175,8 @@ def search(ordered: jax.Array, keys: jax.Array) -> jax.Array:
     error inside of a `shard_map` over some of the axes of a mesh.
     """
     size = len(ordered)
+    # Steps of 4, 2 and 1 for 5 values: `place` of them are known to be less than the
+    # key, and it moves on where `step` more of them are.
     steps = 1 << np.arange((size - 1).bit_length(), dtype=np.int32)[::-1]
 
     def body(place: jax.Array, step: Any) -> tuple[jax.Array, None]:
@@ -195,7 +198,7 @@ def _segments_by_sort(
     return order.distinct, segment, order.count
 
 
-def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Sorted:
+def _sort_entries(keys: jax.Array, is_sorted: bool) -> _SortedEntries:
     """A stable sort of the entries by key, so that sums have a fixed order."""
     nse = len(keys)
     slot = position = jnp.arange(nse, dtype=jnp.int32)
@@ -203,15 +206,18 @@ def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Sorted:
         *columns, position = lax.sort((*keys.T, slot), num_keys=keys.shape[1])
         keys = jnp.stack(columns, axis=1)
     real = keys[:, 0] != padding_key(keys.dtype)
-    last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
+    last = jnp.concatenate([_differs_from_next(keys), jnp.ones([1], bool)]) & real
     # `last` marks the last entry of each segment, so the count of those before an entry
-    # is its segment.
+    # is its segment. For the sorted keys [3, 7, 7, P]: `last` is [1, 0, 1, 0], `before`
+    # [0, 1, 1, 2], the segments are [0, 1, 1, 4], and their last entries at 0 and 2.
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
     segment = jnp.where(real, before, nse)
     count = jnp.sum(last, dtype=jnp.int32)
     target = jnp.where(last, before, nse + slot)[:, None]
     last = scatter_rows(jnp.zeros_like(slot), target, slot)
-    return _Sorted(take_rows(keys, last[:, None]), position, segment, last, count)
+    return _SortedEntries(
+        take_rows(keys, last[:, None]), position, segment, last, count
+    )
 
 
 def _segmented_scan(data: jax.Array, segment: jax.Array) -> jax.Array:

@@ -35,6 +35,8 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
+    # A row of a [30, 40, 8] table at [k, 2] indices: axes (0, 1) are looked up, and the
+    # row is axis 1 of the result, [k, 8].
     sparse, dense = _dimensions(table, n_sparse)
     # mode="clip" compares in int32 where 64-bit types are off, and changes every index
     # into a table of more than 2**31 rows. XLA clamps by itself.
@@ -143,6 +145,7 @@ def combine_rows(
         scatter = functools.partial(scatter_combining, formula)
         return _scatter(scatter, table, indices, rows, unique=True)
 
+    # A combiner has no derivative; gather, formula and scatter have one.
     combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(in_turn, x, dx)[1]))
     if not takes_combiners() or _writes_by_kernel(table, indices, rows):
         return in_turn(table, indices, rows)
@@ -165,7 +168,7 @@ def _scatter(
     *,
     unique: bool,
 ) -> jax.Array:
-    if len(indices) == 1:
+    if len(indices) == 1:  # [[7]] -> [[7], [-1]], whose second row is dropped
         indices, rows = append_padding(indices), jnp.concatenate([rows, rows])
     sparse, dense = _dimensions(table, indices.shape[1])
     scatter = functools.partial(

@@ -120,7 +120,7 @@ def map_all_rows(
     def blocks(tables: Tables, read: Tables, args: Any) -> Tables:
         def block(i: jax.Array, tables: Tables) -> Tables:
             place = jnp.arange(size, dtype=jnp.int32)[:, None]
-            slot = i * size + place
+            slot = i * size + place  # the last block may go beyond the table
             indices = jnp.where(slot < num_rows, slot, num_rows + place)
             rows, read_rows = (
                 tuple(take_rows(x, indices) for x in some) for some in (tables, read)
@@ -151,6 +151,8 @@ def _for_blocks(
     Without a `carry`, the first block makes it: zeros would have to lie on a mesh as
     the results do.
     """
+    # With 5 touched rows in 10 slots and blocks of 4: slots 0 to 3, then 4 to 7, of
+    # which 5 to 7 are padding. No block begins at slot 8.
     size = _block_rows(rows.data)
 
     def run(start: jax.Array, carry: Any) -> Any:
