@@ -22,6 +22,7 @@ once. An operation without a rule makes its results opaque: a missing rule costs
 and never changes a value.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -172,34 +173,35 @@ def split_update(
     pairs = zip(results_at, owners, strict=False)
     others = [result for result, i in pairs if i not in by_row]
     read = (values[value_id].reads for value_id in jax.tree.leaves(others))
-    row_fns, extra_at = {}, {}
+    row_fns: dict[int, RowFunction] = {}
+    extra_at = {}
     for i in sorted(by_row.difference(*read)):
         outputs = [results_at[at] for at in places[i] if at < len(results)]
         equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
         extra_at[i] = [n for n in starts if values[n].kind is None]
         inputs = [*(value_of[at] for at in places[i]), *extra_at[i]]
-        row_fns[i] = _row_function(equations, program.literals, inputs, outputs)
+        given = equations, program.literals, inputs, outputs
+        row_fns[i] = functools.partial(_update_rows, *given)
     # These equations are traced a second time, as the results contain them, too. XLA
     # merges equal operations.
     equations, _ = program.slice(jax.tree.leaves(extra_at))
-    given = {value_of[at]: x for at, x in rows.items()}
-    env = evaluate(equations, program.literals | program.consts | given)
+    known_rows = {value_of[at]: x for at, x in rows.items()}
+    env = evaluate(equations, program.literals | program.consts | known_rows)
     extra = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), extra_at)
     return results, {i: (row_fns[i], extra[i]) for i in row_fns}
 
 
-def _row_function(
+def _update_rows(
     equations: list[Equation],
     literals: dict[int, Any],
     inputs: list[int],
     outputs: list[int],
-) -> RowFunction:
-    def row_fn(
-        data: jax.Array, old: Tables, extra: list[Any]
-    ) -> tuple[jax.Array, Tables]:
-        given = zip(inputs, (data, *old, *extra), strict=True)
-        env = evaluate(equations, literals | dict(given), len(data))
-        update, *new = (env[value_id] for value_id in outputs)
-        return update, tuple(new)
-
-    return row_fn
+    data: jax.Array,
+    old: Tables,
+    extra: list[Any],
+) -> tuple[jax.Array, Tables]:
+    """The row function of a table, from the equations that compute its results."""
+    given = zip(inputs, (data, *old, *extra), strict=True)
+    env = evaluate(equations, literals | dict(given), len(data))
+    update, *new = (env[value_id] for value_id in outputs)
+    return update, tuple(new)

@@ -77,15 +77,13 @@ class BagGradient(CanaryBCOO):
         return values, indices, segments, weights
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        weights = () if self.weights is None else (self.weights,)
-        children = (self.values, self.indices, self.canary, self.segments, *weights)
-        return children, (self._unbatched, self._dtype, self.is_stale)
+        arrays = (self.values, self.indices, self.canary, self.segments, self.weights)
+        return arrays, (self._unbatched, self._dtype, self.is_stale)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
         obj = object.__new__(cls)
-        obj.values, obj.indices, obj.canary, obj.segments, *weights = children
-        obj.weights = weights[0] if weights else None
+        obj.values, obj.indices, obj.canary, obj.segments, obj.weights = children
         obj._unbatched, obj._dtype, obj.is_stale = aux_data
         obj.indices_sorted = obj.unique_indices = False
         return obj

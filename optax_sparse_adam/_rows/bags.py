@@ -292,15 +292,9 @@ def bag_lookup(
     )
 
 
-def _pool(
-    num_bags: int,
-    table: jax.Array,
-    ids: jax.Array,
-    segments: jax.Array | None,
-    weights: jax.Array | None,
-) -> jax.Array:
+def _pool(num_bags: int, table: jax.Array, ids: jax.Array, *args: Any) -> jax.Array:
     """`sum_bags` in plain JAX."""
-    return add_up(num_bags, _take(table, ids), segments, weights)
+    return add_up(num_bags, _take(table, ids), *args)
 
 
 def _take(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
+from .._jax_extras.scatter_combining import Combiner, scatter_combining, takes_combiners
 from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
 from ..native import _calls as native
@@ -128,7 +128,7 @@ def combine_rows(
     table: jax.Array,
     indices: jax.Array,
     rows: jax.Array,
-    formula: Callable[[jax.Array, jax.Array], jax.Array],
+    formula: Combiner,
 ) -> jax.Array:
     """`table.at[indices].set(formula(table[indices], rows))`, in one operation.
 

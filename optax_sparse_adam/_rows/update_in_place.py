@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
+from .._jax_extras.scatter_combining import Combiner
 from .gather_scatter import (
     combine_rows,
     order_after_gather,
@@ -42,7 +43,6 @@ from .gather_scatter import (
 
 Tables = tuple[jax.Array, ...]
 RowFunction = Callable[..., tuple[jax.Array, Tables]]
-Combiner = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _find_dependents(program: FlatJaxpr, value_ids: list[int]) -> set[int]:
