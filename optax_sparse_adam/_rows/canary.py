@@ -166,19 +166,17 @@ def check_indices(grad: BCOO) -> None:
 
 def _is_seen_to_change(grad: Any) -> bool:
     """Whether an entry was changed, as far as it is known while tracing."""
-    if not all(map(_is_known, (grad.canary, grad.data))):
-        return False
+    for x in (grad.canary, grad.data):
+        if isinstance(x, jax.core.Tracer) or not getattr(
+            x, "is_fully_addressable", True
+        ):
+            return False
     # In NumPy: within a program JAX would trace even what is known.
     canary = np.asarray(grad.canary)[..., 0]
     if (canary == _CANARY).all():
         return False
     is_empty = (canary == 0) & _is_zero(np.asarray(grad.data), grad.n_batch)
     return not ((canary == _CANARY) | is_empty).all()
-
-
-def _is_known(x: Any) -> bool:
-    is_traced = isinstance(x, jax.core.Tracer)
-    return not is_traced and getattr(x, "is_fully_addressable", True)
 
 
 def _is_zero(data: Any, n_batch: int) -> Any:

@@ -30,6 +30,9 @@ from .padding import expand_like, in_bounds, padding_key
 # level, which reads each entry once from memory and this many times from the caches.
 _TILE = 8
 
+# Distinct rows; for each entry its segment, or for each row its sum; how many rows.
+Segments = tuple[jax.Array, jax.Array, jax.Array]
+
 
 class _SortedEntries(NamedTuple):
     """The entries of a gradient in the order of their rows.
@@ -51,7 +54,7 @@ class _SortedEntries(NamedTuple):
 
 def segment_rows(
     indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Segments:
     """Assigns entries to segments, one for each row, in ascending order of the rows.
 
     Returns:
@@ -65,7 +68,7 @@ def segment_rows(
 
 def sum_duplicates(
     indices: jax.Array, data: jax.Array, shape: tuple[int, ...], is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Segments:
     """Adds up the entries of each row.
 
     Returns:
@@ -113,9 +116,7 @@ def _differs_from_next(keys: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="is_sorted")
-def _segment_keys(
-    keys: jax.Array, *, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segment_keys(keys: jax.Array, *, is_sorted: bool) -> Segments:
     return lax.platform_dependent(
         keys,
         cpu=lambda keys: _segments_by_search(keys, is_sorted),
@@ -124,9 +125,7 @@ def _segment_keys(
 
 
 @functools.partial(jax.jit, static_argnames="is_sorted")
-def _sum_keys(
-    keys: jax.Array, data: jax.Array, *, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sum_keys(keys: jax.Array, data: jax.Array, *, is_sorted: bool) -> Segments:
     def by_search(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         distinct, segment, count = _segments_by_search(keys, is_sorted)
         zeros = jnp.zeros_like(data)
@@ -145,9 +144,7 @@ def _sum_keys(
     return lax.platform_dependent(keys, data, cpu=by_search, default=by_scan)
 
 
-def _segments_by_search(
-    keys: jax.Array, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segments_by_search(keys: jax.Array, is_sorted: bool) -> Segments:
     """`segment_rows` for CPUs."""
     if keys.shape[1] > 1:
         return _segments_by_sort(keys, is_sorted)
@@ -188,9 +185,7 @@ def search(ordered: jax.Array, keys: jax.Array) -> jax.Array:
     return lax.scan(body, start, steps)[0]
 
 
-def _segments_by_sort(
-    keys: jax.Array, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segments_by_sort(keys: jax.Array, is_sorted: bool) -> Segments:
     """`segment_rows` for all other devices."""
     order = _sort_entries(keys, is_sorted)
     position = order.position[:, None]

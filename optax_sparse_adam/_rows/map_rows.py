@@ -1,9 +1,9 @@
 """Gather rows, update them, scatter them: in blocks on a CPU, else in one pass.
 
-Blocks of some thousand rows stay in a CPU's cache, and
-need no temporaries of the size of the gradient. A GPU runs one pass. Whole steps of
-`lazy` with 1M rows of 64 float32 and 65,536 ids, in blocks and in one pass: 23 and 27
-ms and 36 and 51 MB for `optax.adam`, 27 and 36 ms and 36 and 67 MB for `optax.lion`.
+Blocks of some thousand rows stay in a CPU's cache, and need no temporaries of the size
+of the gradient. A GPU runs one pass. Whole steps of `lazy` with 1M rows of 64 float32
+and 65,536 ids, in blocks and in one pass: 23 and 27 ms and 36 and 51 MB for
+`optax.adam`, 27 and 36 ms and 36 and 67 MB for `optax.lion`.
 """
 
 import math
