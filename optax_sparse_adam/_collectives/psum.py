@@ -185,7 +185,33 @@ def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
     """
 
     def one(leaf: Any) -> Any:
-        return _local(check_bcoo(leaf), axis_name) if is_bcoo(leaf) else leaf
+        if not is_bcoo(leaf):
+            return leaf
+        whole = check_bcoo(leaf)
+        # With several sparse axes a sorted gradient may have padding between the rows
+        # of one device: (2, out of bounds) sorts between (2, 0) and (3, 0).
+        if not (whole.indices_sorted and whole.unique_indices and whole.n_sparse == 1):
+            whole = coalesce(whole)
+        touched = touched_rows(whole, whole.dtype)
+        shape = (rows_per_device(whole.shape[0], axis_name), *whole.shape[1:])
+        ids = touched.indices
+        size = np.asarray(shape[0], ids.dtype)
+        first = first_row(axis_name, shape[0], ids.dtype)
+        mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
+        # The indices are sorted, so the rows of one device are consecutive.
+        nse = min(whole.nse, math.prod(shape[: whole.n_sparse]))
+        slot = jnp.arange(nse, dtype=jnp.int32)
+        begin = jnp.argmax(mine) if whole.nse else 0
+        # Slots beyond the last row of this device read rows of the next one, or none:
+        # they become padding below.
+        place = slot + jnp.asarray(begin, slot.dtype)
+        ids = ids.at[:, 0].add(-first)
+        ids, data, mine = (
+            x.at[place].get(mode="fill", fill_value=0)
+            for x in (ids, touched.data, mine)
+        )
+        data = jnp.where(expand_like(mine, data), data, 0)
+        return coalesced_bcoo(whole, pad_indices(ids, mine, slot, shape), data, shape)
 
     return jax.tree.map(one, grad, is_leaf=is_leaf)
 
@@ -204,29 +230,3 @@ def rows_per_device(num_rows: int, axis_name: AxisName) -> int:
             f"to {num_rows + -num_rows % devices} rows."
         )
     return num_rows // devices
-
-
-def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
-    # With several sparse axes a sorted gradient may have padding between the rows of
-    # one device: (2, out of bounds) sorts between (2, 0) and (3, 0).
-    if not (grad.indices_sorted and grad.unique_indices and grad.n_sparse == 1):
-        grad = coalesce(grad)
-    touched = touched_rows(grad, grad.dtype)
-    shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
-    ids = touched.indices
-    size = np.asarray(shape[0], ids.dtype)
-    first = first_row(axis_name, shape[0], ids.dtype)
-    mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
-    # The indices are sorted, so the rows of one device are consecutive.
-    nse = min(grad.nse, math.prod(shape[: grad.n_sparse]))
-    slot = jnp.arange(nse, dtype=jnp.int32)
-    begin = jnp.argmax(mine) if grad.nse else 0
-    # Slots beyond the last row of this device read rows of the next one, or none: they
-    # become padding below.
-    place = slot + jnp.asarray(begin, slot.dtype)
-    ids = ids.at[:, 0].add(-first)
-    ids, data, mine = (
-        x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)
-    )
-    data = jnp.where(expand_like(mine, data), data, 0)
-    return coalesced_bcoo(grad, pad_indices(ids, mine, slot, shape), data, shape)

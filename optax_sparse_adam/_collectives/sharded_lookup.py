@@ -108,8 +108,13 @@ def sharded_lookup(
         requested_rows = table.at[local].get(mode="fill", wrap_negative_indices=False)
         table = lax.stop_gradient(table)
         rows = _lookup_by_routing(exchange, requested_rows, table, route, segment)
-    else:
-        rows = _lookup_by_gathering(exchange, table, flat)
+    else:  # all ids go to all devices, which answer for all, and owners are right
+        everyone = lax.all_gather(flat, axis_name, tiled=True)
+        first = first_row(axis_name, exchange.shard_rows, flat.dtype)
+        rows = exchange.swap(read_rows(table, everyone - first))
+        rows = rows.reshape(exchange.devices, len(flat), *table.shape[1:])
+        owner = jnp.clip(flat // exchange.shard_rows, 0, exchange.devices - 1)
+        rows = rows[owner, jnp.arange(len(flat), dtype=owner.dtype)]
     return rows.reshape(*ids.shape, *table.shape[1:])
 
 
@@ -228,15 +233,3 @@ _lookup_by_routing.defvjp(
     lambda exchange, *args: (_lookup_by_routing(exchange, *args), args[2:]),
     _lookup_by_routing_bwd,
 )
-
-
-def _lookup_by_gathering(
-    exchange: Exchange, table: jax.Array, ids: jax.Array
-) -> jax.Array:
-    """Looks up the ids of all devices on each device, and keeps the owners' answers."""
-    everyone = lax.all_gather(ids, exchange.axis_name, tiled=True)
-    first = first_row(exchange.axis_name, exchange.shard_rows, ids.dtype)
-    rows = read_rows(table, everyone - first)
-    answers = exchange.swap(rows).reshape(exchange.devices, len(ids), *rows.shape[1:])
-    owner = jnp.clip(ids // exchange.shard_rows, 0, exchange.devices - 1)
-    return answers[owner, jnp.arange(len(ids), dtype=owner.dtype)]
