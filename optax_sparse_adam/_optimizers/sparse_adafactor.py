@@ -204,8 +204,7 @@ def _factor(dropped: int) -> Moment:
     """The mean over an axis of the last two, of parameters that have them."""
 
     def axes(ndim: int) -> list[int] | None:
-        kept = [axis for axis in range(ndim) if axis != ndim + dropped]
-        return kept if ndim > 1 else None
+        return [x for x in range(ndim) if x != ndim + dropped] if ndim > 1 else None
 
     return Moment(axes, accumulator_dtype)
 
