@@ -13,8 +13,6 @@ from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
 from ._rows.apply_updates import apply_updates
 
-Step = Callable[..., tuple[Any, Any, Any]]
-
 
 def make_train_step(
     loss: Callable[..., Any],
@@ -22,7 +20,7 @@ def make_train_step(
     has_aux: bool = False,
     *,
     sparse: Sparse | None = None,
-) -> Step:
+) -> Callable[..., tuple[Any, Any, Any]]:
     """A training step: `params, state, value = step(params, state, *batch)`.
 
     It holds what belongs together: `value_and_grad`, with `read=state` where the state

@@ -11,10 +11,10 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import first_row
-from .._rows.canary import class_of, entries
+from .._rows.canary import entries
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
-from .._rows.coalesce import coalesce, touched_rows
-from .._rows.padding import pad_indices
+from .._rows.coalesce import coalesce, coalesced_bcoo, touched_rows
+from .._rows.padding import expand_like, pad_indices
 
 AxisName = str | tuple[str, ...]
 
@@ -108,20 +108,9 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
             return None if leaf is None else lax.pmean(leaf, axis_name)
         total = _all_gather_rows(check_bcoo(leaf), axis_name)
         data = total.data / lax.axis_size(axis_name)
-        return _coalesced(class_of(leaf), data, total.indices, total.shape)
+        return coalesced_bcoo(leaf, total.indices, data, total.shape)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
-
-
-def _coalesced(
-    cls: type[BCOO], data: jax.Array, indices: jax.Array, shape: tuple[int, ...]
-) -> BCOO:
-    flags = {"indices_sorted": True, "unique_indices": True}
-    return cls((data, indices), shape=shape, **flags)
-
-
-def _num_rows(shape: tuple[int, ...], n_sparse: int) -> int:
-    return math.prod(shape[:n_sparse])
 
 
 def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
@@ -139,9 +128,8 @@ def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
     # `coalesce` moves it to the end, where the slots beyond `num_rows` are cut off.
     own = entries(grad)
     total = coalesce(BCOO((gather(own.data), gather(own.indices)), shape=grad.shape))
-    nse = min(total.nse, _num_rows(total.shape, total.n_sparse))
-    data, indices = total.data[:nse], total.indices[:nse]
-    return _coalesced(class_of(grad), data, indices, total.shape)
+    nse = min(total.nse, math.prod(total.shape[: total.n_sparse]))
+    return coalesced_bcoo(grad, total.indices[:nse], total.data[:nse], total.shape)
 
 
 def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
@@ -197,7 +185,33 @@ def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
     """
 
     def one(leaf: Any) -> Any:
-        return _local(check_bcoo(leaf), axis_name) if is_bcoo(leaf) else leaf
+        if not is_bcoo(leaf):
+            return leaf
+        whole = check_bcoo(leaf)
+        # With several sparse axes a sorted gradient may have padding between the rows
+        # of one device: (2, out of bounds) sorts between (2, 0) and (3, 0).
+        if not (whole.indices_sorted and whole.unique_indices and whole.n_sparse == 1):
+            whole = coalesce(whole)
+        touched = touched_rows(whole, whole.dtype)
+        shape = (rows_per_device(whole.shape[0], axis_name), *whole.shape[1:])
+        ids = touched.indices
+        size = np.asarray(shape[0], ids.dtype)
+        first = first_row(axis_name, shape[0], ids.dtype)
+        mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
+        # The indices are sorted, so the rows of one device are consecutive.
+        nse = min(whole.nse, math.prod(shape[: whole.n_sparse]))
+        slot = jnp.arange(nse, dtype=jnp.int32)
+        begin = jnp.argmax(mine) if whole.nse else 0
+        # Slots beyond the last row of this device read rows of the next one, or none:
+        # they become padding below.
+        place = slot + jnp.asarray(begin, slot.dtype)
+        ids = ids.at[:, 0].add(-first)
+        ids, data, mine = (
+            x.at[place].get(mode="fill", fill_value=0)
+            for x in (ids, touched.data, mine)
+        )
+        data = jnp.where(expand_like(mine, data), data, 0)
+        return coalesced_bcoo(whole, pad_indices(ids, mine, slot, shape), data, shape)
 
     return jax.tree.map(one, grad, is_leaf=is_leaf)
 
@@ -216,29 +230,3 @@ def rows_per_device(num_rows: int, axis_name: AxisName) -> int:
             f"to {num_rows + -num_rows % devices} rows."
         )
     return num_rows // devices
-
-
-def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
-    # With several sparse axes a sorted gradient may have padding between the rows of
-    # one device: (2, out of bounds) sorts between (2, 0) and (3, 0).
-    if not (grad.indices_sorted and grad.unique_indices and grad.n_sparse == 1):
-        grad = coalesce(grad)
-    touched = touched_rows(grad, grad.dtype)
-    shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
-    ids = touched.indices
-    size = np.asarray(shape[0], ids.dtype)
-    first = first_row(axis_name, shape[0], ids.dtype)
-    mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
-    # The indices are sorted, so the rows of one device are consecutive.
-    nse = min(grad.nse, _num_rows(shape, grad.n_sparse))
-    slot = jnp.arange(nse, dtype=jnp.int32)
-    begin = jnp.argmax(mine) if grad.nse else 0
-    # Slots beyond the last row of this device read rows of the next one, or none: they
-    # become padding below.
-    place = slot + jnp.asarray(begin, slot.dtype)
-    ids = ids.at[:, 0].add(-first)
-    ids, data, mine = (
-        x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)
-    )
-    data = jnp.where(mine.reshape(-1, *(1,) * (data.ndim - 1)), data, 0)
-    return _coalesced(class_of(grad), data, pad_indices(ids, mine, slot, shape), shape)

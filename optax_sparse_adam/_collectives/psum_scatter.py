@@ -8,13 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._rows.canary import class_of
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
-from .._rows.coalesce import coalesce
+from .._rows.coalesce import coalesce, coalesced_bcoo
 from .._rows.padding import in_bounds
-from .exchange import plan
 from .psum import AxisName, local_rows, psum, rows_per_device
-from .routing import make_route, to_owners
+from .routing import make_route, plan, to_owners
 
 
 def psum_scatter(
@@ -74,28 +72,20 @@ def psum_scatter(
     def one(grad: Any) -> Any:
         if grad is None:
             return None
-        if is_bcoo(grad):
-            return _sum_rows(check_bcoo(grad), axis_name, capacity, max_rounds)
-        return lax.psum_scatter(grad, axis_name, tiled=True)
+        if not is_bcoo(grad):
+            return lax.psum_scatter(grad, axis_name, tiled=True)
+        check_bcoo(grad)
+        shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
+        most = math.prod(shape[: grad.n_sparse])
+        exchange = plan(axis_name, shape[0], most, grad.nse, capacity, max_rounds)
+        if not exchange.is_routed:
+            return local_rows(psum(grad, axis_name), axis_name)
+        grad = coalesce(grad)
+        count = jnp.sum(in_bounds(grad.indices, grad.shape), dtype=jnp.int32)
+        route = make_route(exchange, grad.indices, count)
+        indices, data = to_owners(exchange, route, grad.data)
+        total = coalesce(BCOO((data, indices), shape=shape))
+        # What follows is padding.
+        return coalesced_bcoo(grad, total.indices[:most], total.data[:most], shape)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
-
-
-def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
-    shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
-    most = math.prod(shape[: grad.n_sparse])
-    exchange = plan(axis_name, shape[0], most, grad.nse, *sizes)
-    if not exchange.is_routed:
-        total: BCOO = local_rows(psum(grad, axis_name), axis_name)
-        return total
-    grad = coalesce(grad)
-    count = jnp.sum(in_bounds(grad.indices, grad.shape), dtype=jnp.int32)
-    route = make_route(exchange, grad.indices, count)
-    indices, data = to_owners(exchange, route, grad.data)
-    total = coalesce(BCOO((data, indices), shape=shape))
-    return class_of(grad)(
-        (total.data[:most], total.indices[:most]),  # what follows is padding
-        shape=shape,
-        indices_sorted=True,
-        unique_indices=True,
-    )

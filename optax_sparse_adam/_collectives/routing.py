@@ -4,13 +4,16 @@ This is the dispatch with a capacity of mixture-of-experts layers, with the owne
 row in place of the expert, and as many rounds as it takes in place of dropped tokens.
 
 Owners hold blocks of consecutive rows, so rows in ascending order are in the order of
-their owners. All devices take part in as many rounds as the fullest pair needs.
+their owners: device `p` owns the rows from `p * shard_rows` on. In each round a device
+sends at most `capacity` rows to each owner, which is what a static shape allows. All
+devices take part in as many rounds as the fullest pair needs.
 
 Example: two devices own rows 0-4 and 5-9, and `capacity` is 2. A device with the rows
 `[1, 3, 4, 7]` has `starts == [0, 3, 4]`: it sends rows 1 and 3 to the first owner and 7
 to the second in round 0, and row 4 to the first owner in round 1.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +22,86 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._rows.binary_search import search
+from .._rows.duplicates import search
 from .._rows.gather_scatter import gather_rows
-from .exchange import Exchange
+from .psum import AxisName
+
+
+def default_capacity(num_sent: int, devices: int) -> int:
+    """Rows for each pair of devices, if `num_sent` rows have random owners.
+
+    An owner's share is then a Poisson variable of mean and variance
+    `num_sent / devices`. With six standard deviations above the mean, one round is
+    enough for all but a few of a million pairs.
+    """
+    mean = num_sent / devices
+    return min(num_sent, math.ceil(mean + 6 * math.sqrt(mean)))
+
+
+class Exchange(NamedTuple):
+    """The static sizes of an exchange of rows.
+
+    Attributes:
+      axis_name: Mesh axis or axes along which the table is sharded.
+      devices: How many devices lie along these axes.
+      shard_rows: How many rows each of them owns.
+      num_sent: How many rows each device has for all devices together.
+      capacity: How many rows each device sends to each device in one round.
+      max_rounds: The most rounds; rows that are left after them are not sent.
+      is_lossless: Whether `max_rounds` are always enough.
+    """
+
+    axis_name: AxisName
+    devices: int
+    shard_rows: int
+    num_sent: int
+    capacity: int
+    max_rounds: int
+    is_lossless: bool
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether sending each row to its owner is cheaper than gathering all rows.
+
+        Gathering sends `num_sent` rows for each pair of devices, and sorts nothing.
+        """
+        return self.capacity < self.num_sent
+
+    @property
+    def slots(self) -> int:
+        """How many rows a device sends, and receives, in one round."""
+        return self.devices * self.capacity
+
+    def swap(self, x: jax.Array) -> jax.Array:
+        """Sends `x[p * capacity:(p + 1) * capacity]` to device `p`, for each `p`."""
+        return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
+
+
+def plan(
+    axis_name: AxisName,
+    shard_rows: int,
+    max_per_owner: int,
+    num_sent: int,
+    capacity: int | None,
+    max_rounds: int | None,
+) -> Exchange:
+    """The sizes for `num_sent` rows a device, `max_per_owner` of them for one owner.
+
+    Raises:
+      ValueError: If the capacity or the number of rounds is not at least 1.
+    """
+    for name, value in (("capacity", capacity), ("max_rounds", max_rounds)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, or None, got {value}.")
+    devices = lax.axis_size(axis_name)
+    if capacity is None:
+        capacity = default_capacity(num_sent, devices)
+    capacity = min(capacity, num_sent)
+    enough = -(-min(num_sent, max_per_owner) // max(1, capacity))
+    rounds = enough if max_rounds is None else min(max_rounds, enough)
+    return Exchange(
+        axis_name, devices, shard_rows, num_sent, capacity, rounds, rounds == enough
+    )
 
 
 class Route(NamedTuple):
@@ -51,6 +131,7 @@ def make_route(exchange: Exchange, indices: jax.Array, count: jax.Array) -> Rout
 def outgoing(exchange: Exchange, route: Route, round_index: Any) -> jax.Array:
     """The places of the rows to send in this round, then padding: `[slots, 1]`."""
     # `slot[p, c]`: the c-th row of this round for owner p, or padding after its last.
+    # In the module's example: [[0, 1], [3, P]] in round 0, [[2, P], [P, P]] in round 1.
     begin = route.starts[:-1, None] + round_index * exchange.capacity
     slot = begin + jnp.arange(exchange.capacity, dtype=jnp.int32)[None, :]
     outside = exchange.num_sent + jnp.arange(exchange.slots, dtype=jnp.int32)
@@ -154,7 +235,8 @@ def from_owners(
       `[num_sent, *row_shape]`; NaN where a row could not be requested.
     """
     # Row `starts[p] + rank` of owner p comes in round `rank // capacity`, in slot
-    # `p * capacity + rank % capacity` of what `swap` returns.
+    # `p * capacity + rank % capacity` of what `swap` returns. In the module's example,
+    # row 4 is the third of the first owner: it comes in round 1, in slot 0.
     owner = search(route.starts[1:], segment + 1)
     rank = segment - route.starts[owner]
     place = owner * exchange.capacity + rank % exchange.capacity

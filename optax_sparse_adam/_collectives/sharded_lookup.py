@@ -8,13 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._jax_extras.sharding import first_row
 from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.coalesce import accumulator_dtype
-from .._rows.duplicates import segment_rows, sum_by_segment
+from .._rows.duplicates import segment_rows, sum_duplicates
 from .._rows.padding import pad_indices
-from .exchange import Exchange, plan
 from .psum import AxisName, rows_per_device
-from .routing import Route, from_owners, make_route, read_rows, to_owners
+from .routing import (
+    Exchange,
+    Route,
+    from_owners,
+    make_route,
+    plan,
+    read_rows,
+    to_owners,
+)
 
 
 def sharded_lookup(
@@ -100,8 +108,13 @@ def sharded_lookup(
         requested_rows = table.at[local].get(mode="fill", wrap_negative_indices=False)
         table = lax.stop_gradient(table)
         rows = _lookup_by_routing(exchange, requested_rows, table, route, segment)
-    else:
-        rows = _lookup_by_gathering(exchange, table, flat)
+    else:  # all ids go to all devices, which answer for all, and owners are right
+        everyone = lax.all_gather(flat, axis_name, tiled=True)
+        first = first_row(axis_name, exchange.shard_rows, flat.dtype)
+        rows = exchange.swap(read_rows(table, everyone - first))
+        rows = rows.reshape(exchange.devices, len(flat), *table.shape[1:])
+        owner = jnp.clip(flat // exchange.shard_rows, 0, exchange.devices - 1)
+        rows = rows[owner, jnp.arange(len(flat), dtype=owner.dtype)]
     return rows.reshape(*ids.shape, *table.shape[1:])
 
 
@@ -207,27 +220,16 @@ def _lookup_by_routing(
     return from_owners(exchange, route, table, segment)
 
 
-def _lookup_by_routing_fwd(exchange: Exchange, *args: Any) -> Any:
-    return _lookup_by_routing(exchange, *args), args[2:]
-
-
-def _lookup_by_routing_bwd(exchange: Exchange, route: Any, cotangent: jax.Array) -> Any:
-    route, segment = route
+def _lookup_by_routing_bwd(exchange: Exchange, kept: Any, cotangent: jax.Array) -> Any:
+    route, segment = kept
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
-    data = sum_by_segment(data, segment)
+    size = (len(segment),)
+    _, data, _ = sum_duplicates(segment[:, None], data, size, is_sorted=False)
     _, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
     return rows, None, None, None
 
 
-_lookup_by_routing.defvjp(_lookup_by_routing_fwd, _lookup_by_routing_bwd)
-
-
-def _lookup_by_gathering(
-    exchange: Exchange, table: jax.Array, ids: jax.Array
-) -> jax.Array:
-    """Looks up the ids of all devices on each device, and keeps the owners' answers."""
-    everyone = lax.all_gather(ids, exchange.axis_name, tiled=True)
-    rows = read_rows(table, everyone - exchange.first_row(ids.dtype))
-    answers = exchange.swap(rows).reshape(exchange.devices, len(ids), *rows.shape[1:])
-    owner = jnp.clip(ids // exchange.shard_rows, 0, exchange.devices - 1)
-    return answers[owner, jnp.arange(len(ids), dtype=owner.dtype)]
+_lookup_by_routing.defvjp(
+    lambda exchange, *args: (_lookup_by_routing(exchange, *args), args[2:]),
+    _lookup_by_routing_bwd,
+)

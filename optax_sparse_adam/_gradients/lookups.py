@@ -82,7 +82,7 @@ class Lookup:
         return len(self.window)
 
     def read(self, array: jax.Array) -> jax.Array:
-        """The gather, of at least two rows: see `_rows.gather_scatter.repeat_row`.
+        """The gather, of at least two rows: see `_rows.gather_scatter.take_rows`.
 
         Args:
           array: Of the table's shape, or with axes of length 1 that stand for all

@@ -178,7 +178,7 @@ def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     body = as_closed(eqn.params["call_jaxpr"])
     names = [inner.params.get("name") for inner in body.jaxpr.eqns]
-    if names == ["bag_function"]:  # whose derivative that of `bag_lookup` has
+    if names == ["sum_bags"]:  # whose derivative that of `bag_lookup` has
         return walk.evaluate(body, args)
     return rules_elementwise_calls.custom_jvp(walk, eqn, *args)
 

@@ -139,13 +139,11 @@ def evaluate(
     env = dict(given)
     for eqn, operands, results in equations:
         args = [env[value_id] for value_id in operands]
-        made = evaluate_eqn(eqn, args) if rows is None else _of_rows(rows, eqn, args)
+        if rows is None:
+            made = evaluate_eqn(eqn, args)
+        else:
+            name = _ROWS.get(eqn.primitive.name)
+            shape = {} if name is None else {name: (rows, *eqn.params[name][1:])}
+            made = [bind_eqn(eqn, *args, **shape)]
         env.update(zip(results, made, strict=True))
     return env
-
-
-def _of_rows(rows: int, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """The one result of an equation whose operands have so many rows."""
-    name = _ROWS.get(eqn.primitive.name)
-    shape = {} if name is None else {name: (rows, *eqn.params[name][1:])}
-    return [bind_eqn(eqn, *args, **shape)]

@@ -18,7 +18,7 @@ from jax import lax
 
 from .varying_axes import vary, varying_axes
 
-Formula = Callable[[jax.Array, jax.Array], jax.Array]
+Combiner = Callable[[jax.Array, jax.Array], jax.Array]
 
 _COMBINER, _CONSTANTS = "update_jaxpr", "update_consts"
 
@@ -40,7 +40,7 @@ def takes_combiners() -> bool:
 
 
 def scatter_combining(
-    formula: Formula,
+    formula: Combiner,
     table: jax.Array,
     indices: jax.Array,
     rows: jax.Array,

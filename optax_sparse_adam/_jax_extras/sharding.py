@@ -98,7 +98,7 @@ def first_row(axis_name: Any, shard_rows: int, dtype: DTypeLike) -> jax.Array:
     return device * np.asarray(shard_rows, dtype)
 
 
-def _own(param: jax.Array, x: jax.Array) -> jax.Array:
+def _depend_on(param: jax.Array, x: jax.Array) -> jax.Array:
     """Makes a constant depend on a parameter, without changing it.
 
     Problem: the states of two parameters get one layout. Cause: XLA merges equal
@@ -122,7 +122,7 @@ def shard_axes_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.
         # used, so XLA does not compute it.
         others = tuple(axis for axis in range(param.ndim) if axis not in axes)
         like = jnp.sum(param, others) if others else param
-        return shard_alike(like, _own(param, x))
+        return shard_alike(like, _depend_on(param, x))
     return x
 
 

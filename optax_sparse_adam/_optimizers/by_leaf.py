@@ -117,9 +117,6 @@ def by_leaf(
     title = name.title().replace("_", "")  # as torch's class
     counts = "count" in state_class._fields
 
-    def clock(count: Any) -> dict[str, Any]:
-        return {"count": count} if counts else {}
-
     def init_fn(params: optax.Params) -> Any:
         for leaf in jax.tree.leaves(params):
             if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
@@ -129,7 +126,8 @@ def by_leaf(
                     "real and the imaginary part as two tables."
                 )
         trees = {key: jax.tree.map(x.init, params) for key, x in moments.items()}
-        return state_class(**clock(jnp.zeros([], jnp.int32)), **trees)
+        count = {"count": jnp.zeros([], jnp.int32)} if counts else {}
+        return state_class(**count, **trees)
 
     def update_fn(
         updates: optax.Updates,
@@ -143,50 +141,50 @@ def by_leaf(
                 f"{reads_params}, got none. Call update(updates, state, params)."
             )
         check_state_class(state, state_class, name)
-        count = count_inc = getattr(state, "count", None) if counts else None
+        count = count_inc = None
         if counts:
+            count = state.count
             check_moment(count, (), "count")
             count_inc = optax.safe_increment(count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        shaped_like = param_leaves = grads[:]
+        shaped_like = grads[:]
         if reads_params:
-            shaped_like = param_leaves = leaves_like(
-                treedef, params, "Parameters", "gradients"
-            )
-        columns = {
+            shaped_like = leaves_like(treedef, params, "Parameters", "gradients")
+        state_leaves = {
             key: leaves_like(treedef, getattr(state, key), "The moments", "gradients")
             for key in moments
         }
         if full and not reads_params:
-            shaped_like = columns[full[-1]]
+            shaped_like = state_leaves[full[-1]]
         # Scalars of a step are computed once for each pair of types, not for each leaf:
         # a model of 100 tables traces its bias corrections once.
-        known: dict[Any, Any] = {}
+        step_scalars: dict[Any, Any] = {}
         for i, grad in enumerate(grads):
             if grad is None:
                 continue
             check(grad, shaped_like[i])
-            held = {key: column[i] for key, column in columns.items()}
+            own_moments = {key: column[i] for key, column in state_leaves.items()}
             for key, moment in moments.items():
-                moment.check(key, held[key], jnp.shape(shaped_like[i]))
-            arrays = {key: x for key, x in held.items() if x is not None}
-            param = jnp.asarray(param_leaves[i]) if reads_params else None
+                moment.check(key, own_moments[key], jnp.shape(shaped_like[i]))
+            arrays = {key: x for key, x in own_moments.items() if x is not None}
+            param = jnp.asarray(shaped_like[i]) if reads_params else None
             read = [*arrays.values()] if param is None else [param]
             dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
-            kind = dtype, read[-1].dtype
-            if kind not in known:
-                known[kind] = scalars(count, count_inc, *kind)
+            dtypes = dtype, read[-1].dtype
+            if dtypes not in step_scalars:
+                step_scalars[dtypes] = scalars(count, count_inc, *dtypes)
             # Outside of a program, constants in a formula would compile it again for
             # each b1 and b2; `eager` has them as operands.
             is_traced = isinstance(read[0], jax.core.Tracer)
             chosen = formula if is_traced or eager is None else eager
-            grads[i], news = update_leaf(
-                chosen, grad, param, tuple(arrays.values()), known[kind]
+            grads[i], new_arrays = update_leaf(
+                chosen, grad, param, tuple(arrays.values()), step_scalars[dtypes]
             )
-            for key, new in zip(arrays, news, strict=True):
-                columns[key][i] = new
-        trees = {key: treedef.unflatten(column) for key, column in columns.items()}
-        return treedef.unflatten(grads), state_class(**clock(count_inc), **trees)
+            for key, new in zip(arrays, new_arrays, strict=True):
+                state_leaves[key][i] = new
+        news = {key: treedef.unflatten(x) for key, x in state_leaves.items()}
+        news |= {"count": count_inc} if counts else {}
+        return treedef.unflatten(grads), state_class(**news)
 
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

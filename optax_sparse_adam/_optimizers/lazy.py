@@ -1,7 +1,7 @@
 """Any optax transformation, applied to the rows that a gradient holds."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,135 +10,52 @@ import optax
 from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import Rows, accumulator_dtype, bcoo_of, touched_rows
-from .._rows.gather_scatter import gather_rows, put_back, update_of
+from .._rows.gather_scatter import (
+    gather_rows,
+    order_after_gather,
+    prevent_fusion,
+    scatter_rows,
+)
 from .._rows.map_rows import map_rows
+from .._rows.padding import mask_padding
 from .hyperparameters import check_transformation
-from .lazy_probe import Sizes, check_state, probe, state_laid_like
+from .lazy_probe import TableSize, check_state, probe, shard_state_like
 from .lazy_row_analysis import split_update
 
 
-class _Arguments(NamedTuple):
-    """The arguments of an update, as lists.
-
-    A gradient may be `None`, and so is every parameter where none are given.
-    """
-
-    grads: list[Any]
-    leaves: list[Any]
-    params: list[Any]
-    treedef: Any
-    structure: Any
-    has_params: bool
-
-    @classmethod
-    def of(cls, updates: Any, state: Any, params: Any) -> "_Arguments":
-        treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        olds: list[Any] = [None] * len(grads)
-        if params is not None:
-            olds = leaves_like(treedef, params, "Parameters", "gradients")
-        leaves, structure = jax.tree.flatten(state)
-        return cls(grads, leaves, olds, treedef, structure, params is not None)
-
-    def trees(self, arrays: list[Any]) -> tuple[Any, Any, Any]:
-        """The arguments again, of a list of their arrays."""
-        first, last = len(self.grads), len(arrays) - len(self.grads)
-        params = self.treedef.unflatten(arrays[last:]) if self.has_params else None
-        state = self.structure.unflatten(arrays[first:last])
-        return self.treedef.unflatten(arrays[:first]), state, params
-
-    def results(self, updates: Any, state: Any) -> list[Any]:
-        """What an update returns, in the order of its arguments."""
-        leaves = self.structure.flatten_up_to(state)
-        return [*self.treedef.flatten_up_to(updates), *leaves]
-
-
-class _Table(NamedTuple):
-    """A parameter with a row-sparse gradient or none, and its touched rows.
-
-    Attributes:
-      rows: The touched rows of its gradient.
-      places: Where the arguments have its gradient, the arrays of the state that hold
-        its rows, and the parameter, if they have that.
-      state: These arrays of the state.
-      read: The parameter, or nothing.
-      old: The touched rows of both.
-    """
-
-    rows: Rows
-    places: list[int]
-    state: tuple[jax.Array, ...]
-    read: tuple[jax.Array, ...]
-    old: list[jax.Array]
-
-    @property
-    def is_worth_analysing(self) -> bool:
-        """Whether its rows may be independent: it has some, state and a trace.
-
-        Outside of a program each loop over blocks would be compiled again.
-        """
-        is_traced = isinstance(self.rows.indices, jax.core.Tracer)
-        return is_traced and self.rows.data.size > 0 and bool(self.state)
-
-
-def _sizes(grad: Any, param: Any) -> Sizes | None:
+def _table_size(grad: Any, param: Any) -> TableSize | None:
     """How many rows a parameter has, if `lazy` updates some of them only.
 
     None of them where the gradient is `None`: the parameter stays as it is.
     """
     if is_bcoo(grad):
         check_bcoo(grad, None if param is None else jnp.shape(param))
-        return Sizes.of(grad.shape, grad.n_sparse, grad.nse)
+        return TableSize(grad.shape, grad.n_sparse, grad.nse)
     if grad is None and param is not None:
-        return Sizes.of(param.shape, min(1, param.ndim), 0)
+        return TableSize(param.shape, min(1, param.ndim), 0)
     return None
 
 
-def _gather(given: _Arguments, i: int, size: Sizes, owners: list[Any]) -> _Table:
-    """The touched rows of what belongs to parameter `i`."""
-    grad, param = given.grads[i], given.params[i]
+def _touched_rows(grad: Any, param: Any, n_sparse: int) -> Rows:
+    """The touched rows of a gradient, in its type; none of `None`."""
     if grad is None:
         none = jnp.zeros([0, *param.shape[1:]], param.dtype)
         count = jnp.zeros([], jnp.int32)
-        rows = Rows(jnp.zeros([0, size.n_sparse], jnp.int32), none, count)
-    else:
-        rows = touched_rows(grad, accumulator_dtype(grad.dtype))
-        data = rows.data.astype(grad.dtype)
-        data = data if param is None else shard_columns_like(param, data)
-        rows = rows._replace(data=data)
-    places = [place for place, owner in enumerate(owners) if owner == i]
-    arrays = [*given.grads, *given.leaves, *given.params]
-    held = tuple(arrays[place] for place in places[1:])
-    own = len(held) - given.has_params
-    old = [gather_rows(x, rows.indices) for x in held]
-    return _Table(rows, places, held[:own], held[own:], old)
+        return Rows(jnp.zeros([0, n_sparse], jnp.int32), none, count)
+    rows = touched_rows(grad, accumulator_dtype(grad.dtype))
+    data = rows.data.astype(grad.dtype)
+    return rows._replace(
+        data=data if param is None else shard_columns_like(param, data)
+    )
 
 
-def _put(arrays: list[Any], places: list[int], news: Iterable[Any]) -> list[Any]:
-    """The list with new arrays in the first of these places."""
-    arrays = list(arrays)
-    for place, new in zip(places, news, strict=False):
-        arrays[place] = new
-    return arrays
+def _is_worth_analysing(rows: Rows, state: list[int]) -> bool:
+    """Whether the rows of a table may be independent: it has some, state and a trace.
 
-
-def _write_back(
-    grad: Any, size: Sizes, table: _Table, found: Any, results: list[Any]
-) -> tuple[Any, ...]:
-    """The update of a table, as its gradient is, and its state with the new rows.
-
-    `found` is the formula of its rows, where they are independent.
+    Outside of a program each loop over blocks would be compiled again.
     """
-    rows = table.rows
-    if found is not None:
-        data, state = map_rows(found[0], rows, table.state, found[1], read=table.read)
-    else:
-        update, *new_rows = (results[i] for i in table.places[: 1 + len(table.state)])
-        data = update_of(update, rows.indices, size.shape)
-        state = put_back(table.state, rows.indices, table.old, new_rows)
-    if grad is None:
-        return None, *state
-    return bcoo_of(grad, rows.indices, data, is_sorted=True), *state
+    is_traced = isinstance(rows.indices, jax.core.Tracer)
+    return is_traced and rows.data.size > 0 and bool(state)
 
 
 def lazy(
@@ -209,7 +126,7 @@ def lazy(
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
         check_state(state)
-        return state_laid_like(params, transformation, state)
+        return shard_state_like(params, transformation, state)
 
     def update_fn(
         updates: optax.Updates,
@@ -217,47 +134,79 @@ def lazy(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        given = _Arguments.of(updates, state, params)
-        each = map(_sizes, given.grads, given.params)
+        treedef: Any
+        state_treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
+        leaves, state_treedef = jax.tree.flatten(state)
+        param_leaves: list[Any] = [None] * len(grads)
+        if params is not None:
+            param_leaves = leaves_like(treedef, params, "Parameters", "gradients")
+        each = map(_table_size, grads, param_leaves)
         sizes = {i: size for i, size in enumerate(each) if size is not None}
-        if not sizes and (params is not None or None not in given.grads):
+        if not sizes and (params is not None or None not in grads):
             return transformation.update(updates, state, params, **extra_args)
-        arrays = [*given.grads, *given.leaves, *given.params]
+        arrays = [*grads, *leaves, *param_leaves]
+        num_grads, num_results = len(grads), len(grads) + len(leaves)
 
-        # An ordinary dense transformation, of whole arrays or of touched rows.
         def update(arrays: list[Any]) -> list[Any]:
-            trees = given.trees(arrays)
-            return given.results(*transformation.update(*trees, **extra_args))
-
-        def update_rows(data: Any, old: Any) -> list[Any]:
-            """The update of touched rows: of these, or of those of a table."""
-            small = arrays
-            for i, table in tables.items():
-                rows = data.get(i, table.rows.data), *old.get(i, table.old)
-                small = _put(small, table.places, rows)
-            return update(small)
+            """An ordinary dense update, of whole arrays or of touched rows."""
+            updates, state = transformation.update(
+                treedef.unflatten(arrays[:num_grads]),
+                state_treedef.unflatten(arrays[num_grads:num_results]),
+                None if params is None else treedef.unflatten(arrays[num_results:]),
+                **extra_args,
+            )
+            flat = state_treedef.flatten_up_to(state)
+            return [*treedef.flatten_up_to(updates), *flat]
 
         # Look the touched rows up, of gradients, state and parameters. `owners` says of
         # each array which table it has rows of. For table 0 and a bias under Adam:
         # gradients [0, None], count, mu, nu [None, 0, None, 0, None], params [0, None].
-        owners = probe(transformation.init, update, given.treedef, arrays, sizes, known)
-        tables = {i: _gather(given, i, size, owners) for i, size in sizes.items()}
+        owners = probe(transformation.init, update, treedef, arrays, sizes, known)
+        rows = {
+            i: _touched_rows(grads[i], param_leaves[i], sizes[i].n_sparse)
+            for i in sizes
+        }
+
+        def compacted(at: int, x: Any) -> Any:
+            i = owners[at]
+            if i is None:
+                return x
+            return rows[i].data if at < num_grads else gather_rows(x, rows[i].indices)
+
+        compact = list(itertools.starmap(compacted, enumerate(arrays)))
+        in_state = range(num_grads, num_results)
+        state_of = {i: [at for at in in_state if owners[at] == i] for i in rows}
         # Update them. All tables go through one call of the inner transformation, as a
         # norm is one over all of them. Where it provably treats each row alone, XLA
-        # drops these results, and `_write_back` computes the rows in blocks.
-        alone = {i: table for i, table in tables.items() if table.is_worth_analysing}
-        results, formulas = split_update(
-            update_rows,
-            owners[: -len(given.params)],
-            {i: table.rows.data for i, table in alone.items()},
-            {i: table.old for i, table in alone.items()},
+        # drops these results, and `map_rows` computes the rows in blocks.
+        alone = {i for i in rows if _is_worth_analysing(rows[i], state_of[i])}
+        results, row_fns = split_update(
+            lambda some: update([some.get(at, x) for at, x in enumerate(compact)]),
+            {at: compact[at] for at, i in enumerate(owners) if i in alone},
+            owners,
+            num_grads,
         )
         # Write them back.
-        for i, table in tables.items():
-            news = _write_back(
-                given.grads[i], sizes[i], table, formulas.get(i), results
-            )
-            results = _put(results, table.places, news)
-        return given.trees([*results, *given.params])[:2]
+        for i, (indices, _, _) in rows.items():
+            places = state_of[i]
+            tables = tuple(arrays[at] for at in places)
+            if i in row_fns:
+                row_fn, extra = row_fns[i]
+                read = () if params is None else (param_leaves[i],)
+                data, news = map_rows(row_fn, rows[i], tables, extra, read=read)
+            else:
+                data = mask_padding(results[i], indices, sizes[i].shape)
+                data = prevent_fusion(data)
+                made = (order_after_gather(compact[at], results[at]) for at in places)
+                pairs = zip(tables, made, strict=True)
+                news = tuple(scatter_rows(table, indices, new) for table, new in pairs)
+            for at, new in zip(places, news, strict=True):
+                results[at] = new
+            results[i] = None
+            if grads[i] is not None:
+                results[i] = bcoo_of(grads[i], indices, data, is_sorted=True)
+        state = state_treedef.unflatten(results[num_grads:])
+        return treedef.unflatten(results[:num_grads]), state
 
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)

@@ -15,7 +15,7 @@ Known limit: choices between leaves for which the same operations are done.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,24 +66,22 @@ def check_state(state: Any) -> None:
     jax.tree.leaves(state, is_leaf=check)
 
 
-class Sizes(NamedTuple):
+class TableSize(NamedTuple):
     """A parameter of which some rows are updated.
 
     Attributes:
       shape: Its shape.
       n_sparse: How many leading axes index the rows.
-      rows: The product of their sizes.
       nse: How many rows are touched at most.
     """
 
     shape: tuple[int, ...]
     n_sparse: int
-    rows: int
     nse: int
 
-    @classmethod
-    def of(cls, shape: tuple[int, ...], n_sparse: int, nse: int) -> "Sizes":
-        return cls(shape, n_sparse, math.prod(shape[:n_sparse]), nse)
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[: self.n_sparse])
 
 
 def probe(
@@ -91,7 +89,7 @@ def probe(
     update: Callable[[list[Any]], Any],
     treedef: Any,
     arrays: list[Any],
-    tables: dict[int, Sizes],
+    tables: dict[int, TableSize],
     known: dict[Any, list[int | None]],
 ) -> list[int | None]:
     """Which parameter's rows each array holds, by the parameter's place, if any.
@@ -119,29 +117,33 @@ def probe(
         read = [
             None if x is None else i for i, x in zip(own, shapes[-count:], strict=True)
         ]
-        owners = [*own, *row_leaves(init, treedef, tables, params, leaves), *read]
-        _check_sizes(update, shapes, owners, tables)
+        owners = [*own, *find_owners(init, treedef, tables, params, leaves), *read]
+        _check_same_operations(update, shapes, owners, tables)
         known[key] = owners
     return known[key]
 
 
-def row_leaves(
+def find_owners(
     init: Callable[[Any], Any],
     treedef: Any,
-    tables: dict[int, Sizes],
+    tables: dict[int, TableSize],
     shapes: list[Any],
     leaves: list[Any],
 ) -> list[int | None]:
     """`probe` of `init`, for parameters and a state of these shapes."""
+    # Sizes that no parameter has: a [1000, 4] table is traced as [1009, 4]. What is
+    # then [1009, 4] or [1009] in the state holds its rows; a count, [], does not.
     used = {size for shape in shapes if shape is not None for size in shape.shape}
     unused = (size for size in itertools.count(1009) if size not in used)
     sizes = {i: next(unused) for i in tables}
-    others = [_resized(x, i, tables, sizes) for i, x in enumerate(shapes)]
+    others = _resized(shapes, range(len(shapes)), tables, sizes)
 
     def owner(path: Any, leaf: Any, other: Any) -> int:
         if leaf.shape == other.shape:
             return -1
         for i, table in tables.items():
+            # With n_sparse == 2, the sizes [30, 40] became one, [1009]. Only an array
+            # with both in front has a row for each index.
             full = (*shapes[i].shape[: table.n_sparse], *other.shape[1:])
             if other.shape[:1] == (sizes[i],) and leaf.shape == full:
                 return i
@@ -158,7 +160,7 @@ def row_leaves(
     kinds: list[Any] = list(map(jax.tree.structure, states))
     if kinds[0] != kinds[1]:
         some = next(iter(tables))
-        raise _size_error(tables[some].rows, sizes[some])
+        raise _size_error(tables[some].num_rows, sizes[some])
     expected = [leaf.shape for leaf in jax.tree.leaves(states[0])]
     given = [leaf.shape for leaf in leaves]
     if given != expected:
@@ -176,32 +178,28 @@ def row_leaves(
     return [None if i < 0 else i for i in owners]
 
 
-def _check_sizes(
+def _check_same_operations(
     update: Callable[[list[Any]], Any],
     shapes: list[Any],
     owners: list[int | None],
-    tables: dict[int, Sizes],
+    tables: dict[int, TableSize],
 ) -> None:
     """Raises unless an update does to the touched rows what it does to a table."""
-
-    def resized(rows: dict[int, int]) -> list[Any]:
-        pairs = zip(shapes, owners, strict=True)
-        return [_resized(x, i, tables, rows) for x, i in pairs]
-
-    rows = {i: table.rows for i, table in tables.items()}
+    rows = {i: table.num_rows for i, table in tables.items()}
     # Two rows for none: of arrays without elements JAX computes less.
-    few = {i: table.nse or min(2, table.rows) for i, table in tables.items()}
+    few = {i: table.nse or min(2, table.num_rows) for i, table in tables.items()}
     try:
-        expected = _operations(update, resized(rows))
+        expected = _operations(update, _resized(shapes, owners, tables, rows))
     except Exception:  # of no table, so there is nothing that it ought to do
         return
     largest = tables[max(rows, key=lambda i: rows[i])]
+    # The mask of the module's example: (mul, add) of the table, nothing of few rows.
     try:
-        found = _operations(update, resized(few))
+        found = _operations(update, _resized(shapes, owners, tables, few))
     except Exception as error:
-        raise _size_error(largest.rows, largest.nse, error) from error
+        raise _size_error(largest.num_rows, largest.nse, error) from error
     if found != expected:
-        raise _size_error(largest.rows, largest.nse)
+        raise _size_error(largest.num_rows, largest.nse)
 
 
 def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
@@ -235,12 +233,21 @@ def _size_error(rows: int, nse: Any, cause: Any = None) -> ValueError:
     )
 
 
-def _resized(x: Any, table: Any, tables: dict[int, Sizes], rows: dict[int, int]) -> Any:
-    """The shape of an array of a table with so many rows, along one axis, or of `x`."""
-    if x is None or table not in rows:
-        return x
-    shape = (rows[table], *x.shape[tables[table].n_sparse :])
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+def _resized(
+    shapes: list[Any],
+    owners: Iterable[int | None],
+    tables: dict[int, TableSize],
+    num_rows: dict[int, int],
+) -> list[Any]:
+    """The shapes, of which those with rows of a table have so many, along one axis."""
+
+    def resized(x: Any, i: Any) -> Any:
+        if x is None or i not in num_rows:
+            return x
+        shape = (num_rows[i], *x.shape[tables[i].n_sparse :])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return list(map(resized, shapes, owners))
 
 
 def _shape_of(x: Any) -> Any:
@@ -250,7 +257,7 @@ def _shape_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
-def state_laid_like(
+def shard_state_like(
     params: optax.Params, inner: optax.GradientTransformation, state: optax.OptState
 ) -> optax.OptState:
     """On a mesh, lays out what holds the rows of a parameter as the parameter is."""
@@ -261,9 +268,9 @@ def state_laid_like(
     if mesh_of(*arrays).empty:
         return state
     shapes, held = ([*map(_shape_of, some)] for some in (arrays, leaves))
-    tables = {i: Sizes.of(x.shape, 1, 0) for i, x in enumerate(shapes) if x.shape}
+    tables = {i: TableSize(x.shape, 1, 0) for i, x in enumerate(shapes) if x.shape}
     try:
-        owners = row_leaves(inner.init, treedef, tables, shapes, held)
+        owners = find_owners(inner.init, treedef, tables, shapes, held)
     except ValueError:  # what lazy cannot lift, it cannot lay out
         return state
     for n, (leaf, i) in enumerate(zip(leaves, owners, strict=True)):

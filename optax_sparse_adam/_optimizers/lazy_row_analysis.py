@@ -22,6 +22,7 @@ once. An operation without a rule makes its results opaque: a missing rule costs
 and never changes a value.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,9 +31,10 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
+from .._rows.update_in_place import RowFunction, Tables
 
 _UNIFORM = -1  # in place of the index of a table
-_NOBODY: frozenset[int] = frozenset()
+_NO_TABLES: frozenset[int] = frozenset()
 
 _REDUCTIONS = [f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or")]
 # For each primitive a test of its parameters: does row r of the result depend on row r
@@ -46,28 +48,26 @@ _KEEPS_ROWS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "transpose": lambda params: params["permutation"][:1] == (0,),
 }
 
-RowFunction = Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]
-
 
 class _Value(NamedTuple):
     """What is known of a value.
 
     Attributes:
       kind: The index of the table whose rows it has, `_UNIFORM`, or `None` if opaque.
-      own: Tables of whose gathered rows row `r` depends on row `r` only.
-      needs: Tables on whose gathered rows it depends in any other way.
+      rowwise_deps: Tables of whose gathered rows row `r` depends on row `r` only.
+      other_deps: Tables on whose gathered rows it depends in any other way.
     """
 
     kind: int | None = None
-    own: frozenset[int] = _NOBODY
-    needs: frozenset[int] = _NOBODY
+    rowwise_deps: frozenset[int] = _NO_TABLES
+    other_deps: frozenset[int] = _NO_TABLES
 
     @property
     def reads(self) -> frozenset[int]:
-        return self.own | self.needs
+        return self.rowwise_deps | self.other_deps
 
 
-def _is_for_all(kind: int | None, shape: tuple[int, ...]) -> bool:
+def _is_broadcast(kind: int | None, shape: tuple[int, ...]) -> bool:
     """Whether an operand is equal for every row: a scalar, or one row for all."""
     return not shape or (kind in (None, _UNIFORM) and shape[0] == 1)
 
@@ -80,13 +80,16 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     avals: list[Any] = [atom.aval for atom in (eqn.outvars[0], *eqn.invars)]
     shape, *shapes = (aval.shape for aval in avals)
     pairs = zip(kinds, shapes, strict=True)
-    apart = [pair for pair in pairs if not _is_for_all(*pair)]
+    # In `mul grad 0.1`, `grad` has rows of its own, and 0.1 is the same for each.
+    apart = [pair for pair in pairs if not _is_broadcast(*pair)]
     if name == "broadcast_in_dim" and shape and kinds[0] in (None, _UNIFORM):
+        # A scalar, a vector [4] or one row [1, 4], that becomes [nse, 4].
         axes = params["broadcast_dimensions"]
         is_new = 0 not in axes and kinds[0] is None
         if is_new or (not apart and axes[0] == 0):
             return _UNIFORM
     same_number = all(operand[:1] == shape[:1] for _, operand in apart)
+    # Rows of two tables, `add mu_of_a mu_of_b`: row r of both is no row of one table.
     found = {kind for kind, _ in apart}
     tables = found - {_UNIFORM}
     if not (found and same_number and _KEEPS_ROWS[name](params)):
@@ -94,115 +97,111 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     return next(iter(tables), _UNIFORM) if len(tables) <= 1 else None
 
 
-def _judge(program: FlatJaxpr, inputs: dict[int, _Value]) -> list[_Value]:
+def _classify(program: FlatJaxpr, inputs: dict[int, _Value]) -> dict[int, _Value]:
     """What is known of each value, by its id, given that of the inputs."""
     opaque = _Value()
-    values = [opaque] * program.size
-    for value_id, value in inputs.items():
-        values[value_id] = value
+    values = dict.fromkeys(range(program.size), opaque) | inputs
     for eqn, operands, results in program.equations:
         args = [values[value_id] for value_id in operands]
         # Broadcasting an opaque scalar gives a value with all rows equal.
         is_new = eqn.primitive.name == "broadcast_in_dim"
         if not is_new and all(arg is opaque for arg in args):
             continue
-        own = _NOBODY.union(*(arg.own for arg in args))
-        needs = _NOBODY.union(*(arg.needs for arg in args))
+        rowwise_deps = _NO_TABLES.union(*(arg.rowwise_deps for arg in args))
+        other_deps = _NO_TABLES.union(*(arg.other_deps for arg in args))
         kind = _kind(eqn, [arg.kind for arg in args])
-        value = _Value(kind, own, needs)
-        for value_id in results:
-            values[value_id] = _Value(needs=own | needs) if kind is None else value
+        value = _Value(kind, rowwise_deps, other_deps)
+        if kind is None:  # a norm of `mu`, say: each row of it matters to all
+            value = _Value(other_deps=rowwise_deps | other_deps)
+        values.update(dict.fromkeys(results, value))
     return values
 
 
-class SplitUpdate(NamedTuple):
-    """An update, split into the part of each table that is row by row and the rest.
-
-    Attributes:
-      results: The results of the update. Those of the tables that are updated row by
-        row are not used, and then XLA computes nothing for them.
-      row_fns: For each table that is updated row by row its function for `map_rows`,
-        and the values that this takes besides rows.
-    """
-
-    results: list[Any]
-    row_fns: dict[int, tuple[RowFunction, list[jax.Array]]]
-
-
 def split_update(
-    update: Callable[..., list[Any]], owners: list[int | None], data: Any, old: Any
-) -> SplitUpdate:
+    update: Callable[[dict[int, jax.Array]], list[Any]],
+    rows: dict[int, jax.Array],
+    owners: list[int | None],
+    num_grads: int,
+) -> tuple[list[Any], dict[int, tuple[RowFunction, list[jax.Array]]]]:
     """Splits an update as far as it provably treats each row alone.
 
     Args:
-      update: `update(data, old)`.
-      owners: For each result of `update` the index of the table that it is of, or
-        `None`: for each table its update, then new rows in the order of the old ones.
-      data: For each table, by its index, the rows of its gradient.
-      old: For each table the rows that are gathered: those that it gets new ones of,
-        then those that are only read.
+      update: Returns new arrays in the order of `owners`, but not for the last ones,
+        the parameters.
+      rows: Its argument: compact arrays of tables, by their places in `owners`.
+      owners: For each array, gradients first, the table whose rows it has, or `None`.
+      num_grads: How many of them are gradients; the rows of all others are gathered.
+
+    Returns:
+      The results of the update; and for each table that is updated row by row its
+      function for `map_rows`, with the values that this takes besides rows. The results
+      of such a table are not used, and then XLA computes nothing for them.
     """
-    if not data:
-        return SplitUpdate(update(data, old), {})
+    if not rows:
+        return update(rows), {}
     compiled = jax.jit(update)  # of which JAX keeps the jaxpr for the second call
-    closed = jax.make_jaxpr(compiled)(data, old)
-    results = compiled(data, old)
+    closed = jax.make_jaxpr(compiled)(rows)
+    results = compiled(rows)
     if closed.effects:  # they happen once, and in order
-        return SplitUpdate(results, {})
+        return results, {}
     program = FlatJaxpr(closed)
-    treedefs: Any = jax.tree.structure((data, old)), jax.tree.structure(results)
-    data_at, old_at = treedefs[0].unflatten(program.inputs)
-    results_at = treedefs[1].unflatten(program.outputs)
-    known = {value_id: _Value(i) for i, value_id in data_at.items()}
-    for i, value_ids in old_at.items():
-        known |= dict.fromkeys(value_ids, _Value(i, own=frozenset([i])))
-    values = _judge(program, known)
-    places: dict[int, list[int]] = {i: [] for i in data}
-    for place, owner in enumerate(owners):
-        if owner in places:
-            places[owner].append(place)
+    value_of = dict(zip(rows, program.inputs, strict=True))
+    treedef: Any = jax.tree.structure(results)
+    results_at = treedef.unflatten(program.outputs)
+    places: dict[Any, list[int]] = {}
+    known = {}
+    for at, value_id in value_of.items():
+        i: Any = owners[at]
+        places.setdefault(i, []).append(at)
+        known[value_id] = _Value(i, _NO_TABLES if at < num_grads else frozenset([i]))
+    values = _classify(program, known)
 
     def is_by_row(i: int) -> bool:
         """Whether all results of this table are rows, like those that they replace."""
         return all(
-            isinstance(results_at[place], int)
-            and values[results_at[place]].kind in (i, _UNIFORM)
-            and not values[results_at[place]].needs
-            and results[place].shape == like.shape
-            for place, like in zip(places[i], (data[i], *old[i]), strict=False)
+            isinstance(results_at[at], int)
+            and values[results_at[at]].kind in (i, _UNIFORM)
+            and not values[results_at[at]].other_deps
+            and results[at].shape == rows[at].shape
+            for at in places[i]
+            if at < len(results)
         )
 
-    by_row = {i for i in data if is_by_row(i)}
-    others = [at for at, i in zip(results_at, owners, strict=True) if i not in by_row]
+    # A table is updated by itself unless something else reads its gathered rows: the
+    # result of another table, or one that is not of rows.
+    by_row = set(filter(is_by_row, places))
+    pairs = zip(results_at, owners, strict=False)
+    others = [result for result, i in pairs if i not in by_row]
     read = (values[value_id].reads for value_id in jax.tree.leaves(others))
-    row_fns, extra_at = {}, {}
+    row_fns: dict[int, RowFunction] = {}
+    extra_at = {}
     for i in sorted(by_row.difference(*read)):
-        outputs = [results_at[place] for place in places[i]]
+        outputs = [results_at[at] for at in places[i] if at < len(results)]
         equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
         extra_at[i] = [n for n in starts if values[n].kind is None]
-        inputs = [data_at[i], *old_at[i], *extra_at[i]]
-        row_fns[i] = _row_function(equations, program.literals, inputs, outputs)
+        inputs = [*(value_of[at] for at in places[i]), *extra_at[i]]
+        given = equations, program.literals, inputs, outputs
+        row_fns[i] = functools.partial(_update_rows, *given)
     # These equations are traced a second time, as the results contain them, too. XLA
     # merges equal operations.
     equations, _ = program.slice(jax.tree.leaves(extra_at))
-    given = dict(zip(program.inputs, jax.tree.leaves((data, old)), strict=True))
-    env = evaluate(equations, program.literals | program.consts | given)
+    known_rows = {value_of[at]: x for at, x in rows.items()}
+    env = evaluate(equations, program.literals | program.consts | known_rows)
     extra = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), extra_at)
-    return SplitUpdate(results, {i: (row_fns[i], extra[i]) for i in row_fns})
+    return results, {i: (row_fns[i], extra[i]) for i in row_fns}
 
 
-def _row_function(
+def _update_rows(
     equations: list[Equation],
     literals: dict[int, Any],
     inputs: list[int],
     outputs: list[int],
-) -> RowFunction:
-    def row_fn(
-        data: jax.Array, old: tuple[jax.Array, ...], extra: list[Any]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        given = zip(inputs, (data, *old, *extra), strict=True)
-        env = evaluate(equations, literals | dict(given), len(data))
-        update, *new = (env[value_id] for value_id in outputs)
-        return update, tuple(new)
-
-    return row_fn
+    data: jax.Array,
+    old: Tables,
+    extra: list[Any],
+) -> tuple[jax.Array, Tables]:
+    """The row function of a table, from the equations that compute its results."""
+    given = zip(inputs, (data, *old, *extra), strict=True)
+    env = evaluate(equations, literals | dict(given), len(data))
+    update, *new = (env[value_id] for value_id in outputs)
+    return update, tuple(new)

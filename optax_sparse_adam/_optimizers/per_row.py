@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import optax
 
 from .._exact_adam.state import refuse_exact
-from .._rows.checks import check_dense
+from .._rows.checks import check_dense, is_leaf
 from .hyperparameters import check_state_shapes, check_transformation
 
 
-def _over_rows(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
+def _vmap_rows(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
     return jax.vmap(function) if jnp.ndim(leaf) else function
 
 
-def _together(treedef: Any, states: list[Any]) -> Any:
+def _merge_states(treedef: Any, states: list[Any]) -> Any:
     """Makes one state, with a tree of arrays in each place, of one for each leaf."""
+    # A leaf that is masked has a state with fewer arrays: the largest has all places.
     structure: Any = jax.tree.structure(
         max(states, key=lambda s: len(jax.tree.leaves(s)))
     )
@@ -26,16 +27,12 @@ def _together(treedef: Any, states: list[Any]) -> Any:
     return structure.unflatten(map(treedef.unflatten, places))
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _alone(treedef: Any, state: Any, i: int) -> Any:
+def _state_of_leaf(treedef: Any, state: Any, i: int) -> Any:
     """The state of leaf `i` alone; `None` counts as a leaf."""
     return jax.tree.map(
         lambda tree: treedef.flatten_up_to(tree)[i],
         state,
-        is_leaf=lambda tree: jax.tree.structure(tree, is_leaf=_is_none) == treedef,
+        is_leaf=lambda tree: jax.tree.structure(tree, is_leaf=is_leaf) == treedef,
     )
 
 
@@ -90,9 +87,9 @@ def per_row(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves, treedef = jax.tree.flatten(params)
-        states = [_over_rows(inner.init, leaf)(leaf) for leaf in leaves]
+        states = [_vmap_rows(inner.init, leaf)(leaf) for leaf in leaves]
         refuse_exact(states, "per_row")
-        return _together(treedef, states) if states else inner.init(params)
+        return _merge_states(treedef, states) if states else inner.init(params)
 
     def update_fn(
         updates: optax.Updates,
@@ -102,7 +99,7 @@ def per_row(
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any
         check_dense(updates, "per_row", "per_row(inner)")
-        grads, treedef = jax.tree.flatten(updates, is_leaf=_is_none)
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
         if all(grad is None for grad in grads):
             return updates, state
         olds = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
@@ -112,12 +109,12 @@ def per_row(
         update = functools.partial(inner.update, **extra_args)
         results = []
         for i, (grad, old) in enumerate(zip(grads, olds, strict=True)):
-            alone = _alone(treedef, state, i)
+            alone = _state_of_leaf(treedef, state, i)
             if grad is None:  # rows that stay, or no parameter at all
                 results.append((None, alone))
             else:
-                results.append(_over_rows(update, grad)(grad, alone, old))
+                results.append(_vmap_rows(update, grad)(grad, alone, old))
         updates = treedef.unflatten([update for update, _ in results])
-        return updates, _together(treedef, [state for _, state in results])
+        return updates, _merge_states(treedef, [state for _, state in results])
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -27,6 +27,7 @@ def _round(
     """
     info = jnp.finfo(dtype)
     exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
+    # Values of exponent e are 2**(e - nmant) apart; subnormal ones as the smallest.
     exponent = jnp.maximum(exponent, info.minexp + 127) - info.nmant
     exponent = jnp.maximum(exponent, 127 - 102)
     step, inverse = (

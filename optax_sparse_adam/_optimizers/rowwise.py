@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
-from .._rows.update_table import Formula, Tables
+from .._rows.update_in_place import Tables
+from .._rows.update_table import Formula
 from .by_leaf import Moment, all_but_last, by_leaf, given_dtype
 from .hyperparameters import (
     NUMBER,
@@ -85,10 +86,6 @@ def scale_by_rowwise_rss(
     check_at_least("initial_accumulator_value", initial_accumulator_value, 0)
     # Rows without a gradient, padding among them, would be zero over zero.
     check_eps(eps)
-
-    def scalars(_: Any, __: Any, dtype: DTypeLike, ___: Any) -> jax.Array:
-        return jnp.asarray(eps, dtype)
-
     name = "scale_by_rowwise_rss"
     sums = Moment(all_but_last, accumulator_dtype, initial_accumulator_value)
     return by_leaf(
@@ -96,7 +93,7 @@ def scale_by_rowwise_rss(
         ScaleByRowwiseRssState,
         {"sum_of_squares": sums},
         Formula(_rss),
-        scalars,
+        lambda count, count_inc, dtype, param_dtype: jnp.asarray(eps, dtype),
         check=functools.partial(_check, name),
     )
 
@@ -159,9 +156,7 @@ def scale_by_rowwise_adam(
     # Of `b` and `1 - b` the smaller one is passed on, as rounding it costs less.
     is_small = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
 
-    def scalars(
-        _: Any, count_inc: jax.Array, dtype: DTypeLike, __: Any
-    ) -> _StepScalars:
+    def scalars(_: Any, count_inc: Any, dtype: Any, __: Any) -> _StepScalars:
         weights = (
             jnp.asarray(b if small else 1 - b, dtype)
             for b, small in zip((b1, b2), is_small, strict=True)

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype
-from .._rows.update_table import Formula, Tables
+from .._rows.update_in_place import Tables
+from .._rows.update_table import Formula
 from .by_leaf import Moment, by_leaf
 from .hyperparameters import (
     NUMBER,
@@ -108,6 +109,7 @@ def _direction(
             v_col = _average(moments[1], jnp.mean(square, axis=-2), step.weight)
             mean = jnp.mean(v_row, axis=-1, keepdims=True)
             moments = v_row, v_col
+        # Of rank one, R C / mean(R), whose means over columns and rows are R and C.
         share = v_row / jnp.maximum(mean, step.eps1)
         estimate = share[..., :, None] * v_col[..., None, :]
     root = jax.lax.rsqrt(jnp.maximum(estimate, step.eps1 * step.eps1))
@@ -125,13 +127,6 @@ def _first_sums(grad: jax.Array, rows: Tables, step: StepScalars) -> Tables:
     return squares, jnp.sum(square, axis=0), jnp.sum(v_row)
 
 
-def _length(
-    grad: jax.Array, rows: Tables, columns: Tables, step: StepScalars
-) -> jax.Array:
-    direction, _ = _direction(grad, rows, columns, step)
-    return jnp.sum(direction * direction)
-
-
 def _prepare(
     reduce: Callable[..., Any],
     shared: Tables,
@@ -147,9 +142,14 @@ def _prepare(
     if sums:
         v_col = _average(shared[0], sums[0] / num_rows, step.weight)
         columns = v_col, sums[1] / num_rows
+
+    def length(grad: jax.Array, rows: Tables, columns: Tables, step: Any) -> jax.Array:
+        direction, _ = _direction(grad, rows, columns, step)
+        return jnp.sum(direction * direction)
+
     size = num_rows * math.prod(row_shape)
     relative = _at_least(jnp.sqrt(squares / size), step.eps2)
-    root = jnp.sqrt(reduce(_length, columns, step) / size)
+    root = jnp.sqrt(reduce(length, columns, step) / size)
     factor = -relative * step.size / _at_least(root / step.d, 1.0)
     return _Shared(step, columns, factor), columns[:1]
 
@@ -166,12 +166,8 @@ def _adafactor(
     return update, moments
 
 
-def _columns(ndim: int) -> int:
-    """The columns' average of one matrix."""
-    return int(ndim == 2)
-
-
-ADAFACTOR = Formula(_adafactor, prepare=_prepare, shared=_columns)
+# All rows share the columns' average of one matrix.
+ADAFACTOR = Formula(_adafactor, prepare=_prepare, shared=lambda ndim: int(ndim == 2))
 
 
 class SparseAdafactorState(NamedTuple):
@@ -193,22 +189,6 @@ class SparseAdafactorState(NamedTuple):
     v: optax.Updates
 
 
-def _check_hyperparameters(
-    learning_rate: Any,
-    beta2_decay: Scalar,
-    eps: tuple[Scalar | None, Scalar],
-    d: Scalar,
-    weight_decay: Scalar,
-) -> None:
-    check_learning_rate(learning_rate)
-    check_at_least("eps[0]", eps[0], 0, " None stands for the machine epsilon.")
-    check_at_least("eps[1]", eps[1], 0)
-    check_at_least("d", d, 1)
-    check_at_least("weight_decay", weight_decay, 0)
-    if isinstance(beta2_decay, NUMBER) and not beta2_decay <= 0:
-        raise ValueError(f"Invalid beta2_decay: {beta2_decay}. It must be at most 0.")
-
-
 def check_gradient(grad: Any, param: Any) -> None:
     check_leaf(grad, param)
     if is_bcoo(grad) and grad.n_sparse > max(1, grad.ndim - 2):
@@ -224,8 +204,7 @@ def _factor(dropped: int) -> Moment:
     """The mean over an axis of the last two, of parameters that have them."""
 
     def axes(ndim: int) -> list[int] | None:
-        kept = [axis for axis in range(ndim) if axis != ndim + dropped]
-        return kept if ndim > 1 else None
+        return [x for x in range(ndim) if x != ndim + dropped] if ndim > 1 else None
 
     return Moment(axes, accumulator_dtype)
 
@@ -324,7 +303,13 @@ def sparse_adafactor(
       <https://arxiv.org/abs/1804.04235>`_, 2018; `torch.optim.Adafactor
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html>`_.
     """
-    _check_hyperparameters(learning_rate, beta2_decay, eps, d, weight_decay)
+    check_learning_rate(learning_rate)
+    check_at_least("eps[0]", eps[0], 0, " None stands for the machine epsilon.")
+    check_at_least("eps[1]", eps[1], 0)
+    check_at_least("d", d, 1)
+    check_at_least("weight_decay", weight_decay, 0)
+    if isinstance(beta2_decay, NUMBER) and not beta2_decay <= 0:
+        raise ValueError(f"Invalid beta2_decay: {beta2_decay}. It must be at most 0.")
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
 
     def scalars(

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.sparse import BCOO
 from jax.typing import DTypeLike
 
-from .._rows.update_table import Formula, Tables
+from .._rows.update_in_place import Tables
+from .._rows.update_table import Formula
 from ..native import _calls as native
 from .by_leaf import Moment, by_leaf, given_dtype
 from .hyperparameters import (
@@ -50,11 +50,10 @@ def _adam(
     return scalars.scale * mu / (jnp.sqrt(nu) + scalars.eps), (mu, nu)
 
 
-def _by_kernel(grad: BCOO, moments: Tables, _: Tables, scalars: StepScalars) -> Any:
-    return native.adam_rows(grad, moments, scalars)
-
-
-ADAM = Formula(_adam, kernel=_by_kernel)
+ADAM = Formula(
+    _adam,
+    kernel=lambda grad, moments, _, scalars: native.adam_rows(grad, moments, scalars),
+)
 
 
 class ScaleBySparseAdamState(NamedTuple):

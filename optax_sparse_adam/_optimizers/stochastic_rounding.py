@@ -48,13 +48,13 @@ def _init(
     def widened(params: optax.Params) -> optax.OptState:
         return init(jax.tree.map(lambda param: _widened(param, dtype), params))
 
-    def is_spread(leaf: Any) -> bool:
-        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        return known and len(leaf.sharding.device_set) > 1
-
     # Under `jit`, the widened parameters, of which only the shapes are used, are never
     # allocated; but zeros would not be spread over the devices of the parameters.
-    spread = any(map(is_spread, jax.tree.leaves(params)))
+    spread = any(
+        isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+        for leaf in jax.tree.leaves(params)
+        if not isinstance(leaf, jax.core.Tracer)
+    )
     return widened(params) if spread else jax.jit(widened)(params)
 
 

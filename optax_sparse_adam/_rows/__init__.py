@@ -25,22 +25,11 @@ Words, as all of the package uses them:
   `row_fn(data, rows_of_tables, *args)`.
 - block: as many touched rows as a CPU updates at a time; see `map_rows`.
 
-The files, those that others stand on first:
-
-- `padding`: what padding is; the functions that make it and recognise it.
-- `gather_scatter`: gathers, scatters and scatter-adds of rows.
-- `binary_search`: how many sorted values are less than each key.
-- `duplicates`: assigns entries to segments, one for each row, and adds these up; one
-  method for CPUs and one, a segmented scan, for other devices.
-- `canary`: the BCOO of this package's gradients, which notices changed indices.
-- `bag_gradient`: a gradient by bags, `[B, D]`, expanded on demand.
-- `checks`: what counts as a gradient, and the errors for what does not.
-- `coalesce`: `Rows`, the touched rows of a gradient; the public `coalesce`.
-- `bags`: the public `embedding_bag`.
-- `update_in_place`: which tables can be updated by one scatter with a combiner.
-- `map_rows`: gather, update, scatter, in blocks on a CPU.
-- `update_table`: the update of one table by a formula: sums, then `map_rows`, the
-  kernel, or all touched rows at once.
-- `apply_updates`: the public `apply_updates`.
-- `new_arrays`: the arrays of a new state, laid out as the parameter is.
+`canary` and `checks` say what counts as a gradient, and `coalesce` finds its touched
+rows, by `duplicates`. `map_rows` gathers, updates and scatters them, by
+`gather_scatter` and, where one scatter with a combiner does all three, by
+`update_in_place`. `update_table` updates one table by the formula of an optimiser,
+`apply_updates` adds that to the parameter, and `new_arrays` makes the arrays of a new
+state. `bags` has the public `embedding_bag`, and `bag_gradient` its gradient, expanded
+on demand. All of them stand on `padding`.
 """

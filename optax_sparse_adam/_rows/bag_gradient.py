@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .canary import CanaryBCOO, is_zero, let_through, new_canary
+from .canary import CanaryBCOO, intact_entries, is_zero, new_canary
 from .padding import expand_like
 
 
@@ -72,20 +72,18 @@ class BagGradient(CanaryBCOO):
         )
         empty = is_zero(values, 0, indices)
         empty = empty.at[segments].get(mode="fill", fill_value=True)
-        valid, indices = let_through(empty, indices, canary, 0)
+        valid, indices = intact_entries(empty, indices, canary, 0)
         segments = jnp.where(valid[:, 0], segments, len(values))
         return values, indices, segments, weights
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        weights = () if self.weights is None else (self.weights,)
-        children = (self.values, self.indices, self.canary, self.segments, *weights)
-        return children, (self._unbatched, self._dtype, self.is_stale)
+        arrays = (self.values, self.indices, self.canary, self.segments, self.weights)
+        return arrays, (self._unbatched, self._dtype, self.is_stale)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
         obj = object.__new__(cls)
-        obj.values, obj.indices, obj.canary, obj.segments, *weights = children
-        obj.weights = weights[0] if weights else None
+        obj.values, obj.indices, obj.canary, obj.segments, obj.weights = children
         obj._unbatched, obj._dtype, obj.is_stale = aux_data
         obj.indices_sorted = obj.unique_indices = False
         return obj

@@ -172,6 +172,7 @@ def _flatten(
     ids, segments = narrow_ids(ids, len(table)), segment_ids
     valid = (ids >= 0) & (ids < np.asarray(len(table), ids.dtype))
     if offsets is not None:
+        # Offsets [0, 2] of three ids: [1, 0, 1] begin a bag, so the bags are [0, 0, 1].
         begins = jnp.zeros([len(ids)], jnp.int32)
         begins = begins.at[narrow_ids(offsets, len(ids))].add(1, mode="drop")
         segments = jnp.cumsum(begins) - 1
@@ -198,6 +199,7 @@ def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def sum_bags(
     num_bags: int,
     table: jax.Array,
@@ -208,7 +210,8 @@ def sum_bags(
     """`sum_j weights_j * table[ids_j]` of each bag, `[num_bags, *row_shape]`.
 
     Its derivative is that of `_pool`, taken only for what is differentiated: XLA would
-    compute that of all weights for nothing.
+    compute that of all weights for nothing. Under `vmap`, bags of many batches are one
+    lookup. `value_and_grad` knows this function and `bag_lookup` by their names.
 
     Args:
       num_bags: The number of bags.
@@ -217,18 +220,6 @@ def sum_bags(
       segments: `[entries]`, the bag of each id, or `None`.
       weights: Of the shape of `ids`, or `None` for ones.
     """
-    return bag_function(num_bags, table, ids, segments, weights)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def bag_function(
-    num_bags: int,
-    table: jax.Array,
-    ids: jax.Array,
-    segments: jax.Array | None,
-    weights: jax.Array | None,
-) -> jax.Array:
-    """`bag_lookup` with bags of many batches as one lookup, under `vmap`."""
     args, tree = jax.tree.flatten((table, ids, segments, weights))
 
     @jax.custom_batching.custom_vmap
@@ -288,7 +279,7 @@ def bag_lookup(
     *,
     num_bags: int,
 ) -> jax.Array:
-    """`sum_bags` without derivatives. `value_and_grad` knows this function by name."""
+    """`sum_bags` without derivatives and `vmap`."""
     pool = functools.partial(_pool, num_bags)
     if native.supports_bags(table, ids):
         read = functools.partial(native.read_bags, num_bags)
@@ -301,15 +292,9 @@ def bag_lookup(
     )
 
 
-def _pool(
-    num_bags: int,
-    table: jax.Array,
-    ids: jax.Array,
-    segments: jax.Array | None,
-    weights: jax.Array | None,
-) -> jax.Array:
+def _pool(num_bags: int, table: jax.Array, ids: jax.Array, *args: Any) -> jax.Array:
     """`sum_bags` in plain JAX."""
-    return add_up(num_bags, _take(table, ids), segments, weights)
+    return add_up(num_bags, _take(table, ids), *args)
 
 
 def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -353,6 +338,8 @@ def _max(
         ids, valid = ids.ravel(), valid.ravel()
     rows, nse = _take(table, ids), len(ids)
     seen = lax.stop_gradient(jnp.where(expand_like(valid, rows), rows, -jnp.inf))
+    # Each number has one source, the first entry of its bag that is the largest or NaN.
+    # It is gathered from there, so that its gradient goes there and nowhere else.
     largest = jax.ops.segment_max(seen, segments, num_bags)
     is_largest = (seen == largest[segments]) | jnp.isnan(seen)
     slot = jnp.where(

@@ -166,19 +166,17 @@ def check_indices(grad: BCOO) -> None:
 
 def _is_seen_to_change(grad: Any) -> bool:
     """Whether an entry was changed, as far as it is known while tracing."""
-    if not all(map(_is_known, (grad.canary, grad.data))):
-        return False
+    for x in (grad.canary, grad.data):
+        if isinstance(x, jax.core.Tracer) or not getattr(
+            x, "is_fully_addressable", True
+        ):
+            return False
     # In NumPy: within a program JAX would trace even what is known.
     canary = np.asarray(grad.canary)[..., 0]
     if (canary == _CANARY).all():
         return False
     is_empty = (canary == 0) & is_zero(np.asarray(grad.data), grad.n_batch)
     return not ((canary == _CANARY) | is_empty).all()
-
-
-def _is_known(x: Any) -> bool:
-    is_traced = isinstance(x, jax.core.Tracer)
-    return not is_traced and getattr(x, "is_fully_addressable", True)
 
 
 def is_zero(values: Any, n_batch: int, indices: Any = None) -> Any:
@@ -205,20 +203,21 @@ def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -
     data, indices = place(grad.data), place(grad.indices)
     if isinstance(grad, CanaryBCOO):
         n_batch, empty = grad.n_batch, is_zero(data, grad.n_batch, indices)
-        valid, indices = let_through(empty, indices, place(grad.canary), n_batch)
+        valid, indices = intact_entries(empty, indices, place(grad.canary), n_batch)
         shape = (*valid.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
         data = jnp.where(valid.reshape(shape), data, jnp.nan)
     return copy_with(BCOO, grad, data, indices)
 
 
-def let_through(
+def intact_entries(
     empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:
     """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
     is_intact, is_empty = canary == _CANARY, (canary == 0) & empty[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    # Both are distinct and ascending, as the flags promise.
+    # Entries that were changed go to the rows 0, 1, ..., where their NaN is seen; those
+    # that became zeros are padding. Both are distinct and ascending, as the flags say.
     slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
     outside = last_indices(slot, n_batch)
     indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))

@@ -27,7 +27,8 @@ def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
     why = "a part of the tree stands where one leaf should"
     try:
         parts = list(treedef.flatten_up_to(tree))
-        if all(map(_is_one, parts)):
+        kinds = (jax.tree.structure(part, is_leaf=is_leaf) for part in parts)
+        if all(map(jax.tree_util.treedef_is_leaf, kinds)):
             return parts
     except ValueError as error:  # JAX goes on with the values of an array
         why = str(error).split(", got ")[0].split("; value: ")[0]
@@ -35,11 +36,6 @@ def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
         f"{what} must have the tree structure of the {other}, {treedef}, got "
         f"{jax.tree.structure(tree, is_leaf=is_leaf)}: {why}"
     )
-
-
-def _is_one(part: Any) -> bool:
-    structure = jax.tree.structure(part, is_leaf=is_leaf)
-    return jax.tree_util.treedef_is_leaf(structure)
 
 
 def check_dense(grads: Any, name: str, call: str) -> None:

@@ -92,6 +92,7 @@ def _sums(grad: BCOO) -> Rows:
     slot = jnp.arange(grad.nse, dtype=jnp.int32)
     if grad.unique_indices or grad.nse == 0:
         valid = in_bounds(indices, grad.shape)
+        # Padding may lie between rows: of [7, -1, 3, -1], the first three slots count.
         count = jnp.max(jnp.where(valid, slot + 1, 0), initial=0)
         data = jnp.where(expand_like(valid, data), data, 0)
     else:
@@ -115,12 +116,23 @@ def bcoo_of(
     `is_sorted` says whether they are in order where `grad` was not unique. The entries
     of a gradient that is unique keep their order.
     """
-    return class_of(grad)(
-        (data.astype(grad.dtype), indices),
-        shape=grad.shape,
-        indices_sorted=grad.indices_sorted if grad.unique_indices else is_sorted,
-        unique_indices=True,
-    )
+    if grad.unique_indices:
+        is_sorted = grad.indices_sorted
+    return coalesced_bcoo(grad, indices, data, grad.shape, is_sorted=is_sorted)
+
+
+def coalesced_bcoo(
+    grad: BCOO,
+    indices: jax.Array,
+    data: jax.Array,
+    shape: tuple[int, ...],
+    *,
+    is_sorted: bool = True,
+) -> BCOO:
+    """A BCOO of rows that occur once, of the type and with the canary of `grad`."""
+    flags = {"indices_sorted": is_sorted, "unique_indices": True}
+    args = data.astype(grad.dtype), indices
+    return class_of(grad)(args, shape=shape, **flags)
 
 
 def accumulator_dtype(*dtypes: DTypeLike) -> Any:
@@ -142,12 +154,7 @@ def _coalesce(grad: BCOO) -> BCOO:
         found, flags = entries(grad), {"indices_sorted": grad.indices_sorted}
         found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
     rows = touched_rows(found, accumulator_dtype(grad.dtype))
-    return class_of(grad)(
-        (rows.data.astype(grad.dtype), rows.indices),
-        shape=grad.shape,
-        indices_sorted=True,
-        unique_indices=True,
-    )
+    return coalesced_bcoo(grad, rows.indices, rows.data, grad.shape)
 
 
 def coalesce(grad: BCOO) -> BCOO:

@@ -16,14 +16,13 @@ distinct rows are `[3, 7]`, `count` is 2, the segments of the entries are `[1, 0
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .binary_search import search
 from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
 from .padding import expand_like, in_bounds, padding_key
 
@@ -31,19 +30,22 @@ from .padding import expand_like, in_bounds, padding_key
 # level, which reads each entry once from memory and this many times from the caches.
 _TILE = 8
 
+# Distinct rows; for each entry its segment, or for each row its sum; how many rows.
+Segments = tuple[jax.Array, jax.Array, jax.Array]
 
-class _Sorted(NamedTuple):
+
+class _SortedEntries(NamedTuple):
     """The entries of a gradient in the order of their rows.
 
     Attributes:
-      keys: `[nse, k]`, the row of each entry, as `_keys` has it.
+      distinct: `[nse, k]`, the keys of the distinct rows, as `_keys` has them.
       position: `[nse]`, where the entry was.
       segment: `[nse]`, the place of its row among the distinct rows, `nse` for padding.
       last: `[nse]`, for each segment the place of its last entry.
       count: Scalar; how many rows there are.
     """
 
-    keys: jax.Array
+    distinct: jax.Array
     position: jax.Array
     segment: jax.Array
     last: jax.Array
@@ -52,7 +54,7 @@ class _Sorted(NamedTuple):
 
 def segment_rows(
     indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Segments:
     """Assigns entries to segments, one for each row, in ascending order of the rows.
 
     Returns:
@@ -66,21 +68,14 @@ def segment_rows(
 
 def sum_duplicates(
     indices: jax.Array, data: jax.Array, shape: tuple[int, ...], is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Segments:
     """Adds up the entries of each row.
 
     Returns:
-      The distinct rows, as `segment_rows`; their sums, then zeros; and their
-      number.
+      The distinct rows, as `segment_rows`; their sums, then zeros; and their number.
     """
     keys, sums, count = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
     return _indices_of(keys, shape[: indices.shape[1]]), sums, count
-
-
-def sum_by_segment(data: jax.Array, segment: jax.Array) -> jax.Array:
-    """Adds up the entries of each segment, by the second result of `segment_rows`."""
-    size = (len(segment),)
-    return sum_duplicates(segment[:, None], data, size, is_sorted=False)[1]
 
 
 def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -93,6 +88,7 @@ def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
       `[nse, 1]`, the place of the row in the flattened table; or the indices
       themselves, `[nse, n_sparse]`, where the type does not hold that.
     """
+    # The row (2, 3) of a table of 4 x 5 rows has the key 2 * 5 + 3 = 13.
     sizes, keys = shape[: indices.shape[1]], indices
     if math.prod(sizes) <= jnp.iinfo(indices.dtype).max:
         keys = indices[:, :1]
@@ -106,7 +102,7 @@ def _indices_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """The indices `[nse, n_sparse]` of rows from their keys."""
     if keys.shape[1] == len(sizes):
         return keys
-    columns = []
+    columns = []  # 13 of 4 x 5 rows: 13 % 5 = 3, 13 // 5 = 2
     for size in reversed(sizes[1:]):
         bound = np.asarray(max(size, 1), keys.dtype)
         columns.append(keys % bound)
@@ -114,15 +110,13 @@ def _indices_of(keys: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     return jnp.concatenate([keys, *reversed(columns)], axis=1)
 
 
-def _changes(keys: jax.Array) -> jax.Array:
+def _differs_from_next(keys: jax.Array) -> jax.Array:
     """Says of each entry but the last whether the next one has another row."""
     return jnp.any(keys[1:] != keys[:-1], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="is_sorted")
-def _segment_keys(
-    keys: jax.Array, *, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segment_keys(keys: jax.Array, *, is_sorted: bool) -> Segments:
     return lax.platform_dependent(
         keys,
         cpu=lambda keys: _segments_by_search(keys, is_sorted),
@@ -131,9 +125,7 @@ def _segment_keys(
 
 
 @functools.partial(jax.jit, static_argnames="is_sorted")
-def _sum_keys(
-    keys: jax.Array, data: jax.Array, *, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sum_keys(keys: jax.Array, data: jax.Array, *, is_sorted: bool) -> Segments:
     def by_search(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         distinct, segment, count = _segments_by_search(keys, is_sorted)
         zeros = jnp.zeros_like(data)
@@ -143,14 +135,16 @@ def _sum_keys(
     def by_scan(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
         order = _sort_entries(keys, is_sorted)
         ordered = data if is_sorted else take_rows(data, order.position[:, None])
-        return _distinct_keys(order), _sum_segments(ordered, order), order.count
+        # Its sum so far, at the last entry of a segment, is the sum of the segment.
+        sums = _segmented_scan(ordered, order.segment)
+        sums = take_rows(sums, order.last[:, None])
+        real = expand_like(jnp.arange(len(data), dtype=jnp.int32) < order.count, sums)
+        return order.distinct, jnp.where(real, sums, 0), order.count
 
     return lax.platform_dependent(keys, data, cpu=by_search, default=by_scan)
 
 
-def _segments_by_search(
-    keys: jax.Array, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segments_by_search(keys: jax.Array, is_sorted: bool) -> Segments:
     """`segment_rows` for CPUs."""
     if keys.shape[1] > 1:
         return _segments_by_sort(keys, is_sorted)
@@ -160,7 +154,7 @@ def _segments_by_search(
     # For the keys [7, 3, P, 7] (P: padding) `ordered` is [3, 7, 7, P], `first` is
     # [1, 1, 0, 0], `rank` [0, 1, 1, 1], and the segments are [1, 0, 4, 1].
     ordered = key if is_sorted else jnp.sort(key)
-    first = jnp.concatenate([jnp.ones([1], bool), _changes(ordered[:, None])])
+    first = jnp.concatenate([jnp.ones([1], bool), _differs_from_next(ordered[:, None])])
     first &= ordered != padding_key(keys.dtype)
     rank = jnp.cumsum(first, dtype=jnp.int32) - 1
     target = jnp.where(first, rank, nse + jnp.arange(nse, dtype=jnp.int32))[:, None]
@@ -170,17 +164,36 @@ def _segments_by_search(
     return distinct, segment, rank[-1] + 1
 
 
-def _segments_by_sort(
-    keys: jax.Array, is_sorted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def search(ordered: jax.Array, keys: jax.Array) -> jax.Array:
+    """How many of the ordered values, at least one, are less than each key: `[keys]`.
+
+    For `ordered` `[2, 5, 5]` and the keys `[1, 5, 9]` it is `[0, 1, 3]`. It is
+    `jnp.searchsorted`, which takes twice the time on a CPU, and with jax 0.10.2 is an
+    error inside of a `shard_map` over some of the axes of a mesh.
+    """
+    size = len(ordered)
+    # Steps of 4, 2 and 1 for 5 values: `place` of them are known to be less than the
+    # key, and it moves on where `step` more of them are.
+    steps = 1 << np.arange((size - 1).bit_length(), dtype=np.int32)[::-1]
+
+    def body(place: jax.Array, step: Any) -> tuple[jax.Array, None]:
+        further = place + jnp.minimum(step, size - place)
+        is_less = take_rows(ordered, further[:, None] - 1) < keys
+        return jnp.where(is_less, further, place), None
+
+    start = jnp.where(ordered[-1:] < keys, np.int32(size), np.int32(0))
+    return lax.scan(body, start, steps)[0]
+
+
+def _segments_by_sort(keys: jax.Array, is_sorted: bool) -> Segments:
     """`segment_rows` for all other devices."""
     order = _sort_entries(keys, is_sorted)
     position = order.position[:, None]
     segment = scatter_rows(jnp.zeros_like(order.segment), position, order.segment)
-    return _distinct_keys(order), segment, order.count
+    return order.distinct, segment, order.count
 
 
-def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Sorted:
+def _sort_entries(keys: jax.Array, is_sorted: bool) -> _SortedEntries:
     """A stable sort of the entries by key, so that sums have a fixed order."""
     nse = len(keys)
     slot = position = jnp.arange(nse, dtype=jnp.int32)
@@ -188,29 +201,18 @@ def _sort_entries(keys: jax.Array, is_sorted: bool) -> _Sorted:
         *columns, position = lax.sort((*keys.T, slot), num_keys=keys.shape[1])
         keys = jnp.stack(columns, axis=1)
     real = keys[:, 0] != padding_key(keys.dtype)
-    last = jnp.concatenate([_changes(keys), jnp.ones([1], bool)]) & real
+    last = jnp.concatenate([_differs_from_next(keys), jnp.ones([1], bool)]) & real
     # `last` marks the last entry of each segment, so the count of those before an entry
-    # is its segment.
+    # is its segment. For the sorted keys [3, 7, 7, P]: `last` is [1, 0, 1, 0], `before`
+    # [0, 1, 1, 2], the segments are [0, 1, 1, 4], and their last entries at 0 and 2.
     before = jnp.cumsum(last, dtype=jnp.int32) - last.astype(jnp.int32)
+    segment = jnp.where(real, before, nse)
+    count = jnp.sum(last, dtype=jnp.int32)
     target = jnp.where(last, before, nse + slot)[:, None]
-    return _Sorted(
-        keys=keys,
-        position=position,
-        segment=jnp.where(real, before, nse),
-        last=scatter_rows(jnp.zeros_like(slot), target, slot),
-        count=jnp.sum(last, dtype=jnp.int32),
+    last = scatter_rows(jnp.zeros_like(slot), target, slot)
+    return _SortedEntries(
+        take_rows(keys, last[:, None]), position, segment, last, count
     )
-
-
-def _distinct_keys(order: _Sorted) -> jax.Array:
-    return take_rows(order.keys, order.last[:, None])
-
-
-def _sum_segments(data: jax.Array, order: _Sorted) -> jax.Array:
-    """The sums of the segments, then zeros; `data` is in their order."""
-    sums = take_rows(_segmented_scan(data, order.segment), order.last[:, None])
-    real = jnp.arange(len(data), dtype=jnp.int32) < order.count
-    return jnp.where(expand_like(real, sums), sums, 0)
 
 
 def _segmented_scan(data: jax.Array, segment: jax.Array) -> jax.Array:

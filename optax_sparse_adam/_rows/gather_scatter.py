@@ -1,62 +1,48 @@
 """Gathers and scatters of rows by `[nse, n_sparse]` indices; see `padding`.
 
 They are `lax.gather` and `lax.scatter` with three additions: gathers and scatters of a
-single row are of two (`repeat_row`, `append_padding`), Explicit mesh axes are left to
+single row are of two (see `append_padding`), Explicit mesh axes are left to
 the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
 (`unchecked`), because padding is out of bounds on purpose.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.scatter_combining import scatter_combining, takes_combiners
+from .._jax_extras.scatter_combining import Combiner, scatter_combining, takes_combiners
 from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
 from ..native import _calls as native
 from .padding import append_padding, mask_padding
 
 
-def _gather_numbers(table: jax.Array, n_sparse: int) -> lax.GatherDimensionNumbers:
-    return lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
-        collapsed_slice_dims=tuple(range(n_sparse)),
-        start_index_map=tuple(range(n_sparse)),
-    )
-
-
-def _scatter_numbers(table: jax.Array, n_sparse: int) -> lax.ScatterDimensionNumbers:
-    return lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, 1 + table.ndim - n_sparse)),
-        inserted_window_dims=tuple(range(n_sparse)),
-        scatter_dims_to_operand_dims=tuple(range(n_sparse)),
-    )
-
-
-def repeat_row(index: jax.Array) -> jax.Array:
-    """A single row as two, `[2, n_sparse]`: for gathers, see `padding.append_padding`.
-
-    The row itself and not padding: whoever differentiates the gather adds to no other.
-    """
-    return jnp.concatenate([index, index])
+def _dimensions(table: jax.Array, n_sparse: int) -> tuple[Any, Any]:
+    """Axes of a table that indices are for, and axes of gathered rows that are its."""
+    return tuple(range(n_sparse)), tuple(range(1, 1 + table.ndim - n_sparse))
 
 
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`; padding reads any row."""
-    if len(indices) == 1:
-        return take_rows(table, repeat_row(indices))[:1]
+    if len(indices) == 1:  # as two, see `padding.append_padding`
+        # Twice the row, and no padding: a derivative of this adds to no other row.
+        return take_rows(table, jnp.concatenate([indices, indices]))[:1]
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
+    # A row of a [30, 40, 8] table at [k, 2] indices: axes (0, 1) are looked up, and the
+    # row is axis 1 of the result, [k, 8].
+    sparse, dense = _dimensions(table, n_sparse)
     # mode="clip" compares in int32 where 64-bit types are off, and changes every index
     # into a table of more than 2**31 rows. XLA clamps by itself.
     gather = functools.partial(
         lax.gather,
-        dimension_numbers=_gather_numbers(table, n_sparse),
+        dimension_numbers=lax.GatherDimensionNumbers(dense, sparse, sparse),
         slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
         unique_indices=True,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
@@ -70,12 +56,9 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
         return native.look_up_rows(table, indices[:, 0], None)
 
-    if (
-        table.dtype == jnp.bfloat16
-        and n_sparse == 1
-        and native.supports_lookup(table, indices)
-    ):
-        return on_cpu(by_kernel, by_xla, table, indices)  # see `_writes_by_kernel`
+    is_widened = table.dtype == jnp.bfloat16 and n_sparse == 1  # `_writes_by_kernel`
+    if is_widened and native.supports_lookup(table, indices):
+        return on_cpu(by_kernel, by_xla, table, indices)
     return by_xla(table, indices)
 
 
@@ -109,24 +92,6 @@ def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return rows
     return jnp.where(old > jnp.inf, old, rows.astype(old.dtype))
-
-
-def put_back(
-    tables: Sequence[jax.Array],
-    indices: jax.Array,
-    old: Sequence[jax.Array],
-    new: Sequence[jax.Array],
-) -> tuple[jax.Array, ...]:
-    """The tables with new rows in place of the old ones, which were gathered."""
-    return tuple(
-        scatter_rows(table, indices, order_after_gather(*rows))
-        for table, *rows in zip(tables, old, new, strict=False)
-    )
-
-
-def update_of(rows: jax.Array, indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Rows that are to be added to the table that they were computed from."""
-    return prevent_fusion(mask_padding(rows, indices, shape))
 
 
 def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
@@ -163,7 +128,7 @@ def combine_rows(
     table: jax.Array,
     indices: jax.Array,
     rows: jax.Array,
-    formula: Callable[[jax.Array, jax.Array], jax.Array],
+    formula: Combiner,
 ) -> jax.Array:
     """`table.at[indices].set(formula(table[indices], rows))`, in one operation.
 
@@ -180,6 +145,7 @@ def combine_rows(
         scatter = functools.partial(scatter_combining, formula)
         return _scatter(scatter, table, indices, rows, unique=True)
 
+    # A combiner has no derivative; gather, formula and scatter have one.
     combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(in_turn, x, dx)[1]))
     if not takes_combiners() or _writes_by_kernel(table, indices, rows):
         return in_turn(table, indices, rows)
@@ -202,11 +168,12 @@ def _scatter(
     *,
     unique: bool,
 ) -> jax.Array:
-    if len(indices) == 1:
+    if len(indices) == 1:  # [[7]] -> [[7], [-1]], whose second row is dropped
         indices, rows = append_padding(indices), jnp.concatenate([rows, rows])
+    sparse, dense = _dimensions(table, indices.shape[1])
     scatter = functools.partial(
         function,
-        dimension_numbers=_scatter_numbers(table, indices.shape[1]),
+        dimension_numbers=lax.ScatterDimensionNumbers(dense, sparse, sparse),
         unique_indices=unique,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )

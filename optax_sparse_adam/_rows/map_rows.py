@@ -1,9 +1,9 @@
 """Gather rows, update them, scatter them: in blocks on a CPU, else in one pass.
 
-Blocks of some thousand rows stay in a CPU's cache, and
-need no temporaries of the size of the gradient. A GPU runs one pass. Whole steps of
-`lazy` with 1M rows of 64 float32 and 65,536 ids, in blocks and in one pass: 23 and 27
-ms and 36 and 51 MB for `optax.adam`, 27 and 36 ms and 36 and 67 MB for `optax.lion`.
+Blocks of some thousand rows stay in a CPU's cache, and need no temporaries of the size
+of the gradient. A GPU runs one pass. Whole steps of `lazy` with 1M rows of 64 float32
+and 65,536 ids, in blocks and in one pass: 23 and 27 ms and 36 and 51 MB for
+`optax.adam`, 27 and 36 ms and 36 and 67 MB for `optax.lion`.
 """
 
 import math
@@ -19,7 +19,7 @@ from .._jax_extras.sharding import mesh_of, shard_columns_like
 from .coalesce import Rows
 from .gather_scatter import gather_rows, scatter_rows, take_rows
 from .padding import in_bounds, mask_padding, pad_indices
-from .update_in_place import RowFunction, update_rows
+from .update_in_place import RowFunction, Tables, update_rows
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
@@ -27,17 +27,15 @@ from .update_in_place import RowFunction, update_rows
 _BLOCK_BYTES = 1 << 18
 _MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
 
-Tables = tuple[jax.Array, ...]
-
 
 def map_rows(
     row_fn: RowFunction,
     rows: Rows,
-    tables: tuple[jax.Array, ...],
+    tables: Tables,
     *args: Any,
-    read: tuple[jax.Array, ...] = (),
+    read: Tables = (),
     is_reduced: bool = False,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, Tables]:
     """Gathers rows, calls `row_fn(data, rows_of_tables, *args)`, scatters rows.
 
     `row_fn` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
@@ -50,34 +48,25 @@ def map_rows(
     """
     shape = tables[0].shape
 
-    def one_pass(
-        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def one_pass(rows: Rows, tables: Tables, args: Any) -> tuple[jax.Array, Tables]:
         out, tables = update_rows(row_fn, rows.data, rows.indices, tables, *args)
         return mask_padding(out, rows.indices, shape).astype(rows.data.dtype), tables
 
-    def blocks(
-        rows: Rows, tables: tuple[jax.Array, ...], args: tuple[Any, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def blocks(rows: Rows, tables: Tables, args: Any) -> Any:
         # The C library maps and faults in temporary memory above 32 MB afresh at each
         # call, which costs more than the arithmetic; a block stays in cache. Under
         # vmap, each iteration would copy the tables: on_cpu then takes one_pass. Gather
         # and scatter read and write the values, too, because XLA copies a whole buffer
         # in each iteration that both slices and updates it.
-        nse = rows.data.shape[0]
-        size = _block_rows(rows.data)
-
-        def block(start: jax.Array, carry: Any) -> Any:
+        def block(slot: jax.Array, indices: jax.Array, carry: Any) -> Any:
             data, tables = carry
-            slot, indices = _block(rows, start, size, shape)
             part = take_rows(data, slot[:, None])
             out, tables = update_rows(row_fn, part, indices, tables, *args)
             # Padding keeps its zeros: dropped here, it needs no mask over the values.
-            target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
+            target = jnp.where(in_bounds(indices, shape), slot, len(data) + slot)
             return scatter_rows(data, target[:, None], out), tables
 
-        start = jnp.zeros([], rows.count.dtype)
-        return _for_blocks(rows, start, block, (rows.data, tables))
+        return _for_blocks(rows, shape, block, (rows.data, tables))
 
     ndim = rows.indices.shape[1] + rows.data.ndim - 1
     with_columns = [x for x in (*tables, *read) if x.ndim == ndim]
@@ -90,7 +79,7 @@ def map_rows(
 
 
 def reduce_rows(
-    terms: Callable[..., Any], rows: Rows, tables: tuple[jax.Array, ...], *args: Any
+    terms: Callable[..., Any], rows: Rows, tables: Tables, *args: Any
 ) -> Any:
     """Adds up `terms(data, rows_of_tables, *args)`, a tree of sums over rows.
 
@@ -98,24 +87,17 @@ def reduce_rows(
     """
     shape = tables[0].shape
 
-    def one_pass(rows: Rows, tables: tuple[jax.Array, ...], args: Any) -> Any:
+    def one_pass(rows: Rows, tables: Tables, args: Any) -> Any:
         read = tuple(gather_rows(x, rows.indices) for x in tables)
         return terms(rows.data, read, *args)
 
-    def blocks(rows: Rows, tables: tuple[jax.Array, ...], args: Any) -> Any:
-        size = _block_rows(rows.data)
-
-        def of_block(start: jax.Array) -> Any:
-            slot, indices = _block(rows, start, size, shape)
+    def blocks(rows: Rows, tables: Tables, args: Any) -> Any:
+        def block(slot: jax.Array, indices: jax.Array, sums: Any) -> Any:
             part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.count)
-            return one_pass(part, tables, args)
+            own = one_pass(part, tables, args)
+            return own if sums is None else jax.tree.map(jnp.add, sums, own)
 
-        def block(start: jax.Array, sums: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, of_block(start))
-
-        start = jnp.zeros([], rows.count.dtype)
-        # The first block, and not zeros, which would have to lie on a mesh as the sums.
-        return _for_blocks(rows, start + size, block, of_block(start))
+        return _for_blocks(rows, shape, block)
 
     if not _should_use_blocks(rows, has_wide_state=True):
         return one_pass(rows, tables, args)
@@ -123,10 +105,7 @@ def reduce_rows(
 
 
 def map_all_rows(
-    function: Callable[..., Tables],
-    tables: Tables,
-    *args: Any,
-    read: Tables = (),
+    function: Callable[..., Tables], tables: Tables, *args: Any, read: Tables = ()
 ) -> Tables:
     """`function(tables, read, *args)`, the new tables, in place.
 
@@ -141,7 +120,7 @@ def map_all_rows(
     def blocks(tables: Tables, read: Tables, args: Any) -> Tables:
         def block(i: jax.Array, tables: Tables) -> Tables:
             place = jnp.arange(size, dtype=jnp.int32)[:, None]
-            slot = i * size + place
+            slot = i * size + place  # the last block may go beyond the table
             indices = jnp.where(slot < num_rows, slot, num_rows + place)
             rows, read_rows = (
                 tuple(take_rows(x, indices) for x in some) for some in (tables, read)
@@ -162,29 +141,39 @@ def map_all_rows(
 
 
 def _for_blocks(
-    rows: Rows, start: jax.Array, block: Callable[[jax.Array, Any], Any], carry: Any
+    rows: Rows,
+    shape: tuple[int, ...],
+    block: Callable[[jax.Array, jax.Array, Any], Any],
+    carry: Any = None,
 ) -> Any:
-    """`carry = block(start, carry)` for each block that has rows, from `start` on."""
+    """`carry = block(slot, indices, carry)` for each block that has touched rows.
+
+    Without a `carry`, the first block makes it: zeros would have to lie on a mesh as
+    the results do.
+    """
+    # With 5 touched rows in 10 slots and blocks of 4: slots 0 to 3, then 4 to 7, of
+    # which 5 to 7 are padding. No block begins at slot 8.
     size = _block_rows(rows.data)
+
+    def run(start: jax.Array, carry: Any) -> Any:
+        place = jnp.arange(size, dtype=jnp.int32)
+        slot = start + place
+        indices = gather_rows(rows.indices, slot[:, None])
+        # Padding is numbered by its place in the block: for a slot beyond nse,
+        # num_rows + slot might not fit the type. It stays distinct from the padding
+        # that was there, as slots of the last block are larger than any place.
+        indices = pad_indices(indices, slot < len(rows.data), place, shape)
+        return block(slot, indices, carry)
+
+    start = jnp.zeros([], rows.count.dtype)
+    if carry is None:
+        start, carry = start + size, run(start, None)
     _, carry = lax.while_loop(
         lambda state: state[0] < rows.count,
-        lambda state: (state[0] + size, block(*state)),
+        lambda state: (state[0] + size, run(*state)),
         (start, carry),
     )
     return carry
-
-
-def _block(
-    rows: Rows, start: jax.Array, size: int, shape: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """The slots of a block of rows, and their indices."""
-    place = jnp.arange(size, dtype=jnp.int32)
-    slot = start + place
-    indices = gather_rows(rows.indices, slot[:, None])
-    # Padding is numbered by its place in the block: for a slot beyond nse,
-    # num_rows + slot might not fit the type. It stays distinct from the padding that
-    # was there, as slots of the last block are larger than any place.
-    return slot, pad_indices(indices, slot < len(rows.data), place, shape)
 
 
 def _should_use_blocks(rows: Rows, has_wide_state: bool) -> bool:

@@ -15,13 +15,13 @@ def full_along(
     param: jax.Array, value: Any = 0, dtype: DTypeLike | None = None, axes: Any = None
 ) -> jax.Array:
     """An array full of a value, of the shape of these axes of a parameter, or all."""
-    axes = tuple(range(jnp.ndim(param))) if axes is None else axes
     full = tuple(jnp.shape(param))
+    axes = range(len(full)) if axes is None else axes
     shape = tuple(full[axis] for axis in axes)
-    type_ = jnp.result_type(param) if dtype is None else jnp.dtype(dtype)
+    own = jnp.result_type(param) if dtype is None else jnp.dtype(dtype)
     is_zero = isinstance(value, int | float) and value == 0
-    if is_zero and native.supports_zeros(param, shape, type_):
-        return _zeros(param, shape, type_)
+    if is_zero and native.supports_zeros(param, shape, own):
+        return _zeros(param, shape, own)
     x = jnp.full_like(param, value, dtype, None if shape == full else shape)
     return shard_axes_like(param, x, axes)
 

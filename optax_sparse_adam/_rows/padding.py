@@ -90,7 +90,7 @@ def append_padding(index: jax.Array) -> jax.Array:
     all-gathers a sharded one. Cause: XLA turns it into a dynamic-update-slice, and a
     gather of a single row into a dynamic-slice, which it fuses into each of its users;
     some of these run after the table has been updated in place. Remedy: scatters and
-    gathers (see `gather_scatter.repeat_row`) of two rows, which XLA leaves as they are.
+    gathers (see `gather_scatter.take_rows`) of two rows, which XLA leaves as they are.
     Safe, because padding is dropped. Test: `tests/gradients/test_cost_of_steps.py`.
     """
     if index.dtype.itemsize < 4:

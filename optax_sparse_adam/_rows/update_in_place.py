@@ -26,12 +26,13 @@ by the new ones, are gathered.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
+from .._jax_extras.scatter_combining import Combiner
 from .gather_scatter import (
     combine_rows,
     order_after_gather,
@@ -44,18 +45,6 @@ Tables = tuple[jax.Array, ...]
 RowFunction = Callable[..., tuple[jax.Array, Tables]]
 
 
-class _Combination(NamedTuple):
-    """How the rows of one table may be updated where they are.
-
-    Attributes:
-      formula: The new element, from the old one and from another.
-      other: The id of the value that holds the others.
-    """
-
-    formula: Callable[[jax.Array, jax.Array], jax.Array]
-    other: int
-
-
 def _find_dependents(program: FlatJaxpr, value_ids: list[int]) -> set[int]:
     """The ids of these values, and of all that are computed from one of them."""
     dependents = set(value_ids)
@@ -65,9 +54,9 @@ def _find_dependents(program: FlatJaxpr, value_ids: list[int]) -> set[int]:
     return dependents
 
 
-def _find_combination(
+def _find_combiner(
     program: FlatJaxpr, table: Any, old: list[int], place: int, new: int
-) -> _Combination | None:
+) -> tuple[Combiner, int] | None:
     """How the old rows of a table are combined into new ones, `None` if they are not.
 
     Args:
@@ -76,10 +65,14 @@ def _find_combination(
       old: The ids of the old rows of all tables.
       place: Which of them is the table's.
       new: The id of its new rows.
+
+    Returns:
+      The new element as a function of the old one and of another, and the id of the
+      value that holds the others.
     """
     # The path from the old row to the new one: `sub grad mu`, `mul 0.1 _`, `add mu _`.
-    moving = _find_dependents(program, [old[place]])
-    path = [s for s in program.slice([new])[0] if not moving.isdisjoint(s.operands)]
+    dependents = _find_dependents(program, [old[place]])
+    path = [s for s in program.slice([new])[0] if not dependents.isdisjoint(s.operands)]
     avals: dict[int, Any] = {
         value_id: atom.aval
         for eqn, operands, results in path
@@ -87,12 +80,13 @@ def _find_combination(
             (*operands, *results), (*eqn.invars, *eqn.outvars), strict=True
         )
     }
-    # A combiner gets one other element beside the old one. Here that is `grad`.
-    others = avals.keys() - moving - program.literals.keys()
+    # A combiner gets one other element beside the old one. Here that is `grad`. The old
+    # row of another table will not do: that may be updated first.
+    others = avals.keys() - dependents - program.literals.keys()
     if new not in avals or len(others) != 1:
         return None
     (other,) = others
-    value_ids = others | (avals.keys() & moving)
+    value_ids = others | (avals.keys() & dependents)
     like = avals[old[place]]
     if not (
         jnp.issubdtype(table.dtype, jnp.floating)
@@ -103,6 +97,7 @@ def _find_combination(
     ):
         return None
 
+    # The path again, of scalars now: `x + 0.1 * (y - x)`.
     def formula(x: jax.Array, y: jax.Array) -> jax.Array:
         env = program.literals | {old[place]: x, other: y}
         for eqn, operands, (result,) in path:
@@ -111,7 +106,7 @@ def _find_combination(
             )
         return env[new]
 
-    return _Combination(formula, other)
+    return formula, other
 
 
 def update_rows(
@@ -131,10 +126,12 @@ def update_rows(
     program = FlatJaxpr(closed)
     given = dict(zip(program.inputs, jax.tree.leaves((data, rows, args)), strict=True))
     known = program.literals | program.consts | given
+    # Inputs are data, old rows of tables, rows that are only read, and arguments;
+    # outputs are the update and the new rows of tables.
     old = program.inputs[1 : 1 + len(tables)]
     out, *new = program.outputs
     places = range(len(tables))
-    found = {i: _find_combination(program, tables[i], old, i, new[i]) for i in places}
+    found = {i: _find_combiner(program, tables[i], old, i, new[i]) for i in places}
     combined = {i: one for i, one in found.items() if one is not None}
 
     def remaining() -> tuple[list[Equation], list[int]]:
@@ -147,7 +144,7 @@ def update_rows(
     # say, as an update. That may need the old rows of another table in turn.
     while lost := {i for i in combined if old[i] in remaining()[1]}:
         combined = {i: combined[i] for i in combined if i not in lost}
-    steps, _ = program.slice([one.other for one in combined.values()])
+    steps, _ = program.slice([other for _, other in combined.values()])
     env = evaluate(steps, known)
     # First the tables whose rows are combined where they lie, and these are read again.
     updated = list(tables)
@@ -159,10 +156,12 @@ def update_rows(
     env = evaluate(others, known)
     for i in places:
         if i not in combined:
-            made = jnp.asarray(env[new[i]])
+            new_rows = jnp.asarray(env[new[i]])
+            # Adan keeps the last gradient: its new rows need no old ones, which the
+            # update reads. Nothing says then that these are gathered first.
             if old[i] in starts and new[i] not in _find_dependents(program, [old[i]]):
-                made = order_after_gather(rows[i], made)
-            updated[i] = scatter_rows(tables[i], indices, made)
+                new_rows = order_after_gather(rows[i], new_rows)
+            updated[i] = scatter_rows(tables[i], indices, new_rows)
     result = jnp.asarray(env[out])
     if out in _find_dependents(
         program, program.inputs[1 + len(tables) : len(rows) + 1]

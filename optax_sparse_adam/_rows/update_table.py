@@ -19,8 +19,7 @@ from ..native import _calls as native
 from .coalesce import bcoo_of, cast_entries, touched_rows
 from .map_rows import map_rows, reduce_rows
 from .padding import in_bounds
-
-Tables = tuple[jax.Array, ...]
+from .update_in_place import Tables
 
 
 class Formula(NamedTuple):
@@ -58,7 +57,7 @@ class Formula(NamedTuple):
     def compute(
         self, grad: jax.Array, rows: Tables, scalars: Any
     ) -> tuple[jax.Array, Tables]:
-        return self.update(grad, _wide(rows, grad), scalars, *self.constants)
+        return self.update(grad, _widen(rows, grad), scalars, *self.constants)
 
 
 def update_dense(
@@ -71,8 +70,8 @@ def update_dense(
     if formula.prepare is not None:
         num_rows = jnp.asarray(math.prod(grad.shape[:1]), wide.dtype)
         scalars, shared = formula.prepare(
-            lambda terms, *args: terms(wide, _wide(rows, wide), *args),
-            _wide(shared, wide),
+            lambda terms, *args: terms(wide, _widen(rows, wide), *args),
+            _widen(shared, wide),
             scalars,
             num_rows,
             grad.shape[1:],
@@ -91,15 +90,19 @@ def update_table(
         rows = touched_rows(grad, grad.dtype)
         own, shared = formula.split(tables, grad.ndim)
         if formula.prepare is not None:
+            # As in `map_rows`, which comes after the sums: columns lie as the table's.
             for table in read:
                 rows = rows._replace(data=shard_columns_like(table, rows.data))
 
             def reduce(terms: Any, *args: Any) -> Any:
-                return reduce_rows(_on_wide(terms), rows, (*own, *read), *args)
+                def wide_terms(grad: jax.Array, rows: Tables, *args: Any) -> Any:
+                    return terms(grad, _widen(rows, grad), *args)
+
+                return reduce_rows(wide_terms, rows, (*own, *read), *args)
 
             num_rows = jnp.sum(in_bounds(rows.indices, grad.shape)).astype(grad.dtype)
             scalars, news = formula.prepare(
-                reduce, _wide(shared, grad), scalars, num_rows, rows.data.shape[1:]
+                reduce, _widen(shared, grad), scalars, num_rows, rows.data.shape[1:]
             )
             shared = _cast(news, shared)
         is_reduced = formula.prepare is not None
@@ -120,10 +123,5 @@ def _cast(arrays: Tables, like: Tables) -> Tables:
     return tuple(x.astype(y.dtype) for x, y in zip(arrays, like, strict=True))
 
 
-def _wide(arrays: Tables, like: Any) -> Tables:
+def _widen(arrays: Tables, like: Any) -> Tables:
     return tuple(x.astype(like.dtype) for x in arrays)
-
-
-def _on_wide(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of rows in the type of the gradient."""
-    return lambda grad, rows, *args: function(grad, _wide(rows, grad), *args)

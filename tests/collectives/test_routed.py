@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._collectives.exchange import Exchange, default_capacity
+from optax_sparse_adam._collectives.routing import default_capacity
+from optax_sparse_adam._jax_extras.sharding import first_row
 
 from ..helpers.routed import (
     P,
@@ -219,10 +220,9 @@ def test_errors(name):
 
 def test_first_rows_beyond_int32():
     """With int64 ids a table may have more than 2**31 rows."""
-    exchange = Exchange("d", 8, 2**29, 1, 1, 1, True)
     with jax.enable_x64():
         first = on_mesh(make_mesh((8,), ("d",)), (), P("d"))(
-            lambda: exchange.first_row(jnp.int64)[None]
+            lambda: first_row("d", 2**29, jnp.int64)[None]
         )
         assert first().tolist() == [k * 2**29 for k in range(8)]
 

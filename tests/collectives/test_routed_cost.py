@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._collectives.exchange import default_capacity
+from optax_sparse_adam._collectives.routing import default_capacity
 
 from ..helpers.routed import P, make_mesh, on_mesh, weighted_loss
 from ..helpers.support import bcoo, compile_for_users, slow_but

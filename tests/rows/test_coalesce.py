@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows import binary_search, coalesce, duplicates
+from optax_sparse_adam._rows import coalesce, duplicates
 
 from ..helpers.support import (
     TOLERANCE,
@@ -154,7 +154,7 @@ def test_search(size, dtype):
     ordered.sort()
     keys = np.concatenate([ordered, ordered - 1, ordered + 1, [types.min, types.max]])
     with jax.enable_x64(dtype == "int64"):
-        found = jax.jit(binary_search.search)(ordered, keys.astype(dtype))
+        found = jax.jit(duplicates.search)(ordered, keys.astype(dtype))
     np.testing.assert_array_equal(found, np.searchsorted(ordered, keys))
 
 
