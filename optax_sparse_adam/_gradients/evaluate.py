@@ -73,8 +73,8 @@ def evaluate(
 
 
 def _looked_up(source: Table) -> Any:
-    """An expression, or the array where nothing can be looked up."""
+    """An expression, or the array as it is now where nothing can be looked up."""
     array = source.array
     if jnp.ndim(array) and jnp.issubdtype(jnp.result_type(array), jnp.floating):
         return table(source)
-    return array
+    return array if source.rows is None else source.values(lambda x: x)

@@ -261,7 +261,9 @@ def map_arrays(
     def operand(x: Any) -> Any:
         if isinstance(x, Expression):
             return new[x]
-        return function(x, jnp.ndim(x) > 0) if isinstance(x, jax.Array) else x
+        if jnp.ndim(x):  # may be a constant of NumPy
+            return function(jnp.asarray(x), True)
+        return function(x, False) if isinstance(x, jax.Array) else x
 
     for x in operands_first([value]):
         new[x] = dataclasses.replace(

@@ -109,9 +109,13 @@ class Lookup:
         rows = read(dataclasses.replace(self, params=params))
         fill = self.params["fill_value"]
         fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
+        return self.where_inside(rows, fill)
+
+    def where_inside(self, rows: jax.Array, other: jax.Array) -> jax.Array:
+        """Rows, and `other` where an index is out of bounds."""
         inside = self._is_inside().reshape(self.indices.shape[:-1])
         batch = [d for d in range(rows.ndim) if d not in self.dims.offset_dims]
-        return jnp.where(lax.broadcast_in_dim(inside, rows.shape, batch), rows, fill)
+        return jnp.where(lax.broadcast_in_dim(inside, rows.shape, batch), rows, other)
 
     def rows(self, depth: int) -> jax.Array:
         """The row ids `[count, depth]` that are read; out of bounds where none is.
@@ -200,7 +204,7 @@ def lookup_of_rows(shape: tuple[int, ...], ids: Any) -> Lookup:
     )
     params = _params(numbers, (1, *shape[1:]), Mode.FILL_OR_DROP, 0)
     indices: Any = jax.ShapeDtypeStruct((*ids.shape, 1), ids.dtype)
-    if isinstance(ids, jax.Array):
+    if isinstance(ids, jax.Array):  # in a plan only its type
         indices = ids[..., None]
     return Lookup(shape, (*ids.shape, *shape[1:]), params, indices)
 

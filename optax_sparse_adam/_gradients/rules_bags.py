@@ -39,9 +39,10 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     is_flat = ids_type.ndim == 1
     num_bags, axes = out.shape[0], axes_of_type(out)
     ids, *rest = (walk.as_array(eqn, x) for x in operands)
+    ids = ids_type if walk.is_plan else jnp.asarray(ids)
     segments = rest.pop(0) if is_flat else None
     weights = rest[0] if rest else None
-    lookup = lookup_of_rows(value.shape, ids_type if walk.is_plan else ids)
+    lookup = lookup_of_rows(value.shape, ids)
     if value.source is None:
         deltas = walk.look_up(lookup, value, axes)
         if walk.is_plan:

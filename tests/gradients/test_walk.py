@@ -119,7 +119,8 @@ def test_function_of_a_table_into_shard_map(spec, check_vma):
             out_specs=P(*spec) if spec else P(),
             check_vma=check_vma,
         )
-        return jnp.sum(look_up(t * scale, ids) ** 2)
+        constant = np.arange(t.size, dtype=t.dtype).reshape(t.shape) / 32
+        return jnp.sum(look_up(t * scale + constant, ids) ** 2)
 
     ids = jnp.array([0, 3, 1, 3])
     args = TABLE, jnp.float32(0.5), ids
