@@ -123,7 +123,9 @@ class BackwardSlice:
 
     def _read_loop(self, body: Jaxpr, needed: Flags, first: int, carried: int) -> Flags:
         """A carry is needed if a later step, or what follows the loop, needs it."""
-        # Needs only grow, so this ends after as many rounds as there are carries.
+        # For a body `(a, b, c) -> (a + b, c, c)` of which the loss needs the last `a`:
+        # the last step needs a and b, so the one before needs c, too. Needs only grow,
+        # so this ends after as many rounds as there are carries.
         while True:
             inputs = self._read(body, needed)
             carry = _either(needed[:carried], inputs[first : first + carried])

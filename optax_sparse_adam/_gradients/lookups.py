@@ -84,9 +84,8 @@ class Lookup:
     def read(self, array: jax.Array) -> jax.Array:
         """The gather, of at least two rows: see `_rows.gather_scatter.repeat_row`.
 
-        Args:
-          array: Of the table's shape, or with axes of length 1 that stand for all
-            columns; XLA clamps indices into them.
+        The array has the table's shape, but for axes of length 1 that stand for all
+        columns, as those of `exact_adam`'s steps `[rows, 1]`; XLA clamps indices there.
         """
         sizes = tuple(map(min, self.window, array.shape))
         params = self.params | {"slice_sizes": sizes}
@@ -118,11 +117,7 @@ class Lookup:
         return jnp.where(lax.broadcast_in_dim(inside, rows.shape, batch), rows, other)
 
     def rows(self, depth: int) -> jax.Array:
-        """The row ids `[count, depth]` that are read; out of bounds where none is.
-
-        Args:
-          depth: How many leading axes of the table count as the index of a row.
-        """
+        """The row ids `[count, depth]` that are read; out of bounds where none is."""
         rows = self._columns(range(depth))
         inside = self._is_inside()[:, None]
         return jnp.where(inside, rows, row_bounds(self.shape, rows))
@@ -214,10 +209,7 @@ def lookup_of_slice(
 ) -> Lookup | None:
     """Which rows a slice reads; `None` if it reads all of them, or several constant.
 
-    Args:
-      eqn: A `slice` or a `dynamic_slice`.
-      shape: The table's.
-      starts: Where a dynamic slice begins, `()` for others; in a plan `None`.
+    `starts` is where a dynamic slice begins, `()` for others, and in a plan `None`.
     """
     out: Any = eqn.outvars[0].aval
     window, constant = out.shape, None

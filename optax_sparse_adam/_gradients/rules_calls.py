@@ -34,12 +34,14 @@ def call(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
 
 def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """A function whose values the backward pass computes again, lookups included."""
     closed = as_closed(eqn.params["jaxpr"])
     requests, results = walk.plan(closed, args)
     needed = walk.program.slice.variables
     pairs = zip(eqn.outvars, results, strict=True)
     if any(has_table(x) and var in needed for var, x in pairs):
-        # A function of a table: its rows are computed where they are looked up.
+        # `checkpoint(tanh)(table)[ids]`: the function leaves the checkpoint as an
+        # expression, and nothing of the table's size is held or computed again.
         return walk.evaluate(closed, args)
     deltas = walk.request(requests)
     if walk.is_plan:
@@ -60,7 +62,10 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
 
 def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    """A loop; a table may be carried if no step changes it."""
+    """A loop; a table may be carried if no step changes it.
+
+    The body has operands `consts, carry, xs`, in this order, and results `carry, ys`.
+    """
     params, body = eqn.params, eqn.params["jaxpr"]
     length = params["length"]
     first, carried = scan_sizes(eqn)
@@ -72,8 +77,10 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         *(walk.as_array(eqn, x) for x in args[last:]),
     )
     requests, results = walk.plan(body, args)
-    # A carried table stays one if each step returns it: then it is closed over. A step
-    # that changes it needs all its rows.
+    # A carried table stays one if each step returns it in its place: the new loop
+    # closes over it. A step that changes it, as `lambda t, i: (t / 2, t[i])` does,
+    # looks up in another table each time, and so does one that swaps two. These enter
+    # as arrays, with dense gradients, and the loop is planned again.
     changed = [
         isinstance(x, Expression) and x is not end
         for x, end in zip(args[first:last], results, strict=False)
@@ -102,6 +109,7 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         for delta, x in zip(deltas, requests, strict=True)
     ]
 
+    # Tables are among `args`, and the arrays of a step come between them.
     def step(carry: Any, inputs: Any) -> Any:
         xs, own = inputs
         values = merge(args, [*consts, *carry, *xs])
@@ -146,7 +154,8 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
 
     def run(place: int) -> Any:
         # The branch takes the first rows of each delta that it shares with others, and
-        # returns ids for all rows of all deltas, as branches return equal shapes.
+        # returns ids for all rows of all deltas, as branches return equal shapes. The
+        # derivative with respect to rows that it does not take is zero.
         pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
         arrays, rows = walk.inside(branches[place], args, chunks)
@@ -172,6 +181,8 @@ def _shared(
     for requests in plans:
         keys.append([])
         for request in requests:
+            # A lookup in the one branch at row 0 and in the other one at row 1 is none
+            # at a constant: the rows that are read depend on the branch.
             kind = request._replace(count=0, constant=None)
             key = kind, sum(other == kind for other, _ in keys[-1])
             keys[-1].append(key)

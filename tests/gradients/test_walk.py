@@ -9,9 +9,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._gradients.expressions import Table, table
-from optax_sparse_adam._gradients.rules import RULES
-from optax_sparse_adam._gradients.walk import Program, evaluate_with_tables
 
 from ..helpers.gradients import Case, assert_same, is_bcoo, square
 from ..helpers.support import compile_for_users
@@ -147,24 +144,16 @@ def test_one_table_split_in_two_ways():
 
 
 def test_evaluated_without_derivatives():
-    """The program with tables in the place of arguments; nothing is injected."""
+    """The same results, with nothing injected."""
 
     def function(t, ids):
         return jnp.sum(jnp.tanh(2 * t)[ids]), t[ids], jnp.sum(t)
 
-    closed = jax.make_jaxpr(function)(TABLE, IDS)
-    value = table(Table(TABLE))
-    results = evaluate_with_tables(Program(RULES), closed, [value, IDS])
+    evaluated = osa.evaluate(function)
+    results = evaluated(TABLE, IDS)
     for one, other in zip(results, jax.jit(function)(TABLE, IDS), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-    text = str(
-        jax.make_jaxpr(
-            lambda t: evaluate_with_tables(
-                Program(RULES), closed, [table(Table(t)), IDS]
-            )
-        )(TABLE)
-    )
-    assert "custom_jvp" not in text
+    assert "custom_jvp" not in str(jax.make_jaxpr(evaluated)(TABLE, IDS))
 
 
 def test_loop_without_steps():
