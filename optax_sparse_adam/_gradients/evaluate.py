@@ -40,7 +40,7 @@ def evaluate(
 
     Raises:
       ValueError: By the returned function, if `read` holds no state of `exact_adam`, or
-        that of other parameters.
+        that of other parameters, or if parameters are not passed by position.
 
     Examples:
       >>> import jax
@@ -61,6 +61,12 @@ def evaluate(
     @functools.wraps(fun)
     def evaluated(*args: Any, **kwargs: Any) -> Result:
         places = as_places(argnums)
+        if not all(-len(args) <= place < len(args) for place in places):
+            raise ValueError(
+                "`evaluate` reads arguments that are passed by position, got "
+                f"argnums={argnums} for {len(args)} of them. Pass the parameters by "
+                "position, or bind the others with functools.partial."
+            )
         chosen = [args[place] for place in places]
         bound = functools.partial(fun, **kwargs)
         closed, to_result = trace(bound, args, places)

@@ -75,6 +75,9 @@ class Lookup:
 
         An axis of length one that is not the first counts as a part of the row.
         """
+        # Of a table [1000, 8], `t[ids]` and `t[ids, 2:4]` have windows [1, 8] and
+        # [1, 2] and depth 1, `t[ids, cols]` a window [1, 1] and depth 2. `t[:, cols]`
+        # has a window [1000, 1] and depth 0: it reads every row.
         for axis, size in enumerate(self.window):
             is_part = axis and self.shape[axis] == 1
             if size != 1 or axis not in self.axes or is_part:

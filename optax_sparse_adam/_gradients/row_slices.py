@@ -51,6 +51,8 @@ def to_bcoo(
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
     indices = _joined([x.ids for x, _ in slices], (0, depth), jnp.int32)
     is_unique = bool(totals)
+    # More rows were looked up than there are: the ids say which ones, and the deltas of
+    # the table's shape (one for each type it was cast to) what their gradient is.
     if totals:
         total = sum(x.astype(widest) for x in totals[1:]) + totals[0].astype(widest)
         indices, values = _every_row(indices, total, depth)
@@ -59,6 +61,8 @@ def to_bcoo(
     else:
         rows = [x.astype(widest) for _, x in slices]
         values = _joined(rows, (0, *shape[depth:]), widest)
+        # A bfloat16 table that is looked up in float32: one entry of 1 and 256 of 1/256
+        # in a row are 2, and would be 1 if bfloat16 entries were added up.
         if widest != dtype and len(indices) > 1:
             indices, values = _coalesced(indices, values, shape)
             is_unique = True

@@ -122,10 +122,11 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         places = as_places(argnums)
+        # What JAX does not take is left to JAX, here and below, for its own errors.
         inside = [-len(args) <= place < len(args) for place in places]
         distinct = {place % max(1, len(args)) for place in places}
         if not places or not all(inside) or len(distinct) < len(places):
-            return reference(*args, **kwargs)  # raises, in JAX's words
+            return reference(*args, **kwargs)
         chosen = [args[place] for place in places]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         check_leaves(tree)
@@ -142,7 +143,7 @@ def value_and_grad(
         try:
             closed, to_result = trace(loss, args, places, has_loss=True)
         except _NoLoss:
-            return reference(*args, **kwargs)  # raises, in JAX's words
+            return reference(*args, **kwargs)
         paths, tables = _with_paths(tree)[0], current_tables(tree, read)
         values = functools.partial(_values_of_whole, tree, read)
         arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables, values)
@@ -299,6 +300,8 @@ def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, RowStat
 def _values_of_whole(tree: Any, read: Any, places: Sequence[int]) -> dict[int, Any]:
     """The leaves at these places as whole arrays, up to date."""
     leaves = jax.tree.leaves(tree)
+    # All of one state at a time, so that the formula is compiled once: for each of many
+    # dense layers it would take longer than the rest of a step.
     values = {i: leaves[i] for i in places}
     for node, rows in _exact_tables(tree, read):
         own = {i: jnp.asarray(leaves[i]) for i in rows if i in values}

@@ -215,6 +215,8 @@ def test_inside_shard_map(spec):
 
 def test_errors():
     table, ids = jnp.ones((5, 2)), jnp.array([1, 3])
+    with pytest.raises(ValueError, match="by position, got argnums=0 for 0"):
+        osa.evaluate(lambda table: table[ids])(table=table)
 
     def loss(table):
         return jnp.sum(table[ids])
