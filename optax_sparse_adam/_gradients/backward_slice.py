@@ -86,7 +86,8 @@ class BackwardSlice:
         def add(atoms: Sequence[Any], flags: Flags) -> None:
             for atom, flag in zip(atoms, flags, strict=True):
                 aval: Any = atom.aval
-                if flag and isinstance(atom, Var) and _has_derivative(aval):
+                is_inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
+                if flag and is_inexact and isinstance(atom, Var):
                     found.add(atom)
 
         add(jaxpr.outvars, needed)
@@ -132,10 +133,6 @@ class BackwardSlice:
             if carry == list(needed[:carried]):
                 return [*inputs[:first], *carry, *inputs[first + carried :]]
             needed = [*carry, *needed[carried:]]
-
-
-def _has_derivative(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _either(one: Flags, other: Flags) -> Flags:

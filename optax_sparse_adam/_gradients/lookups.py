@@ -176,12 +176,6 @@ class Lookup:
         return jnp.all((self._starts >= 0) & (self._starts <= last), axis=-1)
 
 
-def lookup_of_gather(eqn: JaxprEqn, shape: tuple[int, ...], indices: Any) -> Lookup:
-    avals: list[Any] = [eqn.invars[1].aval, eqn.outvars[0].aval]
-    indices = avals[0] if indices is None else indices
-    return Lookup(shape, avals[1].shape, eqn.params, indices)
-
-
 def reads_rows(lookup: Lookup) -> bool:
     """Whether a lookup reads rows, of which a gradient can be made.
 

@@ -30,7 +30,7 @@ from .expressions import (
     merge,
     operands_first,
 )
-from .lookups import Lookup, lookup_of_gather, lookup_of_slice, reads_rows
+from .lookups import Lookup, lookup_of_slice, reads_rows
 from .reading import read, show_bounds
 from .rules_bags import bag_lookup
 from .walk import Results, Rule, Walk
@@ -128,7 +128,9 @@ def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Re
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     if not isinstance(value, Expression) or has_table(ids):
         return NotImplemented
-    lookup = lookup_of_gather(eqn, value.shape, walk.dense(ids))
+    aval: Any = eqn.invars[1].aval
+    indices = aval if walk.is_plan else walk.dense(ids)
+    lookup = Lookup(value.shape, _out(eqn).shape, eqn.params, indices)
     # JAX has fill values of its own for integers. `sort` and `take_along_axis`, which
     # gather single elements, are lookups only where nothing is differentiated.
     has_nan = jnp.issubdtype(value.dtype, jnp.inexact)

@@ -25,7 +25,7 @@ from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
 from .expressions import Expression, arrays_among, has_table, merge
 from .row_slices import Entries
-from .rules_elementwise_calls import elementwise_branches
+from .rules_elementwise_calls import elementwise_branches, switch
 from .walk import Request, Results, Walk
 
 
@@ -124,13 +124,9 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    walk.rows += jax.tree.map(_all_steps, rows)
+    # `[length, n, ...]`, as the steps stack them, to `[length * n, ...]`.
+    walk.rows += jax.tree.map(lambda x: lax.collapse(x, 0, 2), rows)
     return [*merge(args[first:last], carry), *ys]
-
-
-def _all_steps(x: jax.Array) -> jax.Array:
-    """`[length, n, ...]` as `[length * n, ...]`."""
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
@@ -163,7 +159,7 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
         return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
 
     runs = [functools.partial(run, place) for place in range(len(branches))]
-    arrays, rows = lax.switch(index, runs)
+    arrays, rows = switch(eqn, index, runs)
     walk.rows += rows
     return list(arrays)
 

@@ -13,7 +13,7 @@ the table as an array.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -72,12 +72,25 @@ def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         def run(branch: ClosedJaxpr) -> Any:
             return _at_rows(program, branch, args)[result]
 
-        return lax.switch(index, [functools.partial(run, b) for b in branches])
+        return switch(eqn, index, [functools.partial(run, b) for b in branches])
 
     return [
         elementwise(var.aval, functools.partial(function, i), *args)
         for i, var in enumerate(eqn.outvars)
     ]
+
+
+def switch(eqn: JaxprEqn, index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+    """Runs one of these functions in the place of the branches of a `cond`."""
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches)
+    # Those of `lax.platform_dependent`. JAX compiles one of them only; the others may
+    # not compile at all, as a kernel for another platform.
+    pairs = list(zip(platforms, branches, strict=True))
+    named = {name: branch for names, branch in pairs for name in names or ()}
+    default = next((branch for names, branch in pairs if names is None), None)
+    return lax.platform_dependent(default=default, **named)
 
 
 def _is_elementwise(
@@ -129,10 +142,6 @@ def _refuse(*args: Any) -> Any:
     raise _NotElementwise
 
 
-def _refuse_arrays(x: Any) -> Any:
-    return _refuse() if jnp.ndim(x) else x
-
-
 def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that was traced for a whole table on some rows.
 
@@ -143,8 +152,9 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
     """
     memo: dict[Any, jax.Array] = {}
     values: list[Any] = []
-    # The memo says what `take` would have made of the stand-ins. Whatever asks for the
-    # elements of one, as a `reduce_sum` does, calls `_refuse`.
+    # The memo says what a lookup would have made of the stand-ins. Whatever asks for
+    # other elements of one, as a `reduce_sum` does, or for an array inside of the
+    # function, calls `_refuse`.
     for var, arg in zip(closed.jaxpr.invars, args, strict=True):
         aval: Any = var.aval
         if aval.shape:
@@ -157,7 +167,7 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
     outvars: list[Any] = closed.jaxpr.outvars
     for i, (out, value) in enumerate(zip(outvars, results, strict=True)):
         if isinstance(value, Expression):
-            results[i] = value.select(_refuse_arrays, shape, memo=memo)
+            results[i] = value.select(_refuse, shape, memo=memo)
         elif out.aval.shape:
             raise _NotElementwise
     return results

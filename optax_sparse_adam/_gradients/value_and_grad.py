@@ -144,7 +144,8 @@ def value_and_grad(
             closed, to_result = trace(loss, args, places, has_loss=True)
         except _NoLoss:
             return reference(*args, **kwargs)
-        paths, tables = _with_paths(tree)[0], current_tables(tree, read)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        tables = current_tables(tree, read)
         values = functools.partial(_values_of_whole, tree, read)
         arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables, values)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
@@ -241,12 +242,12 @@ def trace(
 
 def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
-    paths, leaves = _with_paths(tree)
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
     if sparse is True:
-        return [None] * len(leaves)
+        return [None] * len(pairs)
     what = "The leaves of `sparse` must be"
     if callable(sparse):
-        marks = list(map(sparse, paths, leaves))
+        marks = [sparse(*pair) for pair in pairs]
         what = "The predicate `sparse` must return"
     else:
         try:
@@ -256,7 +257,7 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
                 "`sparse` must be a tree of booleans like the differentiated argument, "
                 f"or a prefix of it: {error}"
             ) from None
-    for path, mark in zip(paths, marks, strict=True):
+    for (path, _), mark in zip(pairs, marks, strict=True):
         if not isinstance(mark, bool | np.bool_):
             raise ValueError(
                 f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
@@ -307,8 +308,3 @@ def _values_of_whole(tree: Any, read: Any, places: Sequence[int]) -> dict[int, A
         own = {i: jnp.asarray(leaves[i]) for i in rows if i in values}
         values |= zip(own, whole_values(node, rows, own), strict=True)
     return values
-
-
-def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return [path for path, _ in pairs], [leaf for _, leaf in pairs]

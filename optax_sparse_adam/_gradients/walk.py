@@ -200,25 +200,22 @@ class Walk:
         In a plan, all arrays that it computes are `None`.
         """
         jaxpr: Jaxpr = closed.jaxpr
-        # As `jax.core.eval_jaxpr` does.
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        # A value is dropped after its last use, which matters outside of jit.
-        last: dict[Any, JaxprEqn | None] = {}
-        for eqn in jaxpr.eqns:
-            atoms = (*eqn.invars, *eqn.outvars)
-            last.update({x: eqn for x in atoms if isinstance(x, Var)})
-        last.update({x: None for x in jaxpr.outvars if isinstance(x, Var)})
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
+        # A value is dropped after its last use, which matters outside of jit.
+        last: dict[Any, JaxprEqn | None] = {
+            x: eqn for eqn in jaxpr.eqns for x in _variables(*eqn.invars, *eqn.outvars)
+        }
+        last |= dict.fromkeys(_variables(*jaxpr.outvars))
         for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            results = self._evaluate_eqn(eqn, operands)
+            results = self._evaluate_eqn(eqn, [read(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, results, strict=True))
-            for x in (*eqn.invars, *eqn.outvars):
-                if isinstance(x, Var) and last[x] is eqn:
+            for x in _variables(*eqn.invars, *eqn.outvars):
+                if last[x] is eqn:
                     env.pop(x, None)
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -332,6 +329,10 @@ class Walk:
         if self.is_plan:
             depths[leaf.index] = min(depth, depths.get(leaf.index, depth))
         return depths[leaf.index]
+
+
+def _variables(*atoms: Any) -> list[Any]:
+    return [x for x in atoms if isinstance(x, Var)]
 
 
 def on_mesh_of_context(x: jax.Array) -> jax.Array:

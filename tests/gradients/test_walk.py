@@ -221,3 +221,19 @@ def test_rows_may_go_into_any_function_and_tables_may_not():
         osa.grad(
             lambda t, ids: square(tripled(t)[ids], WEIGHTS), sparse=lambda *_: True
         )(TABLE, IDS)
+
+
+def test_branches_for_other_platforms():
+    """They are not compiled, as under JAX; here one could not be."""
+
+    def elsewhere(t, ids):
+        rows = lax.stop_gradient(t[ids])
+        return jax.ffi.ffi_call("not_here", jax.typeof(rows))(rows)
+
+    def loss(t, ids):
+        rows = lax.platform_dependent(
+            t, ids, tpu=elsewhere, default=lambda t, ids: t[ids]
+        )
+        return square(rows, WEIGHTS)
+
+    assert_row_sparse_like_jax(loss, TABLE, IDS, nse=6)
