@@ -91,19 +91,12 @@ def _plan(
     tables: list[Table],
     wanted: list[bool | None],
 ) -> tuple[list[Any], list[Request]]:
-    """What the program is evaluated with, and the deltas that it needs.
+    """Expressions for leaves whose gradients are row-sparse, else arrays; and requests.
 
     Planned again until nothing changes, as each plan finds out more: which leaves have
     other uses than lookups, how many axes are indexed, and of which leaves more rows
     are looked up than there are. Rows of all steps of a loop could need any multiple of
     the memory that `jax.grad` needs; such a leaf has one delta, of its own shape.
-
-    Returns:
-      An expression for each leaf whose gradient is row-sparse, arrays for others; and
-      the requests.
-
-    Raises:
-      ValueError: If a leaf is wanted to be row-sparse that cannot be.
     """
     arrays = [source.array for source in tables]
     able = [

@@ -167,10 +167,9 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
 def _shared(
     plans: Sequence[Sequence[Request]],
 ) -> tuple[list[list[Any]], dict[Any, Request]]:
-    """Requests for all branches: the k-th lookups of a leaf in each share one.
+    """For each branch the keys of its requests, and the requests that all share by key.
 
-    Returns:
-      For each branch the keys of its requests, and the requests by their keys.
+    The k-th lookups of a leaf in each branch have one key.
     """
     keys: list[list[Any]] = []
     shared: dict[Any, Request] = {}

@@ -145,10 +145,8 @@ def _refuse(*args: Any) -> Any:
 def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that was traced for a whole table on some rows.
 
-    Arguments of the table's shape become expressions whose values are the rows.
-
-    Raises:
-      _NotElementwise: If it is not elementwise.
+    Arguments of the table's shape become expressions whose values are the rows. Raises
+    `_NotElementwise` where that is not enough.
     """
     memo: dict[Any, jax.Array] = {}
     values: list[Any] = []

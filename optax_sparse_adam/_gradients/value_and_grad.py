@@ -208,13 +208,11 @@ def trace(
     *,
     has_loss: bool = False,
 ) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any]]:
-    """The jaxpr of a function of the arguments at these places.
+    """The jaxpr of a function of some of its arguments, and what undoes its flattening.
 
-    Its results may be anything: the arrays among them leave through the jaxpr, and a
-    loss, the first of them, even if it is a Python number.
-
-    Returns:
-      The jaxpr, and a function that makes the result of the results of the jaxpr.
+    The results of `fun` may be anything: the arrays among them leave through the jaxpr,
+    and a loss, the first of them, even if it is a Python number. The second function
+    makes the result of `fun` of those of the jaxpr.
     """
     structure: Any = None
     outputs: list[Any] = []
