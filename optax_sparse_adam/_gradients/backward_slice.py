@@ -86,7 +86,8 @@ class BackwardSlice:
         def add(atoms: Sequence[Any], flags: Flags) -> None:
             for atom, flag in zip(atoms, flags, strict=True):
                 aval: Any = atom.aval
-                if flag and isinstance(atom, Var) and _has_derivative(aval):
+                is_inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
+                if flag and is_inexact and isinstance(atom, Var):
                     found.add(atom)
 
         add(jaxpr.outvars, needed)
@@ -123,17 +124,15 @@ class BackwardSlice:
 
     def _read_loop(self, body: Jaxpr, needed: Flags, first: int, carried: int) -> Flags:
         """A carry is needed if a later step, or what follows the loop, needs it."""
-        # Needs only grow, so this ends after as many rounds as there are carries.
+        # For a body `(a, b, c) -> (a + b, c, c)` of which the loss needs the last `a`:
+        # the last step needs a and b, so the one before needs c, too. Needs only grow,
+        # so this ends after as many rounds as there are carries.
         while True:
             inputs = self._read(body, needed)
             carry = _either(needed[:carried], inputs[first : first + carried])
             if carry == list(needed[:carried]):
                 return [*inputs[:first], *carry, *inputs[first + carried :]]
             needed = [*carry, *needed[carried:]]
-
-
-def _has_derivative(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _either(one: Flags, other: Flags) -> Flags:

@@ -17,7 +17,7 @@ from .backward_slice import BackwardSlice
 from .expressions import Expression, Table, arrays_among, merge, table
 from .row_slices import Entries, RowSlices, to_bcoo
 from .rules import RULES
-from .walk import DenseUse, Program, Request, Walk
+from .walk import Program, Request, Walk
 
 
 def evaluate_with_gradients(
@@ -27,19 +27,15 @@ def evaluate_with_gradients(
     tables: list[Table],
     values_of_whole: Callable[[list[int]], dict[int, Any]],
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluates the jaxpr of `(loss, other results)` and its derivatives.
+    """The results of the jaxpr, and the derivative of the first one by each leaf.
 
     Args:
       closed: The jaxpr, a function of the leaves.
       paths: Of the leaves.
       wanted: For each leaf: row-sparse (`True`), dense (`False`), or as it comes.
       tables: The leaves.
-      values_of_whole: Of leaves that are used as a whole.
-
-    Returns:
-      The results, and the gradient of each leaf, row-sparse where wanted.
+      values_of_whole: The arrays of leaves that are used as a whole.
     """
-    leaves = [source.array for source in tables]
     # What the loss shows is read before tables are written: see `_after`.
     shown = _shown(closed.jaxpr)
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
@@ -58,42 +54,34 @@ def evaluate_with_gradients(
         return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
 
     # JAX differentiates with respect to deltas, and to the leaves that are arrays.
+    # Inside `shard_map` deltas vary over the axes that rows do, as a cotangent must.
     deltas = [vary(jnp.zeros(x.delta.shape, x.delta.dtype), x.axes) for x in requests]
     whole = list(dict.fromkeys(x.leaf for x in requests if x.is_whole))
     of_whole = [
-        vary(jnp.zeros(leaves[i].shape, dtype), varying_axes(leaves[i]))
+        vary(jnp.zeros(tables[i].array.shape, dtype), varying_axes(tables[i].array))
         for i, dtype in whole
     ]
-    arrays = arrays_among(args)
-    (value, (others, rows)), gradients = jax.value_and_grad(
+    (value, (others, rows)), (of_deltas, totals, of_arrays) = jax.value_and_grad(
         function, argnums=(0, 1, 2), has_aux=True
-    )(deltas, of_whole, arrays)
-    count = len(jaxpr.outvars) - len(shown)
+    )(deltas, of_whole, arrays_among(args))
     everything = list(map(jnp.asarray, (value, *others)))  # some are Python's numbers
     after = _after(everything)
-    slices = [
-        after(_of_all_devices(request, leaves[request.leaf.index], entries, values))
-        for request, entries, values in zip(requests, rows, gradients[0], strict=True)
-    ]
-    of_arrays, grads = iter(gradients[2]), []
-    for i, leaf in enumerate(leaves):
-        if not isinstance(args[i], Expression):
-            grads.append(next(of_arrays))
-            continue
-        pairs = zip(requests, slices, strict=True)
-        own = [x for request, x in pairs if request.leaf.index == i]
-        totals = zip(whole, gradients[1], strict=True)
-        grads.append(
-            to_bcoo(
-                own,
-                [x for leaf, x in totals if leaf.index == i],
-                jnp.shape(leaf),
-                program.depths.get(i, 1),
-                jnp.result_type(leaf),
-                is_stale=tables[i].rows is None,
-            )
-        )
-    return everything[:count], grads
+    slices: dict[int, list[RowSlices]] = {i: [] for i in range(len(tables))}
+    for request, entries, values in zip(requests, rows, of_deltas, strict=True):
+        i = request.leaf.index
+        own = _of_all_devices(request, tables[i].array, entries, values)
+        slices[i].append(after(own))
+    of_leaves = iter(of_arrays)
+    grads = []
+    for i, (arg, source) in enumerate(zip(args, tables, strict=True)):
+        if isinstance(arg, Expression):
+            pairs = zip(whole, totals, strict=True)
+            own_totals = [x for leaf, x in pairs if leaf.index == i]
+            depth = program.depths.get(i, 1)
+            grads.append(to_bcoo(slices[i], own_totals, source, depth))
+        else:
+            grads.append(next(of_leaves))
+    return everything[: len(everything) - len(shown)], grads
 
 
 def _plan(
@@ -103,19 +91,12 @@ def _plan(
     tables: list[Table],
     wanted: list[bool | None],
 ) -> tuple[list[Any], list[Request]]:
-    """What the program is evaluated with, and the deltas that it needs.
+    """Expressions for leaves whose gradients are row-sparse, else arrays; and requests.
 
     Planned again until nothing changes, as each plan finds out more: which leaves have
     other uses than lookups, how many axes are indexed, and of which leaves more rows
     are looked up than there are. Rows of all steps of a loop could need any multiple of
     the memory that `jax.grad` needs; such a leaf has one delta, of its own shape.
-
-    Returns:
-      An expression for each leaf whose gradient is row-sparse, arrays for others; and
-      the requests.
-
-    Raises:
-      ValueError: If a leaf is wanted to be row-sparse that cannot be.
     """
     arrays = [source.array for source in tables]
     able = [
@@ -124,9 +105,13 @@ def _plan(
         and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
         for mark, array in zip(wanted, arrays, strict=True)
     ]
+    # For a table that is looked up as t[ids] and in a loop also as t[i, j]: the first
+    # plan meets both, each with its own number of axes; the second one knows that one
+    # axis is indexed in both; the third one finds nothing new.
     while True:
         before = *able, program.depths.copy(), program.whole.copy()
-        args = _arguments(tables, able)
+        pairs = enumerate(zip(tables, able, strict=True))
+        args = [table(x, i) if can else x.array for i, (x, can) in pairs]
         # Plans hold what was known when they were made.
         program.plans.clear()
         requests, _ = Walk(program).plan(closed, args)
@@ -143,12 +128,6 @@ def _plan(
                 program.whole.add(i)
         if before == (*able, program.depths, program.whole):
             return args, requests
-
-
-def _arguments(tables: list[Table], able: list[bool]) -> list[Any]:
-    """An expression for each leaf that is able to be row-sparse, arrays for others."""
-    pairs = enumerate(zip(tables, able, strict=True))
-    return [table(x, i) if can else x.array for i, (x, can) in pairs]
 
 
 def _axes_to_gather(request: Request, leaf: Any) -> tuple[str, ...]:
@@ -219,7 +198,11 @@ def _after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
     the gradient would make it vary there as well, and is left out.
     (tests/gradients/test_cost_of_steps.py)
     """
-    numeric = [x for x in results if _is_numeric(x)]
+    numeric = [
+        x
+        for x in results
+        if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    ]
 
     @functools.cache
     def is_above_infinity(axes: frozenset[str]) -> jax.Array | None:
@@ -242,10 +225,6 @@ def _after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
     return after
 
 
-def _is_numeric(x: jax.Array) -> bool:
-    return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
 def _as_float(x: jax.Array) -> jax.Array:
     return jnp.real(x).astype(jnp.float32)
 
@@ -262,10 +241,10 @@ def _some_element(x: jax.Array, place: jax.Array) -> jax.Array:
     return _as_float(jnp.max(x))
 
 
-def _refusal(path: Any, use: DenseUse | None) -> str:
+def _refusal(path: Any, use: tuple[str, str] | None) -> str:
     obstacle = "is no table of real numbers"
     if use is not None:
-        obstacle = f"is used by `{use.primitive}` at {use.line}"
+        obstacle = f"is used by `{use[0]}` at {use[1]}"
     return (
         f"`sparse` requests a row-sparse gradient for {leaf_name(path)}, but that leaf "
         f"{obstacle}. Only row lookups such as `table[ids]` have row-sparse gradients. "

@@ -10,7 +10,7 @@ from .arguments import check_argnums
 from .expressions import Table, table
 from .rules import RULES
 from .value_and_grad import as_places, current_tables, trace
-from .walk import Program, evaluate_with_tables
+from .walk import Program, Walk
 
 Result = TypeVar("Result")
 
@@ -40,7 +40,7 @@ def evaluate(
 
     Raises:
       ValueError: By the returned function, if `read` holds no state of `exact_adam`, or
-        that of other parameters.
+        that of other parameters, or if parameters are not passed by position.
 
     Examples:
       >>> import jax
@@ -61,20 +61,28 @@ def evaluate(
     @functools.wraps(fun)
     def evaluated(*args: Any, **kwargs: Any) -> Result:
         places = as_places(argnums)
+        if not all(-len(args) <= place < len(args) for place in places):
+            raise ValueError(
+                "`evaluate` reads arguments that are passed by position, got "
+                f"argnums={argnums} for {len(args)} of them. Pass the parameters by "
+                "position, or bind the others with functools.partial."
+            )
         chosen = [args[place] for place in places]
         bound = functools.partial(fun, **kwargs)
         closed, to_result = trace(bound, args, places)
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         values = [_looked_up(x) for x in current_tables(tree, read)]
-        result: Result = to_result(evaluate_with_tables(Program(RULES), closed, values))
+        walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
+        arrays = [jnp.asarray(walk.dense(x)) for x in walk.evaluate(closed, values)]
+        result: Result = to_result(arrays)
         return result
 
     return evaluated
 
 
 def _looked_up(source: Table) -> Any:
-    """An expression, or the array where nothing can be looked up."""
+    """An expression, or the array as it is now where nothing can be looked up."""
     array = source.array
     if jnp.ndim(array) and jnp.issubdtype(jnp.result_type(array), jnp.floating):
         return table(source)
-    return array
+    return array if source.rows is None else source.values(lambda x: x)

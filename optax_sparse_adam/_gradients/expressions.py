@@ -23,6 +23,9 @@ _UNKNOWN: Any = None
 Take = Callable[[jax.Array], jax.Array]  # picks some elements of an array
 
 
+# `rows + delta` would do, but for an addition where XLA does not see that the delta is
+# zero, as in loops, and for rows of -0.0. Symbolic zeros: a table is no argument of
+# what JAX differentiates, so the tangent of its rows is one, and nothing is added.
 @jax.custom_jvp
 def _inject(rows: jax.Array, delta: jax.Array) -> jax.Array:
     return rows
@@ -119,7 +122,10 @@ class Expression:
 
     @property
     def kind(self) -> Any:
-        """The expression without its arrays, as a plan sees it."""
+        """The expression without its arrays, as a plan sees it; equal ones share plans.
+
+        Of the function a plan sees only whether it is that of a table itself.
+        """
         source = None if self.source is None else Table(_UNKNOWN)
         function = _identity if self.function is _identity else None
         return self.shape, self.dtype, function, (), self.leaves, source
@@ -154,6 +160,8 @@ class Expression:
                 return memo[x]
             return take(jnp.asarray(x)) if jnp.ndim(x) else x
 
+        # For `tanh(2 * t)[ids]`, `take` being the gather: the memo of t is
+        # `inject(t[ids], delta)`, that of 2 * t is twice that, and then comes tanh.
         for value in operands_first([self], memo):
             if value.source is not None:
                 result = value.function(value.source.values(take))
@@ -171,7 +179,7 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 def has_table(x: Any) -> bool:
-    """Whether this is a table or a function of tables, and not only a scalar."""
+    """Whether this is a table or a function of tables, and not only a `fill`."""
     return isinstance(x, Expression) and (x.is_table or x.function is not _identity)
 
 
@@ -201,13 +209,7 @@ def fill(shape: tuple[int, ...], dtype: Any, scalar: Any) -> Expression:
 
 
 def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expression:
-    """A function of operands of one shape or scalars, one of them an expression.
-
-    Args:
-      out: The shape and the type of the result.
-      function: The function.
-      *operands: Its operands.
-    """
+    """A function of operands of one shape or scalars, one of them an expression."""
     expressions = [x for x in operands if isinstance(x, Expression)]
     leaves = {leaf for x in expressions for leaf in x.leaves}
     ordered = tuple(sorted(leaves, key=lambda leaf: (leaf.index, str(leaf.dtype))))
@@ -249,19 +251,17 @@ def map_arrays(
 ) -> Expression:
     """Applies `function(array, has_rows)` to all arrays that a value is computed from.
 
-    An array has rows if it has the leading axes of the table.
-
-    Args:
-      value: A table, or a function of tables.
-      function: Called in the same order for each expression of the same form.
-      shape: The new shape, where the function changes it.
+    It is called in the same order for each expression of the same form. An array has
+    rows if it has the leading axes of the table. `shape` is the new one, if it changes.
     """
     new: dict[Expression, Expression] = {}
 
     def operand(x: Any) -> Any:
         if isinstance(x, Expression):
             return new[x]
-        return function(x, jnp.ndim(x) > 0) if isinstance(x, jax.Array) else x
+        if jnp.ndim(x):  # may be a constant of NumPy
+            return function(jnp.asarray(x), True)
+        return function(x, False) if isinstance(x, jax.Array) else x
 
     for x in operands_first([value]):
         new[x] = dataclasses.replace(

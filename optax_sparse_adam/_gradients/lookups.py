@@ -75,6 +75,9 @@ class Lookup:
 
         An axis of length one that is not the first counts as a part of the row.
         """
+        # Of a table [1000, 8], `t[ids]` and `t[ids, 2:4]` have windows [1, 8] and
+        # [1, 2] and depth 1, `t[ids, cols]` a window [1, 1] and depth 2. `t[:, cols]`
+        # has a window [1000, 1] and depth 0: it reads every row.
         for axis, size in enumerate(self.window):
             is_part = axis and self.shape[axis] == 1
             if size != 1 or axis not in self.axes or is_part:
@@ -84,9 +87,8 @@ class Lookup:
     def read(self, array: jax.Array) -> jax.Array:
         """The gather, of at least two rows: see `_rows.gather_scatter.take_rows`.
 
-        Args:
-          array: Of the table's shape, or with axes of length 1 that stand for all
-            columns; XLA clamps indices into them.
+        The array has the table's shape, but for axes of length 1 that stand for all
+        columns, as those of `exact_adam`'s steps `[rows, 1]`; XLA clamps indices there.
         """
         sizes = tuple(map(min, self.window, array.shape))
         params = self.params | {"slice_sizes": sizes}
@@ -109,16 +111,16 @@ class Lookup:
         rows = read(dataclasses.replace(self, params=params))
         fill = self.params["fill_value"]
         fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
+        return self.where_inside(rows, fill)
+
+    def where_inside(self, rows: jax.Array, other: jax.Array) -> jax.Array:
+        """Rows, and `other` where an index is out of bounds."""
         inside = self._is_inside().reshape(self.indices.shape[:-1])
         batch = [d for d in range(rows.ndim) if d not in self.dims.offset_dims]
-        return jnp.where(lax.broadcast_in_dim(inside, rows.shape, batch), rows, fill)
+        return jnp.where(lax.broadcast_in_dim(inside, rows.shape, batch), rows, other)
 
     def rows(self, depth: int) -> jax.Array:
-        """The row ids `[count, depth]` that are read; out of bounds where none is.
-
-        Args:
-          depth: How many leading axes of the table count as the index of a row.
-        """
+        """The row ids `[count, depth]` that are read; out of bounds where none is."""
         rows = self._columns(range(depth))
         inside = self._is_inside()[:, None]
         return jnp.where(inside, rows, row_bounds(self.shape, rows))
@@ -174,12 +176,6 @@ class Lookup:
         return jnp.all((self._starts >= 0) & (self._starts <= last), axis=-1)
 
 
-def lookup_of_gather(eqn: JaxprEqn, shape: tuple[int, ...], indices: Any) -> Lookup:
-    avals: list[Any] = [eqn.invars[1].aval, eqn.outvars[0].aval]
-    indices = avals[0] if indices is None else indices
-    return Lookup(shape, avals[1].shape, eqn.params, indices)
-
-
 def reads_rows(lookup: Lookup) -> bool:
     """Whether a lookup reads rows, of which a gradient can be made.
 
@@ -200,7 +196,7 @@ def lookup_of_rows(shape: tuple[int, ...], ids: Any) -> Lookup:
     )
     params = _params(numbers, (1, *shape[1:]), Mode.FILL_OR_DROP, 0)
     indices: Any = jax.ShapeDtypeStruct((*ids.shape, 1), ids.dtype)
-    if isinstance(ids, jax.Array):
+    if isinstance(ids, jax.Array):  # in a plan only its type
         indices = ids[..., None]
     return Lookup(shape, (*ids.shape, *shape[1:]), params, indices)
 
@@ -210,10 +206,7 @@ def lookup_of_slice(
 ) -> Lookup | None:
     """Which rows a slice reads; `None` if it reads all of them, or several constant.
 
-    Args:
-      eqn: A `slice` or a `dynamic_slice`.
-      shape: The table's.
-      starts: Where a dynamic slice begins, `()` for others; in a plan `None`.
+    `starts` is where a dynamic slice begins, `()` for others, and in a plan `None`.
     """
     out: Any = eqn.outvars[0].aval
     window, constant = out.shape, None

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._exact_adam.rows import look_up_values
 from .._jax_extras.on_cpu import on_cpu
 from ..native import _calls as native
-from .expressions import Expression, Leaf, Table, inject, table
-from .lookups import Lookup
+from .expressions import Expression, Leaf, Table, inject, operands_first, table
+from .lookups import Lookup, Mode
 
 
 def read(
@@ -39,9 +40,19 @@ def _read_table(source: Table, lookup: Lookup) -> jax.Array:
 def _read_expression(
     value: Expression, lookup: Lookup, deltas: dict[Leaf, jax.Array] | None
 ) -> jax.Array:
-    return lookup.read_and_fill(
+    rows = lookup.read_and_fill(
         lambda clamped: value.select(clamped.read, clamped.out, deltas)
     )
+    # The default of `[]` promises that no id is out of bounds. For one that is, JAX
+    # reads the nearest row, and its derivative is zero: also that of `(table * w)[ids]`
+    # with respect to `w`.
+    operands = [y for x in operands_first([value]) for y in x.operands]
+    if lookup.params["mode"] == Mode.PROMISE_IN_BOUNDS and any(
+        isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+        for x in operands
+    ):
+        rows = lookup.where_inside(rows, lax.stop_gradient(rows))
+    return rows
 
 
 def show_bounds(

@@ -14,6 +14,7 @@ from .._rows.canary import CanaryBCOO, StaleBCOO
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
 from .._rows.padding import pad_indices, row_bounds
+from .expressions import Table
 
 
 class Entries(NamedTuple):
@@ -36,28 +37,22 @@ RowSlices = tuple[Entries, jax.Array]
 def to_bcoo(
     slices: Sequence[RowSlices],
     totals: Sequence[jax.Array],
-    shape: tuple[int, ...],
+    source: Table,
     depth: int,
-    dtype: Any,
-    *,
-    is_stale: bool,
 ) -> BCOO:
-    """The row-sparse gradient that all these rows add up to.
+    """The gradient of a table of which `depth` leading axes are the index of a row.
 
-    Those of a wider type add up before the sum is rounded, as under `jax.grad`.
-
-    Args:
-      slices: The rows.
-      totals: If there are any, arrays of the table's shape that hold all values.
-      shape: The table's.
-      depth: How many leading axes are the index of a row.
-      dtype: The table's.
-      is_stale: Whether rows were not read up to date, for `exact_adam` to know.
+    Rows of a wider type add up before the sum is rounded, as under `jax.grad`. If there
+    are `totals`, of the table's shape, these hold all values.
     """
+    shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
+    is_stale = source.rows is None  # for `exact_adam`, which refuses such a gradient
     types = [dtype, *(x.dtype for x in (*totals, *(x for _, x in slices)))]
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
     indices = _joined([x.ids for x, _ in slices], (0, depth), jnp.int32)
     is_unique = bool(totals)
+    # More rows were looked up than there are: the ids say which ones, and the deltas of
+    # the table's shape (one for each type it was cast to) what their gradient is.
     if totals:
         total = sum(x.astype(widest) for x in totals[1:]) + totals[0].astype(widest)
         indices, values = _every_row(indices, total, depth)
@@ -66,6 +61,8 @@ def to_bcoo(
     else:
         rows = [x.astype(widest) for _, x in slices]
         values = _joined(rows, (0, *shape[depth:]), widest)
+        # A bfloat16 table that is looked up in float32: one entry of 1 and 256 of 1/256
+        # in a row are 2, and would be 1 if bfloat16 entries were added up.
         if widest != dtype and len(indices) > 1:
             indices, values = _coalesced(indices, values, shape)
             is_unique = True

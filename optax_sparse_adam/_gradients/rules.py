@@ -30,7 +30,7 @@ from .expressions import (
     merge,
     operands_first,
 )
-from .lookups import Lookup, lookup_of_gather, lookup_of_slice, reads_rows
+from .lookups import Lookup, lookup_of_slice, reads_rows
 from .reading import read, show_bounds
 from .rules_bags import bag_lookup
 from .walk import Results, Rule, Walk
@@ -48,6 +48,8 @@ def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     waiting = [x for x in args if isinstance(x, Expression)]
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
     name = eqn.primitive.name
+    # `t.astype(float32)[ids]` of a bfloat16 table has its delta in float32, and not
+    # before the cast, where entries of one row would be rounded before they add up.
     is_cast = name == "convert_element_type" and waiting[0].is_table
     if is_cast and _is_wider(dtype, waiting[0].dtype):
         return [cast_table(waiting[0], dtype)]
@@ -84,7 +86,7 @@ def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
             return bind_eqn(eqn, x)
         if eqn.primitive.name != "reshard":
             return x
-        # What is kept of each row lies as the table does along the leading axes.
+        # What exact Adam keeps of each row lies as the table does along leading axes.
         to, ndim = _out(eqn).sharding, jnp.ndim(x) if has_rows else 0
         return jax.reshard(x, NamedSharding(to.mesh, PartitionSpec(*to.spec[:ndim])))
 
@@ -126,8 +128,11 @@ def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Re
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     if not isinstance(value, Expression) or has_table(ids):
         return NotImplemented
-    lookup = lookup_of_gather(eqn, value.shape, walk.dense(ids))
-    # JAX has fill values of its own for integers.
+    aval: Any = eqn.invars[1].aval
+    indices = aval if walk.is_plan else walk.dense(ids)
+    lookup = Lookup(value.shape, _out(eqn).shape, eqn.params, indices)
+    # JAX has fill values of its own for integers. `sort` and `take_along_axis`, which
+    # gather single elements, are lookups only where nothing is differentiated.
     has_nan = jnp.issubdtype(value.dtype, jnp.inexact)
     is_known = has_nan or eqn.params["fill_value"] is not None or value.is_table
     if (value.leaves and not reads_rows(lookup)) or (lookup.is_filled and not is_known):

@@ -24,13 +24,9 @@ from .walk import Bags, Request, Results, Walk, on_mesh_of_context
 
 
 def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results:
-    """See the module. A function of tables is computed for each row of a bag.
+    """A lookup of bags in a table, or in a function of tables, for each row of a bag.
 
-    Args:
-      walk: The walk.
-      eqn: The call.
-      value: The table, or a function of tables.
-      *operands: Ids; where these are a vector, segments; and weights, if any.
+    The operands are ids; where these are a vector, segments; and weights, if any.
     """
     if not isinstance(value, Expression):
         return NotImplemented
@@ -39,21 +35,22 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     is_flat = ids_type.ndim == 1
     num_bags, axes = out.shape[0], axes_of_type(out)
     ids, *rest = (walk.as_array(eqn, x) for x in operands)
+    ids = ids_type if walk.is_plan else jnp.asarray(ids)
     segments = rest.pop(0) if is_flat else None
     weights = rest[0] if rest else None
-    lookup = lookup_of_rows(value.shape, ids_type if walk.is_plan else ids)
+    lookup = lookup_of_rows(value.shape, ids)
     if value.source is None:
+        # The derivative of a nonlinear function differs from row to row of a bag.
         deltas = walk.look_up(lookup, value, axes)
         if walk.is_plan:
             return [None]
         return [add_up(num_bags, read(value, lookup, deltas), segments, weights)]
-    # A table, or a cast of one, has one leaf at most.
     requests = []
-    for leaf in value.leaves:
+    for leaf in value.leaves:  # one, of a table or of a cast of one; or none
         depth, size = walk.depth_of(leaf, 1), ids_type.size
         request = Request(leaf, value.shape, size, depth, axes, is_whole=True)
         if leaf.index not in walk.program.whole:
-            bags = Bags(size, num_bags, out.dtype, bool(len(operands) > 1 + is_flat))
+            bags = Bags(size, num_bags, out.dtype, len(operands) > 1 + is_flat)
             request = request._replace(count=num_bags, is_whole=False, bags=bags)
         requests.append(request)
     of_bags = walk.request(requests)
@@ -67,7 +64,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     for request, delta in zip(requests, of_bags, strict=True):
         entries = Entries(lookup.rows(1))
         if request.is_whole:
-            whole = walk.whole_delta(request.leaf)
+            whole = on_mesh_of_context(walk.whole[request.leaf])
             delta = sum_bags(num_bags, whole, ids, segments, weights)
         else:
             bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]

@@ -25,7 +25,7 @@ from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
 from .expressions import Expression, arrays_among, has_table, merge
 from .row_slices import Entries
-from .rules_elementwise_calls import elementwise_branches
+from .rules_elementwise_calls import elementwise_branches, switch
 from .walk import Request, Results, Walk
 
 
@@ -34,12 +34,14 @@ def call(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
 
 def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """A function whose values the backward pass computes again, lookups included."""
     closed = as_closed(eqn.params["jaxpr"])
     requests, results = walk.plan(closed, args)
     needed = walk.program.slice.variables
     pairs = zip(eqn.outvars, results, strict=True)
     if any(has_table(x) and var in needed for var, x in pairs):
-        # A function of a table: its rows are computed where they are looked up.
+        # `checkpoint(tanh)(table)[ids]`: the function leaves the checkpoint as an
+        # expression, and nothing of the table's size is held or computed again.
         return walk.evaluate(closed, args)
     deltas = walk.request(requests)
     if walk.is_plan:
@@ -60,7 +62,10 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
 
 def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    """A loop; a table may be carried if no step changes it."""
+    """A loop; a table may be carried if no step changes it.
+
+    The body has operands `consts, carry, xs`, in this order, and results `carry, ys`.
+    """
     params, body = eqn.params, eqn.params["jaxpr"]
     length = params["length"]
     first, carried = scan_sizes(eqn)
@@ -72,8 +77,10 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         *(walk.as_array(eqn, x) for x in args[last:]),
     )
     requests, results = walk.plan(body, args)
-    # A carried table stays one if each step returns it: then it is closed over. A step
-    # that changes it needs all its rows.
+    # A carried table stays one if each step returns it in its place: the new loop
+    # closes over it. A step that changes it, as `lambda t, i: (t / 2, t[i])` does,
+    # looks up in another table each time, and so does one that swaps two. These enter
+    # as arrays, with dense gradients, and the loop is planned again.
     changed = [
         isinstance(x, Expression) and x is not end
         for x, end in zip(args[first:last], results, strict=False)
@@ -102,6 +109,7 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         for delta, x in zip(deltas, requests, strict=True)
     ]
 
+    # Tables are among `args`, and the arrays of a step come between them.
     def step(carry: Any, inputs: Any) -> Any:
         xs, own = inputs
         values = merge(args, [*consts, *carry, *xs])
@@ -116,13 +124,9 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    walk.rows += jax.tree.map(_all_steps, rows)
+    # `[length, n, ...]`, as the steps stack them, to `[length * n, ...]`.
+    walk.rows += jax.tree.map(lambda x: lax.collapse(x, 0, 2), rows)
     return [*merge(args[first:last], carry), *ys]
-
-
-def _all_steps(x: jax.Array) -> jax.Array:
-    """`[length, n, ...]` as `[length * n, ...]`."""
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
@@ -146,7 +150,8 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
 
     def run(place: int) -> Any:
         # The branch takes the first rows of each delta that it shares with others, and
-        # returns ids for all rows of all deltas, as branches return equal shapes.
+        # returns ids for all rows of all deltas, as branches return equal shapes. The
+        # derivative with respect to rows that it does not take is zero.
         pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
         arrays, rows = walk.inside(branches[place], args, chunks)
@@ -154,7 +159,7 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
         return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
 
     runs = [functools.partial(run, place) for place in range(len(branches))]
-    arrays, rows = lax.switch(index, runs)
+    arrays, rows = switch(eqn, index, runs)
     walk.rows += rows
     return list(arrays)
 
@@ -162,16 +167,17 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
 def _shared(
     plans: Sequence[Sequence[Request]],
 ) -> tuple[list[list[Any]], dict[Any, Request]]:
-    """Requests for all branches: the k-th lookups of a leaf in each share one.
+    """For each branch the keys of its requests, and the requests that all share by key.
 
-    Returns:
-      For each branch the keys of its requests, and the requests by their keys.
+    The k-th lookups of a leaf in each branch have one key.
     """
     keys: list[list[Any]] = []
     shared: dict[Any, Request] = {}
     for requests in plans:
         keys.append([])
         for request in requests:
+            # A lookup in the one branch at row 0 and in the other one at row 1 is none
+            # at a constant: the rows that are read depend on the branch.
             kind = request._replace(count=0, constant=None)
             key = kind, sum(other == kind for other, _ in keys[-1])
             keys[-1].append(key)
@@ -198,5 +204,7 @@ def _padded(found: Entries | None, request: Request) -> Entries:
         padding = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (missing, *x.shape[1:]))
         return jnp.concatenate([x, vary(padding, request.axes)]) if missing else x
 
-    ids = own.ids.astype(jnp.int32) if own.ids.dtype.itemsize < 8 else own.ids
-    return jax.tree.map(padded, own._replace(ids=ids))
+    # Ids of one lookup may be int64, those of another int32.
+    if max(request.shape) <= jnp.iinfo(jnp.int32).max:
+        own = own._replace(ids=own.ids.astype(jnp.int32))
+    return jax.tree.map(padded, own)

@@ -13,7 +13,7 @@ the table as an array.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -38,11 +38,13 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     body, rules = as_closed(eqn.params["call_jaxpr"]), walk.program.rules
     rule = functools.cache(lambda: _rule(eqn))
     name = eqn.params.get("name"), str(body.jaxpr)
-    if not is_floating or not _is_elementwise(
-        walk.program, eqn, name, [lambda: body, rule]
-    ):
+    jaxprs = (get() for get in (lambda: body, rule))
+    if not is_floating or not _is_elementwise(walk.program, eqn, name, jaxprs):
         return NotImplemented
 
+    # A call `relu(table)` has become a function of rows `[n, D]`:
+    #     own(rows)                    is  max(rows, 0)
+    #     derivative(rows, tangents)   is  (max(rows, 0), select(rows > 0, tangents, 0))
     # JAX keeps the rule for later, and with it whatever the function refers to: not
     # `walk.program`, whose plans hold jaxprs, and JAX 0.12 keeps their tracers in them.
     def function(*args: Any) -> Any:
@@ -63,44 +65,57 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 def elementwise_branches(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Functions of tables that leave a branch of `cond`."""
     branches, program = eqn.params["branches"], walk.program
-    getters = [functools.partial(as_closed, branch) for branch in branches]
-    if not _is_elementwise(program, eqn, None, getters):
+    if not _is_elementwise(program, eqn, None, branches):
         return NotImplemented
 
-    def function(index: jax.Array, *args: Any, result: int) -> Any:
+    def function(result: int, index: jax.Array, *args: Any) -> Any:
         def run(branch: ClosedJaxpr) -> Any:
             return _at_rows(program, branch, args)[result]
 
-        return lax.switch(index, [functools.partial(run, b) for b in branches])
+        return switch(eqn, index, [functools.partial(run, b) for b in branches])
 
     return [
-        elementwise(var.aval, functools.partial(function, result=i), *args)
+        elementwise(var.aval, functools.partial(function, i), *args)
         for i, var in enumerate(eqn.outvars)
     ]
+
+
+def switch(eqn: JaxprEqn, index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+    """Runs one of these functions in the place of the branches of a `cond`."""
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches)
+    # Those of `lax.platform_dependent`. JAX compiles one of them only; the others may
+    # not compile at all, as a kernel for another platform.
+    pairs = list(zip(platforms, branches, strict=True))
+    named = {name: branch for names, branch in pairs for name in names or ()}
+    default = next((branch for names, branch in pairs if names is None), None)
+    return lax.platform_dependent(default=default, **named)
 
 
 def _is_elementwise(
     program: Program,
     eqn: JaxprEqn,
     name: Any,
-    jaxprs: Sequence[Callable[[], ClosedJaxpr]],
+    jaxprs: Iterable[ClosedJaxpr],
 ) -> bool:
     """Whether all jaxprs of a call are elementwise functions of one shape and scalars.
 
-    A rule may call the function `name` that it is the rule of: that call is elementwise
-    if the rest is.
+    A rule may call the function `name` that it is the rule of, as that of
+    `jnp.logaddexp` does: this call is elementwise if the rest is.
     """
     atoms: Any = eqn.invars, eqn.outvars
     ins, outs = ({x.aval.shape for x in group} for group in atoms)
     if len(outs) != 1 or () in outs or ins - outs - {()}:
         return False
     known = program.elementwise
+    # Meanwhile, calls of the same name inside of this one count as elementwise.
     if name not in known and id(eqn) not in known:
         known[name] = True, eqn
         try:
-            for jaxpr in jaxprs:
-                avals = [var.aval for var in jaxpr().jaxpr.invars]
-                jax.eval_shape(functools.partial(_at_rows, program, jaxpr()), avals)
+            for closed in jaxprs:
+                avals = [var.aval for var in closed.jaxpr.invars]
+                jax.eval_shape(functools.partial(_at_rows, program, closed), avals)
             result = True
         except _NotElementwise:
             result = False
@@ -127,20 +142,17 @@ def _refuse(*args: Any) -> Any:
     raise _NotElementwise
 
 
-def _refuse_arrays(x: Any) -> Any:
-    return _refuse() if jnp.ndim(x) else x
-
-
 def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that was traced for a whole table on some rows.
 
-    Arguments of the table's shape become expressions whose values are the rows.
-
-    Raises:
-      _NotElementwise: If it is not elementwise.
+    Arguments of the table's shape become expressions whose values are the rows. Raises
+    `_NotElementwise` where that is not enough.
     """
     memo: dict[Any, jax.Array] = {}
     values: list[Any] = []
+    # The memo says what a lookup would have made of the stand-ins. Whatever asks for
+    # other elements of one, as a `reduce_sum` does, or for an array inside of the
+    # function, calls `_refuse`.
     for var, arg in zip(closed.jaxpr.invars, args, strict=True):
         aval: Any = var.aval
         if aval.shape:
@@ -150,9 +162,10 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
         values.append(arg)
     results = Walk(program, iter(())).evaluate(closed, values)
     shape = max(map(jnp.shape, args), key=len)
-    for i, (var, value) in enumerate(zip(closed.jaxpr.outvars, results, strict=True)):
+    outvars: list[Any] = closed.jaxpr.outvars
+    for i, (out, value) in enumerate(zip(outvars, results, strict=True)):
         if isinstance(value, Expression):
-            results[i] = value.select(_refuse_arrays, shape, memo=memo)
-        elif var.aval.shape:
+            results[i] = value.select(_refuse, shape, memo=memo)
+        elif out.aval.shape:
             raise _NotElementwise
     return results

@@ -15,6 +15,7 @@ So a gradient needs no communication for its rows, whatever the batch is split b
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,26 +36,16 @@ def _mesh_axes(entry: Any) -> tuple[str, ...]:
 
 
 def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    params, program = eqn.params, walk.program
+    params = eqn.params
     mesh, check_vma = params["mesh"], params["check_vma"]
+    # Others may be manual already, by a shard_map around this one.
     manual = tuple(x for x in mesh.axis_names if x in params["newly_manual_axes"])
     body = as_closed(params["jaxpr"])
-    inner: list[Any] = [var.aval.shape for var in body.jaxpr.invars]
+    invars: list[Any] = body.jaxpr.invars
+    inner = [var.aval.shape for var in invars]
     triples = list(zip(args, params["in_specs"], inner, strict=True))
-    tables = [triple for triple in triples if isinstance(triple[0], Expression)]
-    leaves: dict[int, Any] = {}
-    for x, spec, _ in tables:
-        for leaf in x.leaves:
-            # Ids of one table that is split in two ways count from two first rows.
-            if leaves.setdefault(leaf.index, (spec, x.shape))[0] != spec:
-                walk.as_array(eqn, x)
-    for index, (spec, shape) in leaves.items():
-        # JAX cannot say over which axes columns vary without check_vma, and rows of
-        # which each device has some columns are no rows of the table.
-        depth = program.depths.get(index, len(shape))
-        if walk.is_plan and any(map(_mesh_axes, spec[depth:])):
-            program.whole.add(index)
-    # In the plan, a table has the shape of the part that one device has.
+    leaves = _leaves(walk, eqn, args)
+    # Inside, a table has the shape of the part that one device has.
     unknown = [
         dataclasses.replace(x, shape=shape) if isinstance(x, Expression) else None
         for x, _, shape in triples
@@ -65,7 +56,10 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     def axes_of(request: Request) -> tuple[str, ...]:
         return tuple(x for x in manual if x in request.axes or not check_vma)
 
-    # Outside, the deltas of all devices over whose axes the rows vary: see above.
+    # With ids P("x") on a mesh of 4 x 2, axes "x" and "y", four batches are looked up,
+    # and there are four deltas. Devices that differ in "y" only share one, and
+    # `shard_map` adds their derivatives up. Without check_vma nothing says that rows
+    # are equal along "y": then there are eight deltas, whose sum is the same.
     outer = [
         x._replace(
             shape=leaves[x.leaf.index][1],
@@ -85,7 +79,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     whole_specs = [leaves[leaf.index][0] for leaf in whole]
     specs = ([specs for _, specs in arrays], row_specs, whole_specs)
     operands = ([x for x, _ in arrays], deltas, [walk.whole[leaf] for leaf in whole])
-    if mesh_of(*deltas).explicit_axes:
+    if mesh_of(*deltas).explicit_axes:  # where layouts are types, which must fit
         operands = (operands[0], *jax.tree.map(jax.reshard, operands[1:], specs[1:]))
 
     def function(arrays: Any, deltas: Any, of_whole: Any) -> Any:
@@ -116,15 +110,33 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     return list(results)
 
 
-def _arrays(x: Any, spec: PartitionSpec) -> tuple[list[Any], list[PartitionSpec]]:
-    """The arrays that an operand is computed from, and how they are split.
+def _leaves(walk: Walk, eqn: JaxprEqn, args: Sequence[Any]) -> dict[int, Any]:
+    """For the leaves that enter, by index: how each is split, and its whole shape."""
+    leaves: dict[int, Any] = {}
+    for x, spec in zip(args, eqn.params["in_specs"], strict=True):
+        for leaf in x.leaves if isinstance(x, Expression) else ():
+            # Ids of one table that is split in two ways count from two first rows.
+            if leaves.setdefault(leaf.index, (spec, x.shape))[0] != spec:
+                walk.as_array(eqn, x)
+    for index, (spec, shape) in leaves.items():
+        # With P(None, "x"), each device looks up some columns of a row. Their entries
+        # side by side would be no rows of the table, so each device adds its columns to
+        # its part of one delta of the table's shape.
+        depth = walk.program.depths.get(index, len(shape))
+        if walk.is_plan and any(map(_mesh_axes, spec[depth:])):
+            walk.program.whole.add(index)
+    return leaves
 
-    All operands of an elementwise function are split as its result is.
-    """
+
+def _arrays(x: Any, spec: PartitionSpec) -> tuple[list[Any], list[PartitionSpec]]:
+    """The arrays that an operand is computed from, and how they are split."""
     if not isinstance(x, Expression):
         return [x], [spec]
     arrays, specs = [], []
 
+    # All operands of an elementwise function are split as its result is: those of
+    # `tanh(t * c * 2)` are t and c by P("x", None), and 2 by P(). What exact Adam knows
+    # of each row, `[rows]`, is split by P("x").
     def collect(array: Any, has_rows: bool) -> Any:
         arrays.append(array)
         specs.append(PartitionSpec(*spec[: jnp.ndim(array) if has_rows else 0]))
@@ -145,7 +157,7 @@ def _with_arrays(x: Any, arrays: list[Any], shape: tuple[int, ...]) -> Any:
 def _global_ids(
     ids: jax.Array, request: Request, spec: PartitionSpec, shape: tuple[int, ...]
 ) -> jax.Array:
-    """The ids of this device's rows in the whole table."""
+    """The ids of this device's rows in the whole table; others stay out of bounds."""
     entries = (*spec, *[None] * request.depth)[: request.depth]
     shifts = [
         first_row(_mesh_axes(entry), size, ids.dtype)

@@ -122,10 +122,11 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         places = as_places(argnums)
+        # What JAX does not take is left to JAX, here and below, for its own errors.
         inside = [-len(args) <= place < len(args) for place in places]
         distinct = {place % max(1, len(args)) for place in places}
         if not places or not all(inside) or len(distinct) < len(places):
-            return reference(*args, **kwargs)  # raises, in JAX's words
+            return reference(*args, **kwargs)
         chosen = [args[place] for place in places]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         check_leaves(tree)
@@ -142,8 +143,9 @@ def value_and_grad(
         try:
             closed, to_result = trace(loss, args, places, has_loss=True)
         except _NoLoss:
-            return reference(*args, **kwargs)  # raises, in JAX's words
-        paths, tables = _with_paths(tree)[0], current_tables(tree, read)
+            return reference(*args, **kwargs)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        tables = current_tables(tree, read)
         values = functools.partial(_values_of_whole, tree, read)
         arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables, values)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
@@ -206,13 +208,11 @@ def trace(
     *,
     has_loss: bool = False,
 ) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any]]:
-    """The jaxpr of a function of the arguments at these places.
+    """The jaxpr of a function of some of its arguments, and what undoes its flattening.
 
-    Its results may be anything: the arrays among them leave through the jaxpr, and a
-    loss, the first of them, even if it is a Python number.
-
-    Returns:
-      The jaxpr, and a function that makes the result of the results of the jaxpr.
+    The results of `fun` may be anything: the arrays among them leave through the jaxpr,
+    and a loss, the first of them, even if it is a Python number. The second function
+    makes the result of `fun` of those of the jaxpr.
     """
     structure: Any = None
     outputs: list[Any] = []
@@ -240,12 +240,12 @@ def trace(
 
 def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
-    paths, leaves = _with_paths(tree)
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
     if sparse is True:
-        return [None] * len(leaves)
+        return [None] * len(pairs)
     what = "The leaves of `sparse` must be"
     if callable(sparse):
-        marks = list(map(sparse, paths, leaves))
+        marks = [sparse(*pair) for pair in pairs]
         what = "The predicate `sparse` must return"
     else:
         try:
@@ -255,7 +255,7 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
                 "`sparse` must be a tree of booleans like the differentiated argument, "
                 f"or a prefix of it: {error}"
             ) from None
-    for path, mark in zip(paths, marks, strict=True):
+    for (path, _), mark in zip(pairs, marks, strict=True):
         if not isinstance(mark, bool | np.bool_):
             raise ValueError(
                 f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
@@ -299,13 +299,10 @@ def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, RowStat
 def _values_of_whole(tree: Any, read: Any, places: Sequence[int]) -> dict[int, Any]:
     """The leaves at these places as whole arrays, up to date."""
     leaves = jax.tree.leaves(tree)
+    # All of one state at a time, so that the formula is compiled once: for each of many
+    # dense layers it would take longer than the rest of a step.
     values = {i: leaves[i] for i in places}
     for node, rows in _exact_tables(tree, read):
         own = {i: jnp.asarray(leaves[i]) for i in rows if i in values}
         values |= zip(own, whole_values(node, rows, own), strict=True)
     return values
-
-
-def _with_paths(tree: Any) -> tuple[list[KeyPath], list[Any]]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return [path for path, _ in pairs], [leaf for _, leaf in pairs]

@@ -27,8 +27,8 @@ body looks up `n` rows in each of `L` steps requests `L * n` rows outside, and g
 each step its own (`rules_calls`, `rules_shard_map`).
 
 A primitive without a rule gets the table as an array. If the loss needs the result, the
-gradient of that leaf is dense (`DenseUse` says why), and the leaf is an ordinary
-argument of what JAX differentiates.
+gradient of that leaf is dense (`Program.dense_uses` says why), and the leaf is an
+ordinary argument of what JAX differentiates.
 """
 
 import dataclasses
@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
@@ -97,13 +96,6 @@ class Request(NamedTuple):
         return jax.ShapeDtypeStruct((self.count, *row), dtype)
 
 
-class DenseUse(NamedTuple):
-    """A use of a table other than lookups: the operation, and the user's line."""
-
-    primitive: str
-    line: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What holds for all walks over one program.
@@ -114,7 +106,8 @@ class Program:
       depths: For each leaf, how many leading axes are the index of a row; the smallest
         number that one of its lookups indexes. Known after a first plan.
       whole: Leaves with one delta of their own shape: see `differentiate`.
-      dense_uses: For each leaf its first use other than lookups, as plans find them.
+      dense_uses: For each leaf its first use other than lookups, as plans find them:
+        the operation, and the user's line.
       elementwise: What is known of calls by `id`: whether they are elementwise.
       plans: Of jaxprs, for each kind of arguments.
       calls: The equations that a walk is in, the innermost last.
@@ -124,7 +117,7 @@ class Program:
     slice: BackwardSlice = dataclasses.field(default_factory=BackwardSlice)
     depths: dict[int, int] = dataclasses.field(default_factory=dict)
     whole: set[int] = dataclasses.field(default_factory=set)
-    dense_uses: dict[int, DenseUse] = dataclasses.field(default_factory=dict)
+    dense_uses: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     elementwise: dict[Any, Any] = dataclasses.field(default_factory=dict)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
     calls: list[JaxprEqn] = dataclasses.field(default_factory=list)
@@ -170,6 +163,8 @@ class Walk:
         if key not in self.program.plans:
             walk = Walk(self.program)
             unknown = [None if kind is None else Expression(*kind) for kind in kinds]
+            # A result that is an argument, such as a carried table, is that of whoever
+            # asks: the plan keeps its place. (`index` would compare arrays.)
             places = [
                 next((i for i, y in enumerate(unknown) if y is x), x)
                 if isinstance(x, Expression)
@@ -189,11 +184,9 @@ class Walk:
         keep: Sequence[int] | None = None,
         whole: Mapping[Leaf, jax.Array] | None = None,
     ) -> tuple[list[Any], list[Entries]]:
-        """Walks over a jaxpr in a function that JAX traces by itself.
+        """The results of a jaxpr in a function that JAX traces by itself, as arrays.
 
-        Returns:
-          Its results as arrays, those of the indices `keep` if there are any; and the
-          entries of all deltas.
+        Those of the indices `keep`, if there are any; and the entries of all deltas.
         """
         whole = self.whole if whole is None else whole
         walk = Walk(self.program, iter(deltas), whole)
@@ -209,22 +202,20 @@ class Walk:
         jaxpr: Jaxpr = closed.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        # A value is dropped after its last use, which matters outside of jit.
-        last: dict[Any, JaxprEqn | None] = {}
-        for eqn in jaxpr.eqns:
-            atoms = (*eqn.invars, *eqn.outvars)
-            last.update({x: eqn for x in atoms if isinstance(x, Var)})
-        last.update({x: None for x in jaxpr.outvars if isinstance(x, Var)})
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
+        # A value is dropped after its last use, which matters outside of jit.
+        last: dict[Any, JaxprEqn | None] = {
+            x: eqn for eqn in jaxpr.eqns for x in _variables(*eqn.invars, *eqn.outvars)
+        }
+        last |= dict.fromkeys(_variables(*jaxpr.outvars))
         for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            results = self._evaluate_eqn(eqn, operands)
+            results = self._evaluate_eqn(eqn, [read(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, results, strict=True))
-            for x in (*eqn.invars, *eqn.outvars):
-                if isinstance(x, Var) and last[x] is eqn:
+            for x in _variables(*eqn.invars, *eqn.outvars):
+                if last[x] is eqn:
                     env.pop(x, None)
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -271,13 +262,15 @@ class Walk:
     def as_array(self, eqn: JaxprEqn, value: Any) -> Any:
         """The array of any value, every row of which the gradient may depend on."""
         leaves = value.leaves if isinstance(value, Expression) else ()
-        # Else the derivative would be lost: walks follow plans without such uses.
+        # Else the derivative would be lost in silence, as the result has no delta. In a
+        # walk there are no such uses: the plan before found them, and made these leaves
+        # arguments of what JAX differentiates.
         assert self.is_plan or not leaves
         if leaves:
             # What functions of JAX hold inside has no line: then that of the call.
             calls = (eqn, *reversed(self.program.calls))
             lines = (source_info_util.summarize(x.source_info) for x in calls)
-            use = DenseUse(eqn.primitive.name, next(filter(None, lines), ""))
+            use = eqn.primitive.name, next(filter(None, lines), "")
             for leaf in leaves:
                 self.program.dense_uses.setdefault(leaf.index, use)
         return self.dense(value)
@@ -305,29 +298,26 @@ class Walk:
     def look_up(
         self, lookup: Lookup, value: Expression, axes: tuple[str, ...]
     ) -> dict[Leaf, jax.Array] | None:
-        """What a lookup injects into the rows of each leaf, if there is any.
-
-        Args:
-          lookup: What it reads.
-          value: Of what.
-          axes: Mesh axes over which the result varies.
-        """
-        requests = []
-        for leaf in value.leaves:
-            depth = self.depth_of(leaf, lookup.depth)
-            is_whole = leaf.index in self.program.whole
-            requests.append(
-                Request(
-                    *(leaf, value.shape, lookup.count, depth, axes),
-                    *(is_whole, lookup.constant),
-                )
+        """What is injected into the rows of each leaf; they vary over `axes`."""
+        requests = [
+            Request(
+                leaf=leaf,
+                shape=value.shape,
+                count=lookup.count,
+                depth=self.depth_of(leaf, lookup.depth),
+                axes=axes,
+                is_whole=leaf.index in self.program.whole,
+                constant=lookup.constant,
             )
+            for leaf in value.leaves
+        ]
         deltas = self.request(requests)
         if self.is_plan or not requests:
             return None
         self.rows += [Entries(lookup.rows(x.depth)) for x in requests]
         return {
-            x.leaf: lookup.read(self.whole_delta(x.leaf))
+            # The transpose of this gather scatters into the one delta of the leaf.
+            x.leaf: lookup.read(on_mesh_of_context(self.whole[x.leaf]))
             if x.is_whole
             else lookup.windows(on_mesh_of_context(delta), x.depth)
             for x, delta in zip(requests, deltas, strict=True)
@@ -340,8 +330,9 @@ class Walk:
             depths[leaf.index] = min(depth, depths.get(leaf.index, depth))
         return depths[leaf.index]
 
-    def whole_delta(self, leaf: Leaf) -> jax.Array:
-        return on_mesh_of_context(self.whole[leaf])
+
+def _variables(*atoms: Any) -> list[Any]:
+    return [x for x in atoms if isinstance(x, Var)]
 
 
 def on_mesh_of_context(x: jax.Array) -> jax.Array:
@@ -355,15 +346,3 @@ def on_mesh_of_context(x: jax.Array) -> jax.Array:
     if own.mesh.empty or mesh.empty or (own.mesh == mesh and not is_sharded):
         return x
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec()))
-
-
-def evaluate_with_tables(
-    program: Program, closed: ClosedJaxpr, values: Sequence[Any]
-) -> list[Any]:
-    """The results of a program whose arguments may be tables, without derivatives.
-
-    Rows of a stale table are brought up to date where they are looked up, and the
-    kernel looks up what it may, as in the program that is differentiated.
-    """
-    walk = Walk(program, iter(()))
-    return [jnp.asarray(walk.dense(x)) for x in walk.evaluate(closed, values)]

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._gradients.walk import Walk
@@ -51,28 +50,6 @@ def test_masks(loss, form, kinds):
     assert {name: is_bcoo(grad) for name, grad in actual.items()} == mask
     for name in mask:
         assert_same(actual[name], expected[name])
-
-
-def with_gradient(function):
-    @jax.custom_vjp
-    def identity(t):
-        return t
-
-    identity.defvjp(lambda t: (t, t), lambda t, g: (function(g, t),))
-    return identity
-
-
-def test_custom_backward():
-    """It sees the whole gradient of its table, which is then dense."""
-
-    def loss(p, ids):
-        table = with_gradient(lambda g, t: g / (1 + jnp.linalg.norm(g)))(p["t"])
-        return square((table * p["s"])[ids], p["w"])
-
-    actual, expected = both(loss)
-    assert [is_bcoo(actual[name]) for name in "ts"] == [False, True]
-    for name in actual:
-        assert_same(actual[name], expected[name], CLOSE, name)
 
 
 def test_narrow_table():
@@ -216,47 +193,6 @@ def test_gradient_inside_loss(name):
         assert_same(actual[leaf], expected[leaf], 2048, leaf)
 
 
-# On devices.
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
-def test_collectives_in_custom_backward(inside):
-    whole, along = PartitionSpec(), PartitionSpec("d")
-    table = with_gradient(lambda g, t: jnp.tanh(lax.psum(g, "d")))
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-
-    def map_over(f, out_specs):
-        return jax.shard_map(
-            f, mesh=mesh, in_specs=(whole, along), out_specs=out_specs, check_vma=False
-        )
-
-    def local(p, ids):
-        return lax.psum(square(table(p["t"])[ids], p["w"]), "d")
-
-    def gradient(lib):
-        if inside:
-            one = lambda p, ids: dense(lib.grad(local)(p, ids))["t"][None]  # noqa: E731
-            return map_over(one, along)
-        return lambda p, ids: dense(lib.grad(map_over(local, whole))(p, ids))["t"]
-
-    actual, expected = jax.jit(
-        lambda p, ids: (gradient(osa)(p, ids), gradient(jax)(p, ids))
-    )(PARAMS, IDS)
-    assert_same(actual, expected, CLOSE)
-
-
-def test_collective_in_custom_backward_under_vmap():
-    table = with_gradient(lambda g, t: lax.psum(2 * g, "d"))
-
-    def gradient(lib):
-        def one(ids):
-            return dense(lib.grad(lambda p: square(table(p["t"])[ids], p["w"]))(PARAMS))
-
-        return jax.vmap(one, axis_name="d")(IDS)["t"]
-
-    assert_same(gradient(osa), gradient(jax), CLOSE)
-
-
 # How much is traced.
 
 
@@ -336,8 +272,7 @@ def test_nothing_leaks():
         return lax.scan(step, 0.0, ids)[0]
 
     def rules(p, ids):
-        function = with_gradient(lambda g, t: g.astype(jnp.int32).astype(g.dtype))
-        return square(function(jax.nn.relu(p["t"]))[ids], p["w"])
+        return square(straight_through(jax.nn.relu(p["t"]))[ids], p["w"])
 
     with jax.checking_leaks():
         for loss in (branches, loop, rules):

@@ -65,6 +65,9 @@ READS = {
     "dynamic_slice": windows,
     **{f"stack, {mode}": jax.vmap(take(mode)) for mode in ("clip", "fill")},
     "stack, scalar": jax.vmap(of_each(lambda t, i: t[i])),
+    "branches": lambda t, ids: lax.cond(
+        ids[0] == 0, lambda: no_nan(t[ids]), lambda: no_nan(t[ids.astype("int32")])
+    ),
     "promise": lambda t, ids: t.at[ids % ROWS].get(mode="promise_in_bounds"),
 }
 

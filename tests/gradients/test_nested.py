@@ -82,19 +82,6 @@ def test_forward_over_reverse():
     assert_same(tangent, expected_moved["t"])
 
 
-def test_hessian_vector_product():
-    vector = PARAMS["t"]
-
-    def product(lib, table):
-        def inner(t):
-            return dense(lib.grad(loss)({**PARAMS, "t": t}, IDS)["t"])
-
-        return jax.vjp(inner, table)[1](vector)[0]
-
-    expected = product(jax, PARAMS["t"])
-    assert_same(product(osa, PARAMS["t"]), expected)
-
-
 @pytest.mark.parametrize("rows", [16, 2], ids=["few ids", "more ids than rows"])
 def test_vmap(rows):
     """One gradient an example, as a batched BCOO."""
@@ -121,23 +108,6 @@ def test_vmap_over_parameters():
     expected = jax.vmap(jax.grad(loss), (0, None))(params, IDS)
     assert_same(grads["t"], expected["t"])
     assert_same(grads["w"], expected["w"])
-
-
-def test_scan_collects():
-    """Micro-batches in a scan: the stacked rows are one gradient."""
-
-    def step(total, ids):
-        value, grads = osa.value_and_grad(loss)(PARAMS, ids)
-        total = jax.tree.map(jnp.add, total, {"value": value, "w": grads["w"]})
-        return total, (grads["t"].data, grads["t"].indices)
-
-    start = {"value": jnp.zeros([]), "w": jnp.zeros_like(PARAMS["w"])}
-    total, (data, indices) = jax.jit(lambda: lax.scan(step, start, IDS))()
-    grad = BCOO((data.reshape(-1, 4), indices.reshape(-1, 1)), shape=SHAPE)
-    value, expected = jax.value_and_grad(loss)(PARAMS, IDS)
-    assert_same(total["value"], value)
-    assert_same(total["w"], expected["w"])
-    assert_same(grad, expected["t"])
 
 
 def test_training_inside_scan():
@@ -172,14 +142,6 @@ def test_branches_of_gradients():
     for flag, ids in ((True, IDS), (False, IDS + 1)):
         expected = jax.grad(loss)(PARAMS, ids)
         assert_same(choose(flag)["t"], expected["t"])
-
-
-def test_jit_and_checkpoint_around():
-    expected = jax.jit(jax.grad(squared_gradient(jax)))(PARAMS, IDS)
-    function = jax.checkpoint(jax.jit(squared_gradient(osa)))
-    grads = jax.jit(jax.grad(function))(PARAMS, IDS)
-    assert_same(grads["t"], expected["t"])
-    assert_same(grads["w"], expected["w"])
 
 
 def test_abstract():

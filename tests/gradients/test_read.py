@@ -130,6 +130,15 @@ def test_whole_table_in_a_loop_and_after_it(stop):
     assert_close(grad, expected[1], 1e-5, magnitude=10.0)
 
 
+def test_every_shape_is_evaluated():
+    params = {str(n): jnp.ones((6, 3)[:n]) for n in range(3)}
+    found = osa.evaluate(lambda p: p, read=state_for(params))(params)
+    flushed = osa.flush(params, state_for(params))[0]
+    for name, value in found.items():
+        assert_close(value, flushed[name], 1e-6, what=name)
+        assert np.all(value != 1)
+
+
 def test_nothing_is_read():
     """Without a gradient's rows: `sparse=False`, `grad`, and auxiliary outputs."""
     table = jnp.ones((6, 3))
@@ -206,6 +215,8 @@ def test_inside_shard_map(spec):
 
 def test_errors():
     table, ids = jnp.ones((5, 2)), jnp.array([1, 3])
+    with pytest.raises(ValueError, match="by position, got argnums=0 for 0"):
+        osa.evaluate(lambda table: table[ids])(table=table)
 
     def loss(table):
         return jnp.sum(table[ids])

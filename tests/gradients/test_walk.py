@@ -9,9 +9,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._gradients.expressions import Table, table
-from optax_sparse_adam._gradients.rules import RULES
-from optax_sparse_adam._gradients.walk import Program, evaluate_with_tables
 
 from ..helpers.gradients import Case, assert_same, is_bcoo, square
 from ..helpers.support import compile_for_users
@@ -119,7 +116,8 @@ def test_function_of_a_table_into_shard_map(spec, check_vma):
             out_specs=P(*spec) if spec else P(),
             check_vma=check_vma,
         )
-        return jnp.sum(look_up(t * scale, ids) ** 2)
+        constant = np.arange(t.size, dtype=t.dtype).reshape(t.shape) / 32
+        return jnp.sum(look_up(t * scale + constant, ids) ** 2)
 
     ids = jnp.array([0, 3, 1, 3])
     args = TABLE, jnp.float32(0.5), ids
@@ -146,24 +144,16 @@ def test_one_table_split_in_two_ways():
 
 
 def test_evaluated_without_derivatives():
-    """The program with tables in the place of arguments; nothing is injected."""
+    """The same results, with nothing injected."""
 
     def function(t, ids):
         return jnp.sum(jnp.tanh(2 * t)[ids]), t[ids], jnp.sum(t)
 
-    closed = jax.make_jaxpr(function)(TABLE, IDS)
-    value = table(Table(TABLE))
-    results = evaluate_with_tables(Program(RULES), closed, [value, IDS])
+    evaluated = osa.evaluate(function)
+    results = evaluated(TABLE, IDS)
     for one, other in zip(results, jax.jit(function)(TABLE, IDS), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-    text = str(
-        jax.make_jaxpr(
-            lambda t: evaluate_with_tables(
-                Program(RULES), closed, [table(Table(t)), IDS]
-            )
-        )(TABLE)
-    )
-    assert "custom_jvp" not in text
+    assert "custom_jvp" not in str(jax.make_jaxpr(evaluated)(TABLE, IDS))
 
 
 def test_loop_without_steps():
@@ -231,3 +221,19 @@ def test_rows_may_go_into_any_function_and_tables_may_not():
         osa.grad(
             lambda t, ids: square(tripled(t)[ids], WEIGHTS), sparse=lambda *_: True
         )(TABLE, IDS)
+
+
+def test_branches_for_other_platforms():
+    """They are not compiled, as under JAX; here one could not be."""
+
+    def elsewhere(t, ids):
+        rows = lax.stop_gradient(t[ids])
+        return jax.ffi.ffi_call("not_here", jax.typeof(rows))(rows)
+
+    def loss(t, ids):
+        rows = lax.platform_dependent(
+            t, ids, tpu=elsewhere, default=lambda t, ids: t[ids]
+        )
+        return square(rows, WEIGHTS)
+
+    assert_row_sparse_like_jax(loss, TABLE, IDS, nse=6)

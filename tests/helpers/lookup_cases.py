@@ -85,6 +85,9 @@ LOOKUPS = {
     "fill_value of a scaled table": lookup(
         lambda t, i: (2 * t).at[i].get(mode="fill", fill_value=1.0), ids=FAR_IDS
     ),
+    "out of bounds in a table scaled by a parameter": Case(
+        lambda p, i: jnp.sum(no_nan((jnp.sum(p["w"]) * p["t"])[i])), 3, ids=[0, 3, 99]
+    ),
     # tables of other ranks, and more than one index
     "rank 1": lookup(lambda t, i: t[i], params=VECTOR),
     "rank 1, scalar id": Case(
