@@ -82,6 +82,8 @@ def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
         return [value]
 
     def moved(x: Any, has_rows: bool) -> Any:
+        if eqn.primitive.name == "pvary":
+            return vary(x, tuple(eqn.params["axes"]))
         if jnp.shape(x) == value.shape:
             return bind_eqn(eqn, x)
         if eqn.primitive.name != "reshard":
@@ -91,14 +93,6 @@ def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
         return jax.reshard(x, NamedSharding(to.mesh, PartitionSpec(*to.spec[:ndim])))
 
     return [map_arrays(value, moved)]
-
-
-def _vary(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
-    if value.is_table:
-        return _same_values(walk, eqn, value)
-    # What is looked up may vary already.
-    function = functools.partial(vary, axes=tuple(eqn.params["axes"]))
-    return [elementwise(value, function, value)]
 
 
 def _barrier(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
@@ -191,7 +185,7 @@ def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     "optimization_barrier": _barrier,
-    "pvary": _vary,
+    "pvary": _same_values,
     "reshard": _same_values,
     "sharding_constraint": _same_values,
     "broadcast_in_dim": _broadcast,
