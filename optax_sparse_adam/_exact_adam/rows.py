@@ -458,7 +458,8 @@ def _update_rows(
     constants, step = cast_floats((constants, step), dtype)
 
     mu = mu + jnp.asarray(1 - betas.b1, dtype) * (grad - mu)
-    change = jnp.where(nu < jnp.inf, grad * grad - nu, 0)  # infinity stays
+    # Infinity stays, and is not subtracted from itself.
+    change = grad * grad - jnp.minimum(nu, jnp.finfo(dtype).max)
     nu = nu + jnp.asarray(1 - betas.b2, dtype) * change
     move = step.size * mu
     if step.grad_size is not None:

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
 constexpr int64_t kMostNodes = 64;  // of a polynomial
 constexpr int64_t kPowers = 64;  // of the betas that are computed once
+constexpr float kLargest = std::numeric_limits<float>::max();
 
 // The way that rows have still to go: see `_rows/ways.py`, `way_of`.
 //
@@ -328,9 +329,11 @@ struct ExactAdam {
       (*now.way)(mu, now.sign, root, now.root, n, by);
       for (int64_t i = 0; i < n; ++i) {
         const float m = mu[i] * now.power1, v = nu[i] * now.power2 * now.power2;
+        // Infinity stays, and is not subtracted from itself: by a minimum, since no loop
+        // with a branch is vectorized.
+        const float finite = v < kLargest ? v : kLargest;
         mu[i] = m + step.one_minus_b1 * (g[i] - m);
-        // Infinity stays, and is not subtracted from itself.
-        nu[i] = v + step.one_minus_b2 * (v < INFINITY ? g[i] * g[i] - v : 0.0f);
+        nu[i] = v + step.one_minus_b2 * (g[i] * g[i] - finite);
         root[i] = std::sqrt(nu[i]);
       }
       after(mu, 1.0f, root, 1.0f, n, way);
