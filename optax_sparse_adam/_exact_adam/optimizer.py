@@ -232,6 +232,9 @@ def _exact_adam(
         decays = np.array([marks[i] for i in rows], bool)
         constants = checked_constants(state, betas)
         view = outlook(state.count, rate, decay, betas, constants.eps.dtype)
+        # In a program a wrong state cannot raise. It makes NaN: `eps` of what is read,
+        # the learning rate of what is written, the remaining updates of all that comes
+        # later.
         is_own = jnp.isfinite(constants.eps)
         rate_now = jnp.where(is_own, view.now.rate, jnp.nan)
         view = view._replace(now=view.now._replace(rate=rate_now))
@@ -244,6 +247,7 @@ def _exact_adam(
         # In the program, rows of a parameter with a dense gradient hold their value.
         is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
         after = hold_values(after, np.array(is_dense, bool))
+        # Row-sparse gradients one by one; dense ones together, compiled once for all.
         whole = []
         for place, i in enumerate(rows):
             if grads[i] is None:

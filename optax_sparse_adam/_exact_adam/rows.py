@@ -119,6 +119,10 @@ def catch_up_rows(
     def pick(of_value: Any, of_projected: Any) -> jax.Array:
         return expand_like(jnp.where(is_value, of_value, of_projected), mu)
 
+    # In the worked example of `remaining_update`, two steps after the update: a row
+    # that is stored by its value 2.0 has since been moved by 0.05 and 0.025, which is a
+    # sum of its moments of then, to be subtracted; one that is stored by its projected
+    # final value 1.9 has 0.025 ahead, a sum of its moments of now. Both are at 1.925.
     one = jnp.ones_like(power1)
     (behind, ahead), centres = coefficients or _coefficients(table, constants, dtype)
     by = remaining_update(
@@ -196,7 +200,7 @@ def _stale_rows(
         tables=rows.arrays,
         scalars=native.StaleScalars(single.log_b1, single.log_q, behind, ahead, *decay),
         polynomials=polynomials,
-        is_of_roots=constants.uses_roots,
+        uses_roots=constants.uses_roots,
         steps=jnp.stack([table.clock, table.values_until]),
     )
 
@@ -296,6 +300,9 @@ def _catch_up_group(whole: WholeTables) -> list[CatchUp]:
         ones = jnp.ones(rows, dtype)
         return CatchUp(jnp.zeros(elements, dtype), ones, ones)
 
+    # Where all rows hold values of now, `by` is zero and nothing has decayed: a
+    # language model whose parameters all have dense gradients never computes a
+    # catch-up.
     is_stale = jnp.any(whole.tables.values_until != whole.tables.clock)
     found = lax.cond(is_stale, compute, nothing)
     if is_large:
@@ -417,8 +424,10 @@ def _rounded(x: jax.Array, like: jax.Array) -> jax.Array:
     """`x` as the type of `like` holds it; XLA may drop a cast there and back."""
     if like.dtype.itemsize >= x.dtype.itemsize:
         return x
+    # Only float16 has fewer exponents than float32: `reduce_precision` makes its
+    # subnormal numbers, below 6e-5, zeros, and most second moments are such numbers.
     info = jnp.finfo(like.dtype)
-    if info.minexp > jnp.finfo(jnp.float32).minexp:  # whose small numbers would be 0
+    if info.minexp > jnp.finfo(jnp.float32).minexp:
         return nearest(x.astype(jnp.float32), like.dtype).astype(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
@@ -459,8 +468,13 @@ def _update_rows(
     constants, step = cast_floats((constants, step), dtype)
 
     mu = mu + jnp.asarray(1 - betas.b1, dtype) * (grad - mu)
-    change = jnp.where(nu < jnp.inf, grad * grad - nu, 0)  # infinity stays
+    # Infinity stays, and is not subtracted from itself.
+    change = grad * grad - jnp.minimum(nu, jnp.finfo(dtype).max)
     nu = nu + jnp.asarray(1 - betas.b2, dtype) * change
+    # What is stored goes from the old projected final value to the new one: it is
+    # brought up to date (`found.by`), moved by Adam's update, and moved on by the
+    # remaining update of its new moments. In the worked example of `remaining_update`,
+    # a first update by 0.1 of a row at 2.1 stores `2.1 - 0.1 - 0.1 = 1.9`.
     move = step.size * mu
     if step.grad_size is not None:
         move = move + step.grad_size * grad

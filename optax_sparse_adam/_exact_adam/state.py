@@ -144,6 +144,7 @@ def refuse_changes(state: Any) -> None:
     The state of `optax.chain` is a tuple of the states of its parts, in their order.
     """
 
+    # `jax.tree.leaves` calls it at each node from the outside in, as `is_leaf`.
     def check(node: Any) -> bool:
         if type(node).__name__ in _CHANGES and contains_exact(node):
             raise ValueError(
@@ -193,6 +194,9 @@ def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
     Raises:
       ValueError: If the structure is another.
     """
+    # For parameters {"a": x, "b": {"c": y, "d": z}} and a state of "b" alone, the
+    # state's {"a": MaskedNode, "b": {"c": nu, "d": nu}} has the branches 0, 1, 2, and 0
+    # is a hole.
     numbered = treedef.unflatten(range(treedef.num_leaves))
     own: Any
     parts, own = jax.tree.flatten(state.nu, is_leaf=_is_hole)

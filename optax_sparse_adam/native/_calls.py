@@ -41,7 +41,7 @@ class StaleScalars(NamedTuple):
 
     log_b1: jax.Array
     log_q: jax.Array  # of the root of b2
-    centre_behind: jax.Array  # of the polynomials before `since`, and after it
+    centre_behind: jax.Array  # of the polynomials since `values_until`, and ahead
     centre_ahead: jax.Array
     decay_high: jax.Array  # logarithm of all decays up to now, in two parts
     decay_low: jax.Array
@@ -68,7 +68,7 @@ class Stale(NamedTuple):
       tables: `mu`, `nu` and `last`; if rows decay, both of `log_decay`.
       scalars: Scalars.
       polynomials: `[2, coefficients]`, or `[3, coefficients]` with that after a step.
-      is_of_roots: Whether these are polynomials of `sqrt(s)`; see `ways.py`.
+      uses_roots: Whether these are polynomials of `sqrt(s)`; see `remaining_update.py`.
       steps: The step that rows are brought to, and the last of those after which they
         hold values.
     """
@@ -76,7 +76,7 @@ class Stale(NamedTuple):
     tables: tuple[jax.Array, ...]
     scalars: StaleScalars
     polynomials: jax.Array
-    is_of_roots: bool
+    uses_roots: bool
     steps: jax.Array
 
 
@@ -182,6 +182,7 @@ def _specifications() -> dict[str, tuple[list[_Buffer], list[_Buffer]]]:
         found = re.findall(r"(\w+)(?:=|:(\w)\[(\w*)\](\??))", words)
         return [_Buffer(name, of, size, mark == "?") for name, of, size, mark in found]
 
+    text = re.sub(r"\n +", " ", text)  # a line goes on where the next is indented
     lines = re.findall(r"^((?:read|update) \w+): (.*) -> (.*)$", text, re.MULTILINE)
     return {call: (buffers(args), buffers(rets)) for call, args, rets in lines}
 
@@ -256,7 +257,7 @@ def _call(
         "num_rows": np.int64(num_rows),
         "width": np.int64(math.prod(row_shape)),
         "degree": np.int64(math.prod(shapes.get("C", (0,)))),
-        "is_of_roots": np.bool_(False),
+        "uses_roots": np.bool_(False),
         **others,
     }
     news = function(*arrays.values(), **attributes)
@@ -287,7 +288,7 @@ def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Ar
 def look_up_stale_rows(
     table: jax.Array, stale: Stale, ids: jax.Array, fill: float | None
 ) -> jax.Array:
-    """`look_up_rows`, brought up to date: `resting_rows.values_of_rows` of them."""
+    """`look_up_rows`, brought up to date: `rows.values_of_rows` of them."""
     operands = {"table": table, "ids": ids, **_stale_operands(stale)}
     return _call(
         "read exact_adam",
@@ -405,7 +406,7 @@ def _stale_operands(stale: Stale) -> dict[str, jax.Array | None]:
 def _stale_attributes(stale: Stale) -> dict[str, Any]:
     return {
         "C": stale.polynomials.shape[1:],
-        "is_of_roots": np.bool_(stale.is_of_roots),
+        "uses_roots": np.bool_(stale.uses_roots),
     }
 
 

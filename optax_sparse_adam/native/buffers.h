@@ -1,7 +1,8 @@
 // The buffers of each call of the kernel: one specification, against which `_calls.py`
 // checks all arrays while tracing, and `Buffers` all memory when the call runs.
 //
-// A line is `handler formula: operands -> results`; a buffer is `name:type[sizes]`. Types:
+// A line is `handler formula: operands -> results`, and goes on where the next one is
+// indented; a buffer is `name:type[sizes]`. Types:
 // f float32; i int32; t and u float32 or bfloat16, each the same in the whole call. Sizes
 // are multiplied: N rows of W numbers in the table, E entries, V rows of values, K ids, B
 // bags, C coefficients of a polynomial, or a digit. A buffer with `?` may be empty. A
@@ -17,11 +18,16 @@ namespace {
 
 constexpr std::string_view kBuffers = R"(
 read rows: table:t[NW] ids:i[K] -> rows:t[KW]
-read exact_adam: table:f[NW] mu:f[NW] nu:f[NW] last:i[N] scalars:f[6] polynomials:f[2C] steps:i[2] ids:i[K] high:f[N]? low:f[N]? -> rows:f[KW]
+read exact_adam: table:f[NW] mu:f[NW] nu:f[NW] last:i[N] scalars:f[6] polynomials:f[2C]
+    steps:i[2] ids:i[K] high:f[N]? low:f[N]? -> rows:f[KW]
 read bags: table:t[NW] ids:i[E] segments:i[E]? weights:f[E]? -> sums:f[BW]
-update sum: indices:i[E1] data:f[VW] segments:i[E]? weights:f[E]? -> indices= sums:f[EW] count:i[]
-update adam: indices:i[E1] data:f[VW] segments:i[E]? weights:f[E]? mu:t[NW] nu:u[NW] scalars:f[5] -> indices= sums:f[EW] count:i[] mu= nu=
-update exact_adam: indices:i[E1] data:f[VW] segments:i[E]? weights:f[E]? mu:f[NW] nu:f[NW] last:i[N] scalars:f[6] step:f[9] polynomials:f[3C] steps:i[2] high:f[N]? low:f[N]? table:f[NW]? -> indices= sums:f[EW] count:i[] mu= nu= last= high= low=
+update sum: indices:i[E1] data:f[VW] segments:i[E]? weights:f[E]?
+    -> indices= sums:f[EW] count:i[]
+update adam: indices:i[E1] data:f[VW] segments:i[E]? weights:f[E]? mu:t[NW] nu:u[NW]
+    scalars:f[5] -> indices= sums:f[EW] count:i[] mu= nu=
+update exact_adam: indices:i[E1] data:f[VW] segments:i[E]? weights:f[E]? mu:f[NW] nu:f[NW]
+    last:i[N] scalars:f[6] step:f[9] polynomials:f[3C] steps:i[2] high:f[N]? low:f[N]?
+    table:f[NW]? -> indices= sums:f[EW] count:i[] mu= nu= last= high= low=
 update add: table:t[NW] indices:i[E1] rows:u[EW] -> table=
 update put: table:t[NW] indices:i[E1] rows:t[EW] -> table=
 )";
@@ -44,7 +50,9 @@ class Buffers {
       error = "The kernel takes 1 to 2**31 - 1 rows of as many numbers.";
     }
     at += head.size();
-    std::string_view line = kBuffers.substr(at, kBuffers.find('\n', at) - at);
+    size_t end = kBuffers.find('\n', at);
+    while (kBuffers.substr(end + 1, 1) == " ") end = kBuffers.find('\n', end + 1);
+    std::string_view line = kBuffers.substr(at, end - at);
     const std::string number = "The kernel takes another number of buffers for" + head;
     size_t num_args = 0, num_rets = 0;
     bool is_result = false;
@@ -52,8 +60,9 @@ class Buffers {
       buffer.has_value() ? Add(word, *buffer, is_result) : void(error = number);
     };
     while (error.empty() && !line.empty()) {
-      const std::string_view word = line.substr(0, line.find(' '));
+      const std::string_view word = line.substr(0, line.find_first_of(" \n"));
       line.remove_prefix(std::min(word.size() + 1, line.size()));
+      if (word.empty()) continue;  // before the words of an indented line
       if (word == "->") {
         is_result = true;
       } else if (is_result) {

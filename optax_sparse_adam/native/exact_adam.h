@@ -1,4 +1,5 @@
-// The formulas of exact Adam: rows that are read, or updated, after they have rested.
+// The formulas of exact Adam: stale rows that are read, or updated. The mathematics, with
+// a worked example, is in `_exact_adam/remaining_update.py`.
 
 #pragma once
 
@@ -9,8 +10,9 @@ namespace {
 constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
 constexpr int64_t kMostNodes = 64;  // of a polynomial
 constexpr int64_t kPowers = 64;  // of the betas that are computed once
+constexpr float kLargest = std::numeric_limits<float>::max();
 
-// The way that rows have still to go: see `_rows/ways.py`, `way_of`.
+// The remaining update of rows: `remaining_update` of `_exact_adam/remaining_update.py`.
 //
 // Far above the centre, where the roots of most rows lie, `z` is close to 1, and four
 // terms of the polynomial's Taylor series in `u = 1 - z` are all that a float holds. Not
@@ -19,12 +21,12 @@ struct Remaining {
   const float* coefficients;  // of the powers of z
   int64_t size;               // those that are not zero
   float centre;
-  bool is_of_roots;  // z is that of sqrt(s) and sqrt(c)
+  bool uses_roots;  // z is that of sqrt(s) and sqrt(c)
   float taylor[4] = {};  // of the powers of u
   float far;        // roots from which on these suffice
 
-  Remaining(const float* coefficients, int64_t degree, float centre, bool is_of_roots)
-      : coefficients(coefficients), size(degree), centre(centre), is_of_roots(is_of_roots) {
+  Remaining(const float* coefficients, int64_t degree, float centre, bool uses_roots)
+      : coefficients(coefficients), size(degree), centre(centre), uses_roots(uses_roots) {
     while (size > 1 && coefficients[size - 1] == 0) --size;
     FindTaylor();
   }
@@ -33,7 +35,7 @@ struct Remaining {
 
   void FindTaylor() {
     far = std::numeric_limits<float>::infinity();
-    if (is_of_roots) return;
+    if (uses_roots) return;
     double series[kMostNodes];
     std::copy_n(coefficients, size, series);
     for (int64_t k = 0; k < size; ++k) {  // of powers of z - 1: Horner's scheme
@@ -41,13 +43,13 @@ struct Remaining {
     }
     for (int64_t k = 1; k < size; k += 2) series[k] = -series[k];
     for (int64_t k = 0; k < 4; ++k) taylor[k] = k < size ? float(series[k]) : 0.0f;
-    const auto rest = [&](double u) {  // what four terms leave out, at most
+    const auto left_out = [&](double u) {  // by four terms, at most
       double sum = 0.0;
       for (int64_t k = size - 1; k >= 4; --k) sum = (sum + std::abs(series[k])) * u;
       return sum * u * u * u;
     };
     double u = 2.0;
-    while (u > 1e-6 && !(rest(u) <= 0x1p-25 * std::abs(series[0]))) u *= 0.75;
+    while (u > 1e-6 && !(left_out(u) <= 0x1p-25 * std::abs(series[0]))) u *= 0.75;
     if (u > 1e-6) far = centre * float(2.0 / u - 1.0);
   }
 
@@ -56,9 +58,9 @@ struct Remaining {
   // only here.
   INLINE void operator()(const float* __restrict__ mu, float sign,
                          const float* __restrict__ root, float scale, int64_t n,
-                         float* __restrict__ way) const {
+                         float* __restrict__ update) const {
     const float c = centre;
-    int32_t is_near = is_of_roots;
+    int32_t is_near = uses_roots;
     for (int64_t i = 0; i < n; ++i) {
       is_near |= !(root[i] * scale >= far) & (mu[i] != 0.0f);
     }
@@ -66,7 +68,7 @@ struct Remaining {
       const float c0 = taylor[0], c1 = taylor[1], c2 = taylor[2], c3 = taylor[3];
       for (int64_t i = 0; i < n; ++i) {
         const float inverse = 1.0f / (root[i] * scale + c), u = 2.0f * c * inverse;
-        way[i] = mu[i] * sign * inverse * (((c3 * u + c2) * u + c1) * u + c0);
+        update[i] = mu[i] * sign * inverse * (((c3 * u + c2) * u + c1) * u + c0);
       }
       return;
     }
@@ -76,9 +78,9 @@ struct Remaining {
       const float inverse = 1.0f / (root[i] * scale + c);
       factor[i] = mu[i] * sign * inverse;
       z[i] = 1.0f - 2.0f * c * inverse;
-      way[i] = 0.0f;
+      update[i] = 0.0f;
     }
-    for (int64_t i = 0; is_of_roots && i < n; ++i) {
+    for (int64_t i = 0; uses_roots && i < n; ++i) {
       z[i] = 1.0f - 2.0f * half / (std::sqrt(root[i] * scale) + half);
     }
     for (int64_t k = (size - 1) / 4 * 4; k >= 0; k -= 4) {
@@ -86,10 +88,10 @@ struct Remaining {
       std::memcpy(a, coefficients + k, std::min<int64_t>(4, size - k) * sizeof(float));
       const float c0 = a[0], c1 = a[1], c2 = a[2], c3 = a[3];
       for (int64_t i = 0; i < n; ++i) {
-        way[i] = (((way[i] * z[i] + c3) * z[i] + c2) * z[i] + c1) * z[i] + c0;
+        update[i] = (((update[i] * z[i] + c3) * z[i] + c2) * z[i] + c1) * z[i] + c0;
       }
     }
-    for (int64_t i = 0; i < n; ++i) way[i] *= factor[i];
+    for (int64_t i = 0; i < n; ++i) update[i] *= factor[i];
   }
 };
 
@@ -103,8 +105,8 @@ struct StepScalars {
       decay_low;
 };
 
-// The state of all rows, and the scalars that bring one up to date: `move_rows` of
-// `_rows/resting_rows.py`. Without weight decay, `high` and `low` are null.
+// The state of all rows, and the scalars that bring one up to date: `catch_up_rows`
+// of `_exact_adam/rows.py`. Without weight decay, `high` and `low` are null.
 //
 // Most rows were updated a few steps before: the powers for these are computed once.
 struct StaleRows {
@@ -115,15 +117,15 @@ struct StaleRows {
   StaleScalars scalars;
   const float* polynomials;  // behind, ahead, and after the step
   int64_t degree;
-  bool is_of_roots;
-  int32_t count, since;
+  bool uses_roots;
+  int32_t clock, values_until;
   Remaining behind = Polynomial(0, scalars.centre_behind);
   Remaining ahead = Polynomial(1, scalars.centre_ahead);
   std::array<float, kPowers> power1 = Powers(scalars.log_b1);  // of so many steps
   std::array<float, kPowers> power2 = Powers(scalars.log_q);
 
   Remaining Polynomial(int64_t i, float centre) const {
-    return Remaining(polynomials + i * degree, degree, centre, is_of_roots);
+    return Remaining(polynomials + i * degree, degree, centre, uses_roots);
   }
 
   static std::array<float, kPowers> Powers(float log) {
@@ -133,17 +135,18 @@ struct StaleRows {
   }
 
   struct Row {
-    const Remaining* way;
+    const Remaining* remaining;
     float power1, power2;  // of the moments
-    float sign, root;      // of the moments in the way
+    float sign, root;      // of the moments in the remaining update
   };
 
-  // Whether what a row has still to go is below a rounding error of a single move, so
-  // that its moments need not be read: its moves have fallen by exp(-32) since its last
-  // update. Where values decay, they fall as well, by less than the root of that.
+  // Whether the remaining update of a row is below a rounding error of a single update,
+  // so that its moments need not be read: its updates have fallen by exp(-32) since its
+  // last gradient, 300 steps ago with the betas 0.9 and 0.999. Where values decay, they
+  // fall as well, by less than the root of that.
   INLINE bool HasArrived(int64_t row) const {
-    if (last[row] <= since) return behind.IsZero();
-    const float fallen = float(count - last[row]) * (scalars.log_b1 - scalars.log_q);
+    if (last[row] <= values_until) return behind.IsZero();
+    const float fallen = float(clock - last[row]) * (scalars.log_b1 - scalars.log_q);
     return fallen < (high == nullptr ? -32.0f : -64.0f);
   }
 
@@ -153,11 +156,11 @@ struct StaleRows {
   }
 
   INLINE Row Find(int64_t row) const {
-    const int64_t steps = int64_t(count) - last[row];
+    const int64_t steps = int64_t(clock) - last[row];
     const bool is_known = 0 <= steps && steps < kPowers;
     const float p1 = is_known ? power1[steps] : std::exp(float(steps) * scalars.log_b1);
     const float p2 = is_known ? power2[steps] : std::exp(float(steps) * scalars.log_q);
-    if (last[row] <= since) return {&behind, p1, p2, -1.0f, 1.0f};
+    if (last[row] <= values_until) return {&behind, p1, p2, -1.0f, 1.0f};
     return {&ahead, p1, p2, p1, p2};
   }
 };
@@ -192,7 +195,7 @@ INLINE void ReadRow(const StaleRows& rows, int64_t row, const float* table,
     const float* value = stored + j;
     float root[kPart], by[kPart];
     for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
-    (*now.way)(rows.mu + place, now.sign, root, now.root, n, by);
+    (*now.remaining)(rows.mu + place, now.sign, root, now.root, n, by);
     if (rows.high == nullptr) {
       for (int64_t i = 0; i < n; ++i) out[j + i] = value[i] + by[i];
     } else {
@@ -288,7 +291,7 @@ void ReadStaleRows(ffi::ThreadPool& pool, const StaleRows& rows, const float* ta
   });
 }
 
-// The formula of `_optimizers/exact_formula.py`.
+// The step on rows with a gradient: `_update_rows` of `_exact_adam/rows.py`.
 template <int64_t kWidth>
 struct ExactAdam {
   static constexpr bool kInOrder = false;
@@ -323,27 +326,29 @@ struct ExactAdam {
       float* __restrict__ g = grad + j;
       float* __restrict__ mu = rows.mu + place;
       float* __restrict__ nu = rows.nu + place;
-      float root[kPart], by[kPart], way[kPart];
+      float root[kPart], by[kPart], ahead[kPart];
       for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
-      (*now.way)(mu, now.sign, root, now.root, n, by);
+      (*now.remaining)(mu, now.sign, root, now.root, n, by);
       for (int64_t i = 0; i < n; ++i) {
         const float m = mu[i] * now.power1, v = nu[i] * now.power2 * now.power2;
+        // Infinity stays, and is not subtracted from itself: by a minimum, since no loop
+        // with a branch is vectorized.
+        const float finite = v < kLargest ? v : kLargest;
         mu[i] = m + step.one_minus_b1 * (g[i] - m);
-        // Infinity stays, and is not subtracted from itself.
-        nu[i] = v + step.one_minus_b2 * (v < INFINITY ? g[i] * g[i] - v : 0.0f);
+        nu[i] = v + step.one_minus_b2 * (g[i] * g[i] - finite);
         root[i] = std::sqrt(nu[i]);
       }
-      after(mu, 1.0f, root, 1.0f, n, way);
+      after(mu, 1.0f, root, 1.0f, n, ahead);
       if (rows.high != nullptr) {
         const float* value = table + place;
         for (int64_t i = 0; i < n; ++i) by[i] = decay * by[i] + loss * value[i];
       }
       for (int64_t i = 0; i < n; ++i) {
         const float move = step.size * mu[i] + step.grad_size * g[i];
-        g[i] = -move / (root[i] + step.eps) - way[i] + by[i];
+        g[i] = -move / (root[i] + step.eps) - ahead[i] + by[i];
       }
     }
-    rows.last[row] = rows.count + 1;
+    rows.last[row] = rows.clock + 1;
     if (rows.high != nullptr) {
       rows.high[row] = step.decay_high;
       rows.low[row] = step.decay_low;

@@ -77,12 +77,12 @@ Bags BagsOf(const Buffers& buffers, const char* ids, int64_t num_bags) {
           buffers.Get<float>("weights"), buffers['E'], num_bags};
 }
 
-StaleRows StaleRowsOf(const Buffers& buffers, bool is_of_roots) {
+StaleRows StaleRowsOf(const Buffers& buffers, bool uses_roots) {
   const auto steps = buffers.Struct<std::array<int32_t, 2>>("steps");
   return {buffers.Get<float>("mu"), buffers.Get<float>("nu"), buffers.Get<int32_t>("last"),
           buffers.Get<float>("high"), buffers.Get<float>("low"), buffers['W'],
           buffers.Struct<StaleScalars>("scalars"), buffers.Get<float>("polynomials"),
-          buffers['C'], is_of_roots, steps[0], steps[1]};
+          buffers['C'], uses_roots, steps[0], steps[1]};
 }
 
 // Copies rows of numbers of type `T`, whatever these mean. An index outside of the table
@@ -110,7 +110,7 @@ void CopyRows(ffi::ThreadPool& pool, const T* table, const int32_t* index,
 
 // `fill` has the bits of a number of the table.
 ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view formula,
-                int64_t num_rows, int64_t width, int64_t degree, bool is_of_roots,
+                int64_t num_rows, int64_t width, int64_t degree, bool uses_roots,
                 bool clamps, int64_t fill, ffi::RemainingRets rets) {
   const Buffers buffers("read", formula, args, rets, num_rows, width, degree);
   if (!buffers.error.empty()) return Invalid(buffers.error);
@@ -139,7 +139,7 @@ ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view 
         degree > kMostNodes) {
       return Invalid("The kernel takes both parts of a decay, and 64 coefficients at most.");
     }
-    const StaleRows rows = StaleRowsOf(buffers, is_of_roots);
+    const StaleRows rows = StaleRowsOf(buffers, uses_roots);
     const uint32_t bits = fill;
     float number;
     std::memcpy(&number, &bits, sizeof(number));
@@ -195,7 +195,7 @@ ffi::Error Write(ffi::ThreadPool& pool, bool adds, const Buffers& buffers) {
 }
 
 ffi::Error Update(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view formula,
-                  int64_t num_rows, int64_t width, int64_t degree, bool is_of_roots,
+                  int64_t num_rows, int64_t width, int64_t degree, bool uses_roots,
                   ffi::RemainingRets rets) {
   const Buffers buffers("update", formula, args, rets, num_rows, width, degree);
   if (!buffers.error.empty()) return Invalid(buffers.error);
@@ -237,7 +237,7 @@ ffi::Error Update(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_vie
           bool(table) != bool(buffers.Get<float>("low")) || degree > kMostNodes) {
         return Invalid("The kernel takes all arrays of a decay, and 64 coefficients at most.");
       }
-      const StaleRows rows = StaleRowsOf(buffers, is_of_roots);
+      const StaleRows rows = StaleRowsOf(buffers, uses_roots);
       const auto step = buffers.Struct<StepScalars>("step");
       WithWidth(width, [&](auto known) { run(ExactAdam<known()>{rows, table, step}); });
     }
@@ -277,7 +277,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(read_rows, Read,
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
                                   .Attr<int64_t>("degree")
-                                  .Attr<bool>("is_of_roots")
+                                  .Attr<bool>("uses_roots")
                                   .Attr<bool>("clamps")
                                   .Attr<int64_t>("fill")
                                   .RemainingRets());
@@ -290,7 +290,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(update_rows, Update,
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
                                   .Attr<int64_t>("degree")
-                                  .Attr<bool>("is_of_roots")
+                                  .Attr<bool>("uses_roots")
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -18,7 +18,7 @@ ATTRIBUTES = {
     "num_rows": np.int64(ROWS),
     "width": np.int64(WIDTH),
     "degree": np.int64(3),
-    "is_of_roots": np.bool_(False),
+    "uses_roots": np.bool_(False),
 }
 READING = {"clamps": np.bool_(False), "fill": np.int64(0)}
 SIZES = {"N": ROWS, "W": WIDTH, "E": ENTRIES, "K": ENTRIES, "B": BAGS, "C": 3}

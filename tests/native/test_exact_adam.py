@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "adamw": lambda: osa.exact_adamw(SCHEDULE, weight_decay=0.1),
     "nadam": lambda: osa.exact_adam(SCHEDULE, nesterov=True),
     "z of roots": lambda: osa.exact_adam(SCHEDULE, b2=0.95),
-    "short ways": lambda: osa.exact_adam(0.1, b1=1e-3),
+    "short updates": lambda: osa.exact_adam(0.1, b1=1e-3),
 }
 
 

@@ -117,8 +117,8 @@ def test_float32_among_64_bit_types():
             @jax.jit
             def run(table, grad, tx=tx):
                 update, state = tx.update(grad, tx.init(table))
-                rest = lambda _, state: tx.update(None, state)[1]  # noqa: E731
-                state = jax.lax.fori_loop(0, 3, rest, state)
+                skip = lambda _, state: tx.update(None, state)[1]  # noqa: E731
+                state = jax.lax.fori_loop(0, 3, skip, state)
                 return osa.flush(osa.apply_updates(table, update), state)[0]
 
             results.append(run(table, grad))
@@ -252,7 +252,7 @@ def test_kinds_of_gradients(kinds):
 
 @pytest.mark.usefixtures("double")
 def test_what_params_hold():
-    """Values where gradients are dense, resting points elsewhere."""
+    """Values where gradients are dense, projected final values elsewhere."""
     tx = osa.exact_adam(0.05)
     params, state = start(), tx.init(start())
 
@@ -266,12 +266,12 @@ def test_what_params_hold():
     flushed, _ = osa.flush(params, state)
     assert_identical(params["dense"], flushed["dense"])
     none = dict.fromkeys(SHAPES)
-    rest = lambda _, state: tx.update(none, state)[1]  # noqa: E731
-    state = jax.lax.fori_loop(0, 700, rest, state)  # until nothing is left of a way
-    rested, _ = osa.flush(params, state)
+    skip = lambda _, state: tx.update(none, state)[1]  # noqa: E731
+    state = jax.lax.fori_loop(0, 700, skip, state)  # until no remaining update is left
+    final, _ = osa.flush(params, state)
     for name in DEPTHS:
         assert np.abs(flushed[name] - params[name]).max() > 0.01
-        assert_identical(rested[name], params[name])
+        assert_identical(final[name], params[name])
 
 
 @pytest.mark.usefixtures("double")
@@ -565,7 +565,7 @@ def test_low_precision():
     full = jnp.zeros((8, 4)).at[np.array([1, 5])].add(1.0)
     reference = optax.adamw(0.01, weight_decay=0.1)
     expected, _ = reference.update(full, reference.init(wide), wide)
-    # The resting point, the value, and the way itself are rounded to eight bits.
+    # The projected value, the value, and what is between are rounded to eight bits.
     assert_close(table, wide + expected, 3 * 2.0**-8)
 
 

@@ -44,7 +44,7 @@ def runner(tx, is_exact):
 
 
 def batches(steps, rows=ROWS, seed=1):
-    """Some rows rest for long, the last one always."""
+    """Some rows are stale for long, the last one always."""
     ids = np.random.default_rng(seed).zipf(1.5, (steps, 4)) % (rows - 1)
     return jnp.asarray(ids, "int32")
 
@@ -85,7 +85,7 @@ def test_a_dense_run_goes_on_and_back():
     first, second, third = jnp.split(batches(90), 3)
     (wanted, wanted_state), _ = dense(start(), optaxs.init(start()), batches(90))
     (table, state), _ = dense(start(), optaxs.init(start()), first)
-    adam, *rest = state
+    adam, *others = state
     state = ours.init(table)
     state = state._replace(
         count=adam.count,
@@ -94,7 +94,7 @@ def test_a_dense_run_goes_on_and_back():
     )
     (table, state), _ = exact(table, state, second)
     table, state = osa.flush(table, state)
-    state = optax.ScaleByAdamState(state.count, state.mu, state.nu), *rest
+    state = optax.ScaleByAdamState(state.count, state.mu, state.nu), *others
     (table, state), _ = dense(table, state, third)
     actual, expected = (table, state), (wanted, wanted_state)
     chex.assert_trees_all_close(actual, expected, rtol=1e-11)

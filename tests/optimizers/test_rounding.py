@@ -192,7 +192,7 @@ def test_float8_tables(name):
     new, _ = step(table, tx.init(table))
     assert new.dtype == table.dtype
     new = np.asarray(new, "float32")
-    if name in ("exact_adam", "sparse_adafactor"):  # resting points; relative steps
+    if name in ("exact_adam", "sparse_adafactor"):  # projected values; relative steps
         assert (new[[3, 5]] < 1).all()
     else:
         np.testing.assert_array_equal(new[[3, 5]], 0.5)
