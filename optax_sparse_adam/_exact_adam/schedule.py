@@ -43,12 +43,14 @@ class Outlook(NamedTuple):
 
     Attributes:
       now: The next step.
-      after: The remaining update after it, at the nodes: `[2, nodes]`, of parameters
+      before: The remaining update before it, at the nodes: `[2, nodes]`, of parameters
         that do not decay and of those that do.
+      after: The remaining update after it, likewise.
       largest: The largest learning rate, of past steps too.
     """
 
     now: Step
+    before: jax.Array
     after: jax.Array
     largest: jax.Array
 
@@ -163,91 +165,49 @@ def outlook(
         size = rate * rho / one_minus_power(b1, number + 1, dtype)
         size = jnp.asarray(b1, dtype) * size
     log_decay, decay = None, None
-    kept = jnp.zeros((1, length), dtype)  # logarithms of the factors ahead
+    kept = jnp.zeros((2, 1, length), dtype)  # logarithms of the factors ahead
     if weight_decay is not None:
         decay = values(weight_decay)[: 1 + length]
         product = rate * decay
         # Beyond, updates would be wrong without a sign of it.
         product = jnp.where(product <= largest_decay(b1, b2), product, jnp.nan)
         log_decay = jnp.log1p(-product)
-        kept = jnp.stack([kept[0], jnp.cumsum(log_decay[1:])])
-    after = _sum_ahead(size[1:], rho[1:], kept, betas)
-    after = jnp.broadcast_to(after, (2, *after.shape[1:]))
-    # Of arrays with one element for each step ahead, the next step has the first.
+        sums = [jnp.cumsum(x) for x in (log_decay[:-1], log_decay[1:])]
+        kept = jnp.concatenate([kept, jnp.stack(sums)[:, None]], axis=1)
+
+    def both(x: jax.Array) -> jax.Array:
+        """That of the steps from the next one on, and from the one after it on."""
+        return jnp.stack([x[:-1], x[1:]])
+
+    of_decays = jax.vmap(_sum_ahead, (None, None, 0, None))
+    of_both = jax.vmap(of_decays, (0, 0, 0, None))
+    before, after = of_both(both(size), both(rho), kept, betas)
     steps = Step(size, grad_size, rho, log_decay, rate, decay)
     now = jax.tree.map(lambda x: x[0], steps)
-    return Outlook(now, after, jnp.max(jnp.abs(every_rate)))
+    return Outlook(now, before, after, jnp.max(jnp.abs(every_rate)))
 
 
 def _sum_ahead(
     size: jax.Array, rho: jax.Array, kept: jax.Array, betas: Betas
 ) -> jax.Array:
-    """The remaining updates of these steps, at the nodes; NaN where they have no end.
-
-    One for each row of `kept`.
-    """
+    """The remaining update of these steps, at the nodes; NaN if it has no end."""
     dtype, (b1, b2) = size.dtype, betas[:2]
     lead, degree, uses_roots = fit(b1, b2, dtype)
+    size = size * jnp.exp(-kept)
     # In NumPy: what is known while tracing is no part of the step.
     powers = [x.astype(dtype)[::-1] for x in _powers(b1, b2, len(size))]
     # Without an end, the learning rate grows for all of these steps as fast as momentum
     # dies out, or until it overflows. What is smaller than 0.02 tolerances can be no
     # part of a parameter.
     r, tolerance = b1 / math.sqrt(b2), _TOLERANCE[dtype.itemsize]
-    fall = jnp.asarray(r ** np.arange(1, 1 + len(size)), dtype)
+    terms = abs(size) * jnp.asarray(r ** np.arange(1, 1 + len(size)), dtype)
+    is_over = terms[-1] < tolerance * jnp.maximum(50 * jnp.sum(terms), 0.02)
+    is_over &= jnp.max(terms) <= _LARGEST * jnp.maximum(1, terms[0])
     z = nodes(degree).astype(dtype)
     poles = rho / rho[lead - 1]
-
-    def one(kept: jax.Array) -> jax.Array:
-        factors = size * jnp.exp(-kept)
-        terms = abs(factors) * fall
-        # The smallest terms first, which lose less in a sum.
-        found = sum_at_nodes(
-            factors[::-1], poles[::-1], powers, z, uses_roots=uses_roots
-        )
-        # At the first node, near `z = 1`, this is the sum of the terms.
-        is_over = terms[-1] < tolerance * jnp.maximum(50 * abs(found[0]), 0.02)
-        is_over &= jnp.max(terms) <= _LARGEST * jnp.maximum(1, terms[0])
-        return jnp.where(is_over, found, jnp.nan)
-
-    return jax.vmap(one)(kept)
-
-
-def _sum_before(
-    after: jax.Array, log_decay: jax.Array, now: Step, count: jax.Array, betas: Betas
-) -> jax.Array:
-    """The remaining update before the next step, at its nodes.
-
-    By an identity, a polynomial at a few points in place of a second sum over hundreds
-    of steps: a remaining update is its first term, and what the next step leaves of it,
-    `P r(T, m, v) = a_(T+1) b1 m / (q sqrt(v) + eps rho_(T+1)) + r(T + 1, b1 m, b2 v)`.
-
-    Args:
-      after: That after the step, at its own nodes.
-      log_decay: The logarithm of `P`.
-      now: The step.
-      count: The number of steps before it.
-      betas: The constants.
-    """
-    dtype, constants = after.dtype, constants_of(betas, after.dtype)
-    centre, next_centre = (centre_after(constants, count + i) for i in (0, 1))
-    z = nodes(len(after))
-    # `sqrt(v)` at the nodes before the step; all roots are in units of their centre.
-    root = ((1 + z) / (1 - z)) ** (1 + constants.uses_roots)
-    next_root = jnp.asarray(math.sqrt(betas.b2) * root, dtype)
-    near, far = next_centre / centre, next_root
-    first = now.size / (next_root + constants.eps * now.rho / centre)
-    scale = 1 / (next_root + near)
-    if constants.uses_roots:
-        near, far = jnp.sqrt(near), jnp.sqrt(far)
-    # The polynomial by its Chebyshev series, `T_n(cos a) = cos(n a)`.
-    series = jnp.asarray(chebyshev_coefficients(len(z)), dtype)
-    series = jnp.sum(series * after[None], axis=1)
-    angles = jnp.arccos((far - near) / (far + near))
-    waves = jnp.cos(jnp.arange(len(z), dtype=dtype)[None] * angles[:, None])
-    left = scale * jnp.sum(waves * series[None], axis=1)
-    units = jnp.asarray((root + 1) * betas.b1, dtype) / jnp.exp(log_decay)
-    return units * (first + left)
+    # The smallest terms first, which lose less in a sum.
+    found = sum_at_nodes(size[::-1], poles[::-1], powers, z, uses_roots=uses_roots)
+    return jnp.where(is_over, found, jnp.nan)
 
 
 def constants_of(betas: Betas, dtype: Any) -> Constants:
@@ -296,17 +256,11 @@ def is_continued(
     Nothing is asked of a parameter all of whose rows hold values, as after `flush`.
     """
     clock, origin, until, remaining, _ = table_states(state)
-    # What `take_step` of the last step stored for the step before this one.
-    stored, after = remaining[:, 1], view.after[decays.astype(int)]
-    log_decay = jnp.zeros(len(decays), stored.dtype)
-    if view.now.log_decay is not None:
-        log_decay = decay_of(view.now, decays)
-    before = jax.vmap(_sum_before, (0, 0, None, None, None))
-    now = before(after, log_decay, view.now, state.count, betas)
-    limit = _SAME * abs(now)
+    stored, now = remaining[:, 1], view.before[decays.astype(int)]
+    limit = _SAME * jnp.max(jnp.abs(now), axis=1)
     limit += _SAME_TO_LARGEST * _mean(betas.b1, betas.b2) * view.largest
-    # NaN shall stay so, without another word.
-    is_same = jnp.all((abs(stored - now) <= limit) | jnp.isnan(stored), axis=1)
+    is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
+    is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
     is_same &= state.count == clock + origin
     return (until <= clock) & (is_same | (until == clock))
 
