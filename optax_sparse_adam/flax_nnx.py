@@ -136,7 +136,7 @@ def value_and_grad(
             values = list(inputs[0])
             for i, value in zip(wrt, _as_tuple(argnums, chosen), strict=True):
                 values[i] = jax.tree.map(
-                    _with_first_state, values[i], value, is_leaf=_is_states
+                    _with_first, values[i], value, is_leaf=_is_states
                 )
             tree = (tuple(values), inputs[1])
             # Tracers that come out as they went in are known by their identity.
@@ -149,7 +149,7 @@ def value_and_grad(
                     f"`(loss, aux)`, got {type(out).__name__}."
                 )
             value, aux = out if has_aux else (out, None)
-            after = nnx.to_tree((_objects_of((args, kwargs)), aux), ctxtag=_CONTEXT)
+            after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
             # Only what `fun` has changed is returned: JAX would copy a table that a
             # program returns as it was given.
             nonlocal structure
@@ -157,9 +157,7 @@ def value_and_grad(
             origins[:] = [positions.get(id(x)) for x in leaves]
             return value, [x for x in leaves if id(x) not in positions]
 
-        states = [
-            jax.tree.map(_first_state, inputs[0][i], is_leaf=_is_states) for i in wrt
-        ]
+        states = [jax.tree.map(_first, inputs[0][i], is_leaf=_is_states) for i in wrt]
         chosen = tuple(states) if isinstance(argnums, Sequence) else states[0]
         (value, changed), grads = _sparse.value_and_grad(
             pure, has_aux=True, sparse=sparse, read=_state(read)
@@ -292,17 +290,17 @@ def _is_states(x: Any) -> bool:
     return isinstance(x, nnx.NodeStates)
 
 
-def _first_state(x: Any) -> Any:
+def _first(x: Any) -> Any:
     return x.states[0] if isinstance(x, nnx.NodeStates) else x
 
 
-def _with_first_state(x: Any, value: Any) -> Any:
+def _with_first(x: Any, value: Any) -> Any:
     if isinstance(x, nnx.NodeStates):
         return x.replace(states=(value, *x.states[1:]))
     return value
 
 
-def _objects_of(tree: Any) -> Any:
+def _objects(tree: Any) -> Any:
     """The tree without leaves that `fun` cannot change."""
 
     def is_object(x: Any) -> bool:

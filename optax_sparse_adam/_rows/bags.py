@@ -220,11 +220,12 @@ def sum_bags(
       segments: `[entries]`, the bag of each id, or `None`.
       weights: Of the shape of `ids`, or `None` for ones.
     """
+    tree: Any
     args, tree = jax.tree.flatten((table, ids, segments, weights))
 
     @jax.custom_batching.custom_vmap
     def call(*args: jax.Array) -> jax.Array:
-        return bag_lookup(*jax.tree.unflatten(tree, args), num_bags=num_bags)
+        return bag_lookup(*tree.unflatten(args), num_bags=num_bags)
 
     @call.def_vmap
     def many(
@@ -232,16 +233,14 @@ def sum_bags(
     ) -> tuple[jax.Array, bool]:
         if batched[0]:  # many tables
             axes = tuple(0 if x else None for x in batched)
-            pool = functools.partial(_pool, num_bags)
-            return jax.vmap(lambda *args: pool(*jax.tree.unflatten(tree, args)), axes)(
-                *args
-            ), True
+            each = jax.vmap(lambda *args: _pool(num_bags, *tree.unflatten(args)), axes)
+            return each(*args), True
         # Bags of one table: so many more of them.
         rest = [
             x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             for x, is_batched in zip(args[1:], batched[1:], strict=True)
         ]
-        table, ids, segments, weights = jax.tree.unflatten(tree, [args[0], *rest])
+        table, ids, segments, weights = tree.unflatten([args[0], *rest])
         if segments is not None:
             inside = (segments >= 0) & (segments < num_bags)
             first = jnp.arange(size, dtype=segments.dtype)[:, None] * num_bags
