@@ -1,6 +1,7 @@
 """Sums of gradients over the devices of `shard_map` and `pmap`, and a device's rows."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import first_row
-from .._rows.canary import class_of, entries
+from .._rows.canary import entries, maker_of
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce, touched_rows
 from .._rows.padding import pad_indices
@@ -108,16 +109,19 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
             return None if leaf is None else lax.pmean(leaf, axis_name)
         total = _all_gather_rows(check_bcoo(leaf), axis_name)
         data = total.data / lax.axis_size(axis_name)
-        return _coalesced(class_of(leaf), data, total.indices, total.shape)
+        return _coalesced(maker_of(leaf), data, total.indices, total.shape)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
 
 
 def _coalesced(
-    cls: type[BCOO], data: jax.Array, indices: jax.Array, shape: tuple[int, ...]
+    make: Callable[..., BCOO],
+    data: jax.Array,
+    indices: jax.Array,
+    shape: tuple[int, ...],
 ) -> BCOO:
     flags = {"indices_sorted": True, "unique_indices": True}
-    return cls((data, indices), shape=shape, **flags)
+    return make((data, indices), shape=shape, **flags)
 
 
 def _num_rows(shape: tuple[int, ...], n_sparse: int) -> int:
@@ -141,7 +145,7 @@ def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
     total = coalesce(BCOO((gather(own.data), gather(own.indices)), shape=grad.shape))
     nse = min(total.nse, _num_rows(total.shape, total.n_sparse))
     data, indices = total.data[:nse], total.indices[:nse]
-    return _coalesced(class_of(grad), data, indices, total.shape)
+    return _coalesced(maker_of(grad), data, indices, total.shape)
 
 
 def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
@@ -241,4 +245,4 @@ def _local(grad: BCOO, axis_name: AxisName) -> BCOO:
         x.at[place].get(mode="fill", fill_value=0) for x in (ids, touched.data, mine)
     )
     data = jnp.where(mine.reshape(-1, *(1,) * (data.ndim - 1)), data, 0)
-    return _coalesced(class_of(grad), data, pad_indices(ids, mine, slot, shape), shape)
+    return _coalesced(maker_of(grad), data, pad_indices(ids, mine, slot, shape), shape)

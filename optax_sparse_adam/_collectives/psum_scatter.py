@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._rows.canary import class_of
+from .._rows.canary import maker_of
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce
 from .._rows.padding import in_bounds
@@ -93,7 +93,7 @@ def _sum_rows(grad: BCOO, axis_name: AxisName, *sizes: int | None) -> BCOO:
     route = make_route(exchange, grad.indices, count)
     indices, data = to_owners(exchange, route, grad.data)
     total = coalesce(BCOO((data, indices), shape=shape))
-    return class_of(grad)(
+    return maker_of(grad)(
         (total.data[:most], total.indices[:most]),  # what follows is padding
         shape=shape,
         indices_sorted=True,

@@ -90,7 +90,7 @@ def evaluate_with_gradients(
                 jnp.shape(leaf),
                 program.depths.get(i, 1),
                 jnp.result_type(leaf),
-                is_stale=tables[i].rows is None,
+                read_at=tables[i].clock,
             )
         )
     return everything[:count], grads

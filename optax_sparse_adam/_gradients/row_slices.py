@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import call_with_auto_axes
 from .._rows.bag_gradient import BagGradient
-from .._rows.canary import CanaryBCOO, StaleBCOO
+from .._rows.canary import CanaryBCOO
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
 from .._rows.padding import pad_indices, row_bounds
@@ -40,7 +40,7 @@ def to_bcoo(
     depth: int,
     dtype: Any,
     *,
-    is_stale: bool,
+    read_at: jax.Array | None,
 ) -> BCOO:
     """The row-sparse gradient that all these rows add up to.
 
@@ -52,7 +52,7 @@ def to_bcoo(
       shape: The table's.
       depth: How many leading axes are the index of a row.
       dtype: The table's.
-      is_stale: Whether rows were not read up to date, for `exact_adam` to know.
+      read_at: The clock by which rows were read up to date, for `exact_adam` to know.
     """
     types = [dtype, *(x.dtype for x in (*totals, *(x for _, x in slices)))]
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
@@ -62,16 +62,15 @@ def to_bcoo(
         total = sum(x.astype(widest) for x in totals[1:]) + totals[0].astype(widest)
         indices, values = _every_row(indices, total, depth)
     elif any(x.segments is not None for x, _ in slices):
-        return _gradient_of_bags(slices, shape, dtype, widest, is_stale=is_stale)
+        return _gradient_of_bags(slices, shape, dtype, widest, read_at)
     else:
         rows = [x.astype(widest) for _, x in slices]
         values = _joined(rows, (0, *shape[depth:]), widest)
         if widest != dtype and len(indices) > 1:
             indices, values = _coalesced(indices, values, shape)
             is_unique = True
-    return (StaleBCOO if is_stale else CanaryBCOO)(
-        (values.astype(dtype), indices), shape=shape, unique_indices=is_unique
-    )
+    args, flags = (values.astype(dtype), indices), {"unique_indices": is_unique}
+    return CanaryBCOO(args, shape=shape, read_at=read_at, **flags)
 
 
 def _joined(arrays: Sequence[jax.Array], empty: tuple[int, ...], dtype: Any) -> Any:
@@ -118,8 +117,7 @@ def _gradient_of_bags(
     shape: tuple[int, ...],
     dtype: Any,
     widest: Any,
-    *,
-    is_stale: bool,
+    read_at: jax.Array | None,
 ) -> BagGradient:
     """All bags in one; a lookup of single rows is bags of one id."""
     segments, weights, first = [], [], 0
@@ -138,4 +136,4 @@ def _gradient_of_bags(
         jnp.concatenate(segments),
         jnp.concatenate([x.astype(widest) for x in weights]) if has_weights else None,
     )
-    return BagGradient(args, shape=shape, dtype=dtype, is_stale=is_stale)
+    return BagGradient(args, shape=shape, dtype=dtype, read_at=read_at)

@@ -16,7 +16,7 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from .bag_gradient import BagGradient
-from .canary import class_of, copy_with, entries
+from .canary import copy_with, entries, maker_of
 from .checks import check_bcoo, is_bcoo
 from .duplicates import sum_duplicates
 from .padding import expand_like, in_bounds, pad_indices
@@ -81,7 +81,7 @@ def cast_entries(grad: BCOO, dtype: DTypeLike) -> BCOO:
         weights = None if weights is None else weights.astype(dtype)
         indices = _widen_indices(indices, grad.shape)
         args = values.astype(dtype), indices, segments, weights
-        return BagGradient(args, shape=grad.shape, dtype=dtype, is_stale=grad.is_stale)
+        return BagGradient(args, shape=grad.shape, dtype=dtype)
     grad = replicate_entries(grad)
     indices = _widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
@@ -115,7 +115,7 @@ def bcoo_of(
     `is_sorted` says whether they are in order where `grad` was not unique. The entries
     of a gradient that is unique keep their order.
     """
-    return class_of(grad)(
+    return maker_of(grad)(
         (data.astype(grad.dtype), indices),
         shape=grad.shape,
         indices_sorted=grad.indices_sorted if grad.unique_indices else is_sorted,
@@ -142,7 +142,7 @@ def _coalesce(grad: BCOO) -> BCOO:
         found, flags = entries(grad), {"indices_sorted": grad.indices_sorted}
         found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
     rows = touched_rows(found, accumulator_dtype(grad.dtype))
-    return class_of(grad)(
+    return maker_of(grad, is_same=True)(
         (rows.data.astype(grad.dtype), rows.indices),
         shape=grad.shape,
         indices_sorted=True,
