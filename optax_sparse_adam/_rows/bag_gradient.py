@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .canary import CanaryBCOO, let_through, new_canary
+from .canary import CanaryBCOO, is_zero, let_through, new_canary
 from .padding import expand_like
 
 
@@ -70,9 +70,9 @@ class BagGradient(CanaryBCOO):
         values, indices, canary, segments, weights = jax.tree.map(
             place, (self.values, self.indices, self.canary, self.segments, self.weights)
         )
-        is_zero = jnp.all(values == 0, axis=tuple(range(1, values.ndim)))
-        is_zero = is_zero.at[segments].get(mode="fill", fill_value=True)
-        valid, indices = let_through(is_zero, indices, canary, 0)
+        empty = is_zero(values, 0, indices)
+        empty = empty.at[segments].get(mode="fill", fill_value=True)
+        valid, indices = let_through(empty, indices, canary, 0)
         segments = jnp.where(valid[:, 0], segments, len(values))
         return values, indices, segments, weights
 

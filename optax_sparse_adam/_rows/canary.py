@@ -228,7 +228,7 @@ def _is_seen_to_change(grad: Any) -> bool:
     canary = np.asarray(grad.canary)[..., 0]
     if (canary == _CANARY).all():
         return False
-    is_empty = (canary == 0) & _is_zero(np.asarray(grad.data), grad.n_batch)
+    is_empty = (canary == 0) & is_zero(np.asarray(grad.data), grad.n_batch)
     return not ((canary == _CANARY) | is_empty).all()
 
 
@@ -242,9 +242,18 @@ def _is_known(x: Any) -> bool:
     return not is_traced and getattr(x, "is_fully_addressable", True)
 
 
-def _is_zero(data: Any, n_batch: int) -> Any:
-    """Says for each entry whether all its values are zero."""
-    return (data == 0).all(axis=tuple(range(n_batch + 1, data.ndim)))
+def is_zero(values: Any, n_batch: int, indices: Any = None) -> Any:
+    """Says for each row of values, `[*batch, rows, ...]`, whether all are zero.
+
+    Problem: the gradient of `jnp.sum(table[ids])` takes seconds to compile. Cause: its
+    values are constant, and XLA reduces constants while compiling, slowly. Remedy: a
+    comparison of the indices, which XLA does not know. Safe, since the smallest integer
+    is the index of no row. Test: `tests/rows/test_canary.py`.
+    """
+    empty = values == 0
+    if indices is not None:
+        empty |= (indices == jnp.iinfo(indices.dtype).min).any()
+    return empty.all(axis=tuple(range(n_batch + 1, values.ndim)))
 
 
 def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -> BCOO:
@@ -256,19 +265,19 @@ def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -
     """
     data, indices = place(grad.data), place(grad.indices)
     if isinstance(grad, CanaryBCOO):
-        is_zero, n_batch = _is_zero(data, grad.n_batch), grad.n_batch
-        valid, indices = let_through(is_zero, indices, place(grad.canary), n_batch)
+        n_batch, empty = grad.n_batch, is_zero(data, grad.n_batch, indices)
+        valid, indices = let_through(empty, indices, place(grad.canary), n_batch)
         shape = (*valid.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
         data = jnp.where(valid.reshape(shape), data, jnp.nan)
     return copy_with(BCOO, grad, data, indices)
 
 
 def let_through(
-    is_zero: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
+    empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:
     """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
     is_intact = (canary[..., :1] == _CANARY) & ~_is_changed(canary)
-    is_empty = (canary[..., :1] == 0) & is_zero[..., None]
+    is_empty = (canary[..., :1] == 0) & empty[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
     # Both are distinct and ascending, as the flags promise.

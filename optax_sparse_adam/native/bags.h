@@ -76,7 +76,7 @@ INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width, floa
 template <typename T>
 void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t num_rows,
               int64_t width, float* out) {
-  constexpr int64_t kAhead = 24;  // rows to fetch ahead
+  constexpr int64_t kAhead = 48;  // rows to fetch ahead
   const int64_t nse = bags.nse;
   std::unique_ptr<Entry[]> order;  // by bags, if the entries are not
   if (bags.segments != nullptr) {

@@ -119,9 +119,12 @@ INLINE void Store(float x, Bfloat16* to) {
 // only fetch: GCC 12 takes such a function for one without effects, and drops its calls.
 template <bool kWrites, typename T>
 INLINE void PrefetchRow(const T* row, int64_t width) {
-  for (int64_t j = 0; j < width; j += 64 / sizeof(T)) {
-    __builtin_prefetch(row + j, kWrites);
+  constexpr int64_t kLine = 64 / sizeof(T);
+  int64_t j = 0;
+  for (; j + 4 * kLine <= width; j += 4 * kLine) {
+    for (int64_t i = 0; i < 4; ++i) __builtin_prefetch(row + j + i * kLine, kWrites);
   }
+  for (; j < width; j += kLine) __builtin_prefetch(row + j, kWrites);
 }
 
 // Asks for huge pages in a buffer that the kernel is the first to write. What is larger

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._rows.canary import is_zero
 
 from ..helpers.support import (
     assert_identical,
@@ -262,6 +263,13 @@ def test_costs_nothing_in_a_program(make):
         return BCOO((grad.data, grad.indices), shape=grad.shape)
 
     assert compiled(lambda grad: grad) == compiled(plain)
+
+
+def test_constant_values_are_not_reduced_while_compiling():
+    """XLA would take seconds for the gradient of a sum over a large batch."""
+    empty = jax.jit(lambda indices: is_zero(jnp.ones((8, 4)), 0, indices))
+    text = empty.lower(jax.ShapeDtypeStruct((8, 1), jnp.int32)).compile().as_text()
+    assert "pred[8,4]" in text  # computed by the program
 
 
 def test_made_by_hand():
