@@ -19,7 +19,7 @@ from .._optimizers.hyperparameters import (
     check_leaf,
     check_state_class,
 )
-from .._rows.canary import CanaryBCOO
+from .._rows.canary import is_read_at, is_stale
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.new_arrays import full_along
@@ -102,15 +102,19 @@ def _check_decay(state: ExactAdamState, own: str) -> None:
         )
 
 
-def _check_read(grad: Any, path: Any) -> None:
-    if isinstance(grad, CanaryBCOO) and grad.is_stale:
+def _check_read(grad: Any, path: Any, clock: jax.Array) -> Any:
+    """Whether the gradient was made with `read=` of this state, as far as is known."""
+    is_read = is_read_at(grad, clock) if not is_stale(grad) else False
+    if not isinstance(is_read, jax.core.Tracer) and not is_read:
         name = jax.tree_util.keystr(path) or "the table"
+        made = "without" if is_stale(grad) else "with the state of another step"
         raise ValueError(
             "exact_adam needs gradients that are made with read=, at the rows as dense "
-            f"Adam has them; got one of {name} made without. Call "
-            "value_and_grad(loss, read=state) with the state of the optimiser, or let "
-            "make_train_step do so."
+            f"Adam has them; got one of {name} made {made}. Call "
+            "value_and_grad(loss, read=state) with the state of the optimiser, anew in "
+            "each step, or let make_train_step do so."
         )
+    return is_read
 
 
 def _check_continued(is_right: jax.Array) -> jax.Array:
@@ -256,11 +260,12 @@ def _exact_adam(
             if is_dense[place]:
                 whole.append(i)
                 continue
-            _check_read(grads[i], paths[i][0])
+            is_read = _check_read(grads[i], paths[i][0], state.clock)
             step, read = view.now, (olds[i],) if decay is not None else ()
             if decay is not None:
                 step = step._replace(log_decay=decay_of(step, decays[place]))
-            own_constants = constants._replace(eps=constants.eps[place])
+            eps = jnp.where(is_read, constants.eps[place], jnp.nan)
+            own_constants = constants._replace(eps=eps)
             args = before.at(place), after.at(place), own_constants, step
             grads[i], rows[i] = update_sparse(
                 grads[i], read, rows[i], *args, betas=betas

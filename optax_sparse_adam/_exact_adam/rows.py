@@ -15,6 +15,7 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
 from .._optimizers.rounding import nearest
+from .._rows.canary import as_update
 from .._rows.coalesce import accumulator_dtype, bcoo_of, cast_entries, touched_rows
 from .._rows.map_rows import map_all_rows, map_rows
 from .._rows.new_arrays import full_along
@@ -538,7 +539,8 @@ def update_sparse(
         update, tables = on_cpu(by_kernel, by_rows, *args, keeps_order=False)
     else:
         update, tables = by_rows(*args)
-    return bcoo_of(grad, *update, is_sorted=False), RowState.of(*tables)
+    made = as_update(bcoo_of(grad, *update, is_sorted=False))
+    return made, RowState.of(*tables)
 
 
 @functools.partial(jax.jit, static_argnames=("betas", "decays"))

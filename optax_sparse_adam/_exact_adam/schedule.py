@@ -35,7 +35,7 @@ _PAST = 16  # steps of the past that tell how large a schedule is
 # By how much a remaining update may differ from the stored one: relative to it, and to
 # the largest learning rate, near whose zero a schedule in float32 has not the same bits
 # in any two programs.
-_SAME, _SAME_TO_LARGEST = 1e-4, 1e-5
+_SAME, _SAME_TO_LARGEST = 2e-5, 1e-5
 
 
 class Outlook(NamedTuple):

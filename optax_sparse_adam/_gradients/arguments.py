@@ -56,6 +56,8 @@ def check_leaves(tree: Any) -> None:
             what = f"`{aval.str_short()}`"
         remedy = _NNX if _nodes(tree, "flax.nnx", "Pytree") else _OTHER
         remedy = _EQUINOX if _nodes(tree, "equinox", "Module") else remedy
+        if _is(leaf, "optax_sparse_adam.torch_compat", "Parameter"):
+            remedy = "Give its `data`, as in loss_and_grad(table.data, ids)."
         raise TypeError(
             "`value_and_grad` differentiates arrays and numbers that are real or "
             f"complex; {leaf_name(path)} is {what}. {remedy}"

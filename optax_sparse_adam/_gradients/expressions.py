@@ -68,6 +68,10 @@ class Table(NamedTuple):
     state: TableState | None = None
     constants: Constants | None = None
 
+    @property
+    def clock(self) -> jax.Array | None:
+        return None if self.state is None else self.state.clock
+
     def values(self, take: Take) -> jax.Array:
         """`take` of the table as it is now."""
         array = take(jnp.asarray(self.array))

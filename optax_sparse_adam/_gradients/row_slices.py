@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import call_with_auto_axes
 from .._rows.bag_gradient import BagGradient
-from .._rows.canary import CanaryBCOO, StaleBCOO
+from .._rows.canary import CanaryBCOO
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
 from .._rows.padding import pad_indices, row_bounds
@@ -46,7 +46,7 @@ def to_bcoo(
     are `totals`, of the table's shape, these hold all values.
     """
     shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
-    is_stale = source.rows is None  # for `exact_adam`, which refuses such a gradient
+    read_at = source.clock  # for `exact_adam`, which refuses gradients of another step
     types = [dtype, *(x.dtype for x in (*totals, *(x for _, x in slices)))]
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
     indices = _joined([x.ids for x, _ in slices], (0, depth), jnp.int32)
@@ -57,7 +57,7 @@ def to_bcoo(
         total = sum(x.astype(widest) for x in totals[1:]) + totals[0].astype(widest)
         indices, values = _every_row(indices, total, depth)
     elif any(x.segments is not None for x, _ in slices):
-        return _gradient_of_bags(slices, shape, dtype, widest, is_stale=is_stale)
+        return _gradient_of_bags(slices, shape, dtype, widest, read_at)
     else:
         rows = [x.astype(widest) for _, x in slices]
         values = _joined(rows, (0, *shape[depth:]), widest)
@@ -66,9 +66,8 @@ def to_bcoo(
         if widest != dtype and len(indices) > 1:
             indices, values = _coalesced(indices, values, shape)
             is_unique = True
-    return (StaleBCOO if is_stale else CanaryBCOO)(
-        (values.astype(dtype), indices), shape=shape, unique_indices=is_unique
-    )
+    args, flags = (values.astype(dtype), indices), {"unique_indices": is_unique}
+    return CanaryBCOO(args, shape=shape, read_at=read_at, **flags)
 
 
 def _joined(arrays: Sequence[jax.Array], empty: tuple[int, ...], dtype: Any) -> Any:
@@ -115,8 +114,7 @@ def _gradient_of_bags(
     shape: tuple[int, ...],
     dtype: Any,
     widest: Any,
-    *,
-    is_stale: bool,
+    read_at: jax.Array | None,
 ) -> BagGradient:
     """All bags in one; a lookup of single rows is bags of one id."""
     segments, weights, first = [], [], 0
@@ -135,4 +133,4 @@ def _gradient_of_bags(
         jnp.concatenate(segments),
         jnp.concatenate([x.astype(widest) for x in weights]) if has_weights else None,
     )
-    return BagGradient(args, shape=shape, dtype=dtype, is_stale=is_stale)
+    return BagGradient(args, shape=shape, dtype=dtype, read_at=read_at)

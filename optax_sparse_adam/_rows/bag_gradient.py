@@ -45,12 +45,12 @@ class BagGradient(CanaryBCOO):
         *,
         shape: Sequence[int],
         dtype: DTypeLike,
-        is_stale: bool = False,
+        read_at: Any = None,
     ):
         self.values, self.indices, self.segments, self.weights = args
-        self.canary, self._dtype = new_canary(self.indices), jnp.dtype(dtype)
+        self.canary = new_canary(self.indices, read_at)
+        self._dtype = jnp.dtype(dtype)
         self.indices_sorted = self.unique_indices = False
-        self.is_stale = is_stale
         self.shape = tuple(shape)
 
     @functools.cached_property
@@ -78,13 +78,13 @@ class BagGradient(CanaryBCOO):
 
     def tree_flatten(self) -> tuple[Any, Any]:
         arrays = (self.values, self.indices, self.canary, self.segments, self.weights)
-        return arrays, (self._unbatched, self._dtype, self.is_stale)
+        return arrays, (self._unbatched, self._dtype)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
         obj = object.__new__(cls)
         obj.values, obj.indices, obj.canary, obj.segments, obj.weights = children
-        obj._unbatched, obj._dtype, obj.is_stale = aux_data
+        obj._unbatched, obj._dtype = aux_data
         obj.indices_sorted = obj.unique_indices = False
         return obj
 

@@ -95,10 +95,15 @@ def embedding_bag(
       >>> osa.coalesce(grad(table)).indices.ravel().tolist()
       [0, 3, 6]
     """
-    table, ids = jnp.asarray(table), jnp.asarray(ids)
+    table, ids = jnp.asarray(table), as_array(ids)
     bags = {"offsets": offsets, "segment_ids": segment_ids, "weights": weights}
-    arrays = {name: jnp.asarray(x) for name, x in bags.items() if x is not None}
+    arrays = {name: as_array(x) for name, x in bags.items() if x is not None}
     num_bags = _check(table, ids, arrays, num_segments, mode)
+    begins = None if isinstance(offsets, jax.core.Tracer) else arrays.get("offsets")
+    if begins is not None and not isinstance(begins, jax.core.Tracer):
+        known = np.asarray(begins)
+        if (known[1:] < known[:-1]).any():
+            raise ValueError(f"offsets must be ascending, got {known.tolist()}.")
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
     dtype = table.dtype
     if mode == "max":
@@ -184,6 +189,19 @@ def _flatten(
         weights = weights.astype(accumulator_dtype(table.dtype))
         weights = jnp.where(valid, weights, jnp.zeros_like(weights))
     return ids, segments, weights, valid
+
+
+def as_array(x: Any) -> jax.Array:
+    """`jnp.asarray`, but ids that its type does not hold stay out of bounds.
+
+    Without 64-bit types JAX makes row 3 of NumPy's `2**32 + 3`.
+    """
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        if np.issubdtype(x.dtype, np.integer):
+            held = jnp.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+            x = np.clip(x, held.min, held.max)
+    return jnp.asarray(x)
 
 
 def narrow_ids(ids: jax.Array, size: int) -> jax.Array:

@@ -20,6 +20,11 @@ step of `optax.apply_if_finite` make them, are padding.
 
 Where gradient and update are in one program, XLA folds the comparison of the constants.
 
+A gradient made with `read=` of `exact_adam` has a second column beside its canary: the
+clock of the state that its rows were read by; `_ANY` if it stores nothing. An update of
+`exact_adam` has `_UPDATE` there. What is made of such an update, as `0.5 * update`, or
+of gradients of two clocks, has `_CHANGED`, and is treated like a changed canary.
+
 Known limits: what moves or exchanges entries moves their canary along. Functions of
 all arrays at once, such as `optax.global_norm`, count indices and canary as values:
 take that of `coalesce(g).data`. A BCOO made by hand has no canary and is believed.
@@ -30,6 +35,7 @@ below names the remedy; and what is harmless would raise, too: `np.asarray` and
 `np.testing` on the leaves, `flax.serialization`, `process_allgather`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +47,7 @@ from jax.experimental.sparse import BCOO
 from .padding import last_indices
 
 _CANARY = 1_618_033_989
+_UPDATE, _CHANGED, _ANY = -1, -2, np.iinfo(np.int32).max
 _REMEDY = (
     "A transformation that does not know BCOO, such as optax.scale, has changed them "
     "together with the values. Put that chain inside lazy: "
@@ -49,8 +56,12 @@ _REMEDY = (
 )
 
 
-def new_canary(indices: jax.Array) -> jax.Array:
-    return jnp.full((*indices.shape[:-1], 1), _CANARY, jnp.int32)
+def new_canary(indices: jax.Array, read_at: Any = None) -> jax.Array:
+    canary = jnp.full((*indices.shape[:-1], 1), _CANARY, jnp.int32)
+    if read_at is None:
+        return canary
+    read_at = jnp.broadcast_to(jnp.asarray(read_at, jnp.int32), canary.shape)
+    return jnp.concatenate([canary, read_at], axis=-1)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -61,17 +72,14 @@ class CanaryBCOO(BCOO):
     `jax.vmap`, `jax.pmap` and stacking make a batch of matrices of one.
 
     Attributes:
-      canary: The canary.
-      is_stale: Whether it is a gradient that was made without `read=`, which
-        `exact_adam` refuses.
+      canary: The canary; where rows were read up to date, `[*batch, nse, 2]`.
     """
 
     canary: jax.Array
-    is_stale: bool = False
 
-    def __init__(self, args: Any, *, shape: Any, **flags: bool):
+    def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
         super().__init__(args, shape=shape, **flags)
-        self.canary = new_canary(self.indices)
+        self.canary = new_canary(self.indices, read_at)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,23 +104,19 @@ class CanaryBCOO(BCOO):
         return obj
 
 
-@jax.tree_util.register_pytree_node_class
-class StaleBCOO(CanaryBCOO):
-    """A gradient that was made without `read=`."""
-
-    is_stale = True
-
-
 def _canary_operator(name: str) -> Callable[..., Any]:
     """An operator of BCOO on the entries that the canary lets through."""
     operator = getattr(BCOO, name)
 
-    def method(self: CanaryBCOO, *args: Any) -> Any:
-        check_indices(self)
-        result = operator(entries(self), *args)
+    def method(self: CanaryBCOO, *args: Any, **kwargs: Any) -> Any:
+        grads = [self, *(x for x in args if isinstance(x, CanaryBCOO))]
+        for grad in grads:
+            check_indices(grad)
+        plain = [entries(x) if isinstance(x, CanaryBCOO) else x for x in args]
+        result = operator(entries(self), *plain, **kwargs)
         if not isinstance(result, BCOO):
             return result
-        return copy_with(class_of(self), result, result.data, result.indices)
+        return copy_with(maker_of(*grads), result, result.data, result.indices)
 
     return method
 
@@ -120,18 +124,62 @@ def _canary_operator(name: str) -> Callable[..., Any]:
 # What scales a gradient, and what `optax.apply_updates` adds an update by.
 for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]:
     setattr(CanaryBCOO, f"__{_operator}__", _canary_operator(f"__{_operator}__"))
+for _operator in ["astype", "sort_indices", "sum_duplicates"]:
+    setattr(CanaryBCOO, _operator, _canary_operator(_operator))
 
 
-def class_of(grad: BCOO) -> type[BCOO]:
-    """The class of a gradient with a row for each index, with a canary or without."""
+def _clocks(grad: CanaryBCOO) -> jax.Array:
+    """The second column of its canary; `_ANY` for entries of zeros."""
+    return jnp.where(grad.canary[..., :1] == 0, _ANY, grad.canary[..., 1:])
+
+
+def is_stale(grad: BCOO) -> bool:
+    """Whether it is a gradient that was made without `read=`."""
+    return isinstance(grad, CanaryBCOO) and grad.canary.shape[-1] == 1
+
+
+def is_read_at(grad: BCOO, clock: jax.Array) -> Any:
+    """Whether its rows were read at this clock; a BCOO made by hand is believed."""
     if not isinstance(grad, CanaryBCOO):
+        return True
+    clocks = _clocks(grad)
+    return jnp.all((clocks == clock) | (clocks == _ANY))
+
+
+def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
+    """What makes gradients of these, with a row for each index, guarded as they are.
+
+    Args:
+      grads: The gradients.
+      is_same: Whether what is made has the same sum.
+    """
+    guarded = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
+    if not guarded:
         return BCOO
-    return StaleBCOO if grad.is_stale else CanaryBCOO
+    if any(map(is_stale, guarded)):
+        return CanaryBCOO
+    columns = [_clocks(grad) for grad in guarded]
+    columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), _ANY))
+    clocks = jnp.concatenate(columns, axis=-2)
+    first = jnp.min(clocks, axis=-2, keepdims=True)
+    is_kept = jnp.all((clocks == first) | (clocks == _ANY), axis=-2, keepdims=True)
+    is_kept &= is_same | (first >= 0)
+    read_at = jnp.where(is_kept, first, _CHANGED)
+    return functools.partial(CanaryBCOO, read_at=read_at)
 
 
-def copy_with(cls: type[BCOO], mat: BCOO, data: jax.Array, indices: jax.Array) -> BCOO:
-    """A BCOO of this class with the shape and the flags of `mat`, and a new canary."""
-    return cls(
+def as_update(update: BCOO) -> BCOO:
+    """An update of `exact_adam`, of which nothing else can be made."""
+    if isinstance(update, CanaryBCOO):
+        update.canary = new_canary(update.indices, _UPDATE)
+    return update
+
+
+def copy_with(
+    make: Callable[..., BCOO], mat: BCOO, data: jax.Array, indices: jax.Array
+) -> BCOO:
+    """A BCOO with the shape and the flags of `mat`, and a new canary."""
+    return make(
         (data, indices),
         shape=mat.shape,
         indices_sorted=mat.indices_sorted,
@@ -156,7 +204,15 @@ def check_indices(grad: BCOO) -> None:
             )
     if canary is None:
         return
-    is_beside = canary.ndim >= 2 and canary.shape == (*grad.indices.shape[:-1], 1)
+    shapes = [(*grad.indices.shape[:-1], columns) for columns in (1, 2)]
+    is_beside = canary.ndim >= 2 and canary.shape in shapes
+    if is_beside and _is_known(canary) and _is_changed(np.asarray(canary)).any():
+        raise ValueError(
+            "Nothing may change the updates of exact_adam, by which stale rows are "
+            "read, and gradients of two of its steps cannot be added up; got such a "
+            f"BCOO (shape {grad.shape}). Scale and clip gradients before exact_adam, "
+            "and scale moves by its learning rate."
+        )
     if not is_beside or _is_seen_to_change(grad):
         raise ValueError(
             "A row-sparse gradient must have the indices that it was made with, got "
@@ -166,17 +222,24 @@ def check_indices(grad: BCOO) -> None:
 
 def _is_seen_to_change(grad: Any) -> bool:
     """Whether an entry was changed, as far as it is known while tracing."""
-    for x in (grad.canary, grad.data):
-        if isinstance(x, jax.core.Tracer) or not getattr(
-            x, "is_fully_addressable", True
-        ):
-            return False
+    if not all(map(_is_known, (grad.canary, grad.data))):
+        return False
     # In NumPy: within a program JAX would trace even what is known.
     canary = np.asarray(grad.canary)[..., 0]
     if (canary == _CANARY).all():
         return False
     is_empty = (canary == 0) & is_zero(np.asarray(grad.data), grad.n_batch)
     return not ((canary == _CANARY) | is_empty).all()
+
+
+def _is_changed(canary: Any) -> Any:
+    """Says for each entry whether an update of `exact_adam` was changed."""
+    return (canary[..., 1:] == _CHANGED).any(axis=-1, keepdims=True)
+
+
+def _is_known(x: Any) -> bool:
+    is_traced = isinstance(x, jax.core.Tracer)
+    return not is_traced and getattr(x, "is_fully_addressable", True)
 
 
 def is_zero(values: Any, n_batch: int, indices: Any = None) -> Any:
@@ -213,7 +276,8 @@ def intact_entries(
     empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:
     """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
-    is_intact, is_empty = canary == _CANARY, (canary == 0) & empty[..., None]
+    is_intact = (canary[..., :1] == _CANARY) & ~_is_changed(canary)
+    is_empty = (canary[..., :1] == 0) & empty[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
     # Entries that were changed go to the rows 0, 1, ..., where their NaN is seen; those

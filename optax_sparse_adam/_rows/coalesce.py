@@ -16,7 +16,7 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from .bag_gradient import BagGradient
-from .canary import class_of, copy_with, entries
+from .canary import copy_with, entries, maker_of
 from .checks import check_bcoo, is_bcoo
 from .duplicates import sum_duplicates
 from .padding import expand_like, in_bounds, pad_indices
@@ -81,7 +81,7 @@ def cast_entries(grad: BCOO, dtype: DTypeLike) -> BCOO:
         weights = None if weights is None else weights.astype(dtype)
         indices = _widen_indices(indices, grad.shape)
         args = values.astype(dtype), indices, segments, weights
-        return BagGradient(args, shape=grad.shape, dtype=dtype, is_stale=grad.is_stale)
+        return BagGradient(args, shape=grad.shape, dtype=dtype)
     grad = replicate_entries(grad)
     indices = _widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
@@ -128,11 +128,12 @@ def coalesced_bcoo(
     shape: tuple[int, ...],
     *,
     is_sorted: bool = True,
+    is_same: bool = False,
 ) -> BCOO:
-    """A BCOO of rows that occur once, of the type and with the canary of `grad`."""
+    """A BCOO of rows that occur once, of the type of `grad`; see `maker_of`."""
     flags = {"indices_sorted": is_sorted, "unique_indices": True}
     args = data.astype(grad.dtype), indices
-    return class_of(grad)(args, shape=shape, **flags)
+    return maker_of(grad, is_same=is_same)(args, shape=shape, **flags)
 
 
 def accumulator_dtype(*dtypes: DTypeLike) -> Any:
@@ -154,7 +155,7 @@ def _coalesce(grad: BCOO) -> BCOO:
         found, flags = entries(grad), {"indices_sorted": grad.indices_sorted}
         found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
     rows = touched_rows(found, accumulator_dtype(grad.dtype))
-    return coalesced_bcoo(grad, rows.indices, rows.data, grad.shape)
+    return coalesced_bcoo(grad, rows.indices, rows.data, grad.shape, is_same=True)
 
 
 def coalesce(grad: BCOO) -> BCOO:

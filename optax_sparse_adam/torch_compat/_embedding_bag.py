@@ -65,7 +65,7 @@ def embedding_bag(
         )
     if offsets is not None and not isinstance(offsets, jax.core.Tracer):
         _check_offsets(np.asarray(offsets), len(input))
-    ids = jnp.asarray(input)
+    weight, ids = jnp.asarray(weight), bags.as_array(input)
     if jnp.issubdtype(ids.dtype, jnp.integer):
         ids = bags.narrow_ids(ids, len(weight))
     if padding_idx is not None:

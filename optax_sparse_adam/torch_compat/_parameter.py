@@ -176,6 +176,15 @@ class Parameter:
             )
         self._grad = jax.tree.map(copy_overwritten, grad)
 
+    def _is_no_array(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "A Parameter is no array. Give the loss, and functions of JAX, its `data`, "
+            "as in loss_and_grad(table.data, ids)."
+        )
+
+    __array__ = __getitem__ = __iter__ = __matmul__ = __rmatmul__ = _is_no_array
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_array
+
     shape = property(lambda self: self._data.shape)
     dtype = property(lambda self: self._data.dtype)
 

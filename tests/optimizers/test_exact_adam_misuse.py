@@ -93,6 +93,8 @@ def gradient(params, **kwargs):
         lambda grads: grads,
         lambda grads: {**grads, "table": osa.coalesce(grads["table"])},
         lambda grads: {**grads, "table": 0.5 * grads["table"]},
+        lambda grads: {**grads, "table": grads["table"].sum_duplicates(nse=4)},
+        lambda grads: {**grads, "table": grads["table"].astype("float32")},
         lambda grads: {**grads, "table": jax.jit(lambda x: x)(grads["table"])},
         lambda grads: osa.lazy(optax.clip(1.0)).update(grads, optax.EmptyState())[0],
     ],
@@ -137,6 +139,50 @@ def test_read_of_another_state():
     tx = osa.exact_adam(RATE)
     with pytest.raises(ValueError, match=r"made with read="):
         tx.update(grads, tx.init(params), params)
+
+
+LATER = r"made with the state of another step|of two of its steps"
+
+
+@pytest.mark.parametrize("look_up", [lambda t, i: t[i], osa.embedding_bag])
+def test_read_of_another_step(look_up):
+    """A gradient function that was made before the loop, and gradients used twice."""
+    table, tx = start()["table"], osa.exact_adam(RATE)
+    ids = jnp.array([[3, 7], [7, 5]])
+    state = tx.init(table)
+    gradient_of = jax.jit(osa.grad(lambda t: jnp.sum(look_up(t, ids)), read=state))
+    grad = gradient_of(table)
+    update, new_state = tx.update(grad, state, table)
+    table = osa.apply_updates(table, update)
+    with pytest.raises(ValueError, match=LATER):
+        tx.update(gradient_of(table), new_state, table)
+    update, _ = jax.jit(tx.update)(2.0 * grad, new_state, table)
+    after = np.isnan(jax.jit(osa.apply_updates)(table, update)).all(axis=1)
+    assert sorted(np.flatnonzero(after)) == [3, 5, 7]
+    newer = osa.grad(lambda t: jnp.sum(look_up(t, ids)), read=new_state)(table)
+    with pytest.raises(ValueError, match=LATER):
+        tx.update(newer + grad, new_state, table)
+    tx.update(newer + jax.tree.map(jnp.zeros_like, grad), new_state, table)
+
+
+def halved(tx):
+    """What its state does not show to be behind."""
+    return optax.named_chain(("a", tx), ("b", osa.lazy(optax.scale(0.5))))
+
+
+@pytest.mark.parametrize("around", [halved, lambda tx: tx])
+def test_changed_updates(around):
+    params, tx = start(), around(osa.exact_adam(RATE))
+    state = tx.init(params)
+
+    updates, _ = tx.update(gradient(params, read=state), state, params)
+    if around is not halved:
+        osa.apply_updates(params, {**updates, "table": osa.coalesce(updates["table"])})
+        updates["table"] = 0.5 * updates["table"]
+    with pytest.raises(ValueError, match="Nothing may change the updates"):
+        osa.apply_updates(params, updates)
+    after = jax.jit(osa.apply_updates)(params, updates)
+    assert np.isnan(after["table"]).any()
 
 
 def test_nnx_without_read():

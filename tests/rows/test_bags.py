@@ -414,6 +414,22 @@ def test_types_of_ids(dtype):
         assert_identical(bag(table, jnp.asarray(ids)), np.float32(expected))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_wide_ids_of_numpy(dtype):
+    """Out of bounds, also where JAX has no such type and would wrap them around."""
+    table = jnp.arange(9.0)[:, None]
+    ids = np.array([3, 2**32 + 3, 2**31, 4], dtype)
+    assert bag(table, ids[None]).tolist() == [[7]]
+    assert bag(table, ids, offsets=np.array([0, 2], dtype)).tolist() == [[3], [4]]
+    assert bag(table, ids, offsets=ids[[0, 1]]).tolist() == [[4], [0]]
+    kwargs = {"segment_ids": ids - ids[0], "num_segments": 2}
+    assert bag(table, np.arange(4), **kwargs).tolist() == [[0], [3]]
+    found = torch_compat.embedding_bag(ids[None], table, mode="sum")
+    assert found.tolist() == [[7]]
+    with pytest.raises(ValueError, match="ascending"):
+        bag(table, ids, offsets=np.array([2, 0]))
+
+
 def test_low_precision_is_rounded_once():
     table = jnp.asarray(numbers()[0], jnp.bfloat16)
     ids = jnp.arange(20).reshape(2, 10)
