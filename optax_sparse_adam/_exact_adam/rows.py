@@ -85,6 +85,8 @@ def _powers(
     last: jax.Array, table: TableState, constants: Constants, dtype: Any
 ) -> list[jax.Array]:
     steps = (table.clock - last).astype(dtype)
+    # A row is later than its table only where a state was restored in part.
+    steps = jnp.where(steps < 0, jnp.nan, steps)
     logs = cast_floats(constants[:2], dtype)
     return [jnp.exp(steps * log) for log in logs]
 

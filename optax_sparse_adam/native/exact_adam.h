@@ -158,8 +158,10 @@ struct StaleRows {
   INLINE Row Find(int64_t row) const {
     const int64_t steps = int64_t(clock) - last[row];
     const bool is_known = 0 <= steps && steps < kPowers;
-    const float p1 = is_known ? power1[steps] : std::exp(float(steps) * scalars.log_b1);
-    const float p2 = is_known ? power2[steps] : std::exp(float(steps) * scalars.log_q);
+    // NaN for a row that is later than its table, of a state that was restored in part.
+    const float passed = steps < 0 ? NAN : float(steps);
+    const float p1 = is_known ? power1[steps] : std::exp(passed * scalars.log_b1);
+    const float p2 = is_known ? power2[steps] : std::exp(passed * scalars.log_q);
     if (last[row] <= values_until) return {&behind, p1, p2, -1.0f, 1.0f};
     return {&ahead, p1, p2, p1, p2};
   }

@@ -297,6 +297,19 @@ def test_changes_of_weight_decay():
     assert_trees(osa.flush(actual, state)[0], wanted)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_later_than_their_table(dtype):
+    """A state restored in part has rows from after its clock; the kernel in float32."""
+    tx, params, ids = osa.exact_adam(RATE), start(), batches(12)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    older = exact_run(tx, params, tx.init(params), ids[:6])[1]
+    params, newer, _ = exact_run(tx, params, tx.init(params), ids)
+    names = "count", "clock", "origin", "values_until", "remaining"
+    state = newer._replace(**{name: getattr(older, name) for name in names})
+    read = jax.jit(lambda p, s: osa.evaluate(lambda p: p["table"][ids[6:]], read=s)(p))
+    assert np.isnan(read(params, state)).all()
+
+
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
