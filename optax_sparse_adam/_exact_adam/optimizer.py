@@ -19,7 +19,7 @@ from .._optimizers.hyperparameters import (
     check_leaf,
     check_state_class,
 )
-from .._rows.canary import is_read_at, is_stale
+from .._rows.canary import is_read_at, is_stale, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.new_arrays import full_along
@@ -111,7 +111,7 @@ def _check_read(grad: Any, path: Any, clock: jax.Array) -> Any:
         raise ValueError(
             "exact_adam needs gradients that are made with read=, at the rows as dense "
             f"Adam has them; got one of {name} made {made}. Call "
-            "value_and_grad(loss, read=state) with the state of the optimiser, anew in "
+            "value_and_grad(loss, read=state) with the state of the optimiser in "
             "each step, or let make_train_step do so."
         )
     return is_read
@@ -268,7 +268,7 @@ def _exact_adam(
             own_constants = constants._replace(eps=eps)
             args = before.at(place), after.at(place), own_constants, step
             grads[i], rows[i] = update_sparse(
-                grads[i], read, rows[i], *args, betas=betas
+                without_clock(grads[i]), read, rows[i], *args, betas=betas
             )
         if whole:
             places = np.flatnonzero(is_dense)

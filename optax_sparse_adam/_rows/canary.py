@@ -35,6 +35,7 @@ below names the remedy; and what is harmless would raise, too: `np.asarray` and
 `np.testing` on the leaves, `flax.serialization`, `process_allgather`.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -146,19 +147,30 @@ def is_read_at(grad: BCOO, clock: jax.Array) -> Any:
     return jnp.all((clocks == clock) | (clocks == _ANY))
 
 
+def without_clock(grad: BCOO) -> BCOO:
+    """The gradient without the second column, which `is_read_at` has seen.
+
+    XLA does not know that no clock is `_CHANGED`, and would compare it for each entry.
+    """
+    if isinstance(grad, CanaryBCOO):
+        grad = copy.copy(grad)
+        grad.canary = grad.canary[..., :1]
+    return grad
+
+
 def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
-    """What makes gradients of these, with a row for each index, guarded as they are.
+    """What makes a gradient of these, with a canary where they have one.
 
     Args:
       grads: The gradients.
       is_same: Whether what is made has the same sum.
     """
-    guarded = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
-    if not guarded:
+    own = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
+    if not own:
         return BCOO
-    if any(map(is_stale, guarded)):
+    if any(map(is_stale, own)):
         return CanaryBCOO
-    columns = [_clocks(grad) for grad in guarded]
+    columns = [_clocks(grad) for grad in own]
     columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), _ANY))
     clocks = jnp.concatenate(columns, axis=-2)
     first = jnp.min(clocks, axis=-2, keepdims=True)

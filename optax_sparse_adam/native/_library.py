@@ -69,7 +69,7 @@ def loaded() -> Path | None:
     if errors:
         warnings.warn(
             f"The kernel cannot be loaded: {'; '.join(errors)}. Going on in plain JAX. "
-            "Compile it anew by python -m optax_sparse_adam.native, or do without it: "
+            "Compile it again by python -m optax_sparse_adam.native, or do without it: "
             "OPTAX_SPARSE_ADAM_NATIVE=0",
             RuntimeWarning,
             stacklevel=2,

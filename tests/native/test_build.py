@@ -46,7 +46,7 @@ def test_which_library_is_taken(cache, alone, monkeypatch, tmp_path):
     (alone / compiled.name).unlink()
     assert _library.loaded() == older
     older.unlink()
-    with pytest.warns(RuntimeWarning, match=r"cannot be loaded: .*Compile it anew"):
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded: .*Compile it again"):
         assert not _library.available()
     (own / compiled.name).unlink()
     for folder in (own, alone):
