@@ -20,7 +20,7 @@ from pathlib import Path
 
 Version = tuple[int, int]
 SOURCE = Path(__file__).with_name("rows.cc")  # it includes the headers beside it
-# No contraction of multiply and add, so that each compiler rounds the same; sqrt need not
+# No contraction of multiply and add, so that all compilers round equally; sqrt need not
 # set errno, so that it is one instruction for several numbers; and what is inline in
 # XLA's headers is not mixed with that of other libraries and versions.
 FLAGS = (
