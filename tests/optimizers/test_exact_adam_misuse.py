@@ -12,10 +12,11 @@ from flax import nnx
 import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
-from ..helpers.support import assert_close
+from ..helpers.support import assert_close, slow_but
 
 ROWS, WIDTH = 30, 3
 RATE = 0.05
+_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -103,32 +104,21 @@ def gradient(params, **kwargs):
     "around",
     [
         lambda tx: tx,
-        lambda tx: optax.chain(osa.lazy(optax.clip(1.0)), tx),
+        _SLOW(lambda tx: optax.chain(osa.lazy(optax.clip(1.0)), tx)),
         lambda tx: optax.partition(
             {"a": tx, "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
         ),
-        optax.apply_if_finite,
+        _SLOW(lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=3)),
     ],
 )
 def test_gradients_without_read(around, change):
-    params = start()
-    if around is optax.apply_if_finite:
-        around = functools.partial(optax.apply_if_finite, max_consecutive_errors=3)
-    tx = around(osa.exact_adam(RATE))
+    params, tx = start(), around(osa.exact_adam(RATE))
     state = tx.init(params)
     update = functools.partial(jax.eval_shape, tx.update)
     with pytest.raises(ValueError, match=r"made with read=.*'table'.*without"):
         update(change(gradient(params)), state, params)
-    update(
-        gradient(params, read=state)
-        if change is None
-        else {
-            **gradient(params, read=state),
-            "table": osa.coalesce(gradient(params, read=state)["table"]),
-        },
-        state,
-        params,
-    )
+    grads = gradient(params, read=state)
+    update({**grads, "table": osa.coalesce(grads["table"])}, state, params)
 
 
 def test_read_of_another_state():
@@ -251,7 +241,7 @@ def flushed_then_changed(name):
     return tx, params, state, reference, (adam, *rest)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", slow_but(CHANGES, "count", "schedule", "nesterov"))
 def test_changes_after_flush(name):
     tx, params, state, reference, dense = flushed_then_changed(name)
     ids = batches(25, seed=3)
@@ -261,7 +251,7 @@ def test_changes_after_flush(name):
     assert_trees(osa.flush(actual, state)[0], wanted)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", slow_but(CHANGES, "count", "rate", "one percent"))
 def test_changes_without_flush(name):
     """NaN in a program, for all to see; an error outside."""
     params, state = trained()
@@ -308,9 +298,6 @@ def test_rows_later_than_their_table(dtype):
     state = newer._replace(**{name: getattr(older, name) for name in names})
     read = jax.jit(lambda p, s: osa.evaluate(lambda p: p["table"][ids[6:]], read=s)(p))
     assert np.isnan(read(params, state)).all()
-
-
-_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("dtype", ["float32", _SLOW("float64")])
