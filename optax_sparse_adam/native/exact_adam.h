@@ -167,19 +167,6 @@ struct StaleRows {
   }
 };
 
-// Calls `function` with the width as a constant where it is small, and with 0 else: loops
-// over so few numbers take longer to begin than to run.
-template <typename Function>
-void WithWidth(int64_t width, const Function& function) {
-  switch (width) {
-    case 3: return function(std::integral_constant<int64_t, 3>());
-    case 4: return function(std::integral_constant<int64_t, 4>());
-    case 8: return function(std::integral_constant<int64_t, 8>());
-    case 16: return function(std::integral_constant<int64_t, 16>());
-  }
-  function(std::integral_constant<int64_t, 0>());
-}
-
 template <int64_t kWidth>
 INLINE void ReadRow(const StaleRows& rows, int64_t row, const float* table,
                     float* __restrict__ out) {

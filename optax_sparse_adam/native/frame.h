@@ -127,6 +127,15 @@ INLINE void PrefetchRow(const T* row, int64_t width) {
   for (; j < width; j += kLine) __builtin_prefetch(row + j, kWrites);
 }
 
+// Calls `function` with the width as a constant where it is one of these, and with 0 else.
+template <int64_t... kWidths, typename Function>
+void WithWidth(int64_t width, const Function& function) {
+  const auto call = [&](auto known) { return function(known), true; };
+  if (!((width == kWidths && call(std::integral_constant<int64_t, kWidths>())) || ...)) {
+    function(std::integral_constant<int64_t, 0>());
+  }
+}
+
 // Asks for huge pages in a buffer that the kernel is the first to write. What is larger
 // than 32 MB the C library maps afresh at each step, and to have its pages of 4 kB mapped
 // and cleared one by one takes longer than to write them. It is advice, for the whole

@@ -122,8 +122,11 @@ ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view 
         return Invalid("The kernel takes bags of equal lengths, or segments.");
       }
       WithType(buffers.Type('t'), [&](auto* type) {
-        ReadBags(pool, buffers.Get<std::remove_pointer_t<decltype(type)>>("table"), bags,
-                 num_rows, width, buffers.Get<float>("sums", true));
+        using T = std::remove_pointer_t<decltype(type)>;
+        WithWidth<16, 32, 64, 128>(width, [&](auto known) {
+          ReadBags<known()>(pool, buffers.Get<T>("table"), bags, num_rows, width,
+                            buffers.Get<float>("sums", true));
+        });
       });
       return ffi::Error::Success();
     }
@@ -143,7 +146,8 @@ ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view 
     const uint32_t bits = fill;
     float number;
     std::memcpy(&number, &bits, sizeof(number));
-    WithWidth(width, [&](auto known) {
+    // Loops over so few numbers take longer to begin than to run.
+    WithWidth<3, 4, 8, 16>(width, [&](auto known) {
       ReadStaleRows<known()>(pool, rows, buffers.Get<float>("table"), ids, buffers['K'],
                              num_rows, clamps, number, buffers.Get<float>("rows", true));
     });
@@ -239,7 +243,9 @@ ffi::Error Update(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_vie
       }
       const StaleRows rows = StaleRowsOf(buffers, uses_roots);
       const auto step = buffers.Struct<StepScalars>("step");
-      WithWidth(width, [&](auto known) { run(ExactAdam<known()>{rows, table, step}); });
+      WithWidth<3, 4, 8, 16>(width, [&](auto known) {
+        run(ExactAdam<known()>{rows, table, step});
+      });
     }
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
