@@ -12,7 +12,7 @@ from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce, coalesced_bcoo
 from .._rows.padding import in_bounds
 from .psum import AxisName, local_rows, psum, rows_per_device
-from .routing import make_route, plan, to_owners
+from .routing import make_route, plan_exchange, to_owners
 
 
 def psum_scatter(
@@ -77,7 +77,9 @@ def psum_scatter(
         check_bcoo(grad)
         shape = (rows_per_device(grad.shape[0], axis_name), *grad.shape[1:])
         most = math.prod(shape[: grad.n_sparse])
-        exchange = plan(axis_name, shape[0], most, grad.nse, capacity, max_rounds)
+        exchange = plan_exchange(
+            axis_name, shape[0], most, grad.nse, capacity, max_rounds
+        )
         if not exchange.is_routed:
             return local_rows(psum(grad, axis_name), axis_name)
         grad = coalesce(grad)

@@ -77,7 +77,7 @@ class Exchange(NamedTuple):
         return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
 
 
-def plan(
+def plan_exchange(
     axis_name: AxisName,
     shard_rows: int,
     max_per_owner: int,

@@ -19,7 +19,7 @@ from .routing import (
     Route,
     from_owners,
     make_route,
-    plan,
+    plan_exchange,
     read_rows,
     to_owners,
 )
@@ -93,7 +93,7 @@ def sharded_lookup(
       [7.0, 3.0, 7.0]
     """
     ids = jnp.asarray(ids)
-    exchange = _plan(axis_name, table.shape[0], ids.size, capacity, max_rounds)
+    exchange = _plan_exchange(axis_name, table.shape[0], ids.size, capacity, max_rounds)
     flat = _row_ids(ids, exchange).reshape(-1)
     table, flat = _vary_equally(table, flat)
     if ids.size == 0:
@@ -158,17 +158,17 @@ def lookup_rounds(
     """
     ids = jnp.asarray(ids)
     shard_rows = rows_per_device(num_rows, axis_name)
-    exchange = _plan(axis_name, shard_rows, ids.size, capacity, None)
+    exchange = _plan_exchange(axis_name, shard_rows, ids.size, capacity, None)
     if not exchange.is_routed:
         return jnp.ones([], jnp.int32)
     flat = _row_ids(ids, exchange).reshape(-1)
     return _route(exchange, *_vary_equally(flat))[0].rounds
 
 
-def _plan(axis_name: AxisName, shard_rows: int, *sizes: Any) -> Exchange:
+def _plan_exchange(axis_name: AxisName, shard_rows: int, *sizes: Any) -> Exchange:
     # Ids below the table are sent to the first owner as one row more, ids above the
     # table to the last owner (`_row_ids`).
-    return plan(axis_name, shard_rows, shard_rows + 2, *sizes)
+    return plan_exchange(axis_name, shard_rows, shard_rows + 2, *sizes)
 
 
 def _row_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:

@@ -9,7 +9,7 @@ from .._rows.checks import leaves_like
 from .._rows.map_rows import map_all_rows
 from .._rows.update_in_place import Tables
 from .remaining_update import Constants
-from .rows import catch_up_rows, stamp, value_of, values_of_rows
+from .rows import catch_up_rows, mark_updated, value_of, values_of_rows
 from .schedule import hold_values
 from .state import (
     RowState,
@@ -33,7 +33,7 @@ def _flush_rows(
     found = catch_up_rows(param, rows, before, constants)
     mu, nu = found.moments(rows)
     moments = mu.astype(rows.mu.dtype), nu.astype(rows.nu.dtype)
-    return value_of(param, rows, before, found), *moments, *stamp(rows, after)
+    return value_of(param, rows, before, found), *moments, *mark_updated(rows, after)
 
 
 @jax.jit
@@ -123,8 +123,8 @@ def _move_rows(
 ) -> jax.Array:
     def function(averages: Tables, read: Tables, *args: Any) -> Tables:
         param, *arrays = read
-        *numbers, step_size = args
-        value = values_of_rows(param, RowState.of(*arrays), *numbers)
+        *of_table, step_size = args
+        value = values_of_rows(param, RowState.of(*arrays), *of_table)
         return (_move(averages[0], value, step_size),)
 
     args = table, constants, jnp.asarray(step_size)

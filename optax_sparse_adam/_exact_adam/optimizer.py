@@ -19,11 +19,11 @@ from .._optimizers.hyperparameters import (
     check_leaf,
     check_state_class,
 )
-from .._rows.canary import is_read_at, is_stale, without_clock
+from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.new_arrays import full_along
-from .rows import Betas, WholeTables, update_dense, update_sparse
+from .rows import Betas, WholeTables, update_all_rows, update_touched_rows
 from .schedule import (
     Schedule,
     checked_constants,
@@ -104,10 +104,10 @@ def _check_decay(state: ExactAdamState, own: str) -> None:
 
 def _check_read(grad: Any, path: Any, clock: jax.Array) -> Any:
     """Whether the gradient was made with `read=` of this state, as far as is known."""
-    is_read = is_read_at(grad, clock) if not is_stale(grad) else False
+    is_read = is_read_at(grad, clock) if not lacks_clock(grad) else False
     if not isinstance(is_read, jax.core.Tracer) and not is_read:
         name = jax.tree_util.keystr(path) or "the table"
-        made = "without" if is_stale(grad) else "with the state of another step"
+        made = "without" if lacks_clock(grad) else "with the state of another step"
         raise ValueError(
             "exact_adam needs gradients that are made with read=, at the rows as dense "
             f"Adam has them; got one of {name} made {made}. Call "
@@ -152,9 +152,9 @@ def _exact_adam(
     decay = None
     if weight_decay is not None:
         decay = _schedule(weight_decay, "weight decay")
-        numbers = isinstance(learning_rate, NUMBER), isinstance(weight_decay, NUMBER)
+        are_known = isinstance(learning_rate, NUMBER), isinstance(weight_decay, NUMBER)
         limit = largest_decay(b1, b2)
-        if all(numbers) and not learning_rate * weight_decay <= limit:
+        if all(are_known) and not learning_rate * weight_decay <= limit:
             raise ValueError(
                 "exact_adamw needs learning_rate * weight_decay of at most "
                 f"(1 - b1 / sqrt(b2)) / 2 = {limit:.3g}, got {learning_rate} * "
@@ -267,7 +267,7 @@ def _exact_adam(
             eps = jnp.where(is_read, constants.eps[place], jnp.nan)
             own_constants = constants._replace(eps=eps)
             args = before.at(place), after.at(place), own_constants, step
-            grads[i], rows[i] = update_sparse(
+            grads[i], rows[i] = update_touched_rows(
                 without_clock(grads[i]), read, rows[i], *args, betas=betas
             )
         if whole:
@@ -275,7 +275,7 @@ def _exact_adam(
             arrays = [jnp.asarray(known[i]) for i in whole]
             own_rows, tables = [rows[i] for i in whole], before.at(places)
             own_constants = constants._replace(eps=constants.eps[places])
-            news = update_dense(
+            news = update_all_rows(
                 [grads[i] for i in whole],
                 WholeTables(arrays, own_rows, tables, own_constants),
                 state.count,
@@ -320,7 +320,7 @@ def exact_adam(
     schedule, so their sum, the *remaining update*, can be computed in advance. The
     parameters hold, for a row with a row-sparse gradient, its *projected final value*,
     to which its momentum will carry it. Its value at any later step is the projected
-    final value without the remaining update of then, which is nothing after some
+    final value without the remaining update at that step, which is nothing after some
     hundred steps. A few numbers, computed once in each step from the schedule, give the
     remaining update of any row.
 

@@ -30,7 +30,7 @@ from .remaining_update import (
 )
 from .state import ExactAdamState, RowState, TableState, table_states
 
-_TOGETHER = 1 << 22  # elements of the parameters that are brought up to date at once
+_MOST_JOINED = 1 << 22  # elements of parameters that are brought up to date as one
 
 
 class CatchUp(NamedTuple):
@@ -104,7 +104,7 @@ def catch_up_rows(
     *,
     dtype: Any = None,
 ) -> CatchUp:
-    """That of rows, or of a whole parameter.
+    """What brings rows, or a whole parameter, up to date.
 
     Args:
       param: As it is stored.
@@ -124,8 +124,9 @@ def catch_up_rows(
 
     # In the worked example of `remaining_update`, two steps after the update: a row
     # that is stored by its value 2.0 has since been moved by 0.05 and 0.025, which is a
-    # sum of its moments of then, to be subtracted; one that is stored by its projected
-    # final value 1.9 has 0.025 ahead, a sum of its moments of now. Both are at 1.925.
+    # sum of its moments at that time, to be subtracted; one that is stored by its
+    # projected final value 1.9 has 0.025 ahead, a sum of its present moments. Both are
+    # at 1.925.
     one = jnp.ones_like(power1)
     (behind, ahead), centres = coefficients or _coefficients(table, constants, dtype)
     by = remaining_update(
@@ -173,10 +174,10 @@ def values_of_rows(
     return value_of(param, rows, table, found)
 
 
-def stamp(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
-    """`last` and `log_decay` of rows that are brought up to date."""
+def mark_updated(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
+    """The new `last` and `log_decay` of rows that have been brought up to date."""
 
-    def stamped(old: jax.Array, new: jax.Array) -> jax.Array:
+    def marked(old: jax.Array, new: jax.Array) -> jax.Array:
         # Problem: XLA for CPUs copies the table. Cause: it may scatter before it has
         # gathered, where new values do not depend on the old ones. Remedy: a select
         # that depends on them. Safe, because no row is later than now. Test:
@@ -187,7 +188,7 @@ def stamp(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
     if rows.log_decay:
         news += _decay_in(table, rows.log_decay[0].dtype)
     pairs = zip((rows.last, *rows.log_decay), news, strict=True)
-    return tuple(stamped(*pair) for pair in pairs)
+    return tuple(marked(*pair) for pair in pairs)
 
 
 def _stale_rows(
@@ -274,11 +275,11 @@ def _groups(whole: WholeTables) -> Iterator[list[int]]:
     """Which parameters are laid end to end: those of one type, up to a size."""
     groups: dict[Any, tuple[list[int], int]] = {}
     for i, (param, dtype) in enumerate(zip(whole.params, whole.types, strict=True)):
-        if whole.has_mesh or param.size > _TOGETHER:
+        if whole.has_mesh or param.size > _MOST_JOINED:
             yield [i]
             continue
         group, size = groups.get(dtype, ([], 0))
-        if group and size + param.size > _TOGETHER:
+        if group and size + param.size > _MOST_JOINED:
             yield group
             group, size = [], 0
         groups[dtype] = [*group, i], size + param.size
@@ -292,7 +293,7 @@ def _catch_up_group(whole: WholeTables) -> list[CatchUp]:
     shapes = [(param.shape, rows.last.shape) for param, rows in pairs]
     sizes = np.array([[*map(math.prod, pair)] for pair in shapes])
     ends = np.cumsum(sizes, 0)
-    is_large = sizes[0][0] > _TOGETHER
+    is_large = sizes[0][0] > _MOST_JOINED
     elements, rows = shapes[0] if is_large else ((int(n),) for n in ends[-1])
 
     def compute() -> CatchUp:
@@ -303,7 +304,7 @@ def _catch_up_group(whole: WholeTables) -> list[CatchUp]:
         ones = jnp.ones(rows, dtype)
         return CatchUp(jnp.zeros(elements, dtype), ones, ones)
 
-    # Where all rows hold values of now, `by` is zero and nothing has decayed: a
+    # Where all rows hold their present values, `by` is zero and nothing has decayed: a
     # language model whose parameters all have dense gradients never computes a
     # catch-up.
     is_stale = jnp.any(whole.tables.values_until != whole.tables.clock)
@@ -323,7 +324,7 @@ def _catch_up_group(whole: WholeTables) -> list[CatchUp]:
 
 
 def _catch_up_alone(whole: WholeTables) -> CatchUp:
-    """That of one parameter, in blocks of rows if it is on no mesh."""
+    """What brings one parameter up to date, in blocks of rows if it is on no mesh."""
     (param,), (rows,), tables, constants = whole
     others = tables.at(0), constants._replace(eps=constants.eps[0])
 
@@ -337,7 +338,7 @@ def _catch_up_alone(whole: WholeTables) -> CatchUp:
 
 
 def _catch_up_joined(whole: WholeTables, sizes: np.ndarray) -> CatchUp:
-    """That of parameters end to end; each element counts as a row with one column.
+    """The same for parameters end to end; each element counts as a row of one column.
 
     With parameters of 2 x 3 and of 2 elements (a vector has as many rows as elements):
     element 0 1 2 3 4 5 6 7, place 0 0 0 0 0 0 1 1, row 0 0 0 1 1 1 2 3.
@@ -379,7 +380,7 @@ def _catch_up_joined(whole: WholeTables, sizes: np.ndarray) -> CatchUp:
 def whole_values(
     state: ExactAdamState, rows: dict[int, RowState], params: dict[int, jax.Array]
 ) -> list[jax.Array]:
-    """The values of whole parameters, by their numbers."""
+    """The values of whole parameters, in the order of `params`."""
     if not params:
         return []
     places = np.array([place for place, i in enumerate(rows) if i in params])
@@ -415,7 +416,7 @@ class Step(NamedTuple):
 
 
 class Betas(NamedTuple):
-    """The constants, all Python's own."""
+    """The hyper-parameters that a compiled step holds as constants."""
 
     b1: float
     b2: float
@@ -452,12 +453,12 @@ def _update_rows(
 
     Args:
       grad: Gradients of rows.
-      tables: What is known of these; if they decay, the parameters behind.
-      before: What is known of their table before the step.
-      after: And after it.
-      constants: The constants.
-      step: The step.
-      betas: The constants again.
+      tables: The `RowState.arrays` of these rows; if they decay, the parameter last.
+      before: The state of their table before the step.
+      after: The state after it.
+      constants: Arrays; their `eps` is NaN where the state is not of this optimiser.
+      step: The scalars of the step.
+      betas: Python numbers: `1 - b1` is taken in double precision.
 
     Returns:
       What to add to the stored parameters, and the new state of the rows.
@@ -494,11 +495,11 @@ def _update_rows(
     change = change - remaining_update(
         [*ahead], kept, root, centre, uses_roots=constants.uses_roots
     )
-    return change, (mu, nu, *stamp(rows, after))
+    return change, (mu, nu, *mark_updated(rows, after))
 
 
 @functools.partial(jax.jit, static_argnames="betas")
-def update_sparse(
+def update_touched_rows(
     grad: BCOO,
     read: Tables,
     rows: RowState,
@@ -518,23 +519,23 @@ def update_sparse(
         )
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *rows[:2])))
     wide = cast_entries(grad, dtype)
-    numbers = before, after, constants, step
+    step_args = before, after, constants, step
 
-    def by_rows(grad: BCOO, read: Tables, tables: Tables, numbers: Any) -> Any:
+    def by_rows(grad: BCOO, read: Tables, tables: Tables, step_args: Any) -> Any:
         touched = touched_rows(grad, dtype)
         formula = functools.partial(_update_rows, betas=betas)
-        data, tables = map_rows(formula, touched, tables, *numbers, read=read)
+        data, tables = map_rows(formula, touched, tables, *step_args, read=read)
         return (touched.indices, data), tables
 
-    def by_kernel(grad: BCOO, read: Tables, tables: Tables, numbers: Any) -> Any:
-        before, after, constants, step = numbers
+    def by_kernel(grad: BCOO, read: Tables, tables: Tables, step_args: Any) -> Any:
+        before, after, constants, step = step_args
         stale = _stale_rows(RowState.of(*tables), before, constants)
         scalars, polynomial = _step_scalars(after, constants, step, betas)
         polynomials = jnp.concatenate([stale.polynomials, polynomial[None]])
         stale = stale._replace(polynomials=polynomials)
         return native.exact_adam_rows(grad, stale, scalars, read)
 
-    args = wide, read, rows.arrays, numbers
+    args = wide, read, rows.arrays, step_args
     floats = rows.mu, rows.nu, *rows.log_decay, *read
     is_float32 = all(x.dtype == jnp.float32 for x in floats)
     if rows.last.ndim == 1 and is_float32 and native.supports_update(wide, *floats):
@@ -546,7 +547,7 @@ def update_sparse(
 
 
 @functools.partial(jax.jit, static_argnames=("betas", "decays"))
-def update_dense(
+def update_all_rows(
     grads: list[jax.Array],
     whole: WholeTables,
     count: jax.Array,
@@ -563,8 +564,8 @@ def update_dense(
       whole: The parameters.
       count: The number of updates before this one.
       clock: The clock after it.
-      step: The step.
-      betas: The constants.
+      step: The scalars of the step.
+      betas: The hyper-parameters.
       decays: Says for each parameter whether it decays.
 
     Returns:

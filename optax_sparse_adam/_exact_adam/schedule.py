@@ -56,7 +56,7 @@ class Outlook(NamedTuple):
 
 
 def _mean(b1: float, b2: float) -> float:
-    """Of the steps ahead, by the size of the update."""
+    """How many steps ahead the updates lie on average, weighted by their size."""
     return 1 / (1 - b1 / math.sqrt(b2))
 
 
@@ -124,8 +124,8 @@ def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> in
     return degree if degree < most else 0
 
 
-def _powers(b1: float, b2: float, number: int) -> tuple[np.ndarray, np.ndarray]:
-    j = np.arange(1, 1 + number)
+def _powers(b1: float, b2: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    j = np.arange(1, 1 + count)
     with np.errstate(under="ignore"):
         return b1**j, b2 ** (j / 2)
 
@@ -143,7 +143,7 @@ def outlook(
     ahead = count + jnp.arange(1 + length, dtype=count.dtype)
     past = count // _PAST * jnp.arange(_PAST, dtype=count.dtype)
     counts = jnp.concatenate([ahead, past])
-    number = ahead + 1
+    t = ahead + 1
 
     def values(schedule: Schedule) -> jax.Array:
         def one(count: jax.Array) -> jax.Array:
@@ -158,14 +158,14 @@ def outlook(
     # near zero at the end of a schedule is compared.
     every_rate = values(learning_rate)
     rate = every_rate[: 1 + length]
-    rho = jnp.sqrt(one_minus_power(b2, number, dtype))
-    size, grad_size = rate * rho / one_minus_power(b1, number, dtype), None
+    rho = jnp.sqrt(one_minus_power(b2, t, dtype))
+    size, grad_size = rate * rho / one_minus_power(b1, t, dtype), None
     if betas.nesterov:  # optax corrects the moment as that of the step after
         grad_size = jnp.asarray(1 - b1, dtype) * size
-        size = rate * rho / one_minus_power(b1, number + 1, dtype)
+        size = rate * rho / one_minus_power(b1, t + 1, dtype)
         size = jnp.asarray(b1, dtype) * size
     log_decay, decay = None, None
-    kept = jnp.zeros((2, 1, length), dtype)  # logarithms of the factors ahead
+    log_products = jnp.zeros((2, 1, length), dtype)  # logarithms of the factors ahead
     if weight_decay is not None:
         decay = values(weight_decay)[: 1 + length]
         product = rate * decay
@@ -173,7 +173,7 @@ def outlook(
         product = jnp.where(product <= largest_decay(b1, b2), product, jnp.nan)
         log_decay = jnp.log1p(-product)
         sums = [jnp.cumsum(x) for x in (log_decay[:-1], log_decay[1:])]
-        kept = jnp.concatenate([kept, jnp.stack(sums)[:, None]], axis=1)
+        log_products = jnp.concatenate([log_products, jnp.stack(sums)[:, None]], axis=1)
 
     def both(x: jax.Array) -> jax.Array:
         """That of the steps from the next one on, and from the one after it on."""
@@ -181,19 +181,19 @@ def outlook(
 
     of_decays = jax.vmap(_sum_ahead, (None, None, 0, None))
     of_both = jax.vmap(of_decays, (0, 0, 0, None))
-    before, after = of_both(both(size), both(rho), kept, betas)
+    before, after = of_both(both(size), both(rho), log_products, betas)
     steps = Step(size, grad_size, rho, log_decay, rate, decay)
     now = jax.tree.map(lambda x: x[0], steps)
     return Outlook(now, before, after, jnp.max(jnp.abs(every_rate)))
 
 
 def _sum_ahead(
-    size: jax.Array, rho: jax.Array, kept: jax.Array, betas: Betas
+    size: jax.Array, rho: jax.Array, log_products: jax.Array, betas: Betas
 ) -> jax.Array:
     """The remaining update of these steps, at the nodes; NaN if it has no end."""
     dtype, (b1, b2) = size.dtype, betas[:2]
     lead, degree, uses_roots = fit(b1, b2, dtype)
-    size = size * jnp.exp(-kept)
+    size = size * jnp.exp(-log_products)
     # In NumPy: what is known while tracing is no part of the step.
     powers = [x.astype(dtype)[::-1] for x in _powers(b1, b2, len(size))]
     # Without an end, the learning rate grows for all of these steps as fast as momentum
@@ -253,7 +253,7 @@ def is_continued(
     """For each parameter, whether its stale rows may be moved on by these schedules.
 
     They are stored by the remaining update that they had, which must be that of now.
-    Nothing is asked of a parameter all of whose rows hold values, as after `flush`.
+    It is true of a parameter all of whose rows hold values, as after `flush`.
     """
     clock, origin, until, remaining, _ = table_states(state)
     stored, now = remaining[:, 1], view.before[decays.astype(int)]
@@ -314,9 +314,9 @@ def decay_of(now: Step, decays: np.ndarray) -> jax.Array:
 
 
 def hold_values(tables: TableState, which: Any = True) -> TableState:
-    """Parameters of which `which`, or all, hold the values of all their rows now.
+    """The state of tables after the rows of some, or all, have been stored as values.
 
-    Their decay begins again, as that of rows whose state comes fresh from `init`.
+    `which` says of which parameters. Their decay begins again, as after `init`.
     """
     which = jnp.broadcast_to(jnp.asarray(which), tables.values_until.shape)[:, None]
     behind = jnp.where(which, 0, tables.remaining[:, 0])

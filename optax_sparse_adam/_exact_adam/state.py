@@ -35,7 +35,7 @@ class ExactAdamState(NamedTuple):
         final value.
       remaining: For each of them, the sum of the updates since that time, and the
         remaining update, at the Chebyshev nodes, `[parameters, 2, nodes]`.
-      decay: For each of them, `log_decay` of now, `[parameters, 2]`; `()` without.
+      decay: For each of them, the present `log_decay`, `[parameters, 2]`; `()` without.
       constants: Of the optimiser.
     """
 
@@ -82,7 +82,7 @@ class TableState(NamedTuple):
     decay: jax.Array | None
 
     def at(self, place: Any) -> "TableState":
-        """That of one parameter, or of some."""
+        """The state of one parameter, or of some."""
         decay = None if self.decay is None else self.decay[place]
         of_one = self.values_until[place], self.remaining[place], decay
         return TableState(self.clock, self.origin, *of_one)
@@ -95,8 +95,8 @@ def is_exact(node: Any) -> bool:
 def table_states(state: ExactAdamState) -> TableState:
     """What is known of all parameters, as arrays with an axis for them in front."""
     decay = state.decay if state.log_decay else None
-    numbers = state.values_until, state.remaining, decay
-    return TableState(state.clock, state.origin, *numbers)
+    of_each = state.values_until, state.remaining, decay
+    return TableState(state.clock, state.origin, *of_each)
 
 
 # Transformations that change updates after the one whose state is in theirs.
@@ -183,8 +183,8 @@ def _trees(state: ExactAdamState) -> tuple[Any, ...]:
     return state.mu, state.nu, state.last, *state.log_decay
 
 
-def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
-    """For each array of parameters of a state, its number among those of `treedef`.
+def _parameter_indices(state: ExactAdamState, treedef: Any) -> list[int]:
+    """For each array of parameters of a state, its index among those of `treedef`.
 
     A state has the structure of the parameters, with holes where `optax.masked` keeps
     some away, or whole branches. Or it has that of the same parameters in other
@@ -197,11 +197,11 @@ def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
     # For parameters {"a": x, "b": {"c": y, "d": z}} and a state of "b" alone, the
     # state's {"a": MaskedNode, "b": {"c": nu, "d": nu}} has the branches 0, 1, 2, and 0
     # is a hole.
-    numbered = treedef.unflatten(range(treedef.num_leaves))
+    indices = treedef.unflatten(range(treedef.num_leaves))
     own: Any
     parts, own = jax.tree.flatten(state.nu, is_leaf=_is_hole)
     try:
-        branches = own.flatten_up_to(numbered)
+        branches = own.flatten_up_to(indices)
     except ValueError:
         parts = jax.tree.leaves(
             state.nu, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
@@ -211,13 +211,13 @@ def _numbers(state: ExactAdamState, treedef: Any) -> list[int]:
         branches = [*range(len(parts))]
     pairs = zip(parts, branches, strict=True)
     leaves = [jax.tree.leaves(branch) for part, branch in pairs if not _is_hole(part)]
-    return [number for (number,) in leaves]
+    return [index for (index,) in leaves]
 
 
 def rows_by_parameter(
     state: ExactAdamState, shapes: Sequence[tuple[int, ...] | None], treedef: Any
 ) -> dict[int, RowState]:
-    """What is known of the rows of each parameter, by its number; not of masked ones.
+    """What is known of the rows of each parameter, by its index; not of masked ones.
 
     They are in the order of the state's arrays with an axis for parameters.
 
@@ -232,8 +232,9 @@ def rows_by_parameter(
     rule = "The state of exact_adam must belong to the parameters"
     try:
         columns = [jax.tree.leaves(tree) for tree in _trees(state)]
-        pairs = zip(_numbers(state, treedef), zip(*columns, strict=True), strict=True)
-        rows = {number: RowState.of(*arrays) for number, arrays in pairs}
+        indices = _parameter_indices(state, treedef)
+        pairs = zip(indices, zip(*columns, strict=True), strict=True)
+        rows = {index: RowState.of(*arrays) for index, arrays in pairs}
     except (AttributeError, TypeError, ValueError):  # which print the arrays
         raise ValueError(
             f"{rule}, in a tree of {treedef.num_leaves} leaves; got one whose moments "
@@ -249,8 +250,8 @@ def rows_by_parameter(
                     "all its arrays like the parameter."
                 )
 
-    for number, (mu, nu, last, log_decay) in rows.items():
-        known = shapes[number]
+    for index, (mu, nu, last, log_decay) in rows.items():
+        known = shapes[index]
         shape = jnp.shape(nu) if known is None else tuple(known)
         decays = {f"log_decay[{i}]": x for i, x in enumerate(log_decay)}
         what = f"a parameter of shape {shape}"

@@ -36,7 +36,7 @@ def evaluate_with_gradients(
       tables: The leaves.
       values_of_whole: The arrays of leaves that are used as a whole.
     """
-    # What the loss shows is read before tables are written: see `_after`.
+    # What the loss shows is read before tables are written: see `_order_after`.
     shown = _shown(closed.jaxpr)
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
     closed = ClosedJaxpr(jaxpr, closed.consts)
@@ -65,7 +65,7 @@ def evaluate_with_gradients(
         function, argnums=(0, 1, 2), has_aux=True
     )(deltas, of_whole, arrays_among(args))
     everything = list(map(jnp.asarray, (value, *others)))  # some are Python's numbers
-    after = _after(everything)
+    after = _order_after(everything)
     slices: dict[int, list[RowSlices]] = {i: [] for i in range(len(tables))}
     for request, entries, values in zip(requests, rows, of_deltas, strict=True):
         i = request.leaf.index
@@ -109,7 +109,7 @@ def _plan(
     # plan meets both, each with its own number of axes; the second one knows that one
     # axis is indexed in both; the third one finds nothing new.
     while True:
-        before = *able, program.depths.copy(), program.whole.copy()
+        before = *able, program.depths.copy(), program.whole_leaves.copy()
         pairs = enumerate(zip(tables, able, strict=True))
         args = [table(x, i) if can else x.array for i, (x, can) in pairs]
         # Plans hold what was known when they were made.
@@ -125,8 +125,8 @@ def _plan(
                 able[i] = able[i] and not _reads_every_row(own)
             rows = math.prod(jnp.shape(arrays[i])[: program.depths.get(i, 1)])
             if sum(_num_entries(x, arrays[i]) for x in own) > rows:
-                program.whole.add(i)
-        if before == (*able, program.depths, program.whole):
+                program.whole_leaves.add(i)
+        if before == (*able, program.depths, program.whole_leaves):
             return args, requests
 
 
@@ -186,7 +186,7 @@ def _reads_every_row(requests: list[Request]) -> bool:
     return bool(rows) and None not in rows and len(rows) == requests[0].shape[0]
 
 
-def _after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
+def _order_after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
     """Makes a gradient depend on all that the call shows, without changing it.
 
     XLA updates a table in place only where it knows that every read of the old rows

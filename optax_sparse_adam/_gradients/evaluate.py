@@ -1,4 +1,4 @@
-"""`evaluate`: a function of parameters as it is, with its lookups made here."""
+"""`evaluate`: a function of parameters, whose lookups read rows up to date."""
 
 import functools
 from collections.abc import Callable, Sequence

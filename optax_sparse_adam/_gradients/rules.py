@@ -45,17 +45,17 @@ def _out(eqn: JaxprEqn) -> Any:
 
 def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Stays an expression if it is a function of tables, their shape, and scalars."""
-    waiting = [x for x in args if isinstance(x, Expression)]
+    expressions = [x for x in args if isinstance(x, Expression)]
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
     name = eqn.primitive.name
     # `t.astype(float32)[ids]` of a bfloat16 table has its delta in float32, and not
     # before the cast, where entries of one row would be rounded before they add up.
-    is_cast = name == "convert_element_type" and waiting[0].is_table
-    if is_cast and _is_wider(dtype, waiting[0].dtype):
-        return [cast_table(waiting[0], dtype)]
+    is_cast = name == "convert_element_type" and expressions[0].is_table
+    if is_cast and _is_wider(dtype, expressions[0].dtype):
+        return [cast_table(expressions[0], dtype)]
     atoms: list[Any] = eqn.invars
     if any(x.aval.shape not in ((), shape) for x in atoms) or any(
-        x.shape != shape for x in waiting
+        x.shape != shape for x in expressions
     ):
         return NotImplemented
     # In the context of the lookup, which may have another mesh.
@@ -107,7 +107,7 @@ def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
         return NotImplemented
     operand: Any = eqn.invars[0].aval
     if operand.shape or eqn.params.get("sharding") is not None:
-        return walk.as_it_is(eqn, [walk.dense(value)])
+        return walk.evaluate_by_jax(eqn, [walk.dense(value)])
     return [fill(_out(eqn).shape, _out(eqn).dtype, walk.dense(value))]
 
 
@@ -115,7 +115,7 @@ def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
 
 
 def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Results:
-    deltas = walk.look_up(lookup, value, axes_of_type(_out(eqn)))
+    deltas = walk.request_for(lookup, value, axes_of_type(_out(eqn)))
     return [None if walk.is_plan else read(value, lookup, deltas)]
 
 

@@ -41,7 +41,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     lookup = lookup_of_rows(value.shape, ids)
     if value.source is None:
         # The derivative of a nonlinear function differs from row to row of a bag.
-        deltas = walk.look_up(lookup, value, axes)
+        deltas = walk.request_for(lookup, value, axes)
         if walk.is_plan:
             return [None]
         return [add_up(num_bags, read(value, lookup, deltas), segments, weights)]
@@ -49,7 +49,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     for leaf in value.leaves:  # one, of a table or of a cast of one; or none
         depth, size = walk.depth_of(leaf, 1), ids_type.size
         request = Request(leaf, value.shape, size, depth, axes, is_whole=True)
-        if leaf.index not in walk.program.whole:
+        if leaf.index not in walk.program.whole_leaves:
             bags = Bags(size, num_bags, out.dtype, len(operands) > 1 + is_flat)
             request = request._replace(count=num_bags, is_whole=False, bags=bags)
         requests.append(request)
@@ -64,7 +64,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     for request, delta in zip(requests, of_bags, strict=True):
         entries = Entries(lookup.rows(1))
         if request.is_whole:
-            whole = on_mesh_of_context(walk.whole[request.leaf])
+            whole = on_mesh_of_context(walk.whole_deltas[request.leaf])
             delta = sum_bags(num_bags, whole, ids, segments, weights)
         else:
             bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]

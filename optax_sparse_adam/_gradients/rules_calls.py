@@ -48,7 +48,7 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         return [None] * len(eqn.outvars)
 
     def function(arrays: Sequence[Any], deltas: Sequence[Any]) -> Any:
-        return walk.inside(closed, merge(args, arrays), deltas)
+        return walk.evaluate_inside(closed, merge(args, arrays), deltas)
 
     flags = eqn.params["prevent_cse"]
     checkpointed = jax.checkpoint(
@@ -113,7 +113,7 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     def step(carry: Any, inputs: Any) -> Any:
         xs, own = inputs
         values = merge(args, [*consts, *carry, *xs])
-        results, rows = walk.inside(body, values, own, keep=plain)
+        results, rows = walk.evaluate_inside(body, values, own, keep=plain)
         return results[: len(carry)], (results[len(carry) :], rows)
 
     carry, (ys, rows) = lax.scan(
@@ -154,7 +154,7 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
         # derivative with respect to rows that it does not take is zero.
         pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
-        arrays, rows = walk.inside(branches[place], args, chunks)
+        arrays, rows = walk.evaluate_inside(branches[place], args, chunks)
         found = dict(zip(keys[place], rows, strict=True))
         return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
 

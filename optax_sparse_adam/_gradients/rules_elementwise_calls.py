@@ -150,7 +150,7 @@ def _at_rows(program: Program, closed: ClosedJaxpr, args: Sequence[Any]) -> list
     """
     memo: dict[Any, jax.Array] = {}
     values: list[Any] = []
-    # The memo says what a lookup would have made of the stand-ins. Whatever asks for
+    # The memo says what a lookup would have made of the stand-ins. Whatever needs
     # other elements of one, as a `reduce_sum` does, or for an array inside of the
     # function, calls `_refuse`.
     for var, arg in zip(closed.jaxpr.invars, args, strict=True):

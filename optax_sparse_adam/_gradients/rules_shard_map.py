@@ -75,10 +75,11 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     # An expression enters as its arrays, and is built again of their parts inside.
     arrays = [_arrays(x, spec) for x, spec, _ in triples]
     row_specs = [PartitionSpec(axes_of(x)) for x in requests]
-    whole = [leaf for leaf in walk.whole if leaf.index in leaves]
+    whole = [leaf for leaf in walk.whole_deltas if leaf.index in leaves]
     whole_specs = [leaves[leaf.index][0] for leaf in whole]
     specs = ([specs for _, specs in arrays], row_specs, whole_specs)
-    operands = ([x for x, _ in arrays], deltas, [walk.whole[leaf] for leaf in whole])
+    of_whole = [walk.whole_deltas[leaf] for leaf in whole]
+    operands = ([x for x, _ in arrays], deltas, of_whole)
     if mesh_of(*deltas).explicit_axes:  # where layouts are types, which must fit
         operands = (operands[0], *jax.tree.map(jax.reshard, operands[1:], specs[1:]))
 
@@ -88,7 +89,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
             for (x, _, shape), own in zip(triples, arrays, strict=True)
         ]
         own = dict(zip(whole, of_whole, strict=True))
-        results, rows = walk.inside(body, values, deltas, whole=own)
+        results, rows = walk.evaluate_inside(body, values, deltas, whole=own)
         for i, request in enumerate(requests):
             spec, shape = leaves[request.leaf.index]
             ids = _global_ids(rows[i].ids, request, spec, shape)
@@ -124,7 +125,7 @@ def _leaves(walk: Walk, eqn: JaxprEqn, args: Sequence[Any]) -> dict[int, Any]:
         # its part of one delta of the table's shape.
         depth = walk.program.depths.get(index, len(shape))
         if walk.is_plan and any(map(_mesh_axes, spec[depth:])):
-            walk.program.whole.add(index)
+            walk.program.whole_leaves.add(index)
     return leaves
 
 

@@ -116,8 +116,8 @@ def value_and_grad(
       (4, 2)
     """
     check_argnums(argnums)
-    kept = refuse_new_state(fun) if callable(fun) else fun
-    reference = jax.value_and_grad(kept, argnums, has_aux)
+    checked = refuse_new_state(fun) if callable(fun) else fun
+    reference = jax.value_and_grad(checked, argnums, has_aux)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -135,7 +135,7 @@ def value_and_grad(
         wanted = _wanted(sparse, tree)
 
         def loss(*args: Any) -> Any:
-            result = kept(*args, **kwargs)
+            result = checked(*args, **kwargs)
             if not _is_loss(result, has_aux):
                 raise _NoLoss
             return result

@@ -69,7 +69,7 @@ class Request(NamedTuple):
       depth: How many leading axes of the table are the index of a row.
       axes: Mesh axes over which the rows vary.
       is_whole: Whether the leaf has one delta of its own shape in place of those of its
-        lookups, in `Walk.whole`. That of a lookup then has no columns.
+        lookups, in `Walk.whole_deltas`. That of a lookup then has no columns.
       constant: The row, if it is the same in each call.
       bags: For sums of rows; `count` is then the number of bags.
     """
@@ -105,7 +105,7 @@ class Program:
       slice: Says what the loss depends on.
       depths: For each leaf, how many leading axes are the index of a row; the smallest
         number that one of its lookups indexes. Known after a first plan.
-      whole: Leaves with one delta of their own shape: see `differentiate`.
+      whole_leaves: Those with one delta of their own shape: see `differentiate`.
       dense_uses: For each leaf its first use other than lookups, as plans find them:
         the operation, and the user's line.
       elementwise: What is known of calls by `id`: whether they are elementwise.
@@ -116,7 +116,7 @@ class Program:
     rules: Mapping[str, Rule]
     slice: BackwardSlice = dataclasses.field(default_factory=BackwardSlice)
     depths: dict[int, int] = dataclasses.field(default_factory=dict)
-    whole: set[int] = dataclasses.field(default_factory=set)
+    whole_leaves: set[int] = dataclasses.field(default_factory=set)
     dense_uses: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     elementwise: dict[Any, Any] = dataclasses.field(default_factory=dict)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -128,7 +128,7 @@ class Walk:
 
     Attributes:
       program: What holds for all walks.
-      whole: The deltas of leaves that have one of their own shape.
+      whole_deltas: The deltas of leaves that have one of their own shape.
       requests: The deltas that this walk needs, in order; in a plan.
       rows: The entries of each delta, in the same order.
     """
@@ -140,7 +140,7 @@ class Walk:
         whole: Mapping[Leaf, jax.Array] | None = None,
     ):
         self.program = program
-        self.whole = whole or {}
+        self.whole_deltas = whole or {}
         self.requests: list[Request] = []
         self.rows: list[Entries] = []
         self._deltas = deltas
@@ -163,8 +163,8 @@ class Walk:
         if key not in self.program.plans:
             walk = Walk(self.program)
             unknown = [None if kind is None else Expression(*kind) for kind in kinds]
-            # A result that is an argument, such as a carried table, is that of whoever
-            # asks: the plan keeps its place. (`index` would compare arrays.)
+            # A result that is an argument, such as a carried table, is another table in
+            # each call: the plan keeps its place. (`index` would compare arrays.)
             places = [
                 next((i for i, y in enumerate(unknown) if y is x), x)
                 if isinstance(x, Expression)
@@ -176,7 +176,7 @@ class Walk:
         requests, places, _ = self.program.plans[key]
         return requests, [args[x] if isinstance(x, int) else x for x in places]
 
-    def inside(
+    def evaluate_inside(
         self,
         closed: ClosedJaxpr,
         args: Sequence[Any],
@@ -188,7 +188,7 @@ class Walk:
 
         Those of the indices `keep`, if there are any; and the entries of all deltas.
         """
-        whole = self.whole if whole is None else whole
+        whole = self.whole_deltas if whole is None else whole
         walk = Walk(self.program, iter(deltas), whole)
         results = walk.evaluate(closed, args)
         chosen = results if keep is None else [results[i] for i in keep]
@@ -225,7 +225,7 @@ class Walk:
             not any(has_table(x) for x in args)
             and eqn.primitive.name != "broadcast_in_dim"
         ):
-            return self.as_it_is(eqn, [self.dense(x) for x in args])
+            return self.evaluate_by_jax(eqn, [self.dense(x) for x in args])
         # Where the loss does not depend on a use, the table is one without derivative:
         # its lookups need no deltas, and another use does not make its gradient dense.
         flags = self.program.slice.operands(eqn)
@@ -243,9 +243,9 @@ class Walk:
             self.rows[before:] = jax.tree.map(on_mesh_of_context, self.rows[before:])
             if results is not NotImplemented:
                 return list(results)
-        return self.as_it_is(eqn, [self.as_array(eqn, x) for x in args])
+        return self.evaluate_by_jax(eqn, [self.as_array(eqn, x) for x in args])
 
-    def as_it_is(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """Lets JAX evaluate an equation of arrays."""
         if self.is_plan:
             return [None] * len(eqn.outvars)
@@ -295,10 +295,13 @@ class Walk:
             return [None] * len(requests)
         return [next(self._deltas) for _ in requests]
 
-    def look_up(
+    def request_for(
         self, lookup: Lookup, value: Expression, axes: tuple[str, ...]
     ) -> dict[Leaf, jax.Array] | None:
-        """What is injected into the rows of each leaf; they vary over `axes`."""
+        """Requests the deltas of a lookup; returns what to inject for each leaf.
+
+        The rows vary over the mesh axes `axes`.
+        """
         requests = [
             Request(
                 leaf=leaf,
@@ -306,7 +309,7 @@ class Walk:
                 count=lookup.count,
                 depth=self.depth_of(leaf, lookup.depth),
                 axes=axes,
-                is_whole=leaf.index in self.program.whole,
+                is_whole=leaf.index in self.program.whole_leaves,
                 constant=lookup.constant,
             )
             for leaf in value.leaves
@@ -317,7 +320,7 @@ class Walk:
         self.rows += [Entries(lookup.rows(x.depth)) for x in requests]
         return {
             # The transpose of this gather scatters into the one delta of the leaf.
-            x.leaf: lookup.read(on_mesh_of_context(self.whole[x.leaf]))
+            x.leaf: lookup.read(on_mesh_of_context(self.whole_deltas[x.leaf]))
             if x.is_whole
             else lookup.windows(on_mesh_of_context(delta), x.depth)
             for x, delta in zip(requests, deltas, strict=True)

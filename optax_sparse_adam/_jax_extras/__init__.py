@@ -1,6 +1,6 @@
 """What JAX does not offer as a function.
 
-Each file says what is missing, and how we do without:
+Each file says what is missing, and what stands in for it:
 `sharding` (the layout of rows and of states on a mesh), `shard_alike` (one array laid
 out as another over Auto axes), `scatter_combining` (a scatter with any combiner),
 `on_cpu` (two implementations of one function), `jaxprs` (programs read and run again),

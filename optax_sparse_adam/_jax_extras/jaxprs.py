@@ -129,7 +129,7 @@ class FlatJaxpr:
         return [self.equations[at] for at in sorted(positions)], starts
 
 
-def evaluate(
+def run_equations(
     equations: list[Equation], given: dict[int, Any], rows: int | None = None
 ) -> dict[int, Any]:
     """Evaluates the equations, and returns all values by their ids.

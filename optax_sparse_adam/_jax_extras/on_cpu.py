@@ -25,7 +25,7 @@ def on_cpu(
     """
     leaves, tree = jax.tree.flatten(args)
 
-    def call(*leaves: jax.Array) -> Any:
+    def on_leaves(*leaves: jax.Array) -> Any:
         # `vmap` of the `cond` inside `platform_dependent` batches its constants, which
         # `custom_vmap` refuses. Under a `jit` of its own, `special` keeps them.
         return jax.jit(special)(*jax.tree.unflatten(tree, leaves))
@@ -33,5 +33,5 @@ def on_cpu(
     def otherwise(*leaves: jax.Array) -> Any:
         return default(*jax.tree.unflatten(tree, leaves))
 
-    cpu = unchecked(call, otherwise, keeps_order=keeps_order)
+    cpu = unchecked(on_leaves, otherwise, keeps_order=keeps_order)
     return lax.platform_dependent(*leaves, cpu=cpu, default=otherwise)

@@ -42,11 +42,12 @@ def sum_of_shards(
     is_padded = entries[0].ndim == 2
 
     def partition(mesh: Mesh, given: Any, _: Any) -> Any:
-        rows, *columns = _spec(given[0])
-        used = {name for axis in (rows, *columns) for name in _names(axis)}
+        rows, *columns = _full_spec(given[0])
+        used = {name for axis in (rows, *columns) for name in _mesh_axes(axis)}
         # A mesh axis that splits the table cannot split the ids as well.
-        free = [name for name in _names(_spec(given[1])[0]) if name not in used]
-        over = tuple(_names(rows) if is_padded else (*_names(rows), *free))
+        of_entries = _mesh_axes(_full_spec(given[1])[0])
+        free = [name for name in of_entries if name not in used]
+        over = tuple(_mesh_axes(rows) if is_padded else (*_mesh_axes(rows), *free))
 
         def add_up(table: jax.Array, ids: jax.Array, *others: jax.Array) -> jax.Array:
             # Explicit axes are no part of the types here: each array is a shard.
@@ -73,10 +74,10 @@ def sum_of_shards(
     return call_with_auto_axes(call, table, *entries, like=table, axes=axes)
 
 
-def _spec(x: Any) -> tuple[Any, ...]:
+def _full_spec(x: Any) -> tuple[Any, ...]:
     return (*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec)))
 
 
-def _names(axis: Any) -> tuple[str, ...]:
+def _mesh_axes(axis: Any) -> tuple[str, ...]:
     """The mesh axes that split an axis."""
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, evaluate
+from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, run_equations
 from .._rows.update_in_place import RowFunction, Tables
 
 _UNIFORM = -1  # in place of the index of a table
@@ -181,17 +181,17 @@ def split_update(
         extra_at[i] = [n for n in starts if values[n].kind is None]
         inputs = [*(value_of[at] for at in places[i]), *extra_at[i]]
         given = equations, program.literals, inputs, outputs
-        row_fns[i] = functools.partial(_update_rows, *given)
+        row_fns[i] = functools.partial(_run_at_rows, *given)
     # These equations are traced a second time, as the results contain them, too. XLA
     # merges equal operations.
     equations, _ = program.slice(jax.tree.leaves(extra_at))
     known_rows = {value_of[at]: x for at, x in rows.items()}
-    env = evaluate(equations, program.literals | program.consts | known_rows)
+    env = run_equations(equations, program.literals | program.consts | known_rows)
     extra = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), extra_at)
     return results, {i: (row_fns[i], extra[i]) for i in row_fns}
 
 
-def _update_rows(
+def _run_at_rows(
     equations: list[Equation],
     literals: dict[int, Any],
     inputs: list[int],
@@ -202,6 +202,6 @@ def _update_rows(
 ) -> tuple[jax.Array, Tables]:
     """The row function of a table, from the equations that compute its results."""
     given = zip(inputs, (data, *old, *extra), strict=True)
-    env = evaluate(equations, literals | dict(given), len(data))
+    env = run_equations(equations, literals | dict(given), len(data))
     update, *new = (env[value_id] for value_id in outputs)
     return update, tuple(new)

@@ -200,18 +200,18 @@ def check_gradient(grad: Any, param: Any) -> None:
         )
 
 
-def _factor(dropped: int) -> Moment:
-    """The mean over an axis of the last two, of parameters that have them."""
+def _mean_over(axis: int) -> Moment:
+    """A moving average of the mean over one of the last two axes; else `None`."""
 
     def axes(ndim: int) -> list[int] | None:
-        return [x for x in range(ndim) if x != ndim + dropped] if ndim > 1 else None
+        return [x for x in range(ndim) if x != ndim + axis] if ndim > 1 else None
 
     return Moment(axes, accumulator_dtype)
 
 
 _MOMENTS = {
-    "v_row": _factor(-1),
-    "v_col": _factor(-2),
+    "v_row": _mean_over(-1),
+    "v_col": _mean_over(-2),
     "v": Moment(lambda ndim: range(ndim) if ndim < 2 else None, accumulator_dtype),
 }
 

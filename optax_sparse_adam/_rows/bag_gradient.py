@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .canary import CanaryBCOO, intact_entries, is_zero, new_canary
+from .canary import CanaryBCOO, find_intact, is_zero, new_canary
 from .padding import expand_like
 
 
@@ -64,15 +64,14 @@ class BagGradient(CanaryBCOO):
     n_dense = property(lambda self: self.values.ndim - 1 - self.n_batch)
 
     def factors(
-        self, place: Callable[[jax.Array], jax.Array]
+        self, lay_out: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Values, indices, segments, weights of intact entries; see `entries`."""
-        values, indices, canary, segments, weights = jax.tree.map(
-            place, (self.values, self.indices, self.canary, self.segments, self.weights)
-        )
+        arrays, _ = self.tree_flatten()
+        values, indices, canary, segments, weights = jax.tree.map(lay_out, arrays)
         empty = is_zero(values, 0, indices)
         empty = empty.at[segments].get(mode="fill", fill_value=True)
-        valid, indices = intact_entries(empty, indices, canary, 0)
+        valid, indices = find_intact(empty, indices, canary, 0)
         segments = jnp.where(valid[:, 0], segments, len(values))
         return values, indices, segments, weights
 

@@ -134,8 +134,8 @@ def _clocks(grad: CanaryBCOO) -> jax.Array:
     return jnp.where(grad.canary[..., :1] == 0, _ANY, grad.canary[..., 1:])
 
 
-def is_stale(grad: BCOO) -> bool:
-    """Whether it is a gradient that was made without `read=`."""
+def lacks_clock(grad: BCOO) -> bool:
+    """Whether this gradient was made without `read=`; one made by hand is believed."""
     return isinstance(grad, CanaryBCOO) and grad.canary.shape[-1] == 1
 
 
@@ -168,7 +168,7 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     own = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
     if not own:
         return BCOO
-    if any(map(is_stale, own)):
+    if any(map(lacks_clock, own)):
         return CanaryBCOO
     columns = [_clocks(grad) for grad in own]
     columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), _ANY))
@@ -268,23 +268,25 @@ def is_zero(values: Any, n_batch: int, indices: Any = None) -> Any:
     return empty.all(axis=tuple(range(n_batch + 1, values.ndim)))
 
 
-def entries(grad: BCOO, place: Callable[[jax.Array], jax.Array] = lambda x: x) -> BCOO:
+def entries(
+    grad: BCOO, lay_out: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> BCOO:
     """The entries that the canary lets through, as a BCOO without a canary.
 
     Args:
       grad: The gradient; `check_indices` has seen no fault.
-      place: Is called with each of its arrays first.
+      lay_out: Called with each of its arrays, before these are compared.
     """
-    data, indices = place(grad.data), place(grad.indices)
+    data, indices = lay_out(grad.data), lay_out(grad.indices)
     if isinstance(grad, CanaryBCOO):
         n_batch, empty = grad.n_batch, is_zero(data, grad.n_batch, indices)
-        valid, indices = intact_entries(empty, indices, place(grad.canary), n_batch)
+        valid, indices = find_intact(empty, indices, lay_out(grad.canary), n_batch)
         shape = (*valid.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
         data = jnp.where(valid.reshape(shape), data, jnp.nan)
     return copy_with(BCOO, grad, data, indices)
 
 
-def intact_entries(
+def find_intact(
     empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:
     """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""

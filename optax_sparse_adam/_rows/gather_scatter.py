@@ -94,14 +94,14 @@ def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.where(old > jnp.inf, old, rows.astype(old.dtype))
 
 
-def _cast(rows: jax.Array, table: jax.Array) -> jax.Array:
+def _cast_rows(rows: jax.Array, table: jax.Array) -> jax.Array:
     # PRNG keys reject `astype`, even to their own type.
     return rows if rows.dtype == table.dtype else rows.astype(table.dtype)
 
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    rows = prevent_fusion(_cast(rows, table))
+    rows = prevent_fusion(_cast_rows(rows, table))
 
     def by_xla(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         return _scatter(lax.scatter, table, indices, rows, unique=True)
@@ -136,7 +136,9 @@ def combine_rows(
     unique indices, rows of the table's type, and a formula without arrays of its own.
     """
 
-    def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    def gather_and_scatter(
+        table: jax.Array, indices: jax.Array, rows: jax.Array
+    ) -> jax.Array:
         rows = formula(take_rows(table, indices), rows)
         return scatter_rows(table, indices, rows)
 
@@ -146,9 +148,9 @@ def combine_rows(
         return _scatter(scatter, table, indices, rows, unique=True)
 
     # A combiner has no derivative; gather, formula and scatter have one.
-    combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(in_turn, x, dx)[1]))
+    combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(gather_and_scatter, x, dx)[1]))
     if not takes_combiners() or _writes_by_kernel(table, indices, rows):
-        return in_turn(table, indices, rows)
+        return gather_and_scatter(table, indices, rows)
     return combine(table, indices, rows)
 
 
@@ -156,7 +158,7 @@ def scatter_add_rows(
     table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
 ) -> jax.Array:
     """`table.at[indices].add(rows)`; padding is dropped."""
-    rows = _cast(rows, table)
+    rows = _cast_rows(rows, table)
     return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
 
 

@@ -77,7 +77,7 @@ def update_dense(
             grad.shape[1:],
         )
     update, news = formula.compute(wide, rows, scalars)
-    return update.astype(grad.dtype), _cast((*news, *shared), tables)
+    return update.astype(grad.dtype), _cast_each((*news, *shared), tables)
 
 
 def update_table(
@@ -104,7 +104,7 @@ def update_table(
             scalars, news = formula.prepare(
                 reduce, _widen(shared, grad), scalars, num_rows, rows.data.shape[1:]
             )
-            shared = _cast(news, shared)
+            shared = _cast_each(news, shared)
         is_reduced = formula.prepare is not None
         data, own = map_rows(
             formula.compute, rows, own, scalars, read=read, is_reduced=is_reduced
@@ -119,7 +119,7 @@ def update_table(
     return bcoo_of(grad, *rows, is_sorted=formula.kernel is None), tables
 
 
-def _cast(arrays: Tables, like: Tables) -> Tables:
+def _cast_each(arrays: Tables, like: Tables) -> Tables:
     return tuple(x.astype(y.dtype) for x, y in zip(arrays, like, strict=True))
 
 

@@ -3,17 +3,16 @@
 An installation from source compiles it where it finds a C++ compiler: `CXX`, a command
 in which a path with blanks is quoted, or else c++, g++ or clang++.
 `python -m optax_sparse_adam.native` compiles it later, into the user's cache
-(`XDG_CACHE_HOME`, else `~/.cache`), and that one goes first unless it is for an older
-jaxlib. With `--status` it says whether the kernel is used, with `--remove` it empties
-the cache.
+(`XDG_CACHE_HOME`, else `~/.cache`), and that one takes precedence unless it is for an
+older jaxlib. With `--status` it says whether the kernel is used, with `--remove` it
+empties the cache.
 
 It has run on Linux, compiled by GCC and by Clang: on x86-64, and on an emulated ARM
 processor. For macOS it compiles and links; nobody has run it there. There is none on
 Windows.
 
-It is used on CPUs without being asked for, in processes that have one CPU device and
-have not called `jax.distributed.initialize`, for tables with one sparse axis and
-`int32` ids:
+On CPUs it is used by default, in processes that have one CPU device and have not called
+`jax.distributed.initialize`, for tables with one sparse axis and `int32` ids:
 
 - Sums of duplicates, of float32; the step of `sparse_adam`, with moments of float32 or
   bfloat16; `apply_updates`, with tables of either.

@@ -26,7 +26,7 @@ from ._library import available
 _cast_p = primitives.convert_element_type_p
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
-Rows = tuple[jax.Array, jax.Array]  # their indices, and values
+RowUpdate = tuple[jax.Array, jax.Array]  # their indices, and values
 
 # The kernel reads rows of these widths faster than XLA, three to four times at 64: XLA
 # unrolls its loop over a row, and vectorizes it only if it is longer.
@@ -266,8 +266,8 @@ def _call(
 
 def _filled(fill: float | None, dtype: Any) -> dict[str, Any]:
     """What an id out of bounds reads: `fill`, or `None` for the row next to it."""
-    number = np.asarray(0 if fill is None else fill, dtype)
-    bits = int.from_bytes(number.tobytes(), sys.byteorder)
+    value = np.asarray(0 if fill is None else fill, dtype)
+    bits = int.from_bytes(value.tobytes(), sys.byteorder)
     return {"clamps": np.bool_(fill is None), "fill": np.int64(bits)}
 
 
@@ -331,7 +331,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def _update(
     formula: str, grad: Any, operands: dict[str, Any], **others: Any
-) -> tuple[Rows, dict[str, jax.Array]]:
+) -> tuple[RowUpdate, dict[str, jax.Array]]:
     """Calls the kernel with a gradient, or one of bags; see `bag_gradient`.
 
     Sums elsewhere would save the copy of a gradient that is not donated, but whole
@@ -368,21 +368,21 @@ def sum_rows(grad: BCOO) -> Sums:
 
 
 def adam_rows(
-    grad: BCOO, moments: tuple[jax.Array, ...], factors: tuple[jax.Array, ...]
-) -> tuple[Rows, tuple[jax.Array, ...]]:
+    grad: BCOO, moments: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]
+) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
     """The update of each touched row in the slot of its first entry; the new moments.
 
     All other slots are padding. The indices are unique, and not in order.
     """
     mu, nu = moments
-    operands = {"mu": mu, "nu": nu, "scalars": jnp.stack(factors)}
+    operands = {"mu": mu, "nu": nu, "scalars": jnp.stack(scalars)}
     rows, news = _update("adam", grad, operands)
     return rows, (news["mu"], news["nu"])
 
 
 def exact_adam_rows(
     grad: BCOO, stale: Stale, step: StepScalars, read: tuple[jax.Array, ...]
-) -> tuple[Rows, tuple[jax.Array, ...]]:
+) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
     """Like `adam_rows`, with the step of `exact_adam`, and its new tables.
 
     If rows decay, it reads the parameter.

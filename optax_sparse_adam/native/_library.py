@@ -69,7 +69,7 @@ def loaded() -> Path | None:
     if errors:
         warnings.warn(
             f"The kernel cannot be loaded: {'; '.join(errors)}. Going on in plain JAX. "
-            "Compile it again by python -m optax_sparse_adam.native, or do without it: "
+            "Compile it again by python -m optax_sparse_adam.native, or turn it off: "
             "OPTAX_SPARSE_ADAM_NATIVE=0",
             RuntimeWarning,
             stacklevel=2,
@@ -94,21 +94,21 @@ def _one_device() -> bool:
     if jax.distributed.is_initialized():
         return False
     config: Any = jax.config  # not all of it has types in every version
-    number = config.jax_num_cpu_devices
-    if number < 0:
+    count = config.jax_num_cpu_devices
+    if count < 0:
         flags = os.environ.get("XLA_FLAGS", "")
         if flags.strip() and not flags.strip().startswith("-"):  # the name of a file
             return _started_devices() == 1
         found = re.findall(r"xla_force_host_platform_device_count=(\d+)", flags)
-        number = int(found[-1]) if found else 1
-    return bool(number == 1)
+        count = int(found[-1]) if found else 1
+    return bool(count == 1)
 
 
 def available() -> bool:
     """Whether the kernel may be used.
 
     XLA's partitioner cannot look into the kernel: it would collect a sharded table on
-    each device. So a process that has several CPU devices does without.
+    each device. So a process that has several CPU devices does not use it.
     """
     return not _build.switched_off() and _one_device() and loaded() is not None
 

@@ -122,10 +122,10 @@ void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t n
 
 // `ForEachRow` of a gradient that is known by bags: that of entry k is `weights[k]` times
 // row `segments[k]` of `values`, or NaN if there is no such row. The sums of rows, and what
-// `middle` makes of them, are written in order; `grad.data` need not be set before.
-template <typename Middle>
+// `row_fn` makes of them, are written in order; `grad.data` need not be set before.
+template <typename RowFn>
 void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
-                const float* values, const Middle& middle) {
+                const float* values, const RowFn& row_fn) {
   constexpr int64_t kAhead = 8, kRun = 512;  // entries to fetch ahead, and in a part
   const int64_t nse = grad.nse, width = grad.width;
   const std::unique_ptr<Entry[]> entries =
@@ -141,7 +141,7 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
     if (i >= size) return;
     const int64_t bag = bags.Segment(entries[i].slot);
     if (bag < bags.num_bags) PrefetchRow<false>(values + bag * width, width);
-    if (is_first(i)) middle.Prefetch(entries[i].row);
+    if (is_first(i)) row_fn.Prefetch(entries[i].row);
   };
   const std::vector<float> unknown(width, std::numeric_limits<float>::quiet_NaN());
   const auto value = [&](int64_t i) __attribute__((always_inline)) {
@@ -167,7 +167,7 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
       float* data = grad.data + place * width;
       Pool(value, first, i, width, data);
       grad.rows[place] = row;
-      middle(row, data);
+      row_fn(row, data);
     }
   });
   const int64_t count = before.back();

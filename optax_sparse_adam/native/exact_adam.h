@@ -227,7 +227,7 @@ class Places {
   std::unique_ptr<std::atomic<uint64_t>[]> places_;
 };
 
-// The rows of these ids as they are now; see `TakeRows` for ids outside of the table.
+// The rows of these ids as they are now; see `CopyRows` for ids outside of the table.
 template <int64_t kWidth>
 void ReadStaleRows(ffi::ThreadPool& pool, const StaleRows& rows, const float* table,
                    const int32_t* index, int64_t size, int64_t num_rows, bool clamps,

@@ -266,10 +266,10 @@ void Order(ffi::ThreadPool& pool, const Gradient& grad, const Entry* entries,
   });
 }
 
-// Adds up the entries of each row, calls `middle(row, sums)`, and leaves in `data` what
+// Adds up the entries of each row, calls `row_fn(row, sums)`, and leaves in `data` what
 // it makes of the sums: where the first entry of the row was, or in order.
-template <typename Middle>
-void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middle) {
+template <typename RowFn>
+void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const RowFn& row_fn) {
   constexpr int64_t kAhead = 8;  // entries to fetch ahead
   const int64_t nse = grad.nse, width = grad.width;
   float* data = grad.data;
@@ -285,7 +285,7 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middl
   const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
     if (i >= size) return;
     PrefetchRow<true>(data + entries[i].slot * width, width);
-    if (is_first(i)) middle.Prefetch(entries[i].row);
+    if (is_first(i)) row_fn.Prefetch(entries[i].row);
   };
   std::atomic<int32_t> touched{0};
   Parallel(pool, size, 512, [&](int64_t begin, int64_t end) {
@@ -301,15 +301,15 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Middle& middl
         fetch(i + kAhead);
         const float* __restrict__ addend = data + entries[i].slot * width;
         for (int64_t j = 0; j < width; ++j) sum[j] += addend[j];
-        if (!Middle::kInOrder) grad.Clear(entries[i].slot);  // while it is in the cache
+        if (!RowFn::kInOrder) grad.Clear(entries[i].slot);  // while it is in the cache
       }
-      if (!Middle::kInOrder) grad.rows[slot] = row;
-      middle(row, sum);
+      if (!RowFn::kInOrder) grad.rows[slot] = row;
+      row_fn(row, sum);
     }
     touched += mine;
   });
   *grad.count = touched;
-  if (Middle::kInOrder) return Order(pool, grad, entries.get(), size);
+  if (RowFn::kInOrder) return Order(pool, grad, entries.get(), size);
   Parallel(pool, nse - size, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) grad.Clear(padding[i].slot);
   });

@@ -30,7 +30,7 @@ struct Sum {
   INLINE void operator()(int64_t, float*) const {}
 };
 
-// `Factors` of `_optimizers/sparse_adam.py`.
+// `StepScalars` of `_optimizers/sparse_adam.py`.
 struct AdamScalars {
   float sign, one_minus_b1, one_minus_b2, eps, scale;
 };
@@ -144,12 +144,12 @@ ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view 
     }
     const StaleRows rows = StaleRowsOf(buffers, uses_roots);
     const uint32_t bits = fill;
-    float number;
-    std::memcpy(&number, &bits, sizeof(number));
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
     // Loops over so few numbers take longer to begin than to run.
     WithWidth<3, 4, 8, 16>(width, [&](auto known) {
       ReadStaleRows<known()>(pool, rows, buffers.Get<float>("table"), ids, buffers['K'],
-                             num_rows, clamps, number, buffers.Get<float>("rows", true));
+                             num_rows, clamps, value, buffers.Get<float>("rows", true));
     });
     return ffi::Error::Success();
   } catch (const std::bad_alloc&) {
@@ -220,8 +220,8 @@ ffi::Error Update(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_vie
   if (of_bags && given == grad.data) {
     return Invalid("The kernel updates data in place, but not those of bags.");
   }
-  const auto run = [&](const auto& middle) {
-    of_bags ? ForEachRow(pool, grad, bags, given, middle) : ForEachRow(pool, grad, middle);
+  const auto run = [&](const auto& row_fn) {
+    of_bags ? ForEachRow(pool, grad, bags, given, row_fn) : ForEachRow(pool, grad, row_fn);
   };
   try {
     if (formula == "sum") {
