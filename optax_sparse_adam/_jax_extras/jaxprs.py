@@ -34,6 +34,8 @@ _NAMES = (
 ELEMENTWISE = frozenset(_NAMES.split())
 
 # The parameter of a primitive that says how many rows it makes.
+# For an update that was traced with 8 rows and is run on blocks of 4, these two make
+# `(4, 64)` in place of `(8, 64)`; all others follow their operands.
 _ROWS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 
 _DEBUG_INFO = DebugInfo("optax_sparse_adam", "equation", None, None)
@@ -41,6 +43,8 @@ _DEBUG_INFO = DebugInfo("optax_sparse_adam", "equation", None, None)
 
 def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """JAX evaluates the equation, and keeps its name and its source line."""
+    # `mul x x` reads one variable twice, and the new jaxpr has it once. A literal is a
+    # part of the equation.
     atoms = zip(eqn.invars, args, strict=True)
     values = {atom: arg for atom, arg in atoms if isinstance(atom, Var)}
     single = Jaxpr((), list(values), eqn.outvars, [eqn], debug_info=_DEBUG_INFO)
@@ -97,6 +101,9 @@ class FlatJaxpr:
 
         for eqn in closed.jaxpr.eqns:
             operands = list(map(id_of, eqn.invars))
+            # The ids of `jit(sin)(x) * 2.0`: 0 is x, 1 the sine, inside of the `jit`
+            # and outside, 2 the literal, 3 the product. There are two equations, `sin`
+            # and `mul`.
             if eqn.primitive.name == "jit":
                 results = self._inline(eqn.params["jaxpr"], operands)
             else:

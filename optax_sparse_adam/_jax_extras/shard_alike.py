@@ -34,6 +34,7 @@ def shard_alike(like: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _impl(like: jax.Array, x: jax.Array, **params: Any) -> jax.Array:
+    # Without `jit`, `bind` would call this function again, without an end.
     with jax.disable_jit(False):
         return jax.jit(functools.partial(_shard_alike_p.bind, **params))(like, x)
 

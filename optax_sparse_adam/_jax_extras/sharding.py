@@ -44,6 +44,8 @@ def replicate_rows(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
     `tests/collectives/test_sharded_memory.py`.
     """
     spec = jax.typeof(rows).sharding.spec
+    # Over Explicit axes, the type says how rows lie. Over Auto axes it does not: there
+    # the rows are constrained, and the partitioner is free to choose for the columns.
     if rows.ndim and spec[0] is not None:
         whole = PartitionSpec(None, *spec[1:])
         rows = jax.reshard(rows, NamedSharding(mesh, whole))
@@ -59,6 +61,7 @@ def shard_columns_like(table: jax.Array, rows: jax.Array) -> jax.Array:
     mesh = mesh_of(table, rows)
     if not mesh.explicit_axes:
         return rows
+    # Axis 2 of a table [30, 40, 8] is axis 1 of its rows, [k, 8].
     columns = _spec(table, range(table.ndim - rows.ndim + 1, table.ndim))
     return jax.reshard(rows, NamedSharding(mesh, PartitionSpec(None, *columns)))
 

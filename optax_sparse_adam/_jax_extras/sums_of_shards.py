@@ -42,6 +42,10 @@ def sum_of_shards(
     is_padded = entries[0].ndim == 2
 
     def partition(mesh: Mesh, given: Any, _: Any) -> Any:
+        # For a table P("x", "y") and ids P(("x", "z")): `rows` is "x", `columns` ["y"],
+        # `free` ["z"]. Bags [bags, length] are then P("z", "y"), summed over "x". Of a
+        # flat list of entries each device has some, of any bag, so that the bags are
+        # summed over "z", too, and lie P(None, "y").
         rows, *columns = _full_spec(given[0])
         used = {name for axis in (rows, *columns) for name in _mesh_axes(axis)}
         # A mesh axis that splits the table cannot split the ids as well.

@@ -30,6 +30,7 @@ def _add_rows(param: jax.Array, update: Any) -> jax.Array:
         old = take_rows(param, indices).astype(dtype)
         return scatter_rows(param, indices, old + data.astype(dtype))
 
+    # Only unique rows: two threads of the kernel must not add to one row.
     if unique and native.supports_write(param, indices, data):
         return on_cpu(native.add_rows, by_xla, param, indices, data)
     return by_xla(param, indices, data)

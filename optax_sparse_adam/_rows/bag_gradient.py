@@ -69,6 +69,8 @@ class BagGradient(CanaryBCOO):
         """Values, indices, segments, weights of intact entries; see `entries`."""
         arrays, _ = self.tree_flatten()
         values, indices, canary, segments, weights = jax.tree.map(lay_out, arrays)
+        # An entry is empty if the gradient of its bag is zeros, or if it has no bag. If
+        # it is neither intact nor empty, it gets a bag out of bounds, and so is NaN.
         empty = is_zero(values, 0, indices)
         empty = empty.at[segments].get(mode="fill", fill_value=True)
         valid, indices = find_intact(empty, indices, canary, 0)

@@ -206,6 +206,7 @@ def as_array(x: Any) -> jax.Array:
 
 def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
     """The same ids as `int32`, if there are not more of them than this type has."""
+    # For 10 rows, 2**40 becomes 2**31 - 1 and -2**40 becomes -1: both stay padding.
     largest = jnp.iinfo(jnp.int32).max
     if ids.dtype == jnp.int32 or size > largest:
         return ids
@@ -260,6 +261,8 @@ def sum_bags(
         ]
         table, ids, segments, weights = tree.unflatten([args[0], *rest])
         if segments is not None:
+            # Three batches of 4 bags are 12 bags: bag 1 of batch 2 is 2 * 4 + 1 = 9. A
+            # segment out of bounds becomes 12, as 4 would be a bag of the next batch.
             inside = (segments >= 0) & (segments < num_bags)
             first = jnp.arange(size, dtype=segments.dtype)[:, None] * num_bags
             segments = jnp.where(inside, segments + first, size * num_bags)
@@ -357,6 +360,7 @@ def _max(
     seen = lax.stop_gradient(jnp.where(expand_like(valid, rows), rows, -jnp.inf))
     # Each number has one source, the first entry of its bag that is the largest or NaN.
     # It is gathered from there, so that its gradient goes there and nowhere else.
+    # For one bag of the rows [1, 9] and [5, 2]: `largest` is [5, 9], `first` [1, 0].
     largest = jax.ops.segment_max(seen, segments, num_bags)
     is_largest = (seen == largest[segments]) | jnp.isnan(seen)
     slot = jnp.where(

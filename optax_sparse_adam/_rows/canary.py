@@ -171,6 +171,9 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     if any(map(lacks_clock, own)):
         return CanaryBCOO
     columns = [_clocks(grad) for grad in own]
+    # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum is
+    # `_CHANGED`. So is all that is made of an update, as `_UPDATE` is negative, but its
+    # coalesced form (`is_same`). Entries of zeros fit any clock.
     columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), _ANY))
     clocks = jnp.concatenate(columns, axis=-2)
     first = jnp.min(clocks, axis=-2, keepdims=True)

@@ -80,6 +80,7 @@ def cast_entries(grad: BCOO, dtype: DTypeLike) -> BCOO:
         values, indices, segments, weights = factors
         weights = None if weights is None else weights.astype(dtype)
         indices = _widen_indices(indices, grad.shape)
+        # With a new canary: entries that were changed have no bag now, and are NaN.
         args = values.astype(dtype), indices, segments, weights
         return BagGradient(args, shape=grad.shape, dtype=dtype)
     grad = replicate_entries(grad)

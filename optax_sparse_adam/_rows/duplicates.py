@@ -157,6 +157,8 @@ def _segments_by_search(keys: jax.Array, is_sorted: bool) -> Segments:
     first = jnp.concatenate([jnp.ones([1], bool), _differs_from_next(ordered[:, None])])
     first &= ordered != padding_key(keys.dtype)
     rank = jnp.cumsum(first, dtype=jnp.int32) - 1
+    # Entries that are not the first of their row get targets out of bounds, each its
+    # own: `[0, 1, 6, 7]` here. The scatter drops them, and its indices are unique.
     target = jnp.where(first, rank, nse + jnp.arange(nse, dtype=jnp.int32))[:, None]
     distinct = scatter_rows(jnp.zeros_like(keys), target, ordered[:, None])
     segment = rank if is_sorted else rank[search(ordered, key)]
@@ -232,6 +234,8 @@ def _segmented_scan(data: jax.Array, segment: jax.Array) -> jax.Array:
     nse = len(data)
     data, segment = _split_into_blocks(data), _split_into_blocks(segment)
     earlier = jnp.tril(jnp.ones([_TILE, _TILE], bool))
+    # `joined[b, i, j]`: whether entry j of block b belongs to the sum at entry i. Of
+    # the segments [0, 0, 1] the rows are [1, 0, 0], [1, 1, 0] and [0, 0, 1].
     joined = (segment[:, :, None] == segment[:, None, :]) & earlier[None]
     others = data[:, None]
     sums = jnp.sum(jnp.where(expand_like(joined, others), others, 0), axis=2)

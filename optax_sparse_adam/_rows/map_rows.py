@@ -69,6 +69,8 @@ def map_rows(
         return _for_blocks(rows, shape, block, (rows.data, tables))
 
     ndim = rows.indices.shape[1] + rows.data.ndim - 1
+    # The columns of the gradient lie as those of the first array that has columns; what
+    # has one scalar for each row, [num_rows], does not say.
     with_columns = [x for x in (*tables, *read) if x.ndim == ndim]
     for table in with_columns[:1]:
         rows = rows._replace(data=shard_columns_like(table, rows.data))

@@ -85,6 +85,8 @@ def _find_combiner(
     others = avals.keys() - dependents - program.literals.keys()
     if new not in avals or len(others) != 1:
         return None
+    # A combiner sees one element at a time: nothing on the path may broadcast, or sum
+    # over a row, and what it reads and what it stores have the table's type.
     (other,) = others
     value_ids = others | (avals.keys() & dependents)
     like = avals[old[place]]

@@ -68,6 +68,7 @@ def update_dense(
     own, shared = formula.split(tables, grad.ndim)
     rows = (*own, *read)
     if formula.prepare is not None:
+        # All rows are touched. A scalar is one row.
         num_rows = jnp.asarray(math.prod(grad.shape[:1]), wide.dtype)
         scalars, shared = formula.prepare(
             lambda terms, *args: terms(wide, _widen(rows, wide), *args),
@@ -116,6 +117,7 @@ def update_table(
         rows, tables = on_cpu(formula.kernel, by_rows, *args, keeps_order=False)
     else:
         rows, tables = by_rows(*args)
+    # The kernel leaves each row in the slot of its first entry.
     return bcoo_of(grad, *rows, is_sorted=formula.kernel is None), tables
 
 
