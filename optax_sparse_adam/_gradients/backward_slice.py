@@ -78,6 +78,8 @@ class BackwardSlice:
 
     def _read(self, jaxpr: Jaxpr, needed: Flags) -> Flags:
         """Reads a jaxpr from its end; returns which of its arguments are needed."""
+        # A function that is called for its first result, and again for its second one,
+        # is read twice, and its variables are those of both.
         key = id(jaxpr), tuple(needed)
         if key in self._inputs:
             return self._inputs[key]
@@ -86,6 +88,8 @@ class BackwardSlice:
         def add(atoms: Sequence[Any], flags: Flags) -> None:
             for atom, flag in zip(atoms, flags, strict=True):
                 aval: Any = atom.aval
+                # Nothing is differentiated through integers: the ids of a lookup are
+                # not needed.
                 is_inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
                 if flag and is_inexact and isinstance(atom, Var):
                     found.add(atom)

@@ -61,6 +61,8 @@ def evaluate_with_gradients(
         vary(jnp.zeros(tables[i].array.shape, dtype), varying_axes(tables[i].array))
         for i, dtype in whole
     ]
+    # `of_deltas` has the gradients of looked-up rows, `rows` their ids, lookup by
+    # lookup; `totals` those of the leaves in `whole`; `of_arrays` the dense gradients.
     (value, (others, rows)), (of_deltas, totals, of_arrays) = jax.value_and_grad(
         function, argnums=(0, 1, 2), has_aux=True
     )(deltas, of_whole, arrays_among(args))
@@ -121,6 +123,7 @@ def _plan(
             if wanted[i] and (use is not None or not able[i]):
                 raise ValueError(_refusal(path, use))
             able[i] = able[i] and use is None
+            # Where the user wants it row-sparse, it is so, though every row is read.
             if not wanted[i]:
                 able[i] = able[i] and not _reads_every_row(own)
             rows = math.prod(jnp.shape(arrays[i])[: program.depths.get(i, 1)])
@@ -159,6 +162,8 @@ def _of_all_devices(
         slices = jax.tree.map(gather, slices)
     entries, values = slices
     if entries.segments is not None and request.bags is not None:
+        # Segments count within one call. A loop of 3 steps, each with 4 entries in 2
+        # bags, has 12 entries and 6 bags: segment 1 of the last step is 1 + 2 * 2 = 5.
         call = jnp.arange(len(entries.ids), dtype=jnp.int32)
         call = call // max(request.bags.entries, 1)
         segments = entries.segments + call * request.bags.bags
@@ -219,6 +224,7 @@ def _order_after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
         entries, values = slices
         never = is_above_infinity(frozenset(varying_axes(values)))
         if never is not None:
+            # Ids of padding, if it were true; XLA does not know that it never is.
             entries = entries._replace(ids=jnp.where(never, -1, entries.ids))
         return entries, values
 

@@ -130,6 +130,8 @@ class Expression:
 
         Of the function a plan sees only whether it is that of a table itself.
         """
+        # `2 * t` and `tanh(t)` are of one kind: a loop that is entered with each of
+        # them is planned once.
         source = None if self.source is None else Table(_UNKNOWN)
         function = _identity if self.function is _identity else None
         return self.shape, self.dtype, function, (), self.leaves, source
@@ -222,6 +224,7 @@ def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expre
 
 def merge(args: Iterable[Any], arrays: Iterable[Any]) -> list[Any]:
     """The expressions among `args`, with other arrays between them."""
+    # `merge([t, a, b], [x, y])` is `[t, x, y]`, if t is the one expression.
     rest = iter(arrays)
     return [x if isinstance(x, Expression) else next(rest) for x in args]
 
@@ -237,6 +240,7 @@ def operands_first(
 
     Not by recursion: a loss may apply thousands of functions, one to the other.
     """
+    # The operand of two expressions may be in `todo` twice; it is in `done` once.
     done: dict[Expression, None] = {}
     todo = [x for x in values if x not in known]
     while todo:

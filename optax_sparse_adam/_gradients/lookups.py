@@ -95,6 +95,7 @@ class Lookup:
         batched = self.dims.operand_batching_dims
         if self.count != 1 or batched or mesh_of(array, self.indices).explicit_axes:
             return lax.gather(array, self.indices, **params)
+        # Two equal lookups, stacked: one more axis in front of those of the window.
         offsets = tuple(1 + axis for axis in self.dims.offset_dims)
         twice = self.dims._replace(offset_dims=offsets)
         params |= {"dimension_numbers": twice, "unique_indices": False}
@@ -143,6 +144,8 @@ class Lookup:
             place = jnp.concatenate([slot, self._columns(rest)], axis=1)
             sizes = (1, *self.window[depth:])
             rows = lax.gather(rows, place, numbers, sizes, mode=Mode.CLIP)
+        # `rows` has the axes of the indices in front, then those of a window, which lie
+        # at `inner` in the result. `t[ids]` with ids [5, 3] has (2,): nothing moves.
         inner = self.dims.offset_dims
         order = [axis for axis in range(len(self.out)) if axis not in inner]
         order += inner
@@ -155,6 +158,9 @@ class Lookup:
 
         A `vmap` over tables and ids is a lookup of `tables[b, ids[b]]`.
         """
+        # For tables [5, 100, 8] and ids [5, 3], `axes` is (0, 1), and the starts are
+        # `[[0, ids[0, 0]], [0, ids[0, 1]], ..., [4, ids[4, 2]]]`: 15 rows of two
+        # indices.
         shape = (*self.indices.shape[:-1], 1)
         dims, dtype = self.dims.start_indices_batching_dims, self.indices.dtype
         columns = [lax.broadcasted_iota(dtype, shape, dim) for dim in dims]

@@ -85,6 +85,7 @@ def _every_row(indices: jax.Array, total: jax.Array, depth: int) -> tuple[Any, A
         return touched.at[tuple(indices.T)].set(True, mode="drop")
 
     # XLA's shapes are static, so rows that were not read are stored as padding.
+    # For 4 rows of which [2, 2, 0] were read, the ids are [0, 5, 2, 7].
     zeros = jnp.zeros(shape, bool)
     touched = call_with_auto_axes(
         mark, zeros, indices, like=total, axes=range(depth)
@@ -117,6 +118,8 @@ def _gradient_of_bags(
     read_at: jax.Array | None,
 ) -> BagGradient:
     """All bags in one; a lookup of single rows is bags of one id."""
+    # A lookup of two bags, with the segments [0, 1, 1], and one of three single rows
+    # have five rows of values together, and the segments [0, 1, 1, 2, 3, 4].
     segments, weights, first = [], [], 0
     for entries, values in slices:
         own = entries.segments

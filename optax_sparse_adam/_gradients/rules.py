@@ -106,6 +106,7 @@ def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
     if has_table(value) or rest:
         return NotImplemented
     operand: Any = eqn.invars[0].aval
+    # Only a scalar is the same in all rows.
     if operand.shape or eqn.params.get("sharding") is not None:
         return walk.evaluate_by_jax(eqn, [walk.dense(value)])
     return [fill(_out(eqn).shape, _out(eqn).dtype, walk.dense(value))]

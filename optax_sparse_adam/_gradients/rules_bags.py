@@ -67,6 +67,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
             whole = on_mesh_of_context(walk.whole_deltas[request.leaf])
             delta = sum_bags(num_bags, whole, ids, segments, weights)
         else:
+            # For ids [2, 3]: [0, 0, 0, 1, 1, 1].
             bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]
             entries = Entries(
                 entries.ids,

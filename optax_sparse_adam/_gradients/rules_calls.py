@@ -171,6 +171,8 @@ def _shared(
 
     The k-th lookups of a leaf in each branch have one key.
     """
+    # One branch looks up 6 and 3 rows of a table, the other one 5: their keys are 0 and
+    # 1, and 0. Shared are a delta of 6 rows and one of 3.
     keys: list[list[Any]] = []
     shared: dict[Any, Request] = {}
     for requests in plans:

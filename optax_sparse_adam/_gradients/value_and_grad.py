@@ -227,6 +227,8 @@ def trace(
         if has_loss:
             is_array[0] = True
         pairs = list(zip(leaves, is_array, strict=True))
+        # For `(loss, {"n": 3, "x": x})`: `[_ARRAY, 3, _ARRAY]`, and the jaxpr returns
+        # two arrays. What is no array, such as a string, cannot leave through a jaxpr.
         outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
         return [x for x, flag in pairs if flag]
 

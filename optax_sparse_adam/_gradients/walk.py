@@ -87,6 +87,7 @@ class Request(NamedTuple):
     def num_entries(self) -> int:
         if self.bags is None or self.bags.bags == 0:
             return self.count
+        # In a loop there are `count // bags` calls, each with so many entries.
         return self.count // self.bags.bags * self.bags.entries
 
     @property
@@ -189,6 +190,7 @@ class Walk:
         Those of the indices `keep`, if there are any; and the entries of all deltas.
         """
         whole = self.whole_deltas if whole is None else whole
+        # A walk of its own, whose memo holds no tracers of the trace around.
         walk = Walk(self.program, iter(deltas), whole)
         results = walk.evaluate(closed, args)
         chosen = results if keep is None else [results[i] for i in keep]
@@ -220,6 +222,9 @@ class Walk:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        # JAX evaluates an equation without tables, a rule one with tables; where there
+        # is no rule, or it declines, JAX gets the tables as arrays. A broadcast has its
+        # rule without a table, too, as its result may meet one later: see `fill`.
         rule = self.program.rules.get(eqn.primitive.name)
         if (
             not any(has_table(x) for x in args)
@@ -328,6 +333,8 @@ class Walk:
 
     def depth_of(self, leaf: Leaf, depth: int) -> int:
         """How many axes of a leaf are indexed, where a lookup indexes `depth`."""
+        # A table that is looked up as t[ids] and as t[ids, cols] has entries of one
+        # index each: all entries of a gradient have equally many.
         depths = self.program.depths
         if self.is_plan:
             depths[leaf.index] = min(depth, depths.get(leaf.index, depth))
