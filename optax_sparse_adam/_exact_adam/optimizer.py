@@ -233,6 +233,8 @@ def _exact_adam(
         known = [nu if old is None else old for old, nu in zip(olds, nus, strict=True)]
         shapes = [None if x is None else jnp.shape(x) for x in known]
         rows = rows_by_parameter(state, shapes, treedef)
+        # In the order of the state's arrays: where parameter 0 is masked, place 0 is
+        # parameter 1.
         decays = np.array([marks[i] for i in rows], bool)
         constants = checked_constants(state, betas)
         view = outlook(state.count, rate, decay, betas, constants.eps.dtype)
@@ -244,6 +246,7 @@ def _exact_adam(
         view = view._replace(now=view.now._replace(rate=rate_now))
         is_right = _check_continued(is_continued(state, view, decays, betas))
         constants = constants._replace(eps=jnp.where(is_right, constants.eps, jnp.nan))
+        # After `flush`, `count` may have been set by hand, and `origin` follows it.
         before = table_states(state)._replace(origin=state.count - state.clock)
         after = take_step(before, constants, view, decays)
         remaining = jnp.where(is_right[:, None, None], after.remaining, jnp.nan)

@@ -106,6 +106,10 @@ def sum_at_nodes(
       z: Where.
       uses_roots: Whether `z` is that of roots.
     """
+    # `(s + c) r / m` is the sum of `a_t / P * b1^j / (q^j far + eps rho_t / c * near)`,
+    # with `far = s / (s + c)` and `near = c / (s + c)`. From `z = (s - c) / (s + c)`
+    # they are `(1 + z) / 2` and `(1 - z) / 2`. From the z of roots these are the shares
+    # of `sqrt(s)` and `sqrt(c)` in their sum, and their squares are as `s` to `c`.
     near, far = (1 - z[:, None]) / 2, (1 + z[:, None]) / 2
     if uses_roots:
         scale = near * near + far * far
@@ -137,6 +141,7 @@ def polynomial(values: jax.Array, dtype: Any) -> jax.Array:
     behind = np.triu(np.ones((degree, degree), bool)).reshape(
         (1,) * (values.ndim - 1) + (degree, degree)
     )
+    # `largest[n]`: the largest of the coefficients n, n + 1, ...
     largest = jnp.max(jnp.where(behind, sizes[..., None, :], 0), axis=-1)
     is_noise = largest <= jnp.finfo(dtype).eps * sizes[..., :1]  # false for NaN
     values = times(_monomials(degree), jnp.where(is_noise, 0, values))
@@ -146,7 +151,7 @@ def polynomial(values: jax.Array, dtype: Any) -> jax.Array:
 def remaining_update(
     coefficients: Sequence[Any], mu: Any, root: Any, centre: Any, *, uses_roots: bool
 ) -> jax.Array:
-    """That of rows with this first moment and this root of the second."""
+    """The remaining update of rows, from `m` and `sqrt(v)`."""
     # `(root - centre) / (root + centre)`, and 1, not NaN, where a root is infinite.
     inverse = 1 / (root + centre)
     z = 1 - 2 * centre * inverse

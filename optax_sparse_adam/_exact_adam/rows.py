@@ -47,6 +47,8 @@ class CatchUp(NamedTuple):
     power2: jax.Array
 
     def moments(self, rows: RowState) -> tuple[jax.Array, jax.Array]:
+        # `b2^k` is `q^k` squared. In two steps: the square of a `q^k` of 1e-25 alone
+        # would be zero in float32.
         mu, nu = (x.astype(self.by.dtype) for x in rows[:2])
         power1, power2 = (expand_like(x, self.by) for x in self[1:])
         return power1 * mu, power2 * (power2 * nu)
@@ -62,6 +64,7 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 def _decay_in(table: TableState, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Both parts; what the first loses in a smaller type goes to the second."""
     assert table.decay is not None  # where rows have one
+    # In float32, -0.1 is `-0.1 - 1.5e-9`: the second part becomes `1.5e-9 + low`.
     high, low = table.decay[..., 0], table.decay[..., 1]
     cast = high.astype(dtype)
     return cast, ((high - cast.astype(high.dtype)) + low).astype(dtype)
@@ -75,6 +78,8 @@ def _coefficients(
     Of several tables, a last axis is for them.
     """
     constants = cast_floats(constants, dtype)
+    # From values at the nodes [2, nodes] to coefficients [2, nodes], behind and ahead;
+    # of p tables from [p, 2, nodes] to [2, nodes, p]: p numbers for each coefficient.
     polynomials = polynomial(table.remaining, dtype)
     steps = table.values_until, table.clock + jnp.zeros_like(table.values_until)
     centres = [centre_after(constants, step + table.origin) for step in steps]
@@ -273,6 +278,7 @@ def catch_up_all(whole: WholeTables) -> list[CatchUp]:
 
 def _groups(whole: WholeTables) -> Iterator[list[int]]:
     """Which parameters are laid end to end: those of one type, up to a size."""
+    # For parameters of 3M, 2M, 1M and 5M elements and a limit of 4M: [0], [3], [1, 2].
     groups: dict[Any, tuple[list[int], int]] = {}
     for i, (param, dtype) in enumerate(zip(whole.params, whole.types, strict=True)):
         if whole.has_mesh or param.size > _MOST_JOINED:
@@ -313,6 +319,7 @@ def _catch_up_group(whole: WholeTables) -> list[CatchUp]:
         return [found]
 
     def part(x: jax.Array, i: int, axis: int) -> jax.Array:
+        # Columns of `ends` and `sizes`: elements (axis 0) and rows (axis 1).
         end, size = ends[i, axis], sizes[i, axis]
         return x[end - size : end].reshape(shapes[i][axis])
 
@@ -532,6 +539,7 @@ def update_touched_rows(
         stale = _stale_rows(RowState.of(*tables), before, constants)
         scalars, polynomial = _step_scalars(after, constants, step, betas)
         polynomials = jnp.concatenate([stale.polynomials, polynomial[None]])
+        # Behind, ahead, and ahead of the step after: `[3, nodes]`.
         stale = stale._replace(polynomials=polynomials)
         return native.exact_adam_rows(grad, stale, scalars, read)
 
@@ -583,6 +591,8 @@ def update_all_rows(
         updates, state = adam.update(wide, optax.ScaleByAdamState(count, mus, nus))
     news = []
     for i, (grad, rows, (by, *_)) in enumerate(parts):
+        # `by` makes the stored parameter the value before this step; the update follows
+        # from there. Afterwards the rows hold values.
         dtype, update = types[i], updates[i]
         if decays[i]:
             assert step.weight_decay is not None

@@ -89,6 +89,7 @@ def fit(b1: float, b2: float, dtype: Any) -> tuple[int, int, bool]:
       else even, and whether `z` is that of roots.
     """
     most_ahead = horizon(b1, b2, dtype)
+    # The default betas have a mean of 10; the best is 10 steps ahead, with 10 nodes.
     leads = (round(_mean(b1, b2) * factor) for factor in (0.5, 1, 1.5, 2, 3, 4, 6))
     fits = [
         (lead, degree, uses_roots)
@@ -107,6 +108,7 @@ def fit(b1: float, b2: float, dtype: Any) -> tuple[int, int, bool]:
 def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> int:
     """How many nodes are needed, odd for roots and else even; 0 if it is too many."""
     most, length = _MOST_NODES - uses_roots, horizon(b1, b2, dtype)
+    # From step 2 on, for a learning rate that grows as `t`.
     t = np.arange(2, 2 + length)
     rho = np.sqrt(1 - b2**t)
     values = sum_at_nodes(
@@ -119,6 +121,7 @@ def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> in
     sizes = np.abs(chebyshev_coefficients(most) @ values)
     left_out = np.cumsum(sizes[::-1])[::-1]  # by a polynomial with so many coefficients
     enough = left_out <= _TOLERANCE[np.dtype(dtype).itemsize] * sizes[0]
+    # At least two, and odd or even as `most` is (63 or 64); 0 if as many as `most`.
     degree = max(2, int(np.argmax(enough))) if enough.any() else most
     degree += (most - degree) % 2
     return degree if degree < most else 0
@@ -140,6 +143,7 @@ def outlook(
     """The steps after step `count`; schedules are called with the steps before."""
     b1, b2 = betas[:2]
     length = horizon(b1, b2, dtype)
+    # The next step is `ahead[0]`. After 35 steps, `past` is 0, 2, 4, ..., 30.
     ahead = count + jnp.arange(1 + length, dtype=count.dtype)
     past = count // _PAST * jnp.arange(_PAST, dtype=count.dtype)
     counts = jnp.concatenate([ahead, past])
@@ -172,13 +176,17 @@ def outlook(
         # Beyond, updates would be wrong without a sign of it.
         product = jnp.where(product <= largest_decay(b1, b2), product, jnp.nan)
         log_decay = jnp.log1p(-product)
+        # The logarithms of `P(T, t)`. For factors p1, p2, p3 of the steps ahead: those
+        # of p1, p1 p2 from the next step on, of p2, p2 p3 from the one after it on.
         sums = [jnp.cumsum(x) for x in (log_decay[:-1], log_decay[1:])]
         log_products = jnp.concatenate([log_products, jnp.stack(sums)[:, None]], axis=1)
 
     def both(x: jax.Array) -> jax.Array:
-        """That of the steps from the next one on, and from the one after it on."""
+        """The steps from the next one on, and those from the one after it on."""
         return jnp.stack([x[:-1], x[1:]])
 
+    # `size` and `rho` [2, length], `log_products` [2, 1 or 2, length], for parameters
+    # without and with decay: sums of [2, 1 or 2, nodes].
     of_decays = jax.vmap(_sum_ahead, (None, None, 0, None))
     of_both = jax.vmap(of_decays, (0, 0, 0, None))
     before, after = of_both(both(size), both(rho), log_products, betas)
@@ -257,6 +265,8 @@ def is_continued(
     """
     clock, origin, until, remaining, _ = table_states(state)
     stored, now = remaining[:, 1], view.before[decays.astype(int)]
+    # `stored` and `now` are [parameters, nodes]. Their values are about the learning
+    # rate times `_mean`, to which the second limit is relative.
     limit = _SAME * jnp.max(jnp.abs(now), axis=1)
     limit += _SAME_TO_LARGEST * _mean(betas.b1, betas.b2) * view.largest
     is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
@@ -268,7 +278,7 @@ def is_continued(
 def take_step(
     tables: TableState, constants: Constants, view: Outlook, decays: np.ndarray
 ) -> TableState:
-    """All parameters after the next step without a gradient.
+    """The state of tables after the next step, as for rows without a gradient.
 
     Args:
       tables: Before it.
@@ -318,6 +328,7 @@ def hold_values(tables: TableState, which: Any = True) -> TableState:
 
     `which` says of which parameters. Their decay begins again, as after `init`.
     """
+    # The sum of the updates since `values_until`, which is now, begins at zero.
     which = jnp.broadcast_to(jnp.asarray(which), tables.values_until.shape)[:, None]
     behind = jnp.where(which, 0, tables.remaining[:, 0])
     decay = tables.decay

@@ -141,10 +141,15 @@ def lazy(
         param_leaves: list[Any] = [None] * len(grads)
         if params is not None:
             param_leaves = leaves_like(treedef, params, "Parameters", "gradients")
+        # Leaves that are updated by rows, by their places. Dense ones stay whole, and
+        # pass through the same call of the inner transformation.
         each = map(_table_size, grads, param_leaves)
         sizes = {i: size for i, size in enumerate(each) if size is not None}
+        # Where a gradient is `None` and there are no parameters, `probe` raises.
         if not sizes and (params is not None or None not in grads):
             return transformation.update(updates, state, params, **extra_args)
+        # One flat list: gradients, state, parameters. The results are updates and new
+        # state, so that a result has the place of the array that it replaces.
         arrays = [*grads, *leaves, *param_leaves]
         num_grads, num_results = len(grads), len(grads) + len(leaves)
 
@@ -192,10 +197,13 @@ def lazy(
             places = state_of[i]
             tables = tuple(arrays[at] for at in places)
             if i in row_fns:
+                # `extra`: what all rows share, as a bias correction or a global norm.
                 row_fn, extra = row_fns[i]
                 read = () if params is None else (param_leaves[i],)
                 data, news = map_rows(row_fn, rows[i], tables, extra, read=read)
             else:
+                # Padding is zeros in an update, also where the inner transformation
+                # adds something to every row, as noise.
                 data = mask_padding(results[i], indices, sizes[i].shape)
                 data = prevent_fusion(data)
                 made = (order_after_gather(compact[at], results[at]) for at in places)

@@ -110,6 +110,7 @@ def probe(
     shapes, count = [*map(_shape_of, arrays)], treedef.num_leaves
     for i in range(count):
         shapes[i] = shapes[i - count] if shapes[i] is None else shapes[i]
+    # Outside of `jit` each step comes here, with the same shapes.
     key = treedef, str(shapes), tuple(tables.items())
     if key not in known:
         params, leaves = shapes[:count], shapes[count : len(shapes) - count]
@@ -133,6 +134,8 @@ def find_owners(
     """`probe` of `init`, for parameters and a state of these shapes."""
     # Sizes that no parameter has: a [1000, 4] table is traced as [1009, 4]. What is
     # then [1009, 4] or [1009] in the state holds its rows; a count, [], does not.
+    # Two tables of equal sizes, [1000, 4] both, are traced as [1009, 4] and [1010, 4],
+    # so that an array of the state follows one of them.
     used = {size for shape in shapes if shape is not None for size in shape.shape}
     unused = (size for size in itertools.count(1009) if size not in used)
     sizes = {i: next(unused) for i in tables}
@@ -209,6 +212,7 @@ def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in _DRAWS:
                 continue
+            # Sizes differ between a table and its touched rows; ranks must not.
             ranks = (len(getattr(var.aval, "shape", ())) for var in eqn.outvars)
             yield eqn.primitive.name, *ranks
             for param in jax.tree.leaves(eqn.params):

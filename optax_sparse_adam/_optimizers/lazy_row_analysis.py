@@ -83,7 +83,8 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     # In `mul grad 0.1`, `grad` has rows of its own, and 0.1 is the same for each.
     apart = [pair for pair in pairs if not _is_broadcast(*pair)]
     if name == "broadcast_in_dim" and shape and kinds[0] in (None, _UNIFORM):
-        # A scalar, a vector [4] or one row [1, 4], that becomes [nse, 4].
+        # A scalar, a vector [4] or one row [1, 4], that becomes [nse, 4]: `axes` is (),
+        # (1,) or (0, 1).
         axes = params["broadcast_dimensions"]
         is_new = 0 not in axes and kinds[0] is None
         if is_new or (not apart and axes[0] == 0):
@@ -170,6 +171,7 @@ def split_update(
     # A table is updated by itself unless something else reads its gathered rows: the
     # result of another table, or one that is not of rows.
     by_row = set(filter(is_by_row, places))
+    # The parameters, last in `owners`, have no results.
     pairs = zip(results_at, owners, strict=False)
     others = [result for result, i in pairs if i not in by_row]
     read = (values[value_id].reads for value_id in jax.tree.leaves(others))
@@ -177,6 +179,8 @@ def split_update(
     extra_at = {}
     for i in sorted(by_row.difference(*read)):
         outputs = [results_at[at] for at in places[i] if at < len(results)]
+        # From the new rows back to rows, which blocks gather, and to opaque values,
+        # which are computed once: in Adam the bias corrections.
         equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
         extra_at[i] = [n for n in starts if values[n].kind is None]
         inputs = [*(value_of[at] for at in places[i]), *extra_at[i]]

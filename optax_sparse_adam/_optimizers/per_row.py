@@ -23,6 +23,8 @@ def _merge_states(treedef: Any, states: list[Any]) -> Any:
     structure: Any = jax.tree.structure(
         max(states, key=lambda s: len(jax.tree.leaves(s)))
     )
+    # Of the states (count [1000], mu [1000, 4]) and (count [50], mu [50, 2]) of two
+    # tables, one state (counts, mus), with a tree like the parameters in each place.
     places = zip(*map(structure.flatten_up_to, states), strict=True)
     return structure.unflatten(map(treedef.unflatten, places))
 

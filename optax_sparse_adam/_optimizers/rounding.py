@@ -28,6 +28,9 @@ def _round(
     info = jnp.finfo(dtype)
     exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
     # Values of exponent e are 2**(e - nmant) apart; subnormal ones as the smallest.
+    # For 1.3 and bfloat16, with 7 bits of mantissa: the exponent is 127, the step
+    # 2**-7, and `how` sees 1.3 * 128 = 166.4. Down it is 166 / 128, up 167 / 128, and
+    # `_choose` takes the upper one with a probability of 0.4.
     exponent = jnp.maximum(exponent, info.minexp + 127) - info.nmant
     exponent = jnp.maximum(exponent, 127 - 102)
     step, inverse = (

@@ -154,6 +154,7 @@ def scale_by_rowwise_adam(
     check_betas(b1, b2)
     check_eps(eps)
     # Of `b` and `1 - b` the smaller one is passed on, as rounding it costs less.
+    # In float32, 0.001 is exact to 6e-8 of itself, and `1 - 0.999` to 1e-5.
     is_small = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
 
     def scalars(_: Any, count_inc: Any, dtype: Any, __: Any) -> _StepScalars:

@@ -101,6 +101,8 @@ def _direction(
         estimate = _average(moments[0], square, step.weight)
         moments = (estimate,)
     else:
+        # For k rows of a matrix [N, D], `v_row` is [k] and `v_col` [D]. For k rows of
+        # [N, R, D], each a matrix of its own, they are [k, R] and [k, D].
         v_row = _average(moments[0], jnp.mean(square, axis=-1), step.weight)
         if columns:
             v_col, mean = columns
@@ -137,6 +139,8 @@ def _prepare(
     # The columns' average does not move where no row was touched.
     step = step._replace(weight=jnp.where(num_rows > 0, step.weight, 0))
     num_rows = jnp.maximum(num_rows, 1)
+    # Two passes over the rows: one for the columns' average and the parameters' size,
+    # one for the length of the direction, which needs that average.
     squares, *sums = reduce(_first_sums, step)
     columns: Tables = ()
     if sums:
