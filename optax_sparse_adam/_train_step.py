@@ -91,6 +91,8 @@ def _is_ours(tx: Any) -> bool:
     optax's combinators are functions that close over the transformations that they
     combine; others may be objects that hold them.
     """
+    # `optax.chain(clip, sparse_adam(0.1)).update` is a function of optax with a cell
+    # that holds both updates, the second of which is one of this package.
     todo, seen = [tx], set[int]()
     while todo:
         x = todo.pop()

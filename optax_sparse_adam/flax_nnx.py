@@ -152,6 +152,8 @@ def value_and_grad(
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
             # Only what `fun` has changed is returned: JAX would copy a table that a
             # program returns as it was given.
+            # `origins`: for each leaf its position before `fun`, `None` for a new
+            # array.
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
             origins[:] = [positions.get(id(x)) for x in leaves]

@@ -196,6 +196,8 @@ def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
         shape = (rows_per_device(whole.shape[0], axis_name), *whole.shape[1:])
         ids = touched.indices
         size = np.asarray(shape[0], ids.dtype)
+        # Device 1 of 2 has the rows 5 to 9 of 10. Of the ids [3, 7, 9, padding], `mine`
+        # are [0, 1, 1, 0]: they begin at slot 1, and are its rows [2, 4].
         first = first_row(axis_name, shape[0], ids.dtype)
         mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
         # The indices are sorted, so the rows of one device are consecutive.

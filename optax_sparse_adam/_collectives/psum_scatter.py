@@ -82,6 +82,7 @@ def psum_scatter(
         )
         if not exchange.is_routed:
             return local_rows(psum(grad, axis_name), axis_name)
+        # A row leaves a device once, in ascending order, as `make_route` needs it.
         grad = coalesce(grad)
         count = jnp.sum(in_bounds(grad.indices, grad.shape), dtype=jnp.int32)
         route = make_route(exchange, grad.indices, count)

@@ -97,6 +97,8 @@ def plan_exchange(
     if capacity is None:
         capacity = default_capacity(num_sent, devices)
     capacity = min(capacity, num_sent)
+    # 100 rows for 4 owners: a capacity of 25 + 6 * 5 = 55. If one owner has all of
+    # them, two rounds are needed.
     enough = -(-min(num_sent, max_per_owner) // max(1, capacity))
     rounds = enough if max_rounds is None else min(max_rounds, enough)
     return Exchange(
@@ -121,6 +123,8 @@ class Route(NamedTuple):
 def make_route(exchange: Exchange, indices: jax.Array, count: jax.Array) -> Route:
     """The route of the first `count` rows; the rest is padding above the table."""
     firsts = np.arange(1, exchange.devices) * exchange.shard_rows
+    # In the module's example: 3 rows lie below 5, the first row of device 1, so that
+    # `starts` is [0, 3, 4]. The fuller pair has 3 rows: two rounds.
     inner = search(indices[:, 0], jnp.asarray(firsts, indices.dtype))
     ends = [jnp.zeros([1], jnp.int32), inner, count.reshape(1)]
     starts = jnp.concatenate(ends)
@@ -145,6 +149,8 @@ def incoming(exchange: Exchange, route: Route, slot: jax.Array) -> jax.Array:
 
     The first column counts from the first row of the shard; padding is `shard_rows`.
     """
+    # Block p of `local` is for device p, counted from its first row. After `swap`,
+    # block p is what device p requests of this device.
     indices = gather_rows(route.indices, slot)
     owner = np.repeat(np.arange(exchange.devices), exchange.capacity)[:, None]
     local = indices[:, :1] - (owner * exchange.shard_rows).astype(indices.dtype)
@@ -201,6 +207,7 @@ def to_owners(
 
     def start(round_index: Any) -> tuple[jax.Array, jax.Array]:
         indices, rows = receive(round_index)
+        # Room for all rounds: `step` writes round k at `k * slots`.
         missing = (exchange.max_rounds - 1) * exchange.slots
         widths = [(0, missing), (0, 0)]
         indices = jnp.pad(indices, widths, constant_values=exchange.shard_rows)
@@ -245,6 +252,7 @@ def from_owners(
     def start(round_index: Any) -> jax.Array:
         requested = incoming(exchange, route, outgoing(exchange, route, round_index))
         answers = exchange.swap(read_rows(table, requested[:, 0]))
+        # Rows of later rounds are read out of bounds: NaN, until their round comes.
         mine = jnp.where(round_of == round_index, place, exchange.slots)
         return answers.at[mine].get(mode="fill")
 

@@ -109,6 +109,7 @@ def sharded_lookup(
         table = lax.stop_gradient(table)
         rows = _lookup_by_routing(exchange, requested_rows, table, route, segment)
     else:  # all ids go to all devices, which answer for all, and owners are right
+        # `[devices * n]` ids; after `swap`, block p is device p's answer to our ids.
         everyone = lax.all_gather(flat, axis_name, tiled=True)
         first = first_row(axis_name, exchange.shard_rows, flat.dtype)
         rows = exchange.swap(read_rows(table, everyone - first))
@@ -203,6 +204,7 @@ def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
     """The distinct ids, and for each id its place among them."""
     size = (exchange.devices * exchange.shard_rows + 2,)
     # Plus one: -1, an id below the table, becomes a row of its own, not padding.
+    # Ids [7, 3, 7]: distinct [3, 7, padding], segments [1, 0, 1].
     shifted, segment, count = segment_rows(ids[:, None] + 1, size, is_sorted=False)
     slot = jnp.arange(len(ids), dtype=jnp.int32)
     distinct = pad_indices(shifted, slot < count, slot, size) - 1
@@ -222,6 +224,7 @@ def _lookup_by_routing(
 
 def _lookup_by_routing_bwd(exchange: Exchange, kept: Any, cotangent: jax.Array) -> Any:
     route, segment = kept
+    # The cotangents of a row add up on this device, and one sum goes to its owner.
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
     size = (len(segment),)
     _, data, _ = sum_duplicates(segment[:, None], data, size, is_sorted=False)

@@ -109,6 +109,7 @@ void ReadBags(ffi::ThreadPool& pool, const T* table, const Bags& bags, int64_t n
     return std::pair(inside(id) ? table + id * width : nullptr, bags.Weight(slot));
   };
   AdviseHugePages(out, bags.num_bags * width * sizeof(float));
+  // So many bags that a part has about 1024 entries.
   const int64_t grain = 1 + 1024 * bags.num_bags / nse;
   Parallel(pool, bags.num_bags, grain, [&](int64_t begin, int64_t end) {
     int64_t k = end_of(begin - 1);
@@ -150,7 +151,8 @@ void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const Bags& bags,
     const bool is_known = bag < bags.num_bags;
     return std::pair(is_known ? values + bag * width : unknown.data(), bags.Weight(slot));
   };
-  std::vector<int64_t> before(size / kRun + 2);  // rows in front of each part
+  // How many rows are in front of each part: there its own rows go.
+  std::vector<int64_t> before(size / kRun + 2);
   Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) before[begin / kRun + 1] += is_first(i);
   });

@@ -50,6 +50,7 @@ struct Remaining {
     };
     double u = 2.0;
     while (u > 1e-6 && !(left_out(u) <= 0x1p-25 * std::abs(series[0]))) u *= 0.75;
+    // At a root s, `u` is `2 c / (s + c)`: it is smaller at roots above `c (2 / u - 1)`.
     if (u > 1e-6) far = centre * float(2.0 / u - 1.0);
   }
 
@@ -162,6 +163,8 @@ struct StaleRows {
     const float passed = steps < 0 ? NAN : float(steps);
     const float p1 = is_known ? power1[steps] : std::exp(passed * scalars.log_b1);
     const float p2 = is_known ? power2[steps] : std::exp(passed * scalars.log_q);
+    // A row that is stored by its value: minus the sum since then, of its stored
+    // moments. Else: its remaining update, of its present moments.
     if (last[row] <= values_until) return {&behind, p1, p2, -1.0f, 1.0f};
     return {&ahead, p1, p2, p1, p2};
   }
@@ -259,6 +262,8 @@ void ReadStaleRows(ffi::ThreadPool& pool, const StaleRows& rows, const float* ta
       PrefetchRow<false>(rows.mu + first, width);
       PrefetchRow<false>(rows.nu + first, width);
     };
+    // For each id: `last` is fetched 16 ids before its turn, and 8 before it what `last`
+    // tells to be needed.
     for (int64_t k = begin; k < std::min(begin + 2 * kAhead, end); ++k) {
       __builtin_prefetch(rows.last + row(k));
     }

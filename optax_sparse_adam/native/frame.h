@@ -160,6 +160,7 @@ struct Entry {
 // and moved in parallel; the order does not depend on how many they are.
 std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
                                 int64_t nse, int64_t num_rows) {
+  // A million rows are 20 bits: two passes, by the lower ten and then by the upper ten.
   int bits = 1;
   while (num_rows >> bits > 0) ++bits;
   const int passes = (bits + 10) / 11, digit_bits = (bits + passes - 1) / passes;
@@ -181,6 +182,8 @@ std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
       uint32_t* counts = positions.data() + begin / grain * digits;
       for (int64_t i = begin; i < end; ++i) ++counts[digit(entries[i])];
     });
+    // From counts to places: by digit, and within a digit by piece. So entries of one
+    // digit stay in their order, on which the next pass depends.
     uint32_t position = 0;
     for (int64_t i = 0; i < digits; ++i) {
       for (int64_t piece = 0; piece < pieces; ++piece) {
@@ -206,6 +209,8 @@ void MoveRows(ffi::ThreadPool& pool, float* data, int64_t width,
   const auto copy = [width](float* to, const float* row) {
     std::memcpy(to, row, width * sizeof(float));
   };
+  // `from` [2, 3, 1]: row 0 is not needed, so it takes row 2, 2 takes 1, and 1 takes 3,
+  // which lies behind. [1, 0] is a circle: 0 is kept aside, and 1 takes that.
   std::vector<char> needed(size), moved(size);
   for (uint32_t row : from) {
     if (row < size) needed[row] = 1;

@@ -123,6 +123,7 @@ class CheckpointMixin(HookMixin):
         for key, value in state_dict["state"].items():
             param = params.get(key)
             state[key if param is None else param] = _copied(value, param)
+        # As after unpickling: adds missing options, and registers the arrays.
         self.__setstate__({"state": state, "param_groups": groups})
         self._run_hooks("load_post")
 

@@ -78,6 +78,8 @@ def embedding_bag(
     if include_last_offset:
         if offsets is None or len(offsets) == 0:
             raise ValueError("include_last_offset needs offsets, got none.")
+        # Offsets [0, 2, 4] are two bags. To the core they are three: ids from 4 on
+        # become padding, and the third bag is dropped.
         is_inside = jnp.arange(len(ids)) < offsets[-1]
         ids = jnp.where(is_inside, ids, -1)
     pooled = bags.embedding_bag(

@@ -51,10 +51,13 @@ class Optimizer(CheckpointMixin):
         two groups. (Twice in one group is a warning: it is updated twice.)
     """
 
-    # What makes an optimiser of this package: its formula; the options of a group, in
-    # torch's order; what they must be, by the words of the error; those that older
-    # checkpoints lack, with the values that they then have; and why it refuses
-    # parameters of a kind.
+    # What makes an optimiser of this package:
+    #   _formula      what a step computes; `None`: the class has a `step` of its own
+    #   _options      the options of a group, in torch's order
+    #   _rules        what must hold, by the words of the error; `x` has the options:
+    #                 "Invalid epsilon value: {eps}": lambda x: x.eps > 0
+    #   _added_later  what older checkpoints lack, with the value that it then has
+    #   _refused      why it refuses parameters of a kind, "Sparse" or "Complex"
     _formula: ClassVar[Formula | None] = None
     _options: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[str, Callable[[Any], bool]]] = {}
@@ -294,6 +297,7 @@ def _calls(params: list[Parameter]) -> Iterator[list[Parameter]]:
     """Splits parameters into those that can go into one call: commonly, all of them."""
     # One program runs on one set of devices, and overwrites each buffer once: a
     # parameter that is listed twice is updated twice, one after the other.
+    # [a, b, a] on one device: the calls [a, b] and [a].
     while params:
         calls: defaultdict[Any, list[Parameter]] = defaultdict(list)
         for param in dict.fromkeys(params):

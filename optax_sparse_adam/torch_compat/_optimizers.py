@@ -79,6 +79,7 @@ class SparseAdam(Optimizer):
         *,
         allow_dense: bool = False,
     ) -> None:
+        # `locals()` holds the arguments by name; `Optimizer` takes those in `_options`.
         self.allow_dense = allow_dense
         super().__init__(params, locals())
 
@@ -275,6 +276,7 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        # All options but the last one, `decoupled_weight_decay`, are arguments here.
         given = locals()
         options = {name: given[name] for name in self._options[:-1]}
         super().__init__(params, **options, decoupled_weight_decay=True)
