@@ -51,7 +51,7 @@ def evaluate_with_gradients(
         walk = Walk(program, iter(deltas), own)
         results = walk.evaluate(closed, merge(args, arrays))
         # Arrays as they are, with their weak types.
-        return results[0], ([walk.dense(x) for x in results[1:]], walk.rows)
+        return results[0], ([walk.dense(x) for x in results[1:]], walk.entries)
 
     # JAX differentiates with respect to deltas, and to the leaves that are arrays.
     # Inside `shard_map` deltas vary over the axes that rows do, as a cotangent must.

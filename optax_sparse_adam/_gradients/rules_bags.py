@@ -74,7 +74,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
                 bag if segments is None else segments,
                 None if weights is None else weights.ravel(),
             )
-        walk.rows.append(entries)
+        walk.entries.append(entries)
         delta = on_mesh_of_context(delta)
         sums = inject(sums, delta.astype(sums.dtype))
     return [sums]

@@ -57,7 +57,7 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         policy=eqn.params["policy"],
     )
     results, rows = checkpointed(arrays_among(args), deltas)
-    walk.rows += rows
+    walk.entries += rows
     return results
 
 
@@ -125,7 +125,7 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         unroll=params["unroll"],
     )
     # `[length, n, ...]`, as the steps stack them, to `[length * n, ...]`.
-    walk.rows += jax.tree.map(lambda x: lax.collapse(x, 0, 2), rows)
+    walk.entries += jax.tree.map(lambda x: lax.collapse(x, 0, 2), rows)
     return [*merge(args[first:last], carry), *ys]
 
 
@@ -160,7 +160,7 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
 
     runs = [functools.partial(run, place) for place in range(len(branches))]
     arrays, rows = switch(eqn, index, runs)
-    walk.rows += rows
+    walk.entries += rows
     return list(arrays)
 
 

@@ -107,7 +107,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         axis_names=set(manual),
         check_vma=check_vma,
     )(*operands)
-    walk.rows += rows
+    walk.entries += rows
     return list(results)
 
 

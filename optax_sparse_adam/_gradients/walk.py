@@ -131,7 +131,7 @@ class Walk:
       program: What holds for all walks.
       whole_deltas: The deltas of leaves that have one of their own shape.
       requests: The deltas that this walk needs, in order; in a plan.
-      rows: The entries of each delta, in the same order.
+      entries: The entries of each delta, in the same order.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Walk:
         self.program = program
         self.whole_deltas = whole or {}
         self.requests: list[Request] = []
-        self.rows: list[Entries] = []
+        self.entries: list[Entries] = []
         self._deltas = deltas
         self._memo: dict[Any, jax.Array] = {}  # of this trace alone
 
@@ -194,7 +194,7 @@ class Walk:
         walk = Walk(self.program, iter(deltas), whole)
         results = walk.evaluate(closed, args)
         chosen = results if keep is None else [results[i] for i in keep]
-        return [walk.dense(x) for x in chosen], walk.rows
+        return [walk.dense(x) for x in chosen], walk.entries
 
     def evaluate(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr; arguments and results may be expressions.
@@ -240,12 +240,13 @@ class Walk:
         ]
         if rule is not None:
             # A rule runs on the mesh of its equation, and ids leave it.
-            before = len(self.rows)
+            before = len(self.entries)
             self.program.calls.append(eqn)
             with eqn.ctx.manager:
                 results = rule(self, eqn, *args)
             self.program.calls.pop()
-            self.rows[before:] = jax.tree.map(on_mesh_of_context, self.rows[before:])
+            new = self.entries[before:]
+            self.entries[before:] = jax.tree.map(on_mesh_of_context, new)
             if results is not NotImplemented:
                 return list(results)
         return self.evaluate_by_jax(eqn, [self.as_array(eqn, x) for x in args])
@@ -322,7 +323,7 @@ class Walk:
         deltas = self.request(requests)
         if self.is_plan or not requests:
             return None
-        self.rows += [Entries(lookup.rows(x.depth)) for x in requests]
+        self.entries += [Entries(lookup.rows(x.depth)) for x in requests]
         return {
             # The transpose of this gather scatters into the one delta of the leaf.
             x.leaf: lookup.read(on_mesh_of_context(self.whole_deltas[x.leaf]))
