@@ -75,7 +75,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         try:
             self._compile(version == "editable", build_data)
-        except Exception as error:  # whatever it is, the package does without
+        except Exception as error:  # whatever it is, the package works without it
             self.app.display_warning(f"Built without the kernel for CPUs: {error}")
 
     def _compile(self, editable: bool, build_data: dict[str, Any]) -> None:

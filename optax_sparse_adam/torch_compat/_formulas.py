@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 MOMENTS = ("exp_avg", "exp_avg_sq")  # in torch's state; mu and nu in optax's
 
 
-class Formula(NamedTuple):
+class GroupFormula(NamedTuple):
     """How an optimiser updates the tables of a group.
 
     Attributes:
@@ -200,11 +200,11 @@ def _adafactor_shapes(group: Group, shape: Shape) -> dict[str, Shape]:
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
-SPARSE_ADAM = Formula(
+SPARSE_ADAM = GroupFormula(
     _compile(_sparse_adam),
     _sparse_adam_scalars,
     lambda group, shape: dict.fromkeys(MOMENTS, shape),
     step_dtype=None,
 )
-ADAM = Formula(_compile(_adam), _adam_scalars, _adam_shapes)
-ADAFACTOR = Formula(_compile(_adafactor), _adafactor_scalars, _adafactor_shapes)
+ADAM = GroupFormula(_compile(_adam), _adam_scalars, _adam_shapes)
+ADAFACTOR = GroupFormula(_compile(_adafactor), _adafactor_scalars, _adafactor_shapes)

@@ -20,7 +20,7 @@ from jax.experimental.sparse import BCOO
 
 from .._rows.canary import CanaryBCOO
 from ._checkpoint import CheckpointMixin
-from ._formulas import Formula, Group, Shape, scalar
+from ._formulas import Group, GroupFormula, Shape, scalar
 from ._hooks import with_step_hooks
 from ._parameter import Parameter, register_overwritten
 
@@ -58,7 +58,7 @@ class Optimizer(CheckpointMixin):
     #                 "Invalid epsilon value: {eps}": lambda x: x.eps > 0
     #   _added_later  what older checkpoints lack, with the value that it then has
     #   _refused      why it refuses parameters of a kind, "Sparse" or "Complex"
-    _formula: ClassVar[Formula | None] = None
+    _formula: ClassVar[GroupFormula | None] = None
     _options: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[str, Callable[[Any], bool]]] = {}
     _added_later: ClassVar[dict[str, Any]] = {}
