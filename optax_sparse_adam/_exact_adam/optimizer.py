@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from .._jax_extras.sharding import jit_on_mesh
+from .._optimizers.by_leaf import all_but_last
 from .._optimizers.hyperparameters import (
     NUMBER,
     check_at_least,
@@ -128,12 +129,6 @@ def _check_continued(is_right: jax.Array) -> jax.Array:
     return is_right
 
 
-def _zeros_for_rows(param: Any, dtype: Any) -> jax.Array:
-    """A zero for each vector along the last axis."""
-    axes = range(max(1, jnp.ndim(param) - 1) if jnp.ndim(param) else 0)
-    return full_along(param, 0, dtype, tuple(axes))
-
-
 def _exact_adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: float,
@@ -188,15 +183,18 @@ def _exact_adam(
         def for_each(make: Callable[[Any], jax.Array]) -> Any:
             return jax.tree.map(make, params)
 
+        def for_rows(param: Any, dtype: Any) -> jax.Array:
+            return full_along(param, 0, dtype, all_but_last(jnp.ndim(param)))
+
         def log_decay(param: Any) -> jax.Array:
-            return _zeros_for_rows(param, accumulator_dtype(jnp.result_type(param)))
+            return for_rows(param, accumulator_dtype(jnp.result_type(param)))
 
         size = len(jax.tree.leaves(params))
         return ExactAdamState(
             count=jnp.zeros([], jnp.int32),
             mu=for_each(functools.partial(full_along, dtype=mu_dtype)),
             nu=for_each(full_along),
-            last=for_each(lambda param: _zeros_for_rows(param, jnp.int32)),
+            last=for_each(lambda param: for_rows(param, jnp.int32)),
             log_decay=(for_each(log_decay), for_each(log_decay)) if decay else (),
             clock=jnp.zeros([], jnp.int32),
             origin=jnp.zeros([], jnp.int32),

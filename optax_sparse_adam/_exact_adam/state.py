@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._optimizers.hyperparameters import class_names
 from .remaining_update import Constants
 
 
@@ -117,7 +118,7 @@ def exact_states(state: Any, name: str) -> tuple[list[Any], Any]:
     if not any(map(is_exact, nodes)):
         raise ValueError(
             f"{name} needs the state of an optimiser that contains exact_adam or "
-            f"exact_adamw, got {_class_names(state)}. No other optimiser has "
+            f"exact_adamw, got {class_names(state)}. No other optimiser has "
             "rows that are to be brought up to date."
         )
     refuse_changes(state)
@@ -159,20 +160,13 @@ def refuse_changes(state: Any) -> None:
                 raise ValueError(
                     "Nothing may follow exact_adam in a chain, as it would change "
                     "updates by which stale rows are read; got "
-                    f"{_class_names(behind)} behind it. Clip and scale gradients "
+                    f"{class_names(behind)} behind it. Clip and scale gradients "
                     "before it, scale moves by its learning rate, freeze by "
                     "optax.partition, and average by incremental_update."
                 )
         return is_exact(node)
 
     jax.tree.leaves(state, is_leaf=check)
-
-
-def _class_names(state: Any) -> str:
-    name = type(state).__name__
-    if type(state) in (tuple, list) and state:
-        return f"{name}({', '.join(map(_class_names, state))})"
-    return name
 
 
 def _is_hole(x: Any) -> bool:

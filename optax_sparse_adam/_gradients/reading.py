@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._exact_adam.rows import look_up_values
+from .._jax_extras.jaxprs import named_in_jaxprs
 from .._jax_extras.on_cpu import on_cpu
 from ..native import _calls as native
 from .expressions import Expression, Leaf, Table, inject, operands_first, table
@@ -99,6 +100,7 @@ def _read_by_kernel(source: Table, lookup: Lookup) -> jax.Array | None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
+@named_in_jaxprs
 def look_up_by_kernel(
     items: Any, out: Any, source: Table, indices: jax.Array
 ) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn
+from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn, name_in_jaxprs
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
 from . import rules_calls, rules_elementwise_calls, rules_shard_map
 from .backward_slice import as_closed
@@ -162,8 +162,8 @@ def _look_up_by_kernel(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Res
 
 # Functions under `jit` that are lookups as a whole, by their name.
 LOOKUP_FUNCTIONS: dict[str, Rule] = {
-    "look_up_by_kernel": _look_up_by_kernel,
-    "bag_lookup": bag_lookup,
+    name_in_jaxprs("look_up_by_kernel"): _look_up_by_kernel,
+    name_in_jaxprs("bag_lookup"): bag_lookup,
 }
 
 
@@ -178,7 +178,8 @@ def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     body = as_closed(eqn.params["call_jaxpr"])
     names = [inner.params.get("name") for inner in body.jaxpr.eqns]
-    if names == ["sum_bags"]:  # whose derivative that of `bag_lookup` has
+    # The derivative of `sum_bags` is that of the `bag_lookup` inside of it.
+    if names == [name_in_jaxprs("sum_bags")]:
         return walk.evaluate(body, args)
     return rules_elementwise_calls.custom_jvp(walk, eqn, *args)
 

@@ -23,16 +23,12 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from .._jax_extras.sharding import first_row, mesh_of
+from .._jax_extras.sharding import first_row, mesh_axes, mesh_of
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import in_bounds, row_bounds
 from .backward_slice import as_closed
 from .expressions import Expression, map_arrays
 from .walk import Request, Results, Walk
-
-
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
@@ -124,7 +120,7 @@ def _leaves(walk: Walk, eqn: JaxprEqn, args: Sequence[Any]) -> dict[int, Any]:
         # side by side would be no rows of the table, so each device adds its columns to
         # its part of one delta of the table's shape.
         depth = walk.program.depths.get(index, len(shape))
-        if walk.is_plan and any(map(_mesh_axes, spec[depth:])):
+        if walk.is_plan and any(map(mesh_axes, spec[depth:])):
             walk.program.whole_leaves.add(index)
     return leaves
 
@@ -161,7 +157,7 @@ def _global_ids(
     """The ids of this device's rows in the whole table; others stay out of bounds."""
     entries = (*spec, *[None] * request.depth)[: request.depth]
     shifts = [
-        first_row(_mesh_axes(entry), size, ids.dtype)
+        first_row(mesh_axes(entry), size, ids.dtype)
         for entry, size in zip(entries, request.shape, strict=False)
     ]
     valid = in_bounds(ids, request.shape)

@@ -5,7 +5,7 @@ applies an elementwise one to operands of other shapes, such as some rows of a t
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jax.extend.core import (
     ClosedJaxpr,
@@ -39,6 +39,23 @@ ELEMENTWISE = frozenset(_NAMES.split())
 _ROWS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 
 _DEBUG_INFO = DebugInfo("optax_sparse_adam", "equation", None, None)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def name_in_jaxprs(name: str) -> str:
+    """The name of a `jit` of a function of this package, which no other function has.
+
+    A `jit` in a jaxpr says of its function no more than the name, and a user may have a
+    `bag_lookup`, too.
+    """
+    return f"optax_sparse_adam_{name}"
+
+
+def named_in_jaxprs(function: Function) -> Function:
+    """A function whose `jit` can be recognised in a jaxpr."""
+    function.__name__ = name_in_jaxprs(function.__name__)
+    return function
 
 
 def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

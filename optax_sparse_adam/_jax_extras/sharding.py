@@ -28,6 +28,11 @@ def mesh_of(*arrays: Any) -> AbstractMesh:
     return jax.sharding.get_abstract_mesh() if found is None else found
 
 
+def mesh_axes(axis: Any) -> tuple[str, ...]:
+    """The mesh axes that split an axis, from its entry in a `PartitionSpec`."""
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+
+
 def _spec(x: jax.Array, axes: Sequence[int]) -> PartitionSpec:
     """The sharding of these axes in the type of `x`, which lists Explicit axes only."""
     spec = jax.typeof(x).sharding.spec

@@ -22,7 +22,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from .sharding import call_with_auto_axes, mesh_of
+from .sharding import call_with_auto_axes, mesh_axes, mesh_of
 
 
 def sum_of_shards(
@@ -47,11 +47,11 @@ def sum_of_shards(
         # flat list of entries each device has some, of any bag, so that the bags are
         # summed over "z", too, and lie P(None, "y").
         rows, *columns = _full_spec(given[0])
-        used = {name for axis in (rows, *columns) for name in _mesh_axes(axis)}
+        used = {name for axis in (rows, *columns) for name in mesh_axes(axis)}
         # A mesh axis that splits the table cannot split the ids as well.
-        of_entries = _mesh_axes(_full_spec(given[1])[0])
+        of_entries = mesh_axes(_full_spec(given[1])[0])
         free = [name for name in of_entries if name not in used]
-        over = tuple(_mesh_axes(rows) if is_padded else (*_mesh_axes(rows), *free))
+        over = tuple(mesh_axes(rows) if is_padded else (*mesh_axes(rows), *free))
 
         def add_up(table: jax.Array, ids: jax.Array, *others: jax.Array) -> jax.Array:
             # Explicit axes are no part of the types here: each array is a shard.
@@ -80,8 +80,3 @@ def sum_of_shards(
 
 def _full_spec(x: Any) -> tuple[Any, ...]:
     return (*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec)))
-
-
-def _mesh_axes(axis: Any) -> tuple[str, ...]:
-    """The mesh axes that split an axis."""
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

@@ -95,16 +95,16 @@ def check_state_class(state: Any, expected: type, name: str) -> None:
         fields = ", ".join(getattr(expected, "_fields", ()))
         raise TypeError(
             f"{name} takes its own state, {expected.__name__}({fields}), got "
-            f"{_class_names(state)}. Create it with `init`, or copy the matching "
+            f"{class_names(state)}. Create it with `init`, or copy the matching "
             "arrays of the other state into it."
         )
 
 
-def _class_names(state: Any) -> str:
+def class_names(state: Any) -> str:
     """The class of a state, and the classes in it, by which its user knows it."""
     name = type(state).__name__
     if type(state) in (tuple, list) and state:
-        return f"{name}({', '.join(map(_class_names, state))})"
+        return f"{name}({', '.join(map(class_names, state))})"
     return name
 
 
@@ -132,7 +132,7 @@ def check_state_shapes(
     if len(leaves) != len(expected):
         raise ValueError(
             f"{name} takes the state that its `init` returns for these parameters, of "
-            f"{len(expected)} arrays, got {_class_names(state)} of {len(leaves)} "
+            f"{len(expected)} arrays, got {class_names(state)} of {len(leaves)} "
             "arrays."
         )
     for (path, leaf), like in zip(leaves, expected, strict=True):

@@ -22,6 +22,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._jax_extras.jaxprs import named_in_jaxprs
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.sums_of_shards import sum_of_shards
@@ -99,9 +100,8 @@ def embedding_bag(
     bags = {"offsets": offsets, "segment_ids": segment_ids, "weights": weights}
     arrays = {name: as_array(x) for name, x in bags.items() if x is not None}
     num_bags = _check(table, ids, arrays, num_segments, mode)
-    begins = None if isinstance(offsets, jax.core.Tracer) else arrays.get("offsets")
-    if begins is not None and not isinstance(begins, jax.core.Tracer):
-        known = np.asarray(begins)
+    if offsets is not None and not isinstance(offsets, jax.core.Tracer):
+        known = np.asarray(offsets)
         if (known[1:] < known[:-1]).any():
             raise ValueError(f"offsets must be ascending, got {known.tolist()}.")
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
@@ -219,6 +219,7 @@ def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
+@named_in_jaxprs
 def sum_bags(
     num_bags: int,
     table: jax.Array,
@@ -230,7 +231,8 @@ def sum_bags(
 
     Its derivative is that of `_pool`, taken only for what is differentiated: XLA would
     compute that of all weights for nothing. Under `vmap`, bags of many batches are one
-    lookup. `value_and_grad` knows this function and `bag_lookup` by their names.
+    lookup. `value_and_grad` knows this function and `bag_lookup` by their names, which
+    `named_in_jaxprs` makes.
 
     Args:
       num_bags: The number of bags.
@@ -291,6 +293,7 @@ def _sum_bags_jvp(num_bags: int, primals: Any, tangents: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="num_bags")
+@named_in_jaxprs
 def bag_lookup(
     table: jax.Array,
     ids: jax.Array,

@@ -44,7 +44,6 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         lax.gather,
         dimension_numbers=lax.GatherDimensionNumbers(dense, sparse, sparse),
         slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
-        unique_indices=True,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
 

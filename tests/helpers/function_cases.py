@@ -51,6 +51,24 @@ own_lookup.defvjp(
 )
 
 
+@jax.jit
+def bag_lookup(table, ids):  # the package has a function of this name, too
+    return jnp.sin(table[ids])
+
+
+@jax.jit
+def sum_bags(x):  # and one of this name, in a custom_jvp
+    return x * x
+
+
+@jax.custom_jvp
+def odd_sum_bags(x):
+    return sum_bags(x)
+
+
+odd_sum_bags.defjvps(lambda g, ans, x: 3 * g * x)
+
+
 def residual(p, ids):
     h = p["t"][ids]
     for _ in range(2):
@@ -82,6 +100,9 @@ FUNCTIONS = {
     "cast of rows": Case(
         lambda p, i: square(p["t"].astype(jnp.float16)[i].astype(jnp.float32), p["w"]),
         ulps=THROUGH_FLOAT16,
+    ),
+    "names of the package": Case(
+        lambda p, i: square(bag_lookup(odd_sum_bags(p["t"]), i), p["w"]), ulps=ROUNDED
     ),
     "times a number": of_table(lambda t: t * 2.0),
     "times a traced number": Case(

@@ -428,6 +428,8 @@ def test_wide_ids_of_numpy(dtype):
     assert found.tolist() == [[7]]
     with pytest.raises(ValueError, match="ascending"):
         bag(table, ids, offsets=np.array([2, 0]))
+    with pytest.raises(ValueError, match="ascending"):
+        jax.jit(lambda table: bag(table, ids, offsets=[2, 0]))(table)
 
 
 def test_low_precision_is_rounded_once():

@@ -197,3 +197,15 @@ def test_more_elements_than_int32_counts(shape, index_type):
     everything = np.asarray(table).reshape(-1)
     written = np.flatnonzero(everything.view(np.int64)) * 8 // read.shape[1]
     assert set(written.tolist()) <= {3, rows - 2, rows - 1, 0, (rows - 1) // 8 * 8}
+
+
+@pytest.mark.parametrize("ids", [[3], [3, 1, 3]])
+def test_derivative_of_a_read_has_duplicates(ids):
+    """Without a promise that it has none, for which a GPU would add without atomics."""
+
+    def loss(table):
+        return jnp.sum(gather_scatter.take_rows(table, jnp.array(ids)[:, None]))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.zeros((5, 2)))
+    assert "scatter-add" in str(jaxpr)
+    assert "unique_indices=True" not in str(jaxpr)
