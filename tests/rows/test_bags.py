@@ -355,11 +355,33 @@ def test_canary():
     assert np.isnan(updates.data).any()
 
 
+@pytest.mark.parametrize("factor", [0.5, 0.0])
+def test_floats_alone_are_scaled(factor):
+    """That would scale weights and values, and the gradient twice; zeros are zeros."""
+    grad, _ = factored()
+    scaled = jax.tree.map(lambda x: factor * x if x.dtype == "float32" else x, grad)
+    for data in (osa.coalesce(scaled).data, scaled.data):
+        assert np.isnan(data).any() if factor else not data.any()
+
+
+def test_a_gradient_without_values():
+    """Its form is known of shapes alone, as that of other gradients."""
+    grad, _ = factored()
+    shapes = jax.eval_shape(lambda: grad)
+    assert repr(shapes) == repr(grad)
+    assert shapes.data.shape == grad.data.shape
+    assert repr(jax.tree.map(jnp.shape, grad)) == "BCOO(<invalid>)"
+    assert_identical(jax.device_get(grad).data, grad.data)
+
+
 BAD = {
     "ids": ({"ids": jnp.ones((2, 3))}, TypeError, "ids of integers"),
     "table": ({"table": jnp.ones((4, 2), int)}, TypeError, "table of floating point"),
     "weights": ({"weights": jnp.ones((2, 3), int)}, TypeError, "weights of floating"),
     "shape of weights": ({"weights": jnp.ones(6)}, ValueError, "a weight for each id"),
+    "module": ({"table": object()}, TypeError, "table that is an array, got a object"),
+    "no rows": ({"table": jnp.ones((0, 2))}, ValueError, "a table of rows"),
+    "no array": ({"ids": None}, TypeError, "of numbers, got a NoneType"),
     "mode": ({"mode": "median"}, ValueError, "has the modes"),
     "max": ({"mode": "max", "weights": jnp.ones((2, 3))}, ValueError, "no weights"),
     "vector": ({"ids": jnp.arange(3)}, ValueError, "takes ids"),
