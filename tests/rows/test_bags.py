@@ -448,8 +448,11 @@ def test_wide_ids_of_numpy(dtype):
     assert bag(table, np.arange(4), **kwargs).tolist() == [[0], [3]]
     found = torch_compat.embedding_bag(ids[None], table, mode="sum")
     assert found.tolist() == [[7]]
-    with pytest.raises(ValueError, match="ascending"):
-        bag(table, ids, offsets=np.array([2, 0]))
+    for offsets in ([2, 0], [-1, 0]):
+        with pytest.raises(ValueError, match="ascending"):
+            bag(table, ids, offsets=np.array(offsets))
+    begins = jax.jit(lambda begins: bag(table, ids, offsets=begins))
+    assert begins(jnp.array([-1, 0])).tolist() == [[0], [7]]
 
 
 def test_low_precision_is_rounded_once():
