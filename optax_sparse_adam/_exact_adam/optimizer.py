@@ -19,6 +19,7 @@ from .._optimizers.hyperparameters import (
     check_eps,
     check_leaf,
     check_state_class,
+    floating_type,
 )
 from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
@@ -157,7 +158,7 @@ def _exact_adam(
                 "does. Choose a smaller weight_decay."
             )
     if mu_dtype is not None:
-        mu_dtype = jax.dtypes.canonicalize_dtype(mu_dtype)
+        mu_dtype = floating_type(mu_dtype, "mu_dtype")
     betas = Betas(float(b1), float(b2), float(eps), bool(nesterov))
     fit(betas.b1, betas.b2, np.dtype("float32"))  # raises where there is none
 

@@ -20,7 +20,7 @@ from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.new_arrays import full_along
 from .._rows.update_table import Formula, update_dense, update_table
-from .hyperparameters import check_leaf, check_moment, check_state_class
+from .hyperparameters import check_leaf, check_moment, check_state_class, floating_type
 
 
 def all_axes(ndim: int) -> Sequence[int]:
@@ -36,7 +36,7 @@ def given_dtype(dtype: DTypeLike | None) -> Callable[[Any], Any] | None:
     """This type for a moment, or the parameter's if it is `None`."""
     if dtype is None:
         return None
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    dtype = floating_type(dtype, "mu_dtype")
     return lambda _: dtype
 
 

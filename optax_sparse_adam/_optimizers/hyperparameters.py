@@ -61,6 +61,17 @@ def check_eps(eps: Scalar) -> None:
         raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
 
 
+def floating_type(dtype: DTypeLike, name: str) -> Any:
+    """This type as JAX has it; raises for others, in which moments would be zeros."""
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be a floating-point type, got {dtype}; leave it out for that "
+            "of the parameters."
+        )
+    return dtype
+
+
 def check_leaf(grad: Any, like: Any) -> None:
     """Raises unless this is a gradient of a parameter, or of its moments' shape."""
     if is_bcoo(grad):

@@ -14,6 +14,7 @@ from .hyperparameters import (
     check_state_class,
     check_state_shapes,
     check_transformation,
+    floating_type,
 )
 from .rounding import random_bits, round_update, round_value
 
@@ -149,12 +150,7 @@ def stochastic_rounding(
     check_transformation(inner, "stochastic_rounding")
     inner = optax.with_extra_args_support(inner)
     if state_dtype is not None:
-        state_dtype = jax.dtypes.canonicalize_dtype(state_dtype)
-        if not jnp.issubdtype(state_dtype, jnp.floating):
-            raise TypeError(
-                f"state_dtype must be a floating-point type, got {state_dtype}; leave "
-                "it out for that of the parameters."
-            )
+        state_dtype = floating_type(state_dtype, "state_dtype")
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         is_seed = not jnp.shape(key) and jnp.issubdtype(

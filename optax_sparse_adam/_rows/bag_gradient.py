@@ -8,6 +8,9 @@ gradients of the bags, few, and `indices` say the row of each entry. Whoever ask
     indices [[0], [3], [3], [-1]]   segments [0, 0, 1, 1]   values [a, b]
     data [a, a, b, b]
 
+What scales floats only, as the `x / scale if x.dtype == float` of a loss scale, scales
+values and weights. `unit` is a 1 that it scales, too, and by which weights are divided.
+
 Lookups of single rows are bags of one id. A segment out of bounds has NaN for a value:
 what `canary` makes of an entry whose index was changed.
 """
@@ -33,11 +36,13 @@ class BagGradient(CanaryBCOO):
       indices: `[*batch, nse, 1]`.
       segments: `[*batch, nse]`, `int32`.
       weights: `[*batch, nse]` or `None`, of the type of `values`.
+      unit: Ones, `[*batch]`, where there are weights.
     """
 
     values: jax.Array
     segments: jax.Array
     weights: jax.Array | None
+    unit: jax.Array | None
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class BagGradient(CanaryBCOO):
         read_at: Any = None,
     ):
         self.values, self.indices, self.segments, self.weights = args
+        self.unit = None if self.weights is None else jnp.ones([], self.values.dtype)
         self.canary = new_canary(self.indices, read_at)
         self._dtype = jnp.dtype(dtype)
         self.indices_sorted = self.unique_indices = False
@@ -55,10 +61,18 @@ class BagGradient(CanaryBCOO):
 
     @functools.cached_property
     def data(self) -> jax.Array:  # type: ignore[override]  # computed on demand
-        expand = expand_bags
+        expand: Any = expand_bags
         for _ in range(self.n_batch):
             expand = jax.vmap(expand)
-        return expand(self.values, self.segments, self.weights).astype(self.dtype)
+
+        def expanded(*args: Any) -> jax.Array:
+            values, segments, *weights = args
+            found: jax.Array = expand(values, segments, _weights_of_unit(*weights))
+            return found.astype(self.dtype)
+
+        args = self.values, self.segments, self.weights, self.unit
+        is_abstract = isinstance(self.values, jax.ShapeDtypeStruct)
+        return jax.eval_shape(expanded, *args) if is_abstract else expanded(*args)
 
     dtype = property(lambda self: self._dtype)
     n_dense = property(lambda self: self.values.ndim - 1 - self.n_batch)
@@ -68,23 +82,28 @@ class BagGradient(CanaryBCOO):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Values, indices, segments, weights of intact entries; see `entries`."""
         arrays, _ = self.tree_flatten()
-        values, indices, canary, segments, weights = jax.tree.map(lay_out, arrays)
+        values, indices, canary, segments, *weights = jax.tree.map(lay_out, arrays)
         # An entry is empty if the gradient of its bag is zeros, or if it has no bag. If
         # it is neither intact nor empty, it gets a bag out of bounds, and so is NaN.
         empty = is_zero(values, 0, indices)
         empty = empty.at[segments].get(mode="fill", fill_value=True)
         valid, indices = find_intact(empty, indices, canary, 0)
         segments = jnp.where(valid[:, 0], segments, len(values))
-        return values, indices, segments, weights
+        return values, indices, segments, _weights_of_unit(*weights)
+
+    def __repr__(self) -> str:
+        is_array = hasattr(self.values, "dtype")  # not so in a tree of shapes
+        return super().__repr__() if is_array else "BCOO(<invalid>)"
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        arrays = (self.values, self.indices, self.canary, self.segments, self.weights)
-        return arrays, (self._unbatched, self._dtype)
+        arrays = self.values, self.indices, self.canary, self.segments
+        return (*arrays, self.weights, self.unit), (self._unbatched, self._dtype)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
         obj = object.__new__(cls)
-        obj.values, obj.indices, obj.canary, obj.segments, obj.weights = children
+        obj.values, obj.indices, obj.canary, obj.segments, *rest = children
+        obj.weights, obj.unit = rest
         obj._unbatched, obj._dtype = aux_data
         obj.indices_sorted = obj.unique_indices = False
         return obj
@@ -94,5 +113,15 @@ def expand_bags(
     values: jax.Array, segments: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
     """One row for each entry."""
-    rows = values.at[segments].get(mode="fill", fill_value=jnp.nan)
+    rows = jnp.asarray(values).at[segments].get(mode="fill", fill_value=jnp.nan)
     return rows if weights is None else rows * expand_like(weights, rows)
+
+
+def _weights_of_unit(
+    weights: jax.Array | None, unit: jax.Array | None
+) -> jax.Array | None:
+    """The weights without the factor of `unit`; zeros if that is zero."""
+    if weights is None or unit is None:
+        return None
+    inverse = jnp.where(unit == 0, 0, 1 / unit)
+    return weights * expand_like(inverse, weights)

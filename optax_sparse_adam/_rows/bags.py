@@ -96,14 +96,16 @@ def embedding_bag(
       >>> osa.coalesce(grad(table)).indices.ravel().tolist()
       [0, 3, 6]
     """
-    table, ids = jnp.asarray(table), as_array(ids)
+    table, ids = _table_of(table), as_array(ids)
     bags = {"offsets": offsets, "segment_ids": segment_ids, "weights": weights}
     arrays = {name: as_array(x) for name, x in bags.items() if x is not None}
     num_bags = _check(table, ids, arrays, num_segments, mode)
     if offsets is not None and not isinstance(offsets, jax.core.Tracer):
         known = np.asarray(offsets)
-        if (known[1:] < known[:-1]).any():
-            raise ValueError(f"offsets must be ascending, got {known.tolist()}.")
+        if (known[1:] < known[:-1]).any() or (known < 0).any():
+            raise ValueError(
+                f"offsets must be ascending, from 0 on, got {known.tolist()}."
+            )
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
     dtype = table.dtype
     if mode == "max":
@@ -152,8 +154,8 @@ def _check(
         raise ValueError(f"{_FORMS}; got {shapes} and num_segments={num_segments}.")
     if "weights" in arrays and arrays["weights"].shape != ids.shape:
         raise ValueError(f"embedding_bag takes a weight for each id, got {shapes}.")
-    if table.ndim == 0:
-        raise ValueError("embedding_bag takes a table of rows, got a scalar.")
+    if table.ndim == 0 or not len(table):
+        raise ValueError(f"embedding_bag takes a table of rows, got {table.shape}.")
     if num_segments is None:
         return len(arrays.get("offsets", ids))
     num_bags = operator.index(num_segments)
@@ -179,7 +181,8 @@ def _flatten(
     if offsets is not None:
         # Offsets [0, 2] of three ids: [1, 0, 1] begin a bag, so the bags are [0, 0, 1].
         begins = jnp.zeros([len(ids)], jnp.int32)
-        begins = begins.at[narrow_ids(offsets, len(ids))].add(1, mode="drop")
+        offsets = jnp.maximum(narrow_ids(offsets, len(ids)), 0)
+        begins = begins.at[offsets].add(1, mode="drop")
         segments = jnp.cumsum(begins) - 1
     if segments is not None:
         segments = narrow_ids(segments, num_bags)
@@ -191,13 +194,26 @@ def _flatten(
     return ids, segments, weights, valid
 
 
+def _table_of(table: Any) -> jax.Array:
+    try:
+        return jnp.asarray(table)
+    except (TypeError, ValueError):
+        raise TypeError(
+            "embedding_bag takes a table that is an array, got a "
+            f"{type(table).__name__}. Of a layer give its array: "
+            "embed.embedding[...] in Flax NNX, embedding.weight in Equinox."
+        ) from None
+
+
 def as_array(x: Any) -> jax.Array:
     """`jnp.asarray`, but ids that its type does not hold stay out of bounds.
 
     Without 64-bit types JAX makes row 3 of NumPy's `2**32 + 3`.
     """
     if not isinstance(x, jax.Array):
-        x = np.asarray(x)
+        kind, x = type(x).__name__, np.asarray(x)
+        if x.dtype.kind in "OSU":
+            raise TypeError(f"embedding_bag takes arrays of numbers, got a {kind}.")
         if np.issubdtype(x.dtype, np.integer):
             held = jnp.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
             x = np.clip(x, held.min, held.max)

@@ -124,6 +124,16 @@ def test_auxiliary_outputs(name, backend):
     assert_small(temporary(loss, OPTIMIZERS["lazy sgd"], shape, has_aux=True))
 
 
+def weighted_bags(p, ids):
+    """The gradient of the weights reads the rows, that of the table does not."""
+    weights = jnp.broadcast_to(jax.nn.softmax(p["w"][: ids.shape[1]]), ids.shape)
+    return square(osa.embedding_bag(p["t"], ids, weights=weights), p["w"])
+
+
+def test_weighted_bags(backend):
+    assert_small(temporary(weighted_bags, OPTIMIZERS["sparse_adam"], (7, 3)))
+
+
 def stack_of_tables(p, ids):
     return square(jax.vmap(lambda t, i: t[i])(p["t"], ids), p["w"])
 

@@ -225,6 +225,15 @@ def test_bad_numbers(change, words):
             osa.scale_by_sparse_adam(b1, b2, eps)
 
 
+@pytest.mark.parametrize(
+    "make", [osa.sparse_adam, osa.rowwise_adam, osa.exact_adam, osa.exact_adamw]
+)
+def test_moments_of_integers(make):
+    """They would be zeros, and nothing would move."""
+    with pytest.raises(TypeError, match="mu_dtype must be a floating-point type"):
+        make(0.1, mu_dtype="int32")
+
+
 @pytest.mark.torch
 def test_the_words_of_torch():
     torch = pytest.importorskip("torch")

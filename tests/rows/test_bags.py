@@ -355,11 +355,34 @@ def test_canary():
     assert np.isnan(updates.data).any()
 
 
+@pytest.mark.parametrize("factor", [0.5, 0.0])
+def test_floats_alone_are_scaled(factor):
+    """Values and weights are floats both, and the gradient is scaled once."""
+    grad, _ = factored()
+    scaled = jax.tree.map(lambda x: factor * x if x.dtype == "float32" else x, grad)
+    np.testing.assert_array_equal(scaled.data, factor * grad.data)
+    summed, expected = osa.coalesce(scaled).data, factor * osa.coalesce(grad).data
+    np.testing.assert_array_equal(summed, expected)
+
+
+def test_a_gradient_without_values():
+    """Its form is known of shapes alone, as that of other gradients."""
+    grad, _ = factored()
+    shapes = jax.eval_shape(lambda: grad)
+    assert repr(shapes) == repr(grad)
+    assert shapes.data.shape == grad.data.shape
+    assert repr(jax.tree.map(jnp.shape, grad)) == "BCOO(<invalid>)"
+    assert_identical(jax.device_get(grad).data, grad.data)
+
+
 BAD = {
     "ids": ({"ids": jnp.ones((2, 3))}, TypeError, "ids of integers"),
     "table": ({"table": jnp.ones((4, 2), int)}, TypeError, "table of floating point"),
     "weights": ({"weights": jnp.ones((2, 3), int)}, TypeError, "weights of floating"),
     "shape of weights": ({"weights": jnp.ones(6)}, ValueError, "a weight for each id"),
+    "module": ({"table": object()}, TypeError, "table that is an array, got a object"),
+    "no rows": ({"table": jnp.ones((0, 2))}, ValueError, "a table of rows"),
+    "no array": ({"ids": None}, TypeError, "of numbers, got a NoneType"),
     "mode": ({"mode": "median"}, ValueError, "has the modes"),
     "max": ({"mode": "max", "weights": jnp.ones((2, 3))}, ValueError, "no weights"),
     "vector": ({"ids": jnp.arange(3)}, ValueError, "takes ids"),
@@ -426,10 +449,13 @@ def test_wide_ids_of_numpy(dtype):
     assert bag(table, np.arange(4), **kwargs).tolist() == [[0], [3]]
     found = torch_compat.embedding_bag(ids[None], table, mode="sum")
     assert found.tolist() == [[7]]
-    with pytest.raises(ValueError, match="ascending"):
-        bag(table, ids, offsets=np.array([2, 0]))
-    with pytest.raises(ValueError, match="ascending"):
-        jax.jit(lambda table: bag(table, ids, offsets=[2, 0]))(table)
+    for offsets in ([2, 0], [-1, 0]):
+        with pytest.raises(ValueError, match="ascending"):
+            bag(table, ids, offsets=offsets)
+        with pytest.raises(ValueError, match="ascending"):
+            jax.jit(lambda table: bag(table, ids, offsets=offsets))(table)  # noqa: B023
+    begins = jax.jit(lambda begins: bag(table, ids, offsets=begins))
+    assert begins(jnp.array([-1, 0])).tolist() == [[0], [7]]
 
 
 def test_low_precision_is_rounded_once():
