@@ -173,6 +173,17 @@ def test_low_precision():
     assert_identical(*results)
 
 
+def test_epsilon_of_each_type():
+    """By default that of the parameter, also beside one of another type."""
+    tx = osa.sparse_adafactor()
+    params = {dtype: jnp.ones((2, 3), dtype) for dtype in ("float32", "bfloat16")}
+    grads = jax.tree.map(lambda x: x * jnp.asarray(2.0**-10, x.dtype), params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    for name, param in params.items():
+        alone, _ = tx.update(grads[name], tx.init(param), param)
+        assert_identical(updates[name], alone, name)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_gradients_wider_than_the_parameters(dense):
     """The moments keep their type, which a second step relies on."""
