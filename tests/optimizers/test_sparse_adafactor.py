@@ -265,6 +265,18 @@ def test_blocks_are_a_table(small_blocks, shape):
     )
 
 
+def test_no_padding_behind_the_last_row(small_blocks):
+    """The last block is not full, and what is beyond it does not count."""
+    rng = np.random.default_rng(0)
+    table, values = rng.standard_normal((2, 7, 5), "float32")
+    tx, table = osa.sparse_adafactor(0.3), jnp.asarray(table)
+    update = jax.jit(tx.update)
+    grad = bcoo(values, np.arange(7)[:, None].astype("int32"), table.shape)
+    actual, _ = update(grad, tx.init(table), table)
+    expected, _ = update(jnp.asarray(values), tx.init(table), table)
+    assert_close(actual.data, expected, 1e-5)
+
+
 def test_memory_of_blocks():
     """Of many rows the gradient and its sums are held, and not what is in between."""
     table = jax.ShapeDtypeStruct((100_000, 64), "float32")
