@@ -110,8 +110,7 @@ class Lookup:
             return read(self)
         params = self.params | {"mode": Mode.CLIP, "fill_value": None}
         rows = read(dataclasses.replace(self, params=params))
-        fill = self.params["fill_value"]
-        fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
+        fill = jnp.asarray(self.params["fill_value"], rows.dtype)
         return self.where_inside(rows, fill)
 
     def where_inside(self, rows: jax.Array, other: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ By the kernel where it is there and takes the arrays, else by XLA's gather.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,9 +106,7 @@ def look_up_by_kernel(
     params = dict(items)
     show_bounds(lax.gather, source.array, [indices], params)
     column = params["dimension_numbers"].start_index_map.index(0)
-    fill = None
-    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
-        fill = math.nan if params["fill_value"] is None else params["fill_value"]
+    fill = params["fill_value"]  # `None` but for the mode "fill"
 
     def by_kernel(source: Table, indices: jax.Array) -> jax.Array:
         ids = indices[..., column]

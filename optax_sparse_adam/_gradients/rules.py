@@ -126,11 +126,9 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     aval: Any = eqn.invars[1].aval
     indices = aval if walk.is_plan else walk.dense(ids)
     lookup = Lookup(value.shape, _out(eqn).shape, eqn.params, indices)
-    # JAX has fill values of its own for integers. `sort` and `take_along_axis`, which
-    # gather single elements, are lookups only where nothing is differentiated.
-    has_nan = jnp.issubdtype(value.dtype, jnp.inexact)
-    is_known = has_nan or eqn.params["fill_value"] is not None or value.is_table
-    if (value.leaves and not reads_rows(lookup)) or (lookup.is_filled and not is_known):
+    # `sort` and `take_along_axis`, which gather single elements, are lookups only where
+    # nothing is differentiated.
+    if value.leaves and not reads_rows(lookup):
         return NotImplemented
     return _look_up(walk, eqn, value, lookup)
 

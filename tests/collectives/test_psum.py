@@ -123,11 +123,14 @@ def test_along_an_axis_of_vmap(way):
 )
 def test_local_rows(axes, coalesced, indices_dtype):
     """The shards side by side are the table; more entries than rows, and fewer."""
-    for seed, nse in enumerate((1, 5)):
-        values, indices = entries(nse, seed)
+    for nse, is_reversed in ((1, False), (5, False), (5, coalesced)):
+        values, indices = entries(nse, nse)
         rows = row_sums(values, indices, SHAPE)
         grad = bcoo(values, indices.astype(indices_dtype), SHAPE)
         grad = osa.coalesce(grad) if coalesced else grad
+        if is_reversed:  # each row once still
+            last = grad.data[::-1], grad.indices[::-1]
+            grad = bcoo(*last, SHAPE, unique_indices=True)
         shards = [a for a in MESHES[4, 2] if a in axes]
         number = {"x": 4, "y": 2}
         devices = int(np.prod([number[a] for a in shards]))

@@ -143,6 +143,22 @@ def test_ids_of_any_shape_and_type(kind):
         np.testing.assert_array_equal(grad.astype(np.float32)[:, 0, 0], counts)
 
 
+def test_low_precision():
+    """Duplicates of a device add up in float32: in bfloat16 these would stay 1."""
+    mesh = make_mesh((8,), ("d",))
+
+    @on_mesh(mesh, (P("d"), P("d"), P("d")), P("d"))
+    def gradient(table, ids, weights):
+        def loss(table):
+            return jnp.sum(osa.sharded_lookup(table, ids, "d", capacity=1) * weights)
+
+        return jax.grad(loss)(table)
+
+    weights = jnp.tile(jnp.array([1, *[2.0**-8] * 8], jnp.bfloat16), 8)
+    grad = gradient(jnp.zeros(8, jnp.bfloat16), jnp.repeat(jnp.arange(8), 9), weights)
+    np.testing.assert_array_equal(grad.astype(jnp.float32), 1 + 2.0**-5)
+
+
 def test_all_that_an_owner_may_be_asked_for():
     """Its rows, and one below or above the table: one round for each."""
     mesh = make_mesh((8,), ("d",))

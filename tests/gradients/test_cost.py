@@ -244,3 +244,16 @@ def test_checkpoint_keeps_its_barriers():
         for lib in (osa, jax)
     ]
     assert counts == [3, 3]
+
+
+def test_checkpoint_keeps_its_policy():
+    """What it saves is not computed again."""
+
+    def loss(table, ids, policy):
+        function = jax.checkpoint(lambda t: jnp.sin(jnp.sin(t[ids])), policy=policy)
+        return jnp.sum(function(table))
+
+    table, ids = jnp.ones((16, 4)), jnp.arange(3)
+    for policy, count in (None, 3), (jax.checkpoint_policies.everything_saveable, 2):
+        grad = jax.make_jaxpr(osa.grad(loss), static_argnums=2)(table, ids, policy)
+        assert str(grad).count("= sin ") == count

@@ -213,6 +213,22 @@ def test_inside_shard_map(spec):
     assert {shape.split(",")[0] for shape in roots if "," in shape} == {"4"}
 
 
+def test_resharded():
+    """What is known of each row goes with a table that the loss lays out otherwise."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(64, 6)), "float32")
+    state, ids = state_for(table), jnp.array([3, 1, 3, 15])
+
+    def loss(table, ids):
+        table = jax.reshard(table, P(None, "y"))
+        return jnp.sum(table.at[ids].get(out_sharding=P()) ** 2)
+
+    with jax.set_mesh(mesh):
+        value = jax.jit(osa.evaluate(loss, read=state))(jax.device_put(table, P()), ids)
+    expected = jnp.sum(osa.flush(table, state)[0][ids] ** 2)
+    assert_close(value, expected, 1e-5)
+
+
 def test_errors():
     table, ids = jnp.ones((5, 2)), jnp.array([1, 3])
     with pytest.raises(ValueError, match="by position, got argnums=0 for 0"):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
 
-from ..helpers.gradients import Case, assert_same, is_bcoo, square
+from ..helpers.gradients import FAR_IDS, Case, assert_same, is_bcoo, square
 from ..helpers.support import compile_for_users
 
 PARAMS, IDS = Case(None).inputs()
@@ -44,6 +44,17 @@ def test_functions_of_a_table(name):
     assert_row_sparse_like_jax(
         lambda t, ids: square(FUNCTIONS[name](t)[ids], WEIGHTS), TABLE, IDS
     )
+
+
+def test_integers_of_a_table_out_of_bounds():
+    """Are the largest number, as in JAX, and not what NaN is cast to."""
+
+    def loss(t, ids):
+        number = jnp.take(abs(8 * t).astype(jnp.uint32), ids, axis=0)
+        rows = t.at[ids].get(mode="clip")
+        return square(jnp.where(number > 8, 2 * rows, rows), WEIGHTS)
+
+    assert_row_sparse_like_jax(loss, TABLE, jnp.asarray(FAR_IDS), nse=6)
 
 
 def test_whole_table_as_auxiliary_output():

@@ -237,6 +237,9 @@ DENSE = {
     ),
     "row set": lambda p, i: square(p["t"].at[0].set(0.0)[i], p["w"]),
     "centred": lambda p, i: square((p["t"] - p["t"].mean(0, keepdims=True))[i], p["w"]),
+    "an id for each column": lambda p, i: square(
+        jnp.take_along_axis(p["t"], i[:, :1] * jnp.arange(4)[None], axis=0), p["w"]
+    ),
     "carried and halved": carry_halved,
     "decay in a scan": lambda p, ids: lax.scan(
         lambda c, i: (c + square(p["t"][i], p["w"]) + jnp.sum(p["t"]), None), 0.0, ids

@@ -90,6 +90,12 @@ def carried_table(p, ids):
     return lax.scan(step, (p["t"], 0.0), ids)[0][1]
 
 
+@jax.jit
+def looped(t, ids):
+    """One jaxpr for all tables of a shape, with a loop in it."""
+    return lax.scan(lambda c, i: (c + jnp.sum(t[i] ** 2), None), 0.0, ids)[0]
+
+
 def fori(p, ids):
     return lax.fori_loop(0, 2, lambda k, c: c + first(p, ids[k][None]), 0.0)
 
@@ -169,6 +175,11 @@ UNDER = {
         {"t": 6, "s": 5},
         {**TABLES, "s": (5, 4)},
         SMALL_IDS,
+    ),
+    "scan in a jit, of two tables": Case(
+        lambda p, i: looped(p["t"], i) + 2 * looped(p["s"], i),
+        {"t": 6, "s": 6},
+        TABLES,
     ),
     "scan of scan": Case(nested),
     "scan of cast": Case(summed(cast), ulps=THROUGH_BFLOAT16),

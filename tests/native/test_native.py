@@ -223,15 +223,16 @@ def test_rows_are_added_and_put(cache, types):
     def put(table, indices, rows):
         return table.at[indices[:, 0]].set(rows, mode="drop")
 
-    indices = np.where(indices < 0, 10**9 - indices, indices)  # -1 would be the last
+    indices[0] = -(2**31)  # if this were a row, it would be in no memory
+    above = np.where(indices < 0, 10**9, indices)  # for JAX, where -1 is the last
     assert_identical(
         jax.jit(_calls.add_rows)(table, indices, rows),
-        jax.jit(add)(table, indices, rows),
+        jax.jit(add)(table, above, rows),
     )
     rows = rows.astype(table.dtype)
     assert_identical(
         jax.jit(_calls.put_rows)(table, indices, rows),
-        jax.jit(put)(table, indices, rows),
+        jax.jit(put)(table, above, rows),
     )
 
 

@@ -198,6 +198,22 @@ def test_memory(monkeypatch):
     assert temporary <= limit, f"{temporary} bytes, more than {limit}"
 
 
+def test_memory_of_rows_that_meet():
+    """A state that is replaced, not changed, is read before it is written in place."""
+    change = optax.GradientTransformation(
+        lambda params: jnp.zeros_like(params),
+        lambda grad, last, params: (grad - last, grad),
+    )
+    table = jax.ShapeDtypeStruct((1_000_000, 5), "float32")
+    data = jax.ShapeDtypeStruct((8, 5), "float32")
+    indices = jax.ShapeDtypeStruct((8, 1), "int32")
+    grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
+    tx = osa.lazy(optax.chain(change, optax.scale_by_trust_ratio()))
+    lowered, tables = lower(tx, grad, table, donate=1)
+    assert not tables  # the norm is that of all rows
+    assert compile_for_users(lowered).memory_analysis().temp_size_in_bytes < 20_000
+
+
 def test_memory_of_many_tables(monkeypatch):
     """Gradients and updates, and of what is between them not all at once."""
     monkeypatch.undo()

@@ -173,6 +173,17 @@ def test_low_precision():
     assert_identical(*results)
 
 
+def test_epsilon_of_each_type():
+    """By default that of the parameter, also beside one of another type."""
+    tx = osa.sparse_adafactor()
+    params = {dtype: jnp.ones((2, 3), dtype) for dtype in ("float32", "bfloat16")}
+    grads = jax.tree.map(lambda x: x * jnp.asarray(2.0**-10, x.dtype), params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    for name, param in params.items():
+        alone, _ = tx.update(grads[name], tx.init(param), param)
+        assert_identical(updates[name], alone, name)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_gradients_wider_than_the_parameters(dense):
     """The moments keep their type, which a second step relies on."""
@@ -252,6 +263,18 @@ def test_blocks_are_a_table(small_blocks, shape):
     test_every_optimizer.test_touched_rows_are_a_table(
         "sparse_adafactor", shape, test_every_optimizer.SOME
     )
+
+
+def test_no_padding_behind_the_last_row(small_blocks):
+    """The last block is not full, and what is beyond it does not count."""
+    rng = np.random.default_rng(0)
+    table, values = rng.standard_normal((2, 7, 5), "float32")
+    tx, table = osa.sparse_adafactor(0.3), jnp.asarray(table)
+    update = jax.jit(tx.update)
+    grad = bcoo(values, np.arange(7)[:, None].astype("int32"), table.shape)
+    actual, _ = update(grad, tx.init(table), table)
+    expected, _ = update(jnp.asarray(values), tx.init(table), table)
+    assert_close(actual.data, expected, 1e-5)
 
 
 def test_memory_of_blocks():

@@ -14,6 +14,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import gather_scatter, map_rows
+from optax_sparse_adam._rows.update_in_place import update_rows
 
 from ..helpers.support import (
     assert_identical,
@@ -158,6 +159,23 @@ def test_no_operation_makes_a_table(apply, nse, monkeypatch):
     assert operations <= names
     copied = compiled(shape, grad, apply=lambda p, u: osa.apply_updates(2 * p, u))
     assert not operations_on(copied.as_text(), shape) <= names
+
+
+def test_old_rows_of_another_table():
+    """Are gathered before that one is combined, or XLA would copy it."""
+
+    def function(data, rows):
+        first, second = rows
+        return 2 * data, (first + data, second + first)
+
+    table = jax.ShapeDtypeStruct((1_000_000, 4), "float32")
+    data = jax.ShapeDtypeStruct((50, 4), "float32")
+    indices = jax.ShapeDtypeStruct((50, 1), "int32")
+    step = jax.jit(
+        lambda tables, *args: update_rows(function, *args, tables, ()), donate_argnums=0
+    )
+    memory = compile_for_users(step.lower((table, table), data, indices))
+    assert memory.memory_analysis().temp_size_in_bytes < 20_000
 
 
 def test_moving_averages_are_combined_where_they_are():
