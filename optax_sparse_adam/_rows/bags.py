@@ -106,6 +106,8 @@ def embedding_bag(
             raise ValueError(
                 f"offsets must be ascending, from 0 on, got {known.tolist()}."
             )
+    if num_bags == 0:
+        return jnp.zeros((0, *table.shape[1:]), table.dtype)
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
     dtype = table.dtype
     if mode == "max":

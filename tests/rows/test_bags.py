@@ -423,11 +423,14 @@ def test_bad_input_raises_while_tracing(name):
         jax.eval_shape(lambda arrays: bag(**arrays, **rest), arrays)
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)])
 def test_nothing_to_add_up(shape):
-    table = jnp.ones((4, 2))
-    assert_identical(bag(table, jnp.zeros(shape, int)), jnp.zeros((shape[0], 2)))
-    grad = osa.grad(lambda t: jnp.sum(bag(t, np.zeros(shape, "int32"))))(table)
+    table, kwargs = jnp.ones((4, 2)), {}
+    if len(shape) == 1:  # one id, of no bag
+        kwargs = {"segment_ids": jnp.zeros(1, int), "num_segments": 0}
+    ids = jnp.zeros((1,) if kwargs else shape, "int32")
+    assert_identical(bag(table, ids, **kwargs), jnp.zeros((shape[0], 2)))
+    grad = osa.grad(lambda t: jnp.sum(bag(t, ids, **kwargs)))(table)
     assert_identical(dense(grad), np.zeros((4, 2)))
 
 
