@@ -67,11 +67,10 @@ def evaluate_with_gradients(
         function, argnums=(0, 1, 2), has_aux=True
     )(deltas, of_whole, arrays_among(args))
     everything = list(map(jnp.asarray, (value, *others)))  # some are Python's numbers
-    # The gradient of weights reads the rows of bags once more, which that of a table
-    # does not depend on.
-    has_weights = any(x.bags is not None and x.bags.has_weights for x in requests)
-    again = jax.tree.leaves((of_deltas, of_arrays)) if has_weights else []
-    after = _order_after([*everything, *(x for x in again if mesh_of(x).empty)])
+    # Rows are read once more for the gradient of `w` in `checkpoint(t[i] @ w)`, and of
+    # the weights of bags. That of the table does not depend on it.
+    more = jax.tree.leaves((of_deltas, of_arrays)) if program.reread else []
+    after = _order_after([*everything, *(x for x in more if mesh_of(x).empty)])
     slices: dict[int, list[RowSlices]] = {i: [] for i in range(len(tables))}
     for request, entries, values in zip(requests, rows, of_deltas, strict=True):
         i = request.leaf.index

@@ -40,9 +40,11 @@ def _read_table(source: Table, lookup: Lookup) -> jax.Array:
 def _read_expression(
     value: Expression, lookup: Lookup, deltas: dict[Leaf, jax.Array] | None
 ) -> jax.Array:
-    rows = lookup.read_and_fill(
-        lambda clamped: value.select(clamped.read, clamped.out, deltas)
-    )
+    def read_clamped(clamped: Lookup) -> jax.Array:
+        take = functools.partial(_read_array, clamped)
+        return value.select(take, clamped.out, deltas)
+
+    rows = lookup.read_and_fill(read_clamped)
     # The default of `[]` promises that no id is out of bounds. For one that is, JAX
     # reads the nearest row, and its derivative is zero: also that of `(table * w)[ids]`
     # with respect to `w`.
@@ -53,6 +55,14 @@ def _read_expression(
     ):
         rows = lookup.where_inside(rows, lax.stop_gradient(rows))
     return rows
+
+
+def _read_array(lookup: Lookup, array: jax.Array) -> jax.Array:
+    """`lookup.read`, by the kernel where XLA may widen all of a bfloat16 table."""
+    rows = None
+    if array.dtype == jnp.bfloat16 and array.shape == lookup.shape:
+        rows = _read_by_kernel(Table(array), lookup)
+    return lookup.read(array) if rows is None else rows
 
 
 def show_bounds(

@@ -54,6 +54,8 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
             request = request._replace(count=num_bags, is_whole=False, bags=bags)
         requests.append(request)
     of_bags = walk.request(requests)
+    if weights is not None:  # whose gradient reads rows
+        walk.program.reread.update(x.index for x in value.leaves)
     if walk.is_plan:
         return [None]
     if value.is_table and value.source.rows is None:

@@ -44,6 +44,7 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         # expression, and nothing of the table's size is held or computed again.
         return walk.evaluate(closed, args)
     deltas = walk.request(requests)
+    walk.program.reread.update(x.leaf.index for x in requests)
     if walk.is_plan:
         return [None] * len(eqn.outvars)
 

@@ -112,6 +112,7 @@ class Program:
       elementwise: What is known of calls by `id`: whether they are elementwise.
       plans: Of jaxprs, for each kind of arguments.
       calls: The equations that a walk is in, the innermost last.
+      reread: Leaves of which the backward pass looks rows up once more.
     """
 
     rules: Mapping[str, Rule]
@@ -122,6 +123,7 @@ class Program:
     elementwise: dict[Any, Any] = dataclasses.field(default_factory=dict)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
     calls: list[JaxprEqn] = dataclasses.field(default_factory=list)
+    reread: set[int] = dataclasses.field(default_factory=set)
 
 
 class Walk:

@@ -134,6 +134,18 @@ def test_weighted_bags(backend):
     assert_small(temporary(weighted_bags, OPTIMIZERS["sparse_adam"], (7, 3)))
 
 
+def checkpointed(p, ids):
+    """The gradient of each table reads the other one in the backward pass."""
+    product = jax.checkpoint(lambda t, u: jnp.sum(t[ids] * u[ids], axis=1))
+    return jnp.sum(jnp.square(product(p["t"], p["u"]))) + jnp.sum(p["w"])
+
+
+def test_checkpoint(backend):
+    tables = {"t": (), "u": ()}
+    size = temporary(checkpointed, OPTIMIZERS["sparse_adam"], (7,), **tables)
+    assert_small(size)
+
+
 def stack_of_tables(p, ids):
     return square(jax.vmap(lambda t, i: t[i])(p["t"], ids), p["w"])
 

@@ -11,7 +11,7 @@ from optax_sparse_adam.native import _calls
 
 from ..helpers.gradients import dense
 from ..helpers.native import needs_compiler
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, compile_for_users
 
 pytestmark = needs_compiler
 
@@ -202,6 +202,25 @@ def test_under(name):
     assert_identical(dense(jax.jit(function)(*args)), expected)
     if name == "cond":
         assert_identical(dense(function(*args)), expected)
+
+
+@pytest.mark.parametrize("name", ["exact_adam", "function"])
+def test_memory_of_loops(name):
+    """Over a bfloat16 table, all of which XLA would widen before the loop."""
+    rows, state = 200_000, None
+    like = jax.ShapeDtypeStruct((rows, 16), "bfloat16")
+    if name == "exact_adam":
+        state = jax.eval_shape(osa.exact_adam(0.1).init, like)
+
+    def read(t, ids):
+        t = jnp.tanh(t) if name == "function" else t
+        return lax.map(lambda i: t[i], ids)
+
+    def evaluated(t, state, ids):
+        return osa.evaluate(read, read=state)(t, ids)
+
+    lowered = jax.jit(evaluated).lower(like, state, jnp.zeros((3, 5), "int32"))
+    assert compile_for_users(lowered).memory_analysis().temp_size_in_bytes < rows
 
 
 @pytest.mark.parametrize("name", ["indexing", "fill_value", "vmap"])
