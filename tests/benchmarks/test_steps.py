@@ -2,12 +2,9 @@
 
 import functools
 import json
-import math
-import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,11 +12,10 @@ import machine
 import numpy as np
 import pytest
 import report
-import startup
 import steps
 import turns
 from contestants import DENSE, TORCH, InJax, InTorch
-from problem import Problem, draw, floor_bytes
+from problem import Problem, draw
 
 from ..helpers.support import TOLERANCE, Magnitude
 
@@ -111,25 +107,6 @@ def test_results_in_the_repository_can_be_read(path):
     assert all(report.table(run, result) for result in run["results"])
 
 
-def test_startup(monkeypatch, capsys):
-    """Runs in this process what the program runs in new ones."""
-
-    def here(*arguments):
-        if arguments[0] == "-c":
-            exec(arguments[1], {})
-        else:
-            startup.one_step(arguments[1], rows=100)
-        return json.loads(capsys.readouterr().out)
-
-    monkeypatch.setattr(startup, "in_new_process", here)
-    monkeypatch.setattr(startup, "REPEATS", 1)
-    startup.main()
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["sparse_adam", "optax.adam,", "dense", "ratio"]
-    names = [line.partition(",")[0].strip() for line in lines]
-    assert names == ["import", "compile", "first step"]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -150,24 +127,6 @@ def test_bad_input_is_one_clear_line(options, words, capsys):
 
 
 # --- a busy machine ---
-
-
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="nothing tells")
-def test_what_other_programs_take_is_counted():
-    spin = "import time\nwhile time.process_time() < 0.4: pass\ntime.sleep(60)"
-    others = machine.OtherPrograms()
-    with subprocess.Popen([sys.executable, "-c", spin]) as process:
-        while others.cores() * (time.perf_counter() - others.began) < 0.3:
-            time.sleep(0.1)
-        process.kill()
-    # What this process does, and its children once they have ended, is its own.
-    before = machine.OtherPrograms.busy_seconds()
-    began, own = time.perf_counter(), sum(os.times()[:4])
-    while sum(os.times()[:4]) < own + 0.4:
-        pass
-    taken = machine.OtherPrograms.busy_seconds() - before
-    idle = (time.perf_counter() - began) * machine.num_cores()
-    assert taken < idle - 0.3
 
 
 def test_a_busy_machine_is_refused(monkeypatch):
@@ -279,35 +238,6 @@ def test_the_dense_step_is_adam_on_a_dense_gradient():
     dense.stop()
 
 
-def test_memory_and_floor():
-    row, ids, rows = 8 * 4, PROBLEM.ids, PROBLEM.rows
-    ours, dense = compiled(OURS), compiled(DENSE)
-    theirs = InTorch(PROBLEM, torch, "cpu")
-    for contestant in (ours, theirs, dense):
-        assert 3 * rows * row < contestant.memory < (6 * rows + 20 * ids) * row
-    # p, m and v of 40 rows read and written, the rows of the batch read.
-    floor = (6 * 40 + ids) * row
-    assert floor_bytes(PROBLEM, 40, 4, state_row_bytes=2 * row) == floor
-    assert theirs.floor(40) == floor
-    assert 0 <= ours.floor(40) - floor <= 2 * 4  # the step count as well
-    assert dense.floor(40) == (6 * rows + ids) * row + 2 * 4
-
-
-def test_draws():
-    zipf, again = (draw(Problem(10**5, 4, 2000, "float32")) for _ in range(2))
-    np.testing.assert_array_equal(zipf.ids, again.ids)
-    assert not np.array_equal(zipf.ids[0], zipf.ids[1])
-    assert np.min(zipf.ids) >= 0
-    assert np.max(zipf.ids) < 10**5
-    unique = [len(set(ids.tolist())) for ids in zipf.ids]
-    assert abs(zipf.touched - np.mean(unique)) <= 0.5
-    # The chance of rank r is log(1 + 1/r) / log(R).
-    chance = np.log1p(1 / np.arange(1, 10**5)) / math.log(10**5)
-    expected = np.sum(1 - (1 - chance) ** 2000)
-    assert abs(zipf.touched - expected) < 0.03 * expected
-    assert np.argmax(np.bincount(np.concatenate(zipf.ids))) > 0  # not by rank
-
-
 # --- the turns ---
 
 
@@ -361,21 +291,6 @@ def test_who_runs_out_of_memory_leaves():
     assert failing.log[-1] == ("a", "stop")
     assert len(group.seconds["step", "a"]) == 2
     assert len(group.seconds["step", "b"]) == 4
-
-
-def test_who_takes_long_runs_less(monkeypatch):
-    clock = {"a": 0.1, "b": 15.0, DENSE: 6.0}
-
-    def seconds(run, phase, batch):
-        run(phase, batch)
-        return clock[run.__self__.name]
-
-    monkeypatch.setattr(turns, "seconds", seconds)
-    group = turns.Turns([Fake(name) for name in clock], None)
-    group.run(repeats=9)
-    rounds = {name: len(group.seconds["step", name]) for name in clock}
-    assert rounds == {"a": 9, "b": 5, DENSE: 0}
-    assert group.skipped == {DENSE: "takes 6 s a step"}
 
 
 def test_groups():

@@ -171,30 +171,6 @@ def test_skip_grams_equal_a_plain_loop(num_tokens, window):
     assert sorted(word2vec.skip_grams(tokens, reach).tolist()) == sorted(expected)
 
 
-def test_batches_follow_the_distributions():
-    """Centers and contexts are thinned out words, negatives go by count ** 0.75."""
-    rng = np.random.default_rng(0)
-    share = 1 / np.arange(1, 31)
-    tokens = rng.choice(30, 40_000, p=share / share.sum()).astype(np.int32)
-    counts = np.bincount(tokens, minlength=30)
-    source = word2vec.SkipGrams(counts)
-    batches = source.train(word2vec.split(tokens), np.random.default_rng(1))
-    first = [next(batches) for _ in range(400)]
-    centers, contexts = (np.concatenate(x) for x in zip(*first, strict=True))
-    frequency = counts / counts.sum()
-    kept = frequency * np.minimum(1, np.sqrt(word2vec.SAMPLE / frequency))
-    noise = counts**0.75
-    for ids, weights in (
-        (centers, kept),
-        (contexts[:, 0], kept),
-        (contexts[:, 1:], noise),
-    ):
-        found = np.bincount(ids.ravel(), minlength=len(weights)) / ids.size
-        distance = 0.5 * np.abs(found - weights / weights.sum()).sum()
-        # Thinned out, 6,000 tokens are left: one in a hundred by chance.
-        assert distance < 0.02, (distance, found, weights / weights.sum())
-
-
 def test_read_corpus_counts_words(tmp_path):
     names = [f"name_{i}" for i in range(12)]
     (tmp_path / "tests").mkdir()

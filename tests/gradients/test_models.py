@@ -47,15 +47,18 @@ def mean_square(x):
 # `rows` rows of four.
 
 
+def of_linen(model):
+    variables = model.init(KEY, IDS)
+    return lambda v, ids: mean_square(model.apply(v, ids)), variables
+
+
 def linen(rows, embed=nn.Embed, **kwargs):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, ids):
             return nn.Dense(3)(embed(rows, 4, **kwargs)(ids))
 
-    model = Model()
-    variables = model.init(KEY, IDS)
-    return lambda v, ids: mean_square(model.apply(v, ids)), variables
+    return of_linen(Model())
 
 
 def linen_scan(rows):
@@ -73,9 +76,7 @@ def linen_scan(rows):
             )
             return scan()(jnp.zeros((3, 4)), ids)[1]
 
-    model = Model()
-    variables = model.init(KEY, IDS)
-    return lambda v, ids: mean_square(model.apply(v, ids)), variables
+    return of_linen(Model())
 
 
 def linen_tied(rows):
@@ -85,9 +86,7 @@ def linen_tied(rows):
             embed = nn.Embed(rows, 4)
             return embed.attend(embed(ids))
 
-    model = Model()
-    variables = model.init(KEY, IDS)
-    return lambda v, ids: mean_square(model.apply(v, ids)), variables
+    return of_linen(Model())
 
 
 class NnxModel(nnx.Module):
@@ -209,36 +208,6 @@ def test_table_of_one_row_is_broadcast():
     grads = osa.grad(lambda v: mean_square(model.apply(v, 0 * IDS)))(variables)
     assert grads["params"]["embedding"].shape == (1, 4)
     assert not is_bcoo(grads["params"]["embedding"])
-
-
-def test_nnx_with_state_of_its_own():
-    """Dropout and batch statistics: random keys and counts are no leaves."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(16, 4, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-
-        def __call__(self, ids):
-            return self.norm(self.dropout(self.embed(ids)))
-
-    graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(params, rest, ids):
-        model = nnx.merge(graph, params, rest, copy=True)
-        value = mean_square(model(ids) - 1)
-        return value, nnx.state(model, nnx.Not(nnx.Param))
-
-    result = jax.jit(osa.value_and_grad(loss, has_aux=True))(params, rest, IDS)
-    expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, rest, IDS)
-    assert_row_sparse(result[1]["embed"]["embedding"][...], (16, 4), "float32", 6)
-    assert jax.tree.structure(dense(result)) == jax.tree.structure(expected)
-    for leaf, like in zip(
-        jax.tree.leaves(dense(result)), jax.tree.leaves(expected), strict=True
-    ):
-        if jnp.issubdtype(like.dtype, jnp.floating):
-            assert_same(leaf, like, ROUNDED)
 
 
 TOUCHED = [0, 3, 7, 15]

@@ -236,17 +236,6 @@ def test_a_learning_rate_in_an_array(shape, kind):
     check(story, TOLERANCE["float32"].torch)
 
 
-def test_a_maximum_that_is_not_there():
-    """`amsgrad` from the middle on: torch's step fails with a KeyError, too."""
-    optimizer = make_dense(OURS, dtype="float32")
-    dense_steps(OURS, optimizer, 1)
-    before = seen(optimizer)[0]
-    optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(ValueError, match=r"must have .*'max_exp_avg_sq'.*got"):
-        optimizer.step()
-    assert_same(seen(optimizer)[0], before, 0)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_low_precision(dtype):
     """Arithmetic in float32, and one rounding of what is stored."""

@@ -76,16 +76,6 @@ def test_a_parameter_owns_its_array(kind, how):
     assert source[7, 0].item() == (1 if kind == "jax" else 5)
 
 
-def test_parameters_are_compared_by_identity():
-    first, second = Parameter(jnp.zeros(3)), Parameter(jnp.zeros(3))
-    assert first == first
-    assert first != second
-    assert len({first, second}) == 2
-    tree = {"a": first, "b": [second]}
-    zeros = jax.tree.map(lambda p: p.data, tree)
-    assert_identical(zeros, {"a": jnp.zeros(3), "b": [jnp.zeros(3)]})
-
-
 def test_repr_of_parameters():
     param = Parameter(jnp.zeros((1000, 4)))
     assert repr(param) == "Parameter(float32[1000, 4], grad=None)"

@@ -4,14 +4,11 @@ Two CPU devices stand for a host and an accelerator: this shows what moves betwe
 not how fast.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
-from jax.sharding import SingleDeviceSharding
 
 import optax_sparse_adam as osa
 
@@ -76,26 +73,3 @@ def test_table_on_the_host_and_rows_on_the_accelerator():
     for step in range(3):
         expected = step_on_one(*expected, batch(step), jnp.ones(WIDTH))
     assert_identical((table, state), expected)
-
-
-@pytest.fixture
-def pinned():
-    sharding = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    return partial(jax.device_put, device=sharding)
-
-
-def test_jax_looks_up_rows_in_pinned_host_memory(pinned):
-    """If it does more one day, docs/large_tables.md has to be corrected."""
-    table, ids = pinned(jnp.ones((ROWS, WIDTH))), batch(0)
-
-    @jax.jit
-    def lookup(table, ids):
-        rows = table[jax.device_put(ids, jax.memory.Space.Host)]
-        return jax.device_put(rows, jax.memory.Space.Device)
-
-    assert lookup(table, ids).sharding.memory_kind == "device"
-    with pytest.raises(ValueError, match="memory_space of all inputs passed to `gat"):
-        jax.jit(lambda table, ids: table[ids])(table, ids)
-    # the gradient of that: the transpose makes its zeros in device memory
-    with pytest.raises(ValueError, match="Expected cotangent type float32<host>"):
-        jax.grad(lambda table: jnp.sum(lookup(table, ids)))(table)
