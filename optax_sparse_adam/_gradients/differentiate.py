@@ -70,7 +70,7 @@ def evaluate_with_gradients(
     # Rows are read once more for the gradient of `w` in `checkpoint(t[i] @ w)`, and of
     # the weights of bags. That of the table does not depend on it.
     more = jax.tree.leaves((of_deltas, of_arrays)) if program.reread else []
-    after = _order_after([*everything, *(x for x in more if mesh_of(x).empty)])
+    after = _order_after([*everything, *more])
     slices: dict[int, list[RowSlices]] = {i: [] for i in range(len(tables))}
     for request, entries, values in zip(requests, rows, of_deltas, strict=True):
         i = request.leaf.index

@@ -4,6 +4,7 @@ Programs are compiled for shapes alone; nothing of the size of the tables is all
 """
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -109,6 +110,28 @@ def test_cost(case, lower):
     # A bit for each row on one device were more.
     assert 10 * array < LARGE // 8 / 8
     assert memory.temp_size_in_bytes <= 10 * array, memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("spec", slow_but([P(), P("x", None)], P()))
+def test_checkpoint(spec):
+    """Rows that are read again for the gradient are read before a table is written."""
+    case = Case("sparse_adam", (8,), spec, P("x"))
+    params = {x: case.struct((SMALL, WIDTH), "float32", spec) for x in ("t", "u")}
+    state = jax.tree.map(
+        lambda x: case.struct(x.shape, x.dtype, spec if x.ndim else P()),
+        jax.eval_shape(case.tx.init, params),
+    )
+
+    @jax.checkpoint
+    def product(params, ids):
+        return jnp.sum(params["t"][ids] * params["u"][ids], axis=1)
+
+    step = osa.make_train_step(lambda *args: jnp.sum(jnp.tanh(product(*args))), case.tx)
+    program = compile_for_users(
+        step.lower(params, state, case.struct((NSE,), "int32", case.batch))
+    )
+    held = program.memory_analysis().temp_size_in_bytes
+    assert held <= 20 * NSE * (WIDTH + 1) * 4 < SMALL // 8 * WIDTH * 4 * 3, held
 
 
 def test_shard_map():
