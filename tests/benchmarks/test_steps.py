@@ -293,14 +293,6 @@ def test_who_runs_out_of_memory_leaves():
     assert len(group.seconds["step", "b"]) == 4
 
 
-def test_groups():
-    fakes = [Fake("a", 30), Fake("b", 50), Fake("c", 40), Fake("d", 95), Fake("e", 10)]
-    together, skipped = turns.groups(fakes, free=100)  # of which 90 are taken
-    assert [[c.name for c in group] for group in together] == [["a", "b", "e"], ["c"]]
-    assert list(skipped) == ["d"]
-    assert turns.groups(fakes, free=None) == ([fakes], {})
-
-
 # --- what is said ---
 
 
