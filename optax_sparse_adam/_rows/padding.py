@@ -91,7 +91,8 @@ def append_padding(index: jax.Array) -> jax.Array:
     gather of a single row into a dynamic-slice, which it fuses into each of its users;
     some of these run after the table has been updated in place. Remedy: scatters and
     gathers (see `gather_scatter.take_rows`) of two rows, which XLA leaves as they are.
-    Safe, because padding is dropped. Test: `tests/gradients/test_cost_of_steps.py`.
+    Safe, because padding is dropped. Test: `tests/gradients/test_cost_of_steps.py`, for
+    gathers. Scatters on CPUs would not copy from jaxlib 0.10.2 on; a GPU has to tell.
     """
     if index.dtype.itemsize < 4:
         index = index.astype(jnp.int32)  # as a uint8, -1 may be a row

@@ -246,8 +246,8 @@ class Fake:
 
     phases = ("update", "step")
 
-    def __init__(self, name, memory=0, log=None, fails=None):
-        self.name, self.memory, self.fails = name, memory, fails
+    def __init__(self, name, log=None, fails=None):
+        self.name, self.fails = name, fails
         self.log = [] if log is None else log
 
     def start(self, batches):
