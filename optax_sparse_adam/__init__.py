@@ -9,6 +9,12 @@ from ._gradients.value_and_grad import value_and_grad as value_and_grad
 from ._gradients.evaluate import evaluate as evaluate
 from ._train_step import make_train_step as make_train_step
 
+# Rows as things.
+from ._row_verbs import put_rows as put_rows
+from ._row_verbs import reset_rows as reset_rows
+from ._row_verbs import rows_of as rows_of
+from ._row_verbs import take_rows as take_rows
+
 # Pooled lookups.
 from ._rows.bags import embedding_bag as embedding_bag
 

@@ -274,3 +274,34 @@ def replaced(
     decay = () if tables.decay is None else tables.decay
     fields = tables._asdict() | RowState.of(*trees)._asdict() | {"decay": decay}
     return state._replace(**fields)
+
+
+def clocks_of(state: Any) -> list[tuple[Any, Any]]:
+    """The clock and the present decay of each state of `exact_adam` in this one."""
+    nodes = filter(is_exact, jax.tree.leaves(state, is_leaf=is_exact))
+    return [(node.clock, node.decay) for node in nodes]
+
+
+def begin_now(state: Any, clocks: list[tuple[Any, Any]]) -> Any:
+    """A new state whose rows begin at these clocks, with the decay until then behind.
+
+    With moments of zeros, the value of such a row is what the table holds.
+    """
+    left = iter(clocks)
+
+    def begun(node: Any) -> Any:
+        if not is_exact(node):
+            return node
+        clock, decay = next(left)
+        last = jax.tree.map(lambda x: jnp.full_like(x, clock), node.last)
+        treedef = jax.tree.structure(node.last)
+        log_decay = tuple(
+            treedef.unflatten(
+                jnp.full_like(x, decay[i, part])
+                for i, x in enumerate(jax.tree.leaves(tree))
+            )
+            for part, tree in enumerate(node.log_decay)
+        )
+        return node._replace(last=last, log_decay=log_decay)
+
+    return jax.tree.map(begun, state, is_leaf=is_exact)

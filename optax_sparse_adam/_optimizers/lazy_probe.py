@@ -130,8 +130,12 @@ def find_owners(
     tables: dict[int, TableSize],
     shapes: list[Any],
     leaves: list[Any],
+    name: str = "lazy",
 ) -> list[int | None]:
-    """`probe` of `init`, for parameters and a state of these shapes."""
+    """`probe` of `init`, for parameters and a state of these shapes.
+
+    `name` says in errors who needs it.
+    """
     # Sizes that no parameter has: a [1000, 4] table is traced as [1009, 4]. What is
     # then [1009, 4] or [1009] in the state holds its rows; a count, [], does not.
     # Two tables of equal sizes, [1000, 4] both, are traced as [1009, 4] and [1010, 4],
@@ -151,9 +155,9 @@ def find_owners(
             if other.shape[:1] == (sizes[i],) and leaf.shape == full:
                 return i
         raise ValueError(
-            "lazy needs an inner state whose arrays hold the rows of a table along "
+            f"{name} needs a state whose arrays hold the rows of a table along "
             "their first axes, or do not depend on its number of rows; got shape "
-            f"{leaf.shape} at {jax.tree_util.keystr(path)} of the inner state, and "
+            f"{leaf.shape} at {jax.tree_util.keystr(path)} of the state, and "
             f"tables with {sorted({x.n_sparse for x in tables.values()})} sparse "
             "axes. Look rows up by one id, or choose a state shaped like the "
             "parameters."

@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # tuple has a method count
 
 
-def _widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Casts indices to a type that holds every row and `nse` padding indices."""
     # The largest padding index, `num_rows + nse - 1`, must fit: int8 ids of a table of
     # 100 rows and 64 entries become int32, as 163 is no int8.
@@ -79,12 +79,12 @@ def cast_entries(grad: BCOO, dtype: DTypeLike) -> BCOO:
         factors = grad.factors(lambda x: replicate_rows(x, mesh))
         values, indices, segments, weights = factors
         weights = None if weights is None else weights.astype(dtype)
-        indices = _widen_indices(indices, grad.shape)
+        indices = widen_indices(indices, grad.shape)
         # With a new canary: entries that were changed have no bag now, and are NaN.
         args = values.astype(dtype), indices, segments, weights
         return BagGradient(args, shape=grad.shape, dtype=dtype)
     grad = replicate_entries(grad)
-    indices = _widen_indices(grad.indices, grad.shape)
+    indices = widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
 
 

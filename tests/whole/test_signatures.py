@@ -27,6 +27,10 @@ SIGNATURES = {
     osa.sparse_adafactor: "(learning_rate=0.01, beta2_decay=-0.8, eps=(None, 0.001), "
     "d=1.0, weight_decay=0.0, *, maximize=False)",
     osa.apply_updates: "(params, updates)",
+    osa.take_rows: "(tx, params, state, ids)",
+    osa.put_rows: "(tx, params, state, ids, rows, row_state)",
+    osa.reset_rows: "(tx, params, state, ids, rows)",
+    osa.rows_of: "(grads, ids)",
     osa.psum: "(grads, axis_name)",
     osa.pmean: "(grads, axis_name)",
     osa.local_rows: "(grad, axis_name)",
