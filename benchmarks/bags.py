@@ -1,119 +1,144 @@
-"""Pooled lookups: a step and a forward pass against torch and `table[ids].sum(1)`.
+"""Models of pooled lookups, step and forward pass: ours, optax's and torch's.
 
-    python benchmarks/bags.py [--rows 1000000] [--dim 64] [--turns 8]
+    python benchmarks/bags.py [--rows 1000000] [--dim 64] [--bags 4096] [--ids 20]
+    python benchmarks/bags.py --tables 26 --rows 50000 --dim 32 --bags 2048 --ids 1
 
-Four contestants take turns, so that whatever else the machine does hits all alike:
-`osa.embedding_bag`, the recipe with one row for each id, and torch's
-`EmbeddingBag(sparse=True)` with `SparseAdam`. Each line has the median time of a step
-in milliseconds, that of a forward pass, and temporary memory in units of the rows that
-are looked up, `N x D`. `OPTAX_SPARSE_ADAM_NATIVE=0` measures plain JAX.
+For each example as many ids are looked up in each table and added up; a linear layer
+follows. Contestants take turns (see README.md): `osa.embedding_bag`, the recipe
+`table[ids].sum(1)`, both with `sparse_adam`, other optimisers, the dense step of
+`optax.adam`, and torch's `EmbeddingBag(sparse=True)` with `SparseAdam` and `Adam`.
 """
 
 import argparse
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+import optax
+from contestants import DENSE, RATE, TORCH, load_torch
+from machine import OtherPrograms
+from problem import DRAWS, NUM_BATCHES
+from report import cell
+from turns import Turns
 
 import optax_sparse_adam as osa
 
-SHAPES = [(4096, 5), (4096, 20), (1024, 100)]  # bags, ids in each
-BATCHES = 8
+PHASES = ("step", "forward")
 
 
-def jax_contestant(pool, rows, dim, scale, batches):
-    """Functions that take a step and a forward pass, and the temporary bytes."""
-    tx = osa.sparse_adam(1e-3)
-    # Made by XLA, as a user's is.
-    table = jax.jit(lambda: jax.random.normal(jax.random.key(0), (rows, dim)))()
-    carry = [table, tx.init(table)]
-
-    def loss(table, ids):
-        return jnp.sum(jnp.tanh(pool(table, ids)) * scale)
-
-    def step(table, state, ids):
-        value, grad = osa.value_and_grad(loss)(table, ids)
-        updates, state = tx.update(grad, state, table)
-        return osa.apply_updates(table, updates), state, value
-
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*carry, batches[0]).compile()
-    forward = jax.jit(pool)
-
-    def take_step(i):
-        *carry[:], value = compiled(*carry, batches[i % BATCHES])
-        jax.block_until_ready((carry, value))
-
-    def look_up(i):
-        jax.block_until_ready(forward(carry[0], batches[i % BATCHES]))
-
-    return take_step, look_up, compiled.memory_analysis().temp_size_in_bytes
+def recipe(table, ids):
+    return table[ids].sum(axis=1)
 
 
-def torch_contestant(rows, dim, scale, batches):
-    module = torch.nn.EmbeddingBag(rows, dim, mode="sum", sparse=True)
-    optimizer = torch.optim.SparseAdam(module.parameters(), lr=1e-3)
-    batches = [torch.tensor(np.asarray(ids), dtype=torch.int64) for ids in batches]
-    scale = torch.tensor(np.asarray(scale))
+class InJax:
+    """One of those that take turns; see `contestants.py`."""
 
-    def take_step(i):
-        optimizer.zero_grad()
-        torch.sum(torch.tanh(module(batches[i % BATCHES])) * scale).backward()
-        optimizer.step()
+    phases = PHASES
 
-    def look_up(i):
-        with torch.no_grad():
-            module(batches[i % BATCHES])
+    def __init__(self, name, sizes, tx, pool=osa.embedding_bag):
+        self.name, self.sizes, self.tx, self.pool = name, sizes, tx, pool
 
-    return take_step, look_up, None
+    def forward(self, params, ids):
+        bags = [self.pool(table, ids[i]) for i, table in enumerate(params["tables"])]
+        return jnp.concatenate(bags, axis=1) @ params["out"]
+
+    def loss(self, params, ids):
+        return jnp.mean(jax.nn.softplus(-self.forward(params, ids)))
+
+    def start(self, batches):
+        tables, rows, dim = self.sizes
+        key = jax.random.key(0)
+        params = {
+            "tables": [jax.random.normal(key, (rows, dim)) for _ in range(tables)],
+            "out": jnp.full(tables * dim, 0.01),
+        }
+        self.train = [params, self.tx.init(params)]
+        self.ids = [jnp.asarray(ids) for ids in batches]
+        sparse = False if self.name == DENSE else None
+        step = osa.make_train_step(self.loss, self.tx, sparse=sparse)
+        self.step = step.lower(*self.train, self.ids[0]).compile()
+        self.read = jax.jit(self.forward)
+        self.memory = f"{self.step.memory_analysis().temp_size_in_bytes / 1e6:.1f} MB"
+
+    def run(self, phase, batch):
+        if phase == "step":
+            *self.train, value = self.step(*self.train, self.ids[batch])
+            jax.block_until_ready((self.train, value))
+        else:
+            jax.block_until_ready(self.read(self.train[0], self.ids[batch]))
+
+    def stop(self):
+        self.train = None
 
 
-def medians(functions, turns):
-    """The median milliseconds of each function, called in turn.
+class InTorch:
+    name, phases, memory = TORCH, PHASES, ""
 
-    The first three calls of a turn do not count: torch's threads spin for a while after
-    its last operation, and would hinder whoever comes next.
-    """
-    times = [[] for _ in functions]
-    for turn in range(turns):
-        for function, own in zip(functions, times, strict=True):
-            for i in range(6):
-                start = time.perf_counter()
-                function(6 * turn + i)
-                if i > 2:
-                    own.append(time.perf_counter() - start)
-    return [1e3 * float(np.median(own)) for own in times]
+    def __init__(self, sizes, torch):
+        self.sizes, self.torch = sizes, torch
+
+    def start(self, batches):
+        torch, (tables, rows, dim) = self.torch, self.sizes
+        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        self.tables = [
+            torch.nn.EmbeddingBag(rows, dim, mode="sum", sparse=True).to(self.device)
+            for _ in range(tables)
+        ]
+        out = torch.full((tables * dim,), 0.01, device=self.device)
+        self.out = torch.nn.Parameter(out)
+        self.optimizers = (
+            torch.optim.SparseAdam([table.weight for table in self.tables], lr=RATE),
+            torch.optim.Adam([self.out], lr=RATE),
+        )
+        self.ids = [torch.tensor(x, device=self.device).long() for x in batches]
+
+    def run(self, phase, batch):
+        torch, ids = self.torch, self.ids[batch]
+        with torch.set_grad_enabled(phase == "step"):
+            bags = [table(ids[i]) for i, table in enumerate(self.tables)]
+            scores = torch.cat(bags, 1) @ self.out
+        if phase == "step":
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            torch.nn.functional.softplus(-scores).mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def stop(self):
+        self.tables = self.optimizers = None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=8)
+    sizes = {"tables": 1, "rows": 1_000_000, "dim": 64, "bags": 4096, "ids": 20}
+    for name, default in (sizes | {"repeats": 15}).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--draw", choices=DRAWS, default="uniform")
     args = parser.parse_args()
-    rng = np.random.default_rng(0)
-    head = ("bags x ids", "contestant", "step", "/ torch", "/ recipe", "forward")
-    print("".join(f"{x:>15}" for x in (*head, "/ torch", "memory")))
-    for bags, length in SHAPES:
-        ids = rng.integers(0, args.rows, (BATCHES, bags, length))
-        batches = [jnp.asarray(x, jnp.int32) for x in ids]
-        scale = jnp.asarray(rng.standard_normal((bags, args.dim)), jnp.float32)
-        sizes = args.rows, args.dim, scale, batches
-        contestants = {
-            "embedding_bag": jax_contestant(osa.embedding_bag, *sizes),
-            "recipe": jax_contestant(lambda t, ids: t[ids].sum(1), *sizes),
-            "torch": torch_contestant(*sizes),
-        }
-        steps, forwards, memory = zip(*contestants.values(), strict=True)
-        steps, forwards = medians(steps, args.turns), medians(forwards, args.turns)
-        unit = 4 * bags * length * args.dim
-        for i, name in enumerate(contestants):
-            used = "" if memory[i] is None else f"{memory[i] / unit:.2f}"
-            ratios = steps[i] / steps[2], steps[i] / steps[1], forwards[i] / forwards[2]
-            cells = f"{steps[i]:.2f}", f"{ratios[0]:.2f}", f"{ratios[1]:.2f}"
-            cells += f"{forwards[i]:.2f}", f"{ratios[2]:.2f}", used
-            print("".join(f"{x:>15}" for x in (f"{bags} x {length}", name, *cells)))
+    drawn = args.tables, args.bags, args.ids
+    batch = DRAWS[args.draw](np.random.default_rng(0), args.rows, np.prod(drawn))
+    batches = [batch().reshape(drawn) for _ in range(NUM_BATCHES)]
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE))
+    sizes = args.tables, args.rows, args.dim
+    group = [
+        InJax("embedding_bag, sparse_adam", sizes, osa.sparse_adam(RATE)),
+        InJax("recipe, sparse_adam", sizes, osa.sparse_adam(RATE), recipe),
+        InJax("lazy(chain(clip, adamw))", sizes, osa.lazy(clipped)),
+        InJax("rowwise_adagrad", sizes, osa.rowwise_adagrad(RATE)),
+        InJax(DENSE, sizes, optax.adam(RATE)),
+    ]
+    torch, where = load_torch(jax.default_backend())
+    group += [InTorch(sizes, torch)] if torch else []
+    print(f"{vars(args)}; torch: {where}\n")
+    others, turns = OtherPrograms(), Turns(group, batches)
+    turns.run(args.repeats)
+    print("| contestant | step | forward | temporary memory |\n|---|---|---|---|")
+    for x in group:
+        cells = [cell(turns.seconds, phase, x.name) for phase in PHASES]
+        print(f"| {x.name} | {' | '.join(cells)} | {x.memory} |")
+    print(others.in_words())
 
 
 if __name__ == "__main__":

@@ -1,107 +1,104 @@
-"""Seconds that whole models take to trace, to lower and to compile.
+"""Seconds that happen once: import, tracing, lowering and compiling, the first step.
 
-`python benchmarks/compile_times.py`: a training step of `examples/word2vec.py` (two
-tables) and of `examples/ngram_memory.py` (a transformer of two layers with a table),
-each in a new process without JAX's cache; the table has 200,000 rows, which changes
-nothing. `OPTAX_SPARSE_ADAM_NATIVE=0` measures plain JAX.
+`python benchmarks/compile_times.py [WORD ...]`: training steps of models with tables of
+bags and dense layers, each in a new process without JAX's cache; with words, only those
+whose names hold one of them. CPU seconds, but for the import and the first step. Sizes
+of tables change none but the last. `OPTAX_SPARSE_ADAM_NATIVE=0` measures plain JAX.
 """
 
+import itertools
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-EXAMPLES = str(Path(__file__).parents[1] / "examples")
+ROWS, DIM, BAGS, IDS = 10_000, 32, 512, 5
 
 
-def word2vec(tx):
+def model(tables, layers):
+    """The loss, parameters, and ids of a model; the layers are those of a residual."""
     import jax
     import jax.numpy as jnp
-    import word2vec
 
-    tables = {name: jnp.zeros((30_000, 100)) for name in ("center", "context")}
-    ids = jnp.zeros(512, jnp.int32), jnp.zeros((512, 6), jnp.int32)
-    return word2vec.loss_fn, jax.eval_shape(lambda: tables), tx, None, ids
+    import optax_sparse_adam as osa
+
+    width = tables * DIM
+
+    def loss(params, ids):
+        bags = [
+            osa.embedding_bag(table, ids[:, i])
+            for i, table in enumerate(params["tables"].values())
+        ]
+        x = jnp.concatenate(bags, axis=1)
+        for layer in params["layers"]:
+            x = x + jax.nn.relu(x @ layer["w"] + layer["b"])
+        return jnp.mean(x**2)
+
+    layer = {"w": jnp.zeros((width, width)), "b": jnp.zeros(width)}
+    params = {
+        "tables": {str(i): jnp.ones((ROWS, DIM)) for i in range(tables)},
+        "layers": [jax.tree.map(jnp.copy, layer) for _ in range(layers)],
+    }
+    return loss, params, jnp.zeros((BAGS, tables, IDS), jnp.int32)
 
 
-def language_model(make):
-    import jax
-    import jax.numpy as jnp
-    import ngram_memory
-
-    model = ngram_memory.LanguageModel(200_000)
-    batch = jnp.zeros((16, 65), jnp.int32)
-    init = jax.eval_shape(model.init, jax.random.key(0), batch[:, :-1])
-    loss, params = ngram_memory.make_loss(model), init["params"]
-    tx, sparse = make(params)
-    return loss, params, tx, sparse, (batch,)
-
-
-def programs():
-    """Names, and what makes the loss, the parameters, the optimiser and a batch."""
-    import ngram_memory
+def optimizers():
     import optax
 
     import optax_sparse_adam as osa
 
-    def parts(memory):
-        return lambda params: (
-            ngram_memory.optimizer_of_parts(params, 2e-3, memory),
-            ngram_memory.is_memory,
-        )
-
-    w2v, lm = "word2vec, ", "language model, "
+    parts = {"tables": osa.exact_adamw(1e-3), "layers": optax.adamw(1e-3)}
     return {
-        w2v + "optax.adam": lambda: word2vec(optax.adam(1e-3)),
-        w2v + "sparse_adam": lambda: word2vec(osa.sparse_adam(1e-3)),
-        w2v + "exact_adam": lambda: word2vec(osa.exact_adam(1e-3)),
-        w2v + "lazy(adam)": lambda: word2vec(osa.lazy(optax.adam(1e-3))),
-        lm + "optax.adamw": lambda: language_model(
-            lambda params: (optax.adamw(2e-3), False)
-        ),
-        lm + "rowwise_adagrad and adamw": lambda: language_model(
-            parts("rowwise_adagrad")
-        ),
-        lm + "exact_adamw and adamw": lambda: language_model(parts("exact_adamw")),
-        lm + "exact_adamw for all": lambda: language_model(
-            lambda params: (osa.exact_adamw(2e-3), None)
-        ),
-        lm + "lazy(adamw) for all": lambda: language_model(
-            lambda params: (osa.lazy(optax.adamw(2e-3)), None)
+        "dense optax.adamw": optax.adamw(1e-3),
+        "lazy(optax.adamw)": osa.lazy(optax.adamw(1e-3)),
+        "sparse_adam": osa.sparse_adam(1e-3),
+        "exact_adamw": osa.exact_adamw(1e-3),
+        "exact_adamw for tables, optax.adamw": optax.partition(
+            parts, {name: name for name in parts}
         ),
     }
 
 
-def measure(name):
-    import jax
+MODELS = {"1 table, 24 layers": (1, 24), "8 tables, 3": (8, 3), "26 tables, 3": (26, 3)}
 
+
+def measure(size, name):
+    began = time.perf_counter()
+    import optax  # noqa: F401
+
+    middle = time.perf_counter()
     import optax_sparse_adam as osa
 
-    loss, params, tx, sparse, batch = programs()[name]()
-    state = jax.eval_shape(tx.init, params)
-    step = osa.make_train_step(loss, tx, sparse=sparse)
-    began = time.perf_counter()
-    traced = step.trace(params, state, *batch)
-    seconds = [time.perf_counter()]
-    lowered = traced.lower()
-    seconds.append(time.perf_counter())
-    lowered.compile()
-    seconds.append(time.perf_counter())
-    parts = [b - a for a, b in zip([began, *seconds], seconds, strict=False)]
-    print(f"{name}: " + ", ".join(f"{x:.2f}" for x in (*parts, sum(parts))))
+    imported = time.perf_counter() - middle
+    import jax
+
+    loss, params, ids = model(*MODELS[size])
+    tx = optimizers()[name]
+    state = jax.block_until_ready(tx.init(params))
+    step = osa.make_train_step(loss, tx, sparse=False if "dense" in name else None)
+    marks = [time.process_time()]
+    traced = step.trace(params, state, ids)
+    marks.append(time.process_time())
+    compiled = traced.lower().compile()
+    marks.append(time.process_time())
+    first = time.perf_counter()
+    jax.block_until_ready(compiled(params, state, ids))
+    first = time.perf_counter() - first
+    trace, compile = (b - a for a, b in itertools.pairwise(marks))
+    numbers = middle - began, imported, trace, compile, trace + compile, first
+    print(f"| {size} | {name} | " + " | ".join(f"{x:.2f}" for x in numbers) + " |")
 
 
 def main():
-    sys.path.insert(0, EXAMPLES)
-    if len(sys.argv) > 1:
-        return measure(sys.argv[1])
-    print("seconds to trace, to lower, to compile, together")
+    print("| model | optimiser | import optax | ours | trace | compile | both | run |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    for name in programs():
-        command = [sys.executable, __file__, name]
-        subprocess.run(command, env=environment, check=True)
+    for size in MODELS:
+        for name in optimizers():
+            if not sys.argv[1:] or any(word in size + name for word in sys.argv[1:]):
+                command = [sys.executable, __file__, "--measure", size, name]
+                subprocess.run(command, env=environment, check=True)
 
 
 if __name__ == "__main__":
-    main()
+    measure(*sys.argv[2:]) if "--measure" in sys.argv else main()

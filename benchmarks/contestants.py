@@ -22,11 +22,7 @@ RATE = 1e-3
 
 
 def make_optimizer(name):
-    """One of this package, or `lazy_X`: `osa.lazy` of an optimiser X of optax.
-
-    Raises:
-      ValueError: If there is none of this name, or it cannot be row-sparse.
-    """
+    """One of this package, or `lazy_X`: `osa.lazy` of an optimiser X of optax."""
     lazy = name.startswith("lazy_")
     make = getattr(optax if lazy else osa, name.removeprefix("lazy_"), None)
     try:
@@ -129,11 +125,7 @@ def peak_bytes(compiled):
 
 
 def load_torch(platform):
-    """Imports torch, with a thread for each core.
-
-    Returns:
-      The module or `None`, and where it runs, or why it does not.
-    """
+    """Torch with a thread for each core, or `None`, and where it runs, or why not."""
     try:
         import torch
     except ImportError:

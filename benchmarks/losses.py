@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from machine import OtherPrograms, describe, is_busy, num_cores, seconds
+from machine import OtherPrograms, describe, seconds
 from matplotlib.figure import Figure
 
 import optax_sparse_adam as osa
@@ -105,9 +105,7 @@ def main():
     there = describe()
     size = f"word vectors, 2 tables of {len(words):,} x {word2vec.DIM}"
     draw(args.plot, runs, f"{size}; {there['device']}, {there['cores']} cores")
-    taken = others.cores()
-    print(f"other programs took {taken} cores", end="")
-    print(": the times mean nothing" if is_busy(taken, num_cores()) else "")
+    print(others.in_words())
 
 
 if __name__ == "__main__":

@@ -98,6 +98,12 @@ class OtherPrograms:
         taken = self.busy_seconds() - self.before
         return round(max(0.0, taken / (time.perf_counter() - self.began)), 2)
 
+    def in_words(self):
+        """A last line for programs that print times."""
+        taken = self.cores()
+        doubt = ": the times mean nothing" if is_busy(taken, num_cores()) else ""
+        return f"other programs took {taken} cores{doubt}"
+
 
 def is_busy(taken, num_cores):
     """Whether others take so much that times mean nothing: a tenth of the cores."""

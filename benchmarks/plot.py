@@ -1,9 +1,8 @@
 """Time against the number of rows, or time per id against the number of ids, drawn."""
 
-import argparse
-from pathlib import Path
-
 from contestants import DENSE, PHASES, TORCH
+from matplotlib.figure import Figure
+from problem import in_short
 from report import spread
 
 TITLES = {"update": "update of the table", "step": "whole training step"}
@@ -14,21 +13,6 @@ STYLES = {
 }
 
 
-def picture(text):
-    """A name of a file that can hold the picture."""
-    path = Path(text)
-    if path.suffix not in (".png", ".pdf", ".svg") or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must end in .png, .pdf or .svg and be in a folder that exists"
-        )
-    try:
-        import matplotlib  # noqa: F401, now and not after all the measurements
-    except ImportError:
-        install = 'pip install ".[benchmark]"'
-        raise argparse.ArgumentTypeError(f"needs matplotlib; run {install}") from None
-    return path
-
-
 def is_by_ids(run):
     """Whether the batches of a run differ more than its tables."""
     problems = [result["problem"] for result in run["results"]]
@@ -37,15 +21,15 @@ def is_by_ids(run):
 
 
 def series(run, by_ids):
-    """The points of each kind of problem and each phase.
+    """The points of each kind of problem, phase and name.
 
     A point is the number of rows, median and quartiles in ms; or the number of ids,
     and the same in microseconds for each.
     """
     found = {}
     for result in run["results"]:
-        rows, dim, ids, dtype = result["problem"].values()
-        kind = f"rows of {dim} {dtype}"
+        problem = result["problem"]
+        ids, kind = problem["ids"], f"rows of {problem['dim']} {problem['dtype']}"
         if not by_ids:
             kind = f"{ids:,} Zipf ids, {kind}"
         scale = 1e6 / ids if by_ids else 1e3
@@ -53,15 +37,8 @@ def series(run, by_ids):
             panels = found.setdefault(kind, {phase: {} for phase in PHASES})
             points = panels[measured["phase"]].setdefault(measured["name"], [])
             times = (scale * x for x in spread(measured["seconds"]))
-            points.append((ids if by_ids else rows, *times))
+            points.append((ids if by_ids else problem["rows"], *times))
     return found
-
-
-def label_of(value, position=None):
-    for size, letter in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
 
 
 def draw_times(axes, lines):
@@ -79,28 +56,25 @@ def style(axes, lines, by_ids):
     axes.set(xscale="log", yscale="log", xlabel=label)
     # Labels at what was measured, and at 1, 2 and 5 times the powers of ten.
     measured = sorted({rows for points in lines.values() for rows, *_ in points})
-    labels = [f"{x:,}" if by_ids else label_of(x) for x in measured]
+    labels = [f"{x:,}" if by_ids else in_short(x) for x in measured]
     axes.set_xticks(measured, labels)
     axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axes.yaxis.set_major_formatter(label_of)
+    axes.yaxis.set_major_formatter(lambda value, position: in_short(value))
     axes.minorticks_off()
     axes.grid(color="#e3e3e3", linewidth=0.8)
-    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw(path, run):
     """Draws two panels, update and step, for each kind of problem."""
-    from matplotlib.figure import Figure
-
     by_ids = is_by_ids(run)
-    unit = "microseconds per id" if by_ids else "ms"
     kinds = series(run, by_ids)
     size = (9.5, 0.8 + 3.6 * len(kinds))
     canvas = Figure(figsize=size, layout="constrained", dpi=150)
     lines = canvas.subplots(max(1, len(kinds)), 2, squeeze=False, sharey="row")
     handles = {}
     for line, (kind, panels) in zip(lines, kinds.items(), strict=False):
+        unit = "microseconds per id" if by_ids else "ms"
         line[0].set_ylabel(f"{unit}, median and quartiles")
         for axes, (phase, lines_of) in zip(line, panels.items(), strict=True):
             draw_times(axes, lines_of)

@@ -16,9 +16,19 @@ class Problem(NamedTuple):
     dim: int  # length of a row
     ids: int  # lookups in a batch
     dtype: str  # of the table, the moments and the gradient
+    draw: str = "zipf"  # how ids are drawn, one of DRAWS
 
     def __str__(self):
-        return f"{self.rows:,} x {self.dim} {self.dtype}, {self.ids:,} ids"
+        ids = f"{self.ids:,} ids" + (self.draw != "zipf") * f", {self.draw}"
+        dtype = (self.dtype != "float32") * f" {self.dtype}"
+        return f"{in_short(self.rows)} x {self.dim}{dtype}, {ids}"
+
+
+def in_short(number):
+    for size, letter in ((10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:g}{letter}"
+    return f"{number:g}"
 
 
 class Batches(NamedTuple):
@@ -30,20 +40,36 @@ class Batches(NamedTuple):
     touched: int  # different rows in a batch, averaged
 
 
-def draw(problem, seed=0):
-    """Draws the batches of a problem; the same for the same seed.
-
-    Zipf's law: the logarithm of a row's rank is uniform, so that its frequency falls as
-    1/rank. The ranks are spread over the table at random.
+def zipf(rng, rows, size):
+    """Zipf's law: the logarithm of a row's rank is uniform, so that its frequency falls
+    as 1/rank. The ranks are spread over the table at random.
     """
-    rng = np.random.default_rng(seed)
-    rows, size = problem.rows, problem.ids
     by_rank = rng.permutation(np.arange(rows, dtype=np.int32))
-    ids = [
-        by_rank[(float(rows) ** rng.random(size)).astype(np.int64) - 1]  # in [1, rows]
-        for _ in range(NUM_BATCHES)
-    ]
-    values = rng.standard_normal((size, problem.dim), dtype=np.float32)
+    return lambda: by_rank[(float(rows) ** rng.random(size)).astype(np.int64) - 1]
+
+
+def uniform(rng, rows, size):
+    return lambda: rng.integers(0, rows, size, dtype=np.int32)
+
+
+def different(rng, rows, size):
+    return lambda: rng.choice(rows, size, replace=False).astype(np.int32)
+
+
+def hot(rng, rows, size):
+    """Half of the ids are one row, the others uniform."""
+    return lambda: np.where(rng.random(size) < 0.5, 7, uniform(rng, rows, size)())
+
+
+DRAWS = {draw.__name__: draw for draw in (zipf, uniform, different, hot)}
+
+
+def draw(problem, seed=0):
+    """Draws the batches of a problem; the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    batch = DRAWS[problem.draw](rng, problem.rows, problem.ids)
+    ids = [batch().astype(np.int32) for _ in range(NUM_BATCHES)]
+    values = rng.standard_normal((problem.ids, problem.dim), dtype=np.float32)
     weights = rng.standard_normal(problem.dim, dtype=np.float32)
     touched = np.mean([len(np.unique(batch)) for batch in ids])
     return Batches(ids, values, weights, round(float(touched)))

@@ -1,6 +1,9 @@
-"""The tables of a run, and what they mean in words; also of a file that is kept.
+"""The tables of a run, and what they mean in words; also of files that are kept.
 
-python benchmarks/report.py FILE.json [--plot FILE.png]
+    python benchmarks/report.py FILE.json [FILE.json ...] [--plot FILE.png]
+
+Files of the same problems, with the kernel and without it, say, make one table, with
+the times of torch and of dense optax of the first. README.md holds these tables.
 
 A run is what `steps.py --json` writes: `environment` (see `machine.describe`),
 `options`, `copy_bytes` and `copy_seconds` (see `machine.time_copies`), `others` (see
@@ -25,8 +28,6 @@ from problem import Problem
 
 FORMAT = "optax_sparse_adam benchmarks/steps.py 2"
 RIVALS = {TORCH: "torch", DENSE: "optax.adam"}
-HEAD = ("median", "quartiles", "of torch's time", "of optax.adam's", "floor")
-WIDTH = 100
 UNSTEADY = 3  # times the lower quartile; quiet machines stay below 2.5
 
 
@@ -85,26 +86,9 @@ def share(value):
     return f"{value:.2f}" if value >= 0.095 else f"{value:.2g}"
 
 
-def with_quartiles(value, form=share):
-    middle, low, high = map(form, value)
-    return f"{middle} [{low}, {high}]"
-
-
-def columns(rows, gap="  "):
-    """Lays out a table; the cells right of the first column end together."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = map(str.rjust, rest, widths[1:])
-        lines.append(gap.join(["  " + first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
-
-
-def load_in_words(run, others):
-    """What other programs took; an old file does not say."""
-    if others is None:
-        return "unknown"
-    return f"{others:.2f} of {run['environment']['cores']} cores taken by others"
+def in_brackets(value):
+    middle, low, high = map(share, value)
+    return f"{middle}, {low} to {high}"
 
 
 def header(run):
@@ -112,91 +96,87 @@ def header(run):
     there = run["environment"]
     versions = {**there["versions"], "python": there["python"]}
     rates = [run["copy_bytes"] / seconds / 1e9 for seconds in run["copy_seconds"]]
-    kernel = "the compiled one of optax_sparse_adam.native"
     paragraphs = {
-        "device": f"{there['device']} ({there['platform']}), {there['cores']} cores, "
-        f"{there['os']}",
-        "load": load_in_words(run, run["others"]),
+        "device": f"{there['device']}, {there['cores']} cores, {there['os']}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v),
-        "kernel": kernel if there["kernel"] else "none, plain JAX",
+        "kernel": "compiled" if there["kernel"] else "none, plain JAX",
         "torch": there["torch"],
-        "copy": f"{with_quartiles(spread(rates), digits)} GB/s read and written, "
-        f"copying {run['copy_bytes'] / 2e6:.0f} MB",
-        "method": f"in turns in one process, {run['options']['repeats']} rounds after "
-        "some to warm up; a turn is two runs, the second timed; medians [quartiles] in "
-        "ms; ratios of medians [quartiles of the ratios of each round]; floor: what "
-        "moving the bytes that must be moved would take, at the rate of the copy, as a "
-        "share of the time",
+        "copy": f"{digits(spread(rates).middle)} GB/s read and written",
+        "method": f"in turns, {run['options']['repeats']} rounds; medians in ms; in "
+        "brackets the share of torch's (or else optax's), and its quartiles",
     }
     indent = " " * 10
     return "\n".join(
-        textwrap.fill(f"{name:<10}{text}", WIDTH, subsequent_indent=indent)
+        textwrap.fill(f"{name:<10}{text}", 100, subsequent_indent=indent)
         for name, text in paragraphs.items()
     )
 
 
-def against(result, ours, rival):
-    """The ratio of our times to a rival's in the same phase, or `None`."""
-    for theirs in result["measurements"]:
-        if (theirs["phase"], theirs["name"]) == (ours["phase"], rival):
-            same = ours["name"] in RIVALS
-            return None if same else ratio(ours["seconds"], theirs["seconds"])
-    return None
+def seconds_of(result):
+    return {(m["phase"], m["name"]): m["seconds"] for m in result["measurements"]}
 
 
-def line(run, result, measured):
-    time = spread(measured["seconds"])
-    rate = run["copy_bytes"] / spread(run["copy_seconds"]).middle
-    floor = measured["floor_bytes"] / rate
-    ratios = [against(result, measured, rival) for rival in RIVALS]
-    return (
-        f"{measured['phase']:<6}  {measured['name']}",
-        digits(time.middle * 1e3),
-        f"[{digits(time.low * 1e3)}, {digits(time.high * 1e3)}]",
-        *("" if value is None else with_quartiles(value) for value in ratios),
-        f"{100 * floor / time.middle:.0f} %",
-    )
+def cell(times, phase, name):
+    """The median, and the share of a rival's."""
+    if (phase, name) not in times:
+        return "-"
+    text = digits(1e3 * np.median(times[phase, name]))
+    rivals = [rival for rival in RIVALS if (phase, rival) in times]
+    if name in RIVALS or not rivals:
+        return text
+    share_of = ratio(times[phase, name], times[phase, rivals[0]])
+    return f"{text} ({in_brackets(share_of)})"
+
+
+def tables(runs):
+    """A table for each phase: medians of each contestant at each problem."""
+    heads = [str(Problem(**result["problem"])) for result in runs[0]["results"]]
+    for phase in PHASES:
+        lines = [[phase, *heads]]
+        for number, run in enumerate(runs):
+            times = [seconds_of(result) for result in run["results"]]
+            names = dict.fromkeys(name for x in times for p, name in x if p == phase)
+            for name in names:
+                head = name
+                if name not in RIVALS and len(runs) > 1:
+                    kernel = run["environment"]["kernel"]
+                    head += ", kernel" if kernel else ", plain JAX"
+                if name not in RIVALS or not number:
+                    lines.append([head, *(cell(x, phase, name) for x in times)])
+        if len(heads) >= len(lines):  # the longer side goes down
+            lines = list(map(list, zip(*lines, strict=True)))
+        lines.insert(1, ["---"] * len(lines[0]))
+        if len(lines) > 2 and len(lines[0]) > 1:
+            yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def distrust(run, result):
     """Why these times mean nothing, or an empty string."""
-    if is_busy(result["others"], run["environment"]["cores"]):
-        return f"NOT TO BE TRUSTED: {load_in_words(run, result['others'])}"
+    cores = run["environment"]["cores"]
+    if is_busy(result["others"], cores):
+        return f"others took {result['others']:.2f} of {cores} cores"
     spreads = {m["name"]: spread(m["seconds"]) for m in result["measurements"]}
     wide = [name for name, s in spreads.items() if s.high > UNSTEADY * s.low]
-    if wide:
-        names = " and of ".join(wide)
-        return f"NOT TO BE TRUSTED: the quartiles of {names} lie far apart"
-    return ""
+    return f"the quartiles of {' and of '.join(wide)} lie far apart" if wide else ""
 
 
 def remarks(run, result):
+    """What the table does not say: doubts, memory, the bytes that must be moved."""
+    rate = run["copy_bytes"] / spread(run["copy_seconds"]).middle
+    yield f"  {Problem(**result['problem'])}: {result['touched']:,} rows touched"
     if why := distrust(run, result):
-        yield textwrap.fill(f"  {why}", WIDTH, subsequent_indent=" " * 4)
-    memory = {m["name"]: m["memory_bytes"] / 1e9 for m in result["measurements"]}
-    sizes = "; ".join(f"{name} {size:.3g}" for name, size in memory.items())
-    yield textwrap.fill(f"  memory in GB: {sizes}", WIDTH, subsequent_indent=" " * 4)
-    for measured in result["measurements"]:
-        if len(measured["seconds"]) < run["options"]["repeats"]:
-            where = f"{measured['phase']}, {measured['name']}"
-            yield f"  {where}: {len(measured['seconds'])} rounds only"
+        yield f"  NOT TO BE TRUSTED: {why}"
+    for m in result["measurements"]:
+        floor = m["floor_bytes"] / rate / spread(m["seconds"]).middle
+        yield (
+            f"  {m['phase']}, {m['name']}: {len(m['seconds'])} rounds, "
+            f"{m['memory_bytes'] / 1e9:.3g} GB, {100 * floor:.0f} % of a copy's rate"
+        )
     if len(result["groups"]) > 1:
         parts = "; then ".join(", ".join(group) for group in result["groups"])
         yield f"  too large to take turns all together: {parts}"
-
-
-def table(run, result):
-    """The times of a problem, who was left out, and who did not take turns."""
-    lines = []
-    if result["measurements"]:
-        ordered = sorted(
-            result["measurements"], key=lambda measured: PHASES.index(measured["phase"])
-        )
-        head = (f"{result['touched']:,} rows touched", *HEAD)
-        lines.append(columns([head, *(line(run, result, m) for m in ordered)]))
-        lines += remarks(run, result)
-    lines += [f"  {name}: left out, {why}" for name, why in result["skipped"].items()]
-    return "\n".join(lines)
+    for name, why in result["skipped"].items():
+        yield f"  {name}: left out, {why}"
 
 
 def verdict(run):
@@ -207,39 +187,38 @@ def verdict(run):
         lines.append(f"No verdict on {distrusted} of {len(run['results'])} sizes.")
     for rival, short in RIVALS.items():
         found = [
-            (f"{m['phase']}, {m['name']}, {Problem(**result['problem'])}", ratio)
+            (f"{phase}, {name}, {Problem(**result['problem'])}", ratio(ours, theirs))
             for result in trusted
-            for m in result["measurements"]
-            if (ratio := against(result, m, rival)) is not None
+            for (phase, name), ours in seconds_of(result).items()
+            if name not in RIVALS and (theirs := seconds_of(result).get((phase, rival)))
         ]
-        if not found:
-            continue
-        faster = [value for _, value in found if value.high < 1]
-        lines.append(f"Against {short}: faster in {len(faster)} of {len(found)} rows.")
+        faster = sum(value.high < 1 for _, value in found)
+        if found:
+            lines.append(f"Against {short}: faster in {faster} of {len(found)} cases.")
         for where, value in found:
             if value.high >= 1:
                 word = "SLOWER" if value.low > 1 else "no clear difference"
-                lines.append(f"  {word}: {where}: {with_quartiles(value)}")
+                lines.append(f"  {word}: {where}: {in_brackets(value)}")
     return "\n".join(lines) or "Nothing to compare with."
 
 
 def main():
-    from plot import draw, picture  # needs matplotlib
-
     parser = argparse.ArgumentParser(description="Prints what steps.py --json kept.")
-    parser.add_argument("file", type=Path, metavar="FILE.json")
-    parser.add_argument("--plot", type=picture, help="draw time against rows")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE.json")
+    parser.add_argument("--plot", type=Path, help="draw the times of the first file")
     args = parser.parse_args()
     try:
-        run = load(args.file)
+        runs = [load(path) for path in args.files]
     except (OSError, ValueError) as error:
         sys.exit(f"report.py: {error}")
-    print(header(run))
-    for result in run["results"]:
-        print(f"\n{Problem(**result['problem'])}\n{table(run, result)}")
-    print(f"\n{verdict(run)}")
+    print("\n\n".join([*map(header, runs), *tables(runs)]))
+    for run in runs:
+        print("", *(x for r in run["results"] for x in remarks(run, r)), sep="\n")
+        print(verdict(run))
     if args.plot:
-        draw(args.plot, run)
+        from plot import draw  # needs matplotlib
+
+        draw(args.plot, runs[0])
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ python benchmarks/steps.py --shapes 1000000x64x8192 4000000x64x1048576 --plot id
 
 Measures the row-sparse optimisers of this package, torch.optim.SparseAdam where torch
 is installed, and optax.adam on dense gradients, in turns in one process: see README.md.
-The last column is the time of the bytes that must be moved, at the rate of a copy, over
-the time taken. --plot draws time per id where there are more batches than tables,
-else time against rows. JAX_PLATFORMS=cpu measures on the CPU of a machine with a GPU.
+--plot draws time per id where there are more batches than tables, else time against
+rows. JAX_PLATFORMS=cpu measures on the CPU of a machine with a GPU.
 """
 
 import argparse
@@ -25,29 +24,17 @@ import jax
 import report
 from contestants import DENSE, InJax, InTorch, load_torch, make_optimizer
 from machine import OtherPrograms, describe, free_bytes, is_busy, time_copies
-from plot import draw as draw_plot
-from plot import picture
-from problem import Problem, draw
+from problem import DRAWS, Problem, draw
 from turns import Turns, groups
 
 # What is measured where --rows, --dim and --ids are left out.
 USUAL = [(1_000_000, 64, 8_192), (1_000_000, 64, 65_536), (2_000_000, 96, 24_000)]
 
 
-def size(text):
-    if not text.isdecimal() or not 1 <= int(text) <= 2 * 10**9:
-        message = f"a whole number from 1 to 2,000,000,000 is needed, got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return int(text)
-
-
 def shape(text):
     """A table and a batch: `ROWSxDIMxIDS`."""
-    sizes = text.split("x")
-    if len(sizes) != 3:
-        message = f"a shape is ROWSxDIMxIDS, such as 4000000x64x1048576, got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return tuple(map(size, sizes))
+    rows, dim, ids = map(int, text.split("x"))
+    return rows, dim, ids
 
 
 def optimizer(name):
@@ -64,67 +51,42 @@ def parse_args(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    many = {"type": size, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--rows", **many, help="of the table (default: 1,000,000)")
-    parser.add_argument("--dim", **many, help="length of a row (default: 64)")
-    parser.add_argument("--ids", **many, help="in a batch (default: 8,192 and 65,536)")
-    parser.add_argument(
-        "--shapes",
-        type=shape,
-        nargs="+",
-        metavar="ROWSxDIMxIDS",
-        help="instead of --rows, --dim and --ids: just these",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        default="float32",
-        help="of table and moments (default: float32)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        type=optimizer,
-        nargs="+",
-        default=["sparse_adam"],
-        metavar="NAME",
-        help="such as rowwise_adagrad, or lazy_X with an optimiser X of optax",
-    )
-    parser.add_argument(
-        "--against",
-        choices=("torch", "dense", "both", "nobody"),
-        default="both",
-        help="who takes turns with us (default: both)",
-    )
-    parser.add_argument(
-        "--repeats", type=size, default=30, metavar="N", help="rounds (default: 30)"
-    )
-    parser.add_argument(
-        "--busy", action="store_true", help="measure while other programs run, too"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE.json", help="keep all times, for report.py"
-    )
-    parser.add_argument(
-        "--plot", type=picture, metavar="FILE.png", help="draw the times, see above"
-    )
+    add, many = parser.add_argument, {"type": int, "nargs": "+", "metavar": "N"}
+    add("--rows", **many, help="of the table (default: 1,000,000)")
+    add("--dim", **many, help="length of a row (default: 64)")
+    add("--ids", **many, help="in a batch (default: 8,192 and 65,536)")
+    text = "instead of --rows, --dim and --ids: just these"
+    add("--shapes", type=shape, nargs="+", metavar="ROWSxDIMxIDS", help=text)
+    types = ("float32", "bfloat16", "float16", "float64")
+    add("--dtype", choices=types, default=types[0], help="of table and moments")
+    add("--draw", choices=DRAWS, default="zipf", help="how ids are drawn")
+    text = "such as rowwise_adagrad, or lazy_X with an optimiser X of optax"
+    names = {"type": optimizer, "nargs": "+", "metavar": "NAME"}
+    add("--optimizer", **names, default=["sparse_adam"], help=text)
+    rivals = ("torch", "dense", "both", "nobody")
+    add("--against", choices=rivals, default="both", help="who takes turns with us")
+    add("--repeats", type=int, default=30, metavar="N", help="rounds (default: 30)")
+    add("--busy", action="store_true", help="measure while other programs run")
+    add("--json", type=Path, metavar="FILE.json", help="keep times, for report.py")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the times, see above")
     args = parser.parse_args(argv)
     if args.shapes and (args.rows or args.dim or args.ids):
         parser.error("--shapes: not together with --rows, --dim or --ids")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json: there is no folder {args.json.parent}")
+    for path in (args.json, args.plot):
+        if path and not path.parent.is_dir():
+            parser.error(f"there is no folder {path.parent}")
+    if args.plot:
+        import plot  # noqa: F401, matplotlib is missed now, not after measuring
     return args
 
 
 def problems(args):
     """All sizes that were asked for."""
-    if args.shapes:
-        sizes = args.shapes
-    elif args.rows or args.dim or args.ids:
+    sizes = args.shapes or USUAL
+    if args.rows or args.dim or args.ids:
         rows, dim = args.rows or [1_000_000], args.dim or [64]
         sizes = itertools.product(rows, dim, args.ids or [8_192, 65_536])
-    else:
-        sizes = USUAL
-    return [Problem(*size, args.dtype) for size in sizes]
+    return [Problem(*size, args.dtype, args.draw) for size in sizes]
 
 
 def measure(args, problem, torch):
@@ -134,10 +96,7 @@ def measure(args, problem, torch):
     if args.against in ("dense", "both"):
         contestants.append(InJax(DENSE, problem))
     together, skipped = groups(contestants, free_bytes())
-    measurements, touched = [], 0
-    if together:
-        batches = draw(problem)
-        touched = batches.touched
+    measurements, batches = [], draw(problem)
     others = OtherPrograms()
     for group in together:
         turns = Turns(group, batches)
@@ -149,7 +108,7 @@ def measure(args, problem, torch):
                 "phase": phase,
                 "name": contestant.name,
                 "memory_bytes": contestant.memory,
-                "floor_bytes": contestant.floor(touched),
+                "floor_bytes": contestant.floor(batches.touched),
                 "seconds": seconds,
             }
             for contestant in group
@@ -158,7 +117,7 @@ def measure(args, problem, torch):
         ]
     return {
         "problem": problem._asdict(),
-        "touched": touched,
+        "touched": batches.touched,
         "groups": [[contestant.name for contestant in group] for group in together],
         "skipped": skipped,
         "others": others.cores(),
@@ -179,11 +138,10 @@ def main(argv=None):
     torch, environment["torch"] = None, "left out"
     if args.against in ("torch", "both"):
         torch, environment["torch"] = load_torch(environment["platform"])
-    kept = ("rows", "dim", "ids", "shapes", "dtype", "optimizer", "against", "repeats")
     copy_bytes, copy_seconds = time_copies(args.repeats)
     run = {
         "environment": environment,
-        "options": {name: getattr(args, name) for name in kept},
+        "options": {k: v for k, v in vars(args).items() if k not in ("json", "plot")},
         "others": taken,
         "copy_bytes": copy_bytes,
         "copy_seconds": copy_seconds,
@@ -191,20 +149,20 @@ def main(argv=None):
     }
     print(report.header(run), flush=True)
     for problem in problems(args):
-        print(f"\n{problem}", flush=True)
+        print(f"\n{problem}\n", flush=True)
         with jax.enable_x64(problem.dtype == "float64"):
             run["results"].append(measure(args, problem, torch))
-        print(report.table(run, run["results"][-1]), flush=True)
+        last = run["results"][-1]
+        print("\n\n".join(report.tables([run | {"results": [last]}])))
+        print(*report.remarks(run, last), sep="\n", flush=True)
         if args.json:  # now: the next problem may be the one that is interrupted
             report.save(run, args.json)
     print(f"\n{report.verdict(run)}")
     if args.plot:
-        draw_plot(args.plot, run)
+        import plot
+
+        plot.draw(args.plot, run)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("steps.py: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)  # JAX may crash when it is taken down: see examples/word2vec.py
+    main()

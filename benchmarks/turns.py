@@ -2,7 +2,7 @@
 
 import time
 
-from contestants import DENSE, PHASES
+from contestants import DENSE
 from machine import seconds
 from problem import NUM_BATCHES
 
@@ -62,6 +62,7 @@ class Turns:
 
     def __init__(self, group, batches):
         self.group, self.batches = group, batches
+        self.phases = list(dict.fromkeys(p for c in group for p in c.phases))
         self.seconds = {(p, c.name): [] for c in group for p in c.phases}
         self.skipped = {}
 
@@ -75,7 +76,7 @@ class Turns:
         for number in range(-WARMUP, repeats):
             cycle, first = divmod(number, len(self.group))
             order = (*self.group[first:], *self.group[:first])
-            for phase in PHASES:
+            for phase in self.phases:
                 for contestant in order[:: -1 if cycle % 2 else 1]:
                     if self.takes_part(contestant, phase):
                         self.turn(contestant, phase, number)
@@ -92,7 +93,7 @@ class Turns:
         return len(taken) < FEWEST or sum(taken) <= ENOUGH_SECONDS
 
     def turn(self, contestant, phase, number):
-        shift = PHASES.index(phase) * NUM_BATCHES // len(PHASES)
+        shift = self.phases.index(phase) * NUM_BATCHES // len(self.phases)
         batch = number + shift
         try:
             contestant.run(phase, (batch - 1) % NUM_BATCHES)

@@ -21,19 +21,14 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
     "sphinx_copybutton",
-    # Of this folder.
-    "benchmark_tables",
-    "example_programs",
-    "github_pages",
-    "inline_code",
-    "mathml",
-    "public_names",
+    "reference",  # of this folder, our own
 ]
 exclude_patterns = ["_*", "build"]
 
 # Notebooks are in a folder of their own, and run by their own tests. Pages link to that
-# one, which GitHub shows; `github_pages` makes of it links to the copy.
+# one, which GitHub shows; `reference` makes of it links to the copy.
 _notebooks = _DOCS / "notebooks"
 shutil.rmtree(_notebooks, ignore_errors=True)
 shutil.copytree(
@@ -43,7 +38,10 @@ nb_execution_mode = "off"
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
-math_renderer = "mathml"
+
+# Names in single backticks: a link, or else just code.
+default_role = "py:obj"
+nitpick_ignore_regex = [("py:obj", r"(?s).*")]
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
@@ -58,7 +56,6 @@ html_theme = "sphinx_book_theme"
 html_title = f"optax_sparse_adam {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["search_sections.js"]
 templates_path = ["_templates"]
 # GitHub's name of the repository, where its workflow builds the site.
 _repository = os.environ.get("GITHUB_REPOSITORY", "")

@@ -1,4 +1,4 @@
-"""`public-names`: a reference of what a package exports, in the package's own groups.
+"""What Sphinx lacks for this site: a reference in the package's groups, and links.
 
 A package's `__init__.py` imports its public names in groups, each below a comment that
 says what they are. Here one group, or all names where there are no groups:
@@ -7,6 +7,11 @@ says what they are. Here one group, or all names where there are no groups:
        :group: Optimisers
 
 With `:summary:` it is a table of the names and the first line of each docstring.
+
+GitHub shows files, so pages link to files of the repository. Where the site has a page
+in the place of a file, such as a notebook, the link leads to that page. GitHub includes
+no text: a paragraph that begins with "On GitHub, " and links to the file that has it is
+for readers there, and left out here.
 """
 
 import importlib
@@ -17,11 +22,28 @@ from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
-from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 _IMPORTS = re.compile(r"^from \..*?(?:\(.*?\)|$)", re.MULTILINE | re.DOTALL)
 _EXPORTED = re.compile(r"\b(\w+) as \1\b")
+
+# What follows the folder of the repository: what follows that of the site.
+_PLACES = {
+    "notebooks/": "notebooks/",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "optax_sparse_adam/__init__.py": "api/index.rst",
+    "optax_sparse_adam/native/__init__.py": "api/native.rst",
+    "optax_sparse_adam/torch_compat/__init__.py": "api/torch_compat.rst",
+}
+
+
+def lead_to_pages(app: Any, page: str, source: list[str]) -> None:
+    text = re.sub(r"^On GitHub, .*?(?:\n\n|\Z)", "", source[0], flags=re.M | re.S)
+    for file, place in _PLACES.items():
+        text = text.replace(f"](../{file}", f"]({place}")
+    source[0] = text
 
 
 def public_names(module: str) -> dict[str, list[str]]:
@@ -32,15 +54,9 @@ def public_names(module: str) -> dict[str, list[str]]:
     for block in re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8")):
         names = [x for i in _IMPORTS.findall(block) for x in _EXPORTED.findall(i)]
         comment = re.match(r"\s*# (?!ruff)(.+?)[.:]?\n", block)
-        head = comment[1] if comment else ""
         if names:
-            groups.setdefault(head, []).extend(names)
+            groups.setdefault(comment[1] if comment else "", []).extend(names)
     return groups
-
-
-def _place(name: str) -> int:
-    """Optimisers before their parts, and states last."""
-    return 2 * name.endswith("State") + name.startswith("scale_by_")
 
 
 class PublicNames(SphinxDirective):
@@ -54,16 +70,15 @@ class PublicNames(SphinxDirective):
         (module,) = self.arguments
         groups = public_names(module)
         head = self.options.get("group")
-        if head is not None and head not in groups:
-            raise self.error(f"{module} has the groups {list(groups)}, not {head!r}.")
         names = groups[head] if head else [x for xs in groups.values() for x in xs]
-        names = sorted(names, key=_place)
+        # Optimisers before their parts, and states last.
+        names.sort(key=lambda x: 2 * x.endswith("State") + x.startswith("scale_by_"))
         if "summary" in self.options:
             lines = [".. autosummary::", "   :nosignatures:", ""]
             lines += [f"   ~{module}.{name}" for name in names]
         else:
             lines = [x for name in names for x in self._document(module, name)]
-        return self.parse_rst(lines)
+        return self.parse_text_to_nodes("\n".join(lines))
 
     def _document(self, module: str, name: str) -> list[str]:
         value = getattr(importlib.import_module(module), name)
@@ -73,13 +88,8 @@ class PublicNames(SphinxDirective):
         members = [] if is_state else ["   :members:", "   :inherited-members:"]
         return [f".. autoclass:: {module}.{name}", *members, ""]
 
-    def parse_rst(self, lines: list[str]) -> list[nodes.Node]:
-        node = nodes.container()
-        node.document = self.state.document
-        self.state.nested_parse(StringList(lines, source=__file__), 0, node)
-        return node.children
-
 
 def setup(app: Any) -> dict[str, bool]:
     app.add_directive("public-names", PublicNames)
+    app.connect("source-read", lead_to_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,116 @@
+"""The programs of benchmarks/: they run, and who is compared computes the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import report
+import turns
+from contestants import DENSE, TORCH, InJax, InTorch
+from problem import DRAWS, Problem, draw
+
+from ..helpers.support import TOLERANCE, Magnitude, program_environment
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+PROBLEM = Problem(300, 8, 64, "float32")
+
+
+@pytest.fixture(autouse=True)
+def default_promotion():
+    """`optax.adam`, which is measured as well, promotes types."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def printed(script, *args):
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *args],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_steps(tmp_path):
+    file, plot = str(tmp_path / "run.json"), str(tmp_path / "run.png")
+    size = ["--rows", "3000", "--dim", "8", "--ids", "64", "--repeats", "4", "--busy"]
+    stdout = printed("steps.py", *size, "--json", file, "--plot", plot)
+    (result,) = json.loads(Path(file).read_text())["results"]
+    for measured in result["measurements"]:
+        assert len(measured["seconds"]) == 4
+        median = report.digits(1e3 * np.median(measured["seconds"]))
+        assert f"| {measured['name']} | {median} " in stdout
+    names = [(m["phase"], m["name"]) for m in result["measurements"]]
+    both = [
+        (phase, name) for name in ("sparse_adam", TORCH) for phase in ("update", "step")
+    ]
+    assert names == [*both, ("step", DENSE)]
+    assert Path(plot).read_bytes().startswith(b"\x89PNG\r\n")
+    table = stdout[stdout.index("| update") :].partition("\n\n")[0]
+    assert table in printed("report.py", file)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bags.py --tables 2 --rows 50 --dim 3 --bags 4 --ids 2 --repeats 1",
+        "compile_times.py 24 dense",
+    ],
+)
+def test_other_programs(command):
+    lines = printed(*command.split()).splitlines()
+    assert len({x.count("|") for x in lines if x.startswith("|")}) == 1
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda p: p.stem)
+def test_results_in_the_repository_can_be_read(path):
+    run = report.load(path)
+    assert report.verdict(run).startswith("Against torch: faster in ")
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    if not path.stem.endswith("_plain"):
+        plain = path.with_stem(f"{path.stem}_plain")
+        runs = [run, *([report.load(plain)] if plain.exists() else [])]
+        assert all(table in text for table in report.tables(runs))
+
+
+def test_times_of_a_busy_machine_are_not_trusted():
+    """Torch's threads had to wait for a core: 400 times its time, and no word of it."""
+    measured = [
+        {"phase": "step", "name": name, "seconds": [time] * 3}
+        for name, time in (("sparse_adam", 1.0), (TORCH, 400.0))
+    ]
+    result = {"problem": PROBLEM._asdict(), "measurements": measured, "others": 1.2}
+    run = {"environment": {"cores": 2}, "results": [result]}
+    assert report.verdict(run).startswith("No verdict on 1 of 1")
+    result["others"] = 0.0
+    assert report.verdict(run).startswith("Against torch: faster in 1 of 1")
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_both_compute_the_same(name, dtype, monkeypatch):
+    """The guard of the benchmark: ours and torch's table agree after the same turns."""
+    monkeypatch.setattr(turns, "REST_SECONDS", 0)
+    problem = PROBLEM._replace(dtype=dtype, draw=name)
+    batches = draw(problem)
+    with jax.enable_x64(dtype == "float64"):
+        ours, theirs = InJax("sparse_adam", problem), InTorch(problem, torch, "cpu")
+        group = turns.Turns([ours, theirs], batches)
+        group.run(repeats=4)
+    assert {len(seconds) for seconds in group.seconds.values()} == {4}
+    table = Magnitude(1.0)  # the table began with ones
+    table.check(ours.table(), theirs.table(), TOLERANCE[dtype].torch, what="table")
+    # 24 steps of at most 0.001 or so, in the rows of the batches and no others.
+    moved = np.abs(ours.table() - 1).max(axis=1)
+    assert set(np.flatnonzero(moved)) == set(np.concatenate(batches.ids).tolist())
+    assert 0.005 < moved.max() < 0.02
