@@ -192,6 +192,7 @@ def _of_state(
 
 def _put_each(tree: Any, tables: list[_Table | None], news: list[Any]) -> Any:
     """The tree with new rows of tables; and other arrays where there are new ones."""
+    treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
 
     def put(x: Any, table: _Table | None, new: Any) -> Any:
@@ -266,6 +267,7 @@ def take_rows(
         return np.array(x) if isinstance(x, np.ndarray) else x
 
     def each(tree: Any, tables: list[_Table | None]) -> Any:
+        treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
         return treedef.unflatten(map(taken, leaves, tables))
 
@@ -437,6 +439,7 @@ def rows_of(grads: Any, ids: Any) -> Any:
     """
     tables = _tables("rows_of", grads, ids)
     _refuse_repeated(tables)
+    treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
 
     def row_sparse(x: Any, table: _Table | None) -> Any:

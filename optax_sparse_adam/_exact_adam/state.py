@@ -294,7 +294,7 @@ def begin_now(state: Any, clocks: list[tuple[Any, Any]]) -> Any:
             return node
         clock, decay = next(left)
         last = jax.tree.map(lambda x: jnp.full_like(x, clock), node.last)
-        treedef = jax.tree.structure(node.last)
+        treedef: Any = jax.tree.structure(node.last)
         log_decay = tuple(
             treedef.unflatten(
                 jnp.full_like(x, decay[i, part])

@@ -15,6 +15,7 @@ from .._jax_extras.varying_axes import vary, varying_axes
 from .arguments import leaf_name
 from .backward_slice import BackwardSlice
 from .expressions import Expression, Table, arrays_among, merge, table
+from .lookups import Promises
 from .row_slices import Entries, RowSlices, to_bcoo
 from .rules import RULES
 from .walk import Program, Request, Walk
@@ -83,10 +84,18 @@ def evaluate_with_gradients(
             pairs = zip(whole, totals, strict=True)
             own_totals = [x for leaf, x in pairs if leaf.index == i]
             depth = program.depths.get(i, 1)
-            grads.append(to_bcoo(slices[i], own_totals, source, depth))
+            promises = _promises([x for x in requests if x.leaf.index == i])
+            grads.append(to_bcoo(slices[i], own_totals, source, depth, promises))
         else:
             grads.append(next(of_leaves))
     return everything[: len(everything) - len(shown)], grads
+
+
+def _promises(requests: list[Request]) -> Promises:
+    """What holds of the entries of a leaf; two lookups, or devices, may share rows."""
+    if len(requests) != 1 or requests[0].axes:
+        return Promises()
+    return requests[0].promises
 
 
 def _plan(

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.sharding import mesh_of
-from .._rows.padding import row_bounds
+from .._rows.padding import pad_indices, row_bounds
 
 Mode = lax.GatherScatterMode
+
+
+class Promises(NamedTuple):
+    """What a program says of the ids of a lookup; flags of a BCOO."""
+
+    indices_sorted: bool = False
+    unique_indices: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,21 @@ class Lookup:
     def is_filled(self) -> bool:
         """Whether an index out of bounds reads a fill value."""
         return bool(self.params["mode"] == Mode.FILL_OR_DROP)
+
+    @property
+    def promises(self) -> Promises:
+        """What holds of `rows(1)` by what the program promises of the indices.
+
+        For lookups of whole rows by one id each, if ids are not clamped, by which two
+        of them may become one, and of a type that has room for distinct padding.
+        """
+        by_one_id = self.axes == (0,) and self.window == (1, *self.shape[1:])
+        dtype, last = self.indices.dtype, sum(self.shape[:1]) + self.count
+        has_room = str(dtype) in ("int32", "int64") and last < jnp.iinfo(dtype).max
+        if not by_one_id or not has_room or self.params["mode"] == Mode.CLIP:
+            return Promises()
+        named = self.params["indices_are_sorted"], self.params["unique_indices"]
+        return Promises(*map(bool, named))
 
     @property
     def depth(self) -> int:
@@ -122,8 +144,11 @@ class Lookup:
     def rows(self, depth: int) -> jax.Array:
         """The row ids `[count, depth]` that are read; out of bounds where none is."""
         rows = self._columns(range(depth))
-        inside = self._is_inside()[:, None]
-        return jnp.where(inside, rows, row_bounds(self.shape, rows))
+        inside = self._is_inside()
+        if self.promises.unique_indices:  # and padding keeps that
+            slot = jnp.arange(self.count, dtype=jnp.int32)
+            return pad_indices(rows, inside, slot, self.shape)
+        return jnp.where(inside[:, None], rows, row_bounds(self.shape, rows))
 
     def windows(self, rows: jax.Array, depth: int) -> jax.Array:
         """What the lookup reads, of whole rows `[count, *shape[depth:]]` one by one.

@@ -15,6 +15,7 @@ from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
 from .._rows.padding import pad_indices, row_bounds
 from .expressions import Table
+from .lookups import Promises
 
 
 class Entries(NamedTuple):
@@ -39,23 +40,25 @@ def to_bcoo(
     totals: Sequence[jax.Array],
     source: Table,
     depth: int,
+    promises: Promises,
 ) -> BCOO:
     """The gradient of a table of which `depth` leading axes are the index of a row.
 
     Rows of a wider type add up before the sum is rounded, as under `jax.grad`. If there
-    are `totals`, of the table's shape, these hold all values.
+    are `totals`, of the table's shape, these hold all values. `promises` are those of
+    the only lookup, if it is one.
     """
     shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
     read_at = source.clock  # for `exact_adam`, which refuses gradients of another step
     types = [dtype, *(x.dtype for x in (*totals, *(x for _, x in slices)))]
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
     indices = _joined([x.ids for x, _ in slices], (0, depth), jnp.int32)
-    is_unique = bool(totals)
     # More rows were looked up than there are: the ids say which ones, and the deltas of
     # the table's shape (one for each type it was cast to) what their gradient is.
     if totals:
         total = sum(x.astype(widest) for x in totals[1:]) + totals[0].astype(widest)
         indices, values = _every_row(indices, total, depth)
+        promises = Promises(unique_indices=True)
     elif any(x.segments is not None for x, _ in slices):
         return _gradient_of_bags(slices, shape, dtype, widest, read_at)
     else:
@@ -63,11 +66,11 @@ def to_bcoo(
         values = _joined(rows, (0, *shape[depth:]), widest)
         # A bfloat16 table that is looked up in float32: one entry of 1 and 256 of 1/256
         # in a row are 2, and would be 1 if bfloat16 entries were added up.
-        if widest != dtype and len(indices) > 1:
+        if widest != dtype and len(indices) > 1 and not promises.unique_indices:
             indices, values = _coalesced(indices, values, shape)
-            is_unique = True
-    args, flags = (values.astype(dtype), indices), {"unique_indices": is_unique}
-    return CanaryBCOO(args, shape=shape, read_at=read_at, **flags)
+            promises = Promises(unique_indices=True)
+    args = values.astype(dtype), indices
+    return CanaryBCOO(args, shape=shape, read_at=read_at, **promises._asdict())
 
 
 def _joined(arrays: Sequence[jax.Array], empty: tuple[int, ...], dtype: Any) -> Any:

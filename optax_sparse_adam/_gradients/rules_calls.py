@@ -24,6 +24,7 @@ from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
 from .expressions import Expression, arrays_among, has_table, merge
+from .lookups import Promises
 from .row_slices import Entries
 from .rules_elementwise_calls import elementwise_branches, switch
 from .walk import Request, Results, Walk
@@ -97,7 +98,9 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     # What leaves the loop, or enters the next step, is an array.
     leaving = [x if i in plain else None for i, x in enumerate(results)]
     walk.results_as_arrays(eqn, leaving, body.jaxpr.invars[first:last])
-    deltas = walk.request([x._replace(count=length * x.count) for x in requests])
+    # What is promised holds of the ids of one step.
+    every = [x._replace(count=length * x.count, promises=Promises()) for x in requests]
+    deltas = walk.request(every)
     if walk.is_plan:
         return [
             *merge(args[first:last], [None] * carried),
@@ -181,7 +184,7 @@ def _shared(
         for request in requests:
             # A lookup in the one branch at row 0 and in the other one at row 1 is none
             # at a constant: the rows that are read depend on the branch.
-            kind = request._replace(count=0, constant=None)
+            kind = request._replace(count=0, constant=None, promises=Promises())
             key = kind, sum(other == kind for other, _ in keys[-1])
             keys[-1].append(key)
             count = max(request.count, shared[key].count if key in shared else 0)

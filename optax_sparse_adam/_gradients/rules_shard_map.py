@@ -28,6 +28,7 @@ from .._jax_extras.varying_axes import vary
 from .._rows.padding import in_bounds, row_bounds
 from .backward_slice import as_closed
 from .expressions import Expression, map_arrays
+from .lookups import Promises
 from .walk import Request, Results, Walk
 
 
@@ -62,6 +63,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
             count=x.count * math.prod(mesh.shape[axis] for axis in axes_of(x)),
             axes=tuple(axis for axis in x.axes if axis not in manual),
             constant=None,
+            promises=Promises(),
         )
         for x in requests
     ]

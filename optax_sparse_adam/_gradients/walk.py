@@ -43,7 +43,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.jaxprs import evaluate_eqn
 from .backward_slice import BackwardSlice
 from .expressions import Expression, Leaf, has_table
-from .lookups import Lookup
+from .lookups import Lookup, Promises
 from .row_slices import Entries
 
 Results = Any  # what a rule returns: a list, or NotImplemented
@@ -72,6 +72,7 @@ class Request(NamedTuple):
         lookups, in `Walk.whole_deltas`. That of a lookup then has no columns.
       constant: The row, if it is the same in each call.
       bags: For sums of rows; `count` is then the number of bags.
+      promises: What holds of the ids of one call.
     """
 
     leaf: Leaf
@@ -82,6 +83,7 @@ class Request(NamedTuple):
     is_whole: bool = False
     constant: int | None = None
     bags: Bags | None = None
+    promises: Promises = Promises()
 
     @property
     def num_entries(self) -> int:
@@ -319,6 +321,7 @@ class Walk:
                 axes=axes,
                 is_whole=leaf.index in self.program.whole_leaves,
                 constant=lookup.constant,
+                promises=lookup.promises,
             )
             for leaf in value.leaves
         ]
