@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._rows.checks import leaves_like
-from .._rows.map_rows import map_all_rows
-from .._rows.update_in_place import Tables
+from .._rows.map_rows import Tables, map_all_rows
 from .remaining_update import Constants
 from .rows import catch_up_rows, mark_updated, value_of, values_of_rows
 from .schedule import hold_values

@@ -17,10 +17,9 @@ from .._jax_extras.sharding import mesh_of
 from .._optimizers.rounding import nearest
 from .._rows.canary import as_update
 from .._rows.coalesce import accumulator_dtype, bcoo_of, cast_entries, touched_rows
-from .._rows.map_rows import map_all_rows, map_rows
+from .._rows.map_rows import Tables, map_all_rows, map_rows
 from .._rows.new_arrays import full_along
 from .._rows.padding import expand_like
-from .._rows.update_in_place import Tables
 from ..native import _calls as native
 from .remaining_update import (
     Constants,

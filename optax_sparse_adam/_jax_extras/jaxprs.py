@@ -20,8 +20,8 @@ from jax.extend.core import (
 from .varying_axes import bind
 
 # Primitives of one result, each element of which is computed from the same element of
-# every operand, or from operands that are scalars. Gradient rules, `lazy_row_analysis`
-# and `update_in_place` rely on it: a wrong name here gives wrong results in all three.
+# every operand, or from operands that are scalars. Gradient rules and
+# `lazy_row_analysis` rely on it: a wrong name here gives wrong results in both.
 # A primitive whose derivative is zero is also named in `_gradients/backward_slice.py`.
 _NAMES = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp "

@@ -95,7 +95,6 @@ def by_leaf(
     *,
     reads_params: str = "",
     check: Callable[[Any, Any], None] = check_leaf,
-    eager: Formula | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation of row-sparse, dense and `None` gradients.
 
@@ -108,8 +107,6 @@ def by_leaf(
         counting from 1, of the type in which the parameter is computed.
       reads_params: Why it reads the parameters, for the error, if it does.
       check: Raises for a gradient that does not fit its parameter.
-      eager: Takes the place of `formula` outside of `jit`, where each formula with
-        other constants is compiled again.
     """
 
     # Without parameters, their shapes are those of the moments of the same shape.
@@ -174,12 +171,8 @@ def by_leaf(
             dtypes = dtype, read[-1].dtype
             if dtypes not in step_scalars:
                 step_scalars[dtypes] = scalars(count, count_inc, *dtypes)
-            # Outside of a program, constants in a formula would compile it again for
-            # each b1 and b2; `eager` has them as operands.
-            is_traced = isinstance(read[0], jax.core.Tracer)
-            chosen = formula if is_traced or eager is None else eager
             grads[i], new_arrays = update_leaf(
-                chosen, grad, param, tuple(arrays.values()), step_scalars[dtypes]
+                formula, grad, param, tuple(arrays.values()), step_scalars[dtypes]
             )
             for key, new in zip(arrays, new_arrays, strict=True):
                 state_leaves[key][i] = new

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, run_equations
-from .._rows.update_in_place import RowFunction, Tables
+from .._rows.map_rows import RowFunction, Tables
 
 _UNIFORM = -1  # in place of the index of a table
 _NO_TABLES: frozenset[int] = frozenset()

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
-from .._rows.update_in_place import Tables
+from .._rows.map_rows import Tables
 from .._rows.update_table import Formula
 from .by_leaf import Moment, all_but_last, by_leaf, given_dtype
 from .hyperparameters import (
@@ -173,7 +173,7 @@ def scale_by_rowwise_adam(
             "mu": Moment(dtype=given_dtype(mu_dtype)),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
-        Formula(_rowwise_adam, is_small),
+        _rowwise_adam_formula(is_small),
         scalars,
         check=functools.partial(_check, name),
     )
@@ -199,8 +199,16 @@ def _average(
     return new + weight * (old - new) if is_small else old + weight * (new - old)
 
 
+@functools.cache  # outside of `jit`, each formula is compiled
+def _rowwise_adam_formula(is_small: tuple[bool, ...]) -> Formula:
+    return Formula(functools.partial(_rowwise_adam, is_small))
+
+
 def _rowwise_adam(
-    grad: jax.Array, moments: Tables, scalars: _StepScalars, *is_small: bool
+    is_small: tuple[bool, ...],
+    grad: jax.Array,
+    moments: Tables,
+    scalars: _StepScalars,
 ) -> tuple[jax.Array, Tables]:
     mu = _average(moments[0], grad, scalars.weight1, is_small[0])
     nu = _average(moments[1], _mean_square(grad), scalars.weight2, is_small[1])

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype
-from .._rows.update_in_place import Tables
+from .._rows.map_rows import Tables
 from .._rows.update_table import Formula
 from .by_leaf import Moment, by_leaf
 from .hyperparameters import (

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._rows.update_in_place import Tables
+from .._rows.map_rows import Tables
 from .._rows.update_table import Formula
 from ..native import _calls as native
 from .by_leaf import Moment, by_leaf, given_dtype
 from .hyperparameters import (
-    NUMBER,
     Scalar,
     check_betas,
     check_eps,
@@ -33,20 +32,17 @@ class StepScalars(NamedTuple):
 
 
 def _adam(
-    grad: jax.Array, moments: Tables, scalars: StepScalars, *weights: float
+    grad: jax.Array, moments: Tables, scalars: StepScalars
 ) -> tuple[jax.Array, Tables]:
     """The formula, for rows or for a whole dense array.
 
     `Adam` in `native/rows.cc` is the same formula for CPUs: change both.
     `tests/native/test_native.py` compares them.
-
-    `weights` are `1 - b1` and `1 - b2` where they are known while tracing.
     """
-    weight1, weight2 = weights or (scalars.one_minus_b1, scalars.one_minus_b2)
     grad = scalars.sign * grad
     mu, nu = moments
-    mu = mu + weight1 * (grad - mu)
-    nu = nu + weight2 * (grad * grad - nu)
+    mu = mu + scalars.one_minus_b1 * (grad - mu)
+    nu = nu + scalars.one_minus_b2 * (grad * grad - nu)
     return scalars.scale * mu / (jnp.sqrt(nu) + scalars.eps), (mu, nu)
 
 
@@ -81,10 +77,6 @@ def _sparse_adam(
     """Both public forms; `scale(count)` multiplies the bias-corrected update."""
     check_betas(b1, b2)
     check_eps(eps)
-    formula = ADAM
-    if isinstance(b1, NUMBER) and isinstance(b2, NUMBER):
-        # Constants, as a scatter that combines rows takes no operand beside them.
-        formula = ADAM._replace(constants=(float(1 - b1), float(1 - b2)))
 
     def scalars(
         count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, _: Any
@@ -104,9 +96,8 @@ def _sparse_adam(
         "sparse_adam",
         ScaleBySparseAdamState,
         {"mu": Moment(dtype=given_dtype(mu_dtype)), "nu": Moment()},
-        formula,
+        ADAM,
         scalars,
-        eager=ADAM,
     )
 
 

@@ -27,8 +27,7 @@ Words, as all of the package uses them:
 
 `canary` and `checks` say what counts as a gradient, and `coalesce` finds its touched
 rows, by `duplicates`. `map_rows` gathers, updates and scatters them, by
-`gather_scatter` and, where one scatter with a combiner does all three, by
-`update_in_place`. `update_table` updates one table by the formula of an optimiser,
+`gather_scatter`. `update_table` updates one table by the formula of an optimiser,
 `apply_updates` adds that to the parameter, and `new_arrays` makes the arrays of a new
 state. `bags` has the public `embedding_bag`, and `bag_gradient` its gradient, expanded
 on demand. All of them stand on `padding`.

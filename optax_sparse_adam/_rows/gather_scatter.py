@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.on_cpu import on_cpu
-from .._jax_extras.scatter_combining import Combiner, scatter_combining, takes_combiners
 from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
 from ..native import _calls as native
@@ -121,36 +120,6 @@ def _writes_by_kernel(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
     0.11.2 on XLA is in place, too.
     """
     return table.dtype == jnp.bfloat16 and native.supports_write(table, indices, rows)
-
-
-def combine_rows(
-    table: jax.Array,
-    indices: jax.Array,
-    rows: jax.Array,
-    formula: Combiner,
-) -> jax.Array:
-    """`table.at[indices].set(formula(table[indices], rows))`, in one operation.
-
-    The new rows are then nowhere but in the table, and padding costs nothing. For
-    unique indices, rows of the table's type, and a formula without arrays of its own.
-    """
-
-    def gather_and_scatter(
-        table: jax.Array, indices: jax.Array, rows: jax.Array
-    ) -> jax.Array:
-        rows = formula(take_rows(table, indices), rows)
-        return scatter_rows(table, indices, rows)
-
-    @jax.custom_jvp
-    def combine(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        scatter = functools.partial(scatter_combining, formula)
-        return _scatter(scatter, table, indices, rows, unique=True)
-
-    # A combiner has no derivative; gather, formula and scatter have one.
-    combine.defjvp(lambda x, dx: (combine(*x), jax.jvp(gather_and_scatter, x, dx)[1]))
-    if not takes_combiners() or _writes_by_kernel(table, indices, rows):
-        return gather_and_scatter(table, indices, rows)
-    return combine(table, indices, rows)
 
 
 def scatter_add_rows(

@@ -17,15 +17,45 @@ from jax import lax
 from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, shard_columns_like
 from .coalesce import Rows
-from .gather_scatter import gather_rows, scatter_rows, take_rows
+from .gather_scatter import (
+    gather_rows,
+    order_after_gather,
+    prevent_fusion,
+    scatter_rows,
+    take_rows,
+)
 from .padding import in_bounds, mask_padding, pad_indices
-from .update_in_place import RowFunction, Tables, update_rows
+
+Tables = tuple[jax.Array, ...]
+RowFunction = Callable[..., tuple[jax.Array, Tables]]
 
 # Rows of this many bytes (one operand) make a block on a CPU. Measured with 1M rows of
 # 64 float32 and 65,536 ids: 512 and 1024 rows a block are equally fast, 256 and 4096
 # slower. Larger blocks leave the second-level cache, smaller ones pay for the loop.
 _BLOCK_BYTES = 1 << 18
 _MAPPED_BYTES = 32 << 20  # what the C library maps, and does not keep
+
+
+def update_rows(
+    row_fn: RowFunction,
+    data: jax.Array,
+    indices: jax.Array,
+    tables: Tables,
+    read: Tables,
+    *args: Any,
+) -> tuple[jax.Array, Tables]:
+    """Gathers rows, calls `row_fn(data, rows, *args)`, scatters rows; see `map_rows`.
+
+    Results in padding slots have no meaning.
+    """
+    rows = tuple(take_rows(table, indices) for table in (*tables, *read))
+    out, news = row_fn(data, rows, *args)
+    # Adan keeps the last gradient: its new rows need no old ones, which the update
+    # reads. Nothing but `order_after_gather` says then that these are gathered first.
+    made = map(order_after_gather, rows, news)
+    pairs = zip(tables, made, strict=True)
+    # The update is kept apart as well: it reads the table that it will be added to.
+    return prevent_fusion(out), tuple(scatter_rows(x, indices, new) for x, new in pairs)
 
 
 def map_rows(

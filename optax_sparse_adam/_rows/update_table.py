@@ -17,9 +17,8 @@ from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import shard_columns_like
 from ..native import _calls as native
 from .coalesce import bcoo_of, cast_entries, touched_rows
-from .map_rows import map_rows, reduce_rows
+from .map_rows import Tables, map_rows, reduce_rows
 from .padding import in_bounds
-from .update_in_place import Tables
 
 
 class Formula(NamedTuple):
@@ -30,9 +29,8 @@ class Formula(NamedTuple):
     zero and the rows are any rows: the results there are dropped.
 
     Attributes:
-      update: `update(grad, rows, scalars, *constants)` returns what to add to the
-        parameter, and the new rows of the state. It treats each row alone.
-      constants: Python's own.
+      update: `update(grad, rows, scalars)` returns what to add to the parameter, and
+        the new rows of the state. It treats each row alone.
       kernel: The same as a call of the kernel, `kernel(grad, tables, read, scalars)`,
         which is optional.
       prepare: What is known of all touched rows comes before the update:
@@ -44,7 +42,6 @@ class Formula(NamedTuple):
     """
 
     update: Callable[..., tuple[jax.Array, Tables]]
-    constants: tuple[Any, ...] = ()
     kernel: Callable[..., Any] | None = None
     prepare: Callable[..., tuple[Any, Tables]] | None = None
     shared: Callable[[int], int] = lambda ndim: 0
@@ -57,7 +54,7 @@ class Formula(NamedTuple):
     def compute(
         self, grad: jax.Array, rows: Tables, scalars: Any
     ) -> tuple[jax.Array, Tables]:
-        return self.update(grad, _widen(rows, grad), scalars, *self.constants)
+        return self.update(grad, _widen(rows, grad), scalars)
 
 
 def update_dense(

@@ -17,15 +17,12 @@ class Optimizer(NamedTuple):
     Attributes:
       make: Takes a learning rate, or a schedule.
       state_bytes: Of a table of 1,000,000 x 64 float32.
-      in_place: How many tables of its state are averaged where they are, by the
-        combiner of a scatter.
       rows_are_final: Whether rows of the table hold their values after a step; those of
         exact Adam are brought up to date when they are read.
     """
 
     make: Callable[[Any], optax.GradientTransformationExtraArgs]
     state_bytes: int
-    in_place: int
     rows_are_final: bool = True
 
 
@@ -44,16 +41,15 @@ def _exact_adamw(learning_rate):
 
 
 OPTIMIZERS = {
-    "sparse_adam": Optimizer(osa.sparse_adam, 512_000_004, in_place=2),
-    "lazy": Optimizer(_lazy, 512_000_004, in_place=2),
-    "per_row": Optimizer(_per_row, 516_000_000, in_place=2),
-    "rowwise_adam": Optimizer(osa.rowwise_adam, 260_000_004, in_place=2),
-    "rowwise_adagrad": Optimizer(osa.rowwise_adagrad, 4_000_000, in_place=1),
-    # It needs all rows before it updates one.
-    "sparse_adafactor": Optimizer(osa.sparse_adafactor, 4_000_260, in_place=0),
-    # Rows are brought up to date before they are averaged. Four bytes a row beside the
+    "sparse_adam": Optimizer(osa.sparse_adam, 512_000_004),
+    "lazy": Optimizer(_lazy, 512_000_004),
+    "per_row": Optimizer(_per_row, 516_000_000),
+    "rowwise_adam": Optimizer(osa.rowwise_adam, 260_000_004),
+    "rowwise_adagrad": Optimizer(osa.rowwise_adagrad, 4_000_000),
+    "sparse_adafactor": Optimizer(osa.sparse_adafactor, 4_000_260),
+    # Four bytes a row beside the
     # moments, twelve with weight decay; and the numbers that all rows share.
-    "exact_adam": Optimizer(osa.exact_adam, 516_000_112, 0, rows_are_final=False),
-    "exact_adamw": Optimizer(_exact_adamw, 524_000_120, 0, rows_are_final=False),
+    "exact_adam": Optimizer(osa.exact_adam, 516_000_112, rows_are_final=False),
+    "exact_adamw": Optimizer(_exact_adamw, 524_000_120, rows_are_final=False),
 }
 FINAL = {name: opt for name, opt in OPTIMIZERS.items() if opt.rows_are_final}

