@@ -110,10 +110,10 @@ def embedding_bag(
         return jnp.zeros((0, *table.shape[1:]), table.dtype)
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
     dtype = table.dtype
-    if mode == "max":
+    if mode == "max" and ids.size:
         return _max(table, ids, segments, valid, num_bags)
     sums = sum_bags(num_bags, table, ids, segments, weights)
-    if mode == "sum":
+    if mode in ("sum", "max"):
         return sums.astype(dtype)
     counted = valid.astype(sums.dtype) if weights is None else weights
     if mode == "sqrtn":
@@ -372,23 +372,51 @@ def _max(
     valid: jax.Array,
     num_bags: int,
 ) -> jax.Array:
-    """The largest number of each bag and column, which is that of one row."""
-    if segments is None:
-        slot = jnp.arange(ids.shape[0], dtype=jnp.int32)
-        segments = jnp.repeat(slot, ids.shape[1])
-        ids, valid = ids.ravel(), valid.ravel()
-    rows, nse = _take(table, ids), len(ids)
+    """The largest number of each bag and column, which is that of one row.
+
+    Each number has one source, the first entry of its bag that is the largest or NaN.
+    It is gathered from there, so that its gradient goes there and nowhere else.
+    """
+    rows, nse = _take(table, ids), ids.size
     seen = lax.stop_gradient(jnp.where(expand_like(valid, rows), rows, -jnp.inf))
-    # Each number has one source, the first entry of its bag that is the largest or NaN.
-    # It is gathered from there, so that its gradient goes there and nowhere else.
-    # For one bag of the rows [1, 9] and [5, 2]: `largest` is [5, 9], `first` [1, 0].
-    largest = jax.ops.segment_max(seen, segments, num_bags)
-    is_largest = (seen == largest[segments]) | jnp.isnan(seen)
-    slot = jnp.where(
-        is_largest & expand_like(valid, rows),
-        expand_like(jnp.arange(nse, dtype=jnp.int32), rows),
-        nse,
-    )
-    first = jax.ops.segment_min(slot, segments, num_bags)
+    # For one bag of the rows [1, 9] and [5, 2], `first` is [1, 0].
+    if segments is None:
+        first = _first_of_bags(seen, valid)
+        rows = rows.reshape(nse, *rows.shape[2:])
+    else:
+        first = _first_of_segments(seen, valid, segments, num_bags)
     columns = np.indices(table.shape[1:], sparse=True)
     return rows.at[first, *columns].get(mode="fill", fill_value=0)
+
+
+def _first_of_bags(seen: jax.Array, valid: jax.Array) -> jax.Array:
+    """The first of the largest entries in each bag, or the number of all entries."""
+    num_bags, length = valid.shape
+    begins = jnp.arange(num_bags, dtype=jnp.int32) * length
+    # Padding is no smaller than a row of -inf.
+    real = begins + lax.argmax(valid, 1, jnp.int32)
+    real = jnp.where(valid.any(axis=1), real, valid.size)
+    found = lax.argmax(seen, 1, jnp.int32)
+    begins, real = (expand_like(x, found) for x in (begins, real))
+    return jnp.where(valid.ravel()[begins + found], begins + found, real)
+
+
+def _first_of_segments(
+    seen: jax.Array, valid: jax.Array, segments: jax.Array, num_bags: int
+) -> jax.Array:
+    """The same for entries with segments."""
+    nse = len(segments)
+    slots = jnp.arange(nse, dtype=jnp.int32)
+    if nse > 1:
+        # Problem: no entry is the largest, and value and gradient are zero. Cause:
+        # where rows are computed, as stale ones are, XLA computes them once for the
+        # largest and once for the comparison, and may round differently. Remedy: a
+        # buffer, written by a scatter, with which XLA fuses nothing. (It drops an
+        # `optimization_barrier`.) Safe, as all slots are written. Test:
+        # `test_one_rounding` in `tests/rows/test_bags.py`.
+        seen = jnp.zeros_like(seen).at[slots].set(seen, unique_indices=True)
+        largest = jax.ops.segment_max(seen, segments, num_bags)
+        is_largest = (seen == largest[segments]) | jnp.isnan(seen)
+        valid = expand_like(valid, seen) & is_largest
+    slots = jnp.where(expand_like(valid, seen), expand_like(slots, seen), nse)
+    return jax.ops.segment_min(slots, segments, num_bags)
