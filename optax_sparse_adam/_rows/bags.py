@@ -119,8 +119,9 @@ def embedding_bag(
     if mode == "sqrtn":
         counted = counted * counted
     size = expand_like(add_up(num_bags, counted, segments), sums)
-    size = jnp.where(size == 0, jnp.ones_like(size), size)
-    return (sums / (jnp.sqrt(size) if mode == "sqrtn" else size)).astype(dtype)
+    empty, size = size == 0, jnp.where(size == 0, jnp.ones_like(size), size)
+    found = sums / (jnp.sqrt(size) if mode == "sqrtn" else size)
+    return jnp.where(empty, jnp.zeros_like(found), found).astype(dtype)
 
 
 def _check(

@@ -448,6 +448,20 @@ def test_nothing_to_add_up(name, mode):
         assert_identical(found.astype(float), np.zeros((4, 2)))
 
 
+@pytest.mark.parametrize("mode", ["mean", "sqrtn"])
+def test_weights_that_add_up_to_zero(mode):
+    """Zeros, as by TensorFlow's `div_no_nan`, and no gradient."""
+    table, ids = numbers()[0], jnp.array([[0, 3], [1, 2]])
+    signs = [1.0, -1.0] if mode == "mean" else [0.0, 0.0]
+    weights = jnp.array([signs, [1.0, 2.0]])
+    pool = functools.partial(bag, ids=ids, weights=weights, mode=mode)
+    found, pull = jax.vjp(pool, table)
+    assert_identical(found[0], jnp.zeros(DIM))
+    assert (found[1] != 0).all()
+    (grad,) = pull(jnp.ones_like(found))
+    assert_identical(grad[jnp.array([0, 3])], jnp.zeros((2, DIM)))
+
+
 @pytest.mark.parametrize("form", ["matrix", "segments"])
 def test_largest_of_infinities(form):
     """A row of -inf is larger than padding, and the first NaN than everything."""
