@@ -1,11 +1,14 @@
 """One function with two implementations, one of them for CPUs."""
 
+import functools
 from collections.abc import Callable
+from importlib import metadata, util
 from typing import Any
 
 import jax
 from jax import lax
 
+from ..native import _calls
 from .unchecked import unchecked
 
 
@@ -22,6 +25,11 @@ def on_cpu(
     kernel has no derivative, and batching it, or a loop over blocks, would copy every
     table. `default` returns the same values; where it orders rows differently, pass
     `keeps_order=False`, and values beside derivatives have its order.
+
+    Half of a step's tracing is that of `default`. A process that uses the kernel and
+    has CPUs only leaves it out, where nothing asks for it: its programs compile for no
+    other platform, as a call of the kernel in them says. With
+    `OPTAX_SPARSE_ADAM_NATIVE=0` they do.
     """
     leaves, tree = jax.tree.flatten(args)
 
@@ -34,4 +42,22 @@ def on_cpu(
         return default(*jax.tree.unflatten(tree, leaves))
 
     cpu = unchecked(on_leaves, otherwise, keeps_order=keeps_order)
+    if _calls.available() and _has_cpus_only():
+        return cpu(*leaves)
     return lax.platform_dependent(*leaves, cpu=cpu, default=otherwise)
+
+
+def _has_cpus_only() -> bool:
+    """Whether this process can have no other devices, without starting JAX's backends.
+
+    After that `jax.distributed.initialize` fails, and a step may be traced before it.
+    """
+    config: Any = jax.config  # not all of it has types in every version
+    return config.jax_platforms == "cpu" or not _has_plugins()
+
+
+@functools.cache
+def _has_plugins() -> bool:
+    """Whether a package for another platform is installed."""
+    packages = map(util.find_spec, ("jax_plugins", "libtpu"))
+    return any(packages) or bool(metadata.entry_points(group="jax_plugins"))

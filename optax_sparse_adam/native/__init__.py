@@ -37,7 +37,11 @@ environment. Where a build cannot see it, they are those of the newest one, and 
 older jaxlib the kernel may have to be compiled by the command.
 
 `OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, while installing or in a
-process. `jax.export` raises for programs that use it, since their "custom calls have no
+process. Turn it off to compile ahead for another platform, too: a process that uses the
+kernel and has CPUs only (`JAX_PLATFORMS=cpu`, or no package for another platform) leaves
+everything for others out, which halves the time of tracing; compiled for a GPU such a
+program raises, as "custom call to optax_sparse_adam" has no "registered implementation"
+there. `jax.export` raises for programs that use it, since their "custom calls have no
 compatibility guarantees": turn it off for that. Or keep it: if those who load the
 program have the kernel and call `available()` first, pass to `jax.export.export`
 `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target) for target in
