@@ -1,17 +1,21 @@
 """`make_train_step`: gradient, update and addition as one compiled, donated step."""
 
 import functools
-import types
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
+from jax.experimental.sparse import BCOO
+from jax.extend.core import Var
 
 from ._exact_adam.state import contains_exact
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
 from ._rows.apply_updates import apply_updates
+from ._rows.checks import is_bcoo
+from ._rows.coalesce import coalesce
 
 
 def make_train_step(
@@ -19,7 +23,7 @@ def make_train_step(
     tx: optax.GradientTransformation,
     has_aux: bool = False,
     *,
-    sparse: Sparse | None = None,
+    sparse: Sparse = None,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """A training step: `params, state, value = step(params, state, *batch)`.
 
@@ -28,25 +32,29 @@ def make_train_step(
     donation of parameters and state, which are updated in place and must not be used
     again. The state is that of `tx.init(params)`.
 
-    Optimisers of this package, alone, in chains or in `optax.partition`, get row-sparse
-    gradients. One that is made of optax's alone, such as `optax.adam(1e-3)`, gets dense
-    ones, as it takes no others, and costs what the tables cost: `exact_adam(1e-3)` has
-    its numbers, and `lazy(optax.adam(1e-3))` updates the rows of the batch.
+    Gradients are row-sparse wherever they can be, whatever the optimiser is made of;
+    their duplicates are added up before where it needs that, as `optax.apply_if_finite`
+    does. One that takes no row-sparse gradients, such as `optax.adam(1e-3)`, is
+    refused: `exact_adam(1e-3)` has its numbers, `lazy(optax.adam(1e-3))` updates the
+    rows of the batch, and `sparse=False` makes dense gradients, at the tables' price.
 
     Args:
       loss: `loss(params, *batch)`, a scalar, or a pair `(scalar, aux)` if `has_aux`.
       tx: The optimiser.
       has_aux: Whether `loss` returns a pair; `value` is that pair then.
-      sparse: As in `value_and_grad`: which leaves are to be row-sparse. Left out, it is
-        as said above.
+      sparse: As in `value_and_grad`: which leaves are to be row-sparse.
 
     Returns:
-      The step. Arguments by keyword go to `tx.update`, which also gets the loss as
-      `value`, and beside dense gradients `grad` and `value_fn`, as the plateaus, Polyak
-      steps and line searches of optax want them.
+      The step. An argument by keyword goes to the loss, to `tx.update` or to both, as
+      they name it. It is traced, as under `jax.jit`, unless its default in the loss is
+      a bool or a string, as that of `train=False`: then it is static. `tx.update` also
+      gets the loss as `value`, and where all gradients are dense `grad` and `value_fn`,
+      as the plateaus, Polyak steps and line searches of optax want them.
 
     Raises:
-      TypeError: If `tx` is no transformation. The step raises what its parts raise.
+      TypeError: If `tx` is no transformation; by the step, if it takes no row-sparse
+        gradients, or for a keyword that nobody reads. The step raises what its parts
+        raise.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -62,66 +70,115 @@ def make_train_step(
       0.0252
     """
     check_transformation(tx, "make_train_step")
-    update = optax.with_extra_args_support(tx).update
-    wanted = _is_ours(tx) if sparse is None else sparse
+    of_loss, of_tx = _keywords(loss), _keywords(tx.update, skip=3)
+    flags = [x.name for x in of_loss.values() if isinstance(x.default, bool | str)]
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, *batch: Any, **extra_args: Any) -> Any:
+    @functools.partial(jax.jit, donate_argnums=(0, 1), static_argnames=flags)
+    def step(params: Any, state: Any, /, *batch: Any, **keywords: Any) -> Any:
+        own = _taken_by(of_loss, keywords, other=of_tx)
+        given = _taken_by(of_tx, keywords, other=of_loss)
         read = state if contains_exact(state) else None
-        both = value_and_grad(loss, has_aux=has_aux, sparse=wanted, read=read)
-        value, grads = both(params, *batch)
-        # What line searches and plateau schedules of optax take; others ignore it.
-        extra = {"value": value[0] if has_aux else value}
-        if wanted is False:
+        both = value_and_grad(loss, has_aux=has_aux, sparse=sparse, read=read)
+        value, grads = both(params, *batch, **own)
 
-            def value_fn(params: Any, **_: Any) -> Any:
-                value = loss(params, *batch)
-                return value[0] if has_aux else value
+        def value_fn(params: Any, **_: Any) -> Any:
+            value = loss(params, *batch, **own)
+            return value[0] if has_aux else value
 
-            extra |= {"grad": grads, "value_fn": value_fn}
-        updates, state = update(grads, state, params, **extra | extra_args)
-        return apply_updates(params, updates), state, value
+        def apply(grads: Any, given: dict[str, Any]) -> Any:
+            # What line searches and plateau schedules of optax take.
+            extra = {"value": value[0] if has_aux else value}
+            if read is None and not _sparse_leaves(grads):
+                extra |= {"grad": grads, "value_fn": value_fn}
+            extra = _taken_by(of_tx, extra) | given
+            updates, new = tx.update(grads, state, params, **extra)
+            return apply_updates(params, updates), new
+
+        grads, results = _apply(functools.partial(apply, given=given), grads)
+        for name in keywords.keys() - own.keys():
+
+            def apply_with(x: Any, name: str = name) -> Any:
+                return apply(grads, given | {name: x})
+
+            if not (name in given and _is_read(apply_with, given[name])):
+                raise TypeError(
+                    "Arguments of a training step by keyword go to the loss, if it has "
+                    f"them, and to the optimiser; got `{name}`, which neither reads."
+                )
+        return *results, value
 
     return step
 
 
-def _is_ours(tx: Any) -> bool:
-    """Whether a transformation is one of this package, or made of one.
-
-    optax's combinators are functions that close over the transformations that they
-    combine; others may be objects that hold them.
-    """
-    # `optax.chain(clip, sparse_adam(0.1)).update` is a function of optax with a cell
-    # that holds both updates, the second of which is one of this package.
-    todo, seen = [tx], set[int]()
-    while todo:
-        x = todo.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if (getattr(x, "__module__", None) or "").startswith(__package__ + "."):
-            return True
-        if isinstance(x, tuple | list):
-            todo += x
-        elif isinstance(x, dict):
-            todo += x.values()
-        elif isinstance(x, functools.partial):
-            todo += [x.func, *x.args, *x.keywords.values()]
-        elif isinstance(x, types.MethodType):
-            todo += [x.__self__, x.__func__]
-        elif isinstance(x, types.FunctionType):
-            todo += [
-                cell.cell_contents for cell in x.__closure__ or () if _is_set(cell)
-            ]
-        elif hasattr(x, "__wrapped__"):
-            todo.append(x.__wrapped__)
-        elif hasattr(x, "update") and hasattr(x, "__dict__"):
-            todo += vars(x).values()
-    return False
+Keywords = dict[str, inspect.Parameter]
 
 
-def _is_set(cell: Any) -> bool:
+def _keywords(function: Callable[..., Any], skip: int = 0) -> Keywords:
+    """The parameters of a function that can be given by keyword; `**` among them."""
     try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+        parameters = [*inspect.signature(function).parameters.items()][skip:]
+    except (TypeError, ValueError):  # one that Python cannot look into
+        return {}
+    no_keywords = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
+    return {name: x for name, x in parameters if x.kind not in no_keywords}
+
+
+def _taken_by(
+    function: Keywords, given: dict[str, Any], other: Keywords | None = None
+) -> dict[str, Any]:
+    """Those keywords that a function names; and if it has `**`, those of nobody."""
+    takes_all = any(x.kind == x.VAR_KEYWORD for x in function.values())
+    return {
+        name: x
+        for name, x in given.items()
+        if name in function or (takes_all and name not in (other or ()))
+    }
+
+
+def _sparse_leaves(grads: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(grads, is_leaf=is_bcoo) if is_bcoo(x)]
+
+
+def _apply(apply: Callable[[Any], Any], grads: Any) -> tuple[Any, Any]:
+    """The gradients in the form that `apply` takes, and its results.
+
+    Whether a transformation takes row-sparse gradients is found out by calling it. One
+    that chooses between updates and gradients, by `lax.cond`, takes those whose
+    duplicates are added up, which have the structure of their updates.
+    """
+    try:
+        return grads, apply(grads)
+    except Exception as error:
+        if not _sparse_leaves(grads):
+            raise
+        reason = error
+    try:
+        summed = jax.tree.map(
+            lambda x: coalesce(x) if is_bcoo(x) else x, grads, is_leaf=is_bcoo
+        )
+        return summed, apply(summed)
+    except Exception:
+        pass
+    dense = jax.tree.map(_dense_like, grads, is_leaf=is_bcoo)
+    try:
+        jax.eval_shape(apply, dense)
+    except Exception:
+        raise reason from None
+    raise TypeError(
+        "make_train_step gives row-sparse gradients to the optimiser, and this one "
+        "takes dense ones only. For dense Adam's numbers take exact_adam or "
+        "exact_adamw; to update the rows of the batch only, put it inside lazy: "
+        "optax_sparse_adam.lazy(optax.adam(1e-3)); for dense gradients, at the tables' "
+        f"price, pass sparse=False. It raised: {reason}"
+    ) from reason
+
+
+def _dense_like(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, BCOO) else x
+
+
+def _is_read(function: Callable[[Any], Any], value: Any) -> bool:
+    """Whether a function computes anything of the arrays of a value."""
+    jaxpr = jax.make_jaxpr(function)(value).jaxpr
+    read = {x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, Var)}
+    return not read.isdisjoint(jaxpr.invars)

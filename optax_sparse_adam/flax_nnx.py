@@ -21,9 +21,8 @@ takes 8). `nnx.jit(f, graph_updates=False)` returns the variables that `f` chang
 A training step, compiled in either way, donates what it changes, the model and the
 optimiser: `nnx.jit(donate_argnums=(0, 1))`.
 
-**On a GPU** `nnx.Optimizer.update` adds row-sparse updates by atomics, as it calls
-`optax.apply_updates`. `docs/models.md`, "Updates on a GPU", has ten lines that do the
-same with `optax_sparse_adam.apply_updates`.
+`update` is `nnx.Optimizer.update` with `optax_sparse_adam.apply_updates`, for **GPUs**,
+where `optax.apply_updates` adds row-sparse updates by atomics.
 """
 
 import functools
@@ -38,6 +37,7 @@ from flax import nnx
 from ._exact_adam import flush as _flush
 from ._gradients import value_and_grad as _sparse
 from ._gradients.value_and_grad import Sparse
+from ._rows.apply_updates import apply_updates
 
 Argnum = int | nnx.DiffState
 
@@ -50,7 +50,7 @@ def value_and_grad(
     argnums: Argnum | Sequence[Argnum] = 0,
     has_aux: bool = False,
     *,
-    sparse: Sparse = True,
+    sparse: Sparse = None,
     read: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `nnx.value_and_grad`, with row-sparse gradients for embedding tables.
@@ -180,7 +180,7 @@ def grad(
     argnums: Argnum | Sequence[Argnum] = 0,
     has_aux: bool = False,
     *,
-    sparse: Sparse = True,
+    sparse: Sparse = None,
     read: Any = None,
 ) -> Callable[..., Any]:
     """Like `nnx.grad`, with row-sparse gradients for embedding tables.
@@ -213,6 +213,41 @@ def grad(
         return (grads, result[1]) if has_aux else grads
 
     return grad_fun
+
+
+def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) -> None:
+    """`optimizer.update(model, grads)`, with this package's `apply_updates`.
+
+    That adds each row once. `nnx.Optimizer.update` calls `optax.apply_updates`, by
+    which XLA adds rows with atomics on a GPU, and which does not see that the indices
+    of an update have been changed.
+
+    Args:
+      optimizer: The optimiser; its state changes in place.
+      model: The module; its parameters change in place.
+      grads: Its gradients, by `value_and_grad` or `grad`.
+      **extra: What else the transformation takes, as its loss by `value=`.
+
+    Raises:
+      TypeError: If a gradient is not what the optimiser takes.
+      ValueError: Likewise.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import optax_sparse_adam as osa
+      >>> from optax_sparse_adam import flax_nnx
+      >>> embed, ids = nnx.Embed(1000, 4, rngs=nnx.Rngs(0)), jnp.array([3, 7, 3])
+      >>> optimizer = nnx.Optimizer(embed, osa.sparse_adam(1e-3), wrt=nnx.Param)
+      >>> grads = flax_nnx.grad(lambda embed: jnp.sum(embed(ids)))(embed)
+      >>> flax_nnx.update(optimizer, embed, grads)
+    """
+    params, pure = nnx.as_pure(nnx.state(model, optimizer.wrt)), nnx.as_pure(grads)
+    state = _state(optimizer)
+    updates, state = optimizer.tx.update(pure, state, params, **extra)
+    nnx.update(model, apply_updates(params, updates))
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    optimizer.step[...] += 1
 
 
 def flush(model: Any, optimizer: nnx.Optimizer[Any]) -> None:

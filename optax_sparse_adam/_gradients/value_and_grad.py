@@ -23,7 +23,7 @@ from .differentiate import evaluate_with_gradients
 from .expressions import Table
 
 KeyPath = tuple[Any, ...]
-Sparse = Any  # bool | tree of bool | Callable[[KeyPath, Any], bool]
+Sparse = Any  # None | bool | tree of bool | Callable[[KeyPath, Any], bool]
 _ARRAY = object()
 
 
@@ -32,7 +32,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    sparse: Sparse = True,
+    sparse: Sparse = None,
     read: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, with row-sparse gradients for embedding tables.
@@ -81,11 +81,12 @@ def value_and_grad(
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
       argnums: Which positional argument or arguments to differentiate.
       has_aux: Whether `fun` returns a pair.
-      sparse: `True` gives row-sparse leaves wherever possible, `False` nowhere. A tree
-        of booleans like the differentiated argument (a tuple of trees if `argnums` is a
-        sequence), or a prefix of it, or a predicate `sparse(path, leaf)` that returns a
-        boolean gives them exactly where it says so, or raises. A leaf that it says
-        `False` of and that the loss does not use gets dense zeros.
+      sparse: `None` gives row-sparse leaves wherever possible, `False` nowhere. `True`
+        requires them of all real leaves; a tree of booleans like the differentiated
+        argument (a tuple of trees if `argnums` is a sequence), or a prefix of it, or a
+        predicate `sparse(path, leaf)` that returns a boolean, exactly where it says so.
+        What is required and cannot be raises. A leaf of which `False` is said and that
+        the loss does not use gets dense zeros.
       read: The state of `exact_adam` or `exact_adamw`, or of any optimiser that holds
         it, for the differentiated argument. A lookup then gives each row as dense Adam
         would have it now, and the gradient is taken there; nothing is written. A use
@@ -158,7 +159,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    sparse: Sparse = True,
+    sparse: Sparse = None,
     read: Any = None,
 ) -> Callable[..., Any]:
     """Like `jax.grad`, with row-sparse gradients for embedding tables.
@@ -243,8 +244,11 @@ def trace(
 def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    if sparse is True:
+    if sparse is None:
         return [None] * len(pairs)
+    if sparse is True:
+        kinds = [jnp.result_type(leaf) for _, leaf in pairs]
+        return [jnp.issubdtype(kind, jnp.floating) or None for kind in kinds]
     what = "The leaves of `sparse` must be"
     if callable(sparse):
         marks = [sparse(*pair) for pair in pairs]

@@ -112,7 +112,7 @@ NOT_DIFFERENTIATED = {
 }
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", [None, True, False])
 @pytest.mark.parametrize("name", NOT_DIFFERENTIATED)
 def test_leaf_refused(name, sparse):
     """The message names the leaf, its type, and what its library offers."""
@@ -149,7 +149,6 @@ MASKS = {
     "leaf missing": ({"t": True}, ["tree of booleans", "prefix"]),
     "leaf too many": ({"t": True, "w": False, "x": True}, ["tree of booleans"]),
     "other container": ([True, False], ["tree of booleans", "list"]),
-    "None": (None, ["tree of booleans", "NoneType"]),
     "None leaf": ({"t": True, "w": None}, ["tree of booleans", "['w']"]),
     "text": ("t", ["booleans", "'t'", "str"]),
     "integer leaf": ({"t": 1, "w": 0}, ["booleans", "1", "int", "['t']"]),
@@ -272,7 +271,7 @@ def test_scalar_leaf_refused(used):
 
 # `sparse=` that fits: (sparse, whether the table's gradient is row-sparse).
 FITTING = {
-    "True": (True, True),
+    "None": (None, True),
     "False": (False, False),
     "mask": ({"t": True, "w": False}, True),
     "mask, other way": ({"t": False, "w": False}, False),
@@ -291,6 +290,24 @@ def test_masks_met(name):
         assert is_bcoo(grads["t"]) == expected
         assert not is_bcoo(grads["w"])
         assert_same(grads["t"], jax.grad(loss)(PARAMS, IDS)["t"])
+
+
+def test_true_requires():
+    """Of every real leaf; of a complex one nothing can be required."""
+
+    def of_tables(p, i):
+        return square(p["t"][i], WEIGHTS) + jnp.abs(p["z"])
+
+    params = {"t": TABLE, "z": jnp.complex64(1j)}
+    grads = osa.grad(of_tables, sparse=True)(params, IDS)
+    assert is_bcoo(grads["t"])
+    assert not is_bcoo(grads["z"])
+    with pytest.raises(ValueError, match=r"\['w'\].*`dot_general`"):
+        osa.grad(loss, sparse=True)(PARAMS, IDS)
+    with pytest.raises(ValueError, match=r"`dot_general`"):
+        osa.make_train_step(loss, osa.sparse_adam(0.1), sparse=True)(
+            jax.tree.map(jnp.copy, PARAMS), osa.sparse_adam(0.1).init(PARAMS), IDS
+        )
 
 
 def test_prefix():
@@ -319,7 +336,7 @@ def test_unused_leaf():
     def unused(p, i):
         return jnp.sum(p["w"])
 
-    for sparse in (True, {"t": True, "w": False}, lambda path, leaf: leaf.ndim == 2):
+    for sparse in (None, {"t": True, "w": False}, lambda path, leaf: leaf.ndim == 2):
         grads = osa.grad(unused, sparse=sparse)(PARAMS, IDS)
         assert_row_sparse(grads["t"], SHAPE, DTYPE, 0)
         assert_same(grads["t"], jnp.zeros_like(TABLE))

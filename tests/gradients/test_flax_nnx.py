@@ -397,3 +397,52 @@ def test_step_in_place(jit_kwargs):
     pointer = new.embed.embedding[...].unsafe_buffer_pointer()
     step(new, optimizer, *batch)
     assert new.embed.embedding[...].unsafe_buffer_pointer() == pointer
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit(donate_argnums=(0, 1))])
+def test_update(wrap):
+    """In place of `optimizer.update`: `nnx.Optimizer` on dense gradients agrees."""
+
+    def train(optimizer, model, grad, update):
+        for ids in batches(3)[0]:
+            update(optimizer, model, grad(mean_square)(model, ids))
+        return jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))
+
+    def optimizer_of(tx):
+        return nnx.Optimizer(new, tx, wrt=nnx.Param), new
+
+    new = model()
+    expected = train(
+        *optimizer_of(optax.sgd(0.1)), nnx.grad, lambda o, *args: o.update(*args)
+    )
+    new = model()
+    optimizer, _ = optimizer_of(osa.lazy(optax.sgd(0.1)))
+    actual = train(optimizer, new, flax_nnx.grad, wrap(flax_nnx.update))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert int(optimizer.step[...]) == 3
+
+
+def test_update_of_a_partition():
+    """Labels are those of the pure state; `exact_adam` reads the optimiser."""
+    new = model()
+    params = nnx.as_pure(nnx.state(new, nnx.Param))
+    labels = jax.tree.map(lambda _: "rest", params)
+    labels["embed"]["embedding"] = "tables"
+    parts = {"tables": osa.exact_adam(0.1), "rest": optax.adam(0.1)}
+    optimizer = nnx.Optimizer(new, optax.partition(parts, labels), wrt=nnx.Param)
+    dense = model()
+    reference = nnx.Optimizer(dense, optax.adam(0.1), wrt=nnx.Param)
+
+    def is_table(path, _):  # all else is dense, also what the loss does not use
+        return "embedding" in jax.tree_util.keystr(path)
+
+    def loss(model, ids):
+        return jnp.mean(jnp.sin(model.out(model.embed(ids))))
+
+    for ids in jnp.array([[[0, 3, 15], [3, 7, 0]], [[1, 2, 15], [2, 4, 4]]]):
+        grads = flax_nnx.grad(loss, sparse=is_table, read=optimizer)(new, ids)
+        flax_nnx.update(optimizer, new, grads)
+        reference.update(dense, nnx.grad(loss)(dense, ids))
+    flax_nnx.flush(new, optimizer)
+    states = (jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (new, dense))
+    chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-5)

@@ -303,7 +303,7 @@ def compare(program, rows, mask=None, aux="none"):
     sure = looked_up - leaves_of(program, {"dense"})
     if not follows_all_lookups(program):
         sure = set()
-    sparse = True
+    sparse = None
     if mask is not None:
         sparse = dict.fromkeys(params, False)
         sparse |= {name: mask[name] and name in sure for name in NAMES}
@@ -323,7 +323,7 @@ def compare(program, rows, mask=None, aux="none"):
         assert_same(grads[name], expected[name], ulps, name)
     for name in NAMES:
         if name in sure or mask is not None:
-            kind = name in sure if sparse is True else sparse[name]
+            kind = name in sure if sparse is None else sparse[name]
             assert is_bcoo(grads[name]) == kind, f"{name} is a {type(grads[name])}"
         if is_bcoo(grads[name]):
             most = math.prod(grads[name].shape[: grads[name].n_sparse])

@@ -1,0 +1,239 @@
+"""`make_train_step`: which gradients, keywords and transformations it takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import assert_close, assert_identical
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
+ROWS, DIM, RATE = 12, 3, 0.1
+IDS = [np.array([3, 7, 3]), np.array([5, 7, 9])]
+INNER = osa.sparse_adam(RATE)  # a global, which no closure holds
+
+
+def start():
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(ROWS, DIM)), jnp.float32)
+    return {"table": table, "w": jnp.ones(DIM)}
+
+
+def loss(params, ids):
+    return jnp.sum(jnp.sin(params["table"][ids] @ params["w"]))
+
+
+def trained(tx, loss=loss, **kwargs):
+    params, step = start(), osa.make_train_step(loss, tx, **kwargs)
+    state = jax.tree.map(jnp.copy, tx.init(params))  # lbfgs has one array twice
+    for ids in IDS:
+        params, state, _ = step(params, state, ids)
+    return params
+
+
+def numpy_sparse_adam():
+    """SparseAdam of the table and of `w`, in float64."""
+    params = {name: np.array(x, np.float64) for name, x in start().items()}
+    table, w = params["table"], params["w"]
+    moments = {name: [np.zeros_like(x), np.zeros_like(x)] for name, x in params.items()}
+    for t, ids in enumerate(IDS, 1):
+        slope = np.cos(table[ids] @ w)
+        grads = {"table": np.zeros_like(table), "w": slope @ table[ids]}
+        np.add.at(grads["table"], ids, slope[:, None] * w)
+        for name, touched in (("table", np.unique(ids)), ("w", slice(None))):
+            (m, v), g = moments[name], grads[name][touched]
+            m[touched] += 0.1 * (g - m[touched])
+            v[touched] += 0.001 * (g * g - v[touched])
+            size = RATE * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+            params[name][touched] -= size * m[touched] / (np.sqrt(v[touched]) + 1e-8)
+    return params
+
+
+class Slots:
+    """A transformation that is no tuple, and has no `__dict__`."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def init(self, params):
+        return self.inner.init(params)
+
+    def update(self, grads, state, params=None):
+        return self.inner.update(grads, state, params)
+
+
+def labels(params):
+    return {name: "table" if name == "table" else "rest" for name in params}
+
+
+WRAPPERS = {
+    "a global": optax.GradientTransformation(
+        lambda p: INNER.init(p), lambda g, s, p=None: INNER.update(g, s, p)
+    ),
+    "inject_hyperparams of a function": optax.inject_hyperparams(
+        lambda lr: osa.sparse_adam(lr)
+    )(lr=RATE),
+    "slots": Slots(INNER),
+    "partition of slots": optax.partition(
+        {"table": Slots(INNER), "rest": INNER}, labels
+    ),
+    "apply_if_finite": optax.apply_if_finite(INNER, 3),
+    "conditionally_mask": optax.conditionally_mask(INNER, lambda step, **_: step >= 0),
+    "conditionally_transform": optax.conditionally_transform(
+        INNER, lambda step, **_: step >= 0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_gradients_are_row_sparse(name):
+    """Whatever the transformation is made of; SparseAdam in NumPy says the numbers."""
+    params, expected = trained(WRAPPERS[name]), numpy_sparse_adam()
+    for part, values in expected.items():
+        assert_close(params[part], values, 1e-5, magnitude=1.0)
+    untouched = np.setdiff1d(np.arange(ROWS), np.concatenate(IDS))
+    assert_identical(params["table"][untouched], start()["table"][untouched])
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_apply_if_finite(is_finite):
+    def scaled(params, ids, factor):
+        return loss(params, ids) * factor
+
+    tx = optax.apply_if_finite(osa.exact_adam(RATE), 3)
+    step, params = osa.make_train_step(scaled, tx), start()
+    params, state, _ = step(params, tx.init(params), IDS[0], 1 if is_finite else np.nan)
+    params, _ = osa.flush(params, state)
+    changed = np.flatnonzero(np.any(params["table"] != start()["table"], axis=1))
+    assert changed.tolist() == ([3, 7] if is_finite else [])
+
+
+DENSE = {
+    "adam": optax.adam(RATE),
+    "sgd": optax.sgd(RATE),
+    "momentum": optax.sgd(RATE, momentum=0.9),
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
+    "lion": optax.lion(RATE),
+    "adafactor": optax.adafactor(RATE, min_dim_size_to_factor=2),
+    "lbfgs": optax.lbfgs(),
+    "MultiSteps": optax.MultiSteps(osa.lazy(optax.adam(RATE)), 2),
+    "scaled behind": optax.chain(INNER, optax.scale(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_takes_dense_gradients_only(name):
+    with pytest.raises(TypeError) as info:
+        trained(DENSE[name])
+    for word in ("exact_adam", "lazy(optax.adam", "sparse=False"):
+        assert word in str(info.value)
+
+
+@pytest.mark.parametrize("name", ["adam", "lbfgs"])
+def test_dense_gradients(name):
+    """As `jax.value_and_grad` and optax's own functions do it."""
+    tx, params = DENSE[name], start()
+    state = tx.init(params)
+    for ids in IDS:
+
+        def of_params(params, ids=ids, **_):
+            return loss(params, ids)
+
+        value, grads = jax.value_and_grad(of_params)(params)
+        extra = {"value": value, "grad": grads, "value_fn": of_params}
+        tx = optax.with_extra_args_support(tx)
+        updates, state = tx.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    for name, found in trained(tx, sparse=False).items():
+        assert_close(found, params[name], 1e-5, magnitude=1.0)
+
+
+def test_a_model_without_tables():
+    def quadratic(params, ids):
+        return jnp.sum((params["w"] - 2) ** 2) + jnp.sum(params["table"] ** 2)
+
+    params = trained(optax.lbfgs(), quadratic)
+    assert_close(params["w"], 2 * np.ones(DIM), 1e-5, magnitude=1.0)
+
+
+def test_errors_of_the_loss_and_of_the_optimizer_are_their_own():
+    def fails(params, ids):
+        raise RuntimeError("of the loss")
+
+    def update(grads, state, params=None):
+        raise KeyError("of the optimizer")
+
+    with pytest.raises(RuntimeError, match="of the loss"):
+        trained(optax.adam(RATE), fails)
+    with pytest.raises(KeyError, match="of the optimizer"):
+        trained(optax.GradientTransformation(INNER.init, update))
+
+
+# Keywords.
+
+
+def with_keywords(params, ids, *, train=False, scale=1.0):
+    value = loss(params, ids) * scale
+    return value + 100 if train else value
+
+
+def takes_factor():
+    def update(grads, state, params=None, *, factor=1.0, **_):
+        updates, state = INNER.update(grads, state, params)
+        return {"table": updates["table"] * factor, "w": updates["w"]}, state
+
+    return optax.GradientTransformationExtraArgs(INNER.init, update)
+
+
+def test_keywords_of_the_loss():
+    params = start()
+    state = INNER.init(params)
+    for kwargs in ({"train": True}, {"train": False}, {}, {"scale": 3.0}):
+        step = osa.make_train_step(with_keywords, INNER)
+        copies = jax.tree.map(jnp.copy, (params, state))
+        _, _, value = step(*copies, IDS[0], **kwargs)
+        expected = with_keywords(params, IDS[0], **kwargs)
+        assert_close(value, expected, 1e-6, magnitude=1.0)
+    step = osa.make_train_step(with_keywords, INNER)
+    copies = jax.tree.map(jnp.copy, (params, state))
+    assert_close(step(*copies, ids=IDS[0])[2], loss(params, IDS[0]), 1e-6)
+
+
+def test_keywords_of_the_optimizer():
+    tx = takes_factor()
+    step = osa.make_train_step(with_keywords, tx)
+    params, _, _ = step(start(), tx.init(start()), IDS[0], factor=2.0, scale=1.0)
+    moved = (params["table"] - start()["table"])[3]
+    assert_close(abs(moved), np.full(DIM, 2 * RATE), 1e-4)
+    chain = optax.chain(optax.identity(), tx)  # which names no keyword
+    step = osa.make_train_step(loss, chain)
+    params, _, _ = step(start(), chain.init(start()), IDS[0], factor=2.0)
+    assert_close((params["table"] - start()["table"])[3], moved, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [INNER, optax.chain(INNER), Slots(INNER), osa.lazy(optax.adam(RATE))],
+    ids=["sparse_adam", "chain", "slots", "lazy"],
+)
+def test_keywords_of_nobody(tx):
+    step = osa.make_train_step(with_keywords, tx)
+    with pytest.raises(TypeError, match="`trian`, which neither"):
+        step(start(), tx.init(start()), IDS[0], trian=True)
+
+
+def test_usual_steps_are_traced_once():
+    calls = []
+
+    def update(grads, state, params=None):
+        calls.append(0)
+        return INNER.update(grads, state, params)
+
+    trained(optax.GradientTransformation(INNER.init, update))
+    assert len(calls) == 1
