@@ -469,7 +469,7 @@ def test_prefix_labels(kind):
     params, wanted = nested(), nested()
     state, dense = tx.init(params), reference.init(wanted)
     step = osa.make_train_step(loss, tx)
-    other = osa.make_train_step(loss, reference)
+    other = osa.make_train_step(loss, reference, sparse=False)
     for ids in batches(15):
         params, state, value = step(params, state, ids)
         wanted, dense, expected = other(wanted, dense, ids)
