@@ -21,7 +21,7 @@ from jax.experimental.sparse import BCOO
 from jax.extend.core import primitives
 
 from .._jax_extras.sharding import mesh_of
-from ._library import available
+from ._library import available as available
 
 _cast_p = primitives.convert_element_type_p
 
