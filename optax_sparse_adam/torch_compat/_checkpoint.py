@@ -26,6 +26,13 @@ _OF_SCHEDULERS = (
     *("initial_lr", "min_lr", "max_lr", "swa_lr"),
     *("base_momentum", "max_momentum"),
 )
+# What torch writes beside them, which changes no result here.
+_TORCH_ALONE = ("differentiable", "param_names")
+# Those of the options that a checkpoint may lack, with a default that is right then.
+_MAY_LACK = (
+    *("foreach", "fused", "capturable", "differentiable", "maximize"),
+    "decoupled_weight_decay",
+)
 
 
 class CheckpointMixin(HookMixin):
@@ -36,31 +43,18 @@ class CheckpointMixin(HookMixin):
     state: defaultdict[Any, dict[str, Any]]
 
     def state_dict(self) -> StateDict:
-        """The state in torch's layout, in Python scalars and NumPy arrays.
+        """The state in torch's layout, in Python scalars and NumPy arrays, as a copy.
 
-        torch loads it once the arrays are tensors::
+        A learning rate that is a schedule is saved as its value for the next step.
+        torch loads it once the arrays are tensors (bfloat16 by way of float32)::
 
           tensors = jax.tree.map(
               lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x,
               optimizer.state_dict(),
           )
-
-        (bfloat16 with `torch.from_numpy(x.astype(np.float32))`: torch casts it back
-        when it loads.) No later step changes the dict. A learning rate that is a
-        schedule is saved as its value for the next step.
-
-        Examples:
-          >>> import jax.numpy as jnp
-          >>> from optax_sparse_adam.torch_compat import Parameter, SparseAdam
-          >>> optimizer = SparseAdam([Parameter(jnp.zeros((3, 2)))], lr=0.1, eps=0.5)
-          >>> saved = optimizer.state_dict()
-          >>> saved["param_groups"][0]["lr"], saved["param_groups"][0]["params"]
-          (0.1, [0])
-          >>> optimizer.load_state_dict(saved)
         """
         self._run_hooks("save_pre")
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        # A parameter that is listed twice has the index of its last place, as in torch.
         index: dict[Any, int] = {param: i for i, param in enumerate(params)}
         state = {index.get(key, key): _copied(x) for key, x in self.state.items()}
         groups = []
@@ -76,14 +70,12 @@ class CheckpointMixin(HookMixin):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores what `state_dict` of this class or of torch's returned.
 
-        Parameters are matched by their positions in the groups, not by their names.
-        Arrays may be of NumPy, JAX or torch and of any floating-point type; they are
-        copied, in the type and, where the shapes are equal, to the devices of their
-        parameter. The loaded options replace those of the groups, but a learning rate
-        that is a schedule stays. An option of your own is loaded if the optimiser's
-        group has it, too. To continue with this optimiser's formula from the moments of
-        another (a table trained by Adam, and from now on by SparseAdam), load the state
-        alone::
+        Parameters are matched by their positions in the groups. Arrays may be of NumPy,
+        JAX or torch; they are copied, in the type and, where the shapes are equal, to
+        the devices of their parameter. The loaded options replace those of the groups,
+        but a learning rate that is a schedule stays. An option of your own is loaded if
+        the optimiser's group has it, too. To go on with this formula from the moments
+        of another optimiser, load the state alone::
 
           groups = optimizer.state_dict()["param_groups"]
           optimizer.load_state_dict(saved | {"param_groups": groups})
@@ -108,14 +100,10 @@ class CheckpointMixin(HookMixin):
                     f"the size of optimizer's group: group {i} has {len(new['params'])}"
                     f" parameters, the optimizer's has {len(group['params'])}"
                 )
-            if new.get("differentiable") is False and "differentiable" not in group:
-                # torch adds it to the groups of every optimiser that has loaded a dict.
-                new = {k: value for k, value in new.items() if k != "differentiable"}
+            new = {k: x for k, x in new.items() if k in group or k not in _TORCH_ALONE}
             self._check_saved(i, new)
             params.update(zip(new["params"], group["params"], strict=True))
             new = _copied(new) | {"params": group["params"]}
-            if "param_names" in group:
-                new.setdefault("param_names", group["param_names"])
             if callable(group.get("lr")) and not callable(new.get("lr")):
                 new["lr"] = group["lr"]
             groups.append(new)
@@ -129,18 +117,23 @@ class CheckpointMixin(HookMixin):
 
     def _check_saved(self, index: int, saved: Group) -> None:
         """Raises if a saved group has options that this optimiser does not have."""
-        known = {"param_names", *_OF_SCHEDULERS}
+        name, known = type(self).__name__, {*_OF_SCHEDULERS, "params"}
         known.update(self.defaults, self.param_groups[index])
-        unknown = [f"{key}={saved[key]!r}" for key in saved if key not in known]
-        if unknown:
-            name = type(self).__name__
-            raise ValueError(
-                f"loaded state dict has options that {name} does not have, in group "
-                f"{index}: {', '.join(unknown)}. If another optimizer saved it, load "
-                "it into that optimizer's class, or load its state alone, with the "
-                f"groups of this {name}: see load_state_dict. If the option is your "
-                f"own, give group {index} of this {name} the same key first."
-            )
+        strange = [f"{key}={saved[key]!r}" for key in saved if key not in known]
+        missing = [x for x in self.defaults if x not in saved and x not in _MAY_LACK]
+        wrong = {"has options that {} does not have": strange, "lacks options": missing}
+        adams = not saved.get("decoupled_weight_decay", True) and saved["weight_decay"]
+        if adams and self.defaults.get("decoupled_weight_decay"):
+            wrong["decays otherwise than {}"] = ["decoupled_weight_decay=False"]
+        for words, found in wrong.items():
+            if found:
+                raise ValueError(
+                    f"loaded state dict {words.format(name)}, in group {index}: "
+                    f"{', '.join(found)}. If another optimizer saved it, load it into "
+                    "that optimizer's class, or load its state alone, with the groups "
+                    f"of this {name}: see load_state_dict. If the option is your own, "
+                    f"give group {index} of this {name} the same key first."
+                )
 
 
 def _copied(value: Any, param: Parameter | None = None, key: Any = None) -> Any:

@@ -37,10 +37,9 @@ class GroupFormula(NamedTuple):
     """How an optimiser updates the tables of a group.
 
     Attributes:
-      update: `update(tables, grads, scalars)` returns the new tables, in place;
-        `scalars` has a row for each table.
-      scalars: `scalars(group, dtype, step)` returns those of a parameter's step.
-      shapes: `shapes(group, shape)` returns the shapes of the arrays in a state.
+      update: `update(tables, grads, scalars)`, the new tables, in place.
+      scalars: `scalars(group, dtype, step)`, those of a parameter's step.
+      shapes: `shapes(group, shape)`, of the arrays in a state.
       step_dtype: Type of the array `"step"` in a state; `None` for a Python integer.
     """
 

@@ -1,8 +1,7 @@
-"""Hooks: functions that are called before and after a step, a save and a load.
+"""Hooks around a step, a save and a load, of one optimiser or of all, as in torch.
 
-As in `torch.optim.Optimizer` and `torch.utils.hooks`: for each event a dictionary of
-hooks, of one optimiser or of all. Two things differ from torch. A hook may remove
-itself while it runs, and hooks run once where a `step` calls that of its base class.
+Two things differ. A hook may remove itself while it runs, and hooks run once where a
+`step` calls that of its base class.
 """
 
 import functools
@@ -22,14 +21,9 @@ class RemovableHandle:
     """Removes a hook: with `remove()`, or at the end of a `with` block.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> from optax_sparse_adam.torch_compat import Parameter, SparseAdam
-      >>> optimizer = SparseAdam([Parameter(jnp.zeros(3))])
-      >>> hook = lambda optimizer, args, kwargs: print("stepped")
-      >>> with optimizer.register_step_post_hook(hook):
-      ...     optimizer.step()
-      stepped
-      >>> optimizer.step()
+      >>> from optax_sparse_adam.torch_compat import register_optimizer_step_post_hook
+      >>> with register_optimizer_step_post_hook(lambda *args: print("stepped")):
+      ...     pass
     """
 
     _ids = itertools.count()
@@ -78,7 +72,7 @@ def with_step_hooks(step: Step) -> Step:
             if not (isinstance(result, tuple) and len(result) == 2):
                 raise RuntimeError(
                     f"{step} must return None or a tuple of (new_args, new_kwargs), "
-                    f"but got {result}. A step pre-hook returned that: {hook}."
+                    f"but got {result}, from {hook}."
                 )
             args, kwargs = result
         self._stepping = True
@@ -94,10 +88,7 @@ def with_step_hooks(step: Step) -> Step:
 
 
 class HookMixin:
-    """The hooks of one optimiser, which run in the order of their registration.
-
-    `prepend=True` puts a hook before those that are registered already.
-    """
+    """The hooks of one optimiser, in the order of registration but for `prepend`."""
 
     _stepping = False
 

@@ -1,14 +1,11 @@
 """`Optimizer`: the base class, with parameter groups, options and the compiled step.
 
-As `torch.optim.Optimizer`. An optimiser of this package is a subclass with a formula
-and tables of its options: defaults, checks, state, step and checkpoints follow.
-
-Limits: a step is called outside of `jit`, and is not differentiable.
+An optimiser of this package is a subclass with a formula and tables of its options. A
+step is called outside of `jit`, and is not differentiable.
 """
 
 import math
-import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -30,12 +27,11 @@ Params = Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[Group]
 class Optimizer(CheckpointMixin):
     """Base of the optimisers: what is common to all of them in `torch.optim`.
 
-    A new optimiser overrides `step`, as in torch; hooks run around it.
+    A new optimiser overrides `step`, as in torch.
 
     Args:
-      params: Parameters, pairs `(name, parameter)`, or dicts with the key `"params"`
-        (one of these two, or a single parameter) and any options of the group's own.
-        Generators are fine, sets are not.
+      params: Parameters, or dicts with the key `"params"` (parameters, or a single one)
+        and any options of the group's own. Generators are fine, sets are not.
       defaults: The options of groups that do not give their own; an attribute, too.
 
     Attributes:
@@ -47,22 +43,16 @@ class Optimizer(CheckpointMixin):
     Raises:
       TypeError: If `params` is not an iterable of these.
       ValueError: If an option is out of its range, a parameter is of a kind that the
-        optimiser refuses, there are no parameters, only some have names, or one is in
-        two groups. (Twice in one group is a warning: it is updated twice.)
+        optimiser refuses or is given twice, or there are no parameters.
     """
 
     # What makes an optimiser of this package:
-    #   _formula      what a step computes; `None`: the class has a `step` of its own
-    #   _options      the options of a group, in torch's order
-    #   _rules        what must hold, by the words of the error; `x` has the options:
-    #                 "Invalid epsilon value: {eps}": lambda x: x.eps > 0
-    #   _added_later  what older checkpoints lack, with the value that it then has
-    #   _refused      why it refuses parameters of a kind, "Sparse" or "Complex"
+    #   _formula  what a step computes; `None`: the class has a `step` of its own
+    #   _options  the options of a group, in torch's order
+    #   _rules    what must hold, by the words of the error
     _formula: ClassVar[GroupFormula | None] = None
     _options: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[str, Callable[[Any], bool]]] = {}
-    _added_later: ClassVar[dict[str, Any]] = {}
-    _refused: ClassVar[dict[str, str]] = {}
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         super().__init__()
@@ -86,24 +76,9 @@ class Optimizer(CheckpointMixin):
             groups = [{"params": groups}]
         for group in groups:
             self.add_param_group(group)
-        for kind, words in self._refused.items():
-            found = [
-                [i, j]
-                for i, group in enumerate(self.param_groups)
-                for j, param in enumerate(group["params"])
-                if kind == _kind(param.data)
-            ]
-            if found:
-                name = type(self).__name__
-                raise ValueError(f"{kind} params at indices {found}: {name} {words}")
 
     def add_param_group(self, param_group: Group) -> None:
-        """Adds a group, which takes the options that it does not give from `defaults`.
-
-        Args:
-          param_group: A dict with the key `"params"` and any options. The dict itself
-            becomes the group. It raises what the constructor raises.
-        """
+        """Adds a group, a dict as the constructor takes, with the default options."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         params = param_group["params"]
@@ -114,50 +89,25 @@ class Optimizer(CheckpointMixin):
                 "Please use a list instead."
             )
         params = [params] if isinstance(params, Parameter) else list(params)
-        names = [p[0] for p in params if isinstance(p, tuple)]
-        params = [p[1] if isinstance(p, tuple) else p for p in params]
-        if names and len(names) != len(params):
-            raise ValueError(
-                "all optimizer params should be with/without names. Some param names "
-                "are missing"
-            )
         for param in params:
             if not isinstance(param, Parameter):
-                is_key = isinstance(param, str)
-                remedy = (
-                    "Give dict.values()." if is_key else "Wrap arrays in Parameter."
-                )
                 raise TypeError(
                     "optimizer can only optimize Tensors, but one of the params is "
-                    f"{_typename(param)}. {remedy}"
+                    f"{_typename(param)}. Give arrays as Parameters, dict.values()."
+                )
+            sparse = isinstance(param.data, BCOO)
+            if self._formula and (sparse or jnp.iscomplexobj(param.data)):
+                raise ValueError(
+                    f"{type(self).__name__} requires dense parameter tensors, and does "
+                    f"not support complex parameters, got {param}"
                 )
         param_group["params"] = params
-        if names:
-            param_group["param_names"] = names
         for name, default in self.defaults.items():
             param_group.setdefault(name, default)
-        if len(params) != len(set(params)):
-            warnings.warn(
-                "optimizer contains a parameter group with duplicate parameters; in "
-                "future, this will cause an error; see "
-                "github.com/pytorch/pytorch/issues/40967 for more information",
-                stacklevel=4,  # the line that makes a SparseAdam
-            )
-        self._check_group(param_group)
-        self.param_groups.append(param_group)
-
-    def _check_group(self, new: Group) -> None:
-        """Raises if a group cannot be added to those that are there."""
-        named = "param_names" in new
-        for group in self.param_groups:
-            if named != ("param_names" in group):
-                kind = "with" if named else "without"
-                raise ValueError(
-                    "all optimizer param groups should be with/without names. cannot "
-                    f"add param group {kind} names to the optimizer"
-                )
-        if not set(self._params()).isdisjoint(new["params"]):
+        known = [*self._params(), *params]
+        if len(set(known)) < len(known):
             raise ValueError("some parameters appear in more than one parameter group")
+        self.param_groups.append(param_group)
 
     def _params(self) -> Iterator[Parameter]:
         for group in self.param_groups:
@@ -167,23 +117,23 @@ class Optimizer(CheckpointMixin):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient, in place.
 
-        A parameter whose gradient is `None` stays as it is, and its steps are not
-        counted; so does one that the loss did not use, for which `value_and_grad` has a
-        gradient with nothing stored. The parameters of a group are updated in one
-        compiled call.
-
-        Args:
-          closure: Called first, to compute the loss and to set the gradients. The step
-            returns what it returned.
+        A parameter without a gradient stays as it is, and its steps are not counted; so
+        does one that the loss did not use, for which `value_and_grad` has a gradient
+        with nothing stored. `closure` is called first, to compute the loss, which is
+        returned, and to set the gradients.
         """
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            for params in _calls([p for p in group["params"] if _is_used(p.grad)]):
+            # One program runs on one set of devices: commonly, those of all.
+            calls: defaultdict[Any, list[Parameter]] = defaultdict(list)
+            for param in filter(_is_used, group["params"]):
+                calls[frozenset(param.data.devices())].append(param)
+            for params in calls.values():
                 self._update(group, params)
         return loss
 
     def _update(self, group: Group, params: list[Parameter]) -> None:
-        """Updates these parameters, each listed once and with a gradient."""
+        """Updates these parameters, which have gradients."""
         formula = self._formula
         if formula is None:
             raise NotImplementedError("an Optimizer of your own overrides step")
@@ -229,7 +179,7 @@ class Optimizer(CheckpointMixin):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            for name, value in self._added_later.items():
+            for name, value in self.defaults.items():
                 group.setdefault(name, value)
         for param in self._params():
             saved = self.state.get(param, {})
@@ -245,14 +195,12 @@ class Optimizer(CheckpointMixin):
         A row-sparse gradient of zeros is empty: a step counts but changes nothing.
         """
         for param in self._params():
-            grad = param.grad
-            if grad is None or set_to_none:
-                param.grad = None
-            elif isinstance(grad, BCOO):
-                no_rows = grad.data[:0], grad.indices[:0]
-                param.grad = BCOO(no_rows, shape=grad.shape)
+            grad = None if set_to_none else param.grad
+            if isinstance(grad, BCOO):
+                empty = grad.data[:0], grad.indices[:0]
+                param.grad = BCOO(empty, shape=grad.shape)
             else:
-                param.grad = jnp.zeros_like(grad)
+                param.grad = None if grad is None else jnp.zeros_like(grad)
 
     def __repr__(self) -> str:
         text = f"{type(self).__name__} ("
@@ -275,32 +223,14 @@ def _scalar(name: str, option: Any) -> Any:
     return scalar(option)
 
 
-def _is_used(grad: Any) -> bool:
+def _is_used(param: Parameter) -> bool:
+    grad = param.grad
     # `value_and_grad` makes a BCOO with nothing stored where torch has None. An empty
     # one that somebody else made, such as torch's, is a step without rows, as in torch.
     return grad is not None and not (isinstance(grad, CanaryBCOO) and not grad.nse)
-
-
-def _kind(data: Any) -> str:
-    if isinstance(data, BCOO):
-        return "Sparse"
-    return "Complex" if jnp.iscomplexobj(data) else "Dense"
 
 
 def _typename(value: Any) -> str:
     cls = type(value)
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     return module + cls.__qualname__
-
-
-def _calls(params: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Splits parameters into those that can go into one call: commonly, all of them."""
-    # One program runs on one set of devices, and overwrites each buffer once: a
-    # parameter that is listed twice is updated twice, one after the other.
-    # [a, b, a] on one device: the calls [a, b] and [a].
-    while params:
-        calls: defaultdict[Any, list[Parameter]] = defaultdict(list)
-        for param in dict.fromkeys(params):
-            calls[frozenset(param.data.devices())].append(param)
-        yield from calls.values()
-        params = list((Counter(params) - Counter(set(params))).elements())

@@ -27,13 +27,11 @@ _overwritten: WeakValueDictionary[Address, jax.Array] = WeakValueDictionary()
 
 def _addresses(array: jax.Array) -> list[Address]:
     """A device and an address for each shard of the array in this process."""
+    shards = [shard.data for shard in array.addressable_shards]
     try:
-        return [(array.device, array.unsafe_buffer_pointer())]
-    except (ValueError, jax.errors.JaxRuntimeError):  # not for arrays in shards
-        shards = [shard.data for shard in array.addressable_shards]
-        if len(shards) < 2:  # a runtime that does not expose addresses
-            return [(None, id(array))]
-        return [address for shard in shards for address in _addresses(shard)]
+        return [(shard.device, shard.unsafe_buffer_pointer()) for shard in shards]
+    except jax.errors.JaxRuntimeError:  # a runtime that does not expose addresses
+        return [(None, id(array))]
 
 
 def register_overwritten(array: jax.Array) -> None:
@@ -93,15 +91,14 @@ def _check_concrete(value: Any, what: str) -> None:
 class Parameter:
     """An array that an optimiser trains.
 
-    `data` is the present array, the parameter's own: a copy of what was given.
-    `Optimizer.step` overwrites it, so an array taken from `data` lives until the next
-    step that updates the parameter; using it afterwards raises JAX's `RuntimeError:
-    Array has been deleted`. Keep `jnp.copy(parameter.data)` instead. A NumPy view
-    (`np.asarray(parameter.data)`) stays valid and does not change.
+    `data` is the parameter's own array, a copy of what was given. `Optimizer.step`
+    overwrites it: an array taken from `data` lives until the next step, and using it
+    afterwards raises JAX's `RuntimeError: Array has been deleted`. Keep
+    `jnp.copy(parameter.data)`, or a NumPy view, which does not change.
 
     Two parameters are equal only if they are the same object, and each is a leaf:
-    `jax.tree.map(lambda p: p.data, tree)` is the tree of arrays. A copied, deep-copied
-    or unpickled parameter has an array of its own and, as in torch, no gradient.
+    `jax.tree.map(lambda p: p.data, tree)` is the tree of arrays. A copied or unpickled
+    parameter has an array of its own and, as in torch, no gradient.
 
     Args:
       data: An array of JAX, NumPy or torch, floating point or complex, any shape.
@@ -175,15 +172,6 @@ class Parameter:
                 f"tensor of dtype '{self.dtype}'. Cast one of them with astype."
             )
         self._grad = jax.tree.map(copy_overwritten, grad)
-
-    def _is_no_array(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "A Parameter is no array. Give the loss, and functions of JAX, its `data`, "
-            "as in loss_and_grad(table.data, ids)."
-        )
-
-    __array__ = __getitem__ = __iter__ = __matmul__ = __rmatmul__ = _is_no_array
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_array
 
     shape = property(lambda self: self._data.shape)
     dtype = property(lambda self: self._data.dtype)

@@ -92,13 +92,7 @@ def refused_options(world):
         {"lr": -1, "d": 0.0, "beta2_decay": 1},
         {"beta2_decay": 1, "eps": (-1, -1)},
     ]
-    log = [failure(make, world, **options) for options in given]
-    optimizer = make(world)
-    optimizer.param_groups[0]["params"] = [world.parameter(np.ones(3, np.complex64))]
-    optimizer.param_groups[0]["params"][0].grad = world.parameter(
-        np.ones(3, np.complex64)
-    ).data
-    return log, failure(optimizer.step)
+    return [failure(make, world, **options) for options in given]
 
 
 @STORIES.append

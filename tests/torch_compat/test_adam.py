@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.torch_compat import Adam, AdamW, Parameter
+from optax_sparse_adam.torch_compat import Adam, Parameter
 
 from ..helpers.support import TOLERANCE, Magnitude
 from .test_checkpoints import copy_parameters
@@ -124,7 +124,6 @@ def refused_options(world):
         {"weight_decay": float("nan")},
         {"lr": -1.0, "eps": -1.0, "weight_decay": -1.0},
         {"eps": -1.0, "betas": (2.0, 3.0)},
-        {"fused": True, "foreach": True},
     ]
     return [
         failure(make_dense, world, kind, **options)
@@ -156,24 +155,6 @@ def round_trips(world, kind="AdamW"):
 
 
 STORIES.append(round_trips)
-
-
-@STORIES.append
-def old_dicts(world):
-    """Steps that are Python scalars, and without the options that torch has added."""
-    log = []
-    for kind in ("Adam", "AdamW"):
-        optimizer = make_dense(world, kind, weight_decay=0.1)
-        dense_steps(world, optimizer)
-        saved = copy.deepcopy(optimizer.state_dict())
-        for state in saved["state"].values():
-            state["step"] = state["step"].item()
-        (group,) = saved["param_groups"]
-        kept = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
-        saved["param_groups"] = [{key: group[key] for key in kept}]
-        optimizer.load_state_dict(saved)
-        log += [seen(optimizer), repr(optimizer), dense_steps(world, optimizer)]
-    return log
 
 
 @pytest.mark.parametrize("story", STORIES)
@@ -254,20 +235,6 @@ def test_low_precision(dtype):
         moments = [x.state[p][key] for x, p in ((optimizer, narrow), (wide, exact))]
         assert moments[0].dtype == dtype
         np.testing.assert_array_equal(moments[0], moments[1].astype(dtype))
-
-
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_differentiable_steps_are_refused(kind):
-    param = Parameter(jnp.zeros(3))
-    with pytest.raises(ValueError, match=r"differentiable=True.*functional step"):
-        kind([param], differentiable=True)
-    with pytest.raises(ValueError, match=r"differentiable=True.*functional step"):
-        kind([{"params": param, "differentiable": True}])
-    optimizer = kind([param])
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["differentiable"] = True
-    with pytest.raises(ValueError, match=r"differentiable=True.*functional step"):
-        optimizer.load_state_dict(saved)
 
 
 def test_a_parameter_that_the_loss_does_not_use_is_skipped():

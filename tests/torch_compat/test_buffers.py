@@ -14,8 +14,7 @@ import torch
 from jax.experimental.sparse import BCOO
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import optax_sparse_adam as osa
-from optax_sparse_adam.torch_compat import Parameter, SparseAdam, embedding_bag
+from optax_sparse_adam.torch_compat import Parameter, SparseAdam
 
 from ..helpers.support import assert_identical
 from .test_programs import (
@@ -82,21 +81,6 @@ def test_repr_of_parameters():
     param.grad = jnp.zeros((1000, 4))
     assert repr(param) == "Parameter(float32[1000, 4], grad=float32[1000, 4])"
     assert repr(Parameter(1.0)) == "Parameter(float32[], grad=None)"
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda param: osa.grad(lambda t: jnp.sum(t[0]))(param),
-        lambda param: param[jnp.array([1, 2])],
-        lambda param: 2 * param,
-        np.asarray,
-        lambda param: embedding_bag(jnp.zeros((1, 1), int), param),
-    ],
-)
-def test_a_parameter_is_no_array(use):
-    with pytest.raises(TypeError, match=r"loss_and_grad\(table\.data, ids\)"):
-        use(Parameter(jnp.ones((9, 2))))
 
 
 def test_old_arrays_are_an_error_and_copies_stay():

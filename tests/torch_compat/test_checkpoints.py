@@ -135,7 +135,7 @@ def test_types_of_torch(saved_dtype, param_dtype):
 def test_saved_and_loaded_dicts_never_change():
     """Nor do they change the optimiser."""
     lr = np.array([0.1])
-    optimizer = SparseAdam([("a", table(OURS))], lr=lr)
+    optimizer = SparseAdam([table(OURS)], lr=lr)
     optimizer.param_groups[0].update(mine=[np.zeros(2)], others={1})
     steps(OURS, optimizer)
     saved = optimizer.state_dict()
@@ -146,7 +146,6 @@ def test_saved_and_loaded_dicts_never_change():
     optimizer.param_groups[0]["lr"] *= 2
     optimizer.param_groups[0]["mine"][0] += 1
     optimizer.param_groups[0]["others"].add(2)
-    optimizer.param_groups[0]["param_names"].append("b")
     for i in range(3):
         steps(OURS, optimizer, seed=i)
         assert_same(to_numpy(saved), before, 0)
@@ -213,6 +212,3 @@ def test_a_group_added_after_loading(name):
     ours = getattr(torch_compat, name)(groups)
     ours.load_state_dict(saved)
     assert ours.param_groups[1]["lr"] == 0.1
-    saved["param_groups"][1]["differentiable"] = True
-    with pytest.raises(ValueError, match="differentiable=True"):
-        ours.load_state_dict(saved)

@@ -116,7 +116,7 @@ def test_each_into_each(source, target):
                 compare(*logs, 1e-12)
                 accepted += 1
                 continue
-            with pytest.raises(ValueError, match="loaded state dict has") as caught:
+            with pytest.raises(ValueError, match="loaded state dict ") as caught:
                 ours.load_state_dict(saved)
             assert target in str(caught.value), variant
             np.testing.assert_equal(seen(ours), before)
@@ -134,13 +134,18 @@ def test_each_into_each(source, target):
         ),
         (SparseAdam, "NAdam", {}, ["momentum_decay=0.004", "that optimizer's class"]),
         (Adam, "SGD", {"momentum": 0.5}, ["momentum=0.5", "nesterov=False"]),
-        (Adam, "RAdam", {}, ["no option amsgrad in group 0", "not Adam's"]),
-        (AdamW, "Adamax", {}, ["no option amsgrad in group 0", "not AdamW's"]),
+        (
+            Adam,
+            "RAdam",
+            {},
+            ["lacks options, in group 0: amsgrad"],
+        ),
+        (AdamW, "Adamax", {}, ["lacks options, in group 0: amsgrad"]),
         (
             AdamW,
             "Adam",
             {"weight_decay": 0.25},
-            ["decoupled_weight_decay=False and weight_decay=0.25", "into Adam, or set"],
+            ["decays otherwise than AdamW", "decoupled_weight_decay=False"],
         ),
     ],
 )

@@ -1,8 +1,7 @@
-"""The shim beside `torch.optim`: constructors, parameter groups, names, repr."""
+"""The shim beside `torch.optim`: constructors, parameter groups, repr."""
 
 import copy
 import pickle
-import warnings
 
 import numpy as np
 import optax
@@ -23,7 +22,7 @@ def options(optimizer):
 
 @STORIES.append
 def kinds_of_params(world):
-    """Iterables and generators of parameters, pairs and groups."""
+    """Iterables and generators of parameters and groups."""
 
     def one(i=0):
         return table(world, i)
@@ -34,11 +33,8 @@ def kinds_of_params(world):
         iter([one()]),
         (one(i) for i in range(3)),
         {"a": one()}.values(),
-        {"a": one(), "b": one(1)}.items(),
-        (pair for pair in [("a", one()), ("a", one(1))]),
         [{"params": one()}],
         [{"params": [one()], "lr": 0.5}, {"params": (one(i) for i in range(2))}],
-        [{"params": {"a": one()}.items(), "eps": 1.0}, {"params": [("b", one(1))]}],
         ({"params": [one(i)], "betas": (0.0, 0.5)} for i in range(2)),
         [{"params": []}],
     ]
@@ -69,12 +65,6 @@ def refused_params(world):
         [{"params": {param()}}],
         [{"lr": 1.0}],
         [{"params": [shared]}, {"params": [param(), shared]}],
-        [("a", shared), param()],
-        [shared, ("a", param())],
-        [("a", 1)],
-        [{"params": [("a", shared)]}, {"params": [param()]}],
-        [{"params": [shared]}, {"params": [("a", param())]}],
-        [("a", shared), ("b", {"params": shared})],
     ]
     return [failure(world.optim.SparseAdam, params) for params in given]
 
@@ -100,28 +90,6 @@ def refused_options(world):
 
 
 @STORIES.append
-def refused_parameters(world):
-    def sparse():
-        return world.parameter(gradient(world, 0))
-
-    def complex_():
-        return world.parameter(np.ones((2, 3), np.complex64))
-
-    log = [failure(world.parameter, np.ones(3, np.int32))]
-    given = [[sparse()], [table(world), sparse()], [complex_()]]
-    given += [[world.parameter(gradient(TORCH, 0))]]
-    given += [
-        [
-            {"params": [table(world), make()]},
-            {"params": [table(world)]},
-            {"params": [make(), table(world), make()]},
-        ]
-        for make in (sparse, complex_)
-    ]
-    return log + [failure(world.optim.SparseAdam, params) for params in given]
-
-
-@STORIES.append
 def add_param_group(world):
     optimizer = world.optim.SparseAdam([table(world)], lr=0.1)
     log = [steps(world, optimizer)]
@@ -143,36 +111,17 @@ def refused_groups(world):
         {"params": [table(world), param]},
         {"params": {table(world)}},
         {"params": [1]},
-        {"params": [("a", table(world))]},
         {"params": 1},
     ]
     log = [failure(optimizer.add_param_group, group) for group in given]
-    named = world.optim.SparseAdam([("a", table(world))])
-    log.append(failure(named.add_param_group, {"params": [table(world)]}))
-    return log, len(optimizer.param_groups), len(named.param_groups)
-
-
-@STORIES.append
-def duplicates_warn(world):
-    param = table(world)
-    log = []
-    optimizer = world.optim.SparseAdam([table(world)])
-    for params in ([param, param], [("a", param), ("b", param)]):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            world.optim.SparseAdam(params)
-        log += [(x.category.__name__, str(x.message)) for x in caught]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.add_param_group({"params": [param, param]})
-    return log, [str(x.message) for x in caught]
+    return log, len(optimizer.param_groups)
 
 
 @STORIES.append
 def representation(world):
     groups = [
-        {"params": [("a", table(world))], "zeta": None, "alpha": "x"},
-        {"params": [("b", table(world, 1))], "lr": 1},
+        {"params": [table(world)], "zeta": None, "alpha": "x"},
+        {"params": [table(world, 1)], "lr": 1},
     ]
     optimizer = world.optim.SparseAdam(groups, maximize=True, betas=(0, 0.5))
     return repr(optimizer), str(optimizer), format(optimizer)
@@ -181,7 +130,7 @@ def representation(world):
 @STORIES.append
 def copies(world):
     """Each has parameters of its own, no gradients, and goes on alone."""
-    optimizer = world.optim.SparseAdam([("a", table(world))], lr=0.1)
+    optimizer = world.optim.SparseAdam([table(world)], lr=0.1)
     log = [steps(world, optimizer)]
     for copied in (
         copy.deepcopy(optimizer),
@@ -227,13 +176,6 @@ def test_as_torch(story):
     check(story)
 
 
-def test_the_warning_names_the_line_of_the_caller():
-    param = table(OURS)
-    with pytest.warns(UserWarning, match="duplicate parameters") as caught:
-        SparseAdam([param, param])
-    assert [x.filename for x in caught] == [__file__]
-
-
 def test_schedule_of_optax():
     """Each parameter is at its own place in the schedule."""
     schedule = optax.cosine_decay_schedule(0.5, 6)
@@ -257,8 +199,26 @@ def test_schedule_of_optax():
         np.testing.assert_array_equal(by_hand.data, log[i][0])
 
 
+def test_duplicates_are_refused():
+    """torch warns that it will."""
+    param = table(OURS)
+    for groups in ([param, param], [{"params": [table(OURS), param, param]}]):
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            SparseAdam(groups)
+
+
+@pytest.mark.parametrize("data", [gradient(TORCH, 0), np.ones((2, 3), np.complex64)])
+def test_sparse_and_complex_parameters_are_refused(data):
+    param = Parameter(data)
+    for groups in ([param], [{"params": [table(OURS)]}, {"params": param}]):
+        with pytest.raises(ValueError, match="SparseAdam requires dense parameter"):
+            SparseAdam(groups)
+    with pytest.raises(RuntimeError, match=r"floating point.*got int32 of shape"):
+        Parameter(np.ones(3, np.int32))
+
+
 def test_bare_arrays_are_named():
-    with pytest.raises(TypeError, match=r"ndarray\. Wrap arrays in Parameter\.$"):
+    with pytest.raises(TypeError, match=r"ndarray\. Give arrays as Parameters"):
         SparseAdam([np.zeros(3, np.float32)])
     with pytest.raises(TypeError, match=r"iterable of Tensors or dicts.*Give a list"):
         Optimizer(Parameter(np.zeros(3)), {})

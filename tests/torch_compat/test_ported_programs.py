@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam.torch_compat import (
-    Adam,
-    Parameter,
-    SparseAdam,
-    embedding_bag,
-)
+from optax_sparse_adam.torch_compat import Adam, Parameter, SparseAdam
 
 from ..helpers.support import assert_close, assert_identical
 
@@ -71,40 +66,6 @@ def test_a_step_inside_of_jit(make):
     assert list(optimizer.state[param]) == ["step", "exp_avg", "exp_avg_sq"]
 
 
-@pytest.mark.parametrize(
-    ("offsets", "words"),
-    [
-        ([1, 3], r"offsets\[0\] must be 0, .* got 1"),
-        ([0, 3, 1], r"ascending.*got \[0, 3, 1\]"),
-        ([0, 9], "at most the number of ids, 3"),
-    ],
-)
-def test_offsets_that_torch_refuses(offsets, words):
-    with pytest.raises(ValueError, match=words):
-        embedding_bag(IDS, TABLE, jnp.array(offsets))
-
-
-def test_arguments_of_embedding_bag_in_the_order_of_torch():
-    """All that torch's takes, by position; what is not there is refused."""
-    torch = pytest.importorskip("torch")
-    ids, offsets, weights = [1, 4, 1], [0, 2], [1.0, 2.0, 3.0]
-    rest = (None, 2.0, False, "sum", False)
-    ours = embedding_bag(
-        jnp.array(ids), TABLE, jnp.array(offsets), *rest, jnp.array(weights)
-    )
-    theirs = torch.nn.functional.embedding_bag(
-        torch.tensor(ids),
-        torch.tensor(TABLE),
-        torch.tensor(offsets),
-        *rest,
-        torch.tensor(weights),
-    )
-    assert_close(ours, theirs.numpy(), 1e-6)
-    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
-        with pytest.raises(ValueError, match=r"no max_norm and no scale_grad"):
-            embedding_bag(jnp.array([ids]), TABLE, **option)
-
-
 def test_a_dict_of_parameters():
-    with pytest.raises(TypeError, match=r"is str\. Give dict\.values\(\)"):
+    with pytest.raises(TypeError, match=r"is str\..* dict\.values\(\)"):
         SparseAdam({"table": Parameter(TABLE)})

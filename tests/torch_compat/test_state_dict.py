@@ -16,16 +16,16 @@ def make(world, count=2, **options):
 
 @STORIES.append
 def structure(world):
-    """Keys in order, the indices of parameters, names, options of one's own."""
+    """Keys in order, the indices of parameters, options of one's own."""
     one, two, three = (table(world, i) for i in range(3))
     optimizer = world.optim.SparseAdam(
         [
             {
-                "params": [("one", one), ("two", two)],
+                "params": [one, two],
                 "lr": 0.5,
                 "mine": [1, {"a": "b"}],
             },
-            {"eps": 0.1, "params": [("three", three)], "betas": (0, 0.5)},
+            {"eps": 0.1, "params": [three], "betas": (0, 0.5)},
         ]
     )
     log = [to_numpy(optimizer.state_dict())]
@@ -64,23 +64,6 @@ def before_the_first_step(world):
 
 
 @STORIES.append
-def names(world):
-    """Loaded ones replace; where there are none, the present ones stay."""
-
-    def named(*names):
-        pairs = [(name, table(world, i)) for i, name in enumerate(names)]
-        return world.optim.SparseAdam(pairs)
-
-    optimizer, other, bare = named("a", "b"), named("c", "d"), make(world)
-    steps(world, optimizer)
-    log = []
-    for target, source in ((other, optimizer), (other, bare), (bare, other)):
-        target.load_state_dict(copy.deepcopy(source.state_dict()))
-        log.append(steps(world, target))
-    return log
-
-
-@STORIES.append
 def wrong_groups(world):
     optimizer = make(world)
     log = []
@@ -96,18 +79,6 @@ def wrong_groups(world):
         change(saved)
         log.append(failure(optimizer.load_state_dict, saved))
     return log, steps(world, optimizer)
-
-
-@STORIES.append
-def old_dicts(world):
-    """Saved before `maximize` was an option: loads, steps, and stays without."""
-    optimizer = make(world, maximize=True)
-    steps(world, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        del group["maximize"]
-    optimizer.load_state_dict(saved)
-    return repr(optimizer), steps(world, optimizer)
 
 
 @STORIES.append

@@ -61,14 +61,6 @@ def learning_rate_changed_in_place(world):
 
 
 @STORIES.append
-def a_parameter_listed_twice(world):
-    param, other = table(world, 0), table(world, 1)
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = world.optim.SparseAdam([param, other, param])
-    return steps(world, optimizer)
-
-
-@STORIES.append
 def no_gradient(world):
     """Such a parameter is skipped: no state, no step."""
     params = [table(world, i) for i in range(3)]
