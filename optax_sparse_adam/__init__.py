@@ -29,7 +29,6 @@ from ._optimizers.sparse_adam import sparse_adam as sparse_adam
 from ._exact_adam.optimizer import exact_adam as exact_adam
 from ._exact_adam.optimizer import exact_adamw as exact_adamw
 from ._exact_adam.flush import flush as flush
-from ._exact_adam.flush import incremental_update as incremental_update
 from ._exact_adam.state import ExactAdamState as ExactAdamState
 from ._optimizers.sparse_adafactor import SparseAdafactorState as SparseAdafactorState
 from ._optimizers.sparse_adafactor import sparse_adafactor as sparse_adafactor

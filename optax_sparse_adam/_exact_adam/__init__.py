@@ -11,7 +11,7 @@ The files, those that others stand on first:
 - `state`: what is known of rows and tables, and which parameters a state belongs to.
 - `rows`: stale rows: their values now, and the step on those with a gradient.
 - `schedule`: the polynomials of each step, from the schedules.
-- `flush`: `flush` and `incremental_update`, which go through all rows.
+- `flush`: `flush`, which goes through all rows.
 - `optimizer`: the public functions, and the checks of their arguments.
 
 `native/exact_adam.h` does the same arithmetic on CPUs.

@@ -162,7 +162,7 @@ def refuse_changes(state: Any) -> None:
                     "updates by which stale rows are read; got "
                     f"{class_names(behind)} behind it. Clip and scale gradients "
                     "before it, scale moves by its learning rate, freeze by "
-                    "optax.partition, and average by incremental_update."
+                    "optax.partition, and average what flush returns."
                 )
         return is_exact(node)
 
