@@ -23,7 +23,7 @@ from .._optimizers.hyperparameters import (
 )
 from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import accumulator_dtype
+from .._rows.coalesce import accumulator_dtype, clear_padding
 from .._rows.new_arrays import full_along
 from .rows import Betas, WholeTables, update_all_rows, update_touched_rows
 from .schedule import (
@@ -269,9 +269,10 @@ def _exact_adam(
             eps = jnp.where(is_read, constants.eps[place], jnp.nan)
             own_constants = constants._replace(eps=eps)
             args = before.at(place), after.at(place), own_constants, step
-            grads[i], rows[i] = update_touched_rows(
+            update, rows[i] = update_touched_rows(
                 without_clock(grads[i]), read, rows[i], *args, betas=betas
             )
+            grads[i] = clear_padding(grads[i], update)
         if whole:
             places = np.flatnonzero(is_dense)
             arrays = [jnp.asarray(known[i]) for i in whole]

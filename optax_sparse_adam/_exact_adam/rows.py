@@ -454,7 +454,7 @@ def _update_rows(
 ) -> tuple[jax.Array, Tables]:
     """The formula.
 
-    `ExactAdam::Update` in `native/exact_adam.h` is the same formula for CPUs: change
+    `ExactAdam` in `native/exact_adam.h` is the same formula for CPUs: change
     both. `tests/native/test_exact_adam.py` compares them.
 
     Args:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import accumulator_dtype
+from .._rows.coalesce import accumulator_dtype, clear_padding
 from .._rows.new_arrays import full_along
 from .._rows.update_table import Formula, update_dense, update_table
 from .hyperparameters import check_leaf, check_moment, check_state_class, floating_type
@@ -171,9 +171,10 @@ def by_leaf(
             dtypes = dtype, read[-1].dtype
             if dtypes not in step_scalars:
                 step_scalars[dtypes] = scalars(count, count_inc, *dtypes)
-            grads[i], new_arrays = update_leaf(
+            update, new_arrays = update_leaf(
                 formula, grad, param, tuple(arrays.values()), step_scalars[dtypes]
             )
+            grads[i] = clear_padding(grad, update)
             for key, new in zip(arrays, new_arrays, strict=True):
                 state_leaves[key][i] = new
         news = {key: treedef.unflatten(x) for key, x in state_leaves.items()}

@@ -36,7 +36,7 @@ def _adam(
 ) -> tuple[jax.Array, Tables]:
     """The formula, for rows or for a whole dense array.
 
-    `Adam` in `native/rows.cc` is the same formula for CPUs: change both.
+    `Adam` in `native/update.h` is the same formula for CPUs: change both.
     `tests/native/test_native.py` compares them.
     """
     grad = scalars.sign * grad

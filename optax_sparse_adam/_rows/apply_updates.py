@@ -9,7 +9,7 @@ import optax
 from .._jax_extras.on_cpu import on_cpu
 from ..native import _calls as native
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .coalesce import accumulator_dtype, replicate_entries, touched_rows
+from .coalesce import accumulator_dtype, as_written, replicate_entries, touched_rows
 from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
 
 
@@ -40,7 +40,7 @@ def _apply(param: Any, update: Any) -> Any:
     if param is None or update is None:
         return param
     if is_bcoo(update):
-        return _add_rows(param, check_bcoo(update, jnp.shape(param)))
+        return _add_rows(param, as_written(check_bcoo(update, jnp.shape(param))))
     if jnp.shape(param) != jnp.shape(update):
         raise ValueError(
             "An update must have the shape of its parameter, got an update of shape "

@@ -1,17 +1,13 @@
 """Calls of the kernel (`rows.cc`) on JAX arrays, and which arrays it supports.
 
-`buffers.h` lists the operands and results of each call, by which `_call` checks arrays
-and makes results: the memory of what is updated is that of the result. The C++ compares
-types and sizes with the same list once more when it runs: no call reads or writes
-outside of its buffers, whatever a caller has checked.
+The memory of what is updated is that of the result. The C++ checks all types and sizes
+when it runs (`buffers.h`): no call reads or writes outside of its buffers, whatever its
+caller has checked.
 """
 
-import functools
 import math
-import re
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +55,32 @@ class StepScalars(NamedTuple):
     centre: jax.Array  # of the polynomial after this step
     decay_high: jax.Array  # of all steps up to this one
     decay_low: jax.Array
+
+
+class RowwiseAdagradScalars(NamedTuple):
+    """The scalars of `rowwise_adagrad_rows`, in float32; as in `update.h`."""
+
+    scale: jax.Array  # of the update: minus the learning rate
+    eps: jax.Array
+    decay: jax.Array
+
+
+class RowwiseAdamScalars(NamedTuple):
+    """The scalars of `rowwise_adam_rows`, in float32; as in `update.h`.
+
+    A weight is that of the new value in a moving average, or where that is smaller,
+    which `is_old` says by a 1, that of the old one.
+    """
+
+    scale: jax.Array
+    eps: jax.Array
+    decay: jax.Array
+    weight1: jax.Array
+    weight2: jax.Array
+    is_old1: jax.Array
+    is_old2: jax.Array
+    correction1: jax.Array
+    correction2: jax.Array
 
 
 class Stale(NamedTuple):
@@ -164,104 +186,49 @@ def supports_zeros(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:
     )
 
 
-class _Buffer(NamedTuple):
-    """A buffer of a call, as `buffers.h` describes it."""
-
-    name: str
-    type: str  # empty for a result in the memory of the operand of this name
-    sizes: str
-    is_optional: bool
-
-
-@functools.cache
-def _specifications() -> dict[str, tuple[list[_Buffer], list[_Buffer]]]:
-    """The operands and the results of each call."""
-    text = Path(__file__).with_name("buffers.h").read_text(encoding="utf-8")
-
-    def buffers(words: str) -> list[_Buffer]:
-        found = re.findall(r"(\w+)(?:=|:(\w)\[(\w*)\](\??))", words)
-        return [_Buffer(name, of, size, mark == "?") for name, of, size, mark in found]
-
-    text = re.sub(r"\n +", " ", text)  # a line goes on where the next is indented
-    lines = re.findall(r"^((?:read|update) \w+): (.*) -> (.*)$", text, re.MULTILINE)
-    return {call: (buffers(args), buffers(rets)) for call, args, rets in lines}
-
-
 def _call(
     call: str,
-    operands: Mapping[str, Any],
-    row_shape: tuple[int, ...],
-    num_rows: int,
-    **others: Any,
-) -> dict[str, jax.Array]:
-    """The results of a call by name.
+    table_shape: tuple[int, ...],
+    operands: Sequence[Any],
+    results: Sequence[tuple[tuple[int, ...], Any] | int],
+    **attributes: Any,
+) -> Sequence[jax.Array]:
+    """Calls the kernel.
 
     Args:
-      call: The handler and the formula, as in `buffers.h`.
-      operands: Arrays by name; `None` for one that is left out.
-      row_shape: The shape of a row of the table.
-      num_rows: The number of rows of the table.
-      others: The shapes that the letters of `buffers.h` stand for; attributes; and
-        `in_place`, other results that take the memory of an operand.
-
-    Raises:
-      ValueError: If the type or the shape of an array is another.
+      call: The handler and the formula.
+      table_shape: The shape of the table.
+      operands: Arrays; `None` for one that is left out.
+      results: The shape and the type of each, or the place of the operand whose memory
+        it takes.
+      attributes: What the handler has beside these.
     """
-    handler, formula = call.split()
-    in_place = others.pop("in_place", {})
-    expected, results = _specifications()[call]
-    shapes = {k: others.pop(k) for k in [*others] if len(k) == 1}
-    shapes |= {"N": (num_rows,), "W": row_shape}
-    shapes |= {digit: (int(digit),) for digit in "1234567890"}
-    types = {"f": "float32", "i": "int32"}
-
-    def struct(buffer: _Buffer) -> jax.ShapeDtypeStruct:
-        shape = tuple(x for letter in buffer.sizes for x in shapes[letter])
-        return jax.ShapeDtypeStruct(shape, types[buffer.type])
-
-    arrays = {}
-    for buffer in expected:
-        x = operands[buffer.name]
-        if x is None and buffer.is_optional:
-            arrays[buffer.name] = jnp.zeros([0], types[buffer.type])
-            continue
-        if buffer.type in "tu" and x.dtype in _FLOATS:
-            types.setdefault(buffer.type, str(x.dtype))
-        types.setdefault(buffer.type, "float32")
-        like = struct(buffer)
-        if x.dtype != like.dtype or x.shape != like.shape:
-            raise ValueError(
-                f"The kernel takes {buffer.name} of type {like.dtype} and shape "
-                f"{like.shape}, got {x.dtype} and {x.shape}. Make the state by `init` "
-                "of the same parameters as the gradient."
-            )
-        arrays[buffer.name] = x
-    if math.prod((num_rows, *row_shape)) == 0:
+    if math.prod(table_shape) == 0:
         raise ValueError(
-            f"The kernel takes no empty table, got the shape {(num_rows, *row_shape)}. "
-            "Read it in plain JAX."
+            f"The kernel takes no empty table, got the shape {table_shape}. Read it in "
+            "plain JAX."
         )
-    places = [*arrays]
-    owners = {x.name: x.name for x in results if not x.type} | in_place
+    handler, formula = call.split()
+    arrays = [jnp.zeros([0], jnp.float32) if x is None else x for x in operands]
+    types = [
+        jax.typeof(arrays[x]) if isinstance(x, int) else jax.ShapeDtypeStruct(*x)
+        for x in results
+    ]
     function = jax.ffi.ffi_call(
         f"optax_sparse_adam.{handler}",
-        [struct(x) if x.type else jax.typeof(arrays[x.name]) for x in results],
+        types,
         input_output_aliases={
-            places.index(owners[x.name]): i
-            for i, x in enumerate(results)
-            if x.name in owners
+            x: i for i, x in enumerate(results) if isinstance(x, int)
         },
     )
-    attributes = {
-        "formula": formula,
-        "num_rows": np.int64(num_rows),
-        "width": np.int64(math.prod(row_shape)),
-        "degree": np.int64(math.prod(shapes.get("C", (0,)))),
-        "uses_roots": np.bool_(False),
-        **others,
-    }
-    news = function(*arrays.values(), **attributes)
-    return {x.name: new for x, new in zip(results, news, strict=True)}
+    found: Sequence[jax.Array] = function(
+        *arrays,
+        formula=formula,
+        num_rows=np.int64(table_shape[0]),
+        width=np.int64(math.prod(table_shape[1:])),
+        **{"uses_roots": np.bool_(False), "decays": np.bool_(False), **attributes},
+    )
+    return found
 
 
 def _filled(fill: float | None, dtype: Any) -> dict[str, Any]:
@@ -276,10 +243,9 @@ def look_up_rows(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Ar
 
     An id out of bounds reads `fill`, or if that is `None` the row that is next to it.
     """
-    operands = {"table": table, "ids": ids}
-    attributes = _filled(fill, table.dtype)
-    sizes = table.shape[1:], len(table)
-    rows = _call("read rows", operands, *sizes, K=ids.shape, **attributes)["rows"]
+    like = (*ids.shape, *table.shape[1:]), table.dtype
+    filled = _filled(fill, table.dtype)
+    (rows,) = _call("read rows", table.shape, [table, ids], [like], **filled)
     # A custom call has no weak types, and the rows of `jnp.full((n, d), 0.1)` have one.
     weak: bool = jax.typeof(table).weak_type
     return _cast_p.bind(rows, new_dtype=rows.dtype, weak_type=weak, sharding=None)
@@ -289,16 +255,15 @@ def look_up_stale_rows(
     table: jax.Array, stale: Stale, ids: jax.Array, fill: float | None
 ) -> jax.Array:
     """`look_up_rows`, brought up to date: `rows.values_of_rows` of them."""
-    operands = {"table": table, "ids": ids, **_stale_operands(stale)}
-    return _call(
+    (rows,) = _call(
         "read exact_adam",
-        operands,
-        table.shape[1:],
-        len(table),
-        K=ids.shape,
+        table.shape,
+        [table, *stale.tables, *_stale_scalars(stale), ids],
+        [((*ids.shape, *table.shape[1:]), jnp.float32)],
         **_stale_attributes(stale),
         **_filled(fill, "float32"),
-    )["rows"]
+    )
+    return rows
 
 
 def read_bags(
@@ -309,17 +274,19 @@ def read_bags(
     weights: jax.Array | None,
 ) -> jax.Array:
     """`bags.sum_bags`, `[num_bags, *row_shape]` in float32."""
-    operands = {
-        "table": table,
-        "ids": ids.ravel(),
-        "segments": segments,
-        "weights": None if weights is None else weights.ravel(),
-    }
-    sizes = {"E": (ids.size,), "B": (num_bags,)}
-    fill = _filled(None, "float32")
-    return _call("read bags", operands, table.shape[1:], len(table), **sizes, **fill)[
-        "sums"
-    ]
+    weights = None if weights is None else weights.ravel()
+    (sums,) = _call(
+        "read bags",
+        table.shape,
+        [table, ids.ravel(), _ids_or_none(segments), weights],
+        [((num_bags, *table.shape[1:]), jnp.float32)],
+        **_filled(None, "float32"),
+    )
+    return sums
+
+
+def _ids_or_none(ids: jax.Array | None) -> jax.Array:
+    return jnp.zeros([0], jnp.int32) if ids is None else ids
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -330,30 +297,34 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _update(
-    formula: str, grad: Any, operands: dict[str, Any], **others: Any
-) -> tuple[RowUpdate, dict[str, jax.Array]]:
-    """Calls the kernel with a gradient, or one of bags; see `bag_gradient`.
+    formula: str,
+    grad: Any,
+    state: Sequence[jax.Array] = (),
+    scalars: Sequence[jax.Array] = (),
+    read: Sequence[jax.Array] = (),
+    others: Sequence[jax.Array] = (),
+    **attributes: Any,
+) -> tuple[jax.Array, ...]:
+    """The indices and the rows of an update; of a sum, how many rows; the new state.
 
-    Sums elsewhere would save the copy of a gradient that is not donated, but whole
-    steps, whose gradient is, took longer (262,144 ids: 116 and 94 ms): fresh memory.
-    The gradient of bags has no room for rows.
+    Of a gradient, or of one of bags; see `bag_gradient`. That of a gradient is in its
+    memory. A buffer of its own would save the copy of one that is not donated, but
+    whole steps, whose gradient is, took longer (262,144 ids: 116 and 94 ms): fresh
+    memory. The gradient of bags has no room for rows.
     """
     segments = getattr(grad, "segments", None)
     if segments is None:
-        factors = {"data": grad.data, "weights": None}
+        values, weights = grad.data, None
     else:
-        factors = {"data": grad.values, "weights": grad.weights}
-    results = _call(
-        f"update {formula}",
-        {"indices": grad.indices, "segments": segments, **factors, **operands},
-        grad.shape[1:],
-        grad.shape[0],
-        E=(grad.nse,),
-        V=(grad.nse if segments is None else len(grad.values),),
-        in_place={"sums": "data"} if segments is None else {},
-        **others,
-    )
-    return (results.pop("indices"), results.pop("sums")), results
+        values, weights = grad.values, grad.weights
+    entries = [grad.indices, values, _ids_or_none(segments), weights]
+    packed = jnp.stack(scalars) if scalars else None
+    rows: Any = 1 if segments is None else ((grad.nse, *grad.shape[1:]), jnp.float32)
+    count = [] if scalars else [((), jnp.int32)]
+    results = [0, rows, *count, *range(4, 4 + len(state))]
+    operands = [*entries, *state, *read, packed, *others]
+    attributes = {"decays": np.bool_(len(read) > 0), **attributes}
+    return (*_call(f"update {formula}", grad.shape, operands, results, **attributes),)
 
 
 def sum_rows(grad: BCOO) -> Sums:
@@ -363,21 +334,29 @@ def sum_rows(grad: BCOO) -> Sums:
       The fields of `coalesce.Rows`: the touched rows `[nse, 1]` in ascending order,
       then `num_rows + slot`; their sums, then zeros; and how many rows they are.
     """
-    rows, others = _update("sum", grad, {})
-    return (*rows, others["count"])
+    indices, sums, count = _update("sum", grad)
+    if getattr(grad, "segments", None) is not None:
+        sums = clear_padding(grad.shape, indices, sums)
+    return indices, sums, count
+
+
+def clear_padding(
+    table_shape: tuple[int, ...], indices: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """The same rows, with zeros for those whose index is outside of the table."""
+    return _call("update clear", table_shape, [indices, rows], [1])[0]
 
 
 def adam_rows(
     grad: BCOO, moments: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]
 ) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
-    """The update of each touched row in the slot of its first entry; the new moments.
+    """The update of each touched row, and the new moments.
 
-    All other slots are padding. The indices are unique, and not in order.
+    All other slots are padding. The indices are unique; those of a BCOO are where the
+    first entry of the row was. Those of bags are in ascending order, and the values of
+    their padding are not written: see `coalesce.clear_padding`.
     """
-    mu, nu = moments
-    operands = {"mu": mu, "nu": nu, "scalars": jnp.stack(scalars)}
-    rows, news = _update("adam", grad, operands)
-    return rows, (news["mu"], news["nu"])
+    return _row_update("adam", grad, moments, scalars)
 
 
 def exact_adam_rows(
@@ -387,42 +366,55 @@ def exact_adam_rows(
 
     If rows decay, it reads the parameter.
     """
-    operands = _stale_operands(stale) | {"step": jnp.stack(step)}
-    operands["table"] = read[0] if read else None
-    rows, news = _update("exact_adam", grad, operands, **_stale_attributes(stale))
-    names = ("mu", "nu", "last", "high", "low")[: len(stale.tables)]
-    return rows, tuple(news[name] for name in names)
+    others, attributes = _stale_scalars(stale), _stale_attributes(stale)
+    tables = stale.tables
+    return _row_update("exact_adam", grad, tables, step, read, others, **attributes)
 
 
-def _stale_operands(stale: Stale) -> dict[str, jax.Array | None]:
-    mu, nu, last, *decays = stale.tables
-    high, low = decays or (None, None)
-    tables = {"mu": mu, "nu": nu, "last": last, "high": high, "low": low}
-    scalars = jnp.stack(stale.scalars)
-    packed = {"scalars": scalars, "polynomials": stale.polynomials}
-    return {**tables, **packed, "steps": stale.steps}
+def rowwise_adagrad_rows(
+    grad: BCOO,
+    sums: tuple[jax.Array, ...],
+    scalars: RowwiseAdagradScalars,
+    read: tuple[jax.Array, ...] = (),
+) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
+    """Like `adam_rows`, with the step of `rowwise_adagrad`, and its new sums.
+
+    Of a table of two axes. With weight decay, it reads the parameter, of float32.
+    """
+    return _row_update("rowwise_adagrad", grad, sums, scalars, read)
+
+
+def rowwise_adam_rows(
+    grad: BCOO,
+    moments: tuple[jax.Array, ...],
+    scalars: RowwiseAdamScalars,
+    read: tuple[jax.Array, ...] = (),
+) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
+    """Like `rowwise_adagrad_rows`, with the step of `rowwise_adam`."""
+    return _row_update("rowwise_adam", grad, moments, scalars, read)
+
+
+def _row_update(
+    formula: str, grad: BCOO, *args: Any, **attributes: Any
+) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
+    indices, rows, *news = _update(formula, grad, *args, **attributes)
+    return (indices, rows), tuple(news)
+
+
+def _stale_scalars(stale: Stale) -> list[jax.Array]:
+    return [jnp.stack(stale.scalars), stale.polynomials, stale.steps]
 
 
 def _stale_attributes(stale: Stale) -> dict[str, Any]:
-    return {
-        "C": stale.polynomials.shape[1:],
-        "uses_roots": np.bool_(stale.uses_roots),
-    }
+    decays = len(stale.tables) > 3
+    return {"uses_roots": np.bool_(stale.uses_roots), "decays": np.bool_(decays)}
 
 
 def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].add(rows)` for unique indices, rounded once."""
-    return _write("add", table, indices, rows)
+    return _call("update add", table.shape, [table, indices, rows], [0])[0]
 
 
 def put_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; the rows have its type."""
-    return _write("put", table, indices, rows)
-
-
-def _write(
-    formula: str, table: jax.Array, indices: jax.Array, rows: jax.Array
-) -> jax.Array:
-    operands = {"table": table, "indices": indices, "rows": rows}
-    sizes = table.shape[1:], len(table)
-    return _call(f"update {formula}", operands, *sizes, E=(len(indices),))["table"]
+    return _call("update put", table.shape, [table, indices, rows], [0])[0]

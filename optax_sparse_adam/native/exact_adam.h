@@ -3,96 +3,83 @@
 
 #pragma once
 
-#include "frame.h"
+#include "update.h"
+
+#include <array>
+#include <type_traits>
 
 namespace {
 
-constexpr int64_t kPart = 64;  // numbers of a row that are computed at a time
 constexpr int64_t kMostNodes = 64;  // of a polynomial
-constexpr int64_t kPowers = 64;  // of the betas that are computed once
+constexpr int64_t kPowers = 64;     // of the betas that are computed once
 constexpr float kLargest = std::numeric_limits<float>::max();
 
+// Eight numbers of a row at a time, the last ones filled up with zeros: a loop over the
+// numbers of a narrow row takes longer to begin than to run.
+// All that has them is inline, so that they are never passed in one way or the other.
+#pragma GCC diagnostic ignored "-Wpsabi"
+using Eight = float __attribute__((vector_size(32)));
+
+template <bool kStores, typename Row>
+INLINE void Copy(Eight& x, Row* row, int64_t n) {
+  char* own = reinterpret_cast<char*>(&x);
+  auto* other = reinterpret_cast<std::conditional_t<kStores, char*, const char*>>(row);
+  const auto copy = [&](auto bytes) __attribute__((always_inline)) {
+    if constexpr (kStores) std::memcpy(other, own, bytes());
+    if constexpr (!kStores) std::memcpy(own, other, bytes());
+    own += bytes(), other += bytes();
+  };
+  if (n >= 8) return copy(std::integral_constant<int, 32>());
+  if (n & 4) copy(std::integral_constant<int, 16>());
+  if (n & 2) copy(std::integral_constant<int, 8>());
+  if (n & 1) copy(std::integral_constant<int, 4>());
+}
+
+INLINE Eight LoadEight(const float* row, int64_t n) {
+  Eight x = {};
+  Copy<false>(x, row, n);
+  return x;
+}
+
+INLINE void StoreEight(Eight x, float* row, int64_t n) { Copy<true>(x, row, n); }
+
+INLINE Eight Sqrt(Eight x) {
+  float roots[8];
+  std::memcpy(roots, &x, sizeof(x));
+  for (int i = 0; i < 8; ++i) roots[i] = std::sqrt(roots[i]);
+  std::memcpy(&x, roots, sizeof(x));
+  return x;
+}
+
 // The remaining update of rows: `remaining_update` of `_exact_adam/remaining_update.py`.
-//
-// Far above the centre, where the roots of most rows lie, `z` is close to 1, and four
-// terms of the polynomial's Taylor series in `u = 1 - z` are all that a float holds. Not
-// used where `z` is that of roots.
 struct Remaining {
   const float* coefficients;  // of the powers of z
   int64_t size;               // those that are not zero
   float centre;
   bool uses_roots;  // z is that of sqrt(s) and sqrt(c)
-  float taylor[4] = {};  // of the powers of u
-  float far;        // roots from which on these suffice
 
   Remaining(const float* coefficients, int64_t degree, float centre, bool uses_roots)
       : coefficients(coefficients), size(degree), centre(centre), uses_roots(uses_roots) {
     while (size > 1 && coefficients[size - 1] == 0) --size;
-    FindTaylor();
   }
 
   bool IsZero() const { return size == 1 && coefficients[0] == 0; }
 
-  void FindTaylor() {
-    far = std::numeric_limits<float>::infinity();
-    if (uses_roots) return;
-    double series[kMostNodes];
-    std::copy_n(coefficients, size, series);
-    for (int64_t k = 0; k < size; ++k) {  // of powers of z - 1: Horner's scheme
-      for (int64_t j = size - 2; j >= k; --j) series[j] += series[j + 1];
+  INLINE Eight operator()(Eight mu, Eight root) const {
+    const Eight inverse = 1.0f / (root + centre);
+    Eight z = 1.0f - 2.0f * centre * inverse;
+    if (uses_roots) {
+      const float half = std::sqrt(centre);
+      z = 1.0f - 2.0f * half / (Sqrt(root) + half);
     }
-    for (int64_t k = 1; k < size; k += 2) series[k] = -series[k];
-    for (int64_t k = 0; k < 4; ++k) taylor[k] = k < size ? float(series[k]) : 0.0f;
-    const auto left_out = [&](double u) {  // by four terms, at most
-      double sum = 0.0;
-      for (int64_t k = size - 1; k >= 4; --k) sum = (sum + std::abs(series[k])) * u;
-      return sum * u * u * u;
-    };
-    double u = 2.0;
-    while (u > 1e-6 && !(left_out(u) <= 0x1p-25 * std::abs(series[0]))) u *= 0.75;
-    // At a root s, `u` is `2 c / (s + c)`: it is smaller at roots above `c (2 / u - 1)`.
-    if (u > 1e-6) far = centre * float(2.0 / u - 1.0);
-  }
-
-  // Of `sign * mu` and `scale * root`, for at most `kPart` numbers. One loop after the
-  // other, each of which a compiler vectorizes, as the number of coefficients is known
-  // only here.
-  INLINE void operator()(const float* __restrict__ mu, float sign,
-                         const float* __restrict__ root, float scale, int64_t n,
-                         float* __restrict__ update) const {
-    const float c = centre;
-    int32_t is_near = uses_roots;
-    for (int64_t i = 0; i < n; ++i) {
-      is_near |= !(root[i] * scale >= far) & (mu[i] != 0.0f);
+    // Even and odd powers apart: two chains take half the time of one.
+    const Eight square = z * z;
+    Eight even = {}, odd = {};
+    for (int64_t k = (size - 1) / 2 * 2; k >= 0; k -= 2) {
+      even = even * square + coefficients[k];
+      odd = odd * square + (k + 1 < size ? coefficients[k + 1] : 0.0f);
     }
-    if (!is_near) {
-      const float c0 = taylor[0], c1 = taylor[1], c2 = taylor[2], c3 = taylor[3];
-      for (int64_t i = 0; i < n; ++i) {
-        const float inverse = 1.0f / (root[i] * scale + c), u = 2.0f * c * inverse;
-        update[i] = mu[i] * sign * inverse * (((c3 * u + c2) * u + c1) * u + c0);
-      }
-      return;
-    }
-    float z[kPart], factor[kPart];
-    const float half = std::sqrt(centre);
-    for (int64_t i = 0; i < n; ++i) {
-      const float inverse = 1.0f / (root[i] * scale + c);
-      factor[i] = mu[i] * sign * inverse;
-      z[i] = 1.0f - 2.0f * c * inverse;
-      update[i] = 0.0f;
-    }
-    for (int64_t i = 0; uses_roots && i < n; ++i) {
-      z[i] = 1.0f - 2.0f * half / (std::sqrt(root[i] * scale) + half);
-    }
-    for (int64_t k = (size - 1) / 4 * 4; k >= 0; k -= 4) {
-      float a[4] = {};
-      std::memcpy(a, coefficients + k, std::min<int64_t>(4, size - k) * sizeof(float));
-      const float c0 = a[0], c1 = a[1], c2 = a[2], c3 = a[3];
-      for (int64_t i = 0; i < n; ++i) {
-        update[i] = (((update[i] * z[i] + c3) * z[i] + c2) * z[i] + c1) * z[i] + c0;
-      }
-    }
-    for (int64_t i = 0; i < n; ++i) update[i] *= factor[i];
+    return mu * inverse * (even + z * odd);
   }
 };
 
@@ -106,28 +93,15 @@ struct StepScalars {
       decay_low;
 };
 
-// The state of all rows, and the scalars that bring one up to date: `catch_up_rows`
-// of `_exact_adam/rows.py`. Without weight decay, `high` and `low` are null.
-//
+// The scalars that bring a stale row up to date: `catch_up_rows` of `_exact_adam/rows.py`.
 // Most rows were updated a few steps before: the powers for these are computed once.
-struct StaleRows {
-  float *mu, *nu;
-  int32_t* last;
-  float *high, *low;
-  int64_t width;
+struct Clock {
   StaleScalars scalars;
-  const float* polynomials;  // behind, ahead, and after the step
-  int64_t degree;
-  bool uses_roots;
-  int32_t clock, values_until;
-  Remaining behind = Polynomial(0, scalars.centre_behind);
-  Remaining ahead = Polynomial(1, scalars.centre_ahead);
+  int32_t now, values_until;
+  bool decays;
+  Remaining behind, ahead;
   std::array<float, kPowers> power1 = Powers(scalars.log_b1);  // of so many steps
   std::array<float, kPowers> power2 = Powers(scalars.log_q);
-
-  Remaining Polynomial(int64_t i, float centre) const {
-    return Remaining(polynomials + i * degree, degree, centre, uses_roots);
-  }
 
   static std::array<float, kPowers> Powers(float log) {
     std::array<float, kPowers> powers;
@@ -145,19 +119,18 @@ struct StaleRows {
   // so that its moments need not be read: its updates have fallen by exp(-32) since its
   // last gradient, 300 steps ago with the betas 0.9 and 0.999. Where values decay, they
   // fall as well, by less than the root of that.
-  INLINE bool HasArrived(int64_t row) const {
-    if (last[row] <= values_until) return behind.IsZero();
-    const float fallen = float(clock - last[row]) * (scalars.log_b1 - scalars.log_q);
-    return fallen < (high == nullptr ? -32.0f : -64.0f);
+  INLINE bool HasArrived(int32_t last) const {
+    if (last <= values_until) return behind.IsZero();
+    const float fallen = float(now - last) * (scalars.log_b1 - scalars.log_q);
+    return fallen < (decays ? -64.0f : -32.0f);
   }
 
-  INLINE float LogDecay(int64_t row) const {
-    if (high == nullptr) return 0.0f;
-    return (scalars.decay_high - high[row]) + (scalars.decay_low - low[row]);
+  INLINE float LogDecay(float high, float low) const {
+    return (scalars.decay_high - high) + (scalars.decay_low - low);
   }
 
-  INLINE Row Find(int64_t row) const {
-    const int64_t steps = int64_t(clock) - last[row];
+  INLINE Row Find(int32_t last) const {
+    const int64_t steps = int64_t(now) - last;
     const bool is_known = 0 <= steps && steps < kPowers;
     // NaN for a row that is later than its table, of a state that was restored in part.
     const float passed = steps < 0 ? NAN : float(steps);
@@ -165,189 +138,105 @@ struct StaleRows {
     const float p2 = is_known ? power2[steps] : std::exp(passed * scalars.log_q);
     // A row that is stored by its value: minus the sum since then, of its stored
     // moments. Else: its remaining update, of its present moments.
-    if (last[row] <= values_until) return {&behind, p1, p2, -1.0f, 1.0f};
+    if (last <= values_until) return {&behind, p1, p2, -1.0f, 1.0f};
     return {&ahead, p1, p2, p1, p2};
   }
 };
 
-template <int64_t kWidth>
-INLINE void ReadRow(const StaleRows& rows, int64_t row, const float* table,
-                    float* __restrict__ out) {
-  const int64_t width = kWidth > 0 ? kWidth : rows.width;
-  const float decay = std::exp(rows.LogDecay(row));
-  const float* stored = table + row * width;
-  if (rows.HasArrived(row)) {
-    for (int64_t j = 0; j < width; ++j) out[j] = decay * stored[j];
-    return;
-  }
-  const StaleRows::Row now = rows.Find(row);
-  for (int64_t j = 0; j < width; j += kPart) {
-    const int64_t place = row * width + j, n = std::min(kPart, width - j);
-    const float* nu = rows.nu + place;
-    const float* value = stored + j;
-    float root[kPart], by[kPart];
-    for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
-    (*now.remaining)(rows.mu + place, now.sign, root, now.root, n, by);
-    if (rows.high == nullptr) {
-      for (int64_t i = 0; i < n; ++i) out[j + i] = value[i] + by[i];
-    } else {
-      for (int64_t i = 0; i < n; ++i) out[j + i] = decay * value[i] + by[i];
-    }
-  }
-}
-
-// Where rows were read to, for the next ids of the same rows to copy them: of all threads,
-// by a hash of the row, the newest of rows that share one. `Keep` releases what was
-// written to the place, and `Find` acquires it: whoever finds a place finds its row there.
-// At most 512 KB, which stay in a cache.
-class Places {
- public:
-  explicit Places(int64_t size) {
-    while ((int64_t(1) << bits_) < size && bits_ < 16) ++bits_;
-    places_.reset(new std::atomic<uint64_t>[int64_t(1) << bits_]);
-    for (int64_t i = 0; i < int64_t(1) << bits_; ++i) {
-      places_[i].store(~uint64_t(0), std::memory_order_relaxed);  // no row
-    }
-  }
-
-  // A place of this row, or -1.
-  int64_t Find(int64_t row) const {
-    const uint64_t found = At(row).load(std::memory_order_acquire);
-    return int64_t(found >> 32) == row ? int64_t(uint32_t(found)) : -1;
-  }
-
-  void Keep(int64_t row, int64_t place) {
-    if (place > std::numeric_limits<uint32_t>::max()) return;
-    At(row).store(uint64_t(row) << 32 | uint64_t(place), std::memory_order_release);
-  }
-
- private:
-  std::atomic<uint64_t>& At(int64_t row) const {
-    return places_[(uint32_t(row) * 2654435769u) >> (32 - bits_)];  // Fibonacci hashing
-  }
-
-  int bits_ = 4;  // at least 1, for the shift
-  std::unique_ptr<std::atomic<uint64_t>[]> places_;
-};
-
 // The rows of these ids as they are now; see `CopyRows` for ids outside of the table.
-template <int64_t kWidth>
-void ReadStaleRows(ffi::ThreadPool& pool, const StaleRows& rows, const float* table,
-                   const int32_t* index, int64_t size, int64_t num_rows, bool clamps,
-                   float fill, float* out) {
-  constexpr int64_t kAhead = 8;  // rows to fetch ahead; what tells which, twice as far
-  // A narrow row is computed again in less time than it is found.
-  constexpr bool kKeeps = kWidth == 0 || kWidth > 8;
-  const int64_t width = kWidth > 0 ? kWidth : rows.width;
-  Places places(kKeeps ? size : 0);
-  const auto row = [&](int64_t k) __attribute__((always_inline)) {
-    return std::clamp<int64_t>(index[k], 0, num_rows - 1);
-  };
-  AdviseHugePages(out, size * width * sizeof(float));
-  Parallel(pool, size, 2048, [&](int64_t begin, int64_t end) {
-    int64_t found[kAhead];  // the places of the next ids
-    const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
-      if (k >= end) return;
-      const int64_t first = row(k) * width;
-      if (kKeeps) {
-        const int64_t place = found[k % kAhead] = places.Find(row(k));
-        if (place >= 0) return PrefetchRow<false>(out + place * width, width);
-      }
-      PrefetchRow<false>(table + first, width);
-      if (rows.high != nullptr) {
-        __builtin_prefetch(rows.high + row(k));
-        __builtin_prefetch(rows.low + row(k));
-      }
-      if (kKeeps && rows.HasArrived(row(k))) return;
-      PrefetchRow<false>(rows.mu + first, width);
-      PrefetchRow<false>(rows.nu + first, width);
-    };
-    // For each id: `last` is fetched 16 ids before its turn, and 8 before it what `last`
-    // tells to be needed.
-    for (int64_t k = begin; k < std::min(begin + 2 * kAhead, end); ++k) {
-      __builtin_prefetch(rows.last + row(k));
-    }
-    for (int64_t k = begin; k < begin + kAhead; ++k) fetch(k);
-    for (int64_t k = begin; k < end; ++k) {
-      int64_t place = kKeeps ? found[k % kAhead] : -1;
-      if (k + 2 * kAhead < end) __builtin_prefetch(rows.last + row(k + 2 * kAhead));
-      fetch(k + kAhead);
-      if (kKeeps && place < 0) place = places.Find(row(k));
-      if (!clamps && row(k) != index[k]) {
-        std::fill_n(out + k * width, width, fill);
-      } else if (place >= 0) {
-        std::memcpy(out + k * width, out + place * width, width * sizeof(float));
-      } else {
-        ReadRow<kWidth>(rows, row(k), table, out + k * width);
-        if (kKeeps) places.Keep(row(k), k);
-      }
-    }
-  });
-}
+struct StaleLookup {
+  Clock clock;
+  const float *table, *mu, *nu;
+  const int32_t* last;
+  const float *high, *low;  // null without weight decay
+  const int32_t* ids;
+  int64_t num_rows, width;
+  bool clamps;
+  float fill;
+  float* out;
 
-// The step on rows with a gradient: `_update_rows` of `_exact_adam/rows.py`.
-template <int64_t kWidth>
-struct ExactAdam {
-  static constexpr bool kInOrder = false;
-
-  StaleRows rows;
-  const float* table;    // read where rows decay
-  StepScalars step;
-  Remaining after = rows.Polynomial(2, step.centre);
-
-  INLINE int64_t Width() const { return kWidth > 0 ? kWidth : rows.width; }
-
-  INLINE void Prefetch(int64_t row) const {
-    PrefetchRow<true>(rows.mu + row * Width(), Width());
-    PrefetchRow<true>(rows.nu + row * Width(), Width());
-    __builtin_prefetch(rows.last + row);
-    if (rows.high != nullptr) {
-      PrefetchRow<false>(table + row * Width(), Width());
-      __builtin_prefetch(rows.high + row);
-      __builtin_prefetch(rows.low + row);
-    }
+  INLINE int64_t Row(int64_t k) const {
+    return std::clamp<int64_t>(ids[k], 0, num_rows - 1);
   }
 
-  INLINE void operator()(int64_t row, float* grad) const {
-    const StaleRows::Row now = rows.Find(row);
-    float decay = 1.0f, loss = 0.0f;
-    if (rows.high != nullptr) {
-      decay = std::exp(step.log_decay);
-      loss = std::expm1(rows.LogDecay(row) + step.log_decay);
-    }
-    for (int64_t j = 0; j < Width(); j += kPart) {
-      const int64_t place = row * Width() + j, n = std::min(kPart, Width() - j);
-      float* __restrict__ g = grad + j;
-      float* __restrict__ mu = rows.mu + place;
-      float* __restrict__ nu = rows.nu + place;
-      float root[kPart], by[kPart], ahead[kPart];
-      for (int64_t i = 0; i < n; ++i) root[i] = std::sqrt(nu[i]);
-      (*now.remaining)(mu, now.sign, root, now.root, n, by);
-      for (int64_t i = 0; i < n; ++i) {
-        const float m = mu[i] * now.power1, v = nu[i] * now.power2 * now.power2;
-        // Infinity stays, and is not subtracted from itself: by a minimum, since no loop
-        // with a branch is vectorized.
-        const float finite = v < kLargest ? v : kLargest;
-        mu[i] = m + step.one_minus_b1 * (g[i] - m);
-        nu[i] = v + step.one_minus_b2 * (g[i] * g[i] - finite);
-        root[i] = std::sqrt(nu[i]);
-      }
-      after(mu, 1.0f, root, 1.0f, n, ahead);
-      if (rows.high != nullptr) {
-        const float* value = table + place;
-        for (int64_t i = 0; i < n; ++i) by[i] = decay * by[i] + loss * value[i];
-      }
-      for (int64_t i = 0; i < n; ++i) {
-        const float move = step.size * mu[i] + step.grad_size * g[i];
-        g[i] = -move / (root[i] + step.eps) - ahead[i] + by[i];
-      }
-    }
-    rows.last[row] = rows.clock + 1;
-    if (rows.high != nullptr) {
-      rows.high[row] = step.decay_high;
-      rows.low[row] = step.decay_low;
+  INLINE void Fetch(int64_t k) const {
+    const int64_t row = Row(k), bytes = width * sizeof(float);
+    Prefetch<false>(table + row * width, bytes);
+    if (high != nullptr) __builtin_prefetch(high + row), __builtin_prefetch(low + row);
+    if (clock.HasArrived(last[row])) return;
+    Prefetch<false>(mu + row * width, bytes);
+    Prefetch<false>(nu + row * width, bytes);
+  }
+
+  INLINE void Read(int64_t row, float* __restrict__ to) const {
+    const float* value = table + row * width;
+    const bool decays = high != nullptr;
+    const float decay = decays ? std::exp(clock.LogDecay(high[row], low[row])) : 1.0f;
+    for (int64_t j = 0; j < width; ++j) to[j] = decay * value[j];
+    if (clock.HasArrived(last[row])) return;
+    const Clock::Row now = clock.Find(last[row]);
+    for (int64_t j = 0; j < width; j += 8) {
+      const int64_t place = row * width + j, n = width - j;
+      const Eight root = Sqrt(LoadEight(nu + place, n));
+      const Eight by =
+          (*now.remaining)(now.sign * LoadEight(mu + place, n), now.root * root);
+      StoreEight(LoadEight(to + j, n) + by, to + j, n);
     }
   }
 };
+
+INLINE void ReadStaleRows(const StaleLookup& lookup, int64_t begin, int64_t end) {
+  constexpr int64_t kAhead = 8;  // rows to fetch ahead; what tells which, twice as far
+  for (int64_t k = begin - 2 * kAhead; k < end; ++k) {
+    if (k + 2 * kAhead < end) __builtin_prefetch(lookup.last + lookup.Row(k + 2 * kAhead));
+    if (k + kAhead >= begin && k + kAhead < end) lookup.Fetch(k + kAhead);
+    if (k < begin) continue;
+    float* to = lookup.out + k * lookup.width;
+    if (!lookup.clamps && lookup.Row(k) != lookup.ids[k]) {
+      std::fill_n(to, lookup.width, lookup.fill);
+    } else {
+      lookup.Read(lookup.Row(k), to);
+    }
+  }
+}
+
+struct ExactAdamScalars {
+  Clock clock;
+  StepScalars step;
+  Remaining after;
+};
+
+// The step of `_update_rows` of `_exact_adam/rows.py`. The rows are `mu`, `nu`, `last`,
+// and if values decay both of `log_decay`, and the table.
+INLINE void ExactAdam(const void* scalars, int64_t width, float* __restrict__ grad,
+                      float* const* state) {
+  const auto& [clock, step, after] = *static_cast<const ExactAdamScalars*>(scalars);
+  int32_t& last = *reinterpret_cast<int32_t*>(state[2]);
+  const Clock::Row now = clock.Find(last);
+  float decay = 1.0f, loss = 0.0f;
+  if (clock.decays) {
+    decay = std::exp(step.log_decay);
+    loss = std::expm1(clock.LogDecay(*state[3], *state[4]) + step.log_decay);
+  }
+  for (int64_t j = 0; j < width; j += 8) {
+    const int64_t n = width - j;
+    const Eight g = LoadEight(grad + j, n), mu = LoadEight(state[0] + j, n);
+    const Eight nu = LoadEight(state[1] + j, n);
+    Eight by = (*now.remaining)(now.sign * mu, now.root * Sqrt(nu));
+    const Eight m = mu * now.power1, v = nu * now.power2 * now.power2;
+    // Infinity stays, and is not subtracted from itself.
+    const Eight finite = v < kLargest ? v : Eight{} + kLargest;
+    const Eight new_mu = m + step.one_minus_b1 * (g - m);
+    const Eight new_nu = v + step.one_minus_b2 * (g * g - finite);
+    const Eight root = Sqrt(new_nu);
+    if (clock.decays) by = decay * by + loss * LoadEight(state[5] + j, n);
+    const Eight move = step.size * new_mu + step.grad_size * g;
+    StoreEight(new_mu, state[0] + j, n);
+    StoreEight(new_nu, state[1] + j, n);
+    StoreEight(by - move / (root + step.eps) - after(new_mu, root), grad + j, n);
+  }
+  last = clock.now + 1;
+  if (clock.decays) *state[3] = step.decay_high, *state[4] = step.decay_low;
+}
 
 }  // namespace

@@ -1,21 +1,19 @@
-// What the functions of the kernel share: threads, types of numbers, and the frame of all
-// updates, which adds up the entries of each row and calls a formula with the sums.
+// What the functions of the kernel share: threads, types of numbers, sorted entries.
 
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,13 +26,10 @@
 namespace {
 
 namespace ffi = xla::ffi;
-using Any = ffi::AnyBuffer;
 
-constexpr int64_t kMaxRow = std::numeric_limits<int32_t>::max();
-
-// Functions over the numbers of a row are compiled for AVX2 as well, which most CPUs have
-// and the flags do not ask for: all that is inline in a `body` of `Parallel`. The same
-// numbers: no multiplication is contracted with an addition in either.
+// What goes over the numbers of rows is compiled for AVX2 as well, which most CPUs have
+// and the flags do not ask for: `FASTEST(function)` is the one for this CPU, with all that
+// is inline in it. The same numbers: no multiplication is contracted with an addition.
 #define INLINE inline __attribute__((always_inline))
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_AVX2 __builtin_cpu_supports("avx2")
@@ -43,36 +38,41 @@ constexpr int64_t kMaxRow = std::numeric_limits<int32_t>::max();
 #define HAS_AVX2 false
 #define FOR_AVX2 __attribute__((flatten))
 #endif
+#define FASTEST(function) Choose<function>(function)
 
-template <typename Body>
-FOR_AVX2 void CallAvx2(const Body& body, int64_t begin, int64_t end) {
-  body(begin, end);
+template <auto kFunction, typename... Args>
+FOR_AVX2 void InAvx2(Args... args) {
+  kFunction(args...);
 }
 
-template <typename Body>
-__attribute__((flatten)) void Call(const Body& body, int64_t begin, int64_t end) {
-  body(begin, end);
+template <auto kFunction, typename... Args>
+__attribute__((flatten)) void Plainly(Args... args) {
+  kFunction(args...);
+}
+
+template <auto kFunction, typename... Args>
+auto Choose(void (*)(Args...)) {
+  return HAS_AVX2 ? InAvx2<kFunction, Args...> : Plainly<kFunction, Args...>;
 }
 
 // Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the
 // pool. A thread that comes late finds nothing left to do: nobody waits for its start,
 // so that there is no deadlock in a pool whose threads all wait here.
-template <typename Body>
-void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain, const Body& body) {
+void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
+              const std::function<void(int64_t, int64_t)>& body) {
   struct Shared {
     std::atomic<int64_t> next{0};
     int64_t done = 0;
     std::mutex mutex;
     std::condition_variable all_done;
   };
-  const auto call = HAS_AVX2 ? CallAvx2<Body> : Call<Body>;
   const int64_t parts = (size + grain - 1) / grain;
-  if (parts <= 1) return size > 0 ? call(body, 0, size) : void();
+  if (parts <= 1) return size > 0 ? body(0, size) : void();
   auto shared = std::make_shared<Shared>();
-  auto work = [shared, parts, size, grain, call, &body] {
+  auto work = [shared, parts, size, grain, &body] {
     int64_t mine = 0;
     for (int64_t part; (part = shared->next.fetch_add(1)) < parts; ++mine) {
-      call(body, part * grain, std::min(size, (part + 1) * grain));
+      body(part * grain, std::min(size, (part + 1) * grain));
     }
     if (mine == 0) return;  // `body` may be gone
     std::lock_guard<std::mutex> lock(shared->mutex);
@@ -89,8 +89,6 @@ void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain, const Body& bo
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->all_done.wait(lock, [&] { return shared->done == parts; });
 }
-
-using Eight = float __attribute__((vector_size(32)));
 
 // The upper half of a float, which is rounded to nearest, ties to even, as in XLA.
 struct Bfloat16 {
@@ -115,31 +113,23 @@ INLINE void Store(float x, Bfloat16* to) {
   to->bits = x == x ? rounded : (bits >> 16) | 0x40;  // NaN stays NaN
 }
 
-// Fetches a row of numbers before it is read, or written. Always inline, as are all that
-// only fetch: GCC 12 takes such a function for one without effects, and drops its calls.
-template <bool kWrites, typename T>
-INLINE void PrefetchRow(const T* row, int64_t width) {
-  constexpr int64_t kLine = 64 / sizeof(T);
+// Fetches a row of so many bytes before it is read, or written. Always inline, as are all
+// that only fetch: GCC 12 takes such a function for one without effects, and drops its
+// calls.
+template <bool kWrites>
+INLINE void Prefetch(const void* row, int64_t bytes) {
+  const char* line = static_cast<const char*>(row);
   int64_t j = 0;
-  for (; j + 4 * kLine <= width; j += 4 * kLine) {
-    for (int64_t i = 0; i < 4; ++i) __builtin_prefetch(row + j + i * kLine, kWrites);
+  for (; j + 256 <= bytes; j += 256) {
+    for (int64_t i = 0; i < 256; i += 64) __builtin_prefetch(line + j + i, kWrites);
   }
-  for (; j < width; j += kLine) __builtin_prefetch(row + j, kWrites);
-}
-
-// Calls `function` with the width as a constant where it is one of these, and with 0 else.
-template <int64_t... kWidths, typename Function>
-void WithWidth(int64_t width, const Function& function) {
-  const auto call = [&](auto known) { return function(known), true; };
-  if (!((width == kWidths && call(std::integral_constant<int64_t, kWidths>())) || ...)) {
-    function(std::integral_constant<int64_t, 0>());
-  }
+  for (; j < bytes; j += 64) __builtin_prefetch(line + j, kWrites);
 }
 
 // Asks for huge pages in a buffer that the kernel is the first to write. What is larger
-// than 32 MB the C library maps afresh at each step, and to have its pages of 4 kB mapped
-// and cleared one by one takes longer than to write them. It is advice, for the whole
-// pages inside of the buffer, and may be refused.
+// than 32 MB the C library maps afresh at each step (see `keep_memory`), and to have its
+// pages of 4 kB mapped and cleared one by one takes longer than to write them. It is
+// advice, for the whole pages inside of the buffer, and may be refused.
 void AdviseHugePages(void* data, size_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t kPage = 2 << 20;
@@ -199,125 +189,6 @@ std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
     entries.swap(other);
   }
   return entries;
-}
-
-// Moves row `from[k]` to row `k` for all k, in place. No two rows are moved from one.
-void MoveRows(ffi::ThreadPool& pool, float* data, int64_t width,
-              const std::vector<uint32_t>& from) {
-  constexpr int64_t kAhead = 4;  // rows to fetch ahead
-  const int64_t size = from.size();
-  const auto copy = [width](float* to, const float* row) {
-    std::memcpy(to, row, width * sizeof(float));
-  };
-  // `from` [2, 3, 1]: row 0 is not needed, so it takes row 2, 2 takes 1, and 1 takes 3,
-  // which lies behind. [1, 0] is a circle: 0 is kept aside, and 1 takes that.
-  std::vector<char> needed(size), moved(size);
-  for (uint32_t row : from) {
-    if (row < size) needed[row] = 1;
-  }
-  // Fills row `k`, then the hole that this leaves, and so on: chains that share no row.
-  Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) PrefetchRow<false>(data + from[k + kAhead] * width, width);
-      if (needed[k]) continue;
-      for (int64_t hole = k; hole < size; hole = from[hole]) {
-        moved[hole] = 1;
-        copy(data + hole * width, data + from[hole] * width);
-      }
-    }
-  });
-  std::vector<float> spare(width);
-  for (int64_t k = 0; k < size; ++k) {  // what is left are circles
-    if (moved[k] || from[k] == k) continue;
-    copy(spare.data(), data + k * width);
-    int64_t hole = k;
-    for (; from[hole] != k; hole = from[hole]) {
-      moved[hole] = 1;
-      copy(data + hole * width, data + from[hole] * width);
-    }
-    moved[hole] = 1;
-    copy(data + hole * width, spare.data());
-  }
-}
-
-// The entries of a gradient, whose `data` become the sums of `rows`. These may lie where
-// the indices do.
-struct Gradient {
-  const int32_t* indices;
-  int64_t nse, num_rows, width;
-  int32_t* rows;
-  float* data;
-  int32_t* count;
-
-  INLINE void Clear(int64_t slot) const {
-    rows[slot] = num_rows + slot;
-    std::fill_n(data + slot * width, width, 0.0f);
-  }
-};
-
-// Brings the sums into ascending order of their rows, and clears the slots behind.
-void Order(ffi::ThreadPool& pool, const Gradient& grad, const Entry* entries,
-           int64_t size) {
-  std::vector<uint32_t> from;
-  for (int64_t i = 0; i < size; ++i) {
-    if (i > 0 && entries[i].row == entries[i - 1].row) continue;
-    grad.rows[from.size()] = entries[i].row;
-    from.push_back(entries[i].slot);
-  }
-  MoveRows(pool, grad.data, grad.width, from);
-  const int64_t count = from.size();
-  Parallel(pool, grad.nse - count, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t slot = count + begin; slot < count + end; ++slot) grad.Clear(slot);
-  });
-}
-
-// Adds up the entries of each row, calls `row_fn(row, sums)`, and leaves in `data` what
-// it makes of the sums: where the first entry of the row was, or in order.
-template <typename RowFn>
-void ForEachRow(ffi::ThreadPool& pool, const Gradient& grad, const RowFn& row_fn) {
-  constexpr int64_t kAhead = 8;  // entries to fetch ahead
-  const int64_t nse = grad.nse, width = grad.width;
-  float* data = grad.data;
-  const std::unique_ptr<Entry[]> entries =
-      Sorted(pool, grad.indices, nse, grad.num_rows);
-  const Entry* padding = std::partition_point(
-      entries.get(), entries.get() + nse,
-      [&](Entry entry) { return entry.row < grad.num_rows; });
-  const int64_t size = padding - entries.get();
-  const auto is_first = [&entries](int64_t i) {
-    return i == 0 || entries[i].row != entries[i - 1].row;
-  };
-  const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
-    if (i >= size) return;
-    PrefetchRow<true>(data + entries[i].slot * width, width);
-    if (is_first(i)) row_fn.Prefetch(entries[i].row);
-  };
-  std::atomic<int32_t> touched{0};
-  Parallel(pool, size, 512, [&](int64_t begin, int64_t end) {
-    int64_t i = begin;
-    while (i < end && !is_first(i)) ++i;  // of a row that another part adds up
-    int32_t mine = 0;
-    for (; i < end; ++mine) {
-      const int64_t row = entries[i].row, slot = entries[i].slot;
-      fetch(i + kAhead);
-      float* __restrict__ sum = data + slot * width;
-      for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
-      for (++i; i < size && entries[i].row == row; ++i) {
-        fetch(i + kAhead);
-        const float* __restrict__ addend = data + entries[i].slot * width;
-        for (int64_t j = 0; j < width; ++j) sum[j] += addend[j];
-        if (!RowFn::kInOrder) grad.Clear(entries[i].slot);  // while it is in the cache
-      }
-      if (!RowFn::kInOrder) grad.rows[slot] = row;
-      row_fn(row, sum);
-    }
-    touched += mine;
-  });
-  *grad.count = touched;
-  if (RowFn::kInOrder) return Order(pool, grad, entries.get(), size);
-  Parallel(pool, nse - size, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) grad.Clear(padding[i].slot);
-  });
 }
 
 }  // namespace

@@ -1,22 +1,15 @@
-// Rows of tables for CPUs: lookups, sums of duplicates, Adam and exact Adam on the rows
-// that a gradient touches, writes. `buffers.h` lists the calls and their buffers.
+// Rows of tables for CPUs: lookups, sums of duplicates, the optimisers' formulas on the
+// rows that a gradient touches, writes.
 //
 // `read` copies rows as they are stored, brings them up to date (exact Adam), or adds up
-// those of bags. `update` does what `touched_rows` and `map_rows` do in XLA, in one pass and
-// in place: the gradient's buffer becomes the sums, or the update. `sum` has the touched
-// rows in front, in ascending order. The others leave each row in the slot of its first
-// entry, which saves a pass over the values. All other slots are padding: the index is
-// `num_rows + slot`, the values are zeros. Entries are added in their order, so that the
-// sums are those of XLA bit for bit on any number of threads.
-//
-// A gradient is its values, one row for each index; or, with `segments`, the gradients of
-// bags, of which `bags.h` adds up the rows. These updates are in ascending order of their
-// rows, and in a buffer of their own. Arithmetic is in float32.
+// those of bags. `update` does what `touched_rows` and `map_rows` do in XLA, in one pass,
+// and with the state in place: see `update.h`. Entries are added in their order, so that
+// the sums are those of XLA bit for bit on any number of threads. Arithmetic is in float32.
 
-#include "bags.h"
 #include "buffers.h"
 #include "exact_adam.h"
 #include "frame.h"
+#include "update.h"
 
 namespace {
 
@@ -24,81 +17,22 @@ ffi::Error Invalid(const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
 }
 
-struct Sum {
-  static constexpr bool kInOrder = true;
-  void Prefetch(int64_t) const {}
-  INLINE void operator()(int64_t, float*) const {}
-};
-
-// `StepScalars` of `_optimizers/sparse_adam.py`.
-struct AdamScalars {
-  float sign, one_minus_b1, one_minus_b2, eps, scale;
-};
-
-// The formula of `_adam`, with moments of types that may differ.
-template <typename Mu, typename Nu>
-struct Adam {
-  static constexpr bool kInOrder = false;
-  Mu* mu;
-  Nu* nu;
-  int64_t width;
-  AdamScalars scalars;
-
-  INLINE void Prefetch(int64_t row) const {
-    PrefetchRow<true>(mu + row * width, width);
-    PrefetchRow<true>(nu + row * width, width);
-  }
-
-  INLINE void operator()(int64_t row, float* __restrict__ grad) const {
-    const auto [sign, one_minus_b1, one_minus_b2, eps, scale] = scalars;
-    Mu* __restrict__ old_m = mu + row * width;
-    Nu* __restrict__ old_v = nu + row * width;
-    for (int64_t j = 0; j < width; ++j) {
-      const float g = sign * grad[j];
-      float m = Load(old_m[j]), v = Load(old_v[j]);
-      m += one_minus_b1 * (g - m);
-      v += one_minus_b2 * (g * g - v);
-      Store(m, old_m + j);
-      Store(v, old_v + j);
-      grad[j] = scale * m / (std::sqrt(v) + eps);
-    }
-  }
-};
-
-// Calls `function` with a null pointer to the type of a table.
-template <typename Function>
-void WithType(ffi::DataType type, const Function& function) {
-  if (type == ffi::BF16) return function(static_cast<Bfloat16*>(nullptr));
-  function(static_cast<float*>(nullptr));
-}
-
-Bags BagsOf(const Buffers& buffers, const char* ids, int64_t num_bags) {
-  return {buffers.Get<int32_t>(ids), buffers.Get<int32_t>("segments"),
-          buffers.Get<float>("weights"), buffers['E'], num_bags};
-}
-
-StaleRows StaleRowsOf(const Buffers& buffers, bool uses_roots) {
-  const auto steps = buffers.Struct<std::array<int32_t, 2>>("steps");
-  return {buffers.Get<float>("mu"), buffers.Get<float>("nu"), buffers.Get<int32_t>("last"),
-          buffers.Get<float>("high"), buffers.Get<float>("low"), buffers['W'],
-          buffers.Struct<StaleScalars>("scalars"), buffers.Get<float>("polynomials"),
-          buffers['C'], uses_roots, steps[0], steps[1]};
-}
-
 // Copies rows of numbers of type `T`, whatever these mean. An index outside of the table
 // reads the row that is next to it, or in place of a row `fill`.
 template <typename T>
-void CopyRows(ffi::ThreadPool& pool, const T* table, const int32_t* index,
-              int64_t size, int64_t num_rows, int64_t width, bool clamps, T fill,
-              T* out) {
+void CopyRows(ffi::ThreadPool& pool, const void* from, const int32_t* index, int64_t size,
+              int64_t num_rows, int64_t width, bool clamps, T fill, void* to) {
   constexpr int64_t kAhead = 8;  // rows to fetch ahead
+  const T* table = static_cast<const T*>(from);
+  T* out = static_cast<T*>(to);
   const auto row = [&](int64_t k) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);
   };
-  AdviseHugePages(out, size * width * sizeof(T));
   Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) PrefetchRow<false>(table + row(k + kAhead) * width, width);
+      if (k + kAhead < size) {
+        Prefetch<false>(table + row(k + kAhead) * width, width * sizeof(T));
+      }
       if (clamps || row(k) == index[k]) {
         std::memcpy(out + k * width, table + row(k) * width, width * sizeof(T));
       } else {
@@ -108,153 +42,310 @@ void CopyRows(ffi::ThreadPool& pool, const T* table, const int32_t* index,
   });
 }
 
+// The weighted sum of the rows of each bag, in their order.
+template <typename T>
+struct BagLookup {
+  Source<T> source;
+  std::unique_ptr<Entry[]> order;  // by bags, if the entries are not
+  const int32_t* segments;         // null: bags of equal lengths
+  int64_t nse, num_bags;
+  float* out;
+
+  INLINE int64_t Slot(int64_t k) const { return order ? order[k].slot : k; }
+
+  // What is in no bag, negative segments included, comes behind all others.
+  INLINE int64_t Segment(int64_t k) const {
+    return std::min<uint32_t>(segments[k], num_bags);
+  }
+
+  INLINE int64_t End(int64_t bag) const {
+    if (segments == nullptr) return (bag + 1) * (nse / num_bags);
+    int64_t begin = 0, end = nse;  // of the entries that may be the first behind the bag
+    while (begin < end) {
+      const int64_t k = (begin + end) / 2;
+      Segment(Slot(k)) > bag ? end = k : begin = k + 1;
+    }
+    return begin;
+  }
+};
+
+template <typename T>
+INLINE void ReadBags(const BagLookup<T>& bags, int64_t begin, int64_t end) {
+  constexpr int64_t kAhead = 48;  // rows to fetch ahead
+  const Source<T> source = bags.source;
+  int64_t k = bags.End(begin - 1);
+  for (int64_t bag = begin; bag < end; ++bag) {
+    float* sum = bags.out + bag * source.width;
+    std::fill_n(sum, source.width, 0.0f);
+    for (const int64_t last = bags.End(bag); k < last; ++k) {
+      if (k + kAhead < bags.nse) source.Fetch(bags.Slot(k + kAhead));
+      source.template AddTo<false>(sum, bags.Slot(k));
+    }
+  }
+}
+
+template <typename T>
+ffi::Error LookUpBags(ffi::ThreadPool& pool, Buffers& buffers) {
+  const Table table = buffers.Rows("table", buffers.num_rows);
+  const int64_t nse = std::max<int64_t>(1, buffers.Count());
+  const int32_t* ids = buffers.Ints("ids", nse);
+  const int32_t* segments = buffers.IntsOrNone("segments", nse);
+  const float* weights = buffers.FloatsOrNone("weights", nse);
+  const int64_t num_bags = std::max<int64_t>(1, buffers.ResultCount() / buffers.width);
+  void* out = buffers.Result("sums", num_bags * buffers.width, ffi::F32).data;
+  if (!buffers.AreRight()) return Invalid(buffers.error);
+  if (segments == nullptr && nse % num_bags != 0) {
+    return Invalid("The kernel takes bags of equal lengths, or segments.");
+  }
+  BagLookup<T> bags{{static_cast<T*>(table.data), buffers.num_rows, buffers.width, ids,
+                     weights, 0.0f},
+                    nullptr, segments, nse, num_bags, static_cast<float*>(out)};
+  int unsorted = 0;
+  for (int64_t k = 1; segments != nullptr && k < nse; ++k) {
+    unsorted |= bags.Segment(k - 1) > bags.Segment(k);
+  }
+  if (unsorted) bags.order = Sorted(pool, segments, nse, num_bags);
+  AdviseHugePages(out, num_bags * buffers.width * sizeof(float));
+  const auto read = FASTEST(ReadBags<T>);
+  // So many bags that a part has about 1024 entries.
+  Parallel(pool, num_bags, 1 + 1024 * num_bags / nse,
+           [&](int64_t begin, int64_t end) { read(bags, begin, end); });
+  return ffi::Error::Success();
+}
+
+// The operands of exact Adam that come after its state.
+struct StaleOperands {
+  StaleScalars scalars;
+  int64_t degree;
+  const float* polynomials;
+  std::array<int32_t, 2> steps;
+
+  StaleOperands(Buffers& buffers, int num_polynomials)
+      : scalars(buffers.Struct<StaleScalars>("scalars")),
+        degree(std::clamp<int64_t>(buffers.Count() / num_polynomials, 1, kMostNodes)),
+        polynomials(buffers.Floats("polynomials", num_polynomials * degree)),
+        steps(buffers.Struct<std::array<int32_t, 2>>("steps", ffi::S32)) {}
+
+  Remaining Polynomial(int64_t i, float centre, bool uses_roots) const {
+    return Remaining(polynomials + i * degree, degree, centre, uses_roots);
+  }
+
+  Clock Now(bool uses_roots, bool decays) const {
+    return {scalars, steps[0], steps[1], decays,
+            Polynomial(0, scalars.centre_behind, uses_roots),
+            Polynomial(1, scalars.centre_ahead, uses_roots)};
+  }
+};
+
 // `fill` has the bits of a number of the table.
 ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view formula,
-                int64_t num_rows, int64_t width, int64_t degree, bool uses_roots,
-                bool clamps, int64_t fill, ffi::RemainingRets rets) {
-  const Buffers buffers("read", formula, args, rets, num_rows, width, degree);
-  if (!buffers.error.empty()) return Invalid(buffers.error);
-  const int32_t* ids = buffers.Get<int32_t>("ids");
-  try {
-    if (formula == "bags") {
-      const Bags bags = BagsOf(buffers, "ids", buffers['B']);
-      if (!bags.segments && bags.nse % bags.num_bags != 0) {
-        return Invalid("The kernel takes bags of equal lengths, or segments.");
-      }
-      WithType(buffers.Type('t'), [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        WithWidth<16, 32, 64, 128>(width, [&](auto known) {
-          ReadBags<known()>(pool, buffers.Get<T>("table"), bags, num_rows, width,
-                            buffers.Get<float>("sums", true));
-        });
-      });
-      return ffi::Error::Success();
-    }
+                int64_t num_rows, int64_t width, bool uses_roots, bool decays, bool clamps,
+                int64_t fill, ffi::RemainingRets rets) try {
+  Buffers buffers(args, rets, num_rows, width);
+  if (formula == "bags") {
+    const bool is_low = buffers.Type() == ffi::BF16;
+    return is_low ? LookUpBags<Bfloat16>(pool, buffers)
+                  : LookUpBags<float>(pool, buffers);
+  }
+  if (formula != "rows" && formula != "exact_adam") {
+    return Invalid("The kernel has no such formula.");
+  }
+  const Table table = buffers.Rows("table", num_rows, formula == "rows");
+  if (formula == "rows") {
+    const int64_t size = buffers.Count();
+    const int32_t* ids = buffers.Ints("ids", size);
+    void* out = buffers.Result("rows", size * width, table.type).data;
+    if (!buffers.AreRight()) return Invalid(buffers.error);
+    AdviseHugePages(out, size * table.RowBytes());
     const auto copy = [&](auto bits) {
-      using T = decltype(bits);
-      CopyRows(pool, buffers.Get<T>("table"), ids, buffers['K'], num_rows, width, clamps,
-               bits, buffers.Get<T>("rows", true));
-      return ffi::Error::Success();
+      CopyRows(pool, table.data, ids, size, num_rows, width, clamps, bits, out);
     };
-    if (formula == "rows" && buffers.Type('t') == ffi::BF16) return copy(uint16_t(fill));
-    if (formula == "rows") return copy(uint32_t(fill));
-    if (bool(buffers.Get<float>("high")) != bool(buffers.Get<float>("low")) ||
-        degree > kMostNodes) {
-      return Invalid("The kernel takes both parts of a decay, and 64 coefficients at most.");
-    }
-    const StaleRows rows = StaleRowsOf(buffers, uses_roots);
-    const uint32_t bits = fill;
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    // Loops over so few numbers take longer to begin than to run.
-    WithWidth<3, 4, 8, 16>(width, [&](auto known) {
-      ReadStaleRows<known()>(pool, rows, buffers.Get<float>("table"), ids, buffers['K'],
-                             num_rows, clamps, value, buffers.Get<float>("rows", true));
-    });
+    table.IsLow() ? copy(uint16_t(fill)) : copy(uint32_t(fill));
     return ffi::Error::Success();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to read rows");
+  }
+  const float* mu = buffers.Floats("mu", num_rows * width);
+  const float* nu = buffers.Floats("nu", num_rows * width);
+  const int32_t* last = buffers.Ints("last", num_rows);
+  const float* high = decays ? buffers.Floats("high", num_rows) : nullptr;
+  const float* low = decays ? buffers.Floats("low", num_rows) : nullptr;
+  const StaleOperands stale(buffers, 2);
+  const int64_t size = buffers.Count();
+  const int32_t* ids = buffers.Ints("ids", size);
+  void* out = buffers.Result("rows", size * width, ffi::F32).data;
+  if (!buffers.AreRight()) return Invalid(buffers.error);
+  const uint32_t bits = fill;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  const StaleLookup lookup{stale.Now(uses_roots, decays), static_cast<float*>(table.data),
+                           mu, nu, last, high, low, ids, num_rows, width, clamps, value,
+                           static_cast<float*>(out)};
+  AdviseHugePages(out, size * width * sizeof(float));
+  const auto read = FASTEST(ReadStaleRows);
+  Parallel(pool, size, 2048,
+           [&](int64_t begin, int64_t end) { read(lookup, begin, end); });
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to read rows");
+}
+
+template <typename T, typename U>
+INLINE void AddRow(T* __restrict__ row, const U* __restrict__ value, int64_t width) {
+  for (int64_t j = 0; j < width; ++j) Store(Load(row[j]) + Load(value[j]), row + j);
+}
+
+// What is written to the rows of a table: they are added up and rounded once, or put.
+struct Writing {
+  Table table, rows;
+  const int32_t* indices;  // unique
+  int64_t nse, num_rows;
+  bool adds;
+};
+
+INLINE void WriteRows(const Writing& w, int64_t begin, int64_t end) {
+  constexpr int64_t kAhead = 16;  // slots to fetch ahead
+  const auto is_row = [&](int64_t k) {
+    return k < w.nse && w.indices[k] >= 0 && w.indices[k] < w.num_rows;
+  };
+  for (int64_t k = begin; k < end; ++k) {
+    if (is_row(k + kAhead)) {
+      Prefetch<true>(w.table.Row(w.indices[k + kAhead]), w.table.RowBytes());
+    }
+    if (!is_row(k)) continue;
+    char* row = w.table.Row(w.indices[k]);
+    char* value = w.rows.Row(k);
+    using Low = Bfloat16;
+    if (!w.adds) {
+      std::memcpy(row, value, w.table.RowBytes());
+    } else if (!w.table.IsLow()) {
+      float* to = reinterpret_cast<float*>(row);
+      w.rows.IsLow() ? AddRow(to, reinterpret_cast<Low*>(value), w.table.width)
+                     : AddRow(to, reinterpret_cast<float*>(value), w.table.width);
+    } else {
+      Low* to = reinterpret_cast<Low*>(row);
+      w.rows.IsLow() ? AddRow(to, reinterpret_cast<Low*>(value), w.table.width)
+                     : AddRow(to, reinterpret_cast<float*>(value), w.table.width);
+    }
   }
 }
 
-// Calls `write(row of the table, row of the values)` for each slot that has a row.
-// `indices` are unique.
-template <typename T, typename U, typename Write>
-void WriteRows(ffi::ThreadPool& pool, T* table, const int32_t* indices, const U* values,
-               int64_t nse, int64_t num_rows, int64_t width, const Write& write) {
-  constexpr int64_t kAhead = 16;  // slots to fetch ahead
-  const auto inside = [&](int64_t k) { return indices[k] >= 0 && indices[k] < num_rows; };
+// `table.at[indices].add(rows)`, or `.set`. Padding is dropped.
+ffi::Error Write(ffi::ThreadPool& pool, bool adds, Buffers& buffers) {
+  const Table table = buffers.Rows("table", buffers.num_rows);
+  const int64_t nse = buffers.Count();
+  const int32_t* indices = buffers.Ints("indices", nse);
+  const Table rows = buffers.Rows("rows", nse);
+  buffers.InPlace("table", table, buffers.num_rows);
+  if (!buffers.AreRight() || (!adds && table.type != rows.type)) return Invalid(buffers.error);
+  const Writing writing{table, rows, indices, nse, buffers.num_rows, adds};
+  const auto write = FASTEST(WriteRows);
+  Parallel(pool, nse, 1024,
+           [&](int64_t begin, int64_t end) { write(writing, begin, end); });
+  return ffi::Error::Success();
+}
+
+// Zeros in the slots of padding.
+ffi::Error Clear(ffi::ThreadPool& pool, Buffers& buffers) {
+  const int64_t nse = buffers.Count();
+  const int32_t* indices = buffers.Ints("indices", nse);
+  const Table rows = buffers.Rows("rows", nse);
+  buffers.InPlace("rows", rows, nse);
+  if (!buffers.AreRight()) return Invalid(buffers.error);
   Parallel(pool, nse, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < nse && inside(k + kAhead)) {
-        PrefetchRow<true>(table + indices[k + kAhead] * width, width);
-      }
-      if (inside(k)) write(table + indices[k] * width, values + k * width);
+      const bool is_row = indices[k] >= 0 && indices[k] < buffers.num_rows;
+      if (!is_row) std::memset(rows.Row(k), 0, rows.RowBytes());
     }
-  });
-}
-
-// `table.at[indices].add(values)`, each sum rounded once, or `.set`. Padding is dropped.
-ffi::Error Write(ffi::ThreadPool& pool, bool adds, const Buffers& buffers) {
-  const int64_t width = buffers['W'];
-  WithType(buffers.Type('t'), [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const auto write = [&](const auto* values, const auto& write_row) {
-      WriteRows(pool, buffers.Get<T>("table"), buffers.Get<int32_t>("indices"), values,
-                buffers['E'], buffers['N'], width, write_row);
-    };
-    if (!adds) {
-      return write(buffers.Get<T>("rows"), [width](T* row, const T* value) {
-        std::memcpy(row, value, width * sizeof(T));
-      });
-    }
-    WithType(buffers.Type('u'), [&](auto* type) {
-      using U = std::remove_pointer_t<decltype(type)>;
-      write(buffers.Get<U>("rows"), [width](T* __restrict__ row, const U* __restrict__ value) {
-        for (int64_t j = 0; j < width; ++j) Store(Load(row[j]) + Load(value[j]), row + j);
-      });
-    });
   });
   return ffi::Error::Success();
 }
 
-ffi::Error Update(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view formula,
-                  int64_t num_rows, int64_t width, int64_t degree, bool uses_roots,
-                  ffi::RemainingRets rets) {
-  const Buffers buffers("update", formula, args, rets, num_rows, width, degree);
-  if (!buffers.error.empty()) return Invalid(buffers.error);
-  if (formula == "add" || formula == "put") return Write(pool, formula == "add", buffers);
-  const float* given = buffers.Get<float>("data");
-  const Bags bags = BagsOf(buffers, "indices", buffers['V']);
-  const bool of_bags = bags.segments != nullptr;
-  const Gradient grad{bags.ids, bags.nse, num_rows, width,
-                      buffers.Get<int32_t>("indices", true),
-                      buffers.Get<float>("sums", true),
-                      buffers.Get<int32_t>("count", true)};
-  if (num_rows + grad.nse > kMaxRow) {
-    return Invalid("The kernel takes ids of padding that are int32, got too many rows.");
-  }
-  if (!of_bags && (bags.num_bags != bags.nse || given != grad.data)) {
-    return Invalid("The kernel updates data in place, and takes a row for each index.");
-  }
-  if (of_bags && given == grad.data) {
-    return Invalid("The kernel updates data in place, but not those of bags.");
-  }
-  const auto run = [&](const auto& row_fn) {
-    of_bags ? ForEachRow(pool, grad, bags, given, row_fn) : ForEachRow(pool, grad, row_fn);
+// A formula, and the operands that it has behind those of the gradient: state, which is
+// updated in place, and scalars. Of the state, `r` stands for rows of float32 or bfloat16,
+// `f` for rows of float32, `s` and `i` for a float32 or an int32 for each row. With weight
+// decay there is more, and at last `t`, the table, which is only read.
+struct Known {
+  std::string_view name, state, of_decay;
+  int64_t num_scalars;
+  Formula formula;
+};
+
+const Known* Find(std::string_view name) {
+  static const Known all[] = {
+      {"sum", "", "", 0, nullptr},
+      {"adam", "rr", "", 5, FASTEST(Adam)},
+      {"exact_adam", "ffi", "sst", 9, FASTEST(ExactAdam)},
+      {"rowwise_adagrad", "s", "t", 3, FASTEST(RowwiseAdagrad)},
+      {"rowwise_adam", "rs", "t", 9, FASTEST(RowwiseAdam)},
   };
-  try {
-    if (formula == "sum") {
-      run(Sum{});
-    } else if (formula == "adam") {
-      WithType(buffers.Type('t'), [&](auto* mu) {
-        WithType(buffers.Type('u'), [&](auto* nu) {
-          using Mu = std::remove_pointer_t<decltype(mu)>;
-          using Nu = std::remove_pointer_t<decltype(nu)>;
-          run(Adam<Mu, Nu>{buffers.Get<Mu>("mu"), buffers.Get<Nu>("nu"), width,
-                           buffers.Struct<AdamScalars>("scalars")});
-        });
-      });
-    } else {
-      const float* table = buffers.Get<float>("table");
-      if (bool(table) != bool(buffers.Get<float>("high")) ||
-          bool(table) != bool(buffers.Get<float>("low")) || degree > kMostNodes) {
-        return Invalid("The kernel takes all arrays of a decay, and 64 coefficients at most.");
-      }
-      const StaleRows rows = StaleRowsOf(buffers, uses_roots);
-      const auto step = buffers.Struct<StepScalars>("step");
-      WithWidth<3, 4, 8, 16>(width, [&](auto known) {
-        run(ExactAdam<known()>{rows, table, step});
-      });
-    }
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
+  for (const Known& known : all) {
+    if (known.name == name) return &known;
   }
+  return nullptr;
+}
+
+ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
+                      std::string_view formula, int64_t num_rows, int64_t width,
+                      bool uses_roots, bool decays, ffi::RemainingRets rets) try {
+  Buffers buffers(args, rets, num_rows, width);
+  if (formula == "add" || formula == "put") return Write(pool, formula == "add", buffers);
+  if (formula == "clear") return Clear(pool, buffers);
+  const Known* known = Find(formula);
+  if (known == nullptr) return Invalid("The kernel has no such formula.");
+  Update update = {};
+  update.num_rows = num_rows, update.nse = buffers.Count();
+  const int32_t* indices = buffers.Ints("indices", update.nse);
+  const int64_t size = buffers.Count() / std::max<int64_t>(1, width);
+  const float* values = buffers.Floats("values", size * width);
+  const int32_t* segments = buffers.IntsOrNone("segments", update.nse);
+  const float* weights = buffers.FloatsOrNone("weights", update.nse);
+  const float unknown = std::numeric_limits<float>::quiet_NaN();
+  update.source = {values, size, width, segments, weights, unknown};
+  std::string state(known->state);
+  if (decays) state += known->of_decay;
+  for (const char letter : state) {
+    Table& table = update.state[update.num_tables++];
+    table = letter == 's'   ? buffers.Scalars("state", ffi::F32)
+            : letter == 'i' ? buffers.Scalars("state", ffi::S32)
+                            : buffers.Rows("state", num_rows, letter == 'r');
+  }
+  const float* scalars = buffers.Floats("scalars", known->num_scalars);
+  std::unique_ptr<StaleOperands> stale;
+  if (formula == "exact_adam") stale = std::make_unique<StaleOperands>(buffers, 3);
+  update.indices = static_cast<int32_t*>(
+      buffers.Result("indices", update.nse, ffi::S32, indices).data);
+  update.out =
+      static_cast<float*>(buffers.Result("rows", update.nse * width, ffi::F32).data);
+  const bool is_sum = known->formula == nullptr;
+  void* count = is_sum ? buffers.Result("count", 1, ffi::S32).data : nullptr;
+  for (size_t t = 0; t < state.size(); ++t) {
+    const Table& table = update.state[t];
+    if (state[t] != 't') buffers.InPlace("state", table, num_rows);
+  }
+  if (!buffers.AreRight()) return Invalid(buffers.error);
+  if (num_rows + update.nse > int64_t(1) << 31) {
+    return Invalid("The kernel takes up to 2**31 rows and entries together.");
+  }
+  if (segments == nullptr ? size != update.nse : update.IsInPlace()) {
+    return Invalid("The kernel takes a row of values for each index, or segments.");
+  }
+  update.formula = known->formula, update.scalars = scalars;
+  std::unique_ptr<ExactAdamScalars> exact;
+  if (stale) {
+    StepScalars step;
+    std::memcpy(&step, scalars, sizeof(step));
+    exact.reset(new ExactAdamScalars{stale->Now(uses_roots, decays), step,
+                                     stale->Polynomial(2, step.centre, uses_roots)});
+    update.scalars = exact.get();
+  }
+  const int64_t num_touched = update.Run(pool);
+  if (is_sum) *static_cast<int32_t*>(count) = int32_t(num_touched);
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
 }
 
 // Zeros for a new state, in huge pages.
-ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<Any> zeros) {
+ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> zeros) {
   const auto type = zeros->element_type();
   // Of numbers of four bits XLA has two in a byte.
   if (type != ffi::F64 && type != ffi::F32 && type != ffi::F16 && type != ffi::BF16 &&
@@ -282,24 +373,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(read_rows, Read,
                                   .Attr<std::string_view>("formula")
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
-                                  .Attr<int64_t>("degree")
                                   .Attr<bool>("uses_roots")
+                                  .Attr<bool>("decays")
                                   .Attr<bool>("clamps")
                                   .Attr<int64_t>("fill")
                                   .RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(update_rows, Update,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(update_rows, UpdateRows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .RemainingArgs()
                                   .Attr<std::string_view>("formula")
                                   .Attr<int64_t>("num_rows")
                                   .Attr<int64_t>("width")
-                                  .Attr<int64_t>("degree")
                                   .Attr<bool>("uses_roots")
+                                  .Attr<bool>("decays")
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    zeros, Zeros, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<Any>());
+    zeros, Zeros, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<ffi::AnyBuffer>());
 
 #pragma GCC visibility pop

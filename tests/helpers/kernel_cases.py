@@ -1,28 +1,66 @@
 """Calls of the kernel with every array in turn of a wrong type, shape or size.
 
 Past all of Python's checks, as only a fault in them would; all calls and arrays are
-those of `native/buffers.h`. Run as a program, with a library compiled with sanitizers,
+those of `CALLS`. Run as a program, with a library compiled with sanitizers,
 it shows that no call leaves its buffers: `kernel_cases.py LIBRARY`.
 """
 
+import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from optax_sparse_adam.native import _calls, _library
+from optax_sparse_adam.native import _library
 
+# A line is `handler formula: operands -> results`; a buffer is `name:type[sizes]`.
+# Types: f float32; i int32; t and u float32 or bfloat16, each the same in the call.
+# Sizes are multiplied: N rows of W numbers in the table, E entries, V rows of values, K
+# ids, B bags, C coefficients of a polynomial, or a digit. What has a `?` may be empty,
+# what has a `!` is there with weight decay. A result `name=` is an operand, in place.
+CALLS = """
+read rows: table:t[NW] ids:i[K] -> rows:t[KW]
+read exact_adam: table:f[NW] mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]! stale:f[6]
+    polynomials:f[2C] steps:i[2] ids:i[K] -> rows:f[KW]
+read bags: table:t[NW] ids:i[E] segments:i[E]? weights:f[E]? -> sums:f[BW]
+update sum: GRADIENT scalars:f[0] -> indices= sums:f[EW] count:i[]
+update adam: GRADIENT mu:t[NW] nu:u[NW] scalars:f[5] -> indices= sums:f[EW] mu= nu=
+update rowwise_adagrad: GRADIENT nu:f[N] table:f[NW]! scalars:f[3]
+    -> indices= sums:f[EW] nu=
+update rowwise_adam: GRADIENT mu:t[NW] nu:f[N] table:f[NW]! scalars:f[9]
+    -> indices= sums:f[EW] mu= nu=
+update exact_adam: GRADIENT mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]!
+    table:f[NW]! scalars:f[9] stale:f[6] polynomials:f[3C] steps:i[2]
+    -> indices= sums:f[EW] mu= nu= last= high=! low=!
+update add: table:t[NW] indices:i[E1] rows:u[EW] -> table=
+update put: table:t[NW] indices:i[E1] rows:t[EW] -> table=
+update clear: indices:i[E1] rows:t[EW] -> rows=
+""".replace("GRADIENT", "indices:i[E1] values:f[VW] segments:i[E]? weights:f[E]?")
 ROWS, ENTRIES, WIDTH, BAGS = 9, 6, 3, 2
-ATTRIBUTES = {
-    "num_rows": np.int64(ROWS),
-    "width": np.int64(WIDTH),
-    "degree": np.int64(3),
-    "uses_roots": np.bool_(False),
-}
-READING = {"clamps": np.bool_(False), "fill": np.int64(0)}
 SIZES = {"N": ROWS, "W": WIDTH, "E": ENTRIES, "K": ENTRIES, "B": BAGS, "C": 3}
 TYPES = {"f": "float32", "i": "int32", "t": "float32", "u": "float32"}
+ATTRIBUTES = {"num_rows": np.int64(ROWS), "width": np.int64(WIDTH)}
+ATTRIBUTES |= {"uses_roots": np.bool_(False), "decays": np.bool_(False)}
+READING = {"clamps": np.bool_(False), "fill": np.int64(0)}
+
+
+class Buffer(NamedTuple):
+    name: str
+    type: str  # empty for a result in the memory of the operand of this name
+    sizes: str
+    mark: str
+
+
+def specifications():
+    """The operands and the results of each call."""
+    lines = re.sub(r"\n +", " ", CALLS).strip().split("\n")
+    pattern = r"(\w+)(?:=|:(\w)\[(\w*)\])([?!]?)"
+    for line in lines:
+        call, operands, results = re.match(r"(\w+ \w+): (.*) -> (.*)", line).groups()
+        both = (re.findall(pattern, words) for words in (operands, results))
+        yield call, *([Buffer(*x) for x in found] for found in both)
 
 
 def call(name, operands, results, owners, attributes):
@@ -50,29 +88,32 @@ def _array(key, shape, dtype):
 
 
 def right_calls():
-    """`(name, operands, results, owners of the results' memory)`."""
-    for name, (operands, results) in _calls._specifications().items():
+    """`(name, operands, results, owners of the results' memory, attributes)`."""
+    for name, operands, results in specifications():
         for low in ("", "t", "u"):
-            for is_full in (False, True):  # whether arrays that may be empty are not
+            for is_full in (False, True):  # with bags, weights, weight decay
                 of_bags = is_full and any(x.name == "segments" for x in operands)
                 sizes = SIZES | {"V": BAGS if of_bags else ENTRIES}
 
                 def struct(x, low=low, is_full=is_full, sizes=sizes):
-                    shape = [sizes.get(size) or int(size) for size in x.sizes]
-                    shape = shape if is_full or not x.is_optional else [0]
+                    shape = [sizes.get(size, size) for size in x.sizes]
+                    shape = [0] if x.mark == "?" and not is_full else map(int, shape)
                     is_low = low != "" and x.type == low
                     return (*shape,), "bfloat16" if is_low else TYPES[x.type]
 
-                before = {x.name: struct(x) for x in operands}
-                owners = {x.name: x.name for x in results if not x.type}
-                if name.startswith("update") and "data" in before and not of_bags:
-                    owners["sums"] = "data"
+                both = operands, results
+                given, news = ([x for x in y if is_full or x.mark != "!"] for y in both)
+                before = {x.name: struct(x) for x in given}
+                owners = {x.name: x.name for x in news if not x.type}
+                if "values" in before and not of_bags:
+                    owners["sums"] = "values"
                 after = {
                     x.name: before[owners[x.name]] if x.name in owners else struct(x)
-                    for x in results
+                    for x in news
                 }
+                decays = any(x.mark == "!" for x in given)
                 if low in ["", *(x.type for x in operands)]:
-                    yield name, before, after, owners
+                    yield name, before, after, owners, {"decays": np.bool_(decays)}
 
 
 def wrong(shape, dtype):
@@ -98,10 +139,12 @@ def _is_right(name, operands, key, other):
     size = int(np.prod(shape))
     # Other bags of the same entries.
     bags = size // WIDTH if key == "sums" and size % WIDTH == 0 else 0
+    parts = 2 if name.startswith("read") else 3
     return (
-        (name == "read bags" and bags > 0 and not (is_regular and ENTRIES % bags))
+        (key == "polynomials" and size in range(parts, 65 * parts, parts))
+        or (name == "read bags" and bags > 0 and not (is_regular and ENTRIES % bags))
         or (key == "weights" and shape == (0,))
-        or (key == "data" and not is_regular and size % WIDTH == 0)
+        or (key == "values" and not is_regular and size % WIDTH == 0)
         or (name == "read bags" and key == "segments" and shape == (0,))
         or (name == "read bags" and key == "ids" and is_regular and size == 6000)
     )
@@ -109,7 +152,7 @@ def _is_right(name, operands, key, other):
 
 def wrong_calls():
     """Every wrong call: the arguments of `call`."""
-    for name, operands, results, owners in right_calls():
+    for name, operands, results, owners, own in right_calls():
         for key, value in operands.items():
             for other in wrong(*value):
                 news = {
@@ -118,26 +161,28 @@ def wrong_calls():
                 sizes = [np.prod(shape) for shape, _ in news.values()]
                 # XLA makes no call for results without numbers.
                 if any(sizes) and not _is_right(name, operands, key, other):
-                    yield name, operands | {key: other}, news, owners, {}
+                    yield name, operands | {key: other}, news, owners, own
         for key, value in results.items():
             rest = {x: y for x, y in owners.items() if x != key}
-            if key in owners and np.prod(value[0]) > 0:
-                yield name, operands, results, rest, {}  # not in place
+            if key in owners and key != "sums":
+                yield name, operands, results, rest, own  # not in place
             for other in wrong(*value):
                 is_call = len(results) > 1 or np.prod(other[0]) > 0
                 if is_call and not _is_right(name, operands, key, other):
-                    yield name, operands, results | {key: other}, rest, {}
+                    yield name, operands, results | {key: other}, rest, own
         for key in operands:
             if key not in owners.values():
                 fewer = {x: y for x, y in operands.items() if x != key}
-                yield name, fewer, results, owners, {}
+                yield name, fewer, results, owners, own
+        # What sums and zeros know of the table is how many rows it has.
+        knows = name not in ("update sum", "update clear")
         changes = [{"width": WIDTH + 1}, {"width": -1}, {"num_rows": -1}]
-        # All that the sums know of the table is how many rows it has.
-        changes += [{"num_rows": 2**31 - 1 if name == "update sum" else ROWS + 1}]
-        changes += [{"degree": 2}, {"degree": 0}] * ("polynomials" in operands)
+        changes += [{"num_rows": ROWS + 1 if knows else 2**31}]
         for change in changes:
             attributes = {key: np.int64(size) for key, size in change.items()}
-            yield name, operands, results, owners, attributes
+            yield name, operands, results, owners, own | attributes
+        if "rowwise" in name or "exact" in name:
+            yield name, operands, results, owners, {"decays": ~own["decays"]}
     yield "update other", {}, {"count": ((), "int32")}, {}, {}
 
 
@@ -160,5 +205,5 @@ def refusals():
 if __name__ == "__main__":
     _library.register(Path(sys.argv[1]))
     for case in right_calls():
-        call(*case, {})
+        call(*case)
     print(f"{len(refusals())} wrong calls refused")

@@ -103,10 +103,7 @@ def stale_rows(tables, step, decay=0.0, polynomials=((0, 0), (1, 0.5)), of_roots
 @pytest.mark.parametrize("fill", slow_but([2.0, None], 2.0))
 @pytest.mark.parametrize("num_rows", [40, 99_999])
 def test_many_lookups(cache, fill, num_rows):
-    """A row that was read before is copied; there are fewer places than 99,999.
-
-    Narrower ones, of up to 8 numbers, are read again.
-    """
+    """Each as if it were read alone; ids out of bounds read `fill` or the next row."""
     rng = np.random.default_rng(0)
     table, mu, nu = (rng.standard_normal((num_rows, 9), "float32") for _ in range(3))
     last = rng.integers(1, 9, num_rows).astype("int32")
@@ -116,7 +113,7 @@ def test_many_lookups(cache, fill, num_rows):
     def look_up(ids):
         return _calls.look_up_stale_rows(jnp.asarray(table), stale, ids, fill)
 
-    once = np.asarray(look_up(np.arange(num_rows, dtype="int32")))  # none is copied
+    once = np.asarray(look_up(np.arange(num_rows, dtype="int32")))
     ids = rng.integers(-3, num_rows + 3, 100_000).astype("int32")
     ids[1::2] = rng.choice(ids, 50_000)
     expected = once[np.clip(ids, 0, num_rows - 1)]
@@ -185,7 +182,13 @@ def test_where_it_is_not_used(cache, monkeypatch):
 
 def test_scalars_are_those_of_the_sources():
     """The fields of the structs in C++ are those in Python, in their order."""
-    text = _build.SOURCE.with_name("exact_adam.h").read_text()
-    for scalars in (_calls.StaleScalars, _calls.StepScalars):
+    paths = sorted(_build.SOURCE.parent.glob("*.h"))
+    text = "".join(path.read_text() for path in paths)
+    for scalars in (
+        _calls.StaleScalars,
+        _calls.StepScalars,
+        _calls.RowwiseAdagradScalars,
+        _calls.RowwiseAdamScalars,
+    ):
         fields = re.search(rf"struct {scalars.__name__} {{\s*float ([^;]*);", text)[1]
         assert tuple(re.split(r",\s*", fields)) == scalars._fields
