@@ -15,6 +15,7 @@ Known limit: tables with one index for each row.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -369,11 +370,34 @@ def reset_rows(
     _refuse_repeated(tables)
     owners = _of_state(tx, params, state, tables, "reset_rows")
     news = _rows_of_leaves(params, ids, rows)
-    params = _put_each(params, tables, news)
+    after = _order_after(news)
+    params = _put_each(params, tables, after(news))
     shapes = tuple((np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params))
     treedef, has_rows = jax.tree.structure(params), tuple(x is not None for x in owners)
     init = _init_rows(tx, treedef, shapes, has_rows)
-    return params, _put_each(state, owners, init(news, clocks_of(state)))
+    fresh = init(news, clocks_of(state))
+    return params, _put_each(state, owners, after(fresh))
+
+
+def _order_after(news: list[Any]) -> Callable[[list[Any]], list[Any]]:
+    """Makes rows depend on all new values, without changing them.
+
+    Problem: a program that computes new values from old rows and state copies every
+    array that it has read. Cause: what begins, zeros for example, does not depend on
+    what was read, so XLA does not know that the read comes first. Remedy: a select by a
+    comparison of the new values that is never true. Safe, since no value is above
+    infinity. Test: `tests/rows/test_row_verbs.py`.
+    """
+    arrays = [x for x in news if isinstance(x, jax.core.Tracer) and x.size]
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not floats:
+        return lambda rows: rows
+    never = jnp.stack([jnp.max(x).astype(jnp.float32) for x in floats]) > jnp.inf
+
+    def after(x: Any) -> Any:
+        return None if x is None else jnp.where(never.any(), jnp.ones_like(x), x)
+
+    return lambda rows: [after(x) for x in rows]
 
 
 def _rows_of_leaves(params: Any, ids: Any, rows: Any) -> list[Any]:
