@@ -51,3 +51,4 @@ program have the kernel and call `available()` first, pass to `jax.export.export
 from ._library import available as available
 from ._library import build as build
 from ._library import status as status
+from ._memory import keep_memory as keep_memory
