@@ -48,6 +48,10 @@ except ImportError as error:
         f"ngram_memory.py needs {error.name}, which is not installed; run {install}"
     )
 
+# Not on a terminal: lines of progress now and then.
+LINES = {"mininterval": 10, "bar_format": "{l_bar}{bar:10}{r_bar}\n"}
+QUIET = {} if sys.stderr.isatty() else LINES
+
 LENGTH, BATCH = 64, 16  # bytes in an example, examples in a step
 WIDTH, LAYERS, HEADS = 128, 2, 4  # of the transformer
 ORDERS = (2, 3, 4, 5, 6)  # lengths of the n-grams
@@ -189,7 +193,8 @@ class Trainer:
 
     def train(self, name, text, held_out, num_steps):
         rng, compare = np.random.default_rng(0), max(1, num_steps // 8)
-        for number in tqdm(range(1, num_steps + 1), f"{name:26}", unit="step"):
+        steps = range(1, num_steps + 1)
+        for number in tqdm(steps, f"{name:26}", unit="step", **QUIET):
             batch = draw(text, rng)
             start = time.perf_counter()
             done = jax.block_until_ready(self.step(self.params, self.state, batch))

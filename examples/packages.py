@@ -217,7 +217,10 @@ def train(name, start, edges, ranking, seconds, rank_after):
     step = make_step(value_and_grad, optimizer).lower(params, state, *batch).compile()
     rank_at = [seconds * share for share in (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)]
     clock, number, history = 0.0, 0, []
-    unit = {"unit": "s", "bar_format": "{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}"}
+    look = "{l_bar}{bar:10}| {n:.0f}/{total:.0f} s{postfix}"
+    unit = {"unit": "s", "bar_format": look}
+    if not sys.stderr.isatty():  # lines of progress now and then
+        unit |= {"mininterval": 10, "bar_format": look + "\n"}
     with tqdm(total=seconds, desc=f"{name:20}", **unit) as bar:
         while rank_at:
             batch = draw_batch(edges, num_packages, rng)
