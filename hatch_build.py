@@ -9,6 +9,7 @@ import importlib.util
 import shutil
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,8 +61,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
     """Adds the compiled library to a wheel, or puts it next to its source."""
 
     @functools.cached_property
-    def _folder(self) -> str:
-        return tempfile.mkdtemp()
+    def _folder(self) -> Path:
+        return Path(tempfile.mkdtemp())
 
     def finalize(self, *_: Any) -> None:
         shutil.rmtree(self._folder)
@@ -76,7 +77,10 @@ class CustomBuildHook(BuildHookInterface[Any]):
         try:
             self._compile(version == "editable", build_data)
         except Exception as error:  # whatever it is, the package works without it
-            self.app.display_warning(f"Built without the kernel for CPUs: {error}")
+            self.app.display_warning(
+                f"Built without the kernel for CPUs: {error}. Plain JAX runs; to "
+                "compile it later: python -m optax_sparse_adam.native"
+            )
 
     def _compile(self, editable: bool, build_data: dict[str, Any]) -> None:
         include = headers()
@@ -85,12 +89,16 @@ class CustomBuildHook(BuildHookInterface[Any]):
                 "it needs a C++ compiler (CXX, c++, g++ or clang++), the headers of "
                 "jaxlib, no OPTAX_SPARSE_ADAM_NATIVE=0, and a system other than Windows"
             )
+        self.app.display_info("Compiling the kernel for CPUs, for some ten seconds")
+        began = time.perf_counter()
+        library = _build.compile_into(_NATIVE if editable else self._folder, include)
+        self.app.display_info(f"Compiled in {time.perf_counter() - began:.0f} s")
         if editable:
-            library = _build.compile_into(_NATIVE, include)
-            for old in {*_NATIVE.glob("rows-*.so")} - {library}:
+            # Those of this source for the jaxlib of another environment stay.
+            source = library.name.rpartition("-")[0]
+            for old in {*_NATIVE.glob("rows-*")} - {*_NATIVE.glob(f"{source}-*")}:
                 old.unlink()
             return
-        library = _build.compile_into(Path(self._folder), include)
         place = f"optax_sparse_adam/native/{library.name}"
         build_data["force_include"][str(library)] = place
         # Of Python the library knows nothing. On macOS it is for one processor and this

@@ -1,14 +1,12 @@
 """One function with two implementations, one of them for CPUs."""
 
-import functools
 from collections.abc import Callable
-from importlib import metadata, util
 from typing import Any
 
 import jax
 from jax import lax
 
-from ..native import _calls
+from ..native import _calls, _library
 from .unchecked import unchecked
 
 
@@ -42,22 +40,6 @@ def on_cpu(
         return default(*jax.tree.unflatten(tree, leaves))
 
     cpu = unchecked(on_leaves, otherwise, keeps_order=keeps_order)
-    if _calls.available() and _has_cpus_only():
+    if _calls.available() and _library.has_cpus_only():
         return cpu(*leaves)
     return lax.platform_dependent(*leaves, cpu=cpu, default=otherwise)
-
-
-def _has_cpus_only() -> bool:
-    """Whether this process can have no other devices, without starting JAX's backends.
-
-    After that `jax.distributed.initialize` fails, and a step may be traced before it.
-    """
-    config: Any = jax.config  # not all of it has types in every version
-    return config.jax_platforms == "cpu" or not _has_plugins()
-
-
-@functools.cache
-def _has_plugins() -> bool:
-    """Whether a package for another platform is installed."""
-    packages = map(util.find_spec, ("jax_plugins", "libtpu"))
-    return any(packages) or bool(metadata.entry_points(group="jax_plugins"))

@@ -5,7 +5,8 @@ in which a path with blanks is quoted, or else c++, g++ or clang++.
 `python -m optax_sparse_adam.native` compiles it later, into the user's cache
 (`XDG_CACHE_HOME`, else `~/.cache`), and that one takes precedence unless it is for an
 older jaxlib. With `--status` it says whether the kernel is used, with `--remove` it
-empties the cache.
+empties the cache. Where there are only CPUs and a compiler, a process without the
+kernel warns once.
 
 It has run on Linux, compiled by GCC and by Clang: on x86-64, and on an emulated ARM
 processor. For macOS it compiles and links; nobody has run it there. There is none on

@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,38 @@ def loaded() -> Path | None:
             RuntimeWarning,
             stacklevel=2,
         )
+    elif not found and has_cpus_only() and _can_be_compiled():
+        warnings.warn(
+            "The kernel for CPUs is not compiled for this source and this jaxlib, and "
+            "plain JAX takes up to three times as long. Compile it once by python -m "
+            "optax_sparse_adam.native, or leave it out: OPTAX_SPARSE_ADAM_NATIVE=0",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return None
+
+
+def _can_be_compiled() -> bool:
+    try:
+        return _build.supported() and bool(_build.compiler())
+    except RuntimeError:  # `CXX` is no command
+        return False
+
+
+def has_cpus_only() -> bool:
+    """Whether this process can have no other devices, without starting JAX's backends.
+
+    After that `jax.distributed.initialize` fails, and a step may be traced before it.
+    """
+    config: Any = jax.config  # not all of it has types in every version
+    return config.jax_platforms == "cpu" or not _has_plugins()
+
+
+@functools.cache
+def _has_plugins() -> bool:
+    """Whether a package for another platform is installed."""
+    packages = map(util.find_spec, ("jax_plugins", "libtpu"))
+    return any(packages) or bool(metadata.entry_points(group="jax_plugins"))
 
 
 def _started_devices() -> int:
@@ -121,7 +153,9 @@ def status() -> str:
         return "Not used: on Windows there is none."
     if not _one_device():
         return "Not used: this process has several CPU devices, or is one of several."
-    library = loaded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said here
+        library = loaded()
     if library is None:
         return (
             "Not there, or not for this source and this jaxlib: compile it by the same "

@@ -34,7 +34,11 @@ def test_which_library_is_taken(cache, alone, monkeypatch, tmp_path):
     for version in ((major, minor + 1), (major + 1, 0), (major + 1, minor)):
         (own / _build.library_name(version)).write_bytes(b"not a library")
     (own / compiled.name.replace("rows-", "rows-0")).write_bytes(b"of older source")
-    assert _library.loaded() is None
+    with pytest.warns(RuntimeWarning, match=r"not compiled .* -m optax_sparse_adam"):
+        assert _library.loaded() is None
+    monkeypatch.setenv("CXX", "no-such-compiler '")
+    assert _library.loaded() is None  # without a word: it cannot be had
+    monkeypatch.delenv("CXX")
     assert "Not there" in _library.status()
     (alone / compiled.name).symlink_to(compiled)
     assert _library.loaded() == alone / compiled.name
@@ -108,6 +112,7 @@ def test_what_xla_refuses_does_not_stop_the_backend(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:The kernel for CPUs is not compiled")
 def test_where_it_cannot_be_looked_for(tmp_path, alone, monkeypatch):
     """A user without a home, an unreadable cache, a jaxlib without headers."""
     monkeypatch.setenv("XDG_CACHE_HOME", "x" * 999)  # too long a name for a folder

@@ -22,7 +22,6 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._jax_extras import on_cpu
 from optax_sparse_adam._optimizers import sparse_adam
 from optax_sparse_adam._rows import coalesce
 from optax_sparse_adam._rows.canary import copy_with
@@ -373,7 +372,7 @@ USES = {
 def test_where_it_is_called(kernel, name, monkeypatch):
     step, kwargs, expected = USES[name]
     assert calls_in(step(**kwargs).lower().as_text()) == expected
-    monkeypatch.setattr(on_cpu, "_has_cpus_only", lambda: False)
+    monkeypatch.setattr(_library, "has_cpus_only", lambda: False)
     jax.clear_caches()
     for_gpus = step(**kwargs).lower(lowering_platforms=("cuda",))
     assert "@optax_sparse_adam." not in for_gpus.as_text()
@@ -383,7 +382,7 @@ def test_where_it_is_called(kernel, name, monkeypatch):
 def test_only_cpus_trace_no_other_branch(kernel, monkeypatch):
     """Until the kernel is turned off: then programs are for every platform."""
     jax.clear_caches()
-    assert on_cpu._has_cpus_only()  # by JAX_PLATFORMS
+    assert _library.has_cpus_only()  # by JAX_PLATFORMS
     assert "platform_index" not in str(updated().jaxpr)
     monkeypatch.setattr(_calls, "available", lambda: False)
     jax.clear_caches()
