@@ -12,14 +12,14 @@ import optax
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
 from .._optimizers.rounding import nearest
 from .._rows.canary import as_update
-from .._rows.coalesce import accumulator_dtype, bcoo_of, cast_entries, touched_rows
-from .._rows.map_rows import Tables, map_all_rows, map_rows
+from .._rows.coalesce import accumulator_dtype
+from .._rows.map_rows import Tables, map_all_rows
 from .._rows.new_arrays import full_along
 from .._rows.padding import expand_like
+from .._rows.update_table import update_table
 from ..native import _calls as native
 from .remaining_update import (
     Constants,
@@ -517,24 +517,17 @@ def update_touched_rows(
     betas: Betas,
 ) -> tuple[BCOO, RowState]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
-    if grad.n_sparse > rows.last.ndim:
-        raise ValueError(
-            "exact_adam updates rows, vectors along the last axis; got a gradient "
-            f"with {grad.n_sparse} sparse axes for a table of shape {grad.shape}. Look "
-            "whole rows up, not their elements."
-        )
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *rows[:2])))
-    wide = cast_entries(grad, dtype)
-    step_args = before, after, constants, step
 
-    def by_rows(grad: BCOO, read: Tables, tables: Tables, step_args: Any) -> Any:
-        touched = touched_rows(grad, dtype)
-        formula = functools.partial(_update_rows, betas=betas)
-        data, tables = map_rows(formula, touched, tables, *step_args, read=read)
-        return (touched.indices, data), tables
-
-    def by_kernel(grad: BCOO, read: Tables, tables: Tables, step_args: Any) -> Any:
-        before, after, constants, step = step_args
+    def by_kernel(
+        grad: BCOO,
+        tables: Tables,
+        read: Tables,
+        before: TableState,
+        after: TableState,
+        constants: Constants,
+        step: Step,
+    ) -> Any:
         stale = _stale_rows(RowState.of(*tables), before, constants)
         scalars, polynomial = _step_scalars(after, constants, step, betas)
         polynomials = jnp.concatenate([stale.polynomials, polynomial[None]])
@@ -542,15 +535,21 @@ def update_touched_rows(
         stale = stale._replace(polynomials=polynomials)
         return native.exact_adam_rows(grad, stale, scalars, read)
 
-    args = wide, read, rows.arrays, step_args
     floats = rows.mu, rows.nu, *rows.log_decay, *read
     is_float32 = all(x.dtype == jnp.float32 for x in floats)
-    if rows.last.ndim == 1 and is_float32 and native.supports_update(wide, *floats):
-        update, tables = on_cpu(by_kernel, by_rows, *args, keeps_order=False)
-    else:
-        update, tables = by_rows(*args)
-    made = as_update(bcoo_of(grad, *update, is_sorted=False))
-    return made, RowState.of(*tables)
+    update, tables = update_table(
+        functools.partial(_update_rows, betas=betas),
+        grad,
+        rows.arrays,
+        before,
+        after,
+        constants,
+        step,
+        dtype=dtype,
+        read=read,
+        kernel=by_kernel if rows.last.ndim == 1 and is_float32 else None,
+    )
+    return as_update(update), RowState.of(*tables)
 
 
 @functools.partial(jax.jit, static_argnames=("betas", "decays"))

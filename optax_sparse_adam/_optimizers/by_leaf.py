@@ -1,9 +1,10 @@
-"""Optimisers that update each parameter by itself, made from their formula.
+"""Dense transformations that are made of a formula for one parameter.
 
-Such an optimiser is a state class, a `Formula` for the rows of one parameter, the
-scalars of a step, and a `Moment` for each field of the state. `by_leaf` makes an optax
-transformation of them; what follows from the moments, it does once for all: the arrays
-of a new state and their layout, and the checks of a state that it is given.
+Such a transformation is a state class, a `Moment` for each field of the state, the
+scalars of a step, and the formula. `by_leaf` maps it over the leaves of a tree, and
+does once for all what follows from the moments: the arrays of a new state and their
+layout, and the checks of a state that it is given. The formula treats each row alone,
+so `lazy` lifts it to row-sparse gradients without looking into it.
 """
 
 import functools
@@ -16,10 +17,11 @@ import optax
 from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import jit_on_mesh
-from .._rows.checks import is_bcoo, is_leaf, leaves_like
+from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype, clear_padding
+from .._rows.map_rows import Tables
 from .._rows.new_arrays import full_along
-from .._rows.update_table import Formula, update_dense, update_table
+from .._rows.update_table import update_table
 from .hyperparameters import check_leaf, check_moment, check_state_class, floating_type
 
 
@@ -64,45 +66,69 @@ class Moment(NamedTuple):
         check_moment(given, expected, name)
 
 
-@functools.partial(jax.jit, static_argnames="formula")
+@functools.partial(jax.jit, static_argnames=("formula", "kernel"))
 def update_leaf(
-    formula: Formula,
+    formula: Callable[..., tuple[jax.Array, Tables]],
     grad: Any,
     param: Any,
-    moments: tuple[jax.Array, ...],
+    moments: Tables,
     scalars: Any,
-) -> tuple[Any, tuple[jax.Array, ...]]:
+    kernel: Callable[..., Any] | None = None,
+) -> tuple[Any, Tables]:
     """The update of a parameter, dense or row-sparse as its gradient, and its moments.
 
     Args:
-      formula: What is computed, in the type of the scalars.
+      formula: `formula(grad, moments, scalars)` returns what to add to the parameter,
+        and the new moments; with the parameter behind the moments if it reads that. All
+        arrays have the type of the scalars. It treats each row alone.
       grad: A BCOO, whose rows are touched, or an array, of which all rows are.
       param: The parameter; `None` if the formula does not read it.
       moments: The arrays of its state.
       scalars: Those of the step.
+      kernel: The formula as a call of the kernel; see `update_table`.
     """
     read = () if param is None else (param,)
-    update = update_table if is_bcoo(grad) else update_dense
-    return update(formula, grad, read, moments, scalars)
+    dtype = jax.tree.leaves(scalars)[0].dtype
+
+    def wide_formula(grad: jax.Array, rows: Tables, scalars: Any) -> Any:
+        return formula(grad, tuple(x.astype(dtype) for x in rows), scalars)
+
+    if is_bcoo(grad):
+        types = {"dtype": dtype, "read": read, "kernel": kernel}
+        return update_table(wide_formula, grad, moments, scalars, **types)
+    update, news = wide_formula(grad.astype(dtype), (*moments, *read), scalars)
+    pairs = zip(news, moments, strict=True)
+    return update.astype(grad.dtype), tuple(new.astype(old.dtype) for new, old in pairs)
+
+
+class ByLeaf(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # Any to mypy
+    """A transformation of dense gradients that is made of a formula.
+
+    Attributes:
+      update_of_rows: `update` for row-sparse gradients, too, which `lazy` makes public.
+    """
+
+    update_of_rows: Any
 
 
 def by_leaf(
     name: str,
     state_class: Any,
     moments: dict[str, Moment],
-    formula: Formula,
+    update_leaf: Callable[..., Any],
     scalars: Callable[..., Any],
     *,
     reads_params: str = "",
     check: Callable[[Any, Any], None] = check_leaf,
-) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation of row-sparse, dense and `None` gradients.
+) -> ByLeaf:
+    """An optax transformation of dense and `None` gradients; `lazy` lifts it.
 
     Args:
       name: Its name in errors.
       state_class: Its `NamedTuple`: `count` and then the moments, or only these.
       moments: The fields with an array for each parameter, by their names.
-      formula: What is computed for one parameter.
+      update_leaf: `update_leaf(grad, param, moments, scalars)`, what is computed for
+        one parameter; that of a formula is a `functools.partial` of the one above.
       scalars: `scalars(count, count_inc, dtype, param_dtype)` of a step, `count_inc`
         counting from 1, of the type in which the parameter is computed.
       reads_params: Why it reads the parameters, for the error, if it does.
@@ -126,7 +152,7 @@ def by_leaf(
         count = {"count": jnp.zeros([], jnp.int32)} if counts else {}
         return state_class(**count, **trees)
 
-    def update_fn(
+    def update_of_rows(
         updates: optax.Updates,
         state: Any,
         params: optax.Params | None = None,
@@ -172,7 +198,7 @@ def by_leaf(
             if dtypes not in step_scalars:
                 step_scalars[dtypes] = scalars(count, count_inc, *dtypes)
             update, new_arrays = update_leaf(
-                formula, grad, param, tuple(arrays.values()), step_scalars[dtypes]
+                grad, param, tuple(arrays.values()), step_scalars[dtypes]
             )
             grads[i] = clear_padding(grad, update)
             for key, new in zip(arrays, new_arrays, strict=True):
@@ -181,4 +207,10 @@ def by_leaf(
         news |= {"count": count_inc} if counts else {}
         return treedef.unflatten(grads), state_class(**news)
 
-    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
+    def update_fn(updates: optax.Updates, *args: Any, **kwargs: Any) -> Any:
+        check_dense(updates, name, f"{name}()")
+        return update_of_rows(updates, *args, **kwargs)
+
+    made = ByLeaf(jit_on_mesh(init_fn), update_fn)
+    made.update_of_rows = update_of_rows
+    return made

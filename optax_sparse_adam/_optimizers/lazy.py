@@ -18,6 +18,7 @@ from .._rows.gather_scatter import (
 )
 from .._rows.map_rows import map_rows
 from .._rows.padding import mask_padding
+from .by_leaf import ByLeaf
 from .hyperparameters import check_transformation
 from .lazy_probe import TableSize, check_state, probe, shard_state_like
 from .lazy_row_analysis import split_update
@@ -120,6 +121,8 @@ def lazy(
       [1.0, 0.999, 0.999]
     """
     check_transformation(inner, "lazy")
+    if isinstance(inner, ByLeaf):  # made of a formula, so that there is nothing to find
+        return optax.GradientTransformationExtraArgs(inner.init, inner.update_of_rows)
     transformation = optax.with_extra_args_support(inner)
     known: dict[Any, list[int | None]] = {}
 

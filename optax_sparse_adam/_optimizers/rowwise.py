@@ -12,27 +12,19 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._rows.checks import check_dense
 from .._rows.coalesce import accumulator_dtype
 from .._rows.map_rows import Tables
-from .._rows.update_table import Formula
-from .by_leaf import Moment, all_but_last, by_leaf, given_dtype
+from .by_leaf import Moment, all_but_last, by_leaf, given_dtype, update_leaf
 from .hyperparameters import (
     NUMBER,
     Scalar,
     check_at_least,
     check_betas,
     check_eps,
-    check_leaf,
     check_learning_rate,
     one_minus_power,
 )
 from .lazy import lazy
-
-
-def _check(name: str, grad: Any, like: Any) -> None:
-    check_dense(grad, name, f"{name}()")
-    check_leaf(grad, like)
 
 
 def _mean_square(grad: jax.Array) -> jax.Array:
@@ -86,15 +78,13 @@ def scale_by_rowwise_rss(
     check_at_least("initial_accumulator_value", initial_accumulator_value, 0)
     # Rows without a gradient, padding among them, would be zero over zero.
     check_eps(eps)
-    name = "scale_by_rowwise_rss"
     sums = Moment(all_but_last, accumulator_dtype, initial_accumulator_value)
     return by_leaf(
-        name,
+        "scale_by_rowwise_rss",
         ScaleByRowwiseRssState,
         {"sum_of_squares": sums},
-        Formula(_rss),
+        functools.partial(update_leaf, _rss),
         lambda count, count_inc, dtype, param_dtype: jnp.asarray(eps, dtype),
-        check=functools.partial(_check, name),
     )
 
 
@@ -157,29 +147,27 @@ def scale_by_rowwise_adam(
     # In float32, 0.001 is exact to 6e-8 of itself, and `1 - 0.999` to 1e-5.
     is_small = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
 
-    def scalars(_: Any, count_inc: Any, dtype: Any, __: Any) -> _StepScalars:
+    def scalars(_: Any, count_inc: Any, dtype: Any, __: Any) -> _RowwiseAdamScalars:
         weights = (
             jnp.asarray(b if small else 1 - b, dtype)
             for b, small in zip((b1, b2), is_small, strict=True)
         )
         corrections = (one_minus_power(b, count_inc, dtype) for b in (b1, b2))
-        return _StepScalars(jnp.asarray(eps, dtype), *weights, *corrections)
+        return _RowwiseAdamScalars(jnp.asarray(eps, dtype), *weights, *corrections)
 
-    name = "scale_by_rowwise_adam"
     return by_leaf(
-        name,
+        "scale_by_rowwise_adam",
         ScaleByRowwiseAdamState,
         {
             "mu": Moment(dtype=given_dtype(mu_dtype)),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
-        _rowwise_adam_formula(is_small),
+        functools.partial(update_leaf, _rowwise_adam_formula(is_small)),
         scalars,
-        check=functools.partial(_check, name),
     )
 
 
-class _StepScalars(NamedTuple):
+class _RowwiseAdamScalars(NamedTuple):
     """The scalars of a step of `scale_by_rowwise_adam`.
 
     A weight is that of the new value in a moving average, `1 - b`, or that of the old
@@ -200,15 +188,15 @@ def _average(
 
 
 @functools.cache  # outside of `jit`, each formula is compiled
-def _rowwise_adam_formula(is_small: tuple[bool, ...]) -> Formula:
-    return Formula(functools.partial(_rowwise_adam, is_small))
+def _rowwise_adam_formula(is_small: tuple[bool, ...]) -> Any:
+    return functools.partial(_rowwise_adam, is_small)
 
 
 def _rowwise_adam(
     is_small: tuple[bool, ...],
     grad: jax.Array,
     moments: Tables,
-    scalars: _StepScalars,
+    scalars: _RowwiseAdamScalars,
 ) -> tuple[jax.Array, Tables]:
     mu = _average(moments[0], grad, scalars.weight1, is_small[0])
     nu = _average(moments[1], _mean_square(grad), scalars.weight2, is_small[1])

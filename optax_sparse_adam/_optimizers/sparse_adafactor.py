@@ -1,8 +1,6 @@
 """Adafactor with the numbers of torch, on dense and on row-sparse gradients."""
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from .._jax_extras.sharding import shard_columns_like
 from .._rows.checks import is_bcoo
-from .._rows.coalesce import accumulator_dtype
+from .._rows.coalesce import accumulator_dtype, bcoo_of, touched_rows
+from .._rows.gather_scatter import (
+    gather_rows,
+    order_after_gather,
+    prevent_fusion,
+    scatter_rows,
+)
 from .._rows.map_rows import Tables
-from .._rows.update_table import Formula
+from .._rows.padding import in_bounds, mask_padding
 from .by_leaf import Moment, by_leaf
 from .hyperparameters import (
     NUMBER,
@@ -22,9 +27,10 @@ from .hyperparameters import (
     check_leaf,
     check_learning_rate,
 )
+from .lazy import lazy
 
 
-class StepScalars(NamedTuple):
+class AdafactorScalars(NamedTuple):
     """The scalars of one step of one leaf, all of the type in which it computes."""
 
     sign: jax.Array  # -1 to maximize
@@ -34,34 +40,6 @@ class StepScalars(NamedTuple):
     eps1: jax.Array
     eps2: jax.Array
     d: jax.Array
-
-
-@functools.partial(jax.jit, static_argnames=("param_dtype", "dtype", "maximize"))
-def step_scalars(
-    count: jax.Array,
-    learning_rate: Scalar,
-    param_dtype: DTypeLike,
-    dtype: DTypeLike,
-    *,
-    beta2_decay: Scalar,
-    eps: tuple[Scalar | None, Scalar],
-    d: Scalar,
-    weight_decay: Scalar | None,
-    maximize: bool,
-) -> StepScalars:
-    """The scalars of step `count`, the first step being 1; all may be traced."""
-    eps1 = jnp.finfo(param_dtype).eps if eps[0] is None else eps[0]
-    count = count.astype(dtype)
-    rate = jnp.asarray(learning_rate, dtype).reshape(())
-    return StepScalars(
-        sign=jnp.asarray(-1 if maximize else 1, dtype),
-        weight=count ** jnp.asarray(beta2_decay, dtype),
-        size=jnp.minimum(rate, jax.lax.rsqrt(count)),
-        decay=None if weight_decay is None else rate * jnp.asarray(weight_decay, dtype),
-        eps1=jnp.asarray(eps1, dtype),
-        eps2=jnp.asarray(eps[1], dtype),
-        d=jnp.asarray(d, dtype),
-    )
 
 
 def _at_least(x: jax.Array, bound: jax.Array | float) -> jax.Array:
@@ -74,104 +52,87 @@ def _average(old: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
     return (1 - weight) * old + weight * new
 
 
-class _Shared(NamedTuple):
-    """What a row is computed from besides its own gradient and state.
-
-    Attributes:
-      step: The scalars of the step.
-      columns: The columns' new average of a matrix, and the mean of its row averages.
-      factor: Of the direction: the size of the step, clipped by its length.
-    """
-
-    step: StepScalars
-    columns: tuple[jax.Array, ...]
-    factor: jax.Array
-
-
-def _direction(
-    grad: jax.Array, moments: Tables, columns: Tables, step: StepScalars
+def _adafactor(
+    grad: jax.Array, rows: Tables, step: AdafactorScalars, num_rows: Any
 ) -> tuple[jax.Array, Tables]:
-    """The gradient over the root of the second moment, and the new moments of rows.
+    """The update of all touched rows, and their new moments; the parameter is last.
 
     The second moment is estimated from its means over the last two axes. Those of a
-    matrix run over its rows, and are given; those of further axes lie within a row.
+    matrix run over its rows, `num_rows` of which are touched; the others are zeros.
+    Those of further axes lie within a row.
     """
+    *moments, param = rows
+    # The columns' average does not move where no row was touched.
+    weight = jnp.where(num_rows > 0, step.weight, 0)
+    num_rows = jnp.maximum(num_rows, 1).astype(grad.dtype)
     square = grad * grad
+    news: Tables
     if grad.ndim < 2:
-        estimate = _average(moments[0], square, step.weight)
-        moments = (estimate,)
+        estimate = _average(moments[0], square, weight)
+        news = (estimate,)
     else:
         # For k rows of a matrix [N, D], `v_row` is [k] and `v_col` [D]. For k rows of
         # [N, R, D], each a matrix of its own, they are [k, R] and [k, D].
-        v_row = _average(moments[0], jnp.mean(square, axis=-1), step.weight)
-        if columns:
-            v_col, mean = columns
-            moments = (v_row,)
+        v_row = _average(moments[0], jnp.mean(square, axis=-1), weight)
+        if grad.ndim == 2:
+            means = jnp.sum(square, axis=0) / num_rows
+            mean = jnp.sum(v_row) / num_rows
         else:
-            v_col = _average(moments[1], jnp.mean(square, axis=-2), step.weight)
+            means = jnp.mean(square, axis=-2)
             mean = jnp.mean(v_row, axis=-1, keepdims=True)
-            moments = v_row, v_col
+        v_col = _average(moments[1], means, weight)
+        news = v_row, v_col
         # Of rank one, R C / mean(R), whose means over columns and rows are R and C.
         share = v_row / jnp.maximum(mean, step.eps1)
         estimate = share[..., :, None] * v_col[..., None, :]
     root = jax.lax.rsqrt(jnp.maximum(estimate, step.eps1 * step.eps1))
     # Zero over zero is zero: in padding, and with eps1 = 0.
-    return jnp.where(grad == 0, 0, step.sign * grad * root), moments
+    direction = jnp.where(grad == 0, 0, step.sign * grad * root)
 
+    def rms(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.sum(x * x) / (num_rows * math.prod(grad.shape[1:])))
 
-def _first_sums(grad: jax.Array, rows: Tables, step: StepScalars) -> Tables:
-    """Sums over rows that the direction, or the size of the step, depends on."""
-    squares = jnp.sum(rows[-1] * rows[-1])
-    if grad.ndim != 2:  # moments of other rows do not matter to a row
-        return (squares,)
-    square = grad * grad
-    v_row = _average(rows[0], jnp.mean(square, axis=-1), step.weight)
-    return squares, jnp.sum(square, axis=0), jnp.sum(v_row)
-
-
-def _prepare(
-    reduce: Callable[..., Any],
-    shared: Tables,
-    step: StepScalars,
-    num_rows: jax.Array,
-    row_shape: tuple[int, ...],
-) -> tuple[_Shared, Tables]:
-    # The columns' average does not move where no row was touched.
-    step = step._replace(weight=jnp.where(num_rows > 0, step.weight, 0))
-    num_rows = jnp.maximum(num_rows, 1)
-    # Two passes over the rows: one for the columns' average and the parameters' size,
-    # one for the length of the direction, which needs that average.
-    squares, *sums = reduce(_first_sums, step)
-    columns: Tables = ()
-    if sums:
-        v_col = _average(shared[0], sums[0] / num_rows, step.weight)
-        columns = v_col, sums[1] / num_rows
-
-    def length(grad: jax.Array, rows: Tables, columns: Tables, step: Any) -> jax.Array:
-        direction, _ = _direction(grad, rows, columns, step)
-        return jnp.sum(direction * direction)
-
-    size = num_rows * math.prod(row_shape)
-    relative = _at_least(jnp.sqrt(squares / size), step.eps2)
-    root = jnp.sqrt(reduce(length, columns, step) / size)
-    factor = -relative * step.size / _at_least(root / step.d, 1.0)
-    return _Shared(step, columns, factor), columns[:1]
-
-
-def _adafactor(
-    grad: jax.Array, rows: Tables, shared: _Shared
-) -> tuple[jax.Array, Tables]:
-    """The update of rows, and their new moments."""
-    step, columns, factor = shared
-    direction, moments = _direction(grad, rows, columns, step)
+    relative = _at_least(rms(param), step.eps2)
+    factor = -relative * step.size / _at_least(rms(direction) / step.d, 1.0)
     update = factor * direction
     if step.decay is not None:
-        update = update - step.decay * rows[-1]
-    return update, moments
+        update = update - step.decay * param
+    return update, news
 
 
-# All rows share the columns' average of one matrix.
-ADAFACTOR = Formula(_adafactor, prepare=_prepare, shared=lambda ndim: int(ndim == 2))
+@jax.jit
+def _update_leaf(
+    grad: Any, param: jax.Array, moments: Tables, step: AdafactorScalars
+) -> tuple[Any, Tables]:
+    """`by_leaf.update_leaf`, of all touched rows at once."""
+    dtype, tables = step.size.dtype, (*moments, param)
+
+    def compute(grad: jax.Array, rows: Tables, num_rows: Any) -> tuple[Any, Tables]:
+        rows = tuple(x.astype(dtype) for x in rows)
+        update, news = _adafactor(grad, rows, step, num_rows)
+        pairs = zip(news, moments, strict=True)
+        return update, tuple(new.astype(old.dtype) for new, old in pairs)
+
+    if not is_bcoo(grad):
+        num_rows = jnp.asarray(math.prod(grad.shape[:1]))
+        update, news = compute(grad.astype(dtype), tables, num_rows)
+        return update.astype(grad.dtype), news
+    touched = touched_rows(grad, dtype)
+    indices, data = touched.indices, shard_columns_like(param, touched.data)
+    # All rows share the columns' average of a matrix.
+    has_rows = [not (grad.ndim == 2 and i == 1) for i in range(len(moments))] + [True]
+    rows = [
+        gather_rows(table, indices) if flag else table
+        for table, flag in zip(tables, has_rows, strict=True)
+    ]
+    num_rows = jnp.sum(in_bounds(indices, grad.shape))
+    update, news = compute(data, tuple(rows), num_rows)
+    news = tuple(
+        scatter_rows(table, indices, order_after_gather(old, new)) if flag else new
+        for table, old, new, flag in zip(moments, rows, news, has_rows, strict=False)
+    )
+    update = prevent_fusion(mask_padding(update, indices, grad.shape))
+    return bcoo_of(grad, indices, update, is_sorted=True), news
 
 
 class SparseAdafactorState(NamedTuple):
@@ -317,25 +278,28 @@ def sparse_adafactor(
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
 
     def scalars(
-        count: jax.Array, count_inc: jax.Array, *dtypes: DTypeLike
-    ) -> StepScalars:
-        return step_scalars(
-            count_inc,
-            learning_rate(count) if callable(learning_rate) else learning_rate,
-            *dtypes[::-1],
-            beta2_decay=beta2_decay,
-            eps=eps,
-            d=d,
-            weight_decay=weight_decay if decays else None,
-            maximize=maximize,
+        count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, param_dtype: Any
+    ) -> AdafactorScalars:
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        rate, t = jnp.asarray(rate, dtype).reshape(()), count_inc.astype(dtype)
+        eps1 = jnp.finfo(param_dtype).eps if eps[0] is None else eps[0]
+        return AdafactorScalars(
+            sign=jnp.asarray(-1 if maximize else 1, dtype),
+            weight=t ** jnp.asarray(beta2_decay, dtype),
+            size=jnp.minimum(rate, jax.lax.rsqrt(t)),
+            decay=rate * jnp.asarray(weight_decay, dtype) if decays else None,
+            eps1=jnp.asarray(eps1, dtype),
+            eps2=jnp.asarray(eps[1], dtype),
+            d=jnp.asarray(d, dtype),
         )
 
-    return by_leaf(
+    dense = by_leaf(
         "sparse_adafactor",
         SparseAdafactorState,
         _MOMENTS,
-        ADAFACTOR,
+        _update_leaf,
         scalars,
         reads_params="sparse_adafactor scales its steps by the parameters",
         check=check_gradient,
     )
+    return lazy(dense)

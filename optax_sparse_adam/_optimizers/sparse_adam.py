@@ -1,5 +1,6 @@
 """Adam on the rows that a gradient holds, with the numbers of torch's SparseAdam."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +10,8 @@ import optax
 from jax.typing import DTypeLike
 
 from .._rows.map_rows import Tables
-from .._rows.update_table import Formula
 from ..native import _calls as native
-from .by_leaf import Moment, by_leaf, given_dtype
+from .by_leaf import Moment, by_leaf, given_dtype, update_leaf
 from .hyperparameters import (
     Scalar,
     check_betas,
@@ -19,9 +19,10 @@ from .hyperparameters import (
     check_learning_rate,
     one_minus_power,
 )
+from .lazy import lazy
 
 
-class StepScalars(NamedTuple):
+class AdamScalars(NamedTuple):
     """The scalars of one step, all of the type in which the step computes."""
 
     sign: jax.Array  # -1 to maximize
@@ -32,7 +33,7 @@ class StepScalars(NamedTuple):
 
 
 def _adam(
-    grad: jax.Array, moments: Tables, scalars: StepScalars
+    grad: jax.Array, moments: Tables, scalars: AdamScalars
 ) -> tuple[jax.Array, Tables]:
     """The formula, for rows or for a whole dense array.
 
@@ -46,10 +47,11 @@ def _adam(
     return scalars.scale * mu / (jnp.sqrt(nu) + scalars.eps), (mu, nu)
 
 
-ADAM = Formula(
-    _adam,
-    kernel=lambda grad, moments, _, scalars: native.adam_rows(grad, moments, scalars),
-)
+def _adam_kernel(grad: Any, moments: Tables, _: Tables, scalars: Any) -> Any:
+    return native.adam_rows(grad, moments, scalars)
+
+
+update_leaf_by_adam = functools.partial(update_leaf, _adam, kernel=_adam_kernel)
 
 
 class ScaleBySparseAdamState(NamedTuple):
@@ -80,11 +82,11 @@ def _sparse_adam(
 
     def scalars(
         count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, _: Any
-    ) -> StepScalars:
+    ) -> AdamScalars:
         correction1 = one_minus_power(b1, count_inc, dtype)
         correction2 = one_minus_power(b2, count_inc, dtype)
         size = jnp.asarray(scale(count), dtype).reshape(())
-        return StepScalars(
+        return AdamScalars(
             sign=jnp.asarray(-1 if maximize else 1, dtype),
             one_minus_b1=jnp.asarray(1 - b1, dtype),
             one_minus_b2=jnp.asarray(1 - b2, dtype),
@@ -92,13 +94,14 @@ def _sparse_adam(
             scale=size * jnp.sqrt(correction2) / correction1,
         )
 
-    return by_leaf(
+    dense = by_leaf(
         "sparse_adam",
         ScaleBySparseAdamState,
         {"mu": Moment(dtype=given_dtype(mu_dtype)), "nu": Moment()},
-        ADAM,
+        update_leaf_by_adam,
         scalars,
     )
+    return lazy(dense)
 
 
 def scale_by_sparse_adam(

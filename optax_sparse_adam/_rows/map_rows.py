@@ -64,13 +64,11 @@ def map_rows(
     tables: Tables,
     *args: Any,
     read: Tables = (),
-    is_reduced: bool = False,
 ) -> tuple[jax.Array, Tables]:
     """Gathers rows, calls `row_fn(data, rows_of_tables, *args)`, scatters rows.
 
     `row_fn` must treat each row alone: on a CPU it sees them in blocks. It gets rows of
     the tables in `read` after those of `tables`, and returns new ones of `tables`.
-    `is_reduced` says that `reduce_rows` has gone through the same rows.
 
     Returns:
       The first result of `row_fn`, `[nse, *row_shape]` (zero where padding), and the
@@ -88,15 +86,27 @@ def map_rows(
         # vmap, each iteration would copy the tables: on_cpu then takes one_pass. Gather
         # and scatter read and write the values, too, because XLA copies a whole buffer
         # in each iteration that both slices and updates it.
-        def block(slot: jax.Array, indices: jax.Array, carry: Any) -> Any:
-            data, tables = carry
+        nse, size = len(rows.data), _block_rows(rows.data)
+
+        # With 5 touched rows in 10 slots and blocks of 4: slots 0 to 3, then 4 to 7, of
+        # which 5 to 7 are padding. No block begins at slot 8.
+        def block(state: Any) -> Any:
+            start, data, tables = state
+            place = jnp.arange(size, dtype=jnp.int32)
+            slot = start + place
+            indices = gather_rows(rows.indices, slot[:, None])
+            # Padding is numbered by its place in the block: for a slot beyond nse,
+            # num_rows + slot might not fit the type. It stays distinct from the padding
+            # that was there, as slots of the last block are larger than any place.
+            indices = pad_indices(indices, slot < nse, place, shape)
             part = take_rows(data, slot[:, None])
             out, tables = update_rows(row_fn, part, indices, tables, *args)
             # Padding keeps its zeros: dropped here, it needs no mask over the values.
-            target = jnp.where(in_bounds(indices, shape), slot, len(data) + slot)
-            return scatter_rows(data, target[:, None], out), tables
+            target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
+            return start + size, scatter_rows(data, target[:, None], out), tables
 
-        return _for_blocks(rows, shape, block, (rows.data, tables))
+        state = jnp.zeros([], rows.count.dtype), rows.data, tables
+        return lax.while_loop(lambda state: state[0] < rows.count, block, state)[1:]
 
     ndim = rows.indices.shape[1] + rows.data.ndim - 1
     # The columns of the gradient lie as those of the first array that has columns; what
@@ -105,33 +115,7 @@ def map_rows(
     for table in with_columns[:1]:
         rows = rows._replace(data=shard_columns_like(table, rows.data))
     args = (read, *args)
-    if not _should_use_blocks(rows, is_reduced or any(x.ndim == ndim for x in tables)):
-        return one_pass(rows, tables, args)
-    return on_cpu(blocks, one_pass, rows, tables, args)
-
-
-def reduce_rows(
-    terms: Callable[..., Any], rows: Rows, tables: Tables, *args: Any
-) -> Any:
-    """Adds up `terms(data, rows_of_tables, *args)`, a tree of sums over rows.
-
-    On a CPU it sees them in blocks. Padding slots hold zeros, whose terms must be zero.
-    """
-    shape = tables[0].shape
-
-    def one_pass(rows: Rows, tables: Tables, args: Any) -> Any:
-        read = tuple(gather_rows(x, rows.indices) for x in tables)
-        return terms(rows.data, read, *args)
-
-    def blocks(rows: Rows, tables: Tables, args: Any) -> Any:
-        def block(slot: jax.Array, indices: jax.Array, sums: Any) -> Any:
-            part = Rows(indices, gather_rows(rows.data, slot[:, None]), rows.count)
-            own = one_pass(part, tables, args)
-            return own if sums is None else jax.tree.map(jnp.add, sums, own)
-
-        return _for_blocks(rows, shape, block)
-
-    if not _should_use_blocks(rows, has_wide_state=True):
+    if not _should_use_blocks(rows, any(x.ndim == ndim for x in tables)):
         return one_pass(rows, tables, args)
     return on_cpu(blocks, one_pass, rows, tables, args)
 
@@ -170,42 +154,6 @@ def map_all_rows(
         return one_pass(tables, read, args)
     news: Tables = on_cpu(blocks, one_pass, tables, read, args)
     return news
-
-
-def _for_blocks(
-    rows: Rows,
-    shape: tuple[int, ...],
-    block: Callable[[jax.Array, jax.Array, Any], Any],
-    carry: Any = None,
-) -> Any:
-    """`carry = block(slot, indices, carry)` for each block that has touched rows.
-
-    Without a `carry`, the first block makes it: zeros would have to lie on a mesh as
-    the results do.
-    """
-    # With 5 touched rows in 10 slots and blocks of 4: slots 0 to 3, then 4 to 7, of
-    # which 5 to 7 are padding. No block begins at slot 8.
-    size = _block_rows(rows.data)
-
-    def run(start: jax.Array, carry: Any) -> Any:
-        place = jnp.arange(size, dtype=jnp.int32)
-        slot = start + place
-        indices = gather_rows(rows.indices, slot[:, None])
-        # Padding is numbered by its place in the block: for a slot beyond nse,
-        # num_rows + slot might not fit the type. It stays distinct from the padding
-        # that was there, as slots of the last block are larger than any place.
-        indices = pad_indices(indices, slot < len(rows.data), place, shape)
-        return block(slot, indices, carry)
-
-    start = jnp.zeros([], rows.count.dtype)
-    if carry is None:
-        start, carry = start + size, run(start, None)
-    _, carry = lax.while_loop(
-        lambda state: state[0] < rows.count,
-        lambda state: (state[0] + size, run(*state)),
-        (start, carry),
-    )
-    return carry
 
 
 def _should_use_blocks(rows: Rows, has_wide_state: bool) -> bool:

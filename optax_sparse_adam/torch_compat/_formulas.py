@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._optimizers.by_leaf import update_leaf
 from .._optimizers.hyperparameters import check_leaf
 from .._optimizers.sparse_adafactor import SparseAdafactorState, sparse_adafactor
-from .._optimizers.sparse_adam import ADAM as SPARSE_ADAM_ROWS
-from .._optimizers.sparse_adam import StepScalars
+from .._optimizers.sparse_adam import AdamScalars as SparseAdamScalars
+from .._optimizers.sparse_adam import update_leaf_by_adam
 from .._rows.apply_updates import apply_updates
 from .._rows.coalesce import accumulator_dtype
 from ._parameter import Gradient
@@ -84,16 +83,15 @@ def _compile(update_table: Callable[[Table, Gradient, Any], Table]) -> Any:
 def _sparse_adam(table: Table, grad: Gradient, scalars: Any) -> Table:
     param, state = table
     moments = tuple(state[key] for key in MOMENTS)
-    delta, moments = update_leaf(
-        SPARSE_ADAM_ROWS, grad, None, moments, StepScalars(*scalars)
-    )
+    own = SparseAdamScalars(*scalars)
+    delta, moments = update_leaf_by_adam(grad, None, moments, own)
     return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
 
 
 def _sparse_adam_scalars(group: Group, dtype: DTypeLike, step: int) -> Any:
     beta1, beta2 = map(scalar, group["betas"])
     size = learning_rate(group, step - 1) * math.sqrt(1.0 - beta2**step)
-    of_floats: Any = StepScalars  # typed as arrays; here Python scalars
+    of_floats: Any = SparseAdamScalars  # typed as arrays; here Python scalars
     return of_floats(
         sign=-1.0 if group.get("maximize", False) else 1.0,
         one_minus_b1=1.0 - beta1,

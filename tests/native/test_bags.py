@@ -99,7 +99,7 @@ def test_adam(cache):
     args = jnp.asarray(values), jnp.asarray(ids), jnp.asarray(bag), None
     grad = BagGradient(args, shape=shape, dtype="float32")
     moments = jnp.zeros(shape), jnp.ones(shape)
-    factors = sparse_adam.StepScalars(*map(jnp.float32, (1.0, 0.1, 0.2, 1e-3, -0.1)))
+    factors = sparse_adam.AdamScalars(*map(jnp.float32, (1.0, 0.1, 0.2, 1e-3, -0.1)))
 
     def update(grad):
         (indices, data), moments_ = _calls.adam_rows(grad, moments, factors)

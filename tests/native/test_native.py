@@ -84,7 +84,7 @@ def test_adam(cache, shape, nse, sign):
     expected.step({row: sign * value for row, value in rows.items()})
     size = np.sqrt(1 - 0.9) / (1 - 0.8)
     numbers = map(jnp.float32, (sign, 1 - 0.8, 1 - 0.9, 1e-3, -size))
-    factors = sparse_adam.StepScalars(*numbers)
+    factors = sparse_adam.AdamScalars(*numbers)
     grad = bcoo(values, indices, shape)
     (ids, update), moments = jax.jit(_calls.adam_rows)(grad, (mu, nu), factors)
     # Each row where its first entry was; the other slots are padding.
@@ -115,7 +115,7 @@ def test_adam_of_low_precision(cache, types):
     start[0, 3], values[indices[:, 0] == 5] = np.nan, np.inf
     moments = [jnp.asarray(x, t) for x, t in zip(start, types, strict=True)]
     wide = [x.astype("float32") for x in moments]
-    factors = sparse_adam.StepScalars(*map(jnp.float32, (1, 0.2, 0.1, 1e-3, -0.5)))
+    factors = sparse_adam.AdamScalars(*map(jnp.float32, (1, 0.2, 0.1, 1e-3, -0.5)))
     grad = bcoo(values, indices, shape)
     update, low = jax.jit(_calls.adam_rows)(grad, moments, factors)
     expected, new = jax.jit(_calls.adam_rows)(grad, wide, factors)
