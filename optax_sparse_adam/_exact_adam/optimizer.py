@@ -25,7 +25,7 @@ from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype, clear_padding
 from .._rows.new_arrays import full_along
-from .rows import Betas, WholeTables, update_all_rows, update_touched_rows
+from .rows import Betas, update_touched_rows, update_whole
 from .schedule import (
     Schedule,
     checked_constants,
@@ -40,6 +40,7 @@ from .schedule import (
 )
 from .state import (
     ExactAdamState,
+    refuse_stale,
     replaced,
     rows_by_parameter,
     table_states,
@@ -250,10 +251,9 @@ def _exact_adam(
         after = take_step(before, constants, view, decays)
         remaining = jnp.where(is_right[:, None, None], after.remaining, jnp.nan)
         after = after._replace(remaining=remaining)
-        # In the program, rows of a parameter with a dense gradient hold their value.
+        # Rows of a parameter with a dense gradient hold their value, before and after.
         is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
         after = hold_values(after, np.array(is_dense, bool))
-        # Row-sparse gradients one by one; dense ones together, compiled once for all.
         whole = []
         for place, i in enumerate(rows):
             if grads[i] is None:
@@ -275,15 +275,17 @@ def _exact_adam(
             grads[i] = clear_padding(grads[i], update)
         if whole:
             places = np.flatnonzero(is_dense)
-            arrays = [jnp.asarray(known[i]) for i in whole]
-            own_rows, tables = [rows[i] for i in whole], before.at(places)
-            own_constants = constants._replace(eps=constants.eps[places])
-            news = update_all_rows(
+            names = [jax.tree_util.keystr(paths[i][0]) for i in whole]
+            is_stale = refuse_stale(state, places, names)
+            own_rate = jnp.where(is_stale.any(), jnp.nan, view.now.rate)
+            news = update_whole(
                 [grads[i] for i in whole],
-                WholeTables(arrays, own_rows, tables, own_constants),
+                [olds[i] for i in whole],
+                [rows[i] for i in whole],
+                own_rate,
                 state.count,
                 after.clock,
-                view.now,
+                view.now.weight_decay,
                 betas=betas,
                 decays=tuple(decays[places].tolist()),
             )
@@ -342,13 +344,13 @@ def exact_adam(
     Nothing may change the updates afterwards. Checkpoints of `(params, state)` for this
     optimiser need no flush.
 
-    A gradient leaf may be a row-sparse BCOO; a dense array, for which every row is
-    brought up to date, and the parameter then holds values; or `None`, which is a
+    A gradient leaf may be a row-sparse BCOO; a dense array; or `None`, which is a
     gradient of zeros at no cost: to freeze a parameter use `optax.partition` or
-    `optax.masked`. For large parameters with dense gradients put `optax.adam` beside
-    this one with `optax.partition`: the numbers are the same, and nothing needs to be
-    brought up to date. To clip by the norm of all gradients, put
-    `lazy(optax.clip_by_global_norm(...))` before it in a chain.
+    `optax.masked`. A parameter whose gradients are always dense takes the step of
+    `optax.adam`, and holds its values. A dense gradient of a parameter with stale rows
+    is refused, and in a compiled program becomes NaN: call `flush` before it. To clip
+    by the norm of all gradients, put `lazy(optax.clip_by_global_norm(...))` before it
+    in a chain.
 
     Beside the moments, the state takes 4 bytes for each row, and 12 in `exact_adamw`. A
     step costs what a step of `sparse_adam` costs and, for `read`, the lookups of the

@@ -1,23 +1,18 @@
 """Stale rows: what brings them up to date, and the step on rows with a gradient."""
 
 import functools
-import math
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.sharding import mesh_of
 from .._optimizers.rounding import nearest
 from .._rows.canary import as_update
 from .._rows.coalesce import accumulator_dtype
-from .._rows.map_rows import Tables, map_all_rows
-from .._rows.new_arrays import full_along
+from .._rows.map_rows import Tables
 from .._rows.padding import expand_like
 from .._rows.update_table import update_table
 from ..native import _calls as native
@@ -27,9 +22,7 @@ from .remaining_update import (
     polynomial,
     remaining_update,
 )
-from .state import ExactAdamState, RowState, TableState, table_states
-
-_MOST_JOINED = 1 << 22  # elements of parameters that are brought up to date as one
+from .state import RowState, TableState
 
 
 class CatchUp(NamedTuple):
@@ -72,17 +65,11 @@ def _decay_in(table: TableState, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def _coefficients(
     table: TableState, constants: Constants, dtype: Any
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Polynomials since `values_until` and from now on, `[2, nodes]`, their centres.
-
-    Of several tables, a last axis is for them.
-    """
+    """Polynomials since `values_until` and from now on, `[2, nodes]`, their centres."""
     constants = cast_floats(constants, dtype)
-    # From values at the nodes [2, nodes] to coefficients [2, nodes], behind and ahead;
-    # of p tables from [p, 2, nodes] to [2, nodes, p]: p numbers for each coefficient.
-    polynomials = polynomial(table.remaining, dtype)
-    steps = table.values_until, table.clock + jnp.zeros_like(table.values_until)
+    steps = table.values_until, table.clock
     centres = [centre_after(constants, step + table.origin) for step in steps]
-    return jnp.moveaxis(polynomials, (-2, -1), (0, 1)), centres
+    return polynomial(table.remaining, dtype), centres
 
 
 def _powers(
@@ -95,16 +82,11 @@ def _powers(
     return [jnp.exp(steps * log) for log in logs]
 
 
-def compute_type(param: jax.Array, rows: RowState) -> Any:
-    return accumulator_dtype(param.dtype, rows.mu.dtype, rows.nu.dtype)
-
-
 def catch_up_rows(
     param: jax.Array,
     rows: RowState,
     table: TableState,
     constants: Constants,
-    coefficients: tuple[Any, Any] | None = None,
     *,
     dtype: Any = None,
 ) -> CatchUp:
@@ -115,10 +97,10 @@ def catch_up_rows(
       rows: What is known of the rows.
       table: What is known of their table.
       constants: The constants.
-      coefficients: Where they are known, `_coefficients`.
       dtype: The type to compute in; by default the parameter's and the moments'.
     """
-    dtype = compute_type(param, rows) if dtype is None else dtype
+    if dtype is None:
+        dtype = accumulator_dtype(param.dtype, rows.mu.dtype, rows.nu.dtype)
     mu, nu = (x.astype(dtype) for x in rows[:2])
     power1, power2 = _powers(rows.last, table, constants, dtype)
     is_value = rows.last <= table.values_until
@@ -132,7 +114,7 @@ def catch_up_rows(
     # projected final value 1.9 has 0.025 ahead, a sum of its present moments. Both are
     # at 1.925.
     one = jnp.ones_like(power1)
-    (behind, ahead), centres = coefficients or _coefficients(table, constants, dtype)
+    (behind, ahead), centres = _coefficients(table, constants, dtype)
     by = remaining_update(
         [pick(*pair) for pair in zip(behind, ahead, strict=True)],
         mu * pick(-one, power1),
@@ -150,14 +132,6 @@ def _log_decay(rows: RowState, table: TableState, like: jax.Array) -> Any:
     # A single float would lose what a step adds to the sum of a long training.
     (old, old_rest), (new, new_rest) = rows.log_decay, _decay_in(table, like.dtype)
     return expand_like((new - old) + (new_rest - old_rest), like)
-
-
-def _catch_up_with_decay(param: jax.Array, rows: RowState, *args: Any) -> CatchUp:
-    """`catch_up_rows` with the decay of a parameter as a part of what is added."""
-    found = catch_up_rows(param, rows, *args)
-    by, (table, *_) = found.by, args
-    decay = jnp.expm1(_log_decay(rows, table, by)) if rows.log_decay else 0
-    return found._replace(by=by + decay * param.astype(by.dtype))
 
 
 def value_of(
@@ -224,178 +198,6 @@ def look_up_values(
     """`values_of_rows` of the rows with these ids, by the kernel."""
     stale = _stale_rows(rows, table, constants)
     return native.look_up_stale_rows(param, stale, ids, fill)
-
-
-# Parameters that are read or updated as a whole.
-
-
-class WholeTables(NamedTuple):
-    """Parameters of one state, as they are stored.
-
-    Attributes:
-      params: The parameters.
-      rows: What is known of their rows.
-      tables: What is known of each of them.
-      constants: Of the optimiser; `eps` has an axis for them.
-    """
-
-    params: Sequence[jax.Array]
-    rows: Sequence[RowState]
-    tables: TableState
-    constants: Constants
-
-    def some(self, which: Sequence[int]) -> "WholeTables":
-        params, rows = [self.params[i] for i in which], [self.rows[i] for i in which]
-        places = np.array(which)
-        constants = self.constants._replace(eps=self.constants.eps[places])
-        return WholeTables(params, rows, self.tables.at(places), constants)
-
-    @property
-    def types(self) -> list[Any]:
-        """The types to compute in."""
-        return [compute_type(*pair) for pair in zip(*self[:2], strict=True)]
-
-    @property
-    def has_mesh(self) -> bool:
-        return not mesh_of(*jax.tree.leaves(self[:2])).empty
-
-
-def catch_up_all(whole: WholeTables) -> list[CatchUp]:
-    """What brings parameters up to date that are read or updated as a whole.
-
-    Nothing is computed in steps before which no row of them is stale, as where their
-    gradients are always dense. The formula is compiled once for many parameters, laid
-    end to end as one vector: for each of 40, it would take longer than all the rest of
-    a training step. Large ones, which would need memory, are for themselves, and so are
-    those on a mesh, where they have layouts.
-    """
-    found: dict[int, CatchUp] = {}
-    for group in _groups(whole):
-        found |= zip(group, _catch_up_group(whole.some(group)), strict=True)
-    return [found[i] for i in range(len(whole.params))]
-
-
-def _groups(whole: WholeTables) -> Iterator[list[int]]:
-    """Which parameters are laid end to end: those of one type, up to a size."""
-    # For parameters of 3M, 2M, 1M and 5M elements and a limit of 4M: [0], [3], [1, 2].
-    groups: dict[Any, tuple[list[int], int]] = {}
-    for i, (param, dtype) in enumerate(zip(whole.params, whole.types, strict=True)):
-        if whole.has_mesh or param.size > _MOST_JOINED:
-            yield [i]
-            continue
-        group, size = groups.get(dtype, ([], 0))
-        if group and size + param.size > _MOST_JOINED:
-            yield group
-            group, size = [], 0
-        groups[dtype] = [*group, i], size + param.size
-    yield from (group for group, _ in groups.values())
-
-
-def _catch_up_group(whole: WholeTables) -> list[CatchUp]:
-    if whole.has_mesh:
-        return [_catch_up_alone(whole)]
-    pairs = zip(*whole[:2], strict=True)
-    shapes = [(param.shape, rows.last.shape) for param, rows in pairs]
-    sizes = np.array([[*map(math.prod, pair)] for pair in shapes])
-    ends = np.cumsum(sizes, 0)
-    is_large = sizes[0][0] > _MOST_JOINED
-    elements, rows = shapes[0] if is_large else ((int(n),) for n in ends[-1])
-
-    def compute() -> CatchUp:
-        return _catch_up_alone(whole) if is_large else _catch_up_joined(whole, sizes)
-
-    def nothing() -> CatchUp:
-        dtype = whole.types[0]
-        ones = jnp.ones(rows, dtype)
-        return CatchUp(jnp.zeros(elements, dtype), ones, ones)
-
-    # Where all rows hold their present values, `by` is zero and nothing has decayed: a
-    # language model whose parameters all have dense gradients never computes a
-    # catch-up.
-    is_stale = jnp.any(whole.tables.values_until != whole.tables.clock)
-    found = lax.cond(is_stale, compute, nothing)
-    if is_large:
-        return [found]
-
-    def part(x: jax.Array, i: int, axis: int) -> jax.Array:
-        # Columns of `ends` and `sizes`: elements (axis 0) and rows (axis 1).
-        end, size = ends[i, axis], sizes[i, axis]
-        return x[end - size : end].reshape(shapes[i][axis])
-
-    by, *powers = found
-    return [
-        CatchUp(part(by, i, 0), *(part(x, i, 1) for x in powers))
-        for i in range(len(shapes))
-    ]
-
-
-def _catch_up_alone(whole: WholeTables) -> CatchUp:
-    """What brings one parameter up to date, in blocks of rows if it is on no mesh."""
-    (param,), (rows,), tables, constants = whole
-    others = tables.at(0), constants._replace(eps=constants.eps[0])
-
-    def function(_: Tables, read: Tables, *args: Any) -> Tables:
-        param, *arrays = read
-        return tuple(_catch_up_with_decay(param, RowState.of(*arrays), *args))
-
-    dtype = compute_type(param, rows)
-    news = tuple(full_along(x, dtype=dtype) for x in (param, rows.last, rows.last))
-    return CatchUp(*map_all_rows(function, news, *others, read=(param, *rows.arrays)))
-
-
-def _catch_up_joined(whole: WholeTables, sizes: np.ndarray) -> CatchUp:
-    """The same for parameters end to end; each element counts as a row of one column.
-
-    With parameters of 2 x 3 and of 2 elements (a vector has as many rows as elements):
-    element 0 1 2 3 4 5 6 7, place 0 0 0 0 0 0 1 1, row 0 0 0 1 1 1 2 3.
-    """
-    params, rows, table, constants = whole
-    dtype = whole.types[0]
-
-    def join(arrays: Iterable[jax.Array]) -> jax.Array:
-        return jnp.concatenate(cast_floats([x.ravel() for x in arrays], dtype))
-
-    widths = jnp.asarray(sizes[:, 0] // np.maximum(1, sizes[:, 1]), jnp.int32)
-    first_element, first_row = jnp.asarray((np.cumsum(sizes, 0) - sizes).T, jnp.int32)
-    element = jnp.arange(sizes[:, 0].sum(), dtype=jnp.int32)
-    # Zero, which XLA does not know: it would compute `place` while compiling, slowly.
-    element = element + jnp.minimum(table.clock, 0)
-    is_behind = element[:, None] >= first_element[None, 1:]
-    place = jnp.sum(is_behind, axis=1, dtype=jnp.int32)
-    row = first_row[place] + (element - first_element[place]) // widths[place]
-
-    mu, nu, *others = map(join, zip(*(x.arrays for x in rows), strict=True))
-    polynomials, centres = _coefficients(table, constants, dtype)
-    table = table.at(place)
-    # One of both for each element, as `catch_up_rows` would choose.
-    which = place + len(params) * (others[0][row] > table.values_until)
-    polynomial = [
-        jnp.concatenate(pair)[which] for pair in zip(*polynomials, strict=True)
-    ]
-    centre = jnp.concatenate(centres)[which]
-    by, *_ = _catch_up_with_decay(
-        join(params),
-        RowState.of(mu, nu, *(x[row] for x in others)),
-        table,
-        constants,
-        ((polynomial, polynomial), (centre, centre)),
-    )
-    return CatchUp(by, *_powers(others[0], table, constants, dtype))
-
-
-def whole_values(
-    state: ExactAdamState, rows: dict[int, RowState], params: dict[int, jax.Array]
-) -> list[jax.Array]:
-    """The values of whole parameters, in the order of `params`."""
-    if not params:
-        return []
-    places = np.array([place for place, i in enumerate(rows) if i in params])
-    own_rows, tables = [rows[i] for i in params], table_states(state).at(places)
-    eps = jnp.broadcast_to(state.constants.eps, places.shape)
-    constants = state.constants._replace(eps=eps)
-    whole = WholeTables([*params.values()], own_rows, tables, constants)
-    pairs = zip(params.values(), catch_up_all(whole), strict=True)
-    return [(x.astype(y.by.dtype) + y.by).astype(x.dtype) for x, y in pairs]
 
 
 # The step on rows with a gradient.
@@ -553,54 +355,53 @@ def update_touched_rows(
 
 
 @functools.partial(jax.jit, static_argnames=("betas", "decays"))
-def update_all_rows(
+def update_whole(
     grads: list[jax.Array],
-    whole: WholeTables,
+    params: list[Any],
+    rows: list[RowState],
+    rate: jax.Array,
     count: jax.Array,
     clock: jax.Array,
-    step: Step,
+    weight_decay: Any,
     *,
     betas: Betas,
     decays: tuple[bool, ...],
 ) -> tuple[list[jax.Array], list[RowState]]:
-    """`optax.adam` of the parameters with dense gradients, whose rows hold values.
+    """`optax.adam` of parameters with dense gradients, none of whose rows are stale.
 
     Args:
       grads: Their gradients.
-      whole: The parameters.
+      params: The parameters; only those that decay are read.
+      rows: What is known of their rows.
+      rate: The learning rate.
       count: The number of updates before this one.
       clock: The clock after it.
-      step: The scalars of the step.
+      weight_decay: The weight decay, or `None`.
       betas: The hyper-parameters.
       decays: Says for each parameter whether it decays.
 
     Returns:
       The updates and the new rows.
     """
-    found = catch_up_all(whole)
-    parts = [*zip(grads, whole.rows, found, strict=True)]
-    types = [accumulator_dtype(grad.dtype, x.by.dtype) for grad, _, x in parts]
-    wide = [grad.astype(dtype) for grad, dtype in zip(grads, types, strict=True)]
-    moments = zip(*(x.moments(rows) for _, rows, x in parts), strict=True)
-    mus, nus = (list(map(jnp.astype, some, types)) for some in moments)
+    types = [
+        accumulator_dtype(grad.dtype, *(x.dtype for x in own[:2]))
+        for grad, own in zip(grads, rows, strict=True)
+    ]
+    columns = grads, *zip(*(own[:2] for own in rows), strict=True)
+    wide, mus, nus = (list(map(jnp.astype, column, types)) for column in columns)
     adam = optax.scale_by_adam(*betas[:3], nesterov=betas.nesterov)
     updates: Any
     with jax.numpy_dtype_promotion("standard"):  # optax has no other
         updates, state = adam.update(wide, optax.ScaleByAdamState(count, mus, nus))
     news = []
-    for i, (grad, rows, (by, *_)) in enumerate(parts):
-        # `by` makes the stored parameter the value before this step; the update follows
-        # from there. Afterwards the rows hold values.
-        dtype, update = types[i], updates[i]
+    for i, (own, dtype) in enumerate(zip(rows, types, strict=True)):
+        update = updates[i]
         if decays[i]:
-            assert step.weight_decay is not None
-            param = whole.params[i].astype(dtype) + by
-            update = update + step.weight_decay.astype(dtype) * param
-        updates[i] = (by - step.rate.astype(dtype) * update).astype(grad.dtype)
-        mu, nu = state.mu[i].astype(rows.mu.dtype), state.nu[i].astype(rows.nu.dtype)
-        last = jnp.zeros_like(rows.last) + clock
-        decay = jax.tree.map(jnp.zeros_like, rows.log_decay)
-        news.append(RowState(mu, nu, last, decay))
+            update = update + weight_decay.astype(dtype) * params[i].astype(dtype)
+        updates[i] = (-rate.astype(dtype) * update).astype(grads[i].dtype)
+        mu, nu = state.mu[i].astype(own.mu.dtype), state.nu[i].astype(own.nu.dtype)
+        # The rows have not decayed since they held their values, just as before.
+        news.append(RowState(mu, nu, jnp.full_like(own.last, clock), own.log_decay))
     return updates, news
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._optimizers.hyperparameters import class_names
@@ -98,6 +99,31 @@ def table_states(state: ExactAdamState) -> TableState:
     decay = state.decay if state.log_decay else None
     of_each = state.values_until, state.remaining, decay
     return TableState(state.clock, state.origin, *of_each)
+
+
+def refuse_stale(state: ExactAdamState, places: Any, names: Sequence[str]) -> jax.Array:
+    """Which of these parameters have rows that do not hold their values.
+
+    Args:
+      state: The state.
+      places: Of the parameters, in the order of the state's arrays.
+      names: Their names.
+
+    Raises:
+      ValueError: If one has, as far as it is known. In a program it is NaN instead.
+    """
+    is_stale = state.values_until[np.asarray(places, int)] != state.clock
+    if not isinstance(is_stale, jax.core.Tracer) and is_stale.any():
+        name = names[int(is_stale.argmax())] or "the table"
+        raise ValueError(
+            "exact_adam takes a dense gradient only where all rows hold their values; "
+            f"got one of {name}, whose rows are stale since a row-sparse gradient, or "
+            "since a step that did not use it. Such a gradient comes from tied "
+            "weights, weight decay in the loss, jax.grad and todense(). Call "
+            "params, state = flush(params, state) before it; or make all its gradients "
+            "dense, by `sparse`."
+        )
+    return is_stale
 
 
 # Transformations that change updates after the one whose state is in theirs.

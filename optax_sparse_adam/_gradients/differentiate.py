@@ -26,7 +26,7 @@ def evaluate_with_gradients(
     paths: list[Any],
     wanted: list[bool | None],
     tables: list[Table],
-    values_of_whole: Callable[[list[int]], dict[int, Any]],
+    are_stale: Callable[[list[int]], Any],
 ) -> tuple[list[Any], list[Any]]:
     """The results of the jaxpr, and the derivative of the first one by each leaf.
 
@@ -35,7 +35,8 @@ def evaluate_with_gradients(
       paths: Of the leaves.
       wanted: For each leaf: row-sparse (`True`), dense (`False`), or as it comes.
       tables: The leaves.
-      values_of_whole: The arrays of leaves that are used as a whole.
+      are_stale: Says whether leaves that are used as a whole have rows that do not hold
+        their values. The loss, and with it all gradients, is NaN then.
     """
     # What the loss shows is read before tables are written: see `_order_after`.
     shown = _shown(closed.jaxpr)
@@ -44,13 +45,14 @@ def evaluate_with_gradients(
     program = Program(RULES, BackwardSlice(jaxpr))
     args, requests = _plan(program, closed, paths, tables, wanted)
     dense = [i for i, x in enumerate(args) if not isinstance(x, Expression)]
-    for i, value in values_of_whole(dense).items():
-        args[i] = value
+    is_wrong = are_stale(dense)
 
     def function(deltas: list[Any], of_whole: list[Any], arrays: list[Any]) -> Any:
         own = dict(zip(whole, of_whole, strict=True))
         walk = Walk(program, iter(deltas), own)
         results = walk.evaluate(closed, merge(args, arrays))
+        if isinstance(is_wrong, jax.Array):
+            results[0] *= jnp.where(is_wrong, jnp.nan, 1).astype(results[0].dtype)
         # Arrays as they are, with their weak types.
         return results[0], ([walk.dense(x) for x in results[1:]], walk.entries)
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, valid_jaxtype
 
-from .._exact_adam.rows import whole_values
 from .._exact_adam.state import (
     RowState,
     exact_states,
     is_exact,
+    refuse_stale,
     rows_by_parameter,
     table_states,
 )
@@ -89,9 +89,9 @@ def value_and_grad(
         the loss does not use gets dense zeros.
       read: The state of `exact_adam` or `exact_adamw`, or of any optimiser that holds
         it, for the differentiated argument. A lookup then gives each row as dense Adam
-        would have it now, and the gradient is taken there; nothing is written. A use
-        other than lookups sees the whole table brought up to date, at the table's
-        price.
+        would have it now, and the gradient is taken there; nothing is written. A leaf
+        whose gradient is dense is read as it stands: where it has stale rows, that
+        raises, and in a compiled program the loss and all gradients are NaN.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -102,7 +102,8 @@ def value_and_grad(
         NNX module with more than `nnx.Param`s, which `flax_nnx.value_and_grad` takes.
       ValueError: By the returned function, if `sparse` does not fit the argument, or
         names a leaf whose gradient cannot be row-sparse; it tells the operation in the
-        way. If `read` holds no state of `exact_adam`, or that of other parameters.
+        way. If `read` holds no state of `exact_adam`, that of other parameters, or one
+        with stale rows of a leaf whose gradient is dense.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -147,8 +148,10 @@ def value_and_grad(
             return reference(*args, **kwargs)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         tables = current_tables(tree, read)
-        values = functools.partial(_values_of_whole, tree, read)
-        arrays, grads = evaluate_with_gradients(closed, paths, wanted, tables, values)
+        are_stale = functools.partial(_are_stale, tree, read)
+        arrays, grads = evaluate_with_gradients(
+            closed, paths, wanted, tables, are_stale
+        )
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
@@ -302,13 +305,12 @@ def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, RowStat
             yield node, rows_by_parameter(node, list(map(jnp.shape, leaves)), treedef)
 
 
-def _values_of_whole(tree: Any, read: Any, places: Sequence[int]) -> dict[int, Any]:
-    """The leaves at these places as whole arrays, up to date."""
-    leaves = jax.tree.leaves(tree)
-    # All of one state at a time, so that the formula is compiled once: for each of many
-    # dense layers it would take longer than the rest of a step.
-    values = {i: leaves[i] for i in places}
+def _are_stale(tree: Any, read: Any, places: Sequence[int]) -> Any:
+    """Whether one of the leaves at these places has stale rows; raises if known."""
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    are_stale: Any = False
     for node, rows in _exact_tables(tree, read):
-        own = {i: jnp.asarray(leaves[i]) for i in rows if i in values}
-        values |= zip(own, whole_values(node, rows, own), strict=True)
-    return values
+        own = [place for place, i in enumerate(rows) if i in places]
+        named = [names[i] for i in rows if i in places]
+        are_stale |= refuse_stale(node, own, named).any()
+    return are_stale

@@ -88,12 +88,43 @@ def state_for(params):
     )
 
 
+def hold_values(params, state, which):
+    """The same with the rows of some leaves brought up to date."""
+    leaves, treedef = jax.tree.flatten(params)
+    values, held = osa.flush(params, state)
+    chosen = [i for i, hold in enumerate(jax.tree.leaves(which)) if hold]
+    for i in chosen:
+        leaves[i] = jax.tree.leaves(values)[i]
+
+    def column(old, new):
+        for i in chosen:
+            old = old.at[i].set(new[i])
+        return old
+
+    def tree(old, new):
+        return jax.tree.map(lambda x, y, hold: y if hold else x, old, new, which)
+
+    return treedef.unflatten(leaves), state._replace(
+        mu=tree(state.mu, held.mu),
+        nu=tree(state.nu, held.nu),
+        last=tree(state.last, held.last),
+        log_decay=tuple(map(tree, state.log_decay, held.log_decay)),
+        values_until=column(state.values_until, held.values_until),
+        remaining=column(state.remaining, held.remaining),
+        decay=column(state.decay, held.decay),
+    )
+
+
 @pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:4], *NAMES[12::6]))
 def test_every_use(name, backend):
-    """Each kind of lookup, and each use that is none, sees the flushed table."""
+    """Each kind of lookup sees the flushed table; what is used as a whole holds it."""
     case = CASES[name]
     params, ids = case.inputs()
-    state = state_for(params)
+    grads = jax.eval_shape(osa.grad(case.loss), params, ids)
+    is_dense = jax.tree.map(
+        lambda x: not hasattr(x, "indices"), grads, is_leaf=lambda x: hasattr(x, "nse")
+    )
+    params, state = hold_values(params, state_for(params), is_dense)
 
     @jax.jit
     def both(params, ids, state):
@@ -123,8 +154,13 @@ def test_whole_table_in_a_loop_and_after_it(stop):
 
     table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), "float32")
     state, ids = state_for(table), jnp.arange(3)
+    flushed, held = osa.flush(table, state)
+    if stop is not jax.lax.stop_gradient:  # used as a whole
+        with pytest.raises(ValueError, match="only where all rows hold their values"):
+            osa.value_and_grad(loss, read=state)(table, ids)
+        table, state = flushed, held
     value, grad = osa.value_and_grad(loss, read=state)(table, ids)
-    expected = jax.value_and_grad(loss)(osa.flush(table, state)[0], ids)
+    expected = jax.value_and_grad(loss)(flushed, ids)
     assert_close(value, expected[0], 1e-5)
     grad = grad.todense() if hasattr(grad, "indices") else grad
     assert_close(grad, expected[1], 1e-5, magnitude=10.0)
@@ -140,7 +176,7 @@ def test_every_shape_is_evaluated():
 
 
 def test_nothing_is_read():
-    """Without a gradient's rows: `sparse=False`, `grad`, and auxiliary outputs."""
+    """Of a table with a dense gradient, whose rows hold their values."""
     table = jnp.ones((6, 3))
     state, ids = state_for(table), jnp.arange(3)
     flushed = osa.flush(table, state)[0]
@@ -148,8 +184,12 @@ def test_nothing_is_read():
     def loss(table, ids):
         return jnp.sum(table[ids] ** 2), table[ids]
 
-    read = osa.grad(loss, has_aux=True, sparse=False, read=state)
-    grad, rows = read(table, ids)
+    read = functools.partial(osa.grad, loss, has_aux=True, sparse=False)
+    with pytest.raises(ValueError, match="only where all rows hold their values"):
+        read(read=state)(table, ids)
+    lost, _ = jax.jit(lambda *args: read(read=args[1])(args[0], ids))(table, state)
+    assert np.isnan(lost)[:3].all()
+    grad, rows = read(read=osa.flush(table, state)[1])(flushed, ids)
     assert_close(rows, flushed[ids], 1e-6)
     assert_close(grad, jax.grad(loss, has_aux=True)(flushed, ids)[0], 1e-6)
 

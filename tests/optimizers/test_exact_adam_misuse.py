@@ -502,3 +502,46 @@ def test_states_of_other_optimizers(other):
     with pytest.raises(ValueError, match="belong to the parameters") as error:
         osa.flush(many, tx.init(params))
     assert len(str(error.value)) < 300
+
+
+def tied(table, ids):
+    return jnp.sum(table[ids] @ table.T) + jnp.sum(table[ids] ** 2)
+
+
+DENSE_GRADIENTS = {
+    "tied weights": lambda loss, table, ids: osa.grad(tied)(table, ids),
+    "jax.grad": lambda loss, table, ids: jax.grad(loss)(table, ids),
+    "todense": lambda loss, table, ids: osa.grad(loss)(table, ids).todense(),
+    "sparse": lambda loss, table, ids: osa.grad(loss, sparse=False)(table, ids),
+}
+
+
+@pytest.mark.parametrize("name", DENSE_GRADIENTS)
+@pytest.mark.parametrize("make", [osa.exact_adam, osa.exact_adamw])
+def test_dense_gradient_of_a_stale_table(make, name):
+    """Raises, and in a program is NaN; behind a flush it is that of dense Adam."""
+    tx, reference = make(0.1), getattr(optax, make.__name__[6:])(0.1)
+
+    def loss(table, ids):
+        return jnp.sum(table[ids] ** 2)
+
+    table, ids = jnp.ones((5, 2)), jnp.array([3, 1])
+    wanted, wanted_state = table, reference.init(table)
+    step = osa.make_train_step(loss, tx)
+    table, state, _ = step(jnp.copy(table), tx.init(table), ids)
+    grad = jax.grad(loss)(wanted, ids)
+    updates, wanted_state = reference.update(grad, wanted_state, wanted)
+    wanted = optax.apply_updates(wanted, updates)
+
+    def update(table, state):
+        grad = DENSE_GRADIENTS[name](loss, table, ids)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state
+
+    with pytest.raises(ValueError, match=r"params, state = flush\(params, state\)"):
+        update(table, state)
+    assert np.isnan(jax.jit(update)(table, state)[0]).all()
+    table, _ = jax.jit(update)(*osa.flush(table, state))
+    grad = jax.grad(tied if name == "tied weights" else loss)(wanted, ids)
+    updates, _ = reference.update(grad, wanted_state, wanted)
+    assert_close(table, optax.apply_updates(wanted, updates), 1e-6)
