@@ -15,7 +15,6 @@ Lookups of single rows are bags of one id. A segment out of bounds has NaN for a
 what `canary` makes of an entry whose index was changed.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,15 +51,15 @@ class BagGradient(CanaryBCOO):
         dtype: DTypeLike,
         read_at: Any = None,
     ):
-        self.values, self.indices, self.segments, self.weights = args
+        self.values, self.stored_indices, self.segments, self.weights = args
         self.unit = None if self.weights is None else jnp.ones([], self.values.dtype)
-        self.canary = new_canary(self.indices, read_at)
+        self.canary = new_canary(self.stored_indices, read_at)
         self._dtype = jnp.dtype(dtype)
         self.indices_sorted = self.unique_indices = False
         self.shape = tuple(shape)
 
-    @functools.cached_property
-    def data(self) -> jax.Array:  # type: ignore[override]  # computed on demand
+    @property
+    def stored_data(self) -> jax.Array:  # type: ignore[override]  # on demand
         expand: Any = expand_bags
         for _ in range(self.n_batch):
             expand = jax.vmap(expand)
@@ -73,6 +72,10 @@ class BagGradient(CanaryBCOO):
         args = self.values, self.segments, self.weights, self.unit
         is_abstract = isinstance(self.values, jax.ShapeDtypeStruct)
         return jax.eval_shape(expanded, *args) if is_abstract else expanded(*args)
+
+    @property
+    def shape_of_data(self) -> tuple[int, ...]:
+        return (*self.stored_indices.shape[:-1], *self.values.shape[self.n_batch + 1 :])
 
     dtype = property(lambda self: self._dtype)
     n_dense = property(lambda self: self.values.ndim - 1 - self.n_batch)
@@ -91,18 +94,15 @@ class BagGradient(CanaryBCOO):
         segments = jnp.where(valid[:, 0], segments, len(values))
         return values, indices, segments, _weights_of_unit(*weights)
 
-    def __repr__(self) -> str:
-        is_array = hasattr(self.values, "dtype")  # not so in a tree of shapes
-        return super().__repr__() if is_array else "BCOO(<invalid>)"
-
     def tree_flatten(self) -> tuple[Any, Any]:
-        arrays = self.values, self.indices, self.canary, self.segments
+        arrays = self.values, self.stored_indices, self.canary, self.segments
         return (*arrays, self.weights, self.unit), (self._unbatched, self._dtype)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "BagGradient":
         obj = object.__new__(cls)
-        obj.values, obj.indices, obj.canary, obj.segments, *rest = children
+        obj.values, obj.stored_indices, obj.canary, obj.segments, *rest = children
+        obj._is_seen = False
         obj.weights, obj.unit = rest
         obj._unbatched, obj._dtype = aux_data
         obj.indices_sorted = obj.unique_indices = False

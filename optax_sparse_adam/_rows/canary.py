@@ -18,6 +18,10 @@ and go to the first rows of the table, as many as are stored, because their own 
 lost. Zeros in place of everything, as `jax.tree.map(jnp.zeros_like, g)` and a skipped
 step of `optax.apply_if_finite` make them, are padding.
 
+All public ways to read a BCOO, its methods and those of `jax.experimental.sparse`, read
+its `data` and `indices`, which are therefore properties here: they raise, or are what
+the canary lets through. `stored_data` and `stored_indices` are the arrays as they are.
+Those of a gradient that has not been through a function of trees are not compared.
 Where gradient and update are in one program, XLA folds the comparison of the constants.
 
 A gradient made with `read=` of `exact_adam` has a second column beside its canary: the
@@ -74,35 +78,88 @@ class CanaryBCOO(BCOO):
 
     Attributes:
       canary: The canary; where rows were read up to date, `[*batch, nse, 2]`.
+      stored_data: The values, whatever has been done to them.
+      stored_indices: The indices, likewise.
     """
 
     canary: jax.Array
+    stored_data: jax.Array
+    stored_indices: jax.Array
+    _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
 
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
         super().__init__(args, shape=shape, **flags)
-        self.canary = new_canary(self.indices, read_at)
+        self.canary = new_canary(self.stored_indices, read_at)
+
+    @property
+    def data(self) -> Any:
+        return self.stored_data if _is_intact(self) else entries(self).data
+
+    @data.setter
+    def data(self, data: Any) -> None:
+        self.stored_data = data
+
+    @property
+    def indices(self) -> Any:
+        return self.stored_indices if _is_intact(self) else entries(self).indices
+
+    @indices.setter
+    def indices(self, indices: Any) -> None:
+        self.stored_indices = indices
+
+    # What needs no values does not look at them.
+    shape_of_data = property(lambda self: tuple(self.stored_data.shape))
+    dtype = property(lambda self: self.stored_data.dtype)
+    nse = property(lambda self: self.stored_indices.shape[-2])
+    n_batch = property(lambda self: self.stored_indices.ndim - 2)
+    n_sparse = property(lambda self: self.stored_indices.shape[-1])
+    n_dense = property(lambda self: self.stored_data.ndim - 1 - self.n_batch)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.indices.shape[:-2], *self._unbatched)
+        return (*self.stored_indices.shape[:-2], *self._unbatched)
 
     @shape.setter
     def shape(self, shape: tuple[int, ...]) -> None:
         self._unbatched = tuple(shape[self.n_batch :])
 
     def __repr__(self) -> str:
-        return super().__repr__().replace(type(self).__name__, "BCOO")
+        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(self)):
+            return "BCOO(<invalid>)"  # in a tree of shapes
+        shape, sizes = [*self.shape], f"nse={self.nse}, n_dense={self.n_dense}"
+        sizes = f"n_batch={self.n_batch}, {sizes}" if self.n_batch else sizes
+        return f"BCOO({self.dtype}{shape}, {sizes})"
 
     def tree_flatten(self) -> tuple[Any, Any]:
         flags = (self.indices_sorted, self.unique_indices)
-        return (self.data, self.indices, self.canary), (self._unbatched, *flags)
+        arrays = self.stored_data, self.stored_indices, self.canary
+        return arrays, (self._unbatched, *flags)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "CanaryBCOO":
         obj = object.__new__(cls)
-        obj.data, obj.indices, obj.canary = children
+        obj.stored_data, obj.stored_indices, obj.canary = children
+        obj._is_seen = False
         obj._unbatched, obj.indices_sorted, obj.unique_indices = aux_data
         return obj
+
+
+def _is_intact(grad: CanaryBCOO) -> bool:
+    """Whether nothing was done to its indices, as far as it is known.
+
+    Raises:
+      TypeError: If the indices or the canary are not integers.
+      ValueError: If it is known that they were changed.
+    """
+    if grad._is_seen:
+        return True
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(grad)):
+        return True  # a tree of shapes, marks or layouts
+    check_indices(grad)
+    if not _is_known(grad.canary) or (np.asarray(grad.canary[..., 0]) != _CANARY).any():
+        return False
+    grad._is_seen = True  # and stays so: a concrete array does not change
+    return True
 
 
 def _canary_operator(name: str) -> Callable[..., Any]:
@@ -186,7 +243,7 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
 def as_update(update: BCOO) -> BCOO:
     """An update of `exact_adam`, of which nothing else can be made."""
     if isinstance(update, CanaryBCOO):
-        update.canary = new_canary(update.indices, _UPDATE)
+        update.canary = new_canary(update.stored_indices, _UPDATE)
     return update
 
 
@@ -211,7 +268,8 @@ def check_indices(grad: BCOO) -> None:
         values.
     """
     canary = getattr(grad, "canary", None)
-    for array in (grad.indices, canary):
+    indices = grad.stored_indices if isinstance(grad, CanaryBCOO) else grad.indices
+    for array in (indices, canary):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(
                 "A row-sparse gradient must have integer indices, got indices of type "
@@ -219,7 +277,7 @@ def check_indices(grad: BCOO) -> None:
             )
     if canary is None:
         return
-    shapes = [(*grad.indices.shape[:-1], columns) for columns in (1, 2)]
+    shapes = [(*indices.shape[:-1], columns) for columns in (1, 2)]
     is_beside = canary.ndim >= 2 and canary.shape in shapes
     if is_beside and _is_known(canary) and _is_changed(np.asarray(canary)).any():
         raise ValueError(
@@ -237,13 +295,13 @@ def check_indices(grad: BCOO) -> None:
 
 def _is_seen_to_change(grad: Any) -> bool:
     """Whether an entry was changed, as far as it is known while tracing."""
-    if not all(map(_is_known, (grad.canary, grad.data))):
+    if not all(map(_is_known, jax.tree.leaves(grad))):
         return False
     # In NumPy: within a program JAX would trace even what is known.
     canary = np.asarray(grad.canary)[..., 0]
     if (canary == _CANARY).all():
         return False
-    is_empty = (canary == 0) & is_zero(np.asarray(grad.data), grad.n_batch)
+    is_empty = (canary == 0) & is_zero(np.asarray(grad.stored_data), grad.n_batch)
     return not ((canary == _CANARY) | is_empty).all()
 
 
@@ -280,13 +338,22 @@ def entries(
       grad: The gradient; `check_indices` has seen no fault.
       lay_out: Called with each of its arrays, before these are compared.
     """
-    data, indices = lay_out(grad.data), lay_out(grad.indices)
     if isinstance(grad, CanaryBCOO):
+        data, indices = map(lay_out, (grad.stored_data, grad.stored_indices))
         n_batch, empty = grad.n_batch, is_zero(data, grad.n_batch, indices)
         valid, indices = find_intact(empty, indices, lay_out(grad.canary), n_batch)
         shape = (*valid.shape[:-1], *(1,) * (data.ndim - n_batch - 1))
         data = jnp.where(valid.reshape(shape), data, jnp.nan)
+    else:
+        data, indices = lay_out(grad.data), lay_out(grad.indices)
     return copy_with(BCOO, grad, data, indices)
+
+
+def shape_of_data(grad: BCOO) -> tuple[int, ...]:
+    """Without a look at its values, which `BagGradient` would expand."""
+    if isinstance(grad, CanaryBCOO):
+        return grad.shape_of_data
+    return tuple(grad.data.shape)
 
 
 def find_intact(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .canary import check_indices
+from .canary import check_indices, shape_of_data
 
 
 def is_bcoo(x: Any) -> bool:
@@ -71,12 +71,13 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
             f"n_batch == {grad.n_batch} and n_sparse == {grad.n_sparse} (shape "
             f"{grad.shape}). Use BCOO.update_layout(n_batch=0, n_dense=...) to convert."
         )
-    stored = (grad.indices.shape[0], *grad.shape[grad.n_sparse :])
-    if grad.data.shape != stored:
+    stored = (grad.nse, *grad.shape[grad.n_sparse :])
+    given = shape_of_data(grad)
+    if given != stored:
         raise ValueError(
             "A row-sparse gradient must hold one row of values for each index, each of "
             f"the shape of a table's row: values of shape {stored}, got "
-            f"{grad.data.shape} (nse == {stored[0]}, shape {grad.shape}). Whatever "
+            f"{given} (nse == {stored[0]}, shape {grad.shape}). Whatever "
             "slices or reshapes the values must give the BCOO another shape."
         )
     if shape is not None and tuple(grad.shape) != tuple(shape):

@@ -59,7 +59,7 @@ def widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def replicate_entries(grad: BCOO) -> BCOO:
     """The entries of a gradient, all of them on every device of a mesh."""
-    mesh = mesh_of(grad.data, grad.indices)
+    mesh = mesh_of(*jax.tree.leaves(grad))
     return entries(grad, lambda x: replicate_rows(x, mesh))
 
 
@@ -77,7 +77,7 @@ def touched_rows(grad: BCOO, dtype: DTypeLike) -> Rows:
 def cast_entries(grad: BCOO, dtype: DTypeLike) -> BCOO:
     """Casts the values to `dtype`, and the indices to a type that holds padding."""
     if isinstance(grad, BagGradient):
-        mesh = mesh_of(grad.values, grad.indices)
+        mesh = mesh_of(grad.values, grad.stored_indices)
         factors = grad.factors(lambda x: replicate_rows(x, mesh))
         values, indices, segments, weights = factors
         weights = None if weights is None else weights.astype(dtype)
@@ -132,20 +132,20 @@ def clear_padding(grad: Any, update: Any) -> Any:
     reads `data` finds zeros, of an operation that XLA drops where nobody does. To be
     called outside of a `jit` of our own, from which an update comes without that.
     """
-    rows = update.data if isinstance(grad, BagGradient) else None
-    if rows is None or not native.supports_write(rows, update.indices, rows):
+    rows = update.stored_data if isinstance(grad, BagGradient) else None
+    if rows is None or not native.supports_write(rows, update.stored_indices, rows):
         return update
     clear = functools.partial(native.clear_padding, grad.shape)
     cleared = copy.copy(update)
-    cleared.data = on_cpu(clear, lambda _, rows: rows, update.indices, rows)
-    cleared.as_written = cleared.data, update
+    cleared.data = on_cpu(clear, lambda _, rows: rows, update.stored_indices, rows)
+    cleared.as_written = cleared.stored_data, update
     return cleared
 
 
 def as_written(update: BCOO) -> BCOO:
     """The update before `clear_padding`, if it went through no function of pytrees."""
     data, raw = getattr(update, "as_written", (None, None))
-    return update if raw is None or data is not update.data else raw
+    return update if raw is None or data is not update.stored_data else raw
 
 
 def coalesced_bcoo(

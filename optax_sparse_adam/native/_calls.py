@@ -121,9 +121,16 @@ def supports_update(grad: BCOO, *tables: jax.Array) -> bool:
         and grad.n_sparse == 1
         and grad.nse > 0
         and math.prod(grad.shape) > 0
-        and _supports(tables, grad.indices)
+        and _supports(tables, _indices(grad))
         and mesh_of(*jax.tree.leaves(grad)).empty
     )
+
+
+def _indices(grad: Any) -> jax.Array:
+    """Those of a gradient that `canary` has seen."""
+    name = "stored_indices" if hasattr(grad, "stored_indices") else "indices"
+    indices: jax.Array = getattr(grad, name)
+    return indices
 
 
 def supports_lookup(table: jax.Array, ids: jax.Array) -> bool:
@@ -317,7 +324,7 @@ def _update(
         values, weights = grad.data, None
     else:
         values, weights = grad.values, grad.weights
-    entries = [grad.indices, values, _ids_or_none(segments), weights]
+    entries = [_indices(grad), values, _ids_or_none(segments), weights]
     packed = jnp.stack(scalars) if scalars else None
     rows: Any = 1 if segments is None else ((grad.nse, *grad.shape[1:]), jnp.float32)
     count = [] if scalars else [((), jnp.int32)]

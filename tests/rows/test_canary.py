@@ -1,6 +1,7 @@
 """Indices that were treated as values: seen wherever a gradient or an update enters."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import sparse
 from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -121,6 +123,95 @@ def test_every_taker_in_a_program():
     )
     for name, table in zip(TAKERS, tables, strict=True):
         assert np.isnan(table[: len(IDS)]).all(), name
+
+
+# Every public way to read a BCOO, and what needs no values; what JAX adds is in neither.
+OTHER = jnp.ones(SHAPE)
+ONE_ROW = BCOO((jnp.ones((1, 4)), jnp.array([[2]])), shape=SHAPE)
+READS = {
+    "__abs__": abs,
+    "__add__": lambda g: g + OTHER,
+    "__getitem__": lambda g: g[0:9],
+    "__iter__": lambda g: jnp.stack([x.todense() for x in g]),
+    "__matmul__": lambda g: g.update_layout(n_dense=0) @ OTHER.T,
+    "__mul__": lambda g: g * 2.0,
+    "__neg__": lambda g: -g,
+    "__pos__": lambda g: +g,
+    "__pow__": lambda g: g**2,
+    "__radd__": lambda g: OTHER + g,
+    "__rmatmul__": lambda g: OTHER.T @ g,
+    "__rmul__": lambda g: 2.0 * g,
+    "__rsub__": lambda g: ONE_ROW - g,
+    "__sub__": lambda g: g - ONE_ROW,
+    "__truediv__": lambda g: g / 2.0,
+    "_bufs": lambda g: BCOO(g._bufs, shape=g.shape),
+    "astype": lambda g: g.astype(jnp.float16),
+    "reshape": lambda g: g.update_layout(n_dense=0).reshape(36),
+    "sort_indices": lambda g: g.sort_indices(),
+    "sum": lambda g: g.sum(),
+    "sum_duplicates": lambda g: g.sum_duplicates(nse=3),
+    "todense": lambda g: g.todense(),
+    "transpose": lambda g: g.transpose((0, 1)),
+    "update_layout": lambda g: g.update_layout(n_dense=0),
+}
+REFUSED = ["T", "__rpow__", "__rtruediv__"]  # by JAX, of every BCOO
+NO_VALUES = """
+__abstractmethods__ __annotations__ __dict__ __len__ __module__ __slots__ __weakref__
+_abc_impl _empty _eye _info block_until_ready dtype from_scipy_sparse fromdense n_batch
+n_dense n_sparse ndim nse size tree_flatten tree_unflatten
+""".split()
+FUNCTIONS = {
+    "bcoo_broadcast_in_dim": lambda f, g: f(
+        g.update_layout(n_dense=0), shape=SHAPE, broadcast_dimensions=(0, 1)
+    ),
+    "bcoo_dynamic_slice": lambda f, g: f(g, (0, 0), SHAPE),
+    "bcoo_multiply_dense": lambda f, g: f(g.update_layout(n_dense=0), OTHER),
+    "bcoo_reduce_sum": lambda f, g: f(g, axes=(0,)),
+    "bcoo_rev": lambda f, g: f(g, (0,)),
+    "bcoo_slice": lambda f, g: f(g, start_indices=(0, 0), limit_indices=SHAPE),
+    "bcoo_todense": lambda f, g: f(g),
+    "bcoo_transpose": lambda f, g: f(g.update_layout(n_dense=0), permutation=(1, 0)),
+    "bcoo_update_layout": lambda f, g: f(g, n_dense=0),
+}
+
+
+def bag_gradient():
+    return osa.grad(lambda t: jnp.sum(osa.embedding_bag(t, IDS[None])))(TABLE)
+
+
+def read_by(name):
+    if name in READS:
+        return READS[name]
+    return functools.partial(FUNCTIONS[name], getattr(sparse, name))
+
+
+def test_every_way_to_read_is_known():
+    names = set(dir(BCOO)) - set(dir(object))
+    assert names == {*READS, *REFUSED, *NO_VALUES}
+
+
+FEW_READS = ["todense", "__getitem__", "update_layout", "_bufs", "bcoo_todense"]
+
+
+@pytest.mark.parametrize("name", slow_but([*READS, *FUNCTIONS], *FEW_READS))
+@pytest.mark.parametrize("make", [gradient, bag_gradient])
+def test_every_way_to_read(name, make):
+    """Right for a gradient as it was made; an error, or NaN, for one that was not."""
+    read, plain = read_by(name), make()
+    plain = BCOO((plain.data, plain.indices), shape=SHAPE)
+
+    def dense(grad):
+        found = read(grad)
+        return found.todense() if isinstance(found, BCOO) else found
+
+    for grad in (make(), mapped(lambda x: x + 0)(make())):
+        for lift in (lambda f: f, jax.jit):
+            assert_identical(lift(dense)(grad), dense(plain))
+    for change in ("a sum", "clip"):
+        changed = CHANGES[change][0](make())
+        with pytest.raises(ValueError, match="must have the indices"):
+            dense(changed)
+        assert np.isnan(jax.jit(dense)(changed)).any()
 
 
 # What leaves every entry as it is, or moves it together with its canary.
