@@ -148,7 +148,16 @@ def exact_states(state: Any, name: str) -> tuple[list[Any], Any]:
             "rows that are to be brought up to date."
         )
     refuse_changes(state)
-    return nodes, structure
+    return [_as_jax(x) if is_exact(x) else x for x in nodes], structure
+
+
+def _as_jax(state: ExactAdamState) -> ExactAdamState:
+    """The state with arrays of JAX, where a checkpoint has those of NumPy."""
+
+    def convert(x: Any) -> Any:
+        return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+
+    return jax.tree.map(convert, state)
 
 
 def contains_exact(state: Any) -> bool:
@@ -187,8 +196,9 @@ def refuse_changes(state: Any) -> None:
                     "Nothing may follow exact_adam in a chain, as it would change "
                     "updates by which stale rows are read; got "
                     f"{class_names(behind)} behind it. Clip and scale gradients "
-                    "before it, scale moves by its learning rate, freeze by "
-                    "optax.partition, and average what flush returns."
+                    "before it, scale moves by its learning rate, train groups of "
+                    "parameters apart, or freeze some, by optax.partition in place of "
+                    "a chain of optax.masked, and average what flush returns."
                 )
         return is_exact(node)
 
@@ -250,6 +260,12 @@ def rows_by_parameter(
       ValueError: If the state belongs to other parameters.
     """
     rule = "The state of exact_adam must belong to the parameters"
+    ranks = [len(shape) for shape in shapes if shape is not None]
+    if getattr(state.nu, "ndim", 0) == 1 and ranks and ranks != [1]:
+        raise ValueError(
+            f"{rule}; got one vector for {treedef.num_leaves} of them, as made by "
+            "optax.flatten, in which nothing has rows. Use exact_adam without it."
+        )
     try:
         columns = [jax.tree.leaves(tree) for tree in _trees(state)]
         indices = _parameter_indices(state, treedef)

@@ -82,7 +82,9 @@ class Table(NamedTuple):
         rows = jax.tree.map(
             lambda x: take(x.reshape(x.shape + (1,) * (ndim - x.ndim))), self.rows
         )
-        return values_of_rows(array, rows, self.state, self.constants)
+        now = values_of_rows(array, rows, self.state, self.constants)
+        # Derivatives are those by the values; what is stored decays on the way to them.
+        return _inject(lax.stop_gradient(now), array)
 
     def map(self, function: Callable[[Any, bool], Any]) -> "Table":
         """Applies `function(array, has_rows)` to all arrays."""

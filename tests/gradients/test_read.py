@@ -287,3 +287,58 @@ def test_errors():
         osa.grad(lambda t: loss(t) + jnp.sum(t), sparse=lambda *_: True, read=state)(
             table
         )
+
+
+def of_rows(table, ids):
+    rows = table[ids]
+    return jnp.sum(jnp.sin(rows) * rows[::-1] ** 2)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_derivatives_are_by_the_values(is_whole, backend):
+    """Not by what is stored, which decays: those of the flushed table."""
+
+    def loss(table, ids):
+        return of_rows(table, ids) + (jnp.sum(table**3) if is_whole else 0)
+
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), "float32")
+    state, ids = state_for(table), jnp.array([1, 4, 1])
+    flushed, direction = osa.flush(table, state)[0], jnp.cos(table)
+    found = jax.jit(jax.grad(osa.evaluate(loss, read=state)))(table, ids)
+    assert_close(found, jax.grad(loss)(flushed, ids), 1e-5, magnitude=10.0)
+
+    def product(gradient, table):
+        of_table = functools.partial(gradient, ids=ids)
+        return jax.jit(lambda t: jax.jvp(of_table, (t,), (direction,)))(table)
+
+    def own(table, ids):
+        grad = osa.grad(loss, read=state)(table, ids)
+        return grad.todense() if hasattr(grad, "todense") else grad
+
+    if not is_whole:
+        pairs = zip(product(own, table), product(jax.grad(loss), flushed), strict=True)
+        for found, expected in pairs:
+            assert_close(found, expected, 1e-5, magnitude=10.0)
+
+
+@pytest.mark.parametrize("convert", [jax.device_get, jnp.asarray], ids=["NumPy", "JAX"])
+def test_state_of_numpy(convert):
+    """As `pickle`, `jax.device_get` and flax's serialization give it."""
+
+    def loss(params, ids):
+        return jnp.sum(params["table"][ids] @ params["w"])
+
+    params = {"table": jnp.ones((6, 3)), "w": jnp.ones(3)}
+    ids, tx = jnp.array([1, 4, 1]), osa.exact_adamw(0.1, weight_decay=0.01)
+    expected, stored = (jax.tree.map(jnp.copy, (params, tx.init(params))) for _ in "12")
+    step = osa.make_train_step(loss, tx)
+    *expected, _ = step(*expected, ids)
+    before = jax.tree.map(convert, step(*stored, ids)[:2])
+    values = jax.tree.leaves(osa.evaluate(loss, read=expected[1])(expected[0], ids))
+    assert_close(osa.evaluate(loss, read=before[1])(before[0], ids), values[0], 1e-6)
+    grads = osa.grad(loss, read=before[1])(before[0], ids)
+    updates, state = tx.update(grads, before[1], before[0])
+    found = osa.flush(osa.apply_updates(before[0], updates), state)[0]
+    expected = osa.flush(*step(*expected, ids)[:2])[0]
+    for name in params:
+        assert_close(found[name], expected[name], 1e-6)

@@ -405,6 +405,33 @@ def test_what_is_around(around):
         gradient(params, read=tx.init(params))
 
 
+def test_groups_by_masks_and_by_partition():
+    """Masks in a chain are refused, and the form that is named trains as optax does."""
+    params, labels = start(), {"table": "exact", "w": "rest"}
+    parts = {"exact": osa.exact_adam(RATE), "rest": optax.sgd(RATE)}
+    masked = [
+        optax.masked(tx, {name: label == part for name, label in labels.items()})
+        for part, tx in parts.items()
+    ]
+    with pytest.raises(ValueError, match=r"groups of parameters.*optax\.partition"):
+        gradient(params, read=optax.chain(*masked).init(params))
+    tx = optax.partition(parts, labels)
+    params, state, values = exact_run(tx, params, tx.init(params), batches(6))
+    reference = optax.partition(parts | {"exact": optax.adam(RATE)}, labels)
+    dense, other = start(), reference.init(start())
+    for ids, value in zip(batches(6), values, strict=True):
+        dense, other, expected = dense_step(reference)(dense, other, ids)
+        assert_close(value, expected, 1e-9)
+    assert_close(osa.flush(params, state)[0]["table"], dense["table"], 1e-8)
+
+
+def test_flatten():
+    params, tx = start(), optax.flatten(osa.exact_adam(RATE))
+    for tree in (params, params["table"]):
+        with pytest.raises(ValueError, match=r"optax\.flatten.*without it"):
+            osa.flush(tree, tx.init(tree))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rounding_and_rows_around(dtype):
     table = jnp.ones((3, 2), dtype)
