@@ -142,7 +142,7 @@ def clear_padding(grad: Any, update: Any) -> Any:
     return cleared
 
 
-def as_written(update: BCOO) -> BCOO:
+def as_written(update: Any) -> Any:
     """The update before `clear_padding`, if it went through no function of pytrees."""
     data, raw = getattr(update, "as_written", (None, None))
     return update if raw is None or data is not update.stored_data else raw
