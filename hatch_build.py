@@ -1,4 +1,4 @@
-"""Compiles the kernel for CPUs while the package is built, where that can be done.
+"""Compiles the kernel for CPUs while the package is built, and makes its page.
 
 Without a C++ compiler, without jaxlib's headers or with `OPTAX_SPARSE_ADAM_NATIVE=0`
 the package is the same without it, and runs in plain JAX.
@@ -6,6 +6,8 @@ the package is the same without it, and runs in plain JAX.
 
 import functools
 import importlib.util
+import os
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -15,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 from packaging.tags import platform_tags
 
 _NATIVE = Path(__file__).parent / "optax_sparse_adam" / "native"
@@ -55,6 +58,33 @@ def wanted() -> bool:
     except RuntimeError:
         found = False
     return found and not _build.switched_off()
+
+
+class PageHook(MetadataHookInterface):
+    """The README as the page of a package index, which has no files beside it.
+
+    Links and pictures lead to the repository, `GITHUB_REPOSITORY`, which its workflows
+    set. Elsewhere there is none to lead to: of links the words stay.
+    """
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        picture, link = (
+            r"!\[([^]]*)\]\((?!\w+:)(.+?)\)",
+            r"\[([^]]*)\]\((?!\w+:)(.+?)\)",
+        )
+        if repository := os.environ.get("GITHUB_REPOSITORY"):
+            raw = f"https://raw.githubusercontent.com/{repository}/HEAD"
+            page = f"https://github.com/{repository}"
+            text = re.sub(picture, rf"![\1]({raw}/\2)", text)
+            text = re.sub(link, rf"[\1]({page}/blob/HEAD/\2)", text)
+            owner, name = repository.split("/")
+            documentation = f"https://{owner}.github.io/{name}"
+            urls = {"Source": page, "Documentation": documentation}
+        else:
+            text, urls = re.sub(link, r"\1", re.sub(picture, "", text)), {}
+        metadata["urls"] = urls
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 class CustomBuildHook(BuildHookInterface[Any]):

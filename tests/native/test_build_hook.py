@@ -1,6 +1,7 @@
 """Building the package: with the kernel where that can be done, and else without."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,26 @@ def build(source):
         pure = b"Root-Is-Purelib: true" in archive.read(metadata)
     assert pure == (not files)
     return Path(path), files
+
+
+@pytest.mark.parametrize("repository", ["", "owner/name"])
+def test_page_of_a_package_index_has_no_relative_link(source, monkeypatch, repository):
+    monkeypatch.setenv("OPTAX_SPARSE_ADAM_NATIVE", "0")
+    monkeypatch.setenv("GITHUB_REPOSITORY", repository)
+    path, _ = build(source)
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [x for x in archive.namelist() if x.endswith("/METADATA")]
+        text = archive.read(name).decode()
+    links = re.findall(r"\]\((.+?)\)", text)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+    pictures = re.findall(r"!\[.*?\]\((.+?)\)", text)
+    assert len(pictures) == 2 * bool(repository)
+    files = [re.search(r"owner/name/(?:blob/)?HEAD/([^#]+)", link) for link in links]
+    assert all((_ROOT / found[1]).exists() for found in files if found)
+    assert ("Project-URL: Source, https://github.com/owner/name" in text) == bool(
+        files[0]
+    )
 
 
 def build_editable(source):

@@ -7,8 +7,6 @@ import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 import optax_sparse_adam as osa
 
 _ROOT = Path(__file__).parents[2]
@@ -63,12 +61,3 @@ def test_public_names_are_documented_with_an_example():
         or (">>> " not in function.__doc__ and not hasattr(function, "_fields"))
     ]
     assert not undocumented
-
-
-@pytest.mark.slow
-def test_lint_format_and_types():
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=_ROOT, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
