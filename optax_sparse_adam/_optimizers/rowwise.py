@@ -1,10 +1,11 @@
 """Adagrad and Adam with one second moment for each row.
 
 The scalings are ordinary transformations of dense gradients; the optimisers are
-`lazy` of a chain of them.
+`lazy` of a chain of them, in one pass.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ from jax.typing import DTypeLike
 
 from .._rows.coalesce import accumulator_dtype
 from .._rows.map_rows import Tables
-from .by_leaf import Moment, all_but_last, by_leaf, given_dtype, update_leaf
+from ..native import _calls as native
+from .by_leaf import ByLeaf, Moment, all_but_last, by_leaf, given_dtype, update_leaf
 from .hyperparameters import (
     NUMBER,
     Scalar,
@@ -25,6 +27,8 @@ from .hyperparameters import (
     one_minus_power,
 )
 from .lazy import lazy
+
+_READS = "Weight decay reads the parameters"
 
 
 def _mean_square(grad: jax.Array) -> jax.Array:
@@ -75,22 +79,57 @@ def scale_by_rowwise_rss(
       >>> [round(float(u), 3) for u in update[0]]
       [1.342, 0.447]
     """
+    return _scale_by_rss(initial_accumulator_value, eps)
+
+
+def _scale_by_rss(
+    initial_accumulator_value: Scalar, eps: Scalar, scale: Any = 1.0, decay: Any = None
+) -> ByLeaf:
+    """`scale_by_rowwise_rss`, and what `_optimizer` has in one with it."""
     check_at_least("initial_accumulator_value", initial_accumulator_value, 0)
     # Rows without a gradient, padding among them, would be zero over zero.
     check_eps(eps)
-    sums = Moment(all_but_last, accumulator_dtype, initial_accumulator_value)
+
+    def scalars(_: Any, __: Any, dtype: Any, ___: Any) -> native.RowwiseAdagradScalars:
+        numbers = scale, eps, 0 if decay is None else decay
+        return native.RowwiseAdagradScalars(*(jnp.asarray(x, dtype) for x in numbers))
+
     return by_leaf(
         "scale_by_rowwise_rss",
         ScaleByRowwiseRssState,
-        {"sum_of_squares": sums},
-        functools.partial(update_leaf, _rss),
-        lambda count, count_inc, dtype, param_dtype: jnp.asarray(eps, dtype),
+        {
+            "sum_of_squares": Moment(
+                all_but_last, accumulator_dtype, initial_accumulator_value
+            )
+        },
+        functools.partial(_update_leaf, _rss, native.rowwise_adagrad_rows),
+        scalars,
+        reads_params="" if decay is None else _READS,
     )
 
 
-def _rss(grad: jax.Array, moments: Tables, eps: jax.Array) -> tuple[jax.Array, Tables]:
-    total = moments[0] + _mean_square(grad)
-    return _divide(grad, total, eps), (total,)
+def _rss(
+    grad: jax.Array, rows: Tables, scalars: native.RowwiseAdagradScalars
+) -> tuple[jax.Array, Tables]:
+    """The formula; `RowwiseAdagrad` in `native/update.h` is the same: change both."""
+    total = rows[0] + _mean_square(grad)
+    return _update(_divide(grad, total, scalars.eps), rows[1:], scalars), (total,)
+
+
+def _update(scaled: jax.Array, read: Tables, scalars: Any) -> jax.Array:
+    """The update; with weight decay, of the parameter that is read."""
+    decayed = [scaled + scalars.decay * x for x in read] or [scaled]
+    return scalars.scale * decayed[0]
+
+
+def _update_leaf(
+    formula: Any, kernel: Any, grad: Any, param: Any, moments: Tables, scalars: Any
+) -> tuple[Any, Tables]:
+    """`update_leaf`, with the kernel for tables that have one number a row."""
+    single = [moments[-1]] if param is None else [moments[-1], param]
+    if moments[-1].ndim != 1 or any(x.dtype != jnp.float32 for x in single):
+        kernel = None
+    return update_leaf(formula, grad, param, moments, scalars, kernel=kernel)
 
 
 class ScaleByRowwiseAdamState(NamedTuple):
@@ -141,19 +180,31 @@ def scale_by_rowwise_adam(
       >>> [round(float(u), 3) for u in update[0]]
       [1.342, 0.447]
     """
+    return _scale_by_adam(b1, b2, eps, mu_dtype)
+
+
+def _scale_by_adam(
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    mu_dtype: DTypeLike | None,
+    scale: Any = 1.0,
+    decay: Any = None,
+) -> ByLeaf:
+    """`scale_by_rowwise_adam`, and what `_optimizer` has in one with it."""
     check_betas(b1, b2)
     check_eps(eps)
     # Of `b` and `1 - b` the smaller one is passed on, as rounding it costs less.
     # In float32, 0.001 is exact to 6e-8 of itself, and `1 - 0.999` to 1e-5.
-    is_small = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
+    is_old = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
 
-    def scalars(_: Any, count_inc: Any, dtype: Any, __: Any) -> _RowwiseAdamScalars:
-        weights = (
-            jnp.asarray(b if small else 1 - b, dtype)
-            for b, small in zip((b1, b2), is_small, strict=True)
-        )
-        corrections = (one_minus_power(b, count_inc, dtype) for b in (b1, b2))
-        return _RowwiseAdamScalars(jnp.asarray(eps, dtype), *weights, *corrections)
+    def scalars(_: Any, count: Any, dtype: Any, __: Any) -> native.RowwiseAdamScalars:
+        pairs = zip((b1, b2), is_old, strict=True)
+        weights = [b if old else 1 - b for b, old in pairs]
+        numbers = scale, eps, 0 if decay is None else decay, *weights, *is_old
+        corrections = (one_minus_power(b, count, dtype) for b in (b1, b2))
+        wide = (jnp.asarray(x, dtype) for x in numbers)
+        return native.RowwiseAdamScalars(*wide, *corrections)
 
     return by_leaf(
         "scale_by_rowwise_adam",
@@ -162,60 +213,70 @@ def scale_by_rowwise_adam(
             "mu": Moment(dtype=given_dtype(mu_dtype)),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
-        functools.partial(update_leaf, _rowwise_adam_formula(is_small)),
+        functools.partial(
+            _update_leaf, _rowwise_adam_formula(is_old), native.rowwise_adam_rows
+        ),
         scalars,
+        reads_params="" if decay is None else _READS,
     )
 
 
-class _RowwiseAdamScalars(NamedTuple):
-    """The scalars of a step of `scale_by_rowwise_adam`.
-
-    A weight is that of the new value in a moving average, `1 - b`, or that of the old
-    one, `b`, where that is smaller (`is_small`).
-    """
-
-    eps: jax.Array
-    weight1: jax.Array
-    weight2: jax.Array
-    correction1: jax.Array
-    correction2: jax.Array
-
-
 def _average(
-    old: jax.Array, new: jax.Array, weight: jax.Array, is_small: bool
+    old: jax.Array, new: jax.Array, weight: jax.Array, is_old: bool
 ) -> jax.Array:
-    return new + weight * (old - new) if is_small else old + weight * (new - old)
+    return new + weight * (old - new) if is_old else old + weight * (new - old)
 
 
 @functools.cache  # outside of `jit`, each formula is compiled
-def _rowwise_adam_formula(is_small: tuple[bool, ...]) -> Any:
-    return functools.partial(_rowwise_adam, is_small)
+def _rowwise_adam_formula(is_old: tuple[bool, ...]) -> Any:
+    return functools.partial(_rowwise_adam, is_old)
 
 
 def _rowwise_adam(
-    is_small: tuple[bool, ...],
+    is_old: tuple[bool, ...],
     grad: jax.Array,
-    moments: Tables,
-    scalars: _RowwiseAdamScalars,
+    rows: Tables,
+    scalars: native.RowwiseAdamScalars,
 ) -> tuple[jax.Array, Tables]:
-    mu = _average(moments[0], grad, scalars.weight1, is_small[0])
-    nu = _average(moments[1], _mean_square(grad), scalars.weight2, is_small[1])
+    """The formula; `RowwiseAdam` in `native/update.h` is the same: change both."""
+    mu = _average(rows[0], grad, scalars.weight1, is_old[0])
+    nu = _average(rows[1], _mean_square(grad), scalars.weight2, is_old[1])
     corrected = mu / scalars.correction1, nu / scalars.correction2
-    return _divide(*corrected, scalars.eps), (mu, nu)
+    scaled = _divide(*corrected, scalars.eps)
+    return _update(scaled, rows[2:], scalars), (mu, nu)
 
 
 def _optimizer(
-    scaling: optax.GradientTransformation,
+    scaling: Callable[..., ByLeaf],
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: Scalar,
 ) -> optax.GradientTransformationExtraArgs:
+    """`lazy(optax.chain(scaling(), decay, rate))`, in one pass over the rows."""
     check_learning_rate(learning_rate)
     check_at_least("weight_decay", weight_decay, 0)
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
     # Without weight decay, no parameters are needed; the states are the same.
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
     rate = optax.scale_by_learning_rate(learning_rate)
-    return lazy(optax.chain(scaling, decay, rate))
+    chain = lazy(optax.chain(scaling(), decay, rate))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        own, decay_state, rate_state = state
+        # `inject_hyperparams` makes it an array, which may be of low precision.
+        one = jnp.ones([], getattr(learning_rate, "dtype", None))
+        scale, rate_state = rate.update(one, rate_state)
+        fused = scaling(
+            scale=jnp.reshape(scale, ()), decay=weight_decay if decays else None
+        )
+        updates, own = fused.update_of_rows(updates, own, params, **extra_args)
+        return updates, (own, decay_state, rate_state)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update_fn)
 
 
 def rowwise_adagrad(
@@ -259,7 +320,7 @@ def rowwise_adagrad(
       weight_decay: :math:`\lambda`; unless it is 0, `update` needs `params`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`: `lazy` of a chain that begins with
+      An `optax.GradientTransformationExtraArgs`, as `lazy` of a chain that begins with
       `scale_by_rowwise_rss`. Row-sparse gradients have one sparse axis, or more if the
       table has further ones.
 
@@ -279,7 +340,7 @@ def rowwise_adagrad(
       <https://arxiv.org/abs/1906.00091>`_, 2019; `FBGEMM
       <https://docs.pytorch.org/FBGEMM>`_, `EmbOptimType.EXACT_ROWWISE_ADAGRAD`.
     """
-    scaling = scale_by_rowwise_rss(initial_accumulator_value, eps)
+    scaling = functools.partial(_scale_by_rss, initial_accumulator_value, eps)
     return _optimizer(scaling, learning_rate, weight_decay)
 
 
@@ -328,7 +389,7 @@ def rowwise_adam(
       weight_decay: :math:`\lambda`; unless it is 0, `update` needs `params`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`: `lazy` of a chain that begins with
+      An `optax.GradientTransformationExtraArgs`, as `lazy` of a chain that begins with
       `scale_by_rowwise_adam`. Row-sparse gradients have one sparse axis, or more if the
       table has further ones.
 
@@ -347,5 +408,5 @@ def rowwise_adam(
       `FBGEMM <https://docs.pytorch.org/FBGEMM>`_, `EmbOptimType.PARTIAL_ROWWISE_ADAM`;
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
-    scaling = scale_by_rowwise_adam(b1, b2, eps, mu_dtype=mu_dtype)
+    scaling = functools.partial(_scale_by_adam, b1, b2, eps, mu_dtype)
     return _optimizer(scaling, learning_rate, weight_decay)

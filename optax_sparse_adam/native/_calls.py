@@ -381,12 +381,12 @@ def exact_adam_rows(
 def rowwise_adagrad_rows(
     grad: BCOO,
     sums: tuple[jax.Array, ...],
+    read: tuple[jax.Array, ...],
     scalars: RowwiseAdagradScalars,
-    read: tuple[jax.Array, ...] = (),
 ) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
     """Like `adam_rows`, with the step of `rowwise_adagrad`, and its new sums.
 
-    Of a table of two axes. With weight decay, it reads the parameter, of float32.
+    With weight decay, it reads the parameter, of float32.
     """
     return _row_update("rowwise_adagrad", grad, sums, scalars, read)
 
@@ -394,8 +394,8 @@ def rowwise_adagrad_rows(
 def rowwise_adam_rows(
     grad: BCOO,
     moments: tuple[jax.Array, ...],
+    read: tuple[jax.Array, ...],
     scalars: RowwiseAdamScalars,
-    read: tuple[jax.Array, ...] = (),
 ) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
     """Like `rowwise_adagrad_rows`, with the step of `rowwise_adam`."""
     return _row_update("rowwise_adam", grad, moments, scalars, read)

@@ -137,7 +137,7 @@ def test_rows_are_vectors_along_the_last_axis():
     assert_identical(params.reshape(flat), expected[0])
     assert_identical(state[0].nu.reshape(12), expected[1][0].nu)
     elements = bcoo(values[:, 0], indices, shape[:2])
-    with pytest.raises(ValueError, match="Look rows up by one id"):
+    with pytest.raises(ValueError, match="Look whole rows up"):
         tx.update(elements, tx.init(jnp.zeros(shape[:2])))
 
 
