@@ -74,7 +74,9 @@ def make_train_step(
     flags = [x.name for x in of_loss.values() if isinstance(x.default, bool | str)]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), static_argnames=flags)
-    def step(params: Any, state: Any, /, *batch: Any, **keywords: Any) -> Any:
+    def step(_params: Any, _state: Any, /, *_batch: Any, **_keywords: Any) -> Any:
+        # Names that a keyword may have, too: JAX asserts that they differ.
+        params, state, batch, keywords = _params, _state, _batch, _keywords
         own = _taken_by(of_loss, keywords, other=of_tx)
         given = _taken_by(of_tx, keywords, other=of_loss)
         read = state if contains_exact(state) else None

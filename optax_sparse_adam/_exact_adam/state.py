@@ -182,6 +182,14 @@ def refuse_changes(state: Any) -> None:
 
     # `jax.tree.leaves` calls it at each node from the outside in, as `is_leaf`.
     def check(node: Any) -> bool:
+        if type(node).__name__ == "ConditionallyTransformState" and any(
+            is_exact(x) and x.log_decay for x in jax.tree.leaves(node, is_leaf=is_exact)
+        ):
+            raise ValueError(
+                "exact_adamw cannot be inside conditionally_transform, which adds a "
+                "gradient itself to parameters where it does nothing else: stale rows "
+                "would decay on the way to it. Use optax.conditionally_mask."
+            )
         if type(node).__name__ in _CHANGES and contains_exact(node):
             raise ValueError(
                 "Nothing may change the updates of exact_adam, by which stale rows "

@@ -81,7 +81,8 @@ def embedding_bag(
 
     Raises:
       TypeError: If ids are not integers, or table or weights not floating point.
-      ValueError: If shapes do not fit, forms are mixed, or the mode is unknown.
+      ValueError: If shapes do not fit, forms are mixed, or the mode is unknown; if
+        offsets do not ascend, where a compiled program makes NaN of all bags.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -109,6 +110,23 @@ def embedding_bag(
     if num_bags == 0:
         return jnp.zeros((0, *table.shape[1:]), table.dtype)
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
+    pooled = _pooled(table, ids, segments, weights, valid, num_bags, mode)
+    if isinstance(offsets, jax.core.Tracer) and num_bags > 1:
+        # What would raise outside of a program is NaN inside.
+        is_ascending = jnp.all(offsets[1:] >= offsets[:-1])
+        pooled = jnp.where(is_ascending, pooled, jnp.full_like(pooled, jnp.nan))
+    return pooled
+
+
+def _pooled(
+    table: jax.Array,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+    valid: jax.Array,
+    num_bags: int,
+    mode: str,
+) -> jax.Array:
     dtype = table.dtype
     if mode == "max" and ids.size:
         return _max(table, ids, segments, valid, num_bags)

@@ -205,6 +205,16 @@ def test_keywords_of_the_loss():
     assert_close(step(*copies, ids=IDS[0])[2], loss(params, IDS[0]), 1e-6)
 
 
+def test_keywords_with_the_names_of_arguments():
+    def scaled(weights, ids, params=1.0, state=1.0, batch=1.0, keywords=1.0):
+        return loss(weights, ids) * params * state * batch * keywords
+
+    step = osa.make_train_step(scaled, INNER)
+    names = {"params": 2.0, "state": 3.0, "batch": 5.0, "keywords": 7.0}
+    _, _, value = step(start(), INNER.init(start()), IDS[0], **names)
+    assert_close(value, 210 * loss(start(), IDS[0]), 1e-5)
+
+
 def test_keywords_of_the_optimizer():
     tx = takes_factor()
     step = osa.make_train_step(with_keywords, tx)

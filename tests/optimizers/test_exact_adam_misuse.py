@@ -425,6 +425,31 @@ def test_groups_by_masks_and_by_partition():
     assert_close(osa.flush(params, state)[0]["table"], dense["table"], 1e-8)
 
 
+@pytest.mark.parametrize("wrap", ["conditionally_mask", "conditionally_transform"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_steps_that_are_left_out(wrap, decay):
+    """What is left out for both, and a gradient that is added as it is."""
+
+    def around(tx):
+        return getattr(optax, wrap)(tx, lambda step, **_: step % 2 == 0)
+
+    own, theirs = osa.exact_adam(RATE), optax.adam(RATE)
+    if decay:
+        own = osa.exact_adamw(RATE, weight_decay=decay)
+        theirs = optax.adamw(RATE, weight_decay=decay)
+    tx, reference = around(own), around(theirs)
+    if decay and wrap == "conditionally_transform":
+        with pytest.raises(ValueError, match=r"Use optax\.conditionally_mask"):
+            gradient(start(), read=tx.init(start()))
+        return
+    params, state, values = exact_run(tx, start(), tx.init(start()), batches(6))
+    dense, other = start(), reference.init(start())
+    for ids, value in zip(batches(6), values, strict=True):
+        dense, other, expected = dense_step(reference)(dense, other, ids)
+        assert_close(value, expected, 1e-8)
+    assert_close(osa.flush(params, state)[0]["table"], dense["table"], 1e-7)
+
+
 def test_flatten():
     params, tx = start(), optax.flatten(osa.exact_adam(RATE))
     for tree in (params, params["table"]):

@@ -444,6 +444,20 @@ def test_nothing_to_add_up(name, mode):
         assert_identical(found.astype(float), np.zeros((4, 2)))
 
 
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_offsets_that_do_not_ascend(mode):
+    table, ids, offsets = numbers()[0], jnp.arange(4), jnp.array([2, 0])
+    pool = functools.partial(bag, table, ids, mode=mode)
+    with pytest.raises(ValueError, match="must be ascending"):
+        pool(offsets=offsets)
+    pool = jax.jit(lambda offsets: bag(table, ids, offsets=offsets, mode=mode))
+    assert np.isnan(pool(offsets)).all()
+    segments = jnp.array([0, 0, 1, 1])
+    assert_close(
+        pool(jnp.array([0, 2])), loop(table, ids, segments, None, mode, 2), 1e-5
+    )
+
+
 @pytest.mark.parametrize("mode", ["mean", "sqrtn"])
 def test_weights_that_add_up_to_zero(mode):
     """Zeros, as by TensorFlow's `div_no_nan`, and no gradient."""
