@@ -60,6 +60,7 @@ def _read_expression(
 def _read_array(lookup: Lookup, array: jax.Array) -> jax.Array:
     """`lookup.read`, by the kernel where XLA may widen all of a bfloat16 table."""
     rows = None
+    # OLD_JAX: 0.11.2
     if array.dtype == jnp.bfloat16 and array.shape == lookup.shape:
         rows = _read_by_kernel(Table(array), lookup)
     return lookup.read(array) if rows is None else rows

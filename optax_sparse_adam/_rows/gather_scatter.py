@@ -51,10 +51,11 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         read = unchecked(gather)
         return call_with_auto_axes(read, table, indices, like=table, axes=axes)
 
+    # OLD_JAX: 0.11.2, with all that `_writes_by_kernel` is for.
     def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
         return native.look_up_rows(table, indices[:, 0], None)
 
-    is_widened = table.dtype == jnp.bfloat16 and n_sparse == 1  # `_writes_by_kernel`
+    is_widened = table.dtype == jnp.bfloat16 and n_sparse == 1
     if is_widened and native.supports_lookup(table, indices):
         return on_cpu(by_kernel, by_xla, table, indices)
     return by_xla(table, indices)
@@ -116,8 +117,8 @@ def _writes_by_kernel(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
     CPUs has no scatter of this type in jaxlib 0.10, and converts the table to float32
     and back; a gather in a loop has the table converted before the loop; and reading
     the bits as integers copies them, too. Remedy: the kernel, where it is available.
-    Safe, because it writes the same rows. Test: `test_memory_of_a_step`. From jaxlib
-    0.11.2 on XLA is in place, too.
+    Safe, because it writes the same rows. Test: `test_memory_of_a_step`. XLA is
+    in place, too, from the jaxlib on that is marked here. OLD_JAX: 0.11.2
     """
     return table.dtype == jnp.bfloat16 and native.supports_write(table, indices, rows)
 

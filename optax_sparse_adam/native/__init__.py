@@ -1,4 +1,4 @@
-"""A kernel for CPUs: sums and Adam in one pass over the touched rows; reads and writes.
+"""A kernel for CPUs: sums and an optimiser in one pass over the touched rows; lookups.
 
 An installation from source compiles it where it finds a C++ compiler: `CXX`, a command
 in which a path with blanks is quoted, or else c++, g++ or clang++.
@@ -17,6 +17,9 @@ On CPUs it is used by default, in processes that have one CPU device and have no
 
 - Sums of duplicates, of float32; the step of `sparse_adam`, with moments of float32 or
   bfloat16; `apply_updates`, with tables of either.
+- The steps of `rowwise_adagrad` and `rowwise_adam`, with one second moment a row, of
+  float32; of a float32 table if weights decay.
+- The sums of `embedding_bag`, and all of these steps from the gradients of its bags.
 - The step of `exact_adam` and lookups with `read=state`, all of float32, in tables of
   at most two axes.
 - Other lookups inside of `value_and_grad` and `grad`, of whole rows of 17 to 79 float32

@@ -135,7 +135,7 @@ def _indices(grad: Any) -> jax.Array:
 
 def supports_lookup(table: jax.Array, ids: jax.Array) -> bool:
     """Whether the kernel reads these rows, and faster than XLA."""
-    # XLA may widen a bfloat16 table, out of the loop that looks its rows up.
+    # OLD_JAX: 0.11.2. XLA may widen a bfloat16 table, out of the loop that reads it.
     is_slow = math.prod(table.shape[1:]) in _READ_WIDTHS or table.dtype == jnp.bfloat16
     return is_slow and _supports(table, ids)
 
@@ -423,5 +423,8 @@ def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
 
 def put_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """`table.at[indices].set(rows)` for unique indices; the rows have its type."""
+    """`table.at[indices].set(rows)` for unique indices; the rows have its type.
+
+    OLD_JAX: 0.11.2
+    """
     return _call("update put", table.shape, [table, indices, rows], [0])[0]
