@@ -10,12 +10,12 @@ import optax
 from jax.experimental.sparse import BCOO
 from jax.extend.core import Var
 
-from ._exact_adam.state import contains_exact
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
 from ._rows.apply_updates import apply_updates
 from ._rows.checks import is_bcoo
 from ._rows.coalesce import coalesce
+from ._rows.stale import contains_stale
 
 
 def make_train_step(
@@ -79,7 +79,7 @@ def make_train_step(
         params, state, batch, keywords = _params, _state, _batch, _keywords
         own = _taken_by(of_loss, keywords, other=of_tx)
         given = _taken_by(of_tx, keywords, other=of_loss)
-        read = state if contains_exact(state) else None
+        read = state if contains_stale(state) else None
         both = value_and_grad(loss, has_aux=has_aux, sparse=sparse, read=read)
         value, grads = both(params, *batch, **own)
 

@@ -8,8 +8,8 @@ final value*; its current value is computed where the row is read.
 The files, those that others stand on first:
 
 - `remaining_update`: the remaining update of a row, as a polynomial.
-- `state`: what is known of rows and tables, and which parameters a state belongs to.
 - `rows`: stale rows: their values now, and the step on those with a gradient.
+- `state`: the state, and which parameters it belongs to.
 - `schedule`: the polynomials of each step, from the schedules.
 - `flush`: `flush`, which goes through all rows.
 - `optimizer`: the public functions, and the checks of their arguments.

@@ -6,18 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from .._rows.map_rows import Tables, map_all_rows
+from .._rows.stale import stale_states
 from .remaining_update import Constants
-from .rows import catch_up_rows, mark_updated, value_of
+from .rows import RowState, TableState, catch_up_rows, mark_updated, value_of
 from .schedule import hold_values
-from .state import (
-    RowState,
-    TableState,
-    exact_states,
-    is_exact,
-    replaced,
-    rows_by_parameter,
-    table_states,
-)
+from .state import is_exact, replaced, rows_by_parameter, table_states
 
 Params = TypeVar("Params")
 State = TypeVar("State")
@@ -88,11 +81,14 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
       0.9
     """
     treedef: Any
+    structure: Any
     leaves, treedef = jax.tree.flatten(params)
-    nodes, structure = exact_states(state, "flush")
+    stale: Any = iter(stale_states(state, "flush"))
+    nodes, structure = jax.tree.flatten(state, is_leaf=is_exact)
     for n, node in enumerate(nodes):
         if not is_exact(node):
             continue
+        node = next(stale)
         parts = rows_by_parameter(node, list(map(jnp.shape, leaves)), treedef)
         before, news = table_states(node), []
         after = hold_values(before)

@@ -40,7 +40,6 @@ from .schedule import (
 )
 from .state import (
     ExactAdamState,
-    refuse_stale,
     replaced,
     rows_by_parameter,
     table_states,
@@ -274,10 +273,11 @@ def _exact_adam(
             )
             grads[i] = clear_padding(grads[i], update)
         if whole:
-            places = np.flatnonzero(is_dense)
+            places = np.flatnonzero(is_dense).tolist()
             names = [jax.tree_util.keystr(paths[i][0]) for i in whole]
-            is_stale = refuse_stale(state, places, names)
-            own_rate = jnp.where(is_stale.any(), jnp.nan, view.now.rate)
+            is_stale = state.refuse_stale(dict(zip(places, names, strict=True)))
+            # One rate for all: XLA would compute those of all in the fusion of each.
+            own_rate = jnp.where(is_stale, jnp.nan, view.now.rate)
             news = update_whole(
                 [grads[i] for i in whole],
                 [olds[i] for i in whole],

@@ -1,6 +1,7 @@
 """Stale rows: what brings them up to date, and the step on rows with a gradient."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,42 @@ from .remaining_update import (
     polynomial,
     remaining_update,
 )
-from .state import RowState, TableState
+
+
+class RowState(NamedTuple):
+    """What is known of each row of one parameter, or of some; see `ExactAdamState`."""
+
+    mu: jax.Array
+    nu: jax.Array
+    last: jax.Array
+    log_decay: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, mu: Any, nu: Any, last: Any, *log_decay: Any) -> "RowState":
+        return cls(mu, nu, last, log_decay)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return (*self[:3], *self.log_decay)
+
+
+class TableState(NamedTuple):
+    """What is known of a parameter as a whole, or of all; see `ExactAdamState`.
+
+    Of several, all but `clock` and `origin` have an axis for them in front.
+    """
+
+    clock: jax.Array
+    origin: jax.Array
+    values_until: jax.Array
+    remaining: jax.Array
+    decay: jax.Array | None
+
+    def at(self, place: Any) -> "TableState":
+        """The state of one parameter, or of some."""
+        decay = None if self.decay is None else self.decay[place]
+        of_one = self.values_until[place], self.remaining[place], decay
+        return TableState(self.clock, self.origin, *of_one)
 
 
 class CatchUp(NamedTuple):
@@ -187,17 +223,45 @@ def _stale_rows(
     )
 
 
-def look_up_values(
-    param: jax.Array,
-    rows: RowState,
-    table: TableState,
-    constants: Constants,
-    ids: jax.Array,
-    fill: float | None,
-) -> jax.Array:
-    """`values_of_rows` of the rows with these ids, by the kernel."""
-    stale = _stale_rows(rows, table, constants)
-    return native.look_up_stale_rows(param, stale, ids, fill)
+class StaleTable(NamedTuple):
+    """What brings the rows of a parameter up to date; `StaleRows` in `_rows` says how.
+
+    Attributes:
+      rows: What is known of each row.
+      state: What is known of the parameter.
+      constants: Of the optimiser.
+    """
+
+    rows: RowState
+    state: TableState
+    constants: Constants
+
+    @property
+    def clock(self) -> jax.Array:
+        return self.state.clock
+
+    def values(
+        self, rows: jax.Array, take: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        # A vector's state has an axis of length 1 in the place of the last one.
+        own = jax.tree.map(lambda x: take(expand_like(x, self.rows.nu)), self.rows)
+        return values_of_rows(rows, own, self.state, self.constants)
+
+    def kernel(
+        self, table: jax.Array, ids: jax.Array
+    ) -> Callable[[jax.Array, jax.Array, float | None], jax.Array] | None:
+        if not native.supports_stale_lookup(table, self.rows.arrays, ids):
+            return None
+
+        def look_up(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
+            return native.look_up_stale_rows(table, _stale_rows(*self), ids, fill)
+
+        return look_up
+
+    def map(self, function: Callable[[Any, bool], Any]) -> "StaleTable":
+        rows = jax.tree.map(lambda x: function(x, True), self.rows)
+        others = jax.tree.map(lambda x: function(x, False), self[1:])
+        return StaleTable(rows, *others)
 
 
 # The step on rows with a gradient.

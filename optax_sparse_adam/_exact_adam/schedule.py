@@ -22,8 +22,8 @@ from .remaining_update import (
     nodes,
     sum_at_nodes,
 )
-from .rows import Betas, Step
-from .state import ExactAdamState, TableState, table_states
+from .rows import Betas, Step, TableState
+from .state import ExactAdamState, table_states
 
 Schedule = Callable[[jax.Array], Any]
 

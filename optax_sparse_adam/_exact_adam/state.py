@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._optimizers.hyperparameters import class_names
+from .._rows.stale import class_names, contains_stale
 from .remaining_update import Constants
+from .rows import RowState, StaleTable, TableState
 
 
 class ExactAdamState(NamedTuple):
@@ -53,41 +54,37 @@ class ExactAdamState(NamedTuple):
     decay: Any
     constants: Constants
 
+    def stale_rows(
+        self, shapes: Sequence[tuple[int, ...] | None], treedef: Any
+    ) -> dict[int, StaleTable]:
+        """What brings each parameter up to date; see `StaleState` in `_rows`."""
+        states, rows = table_states(self), rows_by_parameter(self, shapes, treedef)
+        return {
+            i: StaleTable(own, states.at(place), self.constants)
+            for place, (i, own) in enumerate(rows.items())
+        }
 
-class RowState(NamedTuple):
-    """What is known of each row of one parameter, or of some; see `ExactAdamState`."""
+    def refuse_stale(self, names: dict[int, str]) -> jax.Array:
+        """Whether one of these parameters has rows that do not hold their values.
 
-    mu: jax.Array
-    nu: jax.Array
-    last: jax.Array
-    log_decay: tuple[jax.Array, ...]
+        Raises:
+          ValueError: If that is known. In a program it is NaN instead.
+        """
+        is_stale = self.values_until[np.array([*names], int)] != self.clock
+        if not isinstance(is_stale, jax.core.Tracer) and is_stale.any():
+            name = [*names.values()][int(is_stale.argmax())] or "the table"
+            raise ValueError(
+                "exact_adam takes a dense gradient only where all rows hold their "
+                f"values; got one of {name}, whose rows are stale since a row-sparse "
+                "gradient, or since a step that did not use it. Such a gradient comes "
+                "from tied weights, weight decay in the loss, jax.grad and todense(). "
+                "Call params, state = flush(params, state) before it; or make all its "
+                "gradients dense, by `sparse`."
+            )
+        return is_stale.any()
 
-    @classmethod
-    def of(cls, mu: Any, nu: Any, last: Any, *log_decay: Any) -> "RowState":
-        return cls(mu, nu, last, log_decay)
-
-    @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        return (*self[:3], *self.log_decay)
-
-
-class TableState(NamedTuple):
-    """What is known of a parameter as a whole, or of all; see `ExactAdamState`.
-
-    Of several, all but `clock` and `origin` have an axis for them in front.
-    """
-
-    clock: jax.Array
-    origin: jax.Array
-    values_until: jax.Array
-    remaining: jax.Array
-    decay: jax.Array | None
-
-    def at(self, place: Any) -> "TableState":
-        """The state of one parameter, or of some."""
-        decay = None if self.decay is None else self.decay[place]
-        of_one = self.values_until[place], self.remaining[place], decay
-        return TableState(self.clock, self.origin, *of_one)
+    def refuse_changes(self, state: Any) -> None:
+        _refuse_changes(state)
 
 
 def is_exact(node: Any) -> bool:
@@ -101,31 +98,6 @@ def table_states(state: ExactAdamState) -> TableState:
     return TableState(state.clock, state.origin, *of_each)
 
 
-def refuse_stale(state: ExactAdamState, places: Any, names: Sequence[str]) -> jax.Array:
-    """Which of these parameters have rows that do not hold their values.
-
-    Args:
-      state: The state.
-      places: Of the parameters, in the order of the state's arrays.
-      names: Their names.
-
-    Raises:
-      ValueError: If one has, as far as it is known. In a program it is NaN instead.
-    """
-    is_stale = state.values_until[np.asarray(places, int)] != state.clock
-    if not isinstance(is_stale, jax.core.Tracer) and is_stale.any():
-        name = names[int(is_stale.argmax())] or "the table"
-        raise ValueError(
-            "exact_adam takes a dense gradient only where all rows hold their values; "
-            f"got one of {name}, whose rows are stale since a row-sparse gradient, or "
-            "since a step that did not use it. Such a gradient comes from tied "
-            "weights, weight decay in the loss, jax.grad and todense(). Call "
-            "params, state = flush(params, state) before it; or make all its gradients "
-            "dense, by `sparse`."
-        )
-    return is_stale
-
-
 # Transformations that change updates after the one whose state is in theirs.
 _CHANGES = (
     *("LookaheadState", "MechanicState", "MultiStepsState", "SAMState"),
@@ -133,48 +105,7 @@ _CHANGES = (
 )
 
 
-def exact_states(state: Any, name: str) -> tuple[list[Any], Any]:
-    """The state of an optimiser, cut into states of `exact_adam` and other leaves.
-
-    Raises:
-      ValueError: If it holds none of them, or one whose updates are seen to be changed
-        by another transformation.
-    """
-    nodes, structure = jax.tree.flatten(state, is_leaf=is_exact)
-    if not any(map(is_exact, nodes)):
-        raise ValueError(
-            f"{name} needs the state of an optimiser that contains exact_adam or "
-            f"exact_adamw, got {class_names(state)}. No other optimiser has "
-            "rows that are to be brought up to date."
-        )
-    refuse_changes(state)
-    return [_as_jax(x) if is_exact(x) else x for x in nodes], structure
-
-
-def _as_jax(state: ExactAdamState) -> ExactAdamState:
-    """The state with arrays of JAX, where a checkpoint has those of NumPy."""
-
-    def convert(x: Any) -> Any:
-        return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
-
-    return jax.tree.map(convert, state)
-
-
-def contains_exact(state: Any) -> bool:
-    return any(map(is_exact, jax.tree.leaves(state, is_leaf=is_exact)))
-
-
-def refuse_exact(state: Any, name: str) -> None:
-    """Raises if this is the state of `exact_adam`, where `name` cannot be around it."""
-    if contains_exact(state):
-        raise ValueError(
-            f"{name} cannot be around exact_adam, whose stale rows are read by the "
-            f"updates that it has made itself. Put {name} around optax.adam, inside "
-            "lazy, or use exact_adam without it."
-        )
-
-
-def refuse_changes(state: Any) -> None:
+def _refuse_changes(state: Any) -> None:
     """Raises where something is seen to change the updates of `exact_adam`.
 
     The state of `optax.chain` is a tuple of the states of its parts, in their order.
@@ -190,14 +121,14 @@ def refuse_changes(state: Any) -> None:
                 "gradient itself to parameters where it does nothing else: stale rows "
                 "would decay on the way to it. Use optax.conditionally_mask."
             )
-        if type(node).__name__ in _CHANGES and contains_exact(node):
+        if type(node).__name__ in _CHANGES and contains_stale(node):
             raise ValueError(
                 "Nothing may change the updates of exact_adam, by which stale rows "
                 f"are read; got it inside a transformation with {type(node).__name__}. "
                 "Use optax.adam there, or exact_adam without it."
             )
         if type(node) in (tuple, list):
-            found = [i for i, part in enumerate(node) if contains_exact(part)]
+            found = [i for i, part in enumerate(node) if contains_stale(part)]
             behind = node[found[0] + 1 :] if found else ()
             if behind:
                 raise ValueError(

@@ -85,4 +85,4 @@ def _looked_up(source: Table) -> Any:
     array = source.array
     if jnp.ndim(array) and jnp.issubdtype(jnp.result_type(array), jnp.floating):
         return table(source)
-    return array if source.rows is None else source.values(lambda x: x)
+    return array if source.stale is None else source.values(lambda x: x)

@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._exact_adam.remaining_update import Constants
-from .._exact_adam.rows import values_of_rows
-from .._exact_adam.state import RowState, TableState
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
+from .._rows.stale import StaleRows
 
 _UNKNOWN: Any = None
 Take = Callable[[jax.Array], jax.Array]  # picks some elements of an array
@@ -58,39 +56,28 @@ class Table(NamedTuple):
 
     Attributes:
       array: The table as it is stored.
-      rows: For a table of `exact_adam`, what is known of each row.
-      state: What is known of the table.
-      constants: Of the optimiser.
+      stale: What brings its rows up to date, if anything has to.
     """
 
     array: jax.Array
-    rows: RowState | None = None
-    state: TableState | None = None
-    constants: Constants | None = None
+    stale: StaleRows | None = None
 
     @property
     def clock(self) -> jax.Array | None:
-        return None if self.state is None else self.state.clock
+        return None if self.stale is None else self.stale.clock
 
     def values(self, take: Take) -> jax.Array:
         """`take` of the table as it is now."""
-        array = take(jnp.asarray(self.array))
-        if self.rows is None or self.state is None or self.constants is None:
-            return array
-        # A vector's state has an axis of length 1 in the place of the last one.
-        ndim = self.array.ndim
-        rows = jax.tree.map(
-            lambda x: take(x.reshape(x.shape + (1,) * (ndim - x.ndim))), self.rows
-        )
-        now = values_of_rows(array, rows, self.state, self.constants)
+        rows = take(jnp.asarray(self.array))
+        if self.stale is None:
+            return rows
         # Derivatives are those by the values; what is stored decays on the way to them.
-        return _inject(lax.stop_gradient(now), array)
+        return _inject(lax.stop_gradient(self.stale.values(rows, take)), rows)
 
     def map(self, function: Callable[[Any, bool], Any]) -> "Table":
         """Applies `function(array, has_rows)` to all arrays."""
-        array, rows = jax.tree.map(lambda x: function(x, True), self[:2])
-        others = jax.tree.map(lambda x: function(x, False), self[2:])
-        return Table(array, rows, *others)
+        array = function(self.array, True)
+        return Table(array, None if self.stale is None else self.stale.map(function))
 
 
 class Leaf(NamedTuple):

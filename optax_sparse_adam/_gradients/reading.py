@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._exact_adam.rows import look_up_values
 from .._jax_extras.jaxprs import named_in_jaxprs
-from .._jax_extras.on_cpu import on_cpu
 from ..native import _calls as native
+from ..native._on_cpu import on_cpu
 from .expressions import Expression, Leaf, Table, inject, operands_first, table
 from .lookups import Lookup, Mode
 
@@ -32,7 +31,7 @@ def read(
 
 
 def _read_table(source: Table, lookup: Lookup) -> jax.Array:
-    if source.rows is None:
+    if source.stale is None:
         return source.values(lookup.read)
     return _read_expression(table(source), lookup, None)
 
@@ -95,13 +94,7 @@ def _read_by_kernel(source: Table, lookup: Lookup) -> jax.Array | None:
     is_whole = lookup.window == (1, *lookup.shape[1:]) and 0 in axes
     is_whole = is_whole and (len(axes) == 1 or not lookup.is_filled)
     is_last = lookup.dims.offset_dims == tuple(range(indices.ndim - 1, len(lookup.out)))
-    rows = source.rows
-    if rows is None:
-        takes = native.supports_lookup(source.array, indices)
-    else:
-        takes = native.supports_stale_lookup(
-            source.array, (*rows[:3], *rows.log_decay), indices
-        )
+    takes = _kernel(source, indices) is not None
     if not (is_whole and is_last and takes):
         return None
     items = (*lookup.params.items(),)
@@ -121,11 +114,8 @@ def look_up_by_kernel(
 
     def by_kernel(source: Table, indices: jax.Array) -> jax.Array:
         ids = indices[..., column]
-        if source.rows is None:
-            rows = native.look_up_rows(source.array, ids, fill)
-        else:
-            stale: tuple[Any, Any, Any, Any] = source
-            rows = look_up_values(*stale, ids, fill)
+        look_up: Any = _kernel(source, indices)
+        rows: jax.Array = look_up(source.array, ids, fill)
         return rows.reshape(out)
 
     def by_xla(source: Table, indices: jax.Array) -> jax.Array:
@@ -133,3 +123,11 @@ def look_up_by_kernel(
 
     result: jax.Array = on_cpu(by_kernel, by_xla, source, indices)
     return result
+
+
+def _kernel(source: Table, indices: jax.Array) -> Callable[..., jax.Array] | None:
+    """`native.look_up_rows` of this table, if the kernel takes it."""
+    if source.stale is not None:
+        return source.stale.kernel(source.array, indices)
+    takes = native.supports_lookup(source.array, indices)
+    return native.look_up_rows if takes else None

@@ -58,7 +58,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         walk.program.reread.update(x.index for x in value.leaves)
     if walk.is_plan:
         return [None]
-    if value.is_table and value.source.rows is None:
+    if value.is_table and value.source.stale is None:
         table = jnp.asarray(value.source.array)
         sums = sum_bags(num_bags, table, ids, segments, weights)
     else:

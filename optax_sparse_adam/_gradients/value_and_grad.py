@@ -10,14 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, valid_jaxtype
 
-from .._exact_adam.state import (
-    RowState,
-    exact_states,
-    is_exact,
-    refuse_stale,
-    rows_by_parameter,
-    table_states,
-)
+from .._rows.stale import StaleState, stale_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .differentiate import evaluate_with_gradients
 from .expressions import Table
@@ -289,28 +282,24 @@ def current_tables(tree: Any, read: Any) -> list[Table]:
     """The leaves; stale where the state `read` has to bring them up to date."""
     leaves = jax.tree.leaves(tree)
     tables = [Table(x) for x in leaves]
-    for node, rows in _exact_tables(tree, read):
-        states = table_states(node)
-        for place, i in enumerate(rows):
-            parts = rows[i], states.at(place), node.constants
-            tables[i] = Table(jnp.asarray(leaves[i]), *parts)
+    for _, rows in _stale_rows(tree, read):
+        for i, stale in rows.items():
+            tables[i] = Table(jnp.asarray(leaves[i]), stale)
     return tables
 
 
-def _exact_tables(tree: Any, read: Any) -> Iterator[tuple[Any, dict[int, RowState]]]:
-    """The states of `exact_adam`, and which leaves each of them holds."""
+def _stale_rows(tree: Any, read: Any) -> Iterator[tuple[StaleState, dict[int, Any]]]:
+    """What brings the leaves up to date, by the states that know of them."""
     leaves, treedef = jax.tree.flatten(tree)
-    for node in [] if read is None else exact_states(read, "`read`")[0]:
-        if is_exact(node):
-            yield node, rows_by_parameter(node, list(map(jnp.shape, leaves)), treedef)
+    for node in [] if read is None else stale_states(read, "`read`"):
+        yield node, node.stale_rows(list(map(jnp.shape, leaves)), treedef)
 
 
 def _are_stale(tree: Any, read: Any, places: Sequence[int]) -> Any:
     """Whether one of the leaves at these places has stale rows; raises if known."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     are_stale: Any = False
-    for node, rows in _exact_tables(tree, read):
-        own = [place for place, i in enumerate(rows) if i in places]
-        named = [names[i] for i in rows if i in places]
-        are_stale |= refuse_stale(node, own, named).any()
+    for node, rows in _stale_rows(tree, read):
+        own = {place: names[i] for place, i in enumerate(rows) if i in places}
+        are_stale |= node.refuse_stale(own)
     return are_stale

@@ -2,9 +2,7 @@
 
 Each file says what is missing, and what stands in for it:
 `sharding` (the layout of rows and of states on a mesh), `shard_alike` (one array laid
-out as another over Auto axes),
-`on_cpu` (two implementations of one function), `jaxprs` (programs read and run again),
-`varying_axes` (over which mesh axes a value varies), `sums_of_shards` (a sum that the
-partitioner computes shard by shard), `unchecked` (operations that
-checkify does not look into).
+out as another over Auto axes), `jaxprs` (programs read and run again), `varying_axes`
+(over which mesh axes a value varies), `sums_of_shards` (a sum that the partitioner
+computes shard by shard), `unchecked` (operations that checkify does not look into).
 """

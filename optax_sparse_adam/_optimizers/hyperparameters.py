@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._rows.checks import check_bcoo, is_bcoo
+from .._rows.stale import class_names
 
 Scalar = float | jax.Array
 NUMBER = (int, float, np.number)  # what is known while tracing
@@ -109,14 +110,6 @@ def check_state_class(state: Any, expected: type, name: str) -> None:
             f"{class_names(state)}. Create it with `init`, or copy the matching "
             "arrays of the other state into it."
         )
-
-
-def class_names(state: Any) -> str:
-    """The class of a state, and the classes in it, by which its user knows it."""
-    name = type(state).__name__
-    if type(state) in (tuple, list) and state:
-        return f"{name}({', '.join(map(class_names, state))})"
-    return name
 
 
 def check_moment(moment: Any, shape: tuple[int, ...] | None, name: str) -> None:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._exact_adam.state import refuse_exact
 from .._rows.checks import check_dense, is_leaf
+from .._rows.stale import refuse_stale_states
 from .hyperparameters import check_state_shapes, check_transformation
 
 
@@ -90,7 +90,7 @@ def per_row(
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves, treedef = jax.tree.flatten(params)
         states = [_vmap_rows(inner.init, leaf)(leaf) for leaf in leaves]
-        refuse_exact(states, "per_row")
+        refuse_stale_states(states, "per_row")
         return _merge_states(treedef, states) if states else inner.init(params)
 
     def update_fn(

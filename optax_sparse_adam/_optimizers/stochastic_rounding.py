@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._exact_adam.state import refuse_exact
 from .._rows.checks import check_dense, is_leaf, leaves_like
+from .._rows.stale import refuse_stale_states
 from .hyperparameters import (
     check_state_class,
     check_state_shapes,
@@ -157,7 +157,7 @@ def stochastic_rounding(
             jnp.result_type(key), jnp.integer
         )
         start = jax.random.key(key) if is_seed else jnp.copy(key)
-        refuse_exact(jax.eval_shape(inner.init, params), "stochastic_rounding")
+        refuse_stale_states(jax.eval_shape(inner.init, params), "stochastic_rounding")
         if not any(map(_is_low, jax.tree.leaves(params))):
             return StochasticRoundingState(start, inner.init(params))
         if state_dtype is None:

@@ -30,5 +30,6 @@ rows, by `duplicates`. `map_rows` gathers, updates and scatters them, by
 `gather_scatter`. `update_table` updates one table by the formula of an optimiser,
 `apply_updates` adds that to the parameter, and `new_arrays` makes the arrays of a new
 state. `bags` has the public `embedding_bag`, and `bag_gradient` its gradient, expanded
-on demand. All of them stand on `padding`.
+on demand. `stale` says what gradients need to know of rows that `exact_adam` has not
+brought up to date. All of them stand on `padding`.
 """

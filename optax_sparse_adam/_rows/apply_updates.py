@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax_extras.on_cpu import on_cpu
 from ..native import _calls as native
+from ..native._on_cpu import on_cpu
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .coalesce import accumulator_dtype, as_written, replicate_entries, touched_rows
 from .gather_scatter import scatter_add_rows, scatter_rows, take_rows

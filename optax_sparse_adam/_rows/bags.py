@@ -23,10 +23,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import named_in_jaxprs
-from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.sums_of_shards import sum_of_shards
 from ..native import _calls as native
+from ..native._on_cpu import on_cpu
 from .coalesce import accumulator_dtype
 from .padding import expand_like
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 from jax.typing import DTypeLike
 
-from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
+from ..native._on_cpu import on_cpu
 from .bag_gradient import BagGradient
 from .canary import copy_with, entries, maker_of
 from .checks import check_bcoo, is_bcoo

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
 from ..native import _calls as native
+from ..native._on_cpu import on_cpu
 from .padding import append_padding, mask_padding
 
 

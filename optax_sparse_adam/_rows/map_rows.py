@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax_extras.on_cpu import on_cpu
 from .._jax_extras.sharding import mesh_of, shard_columns_like
+from ..native._on_cpu import on_cpu
 from .coalesce import Rows
 from .gather_scatter import (
     gather_rows,

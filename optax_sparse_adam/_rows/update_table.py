@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.on_cpu import on_cpu
 from ..native import _calls as native
+from ..native._on_cpu import on_cpu
 from .coalesce import bcoo_of, cast_entries, touched_rows
 from .map_rows import RowFunction, Tables, map_rows
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from ..native import _calls, _library
-from .unchecked import unchecked
+from .._jax_extras.unchecked import unchecked
+from . import _calls, _library
 
 
 def on_cpu(

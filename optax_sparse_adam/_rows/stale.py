@@ -1,0 +1,106 @@
+"""Stale rows: what whoever reads a table needs to know of them.
+
+An optimiser may let rows rest, and store what brings them up to date when they are
+read; `exact_adam` does. Its state is a `StaleState`, found in that of any optimiser
+that holds it (`stale_states`), and tells of each parameter what `StaleRows` says:
+gradients read tables by it, and know no optimiser.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class StaleRows(Protocol):
+    """What brings the rows of one table up to date; a pytree."""
+
+    @property
+    def clock(self) -> jax.Array:
+        """The time that they are brought up to, which a gradient carries."""
+
+    def values(
+        self, rows: jax.Array, take: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """As they are now, of rows as stored, which `take` picks of the table."""
+
+    def kernel(
+        self, table: jax.Array, ids: jax.Array
+    ) -> Callable[[jax.Array, jax.Array, float | None], jax.Array] | None:
+        """`native.look_up_rows` of values, if the kernel takes these arrays."""
+
+    def map(self, function: Callable[[Any, bool], Any]) -> "StaleRows":
+        """Applies `function(array, has_rows)` to all arrays."""
+
+
+class StaleState(Protocol):
+    """A node of an optimiser's state, by which tables are read."""
+
+    def stale_rows(
+        self, shapes: Sequence[tuple[int, ...] | None], treedef: Any
+    ) -> dict[int, StaleRows]:
+        """Of each parameter that it belongs to, by its index; see `rows_by_parameter`.
+
+        In the order of the state. The structure of all parameters is `treedef`.
+        """
+
+    def refuse_stale(self, names: dict[int, str]) -> jax.Array:
+        """Raises, as far as is known, if one of them has stale rows; else says so.
+
+        `names` by their places in the order of `stale_rows`.
+        """
+
+    def refuse_changes(self, state: Any) -> None:
+        """Raises where something in the state of the optimiser changes its updates."""
+
+
+def is_stale_state(node: Any) -> bool:
+    return hasattr(type(node), "stale_rows")
+
+
+def contains_stale(state: Any) -> bool:
+    return any(map(is_stale_state, jax.tree.leaves(state, is_leaf=is_stale_state)))
+
+
+def stale_states(state: Any, name: str) -> list[StaleState]:
+    """The nodes of an optimiser's state by which tables are read, of arrays of JAX.
+
+    Raises:
+      ValueError: If it holds none of them, or one whose updates are seen to be changed
+        by another transformation.
+    """
+    leaves = jax.tree.leaves(state, is_leaf=is_stale_state)
+    nodes = [x for x in leaves if is_stale_state(x)]
+    if not nodes:
+        raise ValueError(
+            f"{name} needs the state of an optimiser that contains exact_adam or "
+            f"exact_adamw, got {class_names(state)}. No other optimiser has "
+            "rows that are to be brought up to date."
+        )
+    nodes[0].refuse_changes(state)
+    return [jax.tree.map(_as_jax, node) for node in nodes]
+
+
+def _as_jax(x: Any) -> Any:
+    """A checkpoint may have arrays of NumPy."""
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def refuse_stale_states(state: Any, name: str) -> None:
+    """Raises if tables are read by this state, where `name` cannot be around it."""
+    if contains_stale(state):
+        raise ValueError(
+            f"{name} cannot be around exact_adam, whose stale rows are read by the "
+            f"updates that it has made itself. Put {name} around optax.adam, inside "
+            "lazy, or use exact_adam without it."
+        )
+
+
+def class_names(state: Any) -> str:
+    """The class of a state, and the classes in it, by which its user knows it."""
+    name = type(state).__name__
+    if type(state) in (tuple, list) and state:
+        return f"{name}({', '.join(map(class_names, state))})"
+    return name
