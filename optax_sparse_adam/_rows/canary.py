@@ -155,6 +155,8 @@ def _is_intact(grad: CanaryBCOO) -> bool:
         return True
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(grad)):
         return True  # a tree of shapes, marks or layouts
+    if grad.stored_indices.dtype == jax.dtypes.float0:
+        return True  # a tangent, which has none of indices
     check_indices(grad)
     if not _is_known(grad.canary) or (np.asarray(grad.canary[..., 0]) != _CANARY).any():
         return False

@@ -12,7 +12,7 @@ from flax import nnx
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_identical, slow_but
+from ..helpers.support import assert_identical
 
 _PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 _TEXT = _PAGE.read_text(encoding="utf-8")
@@ -110,64 +110,3 @@ def test_constraints_hold_on_touched_rows_only():
         untouched = np.setdiff1d(np.arange(ROWS), batches)
         assert untouched.size
         assert_identical(params["table"][untouched], np.float32(start[untouched]))
-
-
-def numpy_adam(lazily, uncorrected, decay):
-    """Adam in float64: of touched rows, with torch's epsilon, with weight decay."""
-
-    def step(table, mu, nu, count, w, ids):
-        rows = np.unique(ids) if lazily else np.arange(ROWS)
-        grad = gradient(table, w, ids)[rows]
-        mu[rows] = B1 * mu[rows] + (1 - B1) * grad
-        nu[rows] = B2 * nu[rows] + (1 - B2) * grad**2
-        mean, root = mu[rows] / (1 - B1**count), np.sqrt(nu[rows] / (1 - B2**count))
-        root += EPS / np.sqrt(1 - B2**count) if uncorrected else EPS
-        table[rows] -= RATE * (mean / root + decay * table[rows])
-
-    return step
-
-
-REPLACED = {
-    "sparse_adam": (osa.sparse_adam(RATE), numpy_adam(True, True, 0)),
-    "lazy": (
-        osa.lazy(optax.adamw(RATE, weight_decay=0.1)),
-        numpy_adam(True, False, 0.1),
-    ),
-    "exact_adam": (osa.exact_adam(RATE), numpy_adam(False, False, 0)),
-    "exact_adamw": (
-        osa.exact_adamw(RATE, weight_decay=0.1),
-        numpy_adam(False, False, 0.1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", slow_but(REPLACED, "lazy", "exact_adamw"))
-def test_rows_are_used_again(name):
-    """Moments begin at zero again, the step count goes on; compiled once."""
-    tx, reference = REPLACED[name]
-    is_exact = name.startswith("exact")
-    replace = recipe("Remove rows, and use them again")["make_replace"](tx)
-    rng, table, batches = draw(steps=30)
-    params, w = {"table": jnp.asarray(table, jnp.float32)}, np.ones(DIM)
-    state = tx.init(params)
-
-    def loss(params, ids):
-        return jnp.mean((params["table"][ids].sum(axis=-1) - 1) ** 2)
-
-    step = osa.make_train_step(loss, tx)
-    mu, nu = np.zeros_like(table), np.zeros_like(table)
-    for count, ids in enumerate(batches, 1):
-        reference(table, mu, nu, count, w, ids)
-        params, state, _ = step(params, state, ids)
-        if count in (10, 17, 18):
-            rows = np.full(5, ROWS)  # two of five are no rows
-            rows[:3] = rng.choice(ROWS, 3, replace=False)
-            new = rng.normal(size=(5, DIM))
-            table[rows[:3]], mu[rows[:3]], nu[rows[:3]] = new[:3], 0, 0
-            if name == "exact_adamw":
-                params, state = osa.flush(params, state)
-            params, state = replace(params, state, rows, jnp.float32(new))
-    if is_exact:
-        params, state = osa.flush(params, state)
-    np.testing.assert_allclose(params["table"], table, atol=1e-4)
-    assert replace._cache_size() == step._cache_size() == 1
