@@ -18,7 +18,7 @@ from .expressions import Expression, Leaf, Table, inject, operands_first, table
 from .lookups import Lookup, Mode
 
 
-def read(
+def look_up(
     value: Expression, lookup: Lookup, deltas: dict[Leaf, jax.Array] | None
 ) -> jax.Array:
     """A lookup in a table or in a function of one, with the deltas injected."""
@@ -66,7 +66,7 @@ def _read_array(lookup: Lookup, array: jax.Array) -> jax.Array:
 
 
 def show_bounds(
-    read: Callable[..., Any],
+    gather: Callable[..., Any],
     table: Any,
     indices: Sequence[Any],
     params: dict[str, Any],
@@ -84,7 +84,7 @@ def show_bounds(
         size if axis == 0 or axis in collapsed else 0
         for axis, size in enumerate(params["slice_sizes"])
     )
-    read(table, *indices, **params | {"slice_sizes": sizes})
+    gather(table, *indices, **params | {"slice_sizes": sizes})
 
 
 def _read_by_kernel(source: Table, lookup: Lookup) -> jax.Array | None:

@@ -31,7 +31,7 @@ from .expressions import (
     operands_first,
 )
 from .lookups import Lookup, lookup_of_slice, reads_rows
-from .reading import read, show_bounds
+from .reading import look_up, show_bounds
 from .rules_bags import bag_lookup
 from .walk import Results, Rule, Walk
 
@@ -117,7 +117,7 @@ def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
 
 def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Results:
     deltas = walk.request_for(lookup, value, axes_of_type(_out(eqn)))
-    return [None if walk.is_plan else read(value, lookup, deltas)]
+    return [None if walk.is_plan else look_up(value, lookup, deltas)]
 
 
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:

@@ -18,7 +18,7 @@ from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bags import add_up, sum_bags
 from .expressions import Expression, inject
 from .lookups import lookup_of_rows
-from .reading import read
+from .reading import look_up
 from .row_slices import Entries
 from .walk import Bags, Request, Results, Walk, on_mesh_of_context
 
@@ -44,7 +44,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         deltas = walk.request_for(lookup, value, axes)
         if walk.is_plan:
             return [None]
-        return [add_up(num_bags, read(value, lookup, deltas), segments, weights)]
+        return [add_up(num_bags, look_up(value, lookup, deltas), segments, weights)]
     requests = []
     for leaf in value.leaves:  # one, of a table or of a cast of one; or none
         depth, size = walk.depth_of(leaf, 1), ids_type.size
@@ -62,7 +62,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         table = jnp.asarray(value.source.array)
         sums = sum_bags(num_bags, table, ids, segments, weights)
     else:
-        sums = add_up(num_bags, read(value, lookup, None), segments, weights)
+        sums = add_up(num_bags, look_up(value, lookup, None), segments, weights)
     for request, delta in zip(requests, of_bags, strict=True):
         entries = Entries(lookup.rows(1))
         if request.is_whole:

@@ -209,7 +209,7 @@ class Walk:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        def read(atom: Any) -> Any:
+        def value_of(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         # A value is dropped after its last use, which matters outside of jit.
@@ -218,12 +218,12 @@ class Walk:
         }
         last |= dict.fromkeys(_variables(*jaxpr.outvars))
         for eqn in jaxpr.eqns:
-            results = self._evaluate_eqn(eqn, [read(atom) for atom in eqn.invars])
+            results = self._evaluate_eqn(eqn, [value_of(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, results, strict=True))
             for x in _variables(*eqn.invars, *eqn.outvars):
                 if last[x] is eqn:
                     env.pop(x, None)
-        return [read(atom) for atom in jaxpr.outvars]
+        return [value_of(atom) for atom in jaxpr.outvars]
 
     def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         # JAX evaluates an equation without tables, a rule one with tables; where there

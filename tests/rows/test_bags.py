@@ -682,3 +682,12 @@ def test_random_programs(seed):
     assert_close(value, right, 1e-5, magnitude=abs(right) + 1)
     assert_close(of_scale, scale, 1e-4, magnitude=abs(scale) + 1)
     assert_close(dense(grad), table, 1e-5, magnitude=np.abs(table).max() + 1)
+
+
+def test_expanded_in_a_program_and_after_it():
+    """What is expanded in a program is no value of the gradient around it."""
+    table, ids, *_ = numbers()
+    grad = osa.grad(lambda t: jnp.sum(bag(t, ids) ** 2))(table)
+    inside = jax.jit(lambda: grad.data)()
+    assert_identical(grad.data, inside)
+    assert not isinstance(grad.data, jax.core.Tracer)
