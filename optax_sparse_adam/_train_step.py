@@ -13,6 +13,7 @@ from jax.extend.core import Var
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
 from ._rows.apply_updates import apply_updates
+from ._rows.canary import is_unseen
 from ._rows.checks import is_bcoo
 from ._rows.coalesce import coalesce
 from ._rows.stale import contains_stale
@@ -94,9 +95,15 @@ def make_train_step(
                 extra |= {"grad": grads, "value_fn": value_fn}
             extra = _taken_by(of_tx, extra) | given
             updates, new = tx.update(grads, state, params, **extra)
-            return apply_updates(params, updates), new
+            return (apply_updates(params, updates), new), updates
 
-        grads, results = _apply(functools.partial(apply, given=given), grads)
+        grads, (results, updates) = _apply(lambda grads: apply(grads, given), grads)
+        # An optimiser of rows returns unique ones, or makes a BCOO of its own.
+        may_change = [x for x in _sparse_leaves(updates) if not x.unique_indices]
+        if any(map(is_unseen, may_change)) and _computes_indices(
+            lambda grads: apply(grads, given)[1], grads
+        ):
+            raise TypeError(_DENSE_ONLY + "It would scale indices with the values.")
         for name in keywords.keys() - own.keys():
 
             def apply_with(x: Any, name: str = name) -> Any:
@@ -111,6 +118,17 @@ def make_train_step(
 
     return step
 
+
+_DENSE_ONLY = (
+    "make_train_step gives row-sparse gradients to the optimiser, and this one takes "
+    "dense ones only. For dense Adam's numbers take exact_adam or exact_adamw; to "
+    "update the rows of the batch only, put it inside lazy: "
+    "optax_sparse_adam.lazy(optax.adam(1e-3)); for dense gradients, at the tables' "
+    "price, pass sparse=False. "
+)
+# What arithmetic on all arrays of a tree does to the canary of a BCOO.
+_ARITHMETIC = {"add", "mul", "sub", "neg", "sign", "div", "max", "min", "clamp"}
+_ARITHMETIC |= {"integer_pow", "square"}
 
 Keywords = dict[str, inspect.Parameter]
 
@@ -166,17 +184,33 @@ def _apply(apply: Callable[[Any], Any], grads: Any) -> tuple[Any, Any]:
         jax.eval_shape(apply, dense)
     except Exception:
         raise reason from None
-    raise TypeError(
-        "make_train_step gives row-sparse gradients to the optimiser, and this one "
-        "takes dense ones only. For dense Adam's numbers take exact_adam or "
-        "exact_adamw; to update the rows of the batch only, put it inside lazy: "
-        "optax_sparse_adam.lazy(optax.adam(1e-3)); for dense gradients, at the tables' "
-        f"price, pass sparse=False. It raised: {reason}"
-    ) from reason
+    raise TypeError(f"{_DENSE_ONLY}It raised: {reason}") from reason
 
 
 def _dense_like(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, BCOO) else x
+
+
+def _computes_indices(function: Callable[[Any], Any], grads: Any) -> bool:
+    """Whether updates have canaries that were computed, which would become NaN."""
+    canaries = jax.make_jaxpr(
+        lambda grads: [
+            x.canary for x in _sparse_leaves(function(grads)) if is_unseen(x)
+        ]
+    )(grads)
+    makers = {id(x): eqn for eqn in canaries.eqns for x in eqn.outvars}
+    todo, seen = [*canaries.jaxpr.outvars], set[int]()
+    while todo:
+        eqn = makers.get(id(todo.pop()))
+        if eqn is None or id(eqn) in seen:
+            continue
+        seen.add(id(eqn))
+        inner = eqn.params.get("jaxpr")
+        names = {x.primitive.name for x in getattr(inner, "eqns", ())}
+        if not _ARITHMETIC.isdisjoint({eqn.primitive.name, *names}):
+            return True
+        todo += eqn.invars
+    return False
 
 
 def _is_read(function: Callable[[Any], Any], value: Any) -> bool:

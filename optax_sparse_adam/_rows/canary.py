@@ -147,6 +147,11 @@ class CanaryBCOO(BCOO):
         return obj
 
 
+def is_unseen(grad: BCOO) -> bool:
+    """Whether it has been through a function of trees, as far as it is known."""
+    return isinstance(grad, CanaryBCOO) and not grad._is_seen
+
+
 def _is_intact(grad: CanaryBCOO) -> bool:
     """Whether nothing was done to its indices, as far as it is known.
 

@@ -118,6 +118,8 @@ DENSE = {
     "adam": optax.adam(RATE),
     "sgd": optax.sgd(RATE),
     "momentum": optax.sgd(RATE, momentum=0.9),
+    "a schedule": optax.sgd(optax.linear_schedule(RATE, 0.0, 10)),
+    "sign and clip": optax.chain(optax.clip(0.1), optax.scale(-1)),
     "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
     "lion": optax.lion(RATE),
     "adafactor": optax.adafactor(RATE, min_dim_size_to_factor=2),
@@ -160,6 +162,25 @@ def test_a_model_without_tables():
 
     params = trained(optax.lbfgs(), quadratic)
     assert_close(params["w"], 2 * np.ones(DIM), 1e-5, magnitude=1.0)
+
+
+def test_what_leaves_indices_as_they_are():
+    """By operators of BCOO, by zeros, and by what chooses between both."""
+
+    def update(grads, state, params=None):
+        is_bcoo = {"is_leaf": lambda x: hasattr(x, "todense")}
+        return jax.tree.map(lambda g: -RATE * g, grads, **is_bcoo), state
+
+    sgd = optax.GradientTransformation(lambda p: optax.EmptyState(), update)
+    params, expected = trained(sgd), start()
+    for ids in IDS:
+        grads = jax.grad(loss)(expected, ids)
+        expected = jax.tree.map(lambda p, g: p - RATE * g, expected, grads)
+    for name, found in params.items():
+        assert_close(found, expected[name], 1e-5, magnitude=1.0)
+    assert_identical(trained(optax.set_to_zero())["table"], start()["table"])
+    found = trained(optax.chain(sgd, optax.zero_nans()))
+    assert_identical(found, params)
 
 
 def test_errors_of_the_loss_and_of_the_optimizer_are_their_own():
