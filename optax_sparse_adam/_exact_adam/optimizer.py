@@ -254,6 +254,7 @@ def _exact_adam(
         is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
         after = hold_values(after, np.array(is_dense, bool))
         whole = []
+        states = before.with_polynomials(), after.with_polynomials()
         for place, i in enumerate(rows):
             if grads[i] is None:
                 continue
@@ -267,7 +268,7 @@ def _exact_adam(
                 step = step._replace(log_decay=decay_of(step, decays[place]))
             eps = jnp.where(is_read, constants.eps[place], jnp.nan)
             own_constants = constants._replace(eps=eps)
-            args = before.at(place), after.at(place), own_constants, step
+            args = (*(x.at(place) for x in states), own_constants, step)
             update, rows[i] = update_touched_rows(
                 without_clock(grads[i]), read, rows[i], *args, betas=betas
             )

@@ -45,7 +45,8 @@ class RowState(NamedTuple):
 class TableState(NamedTuple):
     """What is known of a parameter as a whole, or of all; see `ExactAdamState`.
 
-    Of several, all but `clock` and `origin` have an axis for them in front.
+    Of several, all but `clock` and `origin` have an axis for them in front. `single` is
+    what follows from `remaining`, the polynomials in float32, computed for all at once.
     """
 
     clock: jax.Array
@@ -53,11 +54,16 @@ class TableState(NamedTuple):
     values_until: jax.Array
     remaining: jax.Array
     decay: jax.Array | None
+    single: jax.Array | None = None
+
+    def with_polynomials(self) -> "TableState":
+        return self._replace(single=polynomial(self.remaining, jnp.dtype("float32")))
 
     def at(self, place: Any) -> "TableState":
         """The state of one parameter, or of some."""
         decay = None if self.decay is None else self.decay[place]
-        of_one = self.values_until[place], self.remaining[place], decay
+        single = None if self.single is None else self.single[place]
+        of_one = self.values_until[place], self.remaining[place], decay, single
         return TableState(self.clock, self.origin, *of_one)
 
 
@@ -105,6 +111,8 @@ def _coefficients(
     constants = cast_floats(constants, dtype)
     steps = table.values_until, table.clock
     centres = [centre_after(constants, step + table.origin) for step in steps]
+    if table.single is not None and dtype == table.single.dtype:
+        return table.single, centres
     return polynomial(table.remaining, dtype), centres
 
 

@@ -263,7 +263,7 @@ def is_continued(
     They are stored by the remaining update that they had, which must be that of now.
     It is true of a parameter all of whose rows hold values, as after `flush`.
     """
-    clock, origin, until, remaining, _ = table_states(state)
+    clock, origin, until, remaining, *_ = table_states(state)
     stored, now = remaining[:, 1], view.before[decays.astype(int)]
     # `stored` and `now` are [parameters, nodes]. Their values are about the learning
     # rate times `_mean`, to which the second limit is relative.

@@ -58,7 +58,8 @@ class ExactAdamState(NamedTuple):
         self, shapes: Sequence[tuple[int, ...] | None], treedef: Any
     ) -> dict[int, StaleTable]:
         """What brings each parameter up to date; see `StaleState` in `_rows`."""
-        states, rows = table_states(self), rows_by_parameter(self, shapes, treedef)
+        states = table_states(self).with_polynomials()
+        rows = rows_by_parameter(self, shapes, treedef)
         return {
             i: StaleTable(own, states.at(place), self.constants)
             for place, (i, own) in enumerate(rows.items())
@@ -254,6 +255,7 @@ def replaced(
     ]
     decay = () if tables.decay is None else tables.decay
     fields = tables._asdict() | RowState.of(*trees)._asdict() | {"decay": decay}
+    del fields["single"]
     return state._replace(**fields)
 
 
