@@ -58,7 +58,7 @@ def assert_coalesced(grad, rows, number):
     assert not np.any(np.asarray(grad.data)[len(rows) :])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_but([True, False], False))
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [((8,), "x"), ((4, 2), ("x", "y")), ((4, 2), ("y", "x")), ((2, 2, 2), ("z", "x"))],
@@ -117,7 +117,7 @@ def test_along_an_axis_of_vmap(way):
 
 
 @pytest.mark.parametrize("indices_dtype", slow_but(["int8", "int32"], "int8"))
-@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("coalesced", slow_but([True, False], False))
 @pytest.mark.parametrize(
     "axes", slow_but(["x", ("x", "y"), ("y", "x")], "x", ("y", "x"), is_one_value=True)
 )

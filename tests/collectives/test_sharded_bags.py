@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_close
+from ..helpers.support import assert_close, slow_but
 
 TABLE = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 IDS = np.random.default_rng(1).integers(-9, 49, (8, 16)).astype(np.int32)
@@ -51,7 +51,7 @@ def test_what_is_sent(layout):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_flat", slow_but([False, True], True))
 def test_a_step(axis_type, is_flat):
     """As on one device, with weights and their gradients; nothing of N rows is sent."""
     mesh = jax.make_mesh((8,), ("x",), (axis_type,))

@@ -91,7 +91,7 @@ def test_more_rows_than_the_table_out_of_shard_map(axis_type):
     np.testing.assert_array_equal(to_dense(grad), jax.grad(loss)(*one))
 
 
-@pytest.mark.parametrize("capacity", [1, 99], ids=["routed", "gathered"])
+@pytest.mark.parametrize("capacity", slow_but([1, 99], 1))
 def test_training_inside_shard_map_over_some_axes(capacity):
     """The other axis splits the columns, and is left to JAX's partitioner."""
     tx, mesh = osa.sparse_adam(0.1), make_mesh(AxisType.Auto)
@@ -210,7 +210,7 @@ def of_one_device(table, own, same, ids, function, spec):
 
 
 @pytest.mark.parametrize("check_vma", slow_but([True, False], True))
-@pytest.mark.parametrize(("name", "spec"), slow_but(CASES, *CASES[::2]), ids=str)
+@pytest.mark.parametrize(("name", "spec"), slow_but(CASES, *CASES[::4]), ids=str)
 def test_function_of_a_table_inside_shard_map(name, spec, check_vma):
     """Each device computes it of the rows that it looks up."""
     rng = np.random.default_rng(0)

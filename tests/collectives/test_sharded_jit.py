@@ -64,9 +64,7 @@ def on_one_device(optimizer):
     return jax.device_get((params, state, value))
 
 
-@pytest.mark.parametrize(
-    "case", slow_but(CASES, *(CASES[i] for i in (1, 5, 7, 12))), ids=str
-)
+@pytest.mark.parametrize("case", slow_but(CASES, *(CASES[i] for i in (1, 7))), ids=str)
 def test_training(case):
     params, batches = start()
     specs = {"table": case.table, "w": P()}
@@ -109,7 +107,7 @@ EXACT = [
     ("case", "eager"),
     slow_but(
         [*((case, False) for case in EXACT), (EXACT[2], True)],
-        *((EXACT[i], False) for i in (1, 2, 3, 5)),
+        *((EXACT[i], False) for i in (1, 5)),
     ),
     ids=str,
 )
@@ -135,7 +133,7 @@ def test_bit_for_bit(case, eager):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT])
-@pytest.mark.parametrize("dtype", ["uint8", "int32"])
+@pytest.mark.parametrize("dtype", slow_but(["uint8", "int32"], "uint8"))
 def test_one_stored_entry(axis_type, dtype):
     """To which padding is added on a mesh: as a uint8, its -1 would be row 255."""
     case = Case("sparse_adam", (8,), P("x"), P(), axis_type)

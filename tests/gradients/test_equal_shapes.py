@@ -41,7 +41,12 @@ def both(loss, params=PARAMS, **kwargs):
 
 
 @pytest.mark.parametrize(("loss", "form"), [(base, "mask"), (shared, "predicate")])
-@pytest.mark.parametrize("kinds", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "kinds",
+    slow_but(
+        [(True, False), (False, True), (True, True)], (True, False), is_one_value=True
+    ),
+)
 def test_masks(loss, form, kinds):
     """Exactly the leaves that `sparse` names are row-sparse."""
     mask = {**dict(zip("ts", kinds, strict=True)), "w": False}
@@ -200,7 +205,7 @@ def lines(function):
     return len(str(jax.make_jaxpr(function)(PARAMS, IDS)).splitlines())
 
 
-@pytest.mark.parametrize("name", ["tanh", "relu"])
+@pytest.mark.parametrize("name", slow_but(["tanh", "relu"], "relu"))
 def test_nested_uses_are_computed_once(name):
     function = {"tanh": jnp.tanh, "relu": jax.nn.relu}[name]
 

@@ -14,6 +14,7 @@ from jax import lax
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import Case, assert_row_sparse, assert_same, is_bcoo, square
+from ..helpers.support import slow_but
 
 PARAMS, IDS = Case(None).inputs()
 TABLE, WEIGHTS = PARAMS["t"], PARAMS["w"]
@@ -112,7 +113,7 @@ NOT_DIFFERENTIATED = {
 }
 
 
-@pytest.mark.parametrize("sparse", [None, True, False])
+@pytest.mark.parametrize("sparse", slow_but([None, True, False], True))
 @pytest.mark.parametrize("name", NOT_DIFFERENTIATED)
 def test_leaf_refused(name, sparse):
     """The message names the leaf, its type, and what its library offers."""

@@ -399,7 +399,10 @@ def test_step_in_place(jit_kwargs):
     assert new.embed.embedding[...].unsafe_buffer_pointer() == pointer
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit(donate_argnums=(0, 1))])
+JITTED = nnx.jit(donate_argnums=(0, 1))
+
+
+@pytest.mark.parametrize("wrap", slow_but([lambda f: f, JITTED], JITTED))
 def test_update(wrap):
     """In place of `optimizer.update`: `nnx.Optimizer` on dense gradients agrees."""
 
@@ -422,6 +425,7 @@ def test_update(wrap):
     assert int(optimizer.step[...]) == 3
 
 
+@pytest.mark.slow
 def test_update_of_a_partition():
     """Labels are those of the pure state; `exact_adam` reads the optimiser."""
     new = model()

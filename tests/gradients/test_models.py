@@ -182,7 +182,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+CORE = ("linen", "linen, scan", "linen, tied", "nnx, split and merge", "haiku")
+
+
+@pytest.mark.parametrize("name", slow_but(MODELS, *CORE, "equinox, filter_vmap"))
 def test_same_as_jax(name):
     make, nse = MODELS[name]
     loss, params = make(16)
@@ -236,7 +239,7 @@ DONATED = nnx.jit(donate_argnums=(0, 1))
 @pytest.mark.parametrize(
     "jit", slow_but([DONATED, lambda f: f], DONATED), ids=["jit", "eager"]
 )
-@pytest.mark.parametrize("how", ["split", "module"])
+@pytest.mark.parametrize("how", slow_but(["split", "module"], "module"))
 def test_nnx_optimizer(how, jit):
     """A training step as the `nnx` guides write it, with two names changed."""
     model = NnxModel(nnx.Rngs(0))

@@ -20,6 +20,7 @@ from ..helpers.gradients import (
     is_bcoo,
     square,
 )
+from ..helpers.support import slow_but
 
 PARAMS, IDS = Case(None).inputs()
 SHAPE, DTYPE = PARAMS["t"].shape, PARAMS["t"].dtype
@@ -161,7 +162,7 @@ def mesh(axis_type):
     return jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_but([True, False], False))
 def test_inside_shard_map(check_vma):
     """Each device's rows side by side are the rows of the batch."""
 
@@ -186,7 +187,7 @@ def test_inside_shard_map(check_vma):
 
 
 @pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_but([True, False], True))
 def test_whole_gradient_on_every_device(check_vma, summed):
     """As jax.grad has it: the gradient of a replicated table is summed over devices."""
 
@@ -247,7 +248,9 @@ def test_pmap():
 
 
 @pytest.mark.parametrize("table_spec", [WHOLE, ALONG], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type", slow_but([AxisType.Auto, AxisType.Explicit], AxisType.Explicit)
+)
 def test_partitioned(axis_type, table_spec):
     """One program over a mesh, the batch along it."""
     explicit = axis_type is AxisType.Explicit

@@ -115,7 +115,7 @@ def hold_values(params, state, which):
     )
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:4], *NAMES[12::6]))
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:8], *NAMES[12::12]))
 def test_every_use(name, backend):
     """Each kind of lookup sees the flushed table; what is used as a whole holds it."""
     case = CASES[name]
@@ -294,7 +294,7 @@ def of_rows(table, ids):
     return jnp.sum(jnp.sin(rows) * rows[::-1] ** 2)
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_whole", slow_but([False, True], True))
 def test_derivatives_are_by_the_values(is_whole, backend):
     """Not by what is stored, which decays: those of the flushed table."""
 
@@ -321,7 +321,9 @@ def test_derivatives_are_by_the_values(is_whole, backend):
             assert_close(found, expected, 1e-5, magnitude=10.0)
 
 
-@pytest.mark.parametrize("convert", [jax.device_get, jnp.asarray], ids=["NumPy", "JAX"])
+@pytest.mark.parametrize(
+    "convert", slow_but([jax.device_get, jnp.asarray], jax.device_get)
+)
 def test_state_of_numpy(convert):
     """As `pickle`, `jax.device_get` and flax's serialization give it."""
 

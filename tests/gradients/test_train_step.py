@@ -8,7 +8,7 @@ import pytest
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_close, assert_identical
+from ..helpers.support import assert_close, assert_identical, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -137,7 +137,7 @@ def test_what_takes_dense_gradients_only(name):
         assert word in str(info.value)
 
 
-@pytest.mark.parametrize("name", ["adam", "lbfgs"])
+@pytest.mark.parametrize("name", slow_but(["adam", "lbfgs"], "adam"))
 def test_dense_gradients(name):
     """As `jax.value_and_grad` and optax's own functions do it."""
     tx, params = DENSE[name], start()

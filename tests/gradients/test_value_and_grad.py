@@ -41,7 +41,7 @@ def both(loss):
     return jax.jit(lambda *inputs: (ours(*inputs), theirs(*inputs)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *list(CASES)[::2]))
 def test_same_as_jax(name):
     """The numbers, and nothing of a table's size computed for them."""
     case = CASES[name]
@@ -210,7 +210,7 @@ def with_aux(t, i):
     }
 
 
-@pytest.mark.parametrize("lift", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("lift", slow_but([jax.jit, lambda f: f], jax.jit))
 def test_aux(lift):
     def arrays(t, i):
         value, aux = with_aux(t, i)
@@ -242,7 +242,7 @@ def test_aux(lift):
     assert jax.tree.structure(aux_again) == jax.tree.structure(expected_aux)
 
 
-@pytest.mark.parametrize("lift", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("lift", slow_but([jax.jit, lambda f: f], jax.jit))
 def test_evaluated_once(lift):
     """Rules that look at a jaxpr twice do not run it twice."""
     calls = []

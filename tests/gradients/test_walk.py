@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import FAR_IDS, Case, assert_same, is_bcoo, square
-from ..helpers.support import compile_for_users
+from ..helpers.support import compile_for_users, slow_but
 
 PARAMS, IDS = Case(None).inputs()
 TABLE, WEIGHTS = PARAMS["t"], PARAMS["w"]
@@ -113,7 +113,9 @@ def test_only_the_changed_carry_is_dense():
         assert_same(grads[name], expected[name], 8)
 
 
-@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P("x", "y")], ids=str)
+@pytest.mark.parametrize(
+    "spec", slow_but([P(), P("x"), P(None, "x"), P("x", "y")], P("x", "y"))
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_function_of_a_table_into_shard_map(spec, check_vma):
     """Its operands are split as it is; columns may be split, too."""
@@ -183,7 +185,9 @@ def test_table_in_a_while_loop_without_derivative():
     assert_row_sparse_like_jax(loss, TABLE, IDS, nse=6)
 
 
-@pytest.mark.parametrize("function", [lax.stop_gradient, jnp.floor, jnp.sign])
+@pytest.mark.parametrize(
+    "function", slow_but([lax.stop_gradient, jnp.floor, jnp.sign], jnp.floor)
+)
 def test_whole_tables_of_which_nothing_is_differentiated(function):
     def loss(t, ids):
         return square(t[ids], WEIGHTS) * function(jnp.sum(t))
@@ -194,7 +198,7 @@ def test_whole_tables_of_which_nothing_is_differentiated(function):
     assert_same(ours, theirs, 32)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_but([True, False], True))
 def test_long_loop_inside_shard_map(check_vma):
     """The gradient of a replicated table is summed over devices, as JAX does it."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))

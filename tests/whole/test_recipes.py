@@ -87,6 +87,7 @@ def test_micro_batches_in_nnx_hand_statistics_on():
     assert np.flatnonzero(moved).tolist() == [0, 1, 3, 7]
 
 
+@pytest.mark.slow
 def test_constraints_hold_on_touched_rows_only():
     names = recipe("Constraints on the touched rows")
     _, start, batches = draw()
