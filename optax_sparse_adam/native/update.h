@@ -66,7 +66,6 @@ struct Update {
   int64_t Run(ffi::ThreadPool& pool) const;
 
   INLINE bool IsInPlace() const { return out == source.values; }
-  INLINE bool HasSlots() const { return IsInPlace() && formula != nullptr; }
 };
 
 INLINE void UpdatePart(const Update& update, const Entry* entries, int64_t size,
@@ -74,7 +73,7 @@ INLINE void UpdatePart(const Update& update, const Entry* entries, int64_t size,
   constexpr int64_t kAhead = 8;  // entries to fetch ahead
   const Source<float> source = update.source;
   const int64_t width = source.width;
-  const bool in_place = update.IsInPlace(), has_slots = update.HasSlots();
+  const bool in_place = update.IsInPlace();
   const auto is_first = [entries](int64_t i) {
     return i == 0 || entries[i].row != entries[i - 1].row;
   };
@@ -93,8 +92,8 @@ INLINE void UpdatePart(const Update& update, const Entry* entries, int64_t size,
   while (i < end && !is_first(i)) ++i;  // of a row that another part adds up
   while (i < end) {
     const Entry first = entries[i];
-    const int64_t to = has_slots ? first.slot : place++;
-    float* const sum = update.out + (in_place ? first.slot : to) * width;
+    const int64_t to = in_place ? first.slot : place++;
+    float* const sum = update.out + to * width;
     fetch(i + kAhead);
     if (in_place) {
       for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
@@ -106,7 +105,7 @@ INLINE void UpdatePart(const Update& update, const Entry* entries, int64_t size,
       fetch(i + kAhead);
       const int64_t slot = entries[i].slot;
       source.template AddTo<false>(sum, slot);
-      if (!has_slots) continue;
+      if (!in_place) continue;
       std::fill_n(update.out + slot * width, width, 0.0f);  // while it is in the cache
       update.indices[slot] = int32_t(update.num_rows + slot);
     }
@@ -130,47 +129,6 @@ INLINE void UpdatePart(const Update& update, const Entry* entries, int64_t size,
   }
 }
 
-// Moves row `from[k]` to row `k` for all k, in place. No two rows are moved from one.
-void MoveRows(ffi::ThreadPool& pool, float* data, int64_t width,
-              const std::vector<uint32_t>& from) {
-  constexpr int64_t kAhead = 4;  // rows to fetch ahead
-  const int64_t size = from.size();
-  const auto copy = [width](float* to, const float* row) {
-    std::memcpy(to, row, width * sizeof(float));
-  };
-  // `from` [2, 3, 1]: row 0 is not needed, so it takes row 2, 2 takes 1, and 1 takes 3,
-  // which lies behind. [1, 0] is a circle: 0 is kept aside, and 1 takes that.
-  std::vector<char> needed(size), moved(size);
-  for (uint32_t row : from) {
-    if (row < size) needed[row] = 1;
-  }
-  // Fills row `k`, then the hole that this leaves, and so on: chains that share no row.
-  Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) {
-        Prefetch<false>(data + from[k + kAhead] * width, width * sizeof(float));
-      }
-      if (needed[k]) continue;
-      for (int64_t hole = k; hole < size; hole = from[hole]) {
-        moved[hole] = 1;
-        copy(data + hole * width, data + from[hole] * width);
-      }
-    }
-  });
-  std::vector<float> spare(width);
-  for (int64_t k = 0; k < size; ++k) {  // what is left are circles
-    if (moved[k] || from[k] == k) continue;
-    copy(spare.data(), data + k * width);
-    int64_t hole = k;
-    for (; from[hole] != k; hole = from[hole]) {
-      moved[hole] = 1;
-      copy(data + hole * width, data + from[hole] * width);
-    }
-    moved[hole] = 1;
-    copy(data + hole * width, spare.data());
-  }
-}
-
 // Returns how many rows there are, where they are in order.
 int64_t Update::Run(ffi::ThreadPool& pool) const {
   constexpr int64_t kRun = 512;  // entries in a part
@@ -180,31 +138,36 @@ int64_t Update::Run(ffi::ThreadPool& pool) const {
       std::partition_point(entries.get(), entries.get() + nse,
                            [&](Entry entry) { return entry.row < num_rows; });
   const int64_t size = padding - entries.get();
-  const auto is_first = [&](int64_t i) {
-    return i == 0 || entries[i].row != entries[i - 1].row;
-  };
+  const bool has_slots = IsInPlace() && formula != nullptr;
   // How many rows are in front of each part: there its own rows go.
   std::vector<int64_t> before(size / kRun + 2);
-  Parallel(pool, HasSlots() ? 0 : size, kRun, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) before[begin / kRun + 1] += is_first(i);
+  Parallel(pool, has_slots ? 0 : size, kRun, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      before[begin / kRun + 1] += i == 0 || entries[i].row != entries[i - 1].row;
+    }
   });
   for (size_t part = 1; part < before.size(); ++part) before[part] += before[part - 1];
   const int64_t count = before.back();
-  if (!IsInPlace()) AdviseHugePages(out, nse * width * sizeof(float));
+  // Sums are in order, also in the memory of the values: by way of memory of their own.
+  Update update = *this;
+  std::unique_ptr<float[]> sums;
+  if (IsInPlace() && !has_slots) {
+    sums.reset(new float[count * width]);
+    update.out = sums.get();
+  }
+  if (!has_slots) AdviseHugePages(update.out, count * width * sizeof(float));
   const auto part = FASTEST(UpdatePart);
   Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
-    part(*this, entries.get(), size, begin, end, before[begin / kRun]);
+    part(update, entries.get(), size, begin, end, before[begin / kRun]);
   });
-  if (IsInPlace() && !HasSlots()) {
-    std::vector<uint32_t> from;
-    for (int64_t i = 0; i < size; ++i) {
-      if (is_first(i)) from.push_back(entries[i].slot);
-    }
-    MoveRows(pool, out, width, from);
-  }
-  Parallel(pool, HasSlots() ? nse - size : nse - count, 1024, [&](int64_t begin, int64_t end) {
+  Parallel(pool, sums ? count : 0, 1024, [&](int64_t begin, int64_t end) {
+    const int64_t bytes = (end - begin) * width * sizeof(float);
+    std::memcpy(out + begin * width, sums.get() + begin * width, bytes);
+  });
+  const int64_t others = has_slots ? nse - size : nse - count;
+  Parallel(pool, others, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t slot = HasSlots() ? padding[i].slot : count + i;
+      const int64_t slot = has_slots ? padding[i].slot : count + i;
       indices[slot] = int32_t(num_rows + slot);
       if (IsInPlace()) std::fill_n(out + slot * width, width, 0.0f);
     }
@@ -227,9 +190,11 @@ INLINE void Adam(const void* scalars, int64_t width, float* __restrict__ grad,
   float* __restrict__ nu = state[1];
   for (int64_t j = 0; j < width; ++j) {
     const float g = sign * grad[j];
-    mu[j] += one_minus_b1 * (g - mu[j]);
-    nu[j] += one_minus_b2 * (g * g - nu[j]);
-    grad[j] = scale * mu[j] / (std::sqrt(nu[j]) + eps);
+    float m = mu[j], v = nu[j];
+    m += one_minus_b1 * (g - m);
+    v += one_minus_b2 * (g * g - v);
+    mu[j] = m, nu[j] = v;
+    grad[j] = scale * m / (std::sqrt(v) + eps);
   }
 }
 
