@@ -44,7 +44,7 @@ older jaxlib the kernel may have to be compiled by the command.
 process. Turn it off to compile ahead for another platform, too: a process that uses the
 kernel and has CPUs only (`JAX_PLATFORMS=cpu`, or no package for other platforms) leaves
 all for others out, which halves the time of tracing. Compiled for a GPU such a program
-raises: "No registered implementation" for a "custom call to optax_sparse_adam".
+raises: `No registered implementation for custom call to optax_sparse_adam`.
 `jax.export` raises for programs that use it, since their "custom calls have no
 compatibility guarantees": turn it off for that. Or keep it: if those who load the
 program have the kernel and call `available()` first, pass to `jax.export.export`
