@@ -156,7 +156,7 @@ OPTIMIZERS = {  # of the memory, by the schedule of all other parameters
 def is_memory(path, _):
     """Whose gradient is row-sparse; that of all else is for optax's AdamW.
 
-    With `sparse=True` that of the table of 256 bytes would be row-sparse, too.
+    Without `sparse=` that of the table of 256 bytes would be row-sparse, too.
     """
     return path[0].key == "memory"
 
