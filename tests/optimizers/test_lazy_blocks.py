@@ -233,17 +233,17 @@ def test_small_gradients(monkeypatch):
     """Take no loop; nor do larger ones, if their state is one number a row."""
     monkeypatch.undo()
     table = jax.ShapeDtypeStruct((100_000, 64), "float32")
-    for nse, tx, has_loop in (
-        (1024, osa.lazy(optax.adam(0.1)), False),
-        (1025, osa.lazy(optax.adam(0.1)), True),
-        (16_384, osa.rowwise_adagrad(0.1), False),
-        (65_536, osa.rowwise_adagrad(0.1), True),
+    for nse, tx, has_loop, analysed in (
+        (1024, osa.lazy(optax.adam(0.1)), False, {""}),
+        (1025, osa.lazy(optax.adam(0.1)), True, {""}),
+        (16_384, osa.rowwise_adagrad(0.1), False, set()),  # known to treat rows alone
+        (65_536, osa.rowwise_adagrad(0.1), True, set()),
     ):
         data = jax.ShapeDtypeStruct((nse, 64), "float32")
         indices = jax.ShapeDtypeStruct((nse, 1), "int32")
         grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
         traced, tables = lower(tx, grad, table, "trace")
-        assert tables == {""}
+        assert tables == analysed
         assert (" while[" in str(traced.jaxpr)) == has_loop
 
 
