@@ -82,13 +82,14 @@ def test_memory(apply, n_sparse, nse):
 def assert_is_of_the_entries(temporary, nse, n_sparse=1, itemsize=4, is_applied=True):
     """Bytes for the entries: two bytes for each row of a tall table were more."""
     # The sums (which are the result where nothing is applied), some vectors of ids to
-    # sort and to search, and four operands of a block: gradient, moments, update.
+    # sort and to search, and five operands of a block: gradient, old moments, update,
+    # and one of the new moments, which are gathered, computed and scattered.
     row = 64 * max(itemsize, 4)
     # Narrow types are summed in float32, to which the gradient is converted.
     sums = (is_applied + (itemsize < 4)) * nse * row
     ids = nse * n_sparse * 4
     block = min(nse * row, map_rows._BLOCK_BYTES)
-    limit = sums + 8 * ids + 4 * block
+    limit = sums + 8 * ids + 5 * block
     assert limit < 2 * TALL
     if jax.default_backend() != "cpu":
         limit = 2 * TALL  # test_compilers.py says how much a step holds there
