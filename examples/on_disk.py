@@ -30,6 +30,10 @@ except ImportError as error:
     install = 'pip install ".[examples]"'
     sys.exit(f"on_disk.py needs {error.name}, which is not installed; run {install}")
 
+# Not on a terminal: lines of progress now and then.
+LINES = {"mininterval": 10, "bar_format": "{l_bar}{bar:10}{r_bar}\n"}
+QUIET = {} if sys.stderr.isatty() else LINES
+
 DIM, IDS = 64, 8192  # numbers in a row, lookups in a step
 BLOCK = 100_000  # rows that are begun at once
 
@@ -62,7 +66,7 @@ def begin(tx, params, state):
     rng = np.random.default_rng(0)
     rows = len(params["table"])
     params["w"][...] = 1
-    for first in tqdm(range(0, rows, BLOCK), "new files", mininterval=1, disable=None):
+    for first in tqdm(range(0, rows, BLOCK), "new files", **QUIET):
         ids = np.arange(first, min(first + BLOCK, rows))
         new = 0.1 * rng.standard_normal((len(ids), DIM), np.float32)
         tables = {"table": ids, "w": None}
@@ -112,7 +116,7 @@ def train(tx, files, steps):
     with concurrent.futures.ThreadPoolExecutor(1) as reader:
         batch = Batch(tx, files, first)
         numbers = range(first + 1, first + 1 + steps)
-        for number in tqdm(numbers, "steps", mininterval=1, disable=None):
+        for number in tqdm(numbers, "steps", unit="step", **QUIET):
             ahead = reader.submit(Batch, tx, files, number)
             marks = [time.perf_counter()]
             *taken, value = step(*batch.taken, batch.at, batch.labels)

@@ -33,6 +33,10 @@ except ImportError as error:
     install = 'pip install ".[examples]"'
     sys.exit(f"splats.py needs {error.name}, which is not installed; run {install}")
 
+# Not on a terminal: lines of progress now and then.
+LINES = {"mininterval": 10, "bar_format": "{l_bar}{bar:10}{r_bar}\n"}
+QUIET = {} if sys.stderr.isatty() else LINES
+
 SIDE, PATCH, CELL = 512, 16, 4  # pixels: of the picture, of a patch, of a cell
 MARGIN = 1  # cells around a patch whose Gaussians are rendered with it
 PATCHES = 16  # of a step, for 200,000 Gaussians; fewer for more
@@ -150,7 +154,7 @@ class Run:
 
     def train(self, steps, split_after, name):
         rng = np.random.default_rng(3)
-        for number in tqdm(range(steps), name, mininterval=1, disable=None):
+        for number in tqdm(range(steps), name, unit="step", **QUIET):
             if number in split_after:
                 self.split(rng)
             if number % INDEX_EVERY == 0 or number in split_after:

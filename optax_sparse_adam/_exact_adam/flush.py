@@ -17,7 +17,7 @@ State = TypeVar("State")
 
 
 def _flush_rows(
-    tables: Tables, _: Tables, before: TableState, after: TableState, constants: Any
+    tables: Tables, before: TableState, after: TableState, constants: Any
 ) -> Tables:
     param, *arrays = tables
     rows = RowState.of(*arrays)

@@ -120,10 +120,8 @@ def map_rows(
     return on_cpu(blocks, one_pass, rows, tables, args)
 
 
-def map_all_rows(
-    function: Callable[..., Tables], tables: Tables, *args: Any, read: Tables = ()
-) -> Tables:
-    """`function(tables, read, *args)`, the new tables, in place.
+def map_all_rows(function: Callable[..., Tables], tables: Tables, *args: Any) -> Tables:
+    """`function(tables, *args)`, the new tables, in place.
 
     `function` must treat each row alone: on a CPU it sees them in blocks, because XLA
     for CPUs computes the tables one after the other, and keeps a copy of each old one
@@ -133,26 +131,24 @@ def map_all_rows(
     num_rows = len(tables[0]) if tables[0].ndim else 1
     size = _block_rows(tables[0]) if tables[0].ndim else 1
 
-    def blocks(tables: Tables, read: Tables, args: Any) -> Tables:
+    def blocks(tables: Tables, args: Any) -> Tables:
         def block(i: jax.Array, tables: Tables) -> Tables:
             place = jnp.arange(size, dtype=jnp.int32)[:, None]
             slot = i * size + place  # the last block may go beyond the table
             indices = jnp.where(slot < num_rows, slot, num_rows + place)
-            rows, read_rows = (
-                tuple(take_rows(x, indices) for x in some) for some in (tables, read)
-            )
-            pairs = zip(tables, function(rows, read_rows, *args), strict=True)
+            rows = tuple(take_rows(x, indices) for x in tables)
+            pairs = zip(tables, function(rows, *args), strict=True)
             return tuple(scatter_rows(table, indices, new) for table, new in pairs)
 
         return lax.fori_loop(0, -(-num_rows // size), block, tables)
 
-    def one_pass(tables: Tables, read: Tables, args: Any) -> Tables:
-        return function(tables, read, *args)
+    def one_pass(tables: Tables, args: Any) -> Tables:
+        return function(tables, *args)
 
     mesh = mesh_of(*tables)
     if num_rows <= size or mesh.auto_axes or mesh.explicit_axes:
-        return one_pass(tables, read, args)
-    news: Tables = on_cpu(blocks, one_pass, tables, read, args)
+        return one_pass(tables, args)
+    news: Tables = on_cpu(blocks, one_pass, tables, args)
     return news
 
 
