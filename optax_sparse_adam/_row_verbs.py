@@ -216,15 +216,14 @@ def _refuse_repeated(tables: list[_Table | None]) -> None:
 def take_rows(
     tx: optax.GradientTransformation, params: Params, state: State, ids: Any
 ) -> tuple[Params, State]:
-    """Takes rows out of tables, with what the optimiser keeps of them.
+    """Copies rows of tables, with the optimiser's state of these rows.
 
-    What it returns are parameters and state of `tx` for tables of `len(ids)` rows: a
-    training step on them, its ids counted from 0 to `len(ids) - 1`, does to these rows
-    what a step on the whole tables does. `put_rows` writes them back. So a table may
-    be larger than the memory of the device that trains it.
+    The result is parameters and state of `tx` for tables of `len(ids)` rows: a training
+    step on them, with ids from 0 to `len(ids) - 1`, does to these rows what a step on
+    the whole tables does. `put_rows` writes them back. So a table may be larger than
+    the memory of the device that trains it.
 
-    Under `exact_adam` rows are taken as they are, stale, with the time of their last
-    update.
+    Under `exact_adam` stale rows stay stale: they are not brought up to date.
 
     Args:
       tx: The transformation that made the state: of this package, `lazy` of one of
@@ -234,12 +233,12 @@ def take_rows(
         (`np.memmap` included). Those of NumPy are read by rows, where they are.
       state: The state of `tx` for these parameters, likewise.
       ids: `[k]` integers, for each table or for a subtree of tables that share them;
-        `None` for leaves that are taken whole. Out of bounds they are padding, and read
-        any row: negative ones too.
+        `None` for leaves that are taken whole. Ids out of bounds, negative ones
+        included, are padding, whose rows have no meaning.
 
     Returns:
       Parameters and state with `[k, ...]` in place of `[num_rows, ...]`. What all rows
-      share, such as a step count, is there as it is.
+      share, such as a step count, is unchanged.
 
     Raises:
       TypeError: If ids are not integers, or are traced where a table is of NumPy.
@@ -283,22 +282,21 @@ def put_rows(
     rows: Params,
     row_state: State,
 ) -> tuple[Params, State]:
-    """Writes rows into tables, with what the optimiser keeps of them.
+    """Writes rows into tables, with the optimiser's state of these rows.
 
-    The way back from `take_rows`. With other ids it makes clones: under every
-    optimiser, `exact_adam` included, they have the values of their origins now and at
-    every later step.
+    The inverse of `take_rows`. With other ids it clones rows: under every optimiser,
+    `exact_adam` included, a clone has the value of its origin now and, with the same
+    gradients, at every later step.
 
-    Arrays of JAX are new ones, under `jit` with `params` and `state` donated in the
-    memory of the old ones. Arrays of NumPy are written in place.
+    Arrays of NumPy are written in place. Those of JAX are copied, unless `params` and
+    `state` are donated under `jit`.
 
     Args:
       tx: The transformation.
       params: Tree of arrays, as for `take_rows`.
       state: Its state.
-      ids: As for `take_rows`. Padding, what is out of bounds, is written nowhere. Each
-        row may be there once: ids that are known are checked; of a row that is there
-        twice, a compiled program writes either.
+      ids: As for `take_rows`. Padding is not written. Each row may be named once: this
+        is checked, but not in a compiled program, which writes one of the two.
       rows: Parameters `[k, ...]`; of leaves without ids, the new ones.
       row_state: The state of `tx` for these; what all rows share comes from it.
 
@@ -335,10 +333,10 @@ def put_rows(
 def reset_rows(
     tx: optax.GradientTransformation, params: Params, state: State, ids: Any, rows: Any
 ) -> tuple[Params, State]:
-    """Begins rows again, with these values and a state as `tx.init` makes it.
+    """Resets rows to new values, and their state to that of `tx.init`.
 
-    For rows that are used again: a new item in the place of one that went, a word that
-    was split. What all rows share, such as a step count, stays. Under `exact_adam` the
+    For rows that are used again, such as a new item in the place of one that was
+    removed. What all rows share, such as a step count, stays. Under `exact_adam` the
     rows have these values now, and under `exact_adamw` decay from now on.
 
     Args:
@@ -346,8 +344,8 @@ def reset_rows(
       params: Tree of arrays, as for `take_rows`.
       state: Its state.
       ids: As for `put_rows`.
-      rows: The new values, `[k, ...]`, in the tree of the parameters; where `ids` has
-        `None`, anything, such as `None`.
+      rows: The new values, `[k, ...]`, in the tree of the parameters. What is given
+        where `ids` has `None` is ignored.
 
     Returns:
       The parameters and the state, as `put_rows`.
@@ -433,20 +431,20 @@ def _init_rows(tx: Any, treedef: Any, shapes: Any, has_rows: tuple[bool, ...]) -
 
 
 def rows_of(grads: Any, ids: Any) -> Any:
-    """Row-sparse gradients of dense ones, of which some rows are known to be all.
+    """Makes row-sparse gradients of dense ones: the rows `ids`, and no others.
 
-    For a gradient that no lookup has made, as that of a renderer, which knows what is
-    visible: the optimisers of this package then update these rows only. Given the
+    For a gradient that no lookup has made, such as that of a renderer, which knows what
+    is visible: the optimisers of this package then update these rows only. Given the
     dense gradient, they would update all rows, as dense Adam does.
 
     Args:
       grads: Tree of arrays `[num_rows, ...]` and others; `None` leaves stay `None`.
-      ids: As for `take_rows`: `[k]` integers, `None` for gradients that stay dense. Out
-        of bounds they are padding. Each row may be there once.
+      ids: As for `take_rows`: `[k]` integers, `None` for gradients that stay dense. Ids
+        out of bounds are padding. Each row may be named once, as for `put_rows`.
 
     Returns:
-      The tree with BCOO leaves of `k` entries, whose flag `unique_indices` is set: they
-      are not sorted again.
+      The tree with BCOO leaves of `k` entries, whose flag `unique_indices` is set:
+      optimisers need not sort them.
 
     Raises:
       TypeError: If ids are not integers.

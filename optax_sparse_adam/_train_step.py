@@ -28,16 +28,16 @@ def make_train_step(
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """A training step: `params, state, value = step(params, state, *batch)`.
 
-    It holds what belongs together: `value_and_grad`, with `read=state` where the state
-    holds that of `exact_adam`; `tx.update`; `apply_updates`; `jax.jit`; and the
-    donation of parameters and state, which are updated in place and must not be used
-    again. The state is that of `tx.init(params)`.
+    The step is `value_and_grad`, with `read=state` for `exact_adam`, then `tx.update`
+    and `apply_updates`, under one `jax.jit`. Parameters and state are donated: they are
+    updated in place, and the old ones must not be used again. The first state is
+    `tx.init(params)`.
 
-    Gradients are row-sparse wherever they can be, whatever the optimiser is made of;
-    their duplicates are added up before where it needs that, as `optax.apply_if_finite`
-    does. One that takes no row-sparse gradients, such as `optax.adam(1e-3)`, is
-    refused: `exact_adam(1e-3)` has its numbers, `lazy(optax.adam(1e-3))` updates the
-    rows of the batch, and `sparse=False` makes dense gradients, at the tables' price.
+    Gradients are row-sparse wherever possible. Their duplicates are added up first for
+    an optimiser that needs it, such as `optax.apply_if_finite`. An optimiser that takes
+    dense gradients only, such as `optax.adam(1e-3)`, is refused: `exact_adam(1e-3)` has
+    its numbers, `lazy(optax.adam(1e-3))` updates the rows of the batch only, and
+    `sparse=False` makes dense gradients, at the cost of whole tables.
 
     Args:
       loss: `loss(params, *batch)`, a scalar, or a pair `(scalar, aux)` if `has_aux`.

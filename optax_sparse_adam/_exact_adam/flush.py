@@ -45,12 +45,17 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
 
     Between flushes, the parameters hold the projected final value of each row whose
     last gradient was row-sparse: its value once its momentum has died out, without the
-    weight decay since that gradient. Call `flush` before the parameters are
-    read by anything without `read=state`: an export, a checkpoint for another program;
-    before rows are changed by hand; and before the learning rate, the schedule, the
-    weight decay, `nesterov` or the state's `count` change (afterwards, too, where the
-    state is still that of before). Training goes on with what it returns, with the same
-    numbers. Checkpoints of both parameters and state need no flush.
+    weight decay since that gradient. Call `flush`
+
+    - before anything reads the parameters without `read=state`: an export, a checkpoint
+      for another program;
+    - before rows are changed by hand (`reset_rows` needs no flush);
+    - before the learning rate, the schedule, the weight decay, `nesterov` or the
+      state's `count` change. A new optimiser may be made first: `flush` reads what it
+      needs from the old state.
+
+    Training goes on with what it returns, with the same numbers. Checkpoints of both
+    parameters and state need no flush.
 
     It reads and writes all rows, once. Under `jit` with both arguments donated this is
     in place, on a CPU in blocks of rows.
@@ -61,8 +66,8 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
         it: a chain, `optax.partition`, `optax.masked`.
 
     Returns:
-      The parameters as dense Adam would have them, and a state that says so. Nothing
-      else in the state is changed.
+      The parameters as dense Adam would have them, and the state that goes with them:
+      its rows are up to date, all else in it is unchanged.
 
     Raises:
       ValueError: If the state holds no state of `exact_adam`, or that of other

@@ -312,9 +312,9 @@ def exact_adam(
     r"""The numbers of `optax.adam` on the dense gradient, at the cost of the batch.
 
     Dense Adam moves every row in every step: a row that the batch does not hold goes on
-    with its momentum. `sparse_adam` and `lazy(optax.adam)` do not update it.
-    `exact_adam` does, but computes its value only when it is read. In a step
-    `t` without a gradient for a row with the moments `m` and `v`,
+    with its momentum. `sparse_adam` and `lazy(optax.adam)` leave such a row alone.
+    `exact_adam` moves it, but computes its value only when it is read. In a step `t`
+    without a gradient for a row with the moments `m` and `v`,
 
     .. math::
 
@@ -322,28 +322,27 @@ def exact_adam(
       p \leftarrow p - \alpha_t \frac{\sqrt{1 - b_2^t}}{1 - b_1^t}
         \frac{m}{\sqrt{v} + \epsilon \sqrt{1 - b_2^t}}
 
-    While a row has no gradient, its updates depend only on its moments and on the
-    schedule, so their sum, the *remaining update*, can be computed in advance. The
-    parameters hold, for a row with a row-sparse gradient, its *projected final value*,
-    to which its momentum will carry it. Its value at any later step is the projected
-    final value without the remaining update at that step, which is nothing after some
-    hundred steps. A few numbers, computed once in each step from the schedule, give the
-    remaining update of any row.
+    While a row has no gradient, it is *stale*: its updates depend only on its moments
+    and on the schedule, so the sum of those to come, the *remaining update*, can be
+    computed in advance. After a row-sparse gradient the parameters hold the row's
+    *projected final value*, to which its momentum will carry it. Its value at a later
+    step is the projected final value minus the remaining update at that step, which
+    vanishes after some hundred steps. A few numbers, computed once in each step from
+    the schedule, give the remaining update of any row.
 
-    Three things belong together, as in `make_train_step`::
+    `make_train_step` makes the whole step. By hand, it is::
 
       loss, grads = osa.value_and_grad(loss_fn, read=state)(params, batch)
       updates, state = tx.update(grads, state, params)
       params = osa.apply_updates(params, updates)
 
-    `read=state` (see `value_and_grad`) lets the loss look rows up as dense Adam would
-    have them now; without it, the loss would see projected final values, and `update`
-    raises.
-    `evaluate(fun, read=state)` is `fun` without a gradient. `flush(params, state)` puts
-    the values in their place: before an export, or a change of the learning rate by
-    hand. A change without it, which only a running program sees, makes the rows NaN.
-    Nothing may change the updates afterwards. Checkpoints of `(params, state)` for this
-    optimiser need no flush.
+    With `read=state` (see `value_and_grad`) the loss looks rows up as dense Adam would
+    have them now; without it, it would see projected final values, and `update` raises.
+    For evaluation there is `evaluate(fun, read=state)`. `flush(params, state)` writes
+    the values into the parameters: call it before an export, and before a change of the
+    learning rate by hand. A change without it raises or, inside a compiled program,
+    makes the rows NaN. Nothing may change the updates: what follows in a chain raises.
+    Checkpoints of `(params, state)` for this optimiser need no flush.
 
     A gradient leaf may be a row-sparse BCOO; a dense array; or `None`, which is a
     gradient of zeros at no cost: to freeze a parameter use `optax.partition` or
@@ -373,7 +372,8 @@ def exact_adam(
         out, they become NaN.
       b1: Decay of the moving average of the gradient, in `[0, 1)`; below `sqrt(b2)`.
       b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
-      eps: Added to the root of the corrected second moment, as in `optax.adam`.
+      eps: Added to the root of the corrected second moment, as in `optax.adam`; at
+        least `1e-36 / sqrt(1 - b2)`.
       eps_root: 0; anything else is refused.
       mu_dtype: Type of `mu`; the parameter's own by default.
       nesterov: As in `optax.adam`.
@@ -382,8 +382,8 @@ def exact_adam(
       An `optax.GradientTransformationExtraArgs` with state `ExactAdamState`. Its
       `update` raises `TypeError` and `ValueError` for gradients as that of
       `sparse_adam` does, and `ValueError` for a gradient of single elements, for one
-      that was made without `read=`, and outside of a program for a state of another
-      schedule.
+      that was made without `read=`, and, outside of a compiled program, for a state
+      of another schedule.
 
     Raises:
       TypeError: If a hyper-parameter is an array, such as those of
@@ -435,7 +435,7 @@ def exact_adamw(
       p \leftarrow (1 - \alpha_t \lambda_t) \, p - \alpha_t
         \frac{m / (1 - b_1^t)}{\sqrt{v / (1 - b_2^t)} + \epsilon}
 
-    `lr * weight_decay` must be at most `(1 - b1 / sqrt(b2)) / 2`, that is 0.05 with the
+    `lr * weight_decay` must be at most `(1 - b1 / sqrt(b2)) / 2`: 0.0497 with the
     default betas. A product of numbers above it raises; where schedules exceed it, now
     or within the steps of a remaining update, the rows become NaN.
 

@@ -21,13 +21,13 @@ def evaluate(
     """`fun`, for evaluation and serving: lookups read rows as they are now, and fast.
 
     With `read=state`, a lookup gives each row as dense Adam would have it now, as in
-    `value_and_grad(..., read=state)`; a use other than lookups sees the whole table
-    brought up to date, at the table's price. Nothing is written. Without `read=`, which
-    other optimisers do not need, nothing changes but the time: on a CPU, lookups go
-    through the kernel where it is faster.
+    `value_and_grad(..., read=state)`; any other use sees the whole table brought up to
+    date, at the cost of a pass over it. Nothing is written. Other optimisers need no
+    `read=`; without it the results are those of `fun`, but on a CPU lookups go through
+    the kernel where it is faster.
 
-    Call it inside of `jax.jit`; outside, each call traces `fun` again. It has
-    derivatives, but not row-sparse ones: those are `value_and_grad`'s.
+    Call it inside of `jax.jit`; outside, each call traces `fun` again. Its derivatives
+    are dense; `value_and_grad` gives row-sparse ones.
 
     Args:
       fun: Any function that JAX can trace.

@@ -33,15 +33,15 @@ def value_and_grad(
     The model is not changed. A leaf whose gradient is made of row lookups only
     (`table[ids]`, `jnp.take`, `flax.linen.Embed`, `flax.nnx.Embed`,
     `equinox.nn.Embedding`, `haiku.Embed`, ...) comes back as a
-    `jax.experimental.sparse.BCOO` of the table's shape, with the meaning of `jax.grad`
-    to the letter: what a lookup clamps or drops out of bounds is clamped or dropped.
-    Every other leaf comes back as `jax.value_and_grad` gives it, but for leaves that
-    the loss does not use, or looks up no rows of, as with an empty batch: unless they
-    are scalars, they are row-sparse with nothing stored (`nse == 0`), as `None` is in
-    torch. The optimisers of this package leave them as they are, at no cost; a dense
-    optimiser of optax wants zeros in their place: name the tables by `sparse`. Nothing
-    of the size of a row-sparse leaf is computed or stored. There is no `holomorphic`,
-    no `allow_int` and no `reduce_axes`.
+    `jax.experimental.sparse.BCOO` of the table's shape that equals `jax.grad`'s: ids
+    out of bounds are clamped or dropped as the lookup does. Nothing of the size of the
+    table is computed or stored. Every other leaf comes back as from
+    `jax.value_and_grad`. There is no `holomorphic`, `allow_int` or `reduce_axes`.
+
+    A leaf that the loss does not use, or looks up no rows of (an empty batch), is
+    row-sparse with nothing stored (`nse == 0`), as `None` is in torch, unless it is a
+    scalar. The optimisers of this package leave it as it is, at no cost; a dense
+    optimiser of optax needs zeros in its place: name the tables by `sparse`.
 
     The BCOO holds one entry for each row that was looked up, duplicates included, at
     most as many as the table has rows: where a batch looks up more, the gradient comes
@@ -53,14 +53,14 @@ def value_and_grad(
     function before it is looked up. `table[0]`, with a constant, is a
     lookup of one row; only where constants read every row, as a Python loop over
     stacked layers does, the gradient is dense. A `vmap` over stacked tables and their
-    ids is a lookup, too, with `n_sparse == 2`. Any other use of a table, such as tied
-    output weights, weight decay in the loss, a range with fixed bounds (`table[:k]`),
-    `take_along_axis`, or a function with a `jax.custom_vjp` that takes it, makes its
-    gradient dense; rows that are looked up before may go into any function. A `vmap`
-    over the predicate of a `lax.cond` that looks a table up costs what it costs under
+    ids is a lookup, too, with `n_sparse == 2`. Any other use of a table makes its
+    gradient dense: tied output weights, weight decay in the loss, a range with fixed
+    bounds (`table[:k]`), `take_along_axis`, a function with a `jax.custom_vjp` that
+    takes it. Rows, once looked up, may go into any function. A `vmap` over the
+    predicate of a `lax.cond` that looks a table up costs what it costs under
     `jax.grad`.
 
-    In one jitted step with the update, whatever the call returns, and whatever a
+    In one jitted step with the update, what the call returns, and what a
     `jax.debug.print` in `fun` shows, is read before the table is updated in place. Old
     rows that the step reads elsewhere make XLA copy the table: see `apply_updates`.
     Under `checkify.index_checks`, lookups out of bounds are found as under `jax.grad`,

@@ -87,7 +87,8 @@ def lazy(
     Weight decay inside `inner` decays the touched rows, once for each step that touches
     them. Masks and labels that are functions (`optax.masked`, `optax.partition`) see
     the touched rows: those of names, types and ranks are right, one of sizes that would
-    choose other leaves than for the table is refused. Give the tree that it returns.
+    choose other leaves than for the table is refused: pass the tree of booleans or
+    labels instead of the function.
 
     Under `jit`, if the jaxpr of `inner.update` shows that it treats each row of a table
     alone, norms over gradients aside, this table and its state are updated separately

@@ -178,13 +178,13 @@ def sparse_adam(
       the corrected one. At `t = 1` the same `eps` acts `1 / sqrt(1 - b2)`, 31.6 times,
       as strongly here. `osa.lazy(optax.adam(learning_rate))` has optax's form.
 
-    A gradient leaf may be a row-sparse BCOO (see `value_and_grad`), a dense array, for
-    which every row counts as touched, or `None`: parameter and moments stay as they
-    are. The update of a BCOO leaf is a BCOO that holds each touched row once; its
-    other slots are padding, with zeros. The order is that of the gradient if that was
-    coalesced, whose pytree structure the update then has, and else left open:
-    `coalesce` sorts. `apply_updates` and `optax.apply_updates` take both. Under `jit`
-    with the state and the parameters donated the step is in place.
+    A gradient leaf may be a row-sparse BCOO (see `value_and_grad`); a dense array, for
+    which every row counts as touched; or `None`, which leaves the parameter and its
+    moments as they are. The update of a BCOO leaf is a BCOO that holds each touched row
+    once, and zeros in its other slots (padding). If the gradient was coalesced, the
+    update has its order and its pytree structure; otherwise the order is unspecified.
+    `apply_updates` and `optax.apply_updates` take both. Under `jit` with the state and
+    the parameters donated the step is in place.
 
     Arithmetic is in float32 at least; the moments are stored in the parameter's type,
     and an update has the type of its gradient. With `b2 = 0.999` a bfloat16 second
@@ -196,7 +196,7 @@ def sparse_adam(
     out-of-bounds index are ignored. An empty gradient changes nothing but `count`.
 
     Args:
-      learning_rate: A number, at least 0, an array with one element, or a schedule,
+      learning_rate: A number of at least 0, an array with one element, or a schedule,
         called with the number of steps before this one.
       b1: Decay of the moving average of the gradient, in `[0, 1)`.
       b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
@@ -208,8 +208,8 @@ def sparse_adam(
       An `optax.GradientTransformationExtraArgs` with state `ScaleBySparseAdamState`.
       Its `update` raises `TypeError` for gradients with indices that are not integers
       or values that are not floating point, and for the state of another optimiser;
-      `ValueError` for gradients and moments of another shape than the parameter's. All
-      while tracing.
+      `ValueError` for gradients and moments of another shape than the parameter's. Both
+      are raised while tracing.
 
     Raises:
       ValueError: If a hyper-parameter is a Python number out of its range.

@@ -56,13 +56,15 @@ def embedding_bag(
 
     Ids come in one of three forms:
 
-    - `ids [bags, length]`. Ids out of bounds, negative ones included, are padding.
-    - `ids [entries]` with `offsets [bags]`, ascending: bag `i` begins at `offsets[i]`
-      and ends where the next one begins, or with the ids. As in torch.
+    - `ids [bags, length]`.
+    - `ids [entries]` with `offsets [bags]`, ascending, as in torch: bag `i` begins at
+      `offsets[i]` and ends where the next one begins, or with the ids. Ids before the
+      first offset belong to no bag.
     - `ids [entries]` with `segment_ids [entries]`, in any order, and `num_segments`, as
       in `jax.ops.segment_sum`. A segment out of bounds belongs to no bag.
 
-    Shapes are fixed: ragged data is padded by ids that are out of bounds.
+    In each form ids out of bounds, negative ones included, are padding: shapes are
+    fixed, so pad ragged data with `-1`.
 
     Args:
       table: `[num_rows, *row_shape]`, floating point.
