@@ -7,7 +7,7 @@ other arrays belong to all rows. For a table `[1000, 8]`, a vector `w`, `sparse_
 
     ids      table [k], w None
     params   table [1000, 8], w [8]        taken: table [k, 8], w [8]
-    state    count [], mu and nu alike     taken: count [], mu and nu alike
+    state    count [], mu and nu likewise  taken: count [], mu and nu likewise
 
 Arrays of JAX are read by a gather and written by a scatter, those of NumPy by indexing.
 
@@ -58,7 +58,6 @@ class _Table(NamedTuple):
 
     def put(self, x: Any, rows: Any) -> Any:
         """The array with these rows; one of NumPy itself."""
-        self._check_rows(x, rows)
         if isinstance(x, np.ndarray):
             ids = self._known_ids()
             inside = (ids >= 0) & (ids < len(x))
@@ -98,17 +97,19 @@ class _Table(NamedTuple):
             )
         return np.asarray(self.ids)
 
-    def _check_rows(self, x: Any, rows: Any) -> None:
+    def check_rows(self, x: Any, rows: Any) -> None:
+        """Raises unless these are rows for an array of the table."""
         shape = (len(self.ids), *np.shape(x)[1:])
         if np.shape(rows) != shape:
             raise ValueError(
                 f"{self.verb} needs a row for each of the {len(self.ids)} ids of "
                 f"{self.path}: an array of shape {shape}, got {np.shape(rows)}."
             )
-        if jnp.result_type(rows) != x.dtype:
+        dtype = getattr(rows, "dtype", None) or jnp.result_type(rows)
+        if dtype != x.dtype:
             raise TypeError(
                 f"{self.verb} needs rows of the type of their table, {x.dtype} for "
-                f"{self.path}, got {jnp.result_type(rows)}. Cast them."
+                f"{self.path}, got {dtype}. Cast them."
             )
 
 
@@ -207,10 +208,23 @@ def _put_each(tree: Any, tables: list[_Table | None], news: list[Any]) -> Any:
     return treedef.unflatten(map(put, leaves, tables, news))
 
 
+def _check_each(tree: Any, tables: list[_Table | None], news: list[Any]) -> None:
+    """Raises for what cannot be written, before anything is."""
+    for x, table, new in zip(jax.tree.leaves(tree), tables, news, strict=True):
+        if table is not None:
+            table.check_rows(x, new)
+        elif new is not None and np.shape(new) != np.shape(x):
+            raise ValueError(
+                "put_rows needs what has no ids whole: an array of shape "
+                f"{np.shape(x)}, got {np.shape(new)}."
+            )
+
+
 def _refuse_repeated(tables: list[_Table | None]) -> None:
     each = [table for table in tables if table is not None]
-    for ids in {id(table.ids): table for table in each}.values():
-        ids.refuse_repeated()
+    # Tables that share their ids are looked at once.
+    for table in {(id(table.ids), table.num_rows): table for table in each}.values():
+        table.refuse_repeated()
 
 
 def take_rows(
@@ -327,6 +341,8 @@ def put_rows(
     news = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
     kind: Any = jax.tree.structure(state)
     states = leaves_like(kind, row_state, "The state of the rows", "state")
+    _check_each(params, tables, news)
+    _check_each(state, owners, states)
     return _put_each(params, tables, news), _put_each(state, owners, states)
 
 
@@ -368,6 +384,7 @@ def reset_rows(
     _refuse_repeated(tables)
     owners = _of_state(tx, params, state, tables, "reset_rows")
     news = _rows_of_leaves(params, ids, rows)
+    _check_each(params, tables, news)
     after = _order_after(news)
     params = _put_each(params, tables, after(news))
     shapes = tuple((np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params))

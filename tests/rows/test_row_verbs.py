@@ -393,3 +393,33 @@ def test_errors(case):
 def test_repeated_padding_is_no_error():
     put(ids=np.array([10, 10]))
     put(ids=np.array([-1, -1]))
+
+
+def test_a_fault_is_found_before_anything_is_written():
+    params = {"a": np.ones((10, 4), np.float32), "w": np.ones(4, np.float32)}
+    state = jax.tree.map(np.array, SPARSE.init(params))
+    ids = {"a": IDS, "w": None}
+    rows, row_state = osa.take_rows(SPARSE, params, state, ids)
+    rows = jax.tree.map(lambda x: x + 1, rows)
+    for wrong, words in (
+        (rows | {"w": np.ones(1, np.float32)}, "whole"),  # NumPy would broadcast it
+        (rows | {"a": rows["a"][:1]}, "for each of the 2 ids"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            osa.put_rows(SPARSE, params, state, ids, wrong, row_state)
+    assert np.all(params["a"] == 1)
+    assert np.all(params["w"] == 1)
+
+
+def test_repeated_in_the_larger_of_two_tables():
+    params = {"a": jnp.ones((20, 2)), "b": jnp.ones((10, 2))}
+    with pytest.raises(ValueError, match="got row 15"):  # padding in the smaller one
+        osa.rows_of(params, np.array([15, 15]))
+
+
+def test_float64_of_numpy_without_64_bit_types():
+    table = np.arange(8.0).reshape(4, 2)
+    state = jax.tree.map(np.array, SPARSE.init(jnp.asarray(table)))
+    rows = osa.take_rows(SPARSE, table, state, IDS)
+    new, _ = osa.put_rows(SPARSE, table, state, IDS, *rows)
+    np.testing.assert_array_equal(new, np.arange(8.0).reshape(4, 2))
