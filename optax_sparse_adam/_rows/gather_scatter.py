@@ -51,12 +51,10 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         read = unchecked(gather)
         return call_with_auto_axes(read, table, indices, like=table, axes=axes)
 
-    # OLD_JAX: 0.11.2, with all that `_writes_by_kernel` is for.
     def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
         return native.look_up_rows(table, indices[:, 0], None)
 
-    is_widened = table.dtype == jnp.bfloat16 and n_sparse == 1
-    if is_widened and native.supports_lookup(table, indices):
+    if n_sparse == 1 and native.supports_lookup(table, indices):
         return on_cpu(by_kernel, by_xla, table, indices)
     return by_xla(table, indices)
 

@@ -28,7 +28,7 @@ void CopyRows(ffi::ThreadPool& pool, const void* from, const int32_t* index, int
   const auto row = [&](int64_t k) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);
   };
-  Parallel(pool, size, 1024, [&](int64_t begin, int64_t end) {
+  Parallel(pool, size, 256, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       if (k + kAhead < size) {
         Prefetch<false>(table + row(k + kAhead) * width, width * sizeof(T));

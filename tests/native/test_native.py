@@ -397,9 +397,14 @@ USES = {
     "exact_adam": (trained, {"tx": osa.exact_adam(0.1)}, EXACT),
     "exact_adamw": (trained, {"tx": osa.exact_adamw(0.1)}, EXACT),
     # The sums of float16 values are float32, its moments and its table are not.
-    "float16": (updated, {"dtype": "float16"}, ["update sum"]),
+    "float16": (updated, {"dtype": "float16"}, ["update sum", "read rows"]),
     "unique rows": (updated, UNIQUE, ["update adam", "update add"]),
-    "two sparse axes": (updated, {"shape": (50, 100, 24), "n_sparse": 2}, []),
+    # It gathers the values of a block, by slots.
+    "two sparse axes": (
+        updated,
+        {"shape": (50, 100, 24), "n_sparse": 2},
+        ["read rows"],
+    ),
     "no entries": (updated, {"nse": 0}, []),
     "too many rows": (updated, {"shape": (2**31 - 9, 1)}, []),
 }
