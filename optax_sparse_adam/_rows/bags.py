@@ -46,6 +46,8 @@ def embedding_bag(
     num_segments: int | None = None,
     weights: jax.Array | None = None,
     mode: str = "sum",
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
 ) -> jax.Array:
     """Sums, means or maxima of looked-up rows, one for each bag of ids.
 
@@ -76,6 +78,10 @@ def embedding_bag(
       mode: "sum"; "mean", `sum(w * x) / sum(w)`; "sqrtn", `sum(w * x) /
         sqrt(sum(w**2))`; or "max", whose gradient goes to the first of equal rows, as
         in torch. Padding is not counted.
+      indices_are_sorted: A promise, as that of `table.at[ids].get`, that ids ascend,
+        with padding and ids of no bag at the end. The gradient has this flag.
+      unique_indices: A promise that no row is there twice, in whatever bag. The
+        gradient has a row for each id, and this flag: updates sort nothing.
 
     Returns:
       `[bags, *row_shape]` in the table's type, added up in float32 at least. A bag
@@ -112,7 +118,8 @@ def embedding_bag(
     if num_bags == 0:
         return jnp.zeros((0, *table.shape[1:]), table.dtype)
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
-    pooled = _pooled(table, ids, segments, weights, valid, num_bags, mode)
+    flags = indices_are_sorted, unique_indices
+    pooled = _pooled(table, ids, segments, weights, valid, num_bags, mode, flags)
     if isinstance(offsets, jax.core.Tracer) and num_bags > 1:
         # What would raise outside of a program is NaN inside.
         is_ascending = jnp.all(offsets[1:] >= offsets[:-1])
@@ -128,11 +135,15 @@ def _pooled(
     valid: jax.Array,
     num_bags: int,
     mode: str,
+    flags: tuple[bool, bool],
 ) -> jax.Array:
     dtype = table.dtype
     if mode == "max" and ids.size:
-        return _max(table, ids, segments, valid, num_bags)
-    sums = sum_bags(num_bags, table, ids, segments, weights)
+        return _max(_take(table, ids, flags), segments, valid, num_bags)
+    if any(flags):  # nothing to add up for a row: an ordinary lookup hands them on
+        sums = add_up(num_bags, _take(table, ids, flags), segments, weights)
+    else:
+        sums = sum_bags(num_bags, table, ids, segments, weights)
     if mode in ("sum", "max"):
         return sums.astype(dtype)
     counted = valid.astype(sums.dtype) if weights is None else weights
@@ -210,7 +221,8 @@ def _flatten(
     if segments is not None:
         segments = narrow_ids(segments, num_bags)
         valid &= (segments >= 0) & (segments < num_bags)
-        ids = jnp.where(valid, ids, np.asarray(-1, ids.dtype))
+        # The largest number, so that ids in order stay so with padding at their end.
+        ids = jnp.where(valid, ids, jnp.iinfo(ids.dtype).max)
     if weights is not None:
         weights = weights.astype(accumulator_dtype(table.dtype))
         weights = jnp.where(valid, weights, jnp.zeros_like(weights))
@@ -359,7 +371,9 @@ def _pool(num_bags: int, table: jax.Array, ids: jax.Array, *args: Any) -> jax.Ar
     return add_up(num_bags, _take(table, ids), *args)
 
 
-def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
+def _take(
+    table: jax.Array, ids: jax.Array, flags: tuple[bool, bool] = (False, False)
+) -> jax.Array:
     """`table[ids]`, zeros for padding; on Explicit mesh axes, of all ids everywhere."""
     out = None
     if (mesh := mesh_of(table, ids)).explicit_axes:
@@ -367,7 +381,12 @@ def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
         spec = PartitionSpec(*(None for _ in ids.shape), *columns)
         out = NamedSharding(mesh, spec)
     return table.at[ids].get(
-        mode="fill", fill_value=0, wrap_negative_indices=False, out_sharding=out
+        mode="fill",
+        fill_value=0,
+        wrap_negative_indices=False,
+        out_sharding=out,
+        indices_are_sorted=flags[0],
+        unique_indices=flags[1],
     )
 
 
@@ -387,8 +406,7 @@ def add_up(
 
 
 def _max(
-    table: jax.Array,
-    ids: jax.Array,
+    rows: jax.Array,
     segments: jax.Array | None,
     valid: jax.Array,
     num_bags: int,
@@ -398,7 +416,7 @@ def _max(
     Each number has one source, the first entry of its bag that is the largest or NaN.
     It is gathered from there, so that its gradient goes there and nowhere else.
     """
-    rows, nse = _take(table, ids), ids.size
+    row_shape, nse = rows.shape[valid.ndim :], valid.size
     seen = lax.stop_gradient(jnp.where(expand_like(valid, rows), rows, -jnp.inf))
     # For one bag of the rows [1, 9] and [5, 2], `first` is [1, 0].
     if segments is None:
@@ -406,7 +424,7 @@ def _max(
         rows = rows.reshape(nse, *rows.shape[2:])
     else:
         first = _first_of_segments(seen, valid, segments, num_bags)
-    columns = np.indices(table.shape[1:], sparse=True)
+    columns = np.indices(row_shape, sparse=True)
     return rows.at[first, *columns].get(mode="fill", fill_value=0)
 
 

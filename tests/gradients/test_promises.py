@@ -20,6 +20,14 @@ def look_up(table, ids, **others):
     return table.at[ids].get(mode="fill", fill_value=0, **flags)
 
 
+WEIGHTS = np.linspace(0.5, 1.5, 5, dtype=np.float32)
+
+
+def bag(table, ids, **others):
+    flags = {"unique_indices": True, "indices_are_sorted": True}
+    return osa.embedding_bag(table, ids, **flags, **others)
+
+
 def both(table, ids):
     return look_up(table, ids) * 2
 
@@ -31,6 +39,18 @@ HANDED_ON = {
     "of a cast": lambda t, ids: look_up(t.astype(jnp.float32), ids),
     "of a product": lambda t, ids: look_up(t * 3, ids),
     "of a shape": lambda t, ids: look_up(t, ids.reshape(5, 1)).sum(1),
+    "bags": lambda t, ids: bag(t, ids[:, None]),
+    "bags of offsets": lambda t, ids: bag(
+        t, ids, offsets=jnp.array([0, 2]), mode="mean"
+    ),
+    "largest of bags": lambda t, ids: bag(t, ids[:, None], mode="max"),
+    "bags of segments": lambda t, ids: bag(
+        t,
+        ids,
+        segment_ids=jnp.array([0, 1, 0, 7, -1]),
+        num_segments=2,
+        weights=WEIGHTS,
+    ),
 }
 # What may join two entries of one row, or another order.
 DROPPED = {
