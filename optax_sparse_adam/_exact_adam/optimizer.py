@@ -25,7 +25,13 @@ from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype, clear_padding
 from .._rows.new_arrays import full_along
-from .rows import Betas, update_touched_rows, update_whole
+from .rows import (
+    Betas,
+    stale_arrays,
+    step_arrays,
+    update_touched_rows,
+    update_whole,
+)
 from .schedule import (
     Schedule,
     checked_constants,
@@ -246,31 +252,49 @@ def _exact_adam(
         is_right = _check_continued(is_continued(state, view, decays, betas))
         constants = constants._replace(eps=jnp.where(is_right, constants.eps, jnp.nan))
         # After `flush`, `count` may have been set by hand, and `origin` follows it.
-        before = table_states(state)._replace(origin=state.count - state.clock)
-        after = take_step(before, constants, view, decays)
+        before = table_states(state)
+        origin = state.count - state.clock
+        after = take_step(before._replace(origin=origin), constants, view, decays)
         remaining = jnp.where(is_right[:, None, None], after.remaining, jnp.nan)
         after = after._replace(remaining=remaining)
         # Rows of a parameter with a dense gradient hold their value, before and after.
         is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
         after = hold_values(after, np.array(is_dense, bool))
-        whole = []
-        states = before.with_polynomials(), after.with_polynomials()
+        is_read = [True] * len(rows)
         for place, i in enumerate(rows):
-            if grads[i] is None:
-                continue
-            check_leaf(grads[i], rows[i].nu)
+            if grads[i] is not None:
+                check_leaf(grads[i], rows[i].nu)
+                if is_bcoo(grads[i]):
+                    is_read[place] = _check_read(grads[i], paths[i][0], state.clock)
+        eps = jnp.where(jnp.stack(is_read), constants.eps, jnp.nan)
+        constants, step = constants._replace(eps=eps), view.now
+        if decay is not None:
+            step = step._replace(log_decay=decay_of(step, decays))
+        states = before.with_polynomials(), after.with_polynomials()
+        # As the lookups have it, so that XLA computes it once. What is not of this
+        # optimiser is NaN by what `step_arrays` adds.
+        arrays = stale_arrays(states[0], state.constants)
+        arrays = step_arrays(arrays, states[1], constants, step, betas)
+        whole = []
+        for place, i in enumerate(rows):
             if is_dense[place]:
                 whole.append(i)
+            if not is_bcoo(grads[i]):
                 continue
-            is_read = _check_read(grads[i], paths[i][0], state.clock)
-            step, read = view.now, (olds[i],) if decay is not None else ()
-            if decay is not None:
-                step = step._replace(log_decay=decay_of(step, decays[place]))
-            eps = jnp.where(is_read, constants.eps[place], jnp.nan)
-            own_constants = constants._replace(eps=eps)
-            args = (*(x.at(place) for x in states), own_constants, step)
+            read: Any = ()
+            own_step = step
+            if step.log_decay is not None:
+                read = (olds[i],)
+                own_step = step._replace(log_decay=step.log_decay[place])
+            own_constants = constants._replace(eps=constants.eps[place])
+            args = (*(x.at(place) for x in states), own_constants, own_step)
             update, rows[i] = update_touched_rows(
-                without_clock(grads[i]), read, rows[i], *args, betas=betas
+                without_clock(grads[i]),
+                read,
+                rows[i],
+                *args,
+                arrays.at(place),
+                betas=betas,
             )
             grads[i] = clear_padding(grads[i], update)
         if whole:

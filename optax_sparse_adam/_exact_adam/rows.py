@@ -42,6 +42,25 @@ class RowState(NamedTuple):
         return (*self[:3], *self.log_decay)
 
 
+class KernelArrays(NamedTuple):
+    """What the kernel takes besides rows; of several parameters, an axis in front.
+
+    Attributes:
+      steps: `native.Stale.steps`.
+      scalars: `native.StaleScalars`, in an array.
+      polynomials: `native.Stale.polynomials`.
+      step: `native.StepScalars`, in an array; `None` if rows are only read.
+    """
+
+    steps: jax.Array
+    scalars: jax.Array
+    polynomials: jax.Array
+    step: jax.Array | None = None
+
+    def at(self, place: int) -> "KernelArrays":
+        return KernelArrays(*jax.tree.map(lambda x: x[place], tuple(self)))
+
+
 class TableState(NamedTuple):
     """What is known of a parameter as a whole, or of all; see `ExactAdamState`.
 
@@ -60,10 +79,8 @@ class TableState(NamedTuple):
         return self._replace(single=polynomial(self.remaining, jnp.dtype("float32")))
 
     def at(self, place: Any) -> "TableState":
-        """The state of one parameter, or of some."""
-        decay = None if self.decay is None else self.decay[place]
-        single = None if self.single is None else self.single[place]
-        of_one = self.values_until[place], self.remaining[place], decay, single
+        """The state of one parameter."""
+        of_one = jax.tree.map(lambda x: x[place], tuple(self[2:]))
         return TableState(self.clock, self.origin, *of_one)
 
 
@@ -97,7 +114,8 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 def _decay_in(table: TableState, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Both parts; what the first loses in a smaller type goes to the second."""
-    assert table.decay is not None  # where rows have one
+    if table.decay is None:
+        return jnp.zeros([], dtype), jnp.zeros([], dtype)
     # In float32, -0.1 is `-0.1 - 1.5e-9`: the second part becomes `1.5e-9 + low`.
     high, low = table.decay[..., 0], table.decay[..., 1]
     cast = high.astype(dtype)
@@ -213,22 +231,29 @@ def mark_updated(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
     return tuple(marked(*pair) for pair in pairs)
 
 
-def _stale_rows(
-    rows: RowState, table: TableState, constants: Constants
-) -> native.Stale:
-    """What the kernel needs to bring rows up to date, in float32."""
+def stale_arrays(table: TableState, constants: Constants) -> KernelArrays:
+    """What brings rows up to date, for the kernel: of one parameter, or of all.
+
+    Of all at once, because XLA compiles every operation on a few numbers apart.
+    """
     single = cast_floats(constants, jnp.float32)
-    decay = (jnp.float32(0), jnp.float32(0))
-    if table.decay is not None:
-        decay = _decay_in(table, jnp.float32)
     polynomials, (behind, ahead) = _coefficients(table, constants, jnp.float32)
-    return native.Stale(
-        tables=rows.arrays,
-        scalars=native.StaleScalars(single.log_b1, single.log_q, behind, ahead, *decay),
-        polynomials=polynomials,
-        uses_roots=constants.uses_roots,
-        steps=jnp.stack([table.clock, table.values_until]),
-    )
+    decay = _decay_in(table, jnp.float32)
+    logs = single.log_b1, single.log_q
+    scalars = native.StaleScalars(*logs, behind, ahead, *decay)
+    steps = _stacked(table.clock, table.values_until)
+    return KernelArrays(steps, _stacked(*scalars), polynomials)
+
+
+def _stacked(*columns: Any) -> jax.Array:
+    """Numbers of each parameter, or of all, side by side along a last axis."""
+    return jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
+
+
+def _stale(rows: RowState, arrays: KernelArrays, constants: Constants) -> native.Stale:
+    steps, scalars, polynomials, _ = arrays
+    uses_roots = constants.uses_roots
+    return native.Stale(rows.arrays, scalars, polynomials, uses_roots, steps)
 
 
 class StaleTable(NamedTuple):
@@ -238,11 +263,13 @@ class StaleTable(NamedTuple):
       rows: What is known of each row.
       state: What is known of the parameter.
       constants: Of the optimiser.
+      arrays: The same for the kernel.
     """
 
     rows: RowState
     state: TableState
     constants: Constants
+    arrays: KernelArrays
 
     @property
     def clock(self) -> jax.Array:
@@ -262,7 +289,8 @@ class StaleTable(NamedTuple):
             return None
 
         def look_up(table: jax.Array, ids: jax.Array, fill: float | None) -> jax.Array:
-            return native.look_up_stale_rows(table, _stale_rows(*self), ids, fill)
+            stale = _stale(self.rows, self.arrays, self.constants)
+            return native.look_up_stale_rows(table, stale, ids, fill)
 
         return look_up
 
@@ -323,6 +351,7 @@ def _update_rows(
     after: TableState,
     constants: Constants,
     step: Step,
+    arrays: KernelArrays,
     *,
     betas: Betas,
 ) -> tuple[jax.Array, Tables]:
@@ -338,11 +367,13 @@ def _update_rows(
       after: The state after it.
       constants: Arrays; their `eps` is NaN where the state is not of this optimiser.
       step: The scalars of the step.
+      arrays: For the kernel only.
       betas: Python numbers: `1 - b1` is taken in double precision.
 
     Returns:
       What to add to the stored parameters, and the new state of the rows.
     """
+    del arrays
     dtype = grad.dtype
     count = 3 if before.decay is None else 5
     rows, params = RowState.of(*tables[:count]), tables[count:]
@@ -387,27 +418,17 @@ def update_touched_rows(
     after: TableState,
     constants: Constants,
     step: Step,
+    arrays: KernelArrays,
     *,
     betas: Betas,
 ) -> tuple[BCOO, RowState]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *rows[:2])))
 
-    def by_kernel(
-        grad: BCOO,
-        tables: Tables,
-        read: Tables,
-        before: TableState,
-        after: TableState,
-        constants: Constants,
-        step: Step,
-    ) -> Any:
-        stale = _stale_rows(RowState.of(*tables), before, constants)
-        scalars, polynomial = _step_scalars(after, constants, step, betas)
-        polynomials = jnp.concatenate([stale.polynomials, polynomial[None]])
-        # Behind, ahead, and ahead of the step after: `[3, nodes]`.
-        stale = stale._replace(polynomials=polynomials)
-        return native.exact_adam_rows(grad, stale, scalars, read)
+    def by_kernel(grad: BCOO, tables: Tables, read: Tables, *args: Any) -> Any:
+        *_, constants, _, of_step = args
+        stale = _stale(RowState.of(*tables), of_step, constants)
+        return native.exact_adam_rows(grad, stale, of_step.step, read)
 
     floats = rows.mu, rows.nu, *rows.log_decay, *read
     is_float32 = all(x.dtype == jnp.float32 for x in floats)
@@ -419,6 +440,7 @@ def update_touched_rows(
         after,
         constants,
         step,
+        arrays,
         dtype=dtype,
         read=read,
         kernel=by_kernel if rows.last.ndim == 1 and is_float32 else None,
@@ -477,15 +499,19 @@ def update_whole(
     return updates, news
 
 
-def _step_scalars(
-    after: TableState, constants: Constants, step: Step, betas: Betas
-) -> tuple[native.StepScalars, jax.Array]:
-    """What the kernel needs for the step itself, in float32; the new polynomial."""
+def step_arrays(
+    arrays: KernelArrays,
+    after: TableState,
+    constants: Constants,
+    step: Step,
+    betas: Betas,
+) -> KernelArrays:
+    """What a step needs, for the kernel, beside the arrays that it is read by."""
     dtype = jnp.dtype("float32")
-    zero = jnp.zeros([], dtype)
     polynomials, (_, centre) = _coefficients(after, constants, dtype)
     constants, step = cast_floats((constants, step), dtype)
-    decay = (zero, zero) if after.decay is None else _decay_in(after, dtype)
+    decay_high, decay_low = _decay_in(after, dtype)
+    zero = jnp.zeros([], dtype)
     scalars = native.StepScalars(
         one_minus_b1=jnp.asarray(1 - betas.b1, dtype),
         one_minus_b2=jnp.asarray(1 - betas.b2, dtype),
@@ -494,7 +520,9 @@ def _step_scalars(
         eps=constants.eps * step.rho,
         log_decay=zero if step.log_decay is None else step.log_decay,
         centre=centre,
-        decay_high=decay[0],
-        decay_low=decay[1],
+        decay_high=decay_high,
+        decay_low=decay_low,
     )
-    return scalars, polynomials[1]
+    # Behind, ahead, and ahead of the step after: `[3, nodes]` of each.
+    polynomials = jnp.concatenate([arrays.polynomials, polynomials[..., 1:, :]], -2)
+    return arrays._replace(polynomials=polynomials, step=_stacked(*scalars))

@@ -10,7 +10,7 @@ import optax
 
 from .._rows.stale import class_names, contains_stale
 from .remaining_update import Constants
-from .rows import RowState, StaleTable, TableState
+from .rows import RowState, StaleTable, TableState, stale_arrays
 
 
 class ExactAdamState(NamedTuple):
@@ -59,9 +59,10 @@ class ExactAdamState(NamedTuple):
     ) -> dict[int, StaleTable]:
         """What brings each parameter up to date; see `StaleState` in `_rows`."""
         states = table_states(self).with_polynomials()
+        arrays = stale_arrays(states, self.constants)
         rows = rows_by_parameter(self, shapes, treedef)
         return {
-            i: StaleTable(own, states.at(place), self.constants)
+            i: StaleTable(own, states.at(place), self.constants, arrays.at(place))
             for place, (i, own) in enumerate(rows.items())
         }
 

@@ -96,7 +96,7 @@ class Stale(NamedTuple):
     """
 
     tables: tuple[jax.Array, ...]
-    scalars: StaleScalars
+    scalars: StaleScalars | jax.Array
     polynomials: jax.Array
     uses_roots: bool
     steps: jax.Array
@@ -325,9 +325,9 @@ def _update(
     else:
         values, weights = grad.values, grad.weights
     entries = [_indices(grad), values, _ids_or_none(segments), weights]
-    packed = jnp.stack(scalars) if scalars else None
+    packed = jnp.stack(scalars) if len(scalars) else None
     rows: Any = 1 if segments is None else ((grad.nse, *grad.shape[1:]), jnp.float32)
-    count = [] if scalars else [((), jnp.int32)]
+    count = [] if len(scalars) else [((), jnp.int32)]
     results = [0, rows, *count, *range(4, 4 + len(state))]
     operands = [*entries, *state, *read, packed, *others]
     attributes = {"decays": np.bool_(len(read) > 0), **attributes}
@@ -367,7 +367,7 @@ def adam_rows(
 
 
 def exact_adam_rows(
-    grad: BCOO, stale: Stale, step: StepScalars, read: tuple[jax.Array, ...]
+    grad: BCOO, stale: Stale, step: Any, read: tuple[jax.Array, ...]
 ) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
     """Like `adam_rows`, with the step of `exact_adam`, and its new tables.
 
