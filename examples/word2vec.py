@@ -329,7 +329,7 @@ def main():
     parser = argparse.ArgumentParser(description="Trains word vectors.")
     add = parser.add_argument
     add("--text", type=Path, help="file, folder or pipe; default: Python's own library")
-    add("--steps", type=int, default=12_000, help="default: 12,000")
+    add("--steps", type=int, default=10_000, help="default: 10,000")
     add(
         "--subwords",
         type=int,
