@@ -324,11 +324,15 @@ def _update(
         values, weights = grad.data, None
     else:
         values, weights = grad.values, grad.weights
-    entries = [_indices(grad), values, _ids_or_none(segments), weights]
+    # A call of its own: tables that are looked up by the same ids share it.
+    like = (grad.nse, 2), jnp.int32
+    (order,) = _call("update order", grad.shape[:1], [_indices(grad)], [like])
+    entries = [order, values, _ids_or_none(segments), weights]
     packed = jnp.stack(scalars) if len(scalars) else None
     rows: Any = 1 if segments is None else ((grad.nse, *grad.shape[1:]), jnp.float32)
     count = [] if len(scalars) else [((), jnp.int32)]
-    results = [0, rows, *count, *range(4, 4 + len(state))]
+    indices = (grad.nse, 1), jnp.int32
+    results = [indices, rows, *count, *range(4, 4 + len(state))]
     operands = [*entries, *state, *read, packed, *others]
     attributes = {"decays": np.bool_(len(read) > 0), **attributes}
     return (*_call(f"update {formula}", grad.shape, operands, results, **attributes),)

@@ -145,11 +145,11 @@ struct Entry {
   uint32_t row, slot;
 };
 
-// All entries by row, those of one row in their order, and at last padding, with
+// Writes all entries by row, those of one row in their order, and at last padding, with
 // `num_rows` for a row: radix sort. The entries are cut into pieces, which are counted
 // and moved in parallel; the order does not depend on how many they are.
-std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
-                                int64_t nse, int64_t num_rows) {
+void Sort(ffi::ThreadPool& pool, const int32_t* indices, int64_t nse, int64_t num_rows,
+          Entry* sorted) {
   // A million rows are 20 bits: two passes, by the lower ten and then by the upper ten.
   int bits = 1;
   while (num_rows >> bits > 0) ++bits;
@@ -157,7 +157,9 @@ std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
   const int64_t digits = 1 << digit_bits;
   const int64_t grain = std::max<int64_t>(8192, nse / (2 * pool.num_threads()) + 1);
   const int64_t pieces = (nse + grain - 1) / grain;
-  std::unique_ptr<Entry[]> entries(new Entry[nse]), other(new Entry[nse]);
+  std::unique_ptr<Entry[]> memory(new Entry[nse]);
+  Entry* entries = passes % 2 ? memory.get() : sorted;  // so that the last pass ends there
+  Entry* other = passes % 2 ? sorted : memory.get();
   Parallel(pool, nse, grain, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot) {
       const bool inside = indices[slot] >= 0 && indices[slot] < num_rows;
@@ -186,9 +188,8 @@ std::unique_ptr<Entry[]> Sorted(ffi::ThreadPool& pool, const int32_t* indices,
         other[next[digit(entries[i])]++] = entries[i];
       }
     });
-    entries.swap(other);
+    std::swap(entries, other);
   }
-  return entries;
 }
 
 }  // namespace

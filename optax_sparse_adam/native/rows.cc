@@ -104,7 +104,10 @@ ffi::Error LookUpBags(ffi::ThreadPool& pool, Buffers& buffers) {
   for (int64_t k = 1; segments != nullptr && k < nse; ++k) {
     unsorted |= bags.Segment(k - 1) > bags.Segment(k);
   }
-  if (unsorted) bags.order = Sorted(pool, segments, nse, num_bags);
+  if (unsorted) {
+    bags.order.reset(new Entry[nse]);
+    Sort(pool, segments, nse, num_bags, bags.order.get());
+  }
   AdviseHugePages(out, num_bags * buffers.width * sizeof(float));
   const auto read = FASTEST(ReadBags<T>);
   // So many bags that a part has about 1024 entries.
@@ -259,6 +262,20 @@ ffi::Error Clear(ffi::ThreadPool& pool, Buffers& buffers) {
   return ffi::Error::Success();
 }
 
+// The entries of a gradient by row, for updates of all tables that share its indices: XLA
+// makes one call of equal ones.
+ffi::Error Order(ffi::ThreadPool& pool, Buffers& buffers) {
+  const int64_t nse = buffers.Count();
+  const int32_t* indices = buffers.Ints("indices", nse);
+  void* entries = buffers.Result("entries", 2 * nse, ffi::S32).data;
+  if (!buffers.AreRight()) return Invalid(buffers.error);
+  if (buffers.num_rows + nse > int64_t(1) << 31) {
+    return Invalid("The kernel takes up to 2**31 rows and entries together.");
+  }
+  Sort(pool, indices, nse, buffers.num_rows, static_cast<Entry*>(entries));
+  return ffi::Error::Success();
+}
+
 // A formula, and the operands that it has behind those of the gradient: state, which is
 // updated in place, and scalars. Of the state, `r` stands for rows of float32 or bfloat16,
 // `f` for rows of float32, `s` and `i` for a float32 or an int32 for each row. With weight
@@ -289,11 +306,13 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
   Buffers buffers(args, rets, num_rows, width);
   if (formula == "add" || formula == "put") return Write(pool, formula == "add", buffers);
   if (formula == "clear") return Clear(pool, buffers);
+  if (formula == "order") return Order(pool, buffers);
   const Known* known = Find(formula);
   if (known == nullptr) return Invalid("The kernel has no such formula.");
   Update update = {};
-  update.num_rows = num_rows, update.nse = buffers.Count();
-  const int32_t* indices = buffers.Ints("indices", update.nse);
+  update.num_rows = num_rows, update.nse = buffers.Count() / 2;
+  const int32_t* entries = buffers.Ints("entries", 2 * update.nse);
+  update.entries = reinterpret_cast<const Entry*>(entries);
   const int64_t size = buffers.Count() / std::max<int64_t>(1, width);
   const float* values = buffers.Floats("values", size * width);
   const int32_t* segments = buffers.IntsOrNone("segments", update.nse);
@@ -311,8 +330,8 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
   const float* scalars = buffers.Floats("scalars", known->num_scalars);
   std::unique_ptr<StaleOperands> stale;
   if (formula == "exact_adam") stale = std::make_unique<StaleOperands>(buffers, 3);
-  update.indices = static_cast<int32_t*>(
-      buffers.Result("indices", update.nse, ffi::S32, indices).data);
+  update.indices =
+      static_cast<int32_t*>(buffers.Result("indices", update.nse, ffi::S32).data);
   update.out =
       static_cast<float*>(buffers.Result("rows", update.nse * width, ffi::F32).data);
   const bool is_sum = known->formula == nullptr;
@@ -322,8 +341,9 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
     if (state[t] != 't') buffers.InPlace("state", table, num_rows);
   }
   if (!buffers.AreRight()) return Invalid(buffers.error);
-  if (num_rows + update.nse > int64_t(1) << 31) {
-    return Invalid("The kernel takes up to 2**31 rows and entries together.");
+  const auto is_known = [&](Entry x) { return x.row <= num_rows && x.slot < update.nse; };
+  if (!std::all_of(update.entries, update.entries + update.nse, is_known)) {
+    return Invalid("The kernel takes entries as `order` makes them.");
   }
   if (segments == nullptr ? size != update.nse : update.IsInPlace()) {
     return Invalid("The kernel takes a row of values for each index, or segments.");

@@ -60,7 +60,8 @@ struct Update {
   int num_tables;
   Table state[kMostTables];
   int64_t nse, num_rows;
-  int32_t* indices;  // of the entries, and of the update
+  const Entry* entries;  // by row
+  int32_t* indices;      // of the update
   float* out;
 
   int64_t Run(ffi::ThreadPool& pool) const;
@@ -68,9 +69,10 @@ struct Update {
   INLINE bool IsInPlace() const { return out == source.values; }
 };
 
-INLINE void UpdatePart(const Update& update, const Entry* entries, int64_t size,
-                       int64_t begin, int64_t end, int64_t place) {
+INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_t end,
+                       int64_t place) {
   constexpr int64_t kAhead = 8;  // entries to fetch ahead
+  const Entry* const entries = update.entries;
   const Source<float> source = update.source;
   const int64_t width = source.width;
   const bool in_place = update.IsInPlace();
@@ -133,11 +135,9 @@ INLINE void UpdatePart(const Update& update, const Entry* entries, int64_t size,
 int64_t Update::Run(ffi::ThreadPool& pool) const {
   constexpr int64_t kRun = 512;  // entries in a part
   const int64_t width = source.width;
-  const auto entries = Sorted(pool, indices, nse, num_rows);
-  const Entry* padding =
-      std::partition_point(entries.get(), entries.get() + nse,
-                           [&](Entry entry) { return entry.row < num_rows; });
-  const int64_t size = padding - entries.get();
+  const Entry* padding = std::partition_point(
+      entries, entries + nse, [&](Entry entry) { return entry.row < num_rows; });
+  const int64_t size = padding - entries;
   const bool has_slots = IsInPlace() && formula != nullptr;
   // How many rows are in front of each part: there its own rows go.
   std::vector<int64_t> before(size / kRun + 2);
@@ -158,7 +158,7 @@ int64_t Update::Run(ffi::ThreadPool& pool) const {
   if (!has_slots) AdviseHugePages(update.out, count * width * sizeof(float));
   const auto part = FASTEST(UpdatePart);
   Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
-    part(update, entries.get(), size, begin, end, before[begin / kRun]);
+    part(update, size, begin, end, before[begin / kRun]);
   });
   Parallel(pool, sums ? count : 0, 1024, [&](int64_t begin, int64_t end) {
     const int64_t bytes = (end - begin) * width * sizeof(float);

@@ -25,19 +25,20 @@ read rows: table:t[NW] ids:i[K] -> rows:t[KW]
 read exact_adam: table:f[NW] mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]! stale:f[6]
     polynomials:f[2C] steps:i[2] ids:i[K] -> rows:f[KW]
 read bags: table:t[NW] ids:i[E] segments:i[E]? weights:f[E]? -> sums:f[BW]
-update sum: GRADIENT scalars:f[0] -> indices= sums:f[EW] count:i[]
-update adam: GRADIENT mu:t[NW] nu:u[NW] scalars:f[5] -> indices= sums:f[EW] mu= nu=
+update order: indices:i[E1] -> entries:i[E2]
+update sum: GRADIENT scalars:f[0] -> indices:i[E1] sums:f[EW] count:i[]
+update adam: GRADIENT mu:t[NW] nu:u[NW] scalars:f[5] -> indices:i[E1] sums:f[EW] mu= nu=
 update rowwise_adagrad: GRADIENT nu:f[N] table:f[NW]! scalars:f[3]
-    -> indices= sums:f[EW] nu=
+    -> indices:i[E1] sums:f[EW] nu=
 update rowwise_adam: GRADIENT mu:t[NW] nu:f[N] table:f[NW]! scalars:f[9]
-    -> indices= sums:f[EW] mu= nu=
+    -> indices:i[E1] sums:f[EW] mu= nu=
 update exact_adam: GRADIENT mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]!
     table:f[NW]! scalars:f[9] stale:f[6] polynomials:f[3C] steps:i[2]
-    -> indices= sums:f[EW] mu= nu= last= high=! low=!
+    -> indices:i[E1] sums:f[EW] mu= nu= last= high=! low=!
 update add: table:t[NW] indices:i[E1] rows:u[EW] -> table=
 update put: table:t[NW] indices:i[E1] rows:t[EW] -> table=
 update clear: indices:i[E1] rows:t[EW] -> rows=
-""".replace("GRADIENT", "indices:i[E1] values:f[VW] segments:i[E]? weights:f[E]?")
+""".replace("GRADIENT", "entries:i[E2] values:f[VW] segments:i[E]? weights:f[E]?")
 ROWS, ENTRIES, WIDTH, BAGS = 9, 6, 3, 2
 SIZES = {"N": ROWS, "W": WIDTH, "E": ENTRIES, "K": ENTRIES, "B": BAGS, "C": 3}
 TYPES = {"f": "float32", "i": "int32", "t": "float32", "u": "float32"}
@@ -80,6 +81,11 @@ def call(name, operands, results, owners, attributes):
 
 
 def _array(key, shape, dtype):
+    if key == "entries" and shape[1:] == (2,):  # by row, as `order` makes them
+        ids = _array("ids", shape[:1], "int64")
+        ids = np.where((ids < 0) | (ids >= ROWS), ROWS, ids)
+        slots = np.argsort(ids, kind="stable")
+        return np.stack([ids[slots], slots], axis=1).astype(dtype)
     if key not in ("indices", "ids", "segments"):
         return np.ones(shape, dtype)
     ids = np.arange(int(np.prod(shape))) % 7 * 3 - 4  # duplicates, some out of bounds
@@ -174,10 +180,13 @@ def wrong_calls():
             if key not in owners.values():
                 fewer = {x: y for x, y in operands.items() if x != key}
                 yield name, fewer, results, owners, own
-        # What sums and zeros know of the table is how many rows it has.
-        knows = name not in ("update sum", "update clear")
-        changes = [{"width": WIDTH + 1}, {"width": -1}, {"num_rows": -1}]
+        # What these know of the table is how many rows it has.
+        knows = name not in ("update order", "update sum", "update clear")
+        changes = [{"width": -1}, {"num_rows": -1}]
         changes += [{"num_rows": ROWS + 1 if knows else 2**31}]
+        changes += [] if name == "update order" else [{"width": WIDTH + 1}]
+        if name == "update sum":
+            changes += [{"num_rows": 1}]  # fewer than its entries are of
         for change in changes:
             attributes = {key: np.int64(size) for key, size in change.items()}
             yield name, operands, results, owners, own | attributes

@@ -151,7 +151,7 @@ def test_program_of_one_device(cache, monkeypatch):
     )
     lowered = traced.lower()
     # No "update clear": nobody reads the padding, so none is written.
-    expected = ["read bags", "update adam", "update add"]
+    expected = ["read bags", "update order", "update adam", "update add"]
     assert calls_in(lowered.as_text()) == expected
     memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1.2 * ids.size * 64 * 4  # the update

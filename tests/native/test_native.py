@@ -389,16 +389,24 @@ def traced(tx, gradient, shape, dtype, batch):
 
 
 UNIQUE = {"unique_indices": True, "indices_sorted": True}
-EXACT = ["read exact_adam", "update exact_adam", "update add"]
+EXACT = ["read exact_adam", "update order", "update exact_adam", "update add"]
 # What calls which functions of the kernel.
 USES = {
-    "update": (updated, {}, ["update adam", "update add"]),
-    "training": (trained, {}, ["read rows", "update adam", "update add"]),
+    "update": (updated, {}, ["update order", "update adam", "update add"]),
+    "training": (
+        trained,
+        {},
+        ["read rows", "update order", "update adam", "update add"],
+    ),
     "exact_adam": (trained, {"tx": osa.exact_adam(0.1)}, EXACT),
     "exact_adamw": (trained, {"tx": osa.exact_adamw(0.1)}, EXACT),
     # The sums of float16 values are float32, its moments and its table are not.
-    "float16": (updated, {"dtype": "float16"}, ["update sum", "read rows"]),
-    "unique rows": (updated, UNIQUE, ["update adam", "update add"]),
+    "float16": (
+        updated,
+        {"dtype": "float16"},
+        ["update order", "update sum", "read rows"],
+    ),
+    "unique rows": (updated, UNIQUE, ["update order", "update adam", "update add"]),
     # It gathers the values of a block, by slots.
     "two sparse axes": (
         updated,
