@@ -154,12 +154,7 @@ def catch_up_rows(
 ) -> CatchUp:
     """What brings rows, or a whole parameter, up to date.
 
-    Args:
-      param: As it is stored.
-      rows: What is known of the rows.
-      table: What is known of their table.
-      constants: The constants.
-      dtype: The type to compute in; by default the parameter's and the moments'.
+    In a type that is by default the parameter's, as it is stored, and the moments'.
     """
     if dtype is None:
         dtype = accumulator_dtype(param.dtype, rows.mu.dtype, rows.nu.dtype)
@@ -259,11 +254,7 @@ def _stale(rows: RowState, arrays: KernelArrays, constants: Constants) -> native
 class StaleTable(NamedTuple):
     """What brings the rows of a parameter up to date; `StaleRows` in `_rows` says how.
 
-    Attributes:
-      rows: What is known of each row.
-      state: What is known of the parameter.
-      constants: Of the optimiser.
-      arrays: The same for the kernel.
+    `arrays` are `state` and `constants` for the kernel.
     """
 
     rows: RowState
@@ -355,23 +346,13 @@ def _update_rows(
     *,
     betas: Betas,
 ) -> tuple[jax.Array, Tables]:
-    """The formula.
+    """The formula: what to add to the stored parameters, and the rows' new state.
+
+    `tables` are the `RowState.arrays` of the rows, and if they decay, the parameter;
+    `eps` is NaN where the state is not of this optimiser; `arrays` are the kernel's.
 
     `ExactAdam` in `native/exact_adam.h` is the same formula for CPUs: change
     both. `tests/native/test_exact_adam.py` compares them.
-
-    Args:
-      grad: Gradients of rows.
-      tables: The `RowState.arrays` of these rows; if they decay, the parameter last.
-      before: The state of their table before the step.
-      after: The state after it.
-      constants: Arrays; their `eps` is NaN where the state is not of this optimiser.
-      step: The scalars of the step.
-      arrays: For the kernel only.
-      betas: Python numbers: `1 - b1` is taken in double precision.
-
-    Returns:
-      What to add to the stored parameters, and the new state of the rows.
     """
     del arrays
     dtype = grad.dtype
@@ -463,19 +444,8 @@ def update_whole(
 ) -> tuple[list[jax.Array], list[RowState]]:
     """`optax.adam` of parameters with dense gradients, none of whose rows are stale.
 
-    Args:
-      grads: Their gradients.
-      params: The parameters; only those that decay are read.
-      rows: What is known of their rows.
-      rate: The learning rate.
-      count: The number of updates before this one.
-      clock: The clock after it.
-      weight_decay: The weight decay, or `None`.
-      betas: The hyper-parameters.
-      decays: Says for each parameter whether it decays.
-
-    Returns:
-      The updates and the new rows.
+    `count` is the number of updates before this one, `clock` that after it; of the
+    parameters those that decay are read. Returns the updates and the new rows.
     """
     types = [
         accumulator_dtype(grad.dtype, *(x.dtype for x in own[:2]))

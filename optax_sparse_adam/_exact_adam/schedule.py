@@ -278,14 +278,7 @@ def is_continued(
 def take_step(
     tables: TableState, constants: Constants, view: Outlook, decays: np.ndarray
 ) -> TableState:
-    """The state of tables after the next step, as for rows without a gradient.
-
-    Args:
-      tables: Before it.
-      constants: The constants.
-      view: What the schedule says.
-      decays: Says for each parameter whether it decays.
-    """
+    """The state of tables after the next step, as for rows without a gradient."""
     now, dtype = view.now, view.now.size.dtype
     passed = (tables.clock + 1 - tables.values_until).astype(dtype)
     centres = centre_after(constants, tables.values_until + tables.origin)

@@ -190,12 +190,8 @@ def rows_by_parameter(
 ) -> dict[int, RowState]:
     """What is known of the rows of each parameter, by its index; not of masked ones.
 
-    They are in the order of the state's arrays with an axis for parameters.
-
-    Args:
-      state: The state.
-      shapes: Those of the parameters; `None` where it is not known.
-      treedef: The structure of the parameters.
+    They are in the order of the state's arrays with an axis for parameters. `shapes`
+    are those of the parameters, `None` where it is not known.
 
     Raises:
       ValueError: If the state belongs to other parameters.

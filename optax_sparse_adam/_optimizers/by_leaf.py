@@ -77,15 +77,9 @@ def update_leaf(
 ) -> tuple[Any, Tables]:
     """The update of a parameter, dense or row-sparse as its gradient, and its moments.
 
-    Args:
-      formula: `formula(grad, moments, scalars)` returns what to add to the parameter,
-        and the new moments; with the parameter behind the moments if it reads that. All
-        arrays have the type of the scalars. It treats each row alone.
-      grad: A BCOO, whose rows are touched, or an array, of which all rows are.
-      param: The parameter; `None` if the formula does not read it.
-      moments: The arrays of its state.
-      scalars: Those of the step.
-      kernel: The formula as a call of the kernel; see `update_table`.
+    `formula(grad, moments, scalars)` returns what to add to the parameter, and the new
+    moments; the parameter, if it is given, is behind the moments. All arrays have the
+    type of the scalars. It treats each row alone. For `kernel` see `update_table`.
     """
     read = () if param is None else (param,)
     dtype = jax.tree.leaves(scalars)[0].dtype

@@ -94,14 +94,9 @@ def probe(
 ) -> list[int | None]:
     """Which parameter's rows each array holds, by the parameter's place, if any.
 
-    Args:
-      init: That of the inner transformation.
-      update: That of the inner transformation.
-      treedef: Structure of the parameters.
-      arrays: The arguments of `update`: gradients, then state, then parameters; only
-        their shapes and types matter, and a parameter's in place of no gradient.
-      tables: Which parameters are tables.
-      known: The results for arguments that were seen before.
+    `init` and `update` are those of the inner transformation; `arrays` the arguments of
+    `update`: gradients, then state, then parameters, of which only shapes and types
+    matter, a parameter's in place of no gradient. `known` holds earlier results.
 
     Raises:
       ValueError: For a state that does not fit these gradients, or that `lazy` cannot

@@ -20,10 +20,7 @@ def _round(
     these results and their 24 bits stay above, steps are at least 2**-102. Of the low
     types only bfloat16 has smaller ones, below 2**-95 = 2.5e-29.
 
-    Args:
-      how: `jnp.floor`, `jnp.ceil`, or `jnp.round`, which rounds ties to even.
-      x: The values.
-      dtype: The type.
+    `how` is `jnp.floor`, `jnp.ceil`, or `jnp.round`, which rounds ties to even.
     """
     info = jnp.finfo(dtype)
     exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF

@@ -63,12 +63,8 @@ def pad_indices(
 ) -> jax.Array:
     """Replaces the indices of slots that are not valid by `num_rows + slot`.
 
-    Args:
-      indices: `[nse, n_sparse]`.
-      valid: `[nse]`, which of them to keep.
-      slot: `[nse]`, distinct. The type of the indices must hold `num_rows + slot`;
-        `coalesce.cast_entries` widens it.
-      shape: The shape of the table.
+    `indices` are `[nse, n_sparse]`, `valid` and `slot`, which is distinct, `[nse]`. The
+    type of the indices must hold `num_rows + slot`; `coalesce.cast_entries` widens it.
     """
     outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
     return jnp.where(valid[:, None], indices, outside)

@@ -21,25 +21,16 @@ def update_table(
     read: Tables = (),
     kernel: Callable[..., Any] | None = None,
 ) -> tuple[BCOO, Tables]:
-    """Updates the touched rows of a table.
+    """The update of the touched rows of a table, and the tables with their new rows.
 
-    Args:
-      row_fn: `row_fn(data, rows, *args)` returns what to add to the rows of the
-        parameter and the new rows of `tables`; it treats each row alone, see
-        `map_rows`. In slots of padding `data` is zero and the rows are any rows: the
-        results there are dropped.
-      grad: The gradient.
-      tables: Those of the state.
-      *args: What all rows share.
-      dtype: The type to compute in.
-      read: Tables whose rows are only read.
-      kernel: The same in one call for a CPU, `kernel(grad, tables, read, *args)`, of a
-        gradient of type `dtype`, duplicates included. It returns the indices and the
-        values of the update, each row once, in any order, and the new tables. This is
-        the place where it is chosen, by the platform and by `supports_update`.
+    `row_fn(data, rows, *args)` returns what to add to the rows of the parameter and the
+    new rows of `tables`; see `map_rows`. In slots of padding `data` is zero and the
+    rows are any rows: the results there are dropped.
 
-    Returns:
-      The update, and the tables with new rows.
+    `kernel(grad, tables, read, *args)` is the same in one call for a CPU, of a gradient
+    of type `dtype`, duplicates included. It returns the indices and the values of the
+    update, each row once, in any order, and the new tables. This is the place where it
+    is chosen, by the platform and by `supports_update`.
 
     Raises:
       ValueError: If a row of the gradient is less than one of the tables.
