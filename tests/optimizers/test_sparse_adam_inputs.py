@@ -28,13 +28,9 @@ BLOCK = map_rows._block_rows(jnp.zeros([1, 512]))
 @pytest.mark.parametrize(
     ("nse", "distinct"),
     [
-        (BLOCK - 1, 1000),
-        (BLOCK, 1000),
-        (BLOCK + 1, 1000),
-        (2 * BLOCK, 1000),
-        (5 * BLOCK + 7, 1000),
-        (5 * BLOCK + 7, 3),  # the first block holds all rows
-        (5 * BLOCK + 7, 0),  # nothing but padding
+        *((nse, 1000) for nse in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK)),
+        # All rows in the first block with 3; nothing but padding with 0.
+        *((5 * BLOCK + 7, distinct) for distinct in (1000, 3, 0)),
     ],
 )
 def test_blocks(nse, distinct):
@@ -187,16 +183,10 @@ def test_learning_rates_of_one_element(make, shape):
 
     with jax.numpy_rank_promotion("allow"):
         rate = jnp.full(shape, 0.1)
-        for updates, state in (
-            step(rate),
-            step(lambda count: rate),
-            jax.jit(step)(rate),
-        ):
-            pairs = zip(
-                *map(jax.tree.leaves, ((updates, state), step(0.1))), strict=True
-            )
-            for actual, expected in pairs:
-                assert_close(actual, expected, TOLERANCE["float32"].numpy)
+        expected = jax.tree.leaves(step(0.1))
+        for result in (step(rate), step(lambda count: rate), jax.jit(step)(rate)):
+            for pair in zip(jax.tree.leaves(result), expected, strict=True):
+                assert_close(*pair, TOLERANCE["float32"].numpy)
         with pytest.raises(TypeError, match=r"reshape.*\(2,\)"):
             step(jnp.ones(2))
 
@@ -213,10 +203,13 @@ BAD_NUMBERS = [
 ]
 
 
+def numbers(change):
+    return ({"lr": 0.1, "b1": 0.9, "b2": 0.999, "eps": 1e-8} | change).values()
+
+
 @pytest.mark.parametrize(("change", "words"), BAD_NUMBERS)
 def test_bad_numbers(change, words):
-    numbers = {"lr": 0.1, "b1": 0.9, "b2": 0.999, "eps": 1e-8, **change}
-    lr, b1, b2, eps = numbers.values()
+    lr, b1, b2, eps = numbers(change)
     with pytest.raises(ValueError, match="Invalid") as ours:
         osa.sparse_adam(lr, b1, b2, eps)
     assert str(ours.value).startswith(words + ".")
@@ -238,8 +231,7 @@ def test_moments_of_integers(make):
 def test_the_words_of_torch():
     torch = pytest.importorskip("torch")
     for change, words in BAD_NUMBERS:
-        numbers = {"lr": 0.1, "b1": 0.9, "b2": 0.999, "eps": 1e-8, **change}
-        lr, b1, b2, eps = numbers.values()
+        lr, b1, b2, eps = numbers(change)
         with pytest.raises(ValueError, match=f"^{words}$"):
             torch.optim.SparseAdam([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps)
     with pytest.raises(ValueError, match=f"{COMPLEX}$"):
@@ -255,27 +247,20 @@ def test_complex_parameters():
             init({"a": jnp.zeros(2), "b": jnp.zeros(3, jnp.complex64)})
 
 
+def row_of(*shape):
+    return bcoo(np.ones((1, *shape[1:]), np.float32), np.array([[0]]), shape)
+
+
 BAD_GRADIENTS = [
     # (gradient of a parameter of shape (5, 2), error, words)
     (jnp.ones((5, 2), int), TypeError, r"got int32 of shape \(5, 2\).*give None"),
     (jnp.ones((5, 2), jnp.complex64), TypeError, "got complex64"),
     (jnp.ones((5, 3)), ValueError, r"shape \(5, 3\) for a parameter of shape \(5, 2\)"),
     (jnp.ones(2), ValueError, r"shape \(2,\) for a parameter of shape \(5, 2\)"),
+    (row_of(6, 2), ValueError, r"shape \(6, 2\) for a table of shape \(5, 2\)"),
+    (row_of(5), ValueError, r"shape \(5,\) for a table of shape \(5, 2\)"),
     (
-        bcoo(np.ones((1, 2), np.float32), np.array([[0]]), (6, 2)),
-        ValueError,
-        r"shape \(6, 2\) for a table of shape \(5, 2\)",
-    ),
-    (
-        bcoo(np.ones(1, np.float32), np.array([[0]]), (5,)),
-        ValueError,
-        r"shape \(5,\) for a table of shape \(5, 2\)",
-    ),
-    (
-        jax.tree.map(
-            lambda x: x[:, :1],
-            bcoo(np.ones((1, 2), np.float32), np.array([[0]]), (5, 2)),
-        ),
+        jax.tree.map(lambda x: x[:, :1], row_of(5, 2)),
         ValueError,
         r"values of shape \(1, 2\), got \(1, 1\)",
     ),

@@ -29,10 +29,7 @@ CASES |= {
     "scale_by_rowwise_adam": (osa.scale_by_rowwise_adam(), ("dense",)),
     "scale_by_rowwise_rss": (osa.scale_by_rowwise_rss(), ("dense",)),
     "scale_by_per_row": (osa.per_row(optax.adam(0.1)), ("dense",)),
-    "stochastic_rounding": (
-        osa.stochastic_rounding(optax.adam(0.1), 0),
-        ("dense",),
-    ),
+    "stochastic_rounding": (osa.stochastic_rounding(optax.adam(0.1), 0), ("dense",)),
 }
 
 
