@@ -120,11 +120,13 @@ def make_train_step(
 
 
 _DENSE_ONLY = (
-    "make_train_step gives row-sparse gradients to the optimiser, and this one takes "
-    "dense ones only. For dense Adam's numbers take exact_adam or exact_adamw; to "
-    "update the rows of the batch only, put it inside lazy: "
-    "optax_sparse_adam.lazy(optax.adam(1e-3)); for dense gradients, at the tables' "
-    "price, pass sparse=False. "
+    "make_train_step gives row-sparse gradients to the optimiser, and this one, or a "
+    "part of it, takes dense ones only. For dense Adam's numbers take exact_adam or "
+    "exact_adamw. To update the rows of the batch only, put that part inside lazy: "
+    "lazy(optax.adam(1e-3)), or optax.chain(lazy(optax.clip_by_global_norm(1.0)), "
+    "sparse_adam(1e-3)). Labels and masks that are functions see gradients; pass their "
+    "trees: optax.partition(parts, labels(params)). For dense gradients, at the "
+    "tables' price, pass sparse=False. "
 )
 # What arithmetic on all arrays of a tree does to the canary of a BCOO.
 _ARITHMETIC = {"add", "mul", "sub", "neg", "sign", "div", "max", "min", "clamp"}

@@ -126,6 +126,10 @@ DENSE = {
     "lbfgs": optax.lbfgs(),
     "MultiSteps": optax.MultiSteps(osa.lazy(optax.adam(RATE)), 2),
     "scaled behind": optax.chain(INNER, optax.scale(0.5)),
+    "clip before": optax.chain(optax.clip_by_global_norm(1.0), INNER),
+    "labels by function": optax.partition(
+        {"all": INNER}, lambda tree: jax.tree.map(lambda _: "all", tree)
+    ),
 }
 
 

@@ -178,7 +178,7 @@ def test_rows_that_meet_stay_together():
     alone = {name for name in functions if name.startswith("alone: ")}
     assert found == alone
     # One that stays together is all rows at once, whatever it computes.
-    for name in {*MIXED} - {"sorted", "norm of the state"}:
+    for name in {*MIXED} - {"sorted", "a norm of the state"}:
         del functions[name], grads[name], params[name]
     check(with_rows_of_state(update), grads, params, alone)
 
