@@ -119,7 +119,7 @@ def by_leaf(
 
     Args:
       name: Its name in errors.
-      state_class: Its `NamedTuple`: `count` and then the moments, or only these.
+      state_class: Its `NamedTuple`: `count` and then the moments.
       moments: The fields with an array for each parameter, by their names.
       update_leaf: `update_leaf(grad, param, moments, scalars)`, what is computed for
         one parameter; that of a formula is a `functools.partial` of the one above.
@@ -132,7 +132,6 @@ def by_leaf(
     # Without parameters, their shapes are those of the moments of the same shape.
     full = [key for key, moment in moments.items() if moment.axes is all_axes]
     title = name.title().replace("_", "")  # as torch's class
-    counts = "count" in state_class._fields
 
     def init_fn(params: optax.Params) -> Any:
         for leaf in jax.tree.leaves(params):
@@ -143,8 +142,7 @@ def by_leaf(
                     "real and the imaginary part as two tables."
                 )
         trees = {key: jax.tree.map(x.init, params) for key, x in moments.items()}
-        count = {"count": jnp.zeros([], jnp.int32)} if counts else {}
-        return state_class(**count, **trees)
+        return state_class(count=jnp.zeros([], jnp.int32), **trees)
 
     def update_of_rows(
         updates: optax.Updates,
@@ -158,11 +156,8 @@ def by_leaf(
                 f"{reads_params}, got none. Call update(updates, state, params)."
             )
         check_state_class(state, state_class, name)
-        count = count_inc = None
-        if counts:
-            count = state.count
-            check_moment(count, (), "count")
-            count_inc = optax.safe_increment(count)
+        check_moment(state.count, (), "count")
+        count_inc = optax.safe_increment(state.count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
         shaped_like = grads[:]
@@ -190,7 +185,7 @@ def by_leaf(
             dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
             dtypes = dtype, read[-1].dtype
             if dtypes not in step_scalars:
-                step_scalars[dtypes] = scalars(count, count_inc, *dtypes)
+                step_scalars[dtypes] = scalars(state.count, count_inc, *dtypes)
             update, new_arrays = update_leaf(
                 grad, param, tuple(arrays.values()), step_scalars[dtypes]
             )
@@ -198,8 +193,7 @@ def by_leaf(
             for key, new in zip(arrays, new_arrays, strict=True):
                 state_leaves[key][i] = new
         news = {key: treedef.unflatten(x) for key, x in state_leaves.items()}
-        news |= {"count": count_inc} if counts else {}
-        return treedef.unflatten(grads), state_class(**news)
+        return treedef.unflatten(grads), state_class(count=count_inc, **news)
 
     def update_fn(updates: optax.Updates, *args: Any, **kwargs: Any) -> Any:
         check_dense(updates, name, f"{name}()")

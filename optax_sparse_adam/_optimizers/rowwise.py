@@ -1,11 +1,11 @@
 """Adagrad and Adam with one second moment for each row.
 
-The scalings are ordinary transformations of dense gradients; the optimisers are
-`lazy` of a chain of them, in one pass.
+A scaling and its optimiser are one transformation: the learning rate is among the
+scalars of a step, 1 in a scaling, and so is the weight decay, if there is one.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +25,9 @@ from .hyperparameters import (
     check_eps,
     check_learning_rate,
     one_minus_power,
+    step_size,
 )
 from .lazy import lazy
-
-_READS = "Weight decay reads the parameters"
 
 
 def _mean_square(grad: jax.Array) -> jax.Array:
@@ -41,14 +40,99 @@ def _divide(update: jax.Array, moment: jax.Array, eps: jax.Array) -> jax.Array:
     return update / (divisor[..., None] if update.ndim > 1 else divisor)
 
 
+def _update(scaled: jax.Array, read: Tables, scalars: Any) -> jax.Array:
+    """The update; with weight decay, of the parameter that is read."""
+    decayed = [scaled + scalars.decay * x for x in read] or [scaled]
+    return scalars.scale * decayed[0]
+
+
+def _rss(
+    grad: jax.Array, rows: Tables, scalars: native.RowwiseAdagradScalars
+) -> tuple[jax.Array, Tables]:
+    """The formula; `RowwiseAdagrad` in `native/update.h` is the same: change both."""
+    total = rows[0] + _mean_square(grad)
+    return _update(_divide(grad, total, scalars.eps), rows[1:], scalars), (total,)
+
+
+def _average(
+    old: jax.Array, new: jax.Array, weight: jax.Array, is_old: bool
+) -> jax.Array:
+    return new + weight * (old - new) if is_old else old + weight * (new - old)
+
+
+@functools.cache  # outside of `jit`, each formula is compiled
+def _adam(*is_old: bool) -> Callable[..., tuple[jax.Array, Tables]]:
+    """The formula; `RowwiseAdam` in `native/update.h` is the same: change both."""
+
+    def formula(
+        grad: jax.Array, rows: Tables, scalars: native.RowwiseAdamScalars
+    ) -> tuple[jax.Array, Tables]:
+        mu = _average(rows[0], grad, scalars.weight1, is_old[0])
+        nu = _average(rows[1], _mean_square(grad), scalars.weight2, is_old[1])
+        corrected = mu / scalars.correction1, nu / scalars.correction2
+        scaled = _divide(*corrected, scalars.eps)
+        return _update(scaled, rows[2:], scalars), (mu, nu)
+
+    return formula
+
+
+def _update_leaf(
+    formula: Any, kernel: Any, grad: Any, param: Any, moments: Tables, scalars: Any
+) -> tuple[Any, Tables]:
+    """`update_leaf`, with the kernel for tables that have one number a row."""
+    single = [moments[-1]] if param is None else [moments[-1], param]
+    if moments[-1].ndim != 1 or any(x.dtype != jnp.float32 for x in single):
+        kernel = None
+    return update_leaf(formula, grad, param, moments, scalars, kernel=kernel)
+
+
+def _by_row(
+    name: str,
+    state_class: Any,
+    scalars_class: Any,
+    moments: dict[str, Moment],
+    formula: Any,
+    kernel: Any,
+    learning_rate: optax.ScalarOrSchedule | None,
+    eps: Scalar,
+    weight_decay: Scalar,
+    others: Callable[[jax.Array, DTypeLike], Iterable[Any]] = lambda *_: (),
+) -> ByLeaf:
+    """A scaling, whose learning rate is `None`, or the optimiser to be made lazy.
+
+    `others(count_inc, dtype)` are the scalars of a step behind the first three.
+    """
+    check_learning_rate(learning_rate)
+    # Rows without a gradient, padding among them, would be zero over zero.
+    check_eps(eps)
+    check_at_least("weight_decay", weight_decay, 0)
+    decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
+
+    def scalars(count: Any, count_inc: Any, dtype: Any, _: Any) -> Any:
+        first = step_size(learning_rate, count, dtype), eps, weight_decay
+        numbers = (*first, *others(count_inc, dtype))
+        return scalars_class(*(jnp.asarray(x, dtype) for x in numbers))
+
+    return by_leaf(
+        name,
+        state_class,
+        moments,
+        functools.partial(_update_leaf, formula, kernel),
+        scalars,
+        reads_params="Weight decay reads the parameters" if decays else "",
+    )
+
+
 class ScaleByRowwiseRssState(NamedTuple):
-    """State of `scale_by_rowwise_rss`.
+    """State of `scale_by_rowwise_rss` and of `rowwise_adagrad`.
 
     Attributes:
+      count: Number of updates so far, an `int32` scalar.
       sum_of_squares: Tree like the parameters, without their last axis: sum of the
         squared gradient's means over that axis.
     """
 
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method count
     sum_of_squares: optax.Updates
 
 
@@ -79,61 +163,31 @@ def scale_by_rowwise_rss(
       >>> [round(float(u), 3) for u in update[0]]
       [1.342, 0.447]
     """
-    return _scale_by_rss(initial_accumulator_value, eps)
+    return _by_rss(None, initial_accumulator_value, eps)
 
 
-def _scale_by_rss(
-    initial_accumulator_value: Scalar, eps: Scalar, scale: Any = 1.0, decay: Any = None
+def _by_rss(
+    learning_rate: optax.ScalarOrSchedule | None,
+    initial: Scalar,
+    eps: Scalar,
+    weight_decay: Scalar = 0.0,
 ) -> ByLeaf:
-    """`scale_by_rowwise_rss`, and what `_optimizer` has in one with it."""
-    check_at_least("initial_accumulator_value", initial_accumulator_value, 0)
-    # Rows without a gradient, padding among them, would be zero over zero.
-    check_eps(eps)
-
-    def scalars(_: Any, __: Any, dtype: Any, ___: Any) -> native.RowwiseAdagradScalars:
-        numbers = scale, eps, 0 if decay is None else decay
-        return native.RowwiseAdagradScalars(*(jnp.asarray(x, dtype) for x in numbers))
-
-    return by_leaf(
+    check_at_least("initial_accumulator_value", initial, 0)
+    return _by_row(
         "scale_by_rowwise_rss",
         ScaleByRowwiseRssState,
-        {
-            "sum_of_squares": Moment(
-                all_but_last, accumulator_dtype, initial_accumulator_value
-            )
-        },
-        functools.partial(_update_leaf, _rss, native.rowwise_adagrad_rows),
-        scalars,
-        reads_params="" if decay is None else _READS,
+        native.RowwiseAdagradScalars,
+        {"sum_of_squares": Moment(all_but_last, accumulator_dtype, initial)},
+        _rss,
+        native.rowwise_adagrad_rows,
+        learning_rate,
+        eps,
+        weight_decay,
     )
 
 
-def _rss(
-    grad: jax.Array, rows: Tables, scalars: native.RowwiseAdagradScalars
-) -> tuple[jax.Array, Tables]:
-    """The formula; `RowwiseAdagrad` in `native/update.h` is the same: change both."""
-    total = rows[0] + _mean_square(grad)
-    return _update(_divide(grad, total, scalars.eps), rows[1:], scalars), (total,)
-
-
-def _update(scaled: jax.Array, read: Tables, scalars: Any) -> jax.Array:
-    """The update; with weight decay, of the parameter that is read."""
-    decayed = [scaled + scalars.decay * x for x in read] or [scaled]
-    return scalars.scale * decayed[0]
-
-
-def _update_leaf(
-    formula: Any, kernel: Any, grad: Any, param: Any, moments: Tables, scalars: Any
-) -> tuple[Any, Tables]:
-    """`update_leaf`, with the kernel for tables that have one number a row."""
-    single = [moments[-1]] if param is None else [moments[-1], param]
-    if moments[-1].ndim != 1 or any(x.dtype != jnp.float32 for x in single):
-        kernel = None
-    return update_leaf(formula, grad, param, moments, scalars, kernel=kernel)
-
-
 class ScaleByRowwiseAdamState(NamedTuple):
-    """State of `scale_by_rowwise_adam`.
+    """State of `scale_by_rowwise_adam` and of `rowwise_adam`.
 
     Attributes:
       count: Number of updates so far, an `int32` scalar.
@@ -180,103 +234,43 @@ def scale_by_rowwise_adam(
       >>> [round(float(u), 3) for u in update[0]]
       [1.342, 0.447]
     """
-    return _scale_by_adam(b1, b2, eps, mu_dtype)
+    return _by_adam(None, b1, b2, eps, mu_dtype)
 
 
-def _scale_by_adam(
+def _by_adam(
+    learning_rate: optax.ScalarOrSchedule | None,
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
     mu_dtype: DTypeLike | None,
-    scale: Any = 1.0,
-    decay: Any = None,
+    weight_decay: Scalar = 0.0,
 ) -> ByLeaf:
-    """`scale_by_rowwise_adam`, and what `_optimizer` has in one with it."""
     check_betas(b1, b2)
-    check_eps(eps)
     # Of `b` and `1 - b` the smaller one is passed on, as rounding it costs less.
     # In float32, 0.001 is exact to 6e-8 of itself, and `1 - 0.999` to 1e-5.
-    is_old = tuple(isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2))
+    is_old = [isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2)]
 
-    def scalars(_: Any, count: Any, dtype: Any, __: Any) -> native.RowwiseAdamScalars:
+    def others(count_inc: jax.Array, dtype: DTypeLike) -> Iterable[Any]:
         pairs = zip((b1, b2), is_old, strict=True)
         weights = [b if old else 1 - b for b, old in pairs]
-        numbers = scale, eps, 0 if decay is None else decay, *weights, *is_old
-        corrections = (one_minus_power(b, count, dtype) for b in (b1, b2))
-        wide = (jnp.asarray(x, dtype) for x in numbers)
-        return native.RowwiseAdamScalars(*wide, *corrections)
+        corrections = (one_minus_power(b, count_inc, dtype) for b in (b1, b2))
+        return (*weights, *is_old, *corrections)
 
-    return by_leaf(
+    return _by_row(
         "scale_by_rowwise_adam",
         ScaleByRowwiseAdamState,
+        native.RowwiseAdamScalars,
         {
             "mu": Moment(dtype=given_dtype(mu_dtype)),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
-        functools.partial(
-            _update_leaf, _rowwise_adam_formula(is_old), native.rowwise_adam_rows
-        ),
-        scalars,
-        reads_params="" if decay is None else _READS,
+        _adam(*is_old),
+        native.rowwise_adam_rows,
+        learning_rate,
+        eps,
+        weight_decay,
+        others,
     )
-
-
-def _average(
-    old: jax.Array, new: jax.Array, weight: jax.Array, is_old: bool
-) -> jax.Array:
-    return new + weight * (old - new) if is_old else old + weight * (new - old)
-
-
-@functools.cache  # outside of `jit`, each formula is compiled
-def _rowwise_adam_formula(is_old: tuple[bool, ...]) -> Any:
-    return functools.partial(_rowwise_adam, is_old)
-
-
-def _rowwise_adam(
-    is_old: tuple[bool, ...],
-    grad: jax.Array,
-    rows: Tables,
-    scalars: native.RowwiseAdamScalars,
-) -> tuple[jax.Array, Tables]:
-    """The formula; `RowwiseAdam` in `native/update.h` is the same: change both."""
-    mu = _average(rows[0], grad, scalars.weight1, is_old[0])
-    nu = _average(rows[1], _mean_square(grad), scalars.weight2, is_old[1])
-    corrected = mu / scalars.correction1, nu / scalars.correction2
-    scaled = _divide(*corrected, scalars.eps)
-    return _update(scaled, rows[2:], scalars), (mu, nu)
-
-
-def _optimizer(
-    scaling: Callable[..., ByLeaf],
-    learning_rate: optax.ScalarOrSchedule,
-    weight_decay: Scalar,
-) -> optax.GradientTransformationExtraArgs:
-    """`lazy(optax.chain(scaling(), decay, rate))`, in one pass over the rows."""
-    check_learning_rate(learning_rate)
-    check_at_least("weight_decay", weight_decay, 0)
-    decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
-    # Without weight decay, no parameters are needed; the states are the same.
-    decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
-    rate = optax.scale_by_learning_rate(learning_rate)
-    chain = lazy(optax.chain(scaling(), decay, rate))
-
-    def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
-        own, decay_state, rate_state = state
-        # `inject_hyperparams` makes it an array, which may be of low precision.
-        one = jnp.ones([], getattr(learning_rate, "dtype", None))
-        scale, rate_state = rate.update(one, rate_state)
-        fused = scaling(
-            scale=jnp.reshape(scale, ()), decay=weight_decay if decays else None
-        )
-        updates, own = fused.update_of_rows(updates, own, params, **extra_args)
-        return updates, (own, decay_state, rate_state)
-
-    return optax.GradientTransformationExtraArgs(chain.init, update_fn)
 
 
 def rowwise_adagrad(
@@ -320,9 +314,8 @@ def rowwise_adagrad(
       weight_decay: :math:`\lambda`; unless it is 0, `update` needs `params`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`, as `lazy` of a chain that begins with
-      `scale_by_rowwise_rss`. Row-sparse gradients have one sparse axis, or more if the
-      table has further ones.
+      An `optax.GradientTransformationExtraArgs` with state `ScaleByRowwiseRssState`.
+      Row-sparse gradients have one sparse axis, or more if the table has further ones.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -340,8 +333,7 @@ def rowwise_adagrad(
       <https://arxiv.org/abs/1906.00091>`_, 2019; `FBGEMM
       <https://docs.pytorch.org/FBGEMM>`_, `EmbOptimType.EXACT_ROWWISE_ADAGRAD`.
     """
-    scaling = functools.partial(_scale_by_rss, initial_accumulator_value, eps)
-    return _optimizer(scaling, learning_rate, weight_decay)
+    return lazy(_by_rss(learning_rate, initial_accumulator_value, eps, weight_decay))
 
 
 def rowwise_adam(
@@ -389,9 +381,8 @@ def rowwise_adam(
       weight_decay: :math:`\lambda`; unless it is 0, `update` needs `params`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`, as `lazy` of a chain that begins with
-      `scale_by_rowwise_adam`. Row-sparse gradients have one sparse axis, or more if the
-      table has further ones.
+      An `optax.GradientTransformationExtraArgs` with state `ScaleByRowwiseAdamState`.
+      Row-sparse gradients have one sparse axis, or more if the table has further ones.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -408,5 +399,4 @@ def rowwise_adam(
       `FBGEMM <https://docs.pytorch.org/FBGEMM>`_, `EmbOptimType.PARTIAL_ROWWISE_ADAM`;
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
-    scaling = functools.partial(_scale_by_adam, b1, b2, eps, mu_dtype)
-    return _optimizer(scaling, learning_rate, weight_decay)
+    return lazy(_by_adam(learning_rate, b1, b2, eps, mu_dtype, weight_decay))

@@ -26,6 +26,7 @@ from .hyperparameters import (
     check_at_least,
     check_leaf,
     check_learning_rate,
+    step_size,
 )
 from .lazy import lazy
 
@@ -283,8 +284,7 @@ def sparse_adafactor(
     def scalars(
         count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, param_dtype: Any
     ) -> AdafactorScalars:
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
-        rate, t = jnp.asarray(rate, dtype).reshape(()), count_inc.astype(dtype)
+        rate, t = -step_size(learning_rate, count, dtype), count_inc.astype(dtype)
         eps1 = jnp.finfo(param_dtype).eps if eps[0] is None else eps[0]
         return AdafactorScalars(
             sign=jnp.asarray(-1 if maximize else 1, dtype),

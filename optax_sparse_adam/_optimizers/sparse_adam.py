@@ -1,7 +1,6 @@
 """Adam on the rows that a gradient holds, with the numbers of torch's SparseAdam."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from .hyperparameters import (
     check_eps,
     check_learning_rate,
     one_minus_power,
+    step_size,
 )
 from .lazy import lazy
 
@@ -69,14 +69,15 @@ class ScaleBySparseAdamState(NamedTuple):
 
 
 def _sparse_adam(
-    scale: Callable[[jax.Array], Scalar],
+    learning_rate: optax.ScalarOrSchedule | None,
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
     mu_dtype: DTypeLike | None,
     maximize: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """Both public forms; `scale(count)` multiplies the bias-corrected update."""
+    """Both public forms; `learning_rate` is `None` for the scaling alone."""
+    check_learning_rate(learning_rate)
     check_betas(b1, b2)
     check_eps(eps)
 
@@ -85,13 +86,14 @@ def _sparse_adam(
     ) -> AdamScalars:
         correction1 = one_minus_power(b1, count_inc, dtype)
         correction2 = one_minus_power(b2, count_inc, dtype)
-        size = jnp.asarray(scale(count), dtype).reshape(())
         return AdamScalars(
             sign=jnp.asarray(-1 if maximize else 1, dtype),
             one_minus_b1=jnp.asarray(1 - b1, dtype),
             one_minus_b2=jnp.asarray(1 - b2, dtype),
             eps=jnp.asarray(eps, dtype),
-            scale=size * jnp.sqrt(correction2) / correction1,
+            scale=step_size(learning_rate, count, dtype)
+            * jnp.sqrt(correction2)
+            / correction1,
         )
 
     dense = by_leaf(
@@ -144,7 +146,7 @@ def scale_by_sparse_adam(
       >>> update.data.round(3).tolist(), int(state.count)
       ([[1.0, 1.0]], 1)
     """
-    return _sparse_adam(lambda count: 1.0, b1, b2, eps, mu_dtype, maximize=False)
+    return _sparse_adam(None, b1, b2, eps, mu_dtype, maximize=False)
 
 
 def sparse_adam(
@@ -230,10 +232,4 @@ def sparse_adam(
       <https://arxiv.org/abs/1412.6980>`_, 2014; `torch.optim.SparseAdam
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html>`_.
     """
-    check_learning_rate(learning_rate)
-
-    def scale(count: jax.Array) -> Scalar:
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
-        return -1 * rate
-
-    return _sparse_adam(scale, b1, b2, eps, mu_dtype, maximize)
+    return _sparse_adam(learning_rate, b1, b2, eps, mu_dtype, maximize)

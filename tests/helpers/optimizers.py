@@ -45,7 +45,7 @@ OPTIMIZERS = {
     "lazy": Optimizer(_lazy, 512_000_004),
     "per_row": Optimizer(_per_row, 516_000_000),
     "rowwise_adam": Optimizer(osa.rowwise_adam, 260_000_004),
-    "rowwise_adagrad": Optimizer(osa.rowwise_adagrad, 4_000_000),
+    "rowwise_adagrad": Optimizer(osa.rowwise_adagrad, 4_000_004),
     "sparse_adafactor": Optimizer(osa.sparse_adafactor, 4_000_260),
     # Four bytes a row beside the
     # moments, twelve with weight decay; and the numbers that all rows share.

@@ -136,7 +136,7 @@ def test_rows_are_vectors_along_the_last_axis():
     params, state = train(tx, table, [bcoo(values, indices, shape)] * 2)
     expected = train(tx, table.reshape(flat), [bcoo(values, ids, flat)] * 2)
     assert_identical(params.reshape(flat), expected[0])
-    assert_identical(state[0].nu.reshape(12), expected[1][0].nu)
+    assert_identical(state.nu.reshape(12), expected[1].nu)
     elements = bcoo(values[:, 0], indices, shape[:2])
     with pytest.raises(ValueError, match="Look whole rows up"):
         tx.update(elements, tx.init(jnp.zeros(shape[:2])))
@@ -156,11 +156,11 @@ def test_types(mu_dtype):
         chex.assert_trees_all_equal_shapes_and_dtypes(start, state)
         updates["table"] = updates["table"].data
         assert {leaf.dtype.name for leaf in updates.values()} == {"bfloat16"}
-        if isinstance(state[0], osa.ScaleByRowwiseRssState):
-            moments = state[0].sum_of_squares
+        if isinstance(state, osa.ScaleByRowwiseRssState):
+            moments = state.sum_of_squares
         else:
-            moments = state[0].nu
-            mus = {mu.dtype.name for mu in state[0].mu.values()}
+            moments = state.nu
+            mus = {mu.dtype.name for mu in state.mu.values()}
             assert mus == {mu_dtype or "bfloat16"}
         assert {moment.dtype.name for moment in moments.values()} == {"float32"}
         expected = {"table": (9,), "bias": (3,), "scalar": ()}
