@@ -18,8 +18,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .shard_alike import shard_alike
-
 
 def mesh_of(*arrays: Any) -> AbstractMesh:
     """The mesh that the arrays lie on, or the program runs on; it may be empty."""
@@ -106,52 +104,33 @@ def first_row(axis_name: Any, shard_rows: int, dtype: DTypeLike) -> jax.Array:
     return device * np.asarray(shard_rows, dtype)
 
 
-def _depend_on(param: jax.Array, x: jax.Array) -> jax.Array:
-    """Makes a constant depend on a parameter, without changing it.
-
-    Problem: the states of two parameters get one layout. Cause: XLA merges equal
-    constants (common subexpression elimination), so that the zeros of both are one
-    array. Remedy: multiply by a one that depends on the parameter. Safe, because the
-    product is the constant. Test: `tests/collectives/test_sharded_init.py`.
-    """
-    one, _ = lax.optimization_barrier((jnp.ones([], x.dtype), param))
-    return x * one
-
-
 def shard_axes_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """`x`, whose axes are these axes of a parameter, sharded as they are."""
+    """`x`, whose axes are these axes of a parameter, sharded as they are.
+
+    Problem: no Python value tells how a parameter lies over Auto axes. Cause: only the
+    partitioner knows, when a program is compiled. Remedy: a select, whose operands and
+    result it lays out alike. Safe, because the condition is false, which XLA does not
+    see before. Test: `tests/collectives/test_sharded_init.py`.
+    """
     mesh = mesh_of(param)
     if mesh.explicit_axes:
         return jax.reshard(x, NamedSharding(mesh, _spec(param, axes)))
-    # XLA stops with an error at a sharding group inside of a `shard_map` over some of
-    # the mesh axes, and chooses the right layout there without one.
-    if mesh.auto_axes and not mesh.manual_axes:
-        # The sum over the other axes has the layout of these axes. Only its layout is
-        # used, so XLA does not compute it.
-        others = tuple(axis for axis in range(param.ndim) if axis not in axes)
-        like = jnp.sum(param, others) if others else param
-        return shard_alike(like, _depend_on(param, x))
-    return x
+    if not mesh.auto_axes:
+        return x
+    # The sum over the other axes has the layout of these axes.
+    others = tuple(axis for axis in range(param.ndim) if axis not in axes)
+    like = jnp.sum(param, others) if others else param
+    never = lax.optimization_barrier(jnp.zeros([], bool))
+    return jnp.where(never, like.astype(x.dtype), x)
 
 
 def jit_on_mesh(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Compiles `init` for parameters on a mesh.
-
-    Sharding constraints work only under `jit`; without it the state would be made on
-    one device first.
-    """
+    """Compiles `init` for parameters on a mesh; else it is made on one device first."""
     compiled = jax.jit(init, keep_unused=True)  # the parameters say which devices
 
     @functools.wraps(init)
     def init_fn(params: Any) -> Any:
-        leaves = jax.tree.leaves(params)
-        if mesh_of(*leaves).empty:
-            return init(params)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            # `jit` traces a function once for arguments of equal types. A type does not
-            # contain the layout over Auto axes, so two parameters would share one trace
-            # and with it one sharding group. JAX traces a new lambda again.
-            return jax.jit(lambda params: init(params))(params)
-        return compiled(params)
+        is_on_mesh = not mesh_of(*jax.tree.leaves(params)).empty
+        return compiled(params) if is_on_mesh else init(params)
 
     return init_fn

@@ -62,7 +62,7 @@ def test_abstract_init(name):
 
 @pytest.mark.parametrize("name", ["sparse_adam", "lazy", "sparse_adafactor"])
 def test_tables_of_one_shape(name):
-    """Their zeros are equal, and lie on the mesh in different ways; nothing is sent."""
+    """Their zeros are equal, and lie in different ways; no table is sent."""
     specs = {"a": P("x", "y"), "b": P("y", None), "c": P(None, ("x", "y")), "d": P()}
     case = case_of(name, AxisType.Auto)
     params = {name: case.struct(SHAPE, "float32", s) for name, s in specs.items()}
@@ -74,8 +74,11 @@ def test_tables_of_one_shape(name):
     )
     for key, spec in specs.items():
         assert_laid_out(state, case, spec, key)
-    assert program.memory_analysis().temp_size_in_bytes == 0
-    assert "all-" not in program.as_text()
+    # One number a row or a column, of what has a number for each, may be summed.
+    factored = name == "sparse_adafactor"
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * 4 * SHAPE[0] * factored
+    text = program.as_text().replace("all-reduce", "" if factored else "all-reduce")
+    assert "all-" not in text
 
 
 @pytest.mark.parametrize(
