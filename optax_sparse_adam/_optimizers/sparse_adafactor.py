@@ -11,13 +11,7 @@ from jax.typing import DTypeLike
 from .._jax_extras.sharding import shard_columns_like
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype, bcoo_of, touched_rows
-from .._rows.gather_scatter import (
-    gather_rows,
-    order_after_gather,
-    prevent_fusion,
-    scatter_rows,
-)
-from .._rows.map_rows import Tables
+from .._rows.map_rows import Tables, update_rows
 from .._rows.padding import in_bounds, mask_padding
 from .by_leaf import Moment, by_leaf
 from .hyperparameters import (
@@ -109,7 +103,7 @@ def _update_leaf(
     grad: Any, param: jax.Array, moments: Tables, step: AdafactorScalars
 ) -> tuple[Any, Tables]:
     """`by_leaf.update_leaf`, of all touched rows at once."""
-    dtype, tables = step.size.dtype, (*moments, param)
+    dtype, shape = step.size.dtype, grad.shape
 
     def compute(grad: jax.Array, rows: Tables, num_rows: Any) -> tuple[Any, Tables]:
         rows = tuple(x.astype(dtype) for x in rows)
@@ -118,25 +112,23 @@ def _update_leaf(
         return update, tuple(new.astype(old.dtype) for new, old in pairs)
 
     if not is_bcoo(grad):
-        num_rows = jnp.asarray(math.prod(grad.shape[:1]))
-        update, news = compute(grad.astype(dtype), tables, num_rows)
+        num_rows = jnp.asarray(math.prod(shape[:1]))
+        update, news = compute(grad.astype(dtype), (*moments, param), num_rows)
         return update.astype(grad.dtype), news
-    touched = touched_rows(grad, dtype)
-    indices, data = touched.indices, shard_columns_like(param, touched.data)
+    indices, data, _ = touched_rows(grad, dtype)
     # All rows share the columns' average of a matrix.
-    has_rows = [not (grad.ndim == 2 and i == 1) for i in range(len(moments))] + [True]
-    rows = [
-        gather_rows(table, indices) if flag else table
-        for table, flag in zip(tables, has_rows, strict=True)
-    ]
-    num_rows = jnp.sum(in_bounds(indices, grad.shape))
-    update, news = compute(data, tuple(rows), num_rows)
-    news = tuple(
-        scatter_rows(table, indices, order_after_gather(old, new)) if flag else new
-        for table, old, new, flag in zip(moments, rows, news, has_rows, strict=False)
-    )
-    update = prevent_fusion(mask_padding(update, indices, grad.shape))
-    return bcoo_of(grad, indices, update, is_sorted=True), news
+    tables, shared = (moments[:1], moments[1:]) if len(shape) == 2 else (moments, ())
+
+    def of_rows(data: jax.Array, rows: Tables) -> tuple[Any, Tables]:
+        *olds, old = (mask_padding(x, indices, shape) for x in rows)
+        num_rows = jnp.sum(in_bounds(indices, shape))
+        update, news = compute(data, (*olds, *shared, old), num_rows)
+        update = mask_padding(update, indices, shape)
+        return (update, news[len(olds) :]), news[: len(olds)]
+
+    data = shard_columns_like(param, data)
+    (update, means), news = update_rows(of_rows, data, indices, tables, (param,))
+    return bcoo_of(grad, indices, update, is_sorted=True), (*news, *means)
 
 
 class SparseAdafactorState(NamedTuple):

@@ -43,10 +43,10 @@ def update_rows(
     tables: Tables,
     read: Tables,
     *args: Any,
-) -> tuple[jax.Array, Tables]:
+) -> tuple[Any, Tables]:
     """Gathers rows, calls `row_fn(data, rows, *args)`, scatters rows; see `map_rows`.
 
-    Results in padding slots have no meaning.
+    Rows and results in padding slots have no meaning. The first result may be a tree.
     """
     rows = tuple(take_rows(table, indices) for table in (*tables, *read))
     out, news = row_fn(data, rows, *args)
