@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn, name_in_jaxprs
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
-from . import rules_calls, rules_elementwise_calls, rules_shard_map
+from . import rules_calls, rules_shard_map
 from .backward_slice import as_closed
 from .expressions import (
     Expression,
@@ -179,7 +179,7 @@ def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     # The derivative of `sum_bags` is that of the `bag_lookup` inside of it.
     if names == [name_in_jaxprs("sum_bags")]:
         return walk.evaluate(body, args)
-    return rules_elementwise_calls.custom_jvp(walk, eqn, *args)
+    return NotImplemented
 
 
 RULES: dict[str, Rule] = {

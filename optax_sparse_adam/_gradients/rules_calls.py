@@ -12,7 +12,7 @@ over: nothing of their size is carried or returned.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from .backward_slice import CALLS, as_closed, scan_sizes
 from .expressions import Expression, arrays_among, has_table, merge
 from .lookups import Promises
 from .row_slices import Entries
-from .rules_elementwise_calls import elementwise_branches, switch
 from .walk import Request, Results, Walk
 
 
@@ -141,10 +140,6 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     """
     branches = eqn.params["branches"]
     plans, results = zip(*(walk.plan(b, args) for b in branches), strict=True)
-    if any(has_table(x) for of_branch in results for x in of_branch):
-        lazy = elementwise_branches(walk, eqn, index, *args)
-        if lazy is not NotImplemented:
-            return lazy
     for of_branch in results:
         walk.results_as_arrays(eqn, of_branch)
     keys, shared = _shared(plans)
@@ -163,9 +158,22 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
         return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
 
     runs = [functools.partial(run, place) for place in range(len(branches))]
-    arrays, rows = switch(eqn, index, runs)
+    arrays, rows = _switch(eqn, index, runs)
     walk.entries += rows
     return list(arrays)
+
+
+def _switch(eqn: JaxprEqn, index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+    """Runs one of these functions in the place of the branches of a `cond`."""
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches)
+    # Those of `lax.platform_dependent`. JAX compiles one of them only; the others may
+    # not compile at all, as a kernel for another platform.
+    pairs = list(zip(platforms, branches, strict=True))
+    named = {name: branch for names, branch in pairs for name in names or ()}
+    default = next((branch for names, branch in pairs if names is None), None)
+    return lax.platform_dependent(default=default, **named)
 
 
 def _shared(

@@ -49,16 +49,17 @@ def value_and_grad(
     padding. `coalesce` adds duplicates up at any time.
 
     Lookups may stand inside `jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `vmap` and
-    `shard_map`, and a table may be cast, scaled or passed through any elementwise
-    function before it is looked up. `table[0]`, with a constant, is a
-    lookup of one row; only where constants read every row, as a Python loop over
-    stacked layers does, the gradient is dense. A `vmap` over stacked tables and their
-    ids is a lookup, too, with `n_sparse == 2`. Any other use of a table makes its
+    `shard_map`, and a table may be cast, scaled or passed through other elementwise
+    operations before it is looked up. `table[0]`, with a constant, is a lookup of one
+    row; only where constants read every row, as a Python loop over stacked layers
+    does, the gradient is dense. A `vmap` over stacked tables and their ids is a lookup,
+    too, with `n_sparse == 2`. Any other use of a table makes its
     gradient dense: tied output weights, weight decay in the loss, a range with fixed
-    bounds (`table[:k]`), `take_along_axis`, a function with a `jax.custom_vjp` that
-    takes it. Rows, once looked up, may go into any function. A `vmap` over the
-    predicate of a `lax.cond` that looks a table up costs what it costs under
-    `jax.grad`.
+    bounds (`table[:k]`), `take_along_axis`, a function with a rule of its own that
+    takes it, by `jax.custom_vjp` or, as `jax.nn.relu`, `jax.custom_jvp`, and a branch
+    that returns it. Rows, once looked up, may go into any function:
+    `jax.nn.relu(table[ids])`. A `vmap` over the predicate of a `lax.cond` that looks a
+    table up costs what it costs under `jax.grad`.
 
     In one jitted step with the update, what the call returns, and what a
     `jax.debug.print` in `fun` shows, is read before the table is updated in place. Old

@@ -111,7 +111,6 @@ class Program:
       whole_leaves: Those with one delta of their own shape: see `differentiate`.
       dense_uses: For each leaf its first use other than lookups, as plans find them:
         the operation, and the user's line.
-      elementwise: What is known of calls by `id`: whether they are elementwise.
       plans: Of jaxprs, for each kind of arguments.
       calls: The equations that a walk is in, the innermost last.
       reread: Leaves of which the backward pass looks rows up once more.
@@ -122,7 +121,6 @@ class Program:
     depths: dict[int, int] = dataclasses.field(default_factory=dict)
     whole_leaves: set[int] = dataclasses.field(default_factory=set)
     dense_uses: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    elementwise: dict[Any, Any] = dataclasses.field(default_factory=dict)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
     calls: list[JaxprEqn] = dataclasses.field(default_factory=list)
     reread: set[int] = dataclasses.field(default_factory=set)

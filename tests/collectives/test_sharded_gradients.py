@@ -169,7 +169,6 @@ PLAIN = {
     "tanh": lambda t, own, same: jnp.tanh(t * same) + jnp.tanh(t) * own,
     "chosen": lambda t, own, same: jnp.where(same > 0, t, 2 * t),
     "chosen by its own": lambda t, own, same: jnp.where(own > 0, t, 2 * t),
-    "a branch": lambda t, own, same: lax.cond(same > 0, lambda t: 2 * t, abs, t),
     "chosen by row": lambda t, own, same: jnp.where(t * same > 0, t, jnp.sin(t)),
 }
 SUMS = {

@@ -99,7 +99,7 @@ COMPILED = [
     "vmap of scan",
     "shard_map",
     "times a traced number",
-    "softplus of the table",
+    "tanh of the table",
     "product of tables",
 ]
 

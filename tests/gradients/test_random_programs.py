@@ -268,8 +268,9 @@ def follows_all_lookups(program):
     """Whether tables that are only looked up have a row-sparse gradient for certain."""
     names = set(words(program))
     # A batch of slices is one lookup of windows of several rows, which is not followed.
-    # Functions with a `custom_vjp` may be of a table.
-    has_rules = any(name.startswith("gradient ") for name in names)
+    # Functions with a rule of their own may be of a table.
+    rules = "gradient ", "relu", "twice", "custom_jvp"
+    has_rules = any(name.startswith(rules) for name in names)
     return not {"vmap", "slice"} <= names and not has_rules
 
 

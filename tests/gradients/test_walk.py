@@ -28,12 +28,6 @@ def assert_row_sparse_like_jax(loss, *args, nse=None):
 
 FUNCTIONS = {
     "checkpoint of a function": lambda t: jax.checkpoint(lambda t: jnp.tanh(t))(t),
-    "branches that return functions": lambda t: lax.cond(
-        t[0, 0] > 0, lambda t: 2 * t, lambda t: jnp.sin(t), t
-    ),
-    "branch that returns the table": lambda t: lax.cond(
-        t[0, 0] > 0, lambda t: t, lambda t: -t, t
-    ),
     "stopped and not": lambda t: t * lax.stop_gradient(jnp.tanh(t)),
     "rounded and not": lambda t: t + jnp.round(t),
 }

@@ -250,6 +250,9 @@ DENSE = {
     "decay in a branch": lambda p, i: lax.cond(
         i[0, 0] == 0, lambda: jnp.sum(p["t"]), lambda: square(p["t"][i], p["w"])
     ),
+    "branch that returns the table": lambda p, i: square(
+        lax.cond(i[0, 0] == 0, lambda: p["t"], lambda: 2 * p["t"])[i], p["w"]
+    ),
     "decay under checkpoint": lambda p, i: jax.checkpoint(
         lambda t: square(t[i], p["w"]) + jnp.sum(t)
     )(p["t"]),
