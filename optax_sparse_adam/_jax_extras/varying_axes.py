@@ -12,17 +12,17 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
 
     Empty outside `shard_map`, and without `check_vma`, where types do not say it.
     """
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in axes if any(_varies(x, axis) for x in arrays))
+    return tuple(sorted({a for x in arrays for a in axes_of_type(jax.typeof(x))}))
 
 
-def _varies(x: Any, axis: str) -> bool:
-    # No public function says it. `pcast` raises for an axis that a value varies over.
-    try:
-        lax.pcast(x, axis, to="varying")
-    except ValueError:
-        return True
-    return False
+def axes_of_type(aval: Any) -> tuple[str, ...]:
+    """The mesh axes over which a value of this type varies.
+
+    In jax 0.10 and 0.11 the type has the attribute `manual_axis_type`, before `vma`.
+    """
+    of_axes = getattr(aval, "manual_axis_type", None)
+    names = getattr(aval, "vma", frozenset()) if of_axes is None else of_axes.varying
+    return tuple(sorted(names))
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -40,13 +40,3 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """
     axes = varying_axes(*operands) if len(operands) > 1 else ()
     return primitive.bind(*(vary(x, axes) for x in operands), **params)
-
-
-def axes_of_type(aval: Any) -> tuple[str, ...]:
-    """The mesh axes over which a value of this type varies, as `varying_axes` says it.
-
-    In jax 0.10 and 0.11 the type has the attribute `manual_axis_type`, before `vma`.
-    """
-    of_axes = getattr(aval, "manual_axis_type", None)
-    names = getattr(aval, "vma", frozenset()) if of_axes is None else of_axes.varying
-    return tuple(sorted(names))
