@@ -3,7 +3,7 @@
 A contestant has a `name`, the `phases` that it takes part in, and the `memory` in
 bytes that it needs while it runs. `start(batches)` takes that memory, `run(phase,
 batch)` runs one update or step and waits until it is done, `stop()` gives the memory
-back. `floor(touched)` is the number of bytes that a run must move, `table()` the table.
+back. `table()` is the table.
 """
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 from machine import num_cores
-from problem import floor_bytes, loss
+from problem import loss
 
 import optax_sparse_adam as osa
 
@@ -23,17 +23,9 @@ RATE = 1e-3
 
 def make_optimizer(name):
     """One of this package, or `lazy_X`: `osa.lazy` of an optimiser X of optax."""
-    lazy = name.startswith("lazy_")
-    make = getattr(optax if lazy else osa, name.removeprefix("lazy_"), None)
-    try:
-        tx = osa.lazy(make(RATE)) if lazy else make(RATE)
-        jax.eval_shape(tx.init, jax.ShapeDtypeStruct((4, 2), jnp.float32))
-    except (TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            "an optimiser is one of this package, such as rowwise_adagrad, or lazy_X "
-            f"with an optimiser X of optax, got {name!r} ({error})"
-        ) from None
-    return tx
+    if name.startswith("lazy_"):
+        return osa.lazy(getattr(optax, name.removeprefix("lazy_"))(RATE))
+    return getattr(osa, name)(RATE)
 
 
 def update_step(tx):
@@ -87,8 +79,6 @@ class InJax:
             lowered = jitted.lower(table, state, ids, last[phase])
             self.compiled[phase] = lowered.compile()
         self.memory = max(map(peak_bytes, self.compiled.values()))
-        leaves = jax.tree.leaves(state)
-        self.state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def start(self, batches):
         dtype = self.problem.dtype
@@ -108,11 +98,6 @@ class InJax:
 
     def stop(self):
         self.now = self.state = self.ids = self.last = None
-
-    def floor(self, touched):
-        rows, itemsize = self.problem.rows, jnp.dtype(self.problem.dtype).itemsize
-        touched = touched if self.sparse else rows
-        return floor_bytes(self.problem, touched, itemsize, self.state_bytes / rows)
 
     def table(self):
         return np.asarray(self.now)
@@ -190,11 +175,6 @@ class InTorch:
         self.embedding = self.optimizer = self.weights = self.ids = self.grads = None
         if self.device == "cuda":
             self.torch.cuda.empty_cache()
-
-    def floor(self, touched):
-        itemsize = self.dtype.itemsize
-        moments = 2 * self.problem.dim * itemsize
-        return floor_bytes(self.problem, touched, itemsize, moments)
 
     def table(self):
         return np.asarray(self.embedding.weight.detach().cpu())

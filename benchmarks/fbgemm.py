@@ -106,22 +106,14 @@ def main():
     parser.add_argument("--optimizer", choices=names, nargs="+", default=names)
     parser.add_argument("--uniform", action="store_true", help="ids; else Zipf's law")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument(
-        "--one", help=argparse.SUPPRESS
-    )  # what a process of its own runs
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # for processes of its own
     args = parser.parse_args()
     contestants = {"ours": ours, "fbgemm": fbgemm}
     if args.one:
         name, *case = json.loads(args.one)
         print(median(contestants[name], *case))
         return
-    head = (
-        "tables x rows x columns, bags x ids",
-        "optimiser",
-        "ours",
-        "FBGEMM",
-        "ratio",
-    )
+    head = "tables x rows x columns, bags x ids", "optimiser", "ours", "FBGEMM", "ratio"
     print("{:40}{:>18}{:>10}{:>10}{:>8}".format(*head))
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     for optimizer in args.optimizer:

@@ -7,6 +7,7 @@ example needs: `pip install -e ".[examples]"`.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -36,16 +37,16 @@ def train(value_and_grad, optimizer, params, batches, num_steps, held_out):
     step = word2vec.make_step(value_and_grad, optimizer)
     params = jax.tree.map(jnp.copy, params)
     now = [params, optimizer.init(params)]
-    first = next(batches)
-    compiled = step.lower(*now, first).compile()
     taken, points = [], [(0, 0.0, word2vec.mean_loss(params, held_out))]
 
     def run(batch):
         *now[:], _ = compiled(*now, batch)
         jax.block_until_ready(now)
 
-    for count in range(1, num_steps + 1):
-        taken.append(seconds(run, first if count == 1 else next(batches)))
+    for count, batch in enumerate(itertools.islice(batches, num_steps), 1):
+        if count == 1:
+            compiled = step.lower(*now, batch).compile()
+        taken.append(seconds(run, batch))
         if count % EVERY == 0:
             values, state = now
             if isinstance(state, osa.ExactAdamState):

@@ -1,18 +1,16 @@
-"""The machine: what it is, its free memory, how fast it copies, who else uses it."""
+"""The machine: what it is, its free memory, who else uses it."""
 
 import os
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from optax_sparse_adam.native import available
 
 PACKAGES = ("optax-sparse-adam", "jax", "jaxlib", "optax", "numpy", "torch")
-COPY_BYTES = 1 << 28  # beyond every cache, and little memory
 
 
 def cores():
@@ -47,13 +45,6 @@ def processor():
     return platform.processor() or platform.machine()
 
 
-def installed(package):
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def describe():
     """Device, system and versions."""
     device = jax.devices()[0]
@@ -64,7 +55,7 @@ def describe():
         "os": f"{platform.system()} {platform.machine()}",
         "kernel": device.platform == "cpu" and available(),
         "python": platform.python_version(),
-        "versions": {package: installed(package) for package in PACKAGES},
+        "versions": {x.name: x.version for x in distributions() if x.name in PACKAGES},
     }
 
 
@@ -129,22 +120,3 @@ def free_bytes():
     if limit.isdigit() and used.isdigit():
         free.append(int(limit) - int(used))
     return min(free, default=None)
-
-
-def time_copies(repeats):
-    """Copies one array onto another: the bytes read and written, and the times."""
-    free = free_bytes()
-    size = COPY_BYTES if free is None else min(COPY_BYTES, free // 8)
-    source = jnp.ones(size // 4, jnp.float32)
-    target = jnp.zeros_like(source)
-    # Donated, or each copy would first be given fresh memory by the system.
-    copy = jax.jit(
-        lambda target, source: jnp.copy(source), donate_argnums=0, keep_unused=True
-    )
-    jax.block_until_ready((source, target))
-
-    def once():
-        nonlocal target
-        target = jax.block_until_ready(copy(target, source))
-
-    return 2 * source.nbytes, [seconds(once) for _ in range(repeats + 2)][2:]

@@ -1,4 +1,4 @@
-"""Time against the number of rows, or time per id against the number of ids, drawn."""
+"""Draws time against the number of rows, or time per id against the number of ids."""
 
 from contestants import DENSE, PHASES, TORCH
 from matplotlib.figure import Figure
@@ -20,24 +20,20 @@ def is_by_ids(run):
     return len(ids) > len(rows)
 
 
-def series(run, by_ids):
-    """The points of each kind of problem, phase and name.
+def series(run, phase, by_ids):
+    """The points of each name: number of rows, median and quartiles in ms.
 
-    A point is the number of rows, median and quartiles in ms; or the number of ids,
-    and the same in microseconds for each.
+    Or the number of ids, and the same in microseconds for each.
     """
     found = {}
     for result in run["results"]:
         problem = result["problem"]
-        ids, kind = problem["ids"], f"rows of {problem['dim']} {problem['dtype']}"
-        if not by_ids:
-            kind = f"{ids:,} Zipf ids, {kind}"
-        scale = 1e6 / ids if by_ids else 1e3
+        place = problem["ids" if by_ids else "rows"]
+        scale = 1e6 / place if by_ids else 1e3
         for measured in result["measurements"]:
-            panels = found.setdefault(kind, {phase: {} for phase in PHASES})
-            points = panels[measured["phase"]].setdefault(measured["name"], [])
-            times = (scale * x for x in spread(measured["seconds"]))
-            points.append((ids if by_ids else problem["rows"], *times))
+            if measured["phase"] == phase:
+                times = (scale * x for x in spread(measured["seconds"]))
+                found.setdefault(measured["name"], []).append((place, *times))
     return found
 
 
@@ -66,25 +62,24 @@ def style(axes, lines, by_ids):
 
 
 def draw(path, run):
-    """Draws two panels, update and step, for each kind of problem."""
+    """Two panels, update and step, of problems that differ in ids or rows only."""
     by_ids = is_by_ids(run)
-    kinds = series(run, by_ids)
-    size = (9.5, 0.8 + 3.6 * len(kinds))
-    canvas = Figure(figsize=size, layout="constrained", dpi=150)
-    lines = canvas.subplots(max(1, len(kinds)), 2, squeeze=False, sharey="row")
-    handles = {}
-    for line, (kind, panels) in zip(lines, kinds.items(), strict=False):
-        unit = "microseconds per id" if by_ids else "ms"
-        line[0].set_ylabel(f"{unit}, median and quartiles")
-        for axes, (phase, lines_of) in zip(line, panels.items(), strict=True):
-            draw_times(axes, lines_of)
-            style(axes, lines_of, by_ids)
-            axes.set_title(f"{TITLES[phase]}\n{kind}", fontsize=10, loc="left")
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                handles[label] = handle
-    canvas.legend(
-        handles.values(), handles, loc="outside lower center", ncols=4, frameon=False
-    )
+    canvas = Figure(figsize=(9.5, 4.4), layout="constrained", dpi=150)
+    panels = canvas.subplots(1, 2, sharey=True)
+    unit = "microseconds per id" if by_ids else "ms"
+    panels[0].set_ylabel(f"{unit}, median and quartiles")
+    problem = run["results"][0]["problem"]
+    kind = f"rows of {problem['dim']} {problem['dtype']}"
+    if not by_ids:
+        kind = f"{problem['ids']:,} Zipf ids, {kind}"
+    for axes, phase in zip(panels, PHASES, strict=True):
+        lines = series(run, phase, by_ids)
+        draw_times(axes, lines)
+        style(axes, lines, by_ids)
+        axes.set_title(f"{TITLES[phase]}\n{kind}", fontsize=10, loc="left")
+    # The step has all names; optax's dense step is in no update.
+    handles = axes.get_legend_handles_labels()
+    canvas.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
     there = run["environment"]
     machine = f"{there['device']}, {there['cores']} cores"
     canvas.suptitle(machine, fontsize=9, color="#555555")

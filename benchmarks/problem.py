@@ -56,12 +56,7 @@ def different(rng, rows, size):
     return lambda: rng.choice(rows, size, replace=False).astype(np.int32)
 
 
-def hot(rng, rows, size):
-    """Half of the ids are one row, the others uniform."""
-    return lambda: np.where(rng.random(size) < 0.5, 7, uniform(rng, rows, size)())
-
-
-DRAWS = {draw.__name__: draw for draw in (zipf, uniform, different, hot)}
+DRAWS = {draw.__name__: draw for draw in (zipf, uniform, different)}
 
 
 def draw(problem, seed=0):
@@ -73,19 +68,6 @@ def draw(problem, seed=0):
     weights = rng.standard_normal(problem.dim, dtype=np.float32)
     touched = np.mean([len(np.unique(batch)) for batch in ids])
     return Batches(ids, values, weights, round(float(touched)))
-
-
-def floor_bytes(problem, touched, itemsize, state_row_bytes):
-    """The bytes that an update or a step must move, however it is written.
-
-    Each touched row of the table and of its state is read once and written once, and
-    the rows of the batch, `[ids, dim]`, are read once: in an update they are the
-    gradient, in a step what was looked up. With Adam and without duplicates these are
-    seven streams of rows.
-    """
-    row_bytes = problem.dim * itemsize
-    moved = 2 * touched * (row_bytes + state_row_bytes)
-    return round(moved + problem.ids * row_bytes)
 
 
 def loss(rows, weights, softplus, mean):

@@ -1,23 +1,20 @@
-"""The tables of a run, and what they mean in words; also of files that are kept.
+"""The tables of a run, and of files that are kept.
 
-    python benchmarks/report.py FILE.json [FILE.json ...] [--plot FILE.png]
+    python benchmarks/report.py FILE.json [FILE.json ...] [--only WORDS] [--plot PNG]
 
 Files of the same problems, with the kernel and without it, say, make one table, with
 the times of torch and of dense optax of the first. README.md holds these tables.
 
 A run is what `steps.py --json` writes: `environment` (see `machine.describe`),
-`options`, `copy_bytes` and `copy_seconds` (see `machine.time_copies`), `others` (see
-`machine.OtherPrograms`) and `results`. Each of these has a `problem`, the rows
-`touched`, the `groups` that took turns, who was `skipped` and why, `others`, and
-`measurements`: `phase`, `name`, `memory_bytes`, `floor_bytes`, and the `seconds` of
-each round.
+`options`, `others` (see `machine.OtherPrograms`) and `results`. Each of these has a
+`problem`, the rows `touched`, the `groups` that took turns, who was `skipped` and why,
+`others`, and `measurements`: `phase`, `name`, `memory_bytes`, and the `seconds` of each
+round.
 """
 
 import argparse
 import json
 import re
-import sys
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +24,7 @@ from machine import is_busy
 from problem import Problem
 
 FORMAT = "optax_sparse_adam benchmarks/steps.py 2"
-RIVALS = {TORCH: "torch", DENSE: "optax.adam"}
+RIVALS = TORCH, DENSE
 UNSTEADY = 3  # times the lower quartile; quiet machines stay below 2.5
 
 
@@ -40,11 +37,7 @@ def save(run, path):
 
 
 def load(path):
-    """Reads what `save` wrote.
-
-    Raises:
-      ValueError: If the file holds something else.
-    """
+    """Reads what `save` wrote."""
     run = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(run, dict) or run.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is no file that this version of steps.py wrote")
@@ -95,21 +88,15 @@ def header(run):
     """The machine, the versions and the method."""
     there = run["environment"]
     versions = {**there["versions"], "python": there["python"]}
-    rates = [run["copy_bytes"] / seconds / 1e9 for seconds in run["copy_seconds"]]
-    paragraphs = {
+    lines = {
         "device": f"{there['device']}, {there['cores']} cores, {there['os']}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v),
         "kernel": "compiled" if there["kernel"] else "none, plain JAX",
         "torch": there["torch"],
-        "copy": f"{digits(spread(rates).middle)} GB/s read and written",
         "method": f"in turns, {run['options']['repeats']} rounds; medians in ms; in "
         "brackets the share of torch's (or else optax's), and its quartiles",
     }
-    indent = " " * 10
-    return "\n".join(
-        textwrap.fill(f"{name:<10}{text}", 100, subsequent_indent=indent)
-        for name, text in paragraphs.items()
-    )
+    return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
 
 
 def seconds_of(result):
@@ -161,17 +148,13 @@ def distrust(run, result):
 
 
 def remarks(run, result):
-    """What the table does not say: doubts, memory, the bytes that must be moved."""
-    rate = run["copy_bytes"] / spread(run["copy_seconds"]).middle
+    """What the table does not say: doubts, rounds, memory."""
     yield f"  {Problem(**result['problem'])}: {result['touched']:,} rows touched"
     if why := distrust(run, result):
         yield f"  NOT TO BE TRUSTED: {why}"
     for m in result["measurements"]:
-        floor = m["floor_bytes"] / rate / spread(m["seconds"]).middle
-        yield (
-            f"  {m['phase']}, {m['name']}: {len(m['seconds'])} rounds, "
-            f"{m['memory_bytes'] / 1e9:.3g} GB, {100 * floor:.0f} % of a copy's rate"
-        )
+        rounds, memory = len(m["seconds"]), f"{m['memory_bytes'] / 1e9:.3g} GB"
+        yield f"  {m['phase']}, {m['name']}: {rounds} rounds, {memory}"
     if len(result["groups"]) > 1:
         parts = "; then ".join(", ".join(group) for group in result["groups"])
         yield f"  too large to take turns all together: {parts}"
@@ -179,42 +162,19 @@ def remarks(run, result):
         yield f"  {name}: left out, {why}"
 
 
-def verdict(run):
-    """Says where this package is slower, and where it makes no clear difference."""
-    lines = []
-    trusted = [result for result in run["results"] if not distrust(run, result)]
-    if distrusted := len(run["results"]) - len(trusted):
-        lines.append(f"No verdict on {distrusted} of {len(run['results'])} sizes.")
-    for rival, short in RIVALS.items():
-        found = [
-            (f"{phase}, {name}, {Problem(**result['problem'])}", ratio(ours, theirs))
-            for result in trusted
-            for (phase, name), ours in seconds_of(result).items()
-            if name not in RIVALS and (theirs := seconds_of(result).get((phase, rival)))
-        ]
-        faster = sum(value.high < 1 for _, value in found)
-        if found:
-            lines.append(f"Against {short}: faster in {faster} of {len(found)} cases.")
-        for where, value in found:
-            if value.high >= 1:
-                word = "SLOWER" if value.low > 1 else "no clear difference"
-                lines.append(f"  {word}: {where}: {in_brackets(value)}")
-    return "\n".join(lines) or "Nothing to compare with."
-
-
 def main():
     parser = argparse.ArgumentParser(description="Prints what steps.py --json kept.")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, help="draw the times of the first file")
+    parser.add_argument("--only", default="", help="sizes with these words in them")
+    parser.add_argument("--plot", type=Path, help="draw the first file")
     args = parser.parse_args()
-    try:
-        runs = [load(path) for path in args.files]
-    except (OSError, ValueError) as error:
-        sys.exit(f"report.py: {error}")
+    runs = [load(path) for path in args.files]
+    for run in runs:
+        found = [x for x in run["results"] if args.only in str(Problem(**x["problem"]))]
+        run["results"] = found
     print("\n\n".join([*map(header, runs), *tables(runs)]))
     for run in runs:
         print("", *(x for r in run["results"] for x in remarks(run, r)), sep="\n")
-        print(verdict(run))
     if args.plot:
         from plot import draw  # needs matplotlib
 

@@ -2,12 +2,11 @@
 
 python benchmarks/steps.py
 python benchmarks/steps.py --rows 10000000 --dim 128 --ids 1048576 --json large.json
-python benchmarks/steps.py --shapes 1000000x64x8192 4000000x64x1048576 --plot ids.png
+python benchmarks/steps.py --shapes 1000000x64x8192 4000000x64x1048576
 
 Measures the row-sparse optimisers of this package, torch.optim.SparseAdam where torch
 is installed, and optax.adam on dense gradients, in turns in one process: see README.md.
---plot draws time per id where there are more batches than tables, else time against
-rows. JAX_PLATFORMS=cpu measures on the CPU of a machine with a GPU.
+JAX_PLATFORMS=cpu measures on the CPU of a machine with a GPU.
 """
 
 import argparse
@@ -22,8 +21,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import report
-from contestants import DENSE, InJax, InTorch, load_torch, make_optimizer
-from machine import OtherPrograms, describe, free_bytes, is_busy, time_copies
+from contestants import DENSE, InJax, InTorch, load_torch
+from machine import OtherPrograms, describe, free_bytes, is_busy
 from problem import DRAWS, Problem, draw
 from turns import Turns, groups
 
@@ -37,15 +36,7 @@ def shape(text):
     return rows, dim, ids
 
 
-def optimizer(name):
-    try:
-        make_optimizer(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return name
-
-
-def parse_args(argv=None):
+def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,22 +52,15 @@ def parse_args(argv=None):
     add("--dtype", choices=types, default=types[0], help="of table and moments")
     add("--draw", choices=DRAWS, default="zipf", help="how ids are drawn")
     text = "such as rowwise_adagrad, or lazy_X with an optimiser X of optax"
-    names = {"type": optimizer, "nargs": "+", "metavar": "NAME"}
-    add("--optimizer", **names, default=["sparse_adam"], help=text)
+    add("--optimizer", nargs="+", metavar="NAME", default=["sparse_adam"], help=text)
     rivals = ("torch", "dense", "both", "nobody")
     add("--against", choices=rivals, default="both", help="who takes turns with us")
     add("--repeats", type=int, default=30, metavar="N", help="rounds (default: 30)")
     add("--busy", action="store_true", help="measure while other programs run")
     add("--json", type=Path, metavar="FILE.json", help="keep times, for report.py")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the times, see above")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.shapes and (args.rows or args.dim or args.ids):
         parser.error("--shapes: not together with --rows, --dim or --ids")
-    for path in (args.json, args.plot):
-        if path and not path.parent.is_dir():
-            parser.error(f"there is no folder {path.parent}")
-    if args.plot:
-        import plot  # noqa: F401, matplotlib is missed now, not after measuring
     return args
 
 
@@ -108,7 +92,6 @@ def measure(args, problem, torch):
                 "phase": phase,
                 "name": contestant.name,
                 "memory_bytes": contestant.memory,
-                "floor_bytes": contestant.floor(batches.touched),
                 "seconds": seconds,
             }
             for contestant in group
@@ -125,8 +108,8 @@ def measure(args, problem, torch):
     }
 
 
-def main(argv=None):
-    args = parse_args(argv)
+def main():
+    args = parse_args()
     others = OtherPrograms()
     time.sleep(1)
     taken, environment = others.cores(), describe()
@@ -138,13 +121,10 @@ def main(argv=None):
     torch, environment["torch"] = None, "left out"
     if args.against in ("torch", "both"):
         torch, environment["torch"] = load_torch(environment["platform"])
-    copy_bytes, copy_seconds = time_copies(args.repeats)
     run = {
         "environment": environment,
-        "options": {k: v for k, v in vars(args).items() if k not in ("json", "plot")},
+        "options": {k: v for k, v in vars(args).items() if k != "json"},
         "others": taken,
-        "copy_bytes": copy_bytes,
-        "copy_seconds": copy_seconds,
         "results": [],
     }
     print(report.header(run), flush=True)
@@ -157,11 +137,6 @@ def main(argv=None):
         print(*report.remarks(run, last), sep="\n", flush=True)
         if args.json:  # now: the next problem may be the one that is interrupted
             report.save(run, args.json)
-    print(f"\n{report.verdict(run)}")
-    if args.plot:
-        import plot
-
-        plot.draw(args.plot, run)
 
 
 if __name__ == "__main__":
