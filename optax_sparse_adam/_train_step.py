@@ -12,7 +12,7 @@ from jax.extend.core import Var
 
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
-from ._rows.apply_updates import apply_updates
+from ._rows.apply_updates import ADDS, apply_updates
 from ._rows.canary import is_unseen
 from ._rows.checks import is_bcoo
 from ._rows.coalesce import coalesce
@@ -32,6 +32,10 @@ def make_train_step(
     and `apply_updates`, under one `jax.jit`. Parameters and state are donated: they are
     updated in place, and the old ones must not be used again. The first state is
     `tx.init(params)`.
+
+    The kernel for CPUs adds updates of float32 tables while it computes them, with the
+    same bits, unless something in `tx` computes with updates: `tx.update` is asked for
+    that by the extra argument `adds_to_params=True`.
 
     Gradients are row-sparse wherever possible. Their duplicates are added up first for
     an optimiser that needs it, such as `optax.apply_if_finite`. An optimiser that takes
@@ -94,8 +98,19 @@ def make_train_step(
             if read is None and not _sparse_leaves(grads):
                 extra |= {"grad": grads, "value_fn": value_fn}
             extra = _taken_by(of_tx, extra) | given
-            updates, new = tx.update(grads, state, params, **extra)
-            return (apply_updates(params, updates), new), updates
+
+            def update(**extra: Any) -> Any:
+                updates, new = tx.update(grads, state, params, **extra)
+                return (apply_updates(params, updates), new), updates
+
+            asked = _taken_by(of_tx, {ADDS: True}) if _sparse_leaves(grads) else {}
+            try:
+                return update(**extra, **asked)
+            except Exception:
+                if not asked:
+                    raise
+            # A part of the optimiser changes updates, or knows no such argument.
+            return update(**extra)
 
         grads, (results, updates) = _apply(lambda grads: apply(grads, given), grads)
         # An optimiser of rows returns unique ones, or makes a BCOO of its own.

@@ -21,9 +21,10 @@ from .._optimizers.hyperparameters import (
     check_state_class,
     floating_type,
 )
+from .._rows.apply_updates import ADDS, returned_update
 from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import accumulator_dtype, clear_padding
+from .._rows.coalesce import accumulator_dtype
 from .._rows.new_arrays import full_along
 from .rows import (
     Betas,
@@ -217,7 +218,6 @@ def _exact_adam(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ExactAdamState]:
-        del extra_args
         check_state_class(state, ExactAdamState, own)
         _check_decay(state, own)
         state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
@@ -286,6 +286,7 @@ def _exact_adam(
             if step.log_decay is not None:
                 read = (olds[i],)
                 own_step = step._replace(log_decay=step.log_decay[place])
+            target = olds[i] if extra_args.get(ADDS) else None
             own_constants = constants._replace(eps=constants.eps[place])
             args = (*(x.at(place) for x in states), own_constants, own_step)
             update, rows[i] = update_touched_rows(
@@ -294,9 +295,10 @@ def _exact_adam(
                 rows[i],
                 *args,
                 arrays.at(place),
+                target,
                 betas=betas,
             )
-            grads[i] = clear_padding(grads[i], update)
+            grads[i] = returned_update(target, grads[i], update)
         if whole:
             places = np.flatnonzero(is_dense).tolist()
             names = [jax.tree_util.keystr(paths[i][0]) for i in whole]

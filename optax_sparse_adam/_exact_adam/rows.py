@@ -400,16 +400,19 @@ def update_touched_rows(
     constants: Constants,
     step: Step,
     arrays: KernelArrays,
+    target: jax.Array | None,
     *,
     betas: Betas,
-) -> tuple[BCOO, RowState]:
+) -> tuple[BCOO | jax.Array, RowState]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *rows[:2])))
 
-    def by_kernel(grad: BCOO, tables: Tables, read: Tables, *args: Any) -> Any:
+    def by_kernel(
+        grad: BCOO, tables: Tables, read: Tables, targets: Tables, *args: Any
+    ) -> Any:
         *_, constants, _, of_step = args
         stale = _stale(RowState.of(*tables), of_step, constants)
-        return native.exact_adam_rows(grad, stale, of_step.step, read)
+        return native.exact_adam_rows(grad, stale, of_step.step, read, targets)
 
     floats = rows.mu, rows.nu, *rows.log_decay, *read
     is_float32 = all(x.dtype == jnp.float32 for x in floats)
@@ -424,6 +427,7 @@ def update_touched_rows(
         arrays,
         dtype=dtype,
         read=read,
+        target=target,
         kernel=by_kernel if rows.last.ndim == 1 and is_float32 else None,
     )
     return as_update(update), RowState.of(*tables)

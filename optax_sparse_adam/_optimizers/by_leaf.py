@@ -17,11 +17,13 @@ import optax
 from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import jit_on_mesh
+from .._rows.apply_updates import ADDS, returned_update
 from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import accumulator_dtype, clear_padding
+from .._rows.coalesce import accumulator_dtype
 from .._rows.map_rows import Tables
 from .._rows.new_arrays import full_along
 from .._rows.update_table import update_table
+from ..native import _calls as native
 from .hyperparameters import check_leaf, check_moment, check_state_class, floating_type
 
 
@@ -73,13 +75,15 @@ def update_leaf(
     param: Any,
     moments: Tables,
     scalars: Any,
-    kernel: Callable[..., Any] | None = None,
+    target: Any = None,
+    kernel: str | None = None,
 ) -> tuple[Any, Tables]:
     """The update of a parameter, dense or row-sparse as its gradient, and its moments.
 
     `formula(grad, moments, scalars)` returns what to add to the parameter, and the new
     moments; the parameter, if it is given, is behind the moments. All arrays have the
-    type of the scalars. It treats each row alone. For `kernel` see `update_table`.
+    type of the scalars. It treats each row alone. `kernel` is the formula's name in the
+    kernel, and `target` the parameter to which that adds it; see `update_table`.
     """
     read = () if param is None else (param,)
     dtype = jax.tree.leaves(scalars)[0].dtype
@@ -88,7 +92,8 @@ def update_leaf(
         return formula(grad, tuple(x.astype(dtype) for x in rows), scalars)
 
     if is_bcoo(grad):
-        types = {"dtype": dtype, "read": read, "kernel": kernel}
+        own = kernel and functools.partial(native.update_rows, kernel)
+        types: Any = {"dtype": dtype, "read": read, "target": target, "kernel": own}
         return update_table(wide_formula, grad, moments, scalars, **types)
     update, news = wide_formula(grad.astype(dtype), (*moments, *read), scalars)
     pairs = zip(news, moments, strict=True)
@@ -121,8 +126,8 @@ def by_leaf(
       name: Its name in errors.
       state_class: Its `NamedTuple`: `count` and then the moments.
       moments: The fields with an array for each parameter, by their names.
-      update_leaf: `update_leaf(grad, param, moments, scalars)`, what is computed for
-        one parameter; that of a formula is a `functools.partial` of the one above.
+      update_leaf: `update_leaf(grad, param, moments, scalars, target)`: what is
+        computed for one parameter; that of a formula is a partial of the one above.
       scalars: `scalars(count, count_inc, dtype, param_dtype)` of a step, `count_inc`
         counting from 1, of the type in which the parameter is computed.
       reads_params: Why it reads the parameters, for the error, if it does.
@@ -150,7 +155,6 @@ def by_leaf(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        del extra_args
         if reads_params and params is None:
             raise ValueError(
                 f"{reads_params}, got none. Call update(updates, state, params)."
@@ -160,9 +164,11 @@ def by_leaf(
         count_inc = optax.safe_increment(state.count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        shaped_like = grads[:]
+        shaped_like, targets = grads[:], [None] * len(grads)
         if reads_params:
             shaped_like = leaves_like(treedef, params, "Parameters", "gradients")
+        if extra_args.get(ADDS):
+            targets = leaves_like(treedef, params, "Parameters", "gradients")
         state_leaves = {
             key: leaves_like(treedef, getattr(state, key), "The moments", "gradients")
             for key in moments
@@ -186,10 +192,9 @@ def by_leaf(
             dtypes = dtype, read[-1].dtype
             if dtypes not in step_scalars:
                 step_scalars[dtypes] = scalars(state.count, count_inc, *dtypes)
-            update, new_arrays = update_leaf(
-                grad, param, tuple(arrays.values()), step_scalars[dtypes]
-            )
-            grads[i] = clear_padding(grad, update)
+            args = tuple(arrays.values()), step_scalars[dtypes], targets[i]
+            update, new_arrays = update_leaf(grad, param, *args)
+            grads[i] = returned_update(targets[i], grad, update)
             for key, new in zip(arrays, new_arrays, strict=True):
                 state_leaves[key][i] = new
         news = {key: treedef.unflatten(x) for key, x in state_leaves.items()}

@@ -77,13 +77,13 @@ def _adam(*is_old: bool) -> Callable[..., tuple[jax.Array, Tables]]:
 
 
 def _update_leaf(
-    formula: Any, kernel: Any, grad: Any, param: Any, moments: Tables, scalars: Any
+    formula: Any, kernel: Any, grad: Any, param: Any, moments: Tables, *args: Any
 ) -> tuple[Any, Tables]:
     """`update_leaf`, with the kernel for tables that have one number a row."""
     single = [moments[-1]] if param is None else [moments[-1], param]
     if moments[-1].ndim != 1 or any(x.dtype != jnp.float32 for x in single):
         kernel = None
-    return update_leaf(formula, grad, param, moments, scalars, kernel=kernel)
+    return update_leaf(formula, grad, param, moments, *args, kernel=kernel)
 
 
 def _by_row(
@@ -92,7 +92,7 @@ def _by_row(
     scalars_class: Any,
     moments: dict[str, Moment],
     formula: Any,
-    kernel: Any,
+    kernel: str,
     learning_rate: optax.ScalarOrSchedule | None,
     eps: Scalar,
     weight_decay: Scalar,
@@ -179,7 +179,7 @@ def _by_rss(
         native.RowwiseAdagradScalars,
         {"sum_of_squares": Moment(all_but_last, accumulator_dtype, initial)},
         _rss,
-        native.rowwise_adagrad_rows,
+        "rowwise_adagrad",
         learning_rate,
         eps,
         weight_decay,
@@ -265,7 +265,7 @@ def _by_adam(
             "nu": Moment(all_but_last, accumulator_dtype),
         },
         _adam(*is_old),
-        native.rowwise_adam_rows,
+        "rowwise_adam",
         learning_rate,
         eps,
         weight_decay,

@@ -100,7 +100,7 @@ def _adafactor(
 
 @jax.jit
 def _update_leaf(
-    grad: Any, param: jax.Array, moments: Tables, step: AdafactorScalars
+    grad: Any, param: jax.Array, moments: Tables, step: AdafactorScalars, _: Any
 ) -> tuple[Any, Tables]:
     """`by_leaf.update_leaf`, of all touched rows at once."""
     dtype, shape = step.size.dtype, grad.shape

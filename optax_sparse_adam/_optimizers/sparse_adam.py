@@ -9,7 +9,6 @@ import optax
 from jax.typing import DTypeLike
 
 from .._rows.map_rows import Tables
-from ..native import _calls as native
 from .by_leaf import Moment, by_leaf, given_dtype, update_leaf
 from .hyperparameters import (
     Scalar,
@@ -47,11 +46,7 @@ def _adam(
     return scalars.scale * mu / (jnp.sqrt(nu) + scalars.eps), (mu, nu)
 
 
-def _adam_kernel(grad: Any, moments: Tables, _: Tables, scalars: Any) -> Any:
-    return native.adam_rows(grad, moments, scalars)
-
-
-update_leaf_by_adam = functools.partial(update_leaf, _adam, kernel=_adam_kernel)
+update_leaf_by_adam = functools.partial(update_leaf, _adam, kernel="adam")
 
 
 class ScaleBySparseAdamState(NamedTuple):

@@ -9,12 +9,18 @@ import optax
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .coalesce import accumulator_dtype, as_written, replicate_entries, touched_rows
+from .coalesce import (
+    accumulator_dtype,
+    as_written,
+    clear_padding,
+    replicate_entries,
+    touched_rows,
+)
 from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
 
 
 @jax.jit
-def _add_rows(param: jax.Array, update: Any) -> jax.Array:
+def add_rows(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
     rows, unique = replicate_entries(update), update.unique_indices
     indices, data = rows.indices, rows.data
@@ -36,11 +42,42 @@ def _add_rows(param: jax.Array, update: Any) -> jax.Array:
     return by_xla(param, indices, data)
 
 
+# What `make_train_step` asks a transformation for by an extra argument of this name:
+# that it adds row-sparse updates to the parameters itself, where it can, and returns
+# `Added`.
+ADDS = "adds_to_params"
+
+
+class Added:
+    """An update that has been added to its parameter.
+
+    Nobody can compute with it, or return it from a `jit`: it is no array, and no
+    pytree. A transformation that changes updates so raises, and is asked for others.
+    """
+
+    def __init__(self, param: Any, result: Any):
+        self.param, self.result = param, result
+
+
+def returned_update(param: Any, grad: Any, update: Any) -> Any:
+    """The update that a transformation returns, from that of `update_table`."""
+    if is_bcoo(grad) and not is_bcoo(update):
+        return Added(param, update)
+    return clear_padding(grad, update)
+
+
 def _apply(param: Any, update: Any) -> Any:
     if param is None or update is None:
         return param
+    if isinstance(update, Added):
+        if update.param is not param:
+            raise ValueError(
+                "An update that has been added to a parameter belongs to that one; got "
+                "another. Call tx.update without the argument adds_to_params."
+            )
+        return update.result
     if is_bcoo(update):
-        return _add_rows(param, as_written(check_bcoo(update, jnp.shape(param))))
+        return add_rows(param, as_written(check_bcoo(update, jnp.shape(param))))
     if jnp.shape(param) != jnp.shape(update):
         raise ValueError(
             "An update must have the shape of its parameter, got an update of shape "

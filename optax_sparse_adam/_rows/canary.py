@@ -250,7 +250,7 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     return functools.partial(CanaryBCOO, read_at=read_at)
 
 
-def as_update(update: BCOO) -> BCOO:
+def as_update(update: Any) -> Any:
     """An update of `exact_adam`, of which nothing else can be made."""
     if isinstance(update, CanaryBCOO):
         update.canary = new_canary(update.stored_indices, _UPDATE)

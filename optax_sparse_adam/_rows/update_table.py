@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
+from .apply_updates import add_rows
 from .coalesce import bcoo_of, cast_entries, touched_rows
 from .map_rows import RowFunction, Tables, map_rows
 
@@ -19,18 +21,23 @@ def update_table(
     *args: Any,
     dtype: Any,
     read: Tables = (),
+    target: jax.Array | None = None,
     kernel: Callable[..., Any] | None = None,
-) -> tuple[BCOO, Tables]:
+) -> tuple[BCOO | jax.Array, Tables]:
     """The update of the touched rows of a table, and the tables with their new rows.
 
     `row_fn(data, rows, *args)` returns what to add to the rows of the parameter and the
     new rows of `tables`; see `map_rows`. In slots of padding `data` is zero and the
     rows are any rows: the results there are dropped.
 
-    `kernel(grad, tables, read, *args)` is the same in one call for a CPU, of a gradient
-    of type `dtype`, duplicates included. It returns the indices and the values of the
-    update, each row once, in any order, and the new tables. This is the place where it
-    is chosen, by the platform and by `supports_update`.
+    `kernel(grad, tables, read, targets, *args)` is the same in one call for a CPU, of a
+    gradient of type `dtype`, duplicates included. It returns the indices and the values
+    of the update, each row once, in any order, and the new tables. This is the place
+    where it is chosen, by the platform and by `supports_update`.
+
+    Where the kernel is used and `target` is given, the parameter, the update is added
+    to it: the first result is the new parameter, and the rows of the update are never
+    written. It has the bits of `apply_updates`.
 
     Raises:
       ValueError: If a row of the gradient is less than one of the tables.
@@ -43,16 +50,27 @@ def update_table(
         )
     wide = cast_entries(grad, dtype)
 
-    def by_rows(grad: BCOO, tables: Tables, read: Tables, *args: Any) -> Any:
+    def by_rows(
+        grad: BCOO, tables: Tables, read: Tables, targets: Tables, *args: Any
+    ) -> Any:
         rows = touched_rows(grad, dtype)
         data, tables = map_rows(row_fn, rows, tables, *args, read=read)
+        for target in targets:
+            update = bcoo_of(grad, rows.indices, data, is_sorted=True)
+            return add_rows(target, update), tables
         return (rows.indices, data), tables
 
-    operands = wide, tables, read, *args
     floats = [x for x in (*tables, *read) if jnp.issubdtype(x.dtype, jnp.floating)]
+    targets: Tables = ()
     if kernel is not None and native.supports_update(wide, *floats):
+        # Updates of a smaller type are rounded before they are added.
+        if target is not None and grad.dtype == target.dtype == jnp.float32:
+            targets = (target,)
+        operands = wide, tables, read, targets, *args
         rows, tables = on_cpu(kernel, by_rows, *operands, keeps_order=False)
     else:
-        rows, tables = by_rows(*operands)
+        rows, tables = by_rows(wide, tables, read, (), *args)
+    if targets:
+        return rows, tables
     # The kernel leaves each row in the slot of its first entry.
     return bcoo_of(grad, *rows, is_sorted=kernel is None), tables

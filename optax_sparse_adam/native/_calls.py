@@ -29,6 +29,7 @@ RowUpdate = tuple[jax.Array, jax.Array]  # their indices, and values
 _READ_WIDTHS = range(17, 80)
 _FLOATS = ("float32", "bfloat16")  # of tables and moments that the kernel updates
 _CLEARED = ("float32", "bfloat16", "float16", "float64", "int32")
+_FLAGS = {"read": ("uses_roots", "decays"), "update": ("uses_roots", "decays", "adds")}
 _HUGE_PAGES = 4 << 20  # bytes that have a page of 2 MB inside, wherever they begin
 
 
@@ -58,7 +59,7 @@ class StepScalars(NamedTuple):
 
 
 class RowwiseAdagradScalars(NamedTuple):
-    """The scalars of `rowwise_adagrad_rows`, in float32; as in `update.h`."""
+    """The scalars of `rowwise_adagrad`, in float32; as in `update.h`."""
 
     scale: jax.Array  # of the update: minus the learning rate
     eps: jax.Array
@@ -66,7 +67,7 @@ class RowwiseAdagradScalars(NamedTuple):
 
 
 class RowwiseAdamScalars(NamedTuple):
-    """The scalars of `rowwise_adam_rows`, in float32; as in `update.h`.
+    """The scalars of `rowwise_adam`, in float32; as in `update.h`.
 
     A weight is that of the new value in a moving average, or where that is smaller,
     which `is_old` says by a 1, that of the old one.
@@ -233,7 +234,7 @@ def _call(
         formula=formula,
         num_rows=np.int64(table_shape[0]),
         width=np.int64(math.prod(table_shape[1:])),
-        **{"uses_roots": np.bool_(False), "decays": np.bool_(False), **attributes},
+        **dict.fromkeys(_FLAGS[handler], np.bool_(False)) | attributes,
     )
     return found
 
@@ -306,18 +307,13 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def _update(
     formula: str,
     grad: Any,
-    state: Sequence[jax.Array] = (),
-    scalars: Sequence[jax.Array] = (),
-    read: Sequence[jax.Array] = (),
-    others: Sequence[jax.Array] = (),
-    **attributes: Any,
-) -> tuple[jax.Array, ...]:
-    """The indices and the rows of an update; of a sum, how many rows; the new state.
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    **flags: Any,
+) -> Sequence[jax.Array]:
+    """A formula's results of a gradient, or of one of bags; see `bag_gradient`.
 
-    Of a gradient, or of one of bags; see `bag_gradient`. That of a gradient is in its
-    memory. A buffer of its own would save the copy of one that is not donated, but
-    whole steps, whose gradient is, took longer (262,144 ids: 116 and 94 ms): fresh
-    memory. The gradient of bags has no room for rows.
+    `operands` and `results` are those behind the gradient's, which are four.
     """
     segments = getattr(grad, "segments", None)
     if segments is None:
@@ -328,14 +324,21 @@ def _update(
     like = (grad.nse, 2), jnp.int32
     (order,) = _call("update order", grad.shape[:1], [_indices(grad)], [like])
     entries = [order, values, _ids_or_none(segments), weights]
-    packed = jnp.stack(scalars) if len(scalars) else None
-    rows: Any = 1 if segments is None else ((grad.nse, *grad.shape[1:]), jnp.float32)
-    count = [] if len(scalars) else [((), jnp.int32)]
-    indices = (grad.nse, 1), jnp.int32
-    results = [indices, rows, *count, *range(4, 4 + len(state))]
-    operands = [*entries, *state, *read, packed, *others]
-    attributes = {"decays": np.bool_(len(read) > 0), **attributes}
-    return (*_call(f"update {formula}", grad.shape, operands, results, **attributes),)
+    return _call(
+        f"update {formula}", grad.shape, [*entries, *operands], results, **flags
+    )
+
+
+def _update_of(grad: Any) -> list[Any]:
+    """The indices and the rows of an update, as results of `_update`.
+
+    That of a gradient is in its memory. A buffer of its own would save the copy of one
+    that is not donated, but whole steps, whose gradient is, took longer (262,144 ids:
+    116 and 94 ms): fresh memory. The gradient of bags has no room for rows.
+    """
+    of_bags = getattr(grad, "segments", None) is not None
+    rows: Any = ((grad.nse, *grad.shape[1:]), jnp.float32) if of_bags else 1
+    return [((grad.nse, 1), jnp.int32), rows]
 
 
 def sum_rows(grad: BCOO) -> Sums:
@@ -345,7 +348,8 @@ def sum_rows(grad: BCOO) -> Sums:
       The fields of `coalesce.Rows`: the touched rows `[nse, 1]` in ascending order,
       then `num_rows + slot`; their sums, then zeros; and how many rows they are.
     """
-    indices, sums, count = _update("sum", grad)
+    like = (), jnp.int32
+    indices, sums, count = _update("sum", grad, [None], [*_update_of(grad), like])
     if getattr(grad, "segments", None) is not None:
         sums = clear_padding(grad.shape, indices, sums)
     return indices, sums, count
@@ -358,58 +362,54 @@ def clear_padding(
     return _call("update clear", table_shape, [indices, rows], [1])[0]
 
 
-def adam_rows(
-    grad: BCOO, moments: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]
-) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
-    """The update of each touched row, and the new moments.
+def update_rows(
+    formula: str,
+    grad: BCOO,
+    state: tuple[jax.Array, ...],
+    read: tuple[jax.Array, ...],
+    target: tuple[jax.Array, ...],
+    scalars: Any,
+    others: Sequence[jax.Array] = (),
+    **flags: Any,
+) -> tuple[RowUpdate | jax.Array, tuple[jax.Array, ...]]:
+    """The update of each touched row by "adam", "rowwise_adagrad" and so on, the state.
 
     All other slots are padding. The indices are unique; those of a BCOO are where the
     first entry of the row was. Those of bags are in ascending order, and the values of
     their padding are not written: see `coalesce.clear_padding`.
+
+    Args:
+      formula: Its name in `rows.cc`.
+      grad: The gradient.
+      state: The arrays of the state, which get the new rows.
+      read: With weight decay, the parameter, of float32.
+      target: The parameter, of float32, if the update is to be added to it: the first
+        result is then the new one.
+      scalars: As the formula has them.
+      others: Operands behind them.
+      flags: Attributes of the call.
     """
-    return _row_update("adam", grad, moments, scalars)
+    owners = [*range(4, 4 + len(state) + len(target))]
+    results = [*([] if target else _update_of(grad)), *owners]
+    operands = [*state, *(read or target), jnp.stack(scalars), *others]
+    marks = {"decays": np.bool_(len(read) > 0), "adds": np.bool_(len(target) > 0)}
+    found = _update(formula, grad, operands, results, **marks, **flags)
+    if target:
+        return found[-1], (*found[:-1],)
+    return (found[0], found[1]), (*found[2:],)
 
 
 def exact_adam_rows(
-    grad: BCOO, stale: Stale, step: Any, read: tuple[jax.Array, ...]
-) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
-    """Like `adam_rows`, with the step of `exact_adam`, and its new tables.
-
-    If rows decay, it reads the parameter.
-    """
-    others, attributes = _stale_scalars(stale), _stale_attributes(stale)
-    tables = stale.tables
-    return _row_update("exact_adam", grad, tables, step, read, others, **attributes)
-
-
-def rowwise_adagrad_rows(
     grad: BCOO,
-    sums: tuple[jax.Array, ...],
+    stale: Stale,
+    step: Any,
     read: tuple[jax.Array, ...],
-    scalars: RowwiseAdagradScalars,
-) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
-    """Like `adam_rows`, with the step of `rowwise_adagrad`, and its new sums.
-
-    With weight decay, it reads the parameter, of float32.
-    """
-    return _row_update("rowwise_adagrad", grad, sums, scalars, read)
-
-
-def rowwise_adam_rows(
-    grad: BCOO,
-    moments: tuple[jax.Array, ...],
-    read: tuple[jax.Array, ...],
-    scalars: RowwiseAdamScalars,
-) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
-    """Like `rowwise_adagrad_rows`, with the step of `rowwise_adam`."""
-    return _row_update("rowwise_adam", grad, moments, scalars, read)
-
-
-def _row_update(
-    formula: str, grad: BCOO, *args: Any, **attributes: Any
-) -> tuple[RowUpdate, tuple[jax.Array, ...]]:
-    indices, rows, *news = _update(formula, grad, *args, **attributes)
-    return (indices, rows), tuple(news)
+    target: tuple[jax.Array, ...],
+) -> tuple[RowUpdate | jax.Array, tuple[jax.Array, ...]]:
+    """`update_rows`, with the step of `exact_adam`, and its new tables."""
+    args = stale.tables, read, target, step, _stale_scalars(stale)
+    uses_roots = np.bool_(stale.uses_roots)
+    return update_rows("exact_adam", grad, *args, uses_roots=uses_roots)
 
 
 def _stale_scalars(stale: Stale) -> list[jax.Array]:

@@ -279,7 +279,8 @@ ffi::Error Order(ffi::ThreadPool& pool, Buffers& buffers) {
 // A formula, and the operands that it has behind those of the gradient: state, which is
 // updated in place, and scalars. Of the state, `r` stands for rows of float32 or bfloat16,
 // `f` for rows of float32, `s` and `i` for a float32 or an int32 for each row. With weight
-// decay there is more, and at last `t`, the table, which is only read.
+// decay there is more, and at last `t`, the table. It is only read, or else has the update
+// added to it, and is there in any case.
 struct Known {
   std::string_view name, state, of_decay;
   int64_t num_scalars;
@@ -302,7 +303,8 @@ const Known* Find(std::string_view name) {
 
 ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
                       std::string_view formula, int64_t num_rows, int64_t width,
-                      bool uses_roots, bool decays, ffi::RemainingRets rets) try {
+                      bool uses_roots, bool decays, bool adds,
+                      ffi::RemainingRets rets) try {
   Buffers buffers(args, rets, num_rows, width);
   if (formula == "add" || formula == "put") return Write(pool, formula == "add", buffers);
   if (formula == "clear") return Clear(pool, buffers);
@@ -327,19 +329,28 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
             : letter == 'i' ? buffers.Scalars("state", ffi::S32)
                             : buffers.Rows("state", num_rows, letter == 'r');
   }
+  const bool is_sum = known->formula == nullptr;
+  adds &= !is_sum;
+  if (adds) {
+    const bool is_read = decays && !known->of_decay.empty();
+    update.target = is_read ? update.state[update.num_tables - 1]
+                            : buffers.Rows("table", num_rows, false);
+  }
   const float* scalars = buffers.Floats("scalars", known->num_scalars);
   std::unique_ptr<StaleOperands> stale;
   if (formula == "exact_adam") stale = std::make_unique<StaleOperands>(buffers, 3);
-  update.indices =
-      static_cast<int32_t*>(buffers.Result("indices", update.nse, ffi::S32).data);
-  update.out =
-      static_cast<float*>(buffers.Result("rows", update.nse * width, ffi::F32).data);
-  const bool is_sum = known->formula == nullptr;
+  if (!adds) {
+    update.indices =
+        static_cast<int32_t*>(buffers.Result("indices", update.nse, ffi::S32).data);
+    update.out =
+        static_cast<float*>(buffers.Result("rows", update.nse * width, ffi::F32).data);
+  }
   void* count = is_sum ? buffers.Result("count", 1, ffi::S32).data : nullptr;
   for (size_t t = 0; t < state.size(); ++t) {
     const Table& table = update.state[t];
     if (state[t] != 't') buffers.InPlace("state", table, num_rows);
   }
+  if (adds) buffers.InPlace("table", update.target, num_rows);
   if (!buffers.AreRight()) return Invalid(buffers.error);
   const auto is_known = [&](Entry x) { return x.row <= num_rows && x.slot < update.nse; };
   if (!std::all_of(update.entries, update.entries + update.nse, is_known)) {
@@ -408,6 +419,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(update_rows, UpdateRows,
                                   .Attr<int64_t>("width")
                                   .Attr<bool>("uses_roots")
                                   .Attr<bool>("decays")
+                                  .Attr<bool>("adds")
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -49,8 +49,9 @@ constexpr int kMostTables = 6;  // of a state; the places of others are null
 
 // The update of all rows that a gradient has entries of, or without a formula their sums.
 //
-// The rows are in ascending order of their indices; but an update in the memory of the
-// values has each row in the slot of its first entry, which saves a pass over them. The
+// Where there is a `target`, the update is added to its rows. Else it goes to `indices` and
+// `out`. The rows are in ascending order of their indices; but an update in the memory of
+// the values has each row in the slot of its first entry, which saves a pass over them. The
 // index of all other slots is `num_rows + slot`. In memory of its own an update is not
 // written there, since few callers read that: see `Clear`.
 struct Update {
@@ -59,6 +60,7 @@ struct Update {
   const void* scalars;
   int num_tables;
   Table state[kMostTables];
+  Table target;  // of float32; its data may be null
   int64_t nse, num_rows;
   const Entry* entries;  // by row
   int32_t* indices;      // of the update
@@ -75,7 +77,7 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
   const Entry* const entries = update.entries;
   const Source<float> source = update.source;
   const int64_t width = source.width;
-  const bool in_place = update.IsInPlace();
+  const bool in_place = update.IsInPlace(), adds = update.target.data != nullptr;
   const auto is_first = [entries](int64_t i) {
     return i == 0 || entries[i].row != entries[i - 1].row;
   };
@@ -87,22 +89,24 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
       const Table& table = update.state[t];
       Prefetch<true>(table.Row(entries[i].row), table.RowBytes());
     }
+    if (adds) Prefetch<true>(update.target.Row(entries[i].row), width * sizeof(float));
   };
-  std::vector<float> wide(update.num_tables * width);  // rows of bfloat16
+  std::vector<float> wide((update.num_tables + 1) * width);  // rows of bfloat16, a sum
   float* rows[kMostTables] = {};
   int64_t i = begin;
   while (i < end && !is_first(i)) ++i;  // of a row that another part adds up
   while (i < end) {
     const Entry first = entries[i];
     const int64_t to = in_place ? first.slot : place++;
-    float* const sum = update.out + to * width;
+    float* const sum = adds ? wide.data() + update.num_tables * width
+                            : update.out + to * width;
     fetch(i + kAhead);
     if (in_place) {
       for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
     } else {
       source.template AddTo<true>(sum, first.slot);
     }
-    update.indices[to] = int32_t(first.row);
+    if (!adds) update.indices[to] = int32_t(first.row);
     for (++i; i < size && entries[i].row == first.row; ++i) {
       fetch(i + kAhead);
       const int64_t slot = entries[i].slot;
@@ -128,16 +132,26 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
       Bfloat16* low = reinterpret_cast<Bfloat16*>(table.Row(first.row));
       for (int64_t j = 0; j < width; ++j) Store(rows[t][j], low + j);
     }
+    if (!adds) continue;
+    float* __restrict__ target = reinterpret_cast<float*>(update.target.Row(first.row));
+    for (int64_t j = 0; j < width; ++j) target[j] += sum[j];
   }
 }
 
 // Returns how many rows there are, where they are in order.
 int64_t Update::Run(ffi::ThreadPool& pool) const {
   constexpr int64_t kRun = 512;  // entries in a part
+  const auto part = FASTEST(UpdatePart);
   const int64_t width = source.width;
   const Entry* padding = std::partition_point(
       entries, entries + nse, [&](Entry entry) { return entry.row < num_rows; });
   const int64_t size = padding - entries;
+  if (target.data != nullptr) {
+    Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
+      part(*this, size, begin, end, 0);
+    });
+    return 0;
+  }
   const bool has_slots = IsInPlace() && formula != nullptr;
   // How many rows are in front of each part: there its own rows go.
   std::vector<int64_t> before(size / kRun + 2);
@@ -156,7 +170,6 @@ int64_t Update::Run(ffi::ThreadPool& pool) const {
     update.out = sums.get();
   }
   if (!has_slots) AdviseHugePages(update.out, count * width * sizeof(float));
-  const auto part = FASTEST(UpdatePart);
   Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
     part(update, size, begin, end, before[begin / kRun]);
   });

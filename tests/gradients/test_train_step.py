@@ -7,12 +7,16 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._rows.apply_updates import Added
 
+from ..helpers.optimizers import OPTIMIZERS
 from ..helpers.support import assert_close, assert_identical, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
 ROWS, DIM, RATE = 12, 3, 0.1
+IN_KERNEL = {"sparse_adam", "rowwise_adagrad", "rowwise_adam"}
+IN_KERNEL |= {"exact_adam", "exact_adamw"}
 IDS = [np.array([3, 7, 3]), np.array([5, 7, 9])]
 INNER = osa.sparse_adam(RATE)  # a global, which no closure holds
 
@@ -112,6 +116,42 @@ def test_apply_if_finite(is_finite):
     params, _ = osa.flush(params, state)
     changed = np.flatnonzero(np.any(params["table"] != start()["table"], axis=1))
     assert changed.tolist() == ([3, 7] if is_finite else [])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_is_that_of_its_parts(name, backend):
+    """Bit for bit, though the kernel adds updates to the tables itself."""
+    tx = OPTIMIZERS[name].make(RATE)
+    step = osa.make_train_step(loss, tx)
+
+    @jax.jit
+    def parts(params, state, ids):
+        read = {"read": state} if "exact" in name else {}
+        value, grads = osa.value_and_grad(loss, **read)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return osa.apply_updates(params, updates), state, value
+
+    found = expected = start(), tx.init(start())
+    text = step.lower(*found, IDS[0]).as_text()
+    assert ("adds = true" in text) == (backend == "kernel" and name in IN_KERNEL)
+    for ids in IDS:
+        expected = parts(*expected[:2], ids)
+        found = step(*jax.tree.map(jnp.copy, found[:2]), ids)
+        assert_identical(found, expected)
+
+
+def test_update_that_was_added_to_another_table():
+    """Nobody takes it for an update of this one; a wrapper gets an ordinary one."""
+    other = Added(jnp.zeros(3), jnp.ones(3))
+    with pytest.raises(ValueError, match="belongs to that one"):
+        osa.apply_updates(jnp.zeros(3), other)
+
+    def update(grads, state, params=None, **extra):
+        moved = jax.tree.map(lambda x: x + 1, params)
+        return INNER.update(grads, state, moved, **extra)
+
+    moves = optax.GradientTransformationExtraArgs(INNER.init, update)
+    assert_identical(trained(moves), trained(INNER))
 
 
 DENSE = {

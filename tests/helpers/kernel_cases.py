@@ -20,6 +20,8 @@ from optax_sparse_adam.native import _library
 # Sizes are multiplied: N rows of W numbers in the table, E entries, V rows of values, K
 # ids, B bags, C coefficients of a polynomial, or a digit. What has a `?` may be empty,
 # what has a `!` is there with weight decay. A result `name=` is an operand, in place.
+# What has formulas is called as it is, and to add the update to the table: then that
+# is an operand in front of the scalars, and a result in place of `indices` and `sums`.
 CALLS = """
 read rows: table:t[NW] ids:i[K] -> rows:t[KW]
 read exact_adam: table:f[NW] mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]! stale:f[6]
@@ -44,7 +46,10 @@ SIZES = {"N": ROWS, "W": WIDTH, "E": ENTRIES, "K": ENTRIES, "B": BAGS, "C": 3}
 TYPES = {"f": "float32", "i": "int32", "t": "float32", "u": "float32"}
 ATTRIBUTES = {"num_rows": np.int64(ROWS), "width": np.int64(WIDTH)}
 ATTRIBUTES |= {"uses_roots": np.bool_(False), "decays": np.bool_(False)}
-READING = {"clamps": np.bool_(False), "fill": np.int64(0)}
+OF_HANDLERS = {
+    "read": {"clamps": np.bool_(False), "fill": np.int64(0)},
+    "update": {"adds": np.bool_(False)},
+}
 
 
 class Buffer(NamedTuple):
@@ -67,7 +72,7 @@ def specifications():
 def call(name, operands, results, owners, attributes):
     """Calls the kernel with arrays of these shapes and types."""
     handler, formula = name.split()
-    attributes = ATTRIBUTES | (READING if handler == "read" else {}) | attributes
+    attributes = ATTRIBUTES | OF_HANDLERS[handler] | attributes
     function = jax.ffi.ffi_call(
         f"optax_sparse_adam.{handler}",
         [jax.ShapeDtypeStruct(*x) for x in results.values()],
@@ -117,9 +122,26 @@ def right_calls():
                     x.name: before[owners[x.name]] if x.name in owners else struct(x)
                     for x in news
                 }
-                decays = any(x.mark == "!" for x in given)
-                if low in ["", *(x.type for x in operands)]:
-                    yield name, before, after, owners, {"decays": np.bool_(decays)}
+                if low not in ["", *(x.type for x in operands)]:
+                    continue
+                own = {"decays": np.bool_(any(x.mark == "!" for x in given))}
+                yield name, before, after, owners, own
+                if before.get("scalars", [(0,)])[0] != (0,):
+                    yield name, *_adding(before, after, owners), own | ADDS
+
+
+ADDS = {"adds": np.bool_(True)}
+
+
+def _adding(operands, results, owners):
+    """The call that adds the same update to the table."""
+    table = {"table": ((ROWS, WIDTH), "float32")}
+    items = [*operands.items()]
+    at = [*operands].index("scalars") - ("table" in operands)
+    operands = dict(items[:at]) | table | dict(items[at:])
+    results = {x: y for x, y in results.items() if x not in ("indices", "sums")} | table
+    owners = {x: y for x, y in owners.items() if x != "sums"} | {"table": "table"}
+    return operands, results, owners
 
 
 def wrong(shape, dtype):
@@ -191,7 +213,12 @@ def wrong_calls():
             attributes = {key: np.int64(size) for key, size in change.items()}
             yield name, operands, results, owners, own | attributes
         if "rowwise" in name or "exact" in name:
-            yield name, operands, results, owners, {"decays": ~own["decays"]}
+            other = own | {"decays": ~own["decays"]}
+            # A table that is added to may be read as well.
+            if "exact" in name or "adds" not in own:
+                yield name, operands, results, owners, other
+        if "adds" in own:
+            yield name, operands, results, owners, own | {"adds": np.bool_(False)}
     yield "update other", {}, {"count": ((), "int32")}, {}, {}
 
 

@@ -102,7 +102,9 @@ def test_adam(cache):
     factors = sparse_adam.AdamScalars(*map(jnp.float32, (1.0, 0.1, 0.2, 1e-3, -0.1)))
 
     def update(grad):
-        (indices, data), moments_ = _calls.adam_rows(grad, moments, factors)
+        (indices, data), moments_ = _calls.update_rows(
+            "adam", grad, moments, (), (), factors
+        )
         return jnp.zeros(shape).at[indices[:, 0]].add(data, mode="drop"), moments_
 
     def rows(grad):
@@ -132,6 +134,19 @@ def test_padding_of_updates(cache, monkeypatch):
     assert np.all(np.any(update.data[is_row] != 0, axis=1))
     assert not np.asarray(update.data)[~is_row].any()
     assert_identical(table, other)
+
+
+@needs_compiler
+def test_memory_of_a_step(cache, monkeypatch):
+    """Nothing has a row for each id: there are 13 MB of these, and 131 kB of bags."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    jax.clear_caches()
+    tx = osa.sparse_adam(0.1)
+    step = osa.make_train_step(lambda t, i: jnp.sum(osa.embedding_bag(t, i) ** 2), tx)
+    table = jax.ShapeDtypeStruct((1_000_000, 64), "float32")
+    ids = jax.ShapeDtypeStruct((512, 100), "int32")
+    compiled = step.lower(table, jax.eval_shape(tx.init, table), ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2_000_000
 
 
 @needs_compiler
