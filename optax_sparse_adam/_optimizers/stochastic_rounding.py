@@ -1,6 +1,5 @@
 """Any optax transformation on low-precision parameters, rounded without bias."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,24 +38,6 @@ def _is_low(x: Any) -> bool:
 
 def _widened(x: Any, dtype: DTypeLike = jnp.float32) -> Any:
     return jnp.asarray(x, dtype) if _is_low(x) else x
-
-
-def _init(
-    init: Callable[[Any], Any], params: optax.Params, dtype: DTypeLike
-) -> optax.OptState:
-    """The state for parameters of another type, of which no copy is made."""
-
-    def widened(params: optax.Params) -> optax.OptState:
-        return init(jax.tree.map(lambda param: _widened(param, dtype), params))
-
-    # Under `jit`, the widened parameters, of which only the shapes are used, are never
-    # allocated; but zeros would not be spread over the devices of the parameters.
-    spread = any(
-        isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
-        for leaf in jax.tree.leaves(params)
-        if not isinstance(leaf, jax.core.Tracer)
-    )
-    return widened(params) if spread else jax.jit(widened)(params)
 
 
 def stochastic_rounding(
@@ -152,32 +133,35 @@ def stochastic_rounding(
     if state_dtype is not None:
         state_dtype = floating_type(state_dtype, "state_dtype")
 
+    def init_state(params: optax.Params) -> optax.OptState:
+        def widened(dtype: DTypeLike) -> optax.OptState:
+            return inner.init(jax.tree.map(lambda x: _widened(x, dtype), params))
+
+        state = inner.init(params) if state_dtype is None else widened(state_dtype)
+        if all(jnp.ndim(x) or not _is_low(x) for x in jax.tree.leaves(state)):
+            return state
+        # Hyper-parameters, such as those of inject_hyperparams: b2 would be 1.
+        wide = widened(jnp.float32)
+        return jax.tree.map(lambda x, y: x if jnp.ndim(x) else y, state, wide)
+
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         is_seed = not jnp.shape(key) and jnp.issubdtype(
             jnp.result_type(key), jnp.integer
         )
         start = jax.random.key(key) if is_seed else jnp.copy(key)
         refuse_stale_states(jax.eval_shape(inner.init, params), "stochastic_rounding")
-        if not any(map(_is_low, jax.tree.leaves(params))):
+        leaves = jax.tree.leaves(params)
+        if not any(map(_is_low, leaves)):
             return StochasticRoundingState(start, inner.init(params))
-        if state_dtype is None:
-            state = inner.init(params)
-        else:
-            state = _init(inner.init, params, state_dtype)
-        if any(
-            _is_low(leaf) and jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(state)
-        ):
-            # Hyper-parameters, such as those of inject_hyperparams: b2 would be 1.
-            def scalars(params: optax.Params) -> optax.OptState:
-                wide = inner.init(params)
-                return jax.tree.map(lambda x: None if jnp.ndim(x) else x, wide)
-
-            state = jax.tree.map(
-                lambda leaf, scalar: leaf if scalar is None else scalar,
-                state,
-                _init(scalars, params, jnp.float32),
-            )
-        return StochasticRoundingState(start, state)
+        # Under `jit`, the widened parameters, of which only the shapes are used, are
+        # never allocated; but zeros would not be spread over the parameters' devices.
+        spread = any(
+            isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+            for leaf in leaves
+            if not isinstance(leaf, jax.core.Tracer)
+        )
+        init = init_state if spread else jax.jit(init_state)
+        return StochasticRoundingState(start, init(params))
 
     def update_fn(
         updates: optax.Updates,
