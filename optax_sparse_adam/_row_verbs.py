@@ -115,7 +115,8 @@ class _Table(NamedTuple):
 
 def _tables(verb: str, params: Any, ids: Any) -> list[_Table | None]:
     """The tables among the leaves of the parameters, `None` for the others."""
-    given, structure = _flat_ids(ids)
+    structure: Any
+    given, structure = jax.tree.flatten(ids, is_leaf=lambda x: x is None)
     try:
         parts = structure.flatten_up_to(params)
     except ValueError as error:
@@ -129,10 +130,6 @@ def _tables(verb: str, params: Any, ids: Any) -> list[_Table | None]:
     of_leaves = [x for x, part in pairs for _ in jax.tree.leaves(part)]
     each = zip(jax.tree_util.tree_leaves_with_path(params), of_leaves, strict=True)
     return [None if x is None else _table(verb, *found, x) for found, x in each]
-
-
-def _flat_ids(ids: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(ids, is_leaf=lambda x: x is None)
 
 
 def _table(verb: str, path: Any, param: Any, ids: Any) -> _Table:
@@ -383,7 +380,14 @@ def reset_rows(
     tables = _tables("reset_rows", params, ids)
     _refuse_repeated(tables)
     owners = _of_state(tx, params, state, tables, "reset_rows")
-    news = _rows_of_leaves(params, ids, rows)
+    # In place of what is ignored, a subtree or a leaf, stands that of the parameters.
+    rows = jax.tree.map(
+        lambda x, own, new: own if x is None else new,
+        *(ids, params, rows),
+        is_leaf=lambda x: x is None,
+    )
+    given = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
+    news = [None if x is None else row for x, row in zip(tables, given, strict=True)]
     _check_each(params, tables, news)
     after = _order_after(news)
     params = _put_each(params, tables, after(news))
@@ -413,22 +417,6 @@ def _order_after(news: list[Any]) -> Callable[[list[Any]], list[Any]]:
         return None if x is None else jnp.where(never.any(), jnp.ones_like(x), x)
 
     return lambda rows: [after(x) for x in rows]
-
-
-def _rows_of_leaves(params: Any, ids: Any, rows: Any) -> list[Any]:
-    """The rows for each leaf of the parameters; `None` where it has no ids."""
-    given, prefix = _flat_ids(ids)
-    pairs = zip(
-        given, prefix.flatten_up_to(params), prefix.flatten_up_to(rows), strict=True
-    )
-    news: list[Any] = []
-    for x, part, new in pairs:
-        treedef: Any = jax.tree.structure(part)
-        if x is None:
-            news += [None] * treedef.num_leaves
-        else:
-            news += leaves_like(treedef, new, "The rows", "parameters")
-    return news
 
 
 @functools.lru_cache(maxsize=64)
