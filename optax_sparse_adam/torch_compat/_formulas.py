@@ -9,8 +9,8 @@ so here its formula is called.
 
 import functools
 import math
-from collections import namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,7 @@ from jax.typing import DTypeLike
 
 from .._optimizers.hyperparameters import check_leaf
 from .._optimizers.sparse_adafactor import SparseAdafactorState, sparse_adafactor
-from .._optimizers.sparse_adam import AdamScalars as SparseAdamScalars
-from .._optimizers.sparse_adam import update_leaf_by_adam
+from .._optimizers.sparse_adam import AdamScalars, update_leaf_by_adam
 from .._rows.apply_updates import apply_updates
 from .._rows.coalesce import accumulator_dtype
 from ._parameter import Gradient
@@ -37,13 +36,13 @@ class GroupFormula(NamedTuple):
 
     Attributes:
       update: `update(tables, grads, scalars)`, the new tables, in place.
-      scalars: `scalars(group, dtype, step)`, those of a parameter's step.
+      scalars: `scalars(group, dtype, step)`, those of a parameter's step, by name.
       shapes: `shapes(group, shape)`, of the arrays in a state.
       step_dtype: Type of the array `"step"` in a state; `None` for a Python integer.
     """
 
     update: Any
-    scalars: Callable[[Group, Any, int], tuple[float, ...]]
+    scalars: Callable[[Group, Any, int], dict[str, float]]
     shapes: Callable[[Group, Shape], dict[str, Shape]]
     step_dtype: DTypeLike | None = "float32"
 
@@ -64,106 +63,89 @@ def learning_rate(group: Group, count: int) -> Any:
 
 
 def _compile(update_table: Callable[[Table, Gradient, Any], Table]) -> Any:
-    """Compiles the update of one table into that of many, in place."""
+    """Compiles the update of one table into that of many, in place.
+
+    The scalars are arrays with an element for each table.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update_tables(
-        tables: list[Table], grads: list[Any], scalars: jax.Array
+        tables: list[Table], grads: list[Any], scalars: dict[str, jax.Array]
     ) -> list[Table]:
         new = []
-        for table, grad, row in zip(tables, grads, scalars, strict=True):
+        for i, (table, grad) in enumerate(zip(tables, grads, strict=True)):
             check_leaf(grad, table[0])
             dtype = accumulator_dtype(grad.dtype, table[0].dtype)
-            new.append(update_table(table, grad, row.astype(dtype)))
+            own = {name: x[i].astype(dtype) for name, x in scalars.items()}
+            new.append(update_table(table, grad, SimpleNamespace(**own)))
         return new
 
     return update_tables
 
 
-def _sparse_adam(table: Table, grad: Gradient, scalars: Any) -> Table:
+def _adam_scalars(group: Group, dtype: DTypeLike, step: int) -> dict[str, float]:
+    """Those of `SparseAdam`, `Adam` and `AdamW`."""
+    beta1, beta2 = map(scalar, group["betas"])
+    lr, decay = learning_rate(group, step - 1), scalar(group.get("weight_decay", 0))
+    is_decoupled = group.get("decoupled_weight_decay", False)
+    # The formula divides the second moment by `root**2`; with numerator and denominator
+    # multiplied by `root` no element needs that division.
+    root, eps = math.sqrt(1.0 - beta2**step), scalar(group["eps"])
+    return {
+        "sign": -1.0 if group.get("maximize", False) else 1.0,
+        # The parameter times `decay` is added to the gradient, or it shrinks to `keep`.
+        "decay": 0.0 if is_decoupled else decay,
+        "keep": 1.0 - lr * decay if is_decoupled else 1.0,
+        "b1": beta1,
+        "one_minus_b1": 1.0 - beta1,
+        "b2": beta2,
+        "one_minus_b2": 1.0 - beta2,
+        "eps": eps,  # beside the uncorrected root of the second moment
+        "corrected_eps": eps * root,  # as if beside the corrected one
+        "scale": -lr * root / (1.0 - beta1**step),
+    }
+
+
+def _sparse_adam(table: Table, grad: Gradient, s: Any) -> Table:
     param, state = table
+    own = AdamScalars(*(getattr(s, name) for name in AdamScalars._fields))
     moments = tuple(state[key] for key in MOMENTS)
-    own = SparseAdamScalars(*scalars)
     delta, moments = update_leaf_by_adam(grad, None, moments, own)
     return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
 
 
-def _sparse_adam_scalars(group: Group, dtype: DTypeLike, step: int) -> Any:
-    beta1, beta2 = map(scalar, group["betas"])
-    size = learning_rate(group, step - 1) * math.sqrt(1.0 - beta2**step)
-    of_floats: Any = SparseAdamScalars  # typed as arrays; here Python scalars
-    return of_floats(
-        sign=-1.0 if group.get("maximize", False) else 1.0,
-        one_minus_b1=1.0 - beta1,
-        one_minus_b2=1.0 - beta2,
-        eps=scalar(group["eps"]),
-        scale=-size / (1.0 - beta1**step),
-    )
-
-
-# `sign` is -1 to maximize; `decay` times the parameter is added to the gradient; `keep`
-# is the factor of a decoupled decay; `scale` has step size and bias corrections.
-AdamScalars = namedtuple(
-    "AdamScalars", "sign decay keep beta1 weight1 beta2 weight2 eps scale"
-)
-
-
-def _adam(table: Table, grad: Any, scalars: Any) -> Table:
+def _adam(table: Table, grad: Any, s: Any) -> Table:
     # Not `optax.adam`, which computes `1 - b2**t` in float32. And `optax.amsgrad` takes
     # the maximum of the corrected second moments, torch that of the uncorrected ones.
     param, state = table
-    s, dtype = AdamScalars(*scalars), scalars.dtype
+    dtype = s.scale.dtype
     wide_param, wide_grad = param.astype(dtype), s.sign * grad.astype(dtype)
     # torch leaves out a decay of 0, which would turn an infinite parameter into NaN.
     wide_grad += jnp.where(s.decay == 0, 0, s.decay * wide_param)
 
     new = {key: array.astype(dtype) for key, array in state.items()}
-    new["exp_avg"] = s.beta1 * new["exp_avg"] + s.weight1 * wide_grad
-    new["exp_avg_sq"] = s.beta2 * new["exp_avg_sq"] + s.weight2 * wide_grad**2
+    new["exp_avg"] = s.b1 * new["exp_avg"] + s.one_minus_b1 * wide_grad
+    new["exp_avg_sq"] = s.b2 * new["exp_avg_sq"] + s.one_minus_b2 * wide_grad**2
     second = new["exp_avg_sq"]
     if "max_exp_avg_sq" in new:
         second = new["max_exp_avg_sq"] = jnp.maximum(new["max_exp_avg_sq"], second)
-    update = s.scale * new["exp_avg"] / (jnp.sqrt(second) + s.eps)
+    update = s.scale * new["exp_avg"] / (jnp.sqrt(second) + s.corrected_eps)
 
     state = {key: new[key].astype(array.dtype) for key, array in state.items()}
     return (s.keep * wide_param + update).astype(param.dtype), state
 
 
-def _adam_scalars(group: Group, dtype: DTypeLike, step: int) -> Any:
-    beta1, beta2 = map(scalar, group["betas"])
-    lr, decay = learning_rate(group, step - 1), scalar(group["weight_decay"])
-    decoupled = group["decoupled_weight_decay"]
-    # The formula divides the second moment by `root**2`; with numerator and denominator
-    # multiplied by `root` no element needs that division.
-    root = math.sqrt(1.0 - beta2**step)
-    return AdamScalars(
-        sign=-1.0 if group["maximize"] else 1.0,
-        decay=0.0 if decoupled else decay,
-        keep=1.0 - lr * decay if decoupled else 1.0,
-        beta1=beta1,
-        weight1=1.0 - beta1,
-        beta2=beta2,
-        weight2=1.0 - beta2,
-        eps=scalar(group["eps"]) * root,
-        scale=-lr * root / (1.0 - beta1**step),
-    )
-
-
-def _adam_shapes(group: Group, shape: Shape) -> dict[str, Shape]:
-    keys = (*MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else MOMENTS
+def _moments(group: Group, shape: Shape) -> dict[str, Shape]:
+    keys = (*MOMENTS, "max_exp_avg_sq") if group.get("amsgrad") else MOMENTS
     return dict.fromkeys(keys, shape)
 
 
-AdafactorScalars = namedtuple(
-    "AdafactorScalars", "sign count lr beta2_decay eps1 eps2 d weight_decay"
-)
 # The arrays of a factored second moment, and the axes that they average over.
 _MEANS = {"row_var": -1, "col_var": -2}
 
 
-def _adafactor(table: Table, grad: Any, scalars: Any) -> Table:
+def _adafactor(table: Table, grad: Any, s: Any) -> Table:
     param, state = table
-    s = AdafactorScalars(*scalars)
     tx = sparse_adafactor(s.lr, s.beta2_decay, (s.eps1, s.eps2), s.d, s.weight_decay)
     v_row, v_col = (
         state[key].squeeze(axis) if key in state else None
@@ -177,18 +159,16 @@ def _adafactor(table: Table, grad: Any, scalars: Any) -> Table:
     return apply_updates(param, delta), state
 
 
-def _adafactor_scalars(group: Group, dtype: DTypeLike, step: int) -> Any:
+def _adafactor_scalars(group: Group, dtype: DTypeLike, step: int) -> dict[str, float]:
     eps1, eps2 = group["eps"]
-    return AdafactorScalars(
-        sign=-1.0 if group["maximize"] else 1.0,
-        count=step - 1,
-        lr=learning_rate(group, step - 1),
-        beta2_decay=scalar(group["beta2_decay"]),
-        eps1=float(jnp.finfo(dtype).eps) if eps1 is None else scalar(eps1),
-        eps2=scalar(eps2),
-        d=scalar(group["d"]),
-        weight_decay=scalar(group["weight_decay"]),
-    )
+    return {
+        "sign": -1.0 if group["maximize"] else 1.0,
+        "count": step - 1,
+        "lr": learning_rate(group, step - 1),
+        "eps1": float(jnp.finfo(dtype).eps) if eps1 is None else scalar(eps1),
+        "eps2": scalar(eps2),
+        **{key: scalar(group[key]) for key in ("beta2_decay", "d", "weight_decay")},
+    }
 
 
 def _adafactor_shapes(group: Group, shape: Shape) -> dict[str, Shape]:
@@ -197,11 +177,6 @@ def _adafactor_shapes(group: Group, shape: Shape) -> dict[str, Shape]:
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
-SPARSE_ADAM = GroupFormula(
-    _compile(_sparse_adam),
-    _sparse_adam_scalars,
-    lambda group, shape: dict.fromkeys(MOMENTS, shape),
-    step_dtype=None,
-)
-ADAM = GroupFormula(_compile(_adam), _adam_scalars, _adam_shapes)
+SPARSE_ADAM = GroupFormula(_compile(_sparse_adam), _adam_scalars, _moments, None)
+ADAM = GroupFormula(_compile(_adam), _adam_scalars, _moments)
 ADAFACTOR = GroupFormula(_compile(_adafactor), _adafactor_scalars, _adafactor_shapes)

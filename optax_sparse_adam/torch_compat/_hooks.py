@@ -56,7 +56,7 @@ def register_optimizer_step_post_hook(hook: Hook) -> RemovableHandle:
     return RemovableHandle(_hooks_of_all["step_post"], hook)
 
 
-def with_step_hooks(step: Step) -> Step:
+def _with_step_hooks(step: Step) -> Step:
     """Wraps a `step` method so that it calls the hooks, once however it is nested."""
 
     @functools.wraps(step)
@@ -98,7 +98,7 @@ class HookMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls):
-            setattr(cls, "step", with_step_hooks(vars(cls)["step"]))  # noqa: B010
+            setattr(cls, "step", _with_step_hooks(vars(cls)["step"]))  # noqa: B010
 
     def __getstate__(self) -> dict[str, Any]:
         # As in torch, a copied or unpickled optimiser starts without hooks.

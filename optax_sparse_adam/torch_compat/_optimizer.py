@@ -18,7 +18,6 @@ from jax.experimental.sparse import BCOO
 from .._rows.canary import CanaryBCOO
 from ._checkpoint import CheckpointMixin
 from ._formulas import Group, GroupFormula, Shape, scalar
-from ._hooks import with_step_hooks
 from ._parameter import Parameter, register_overwritten
 
 Params = Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[Group]
@@ -48,15 +47,13 @@ class Optimizer(CheckpointMixin):
 
     # What makes an optimiser of this package:
     #   _formula  what a step computes; `None`: the class has a `step` of its own
-    #   _options  the options of a group, in torch's order
     #   _rules    what must hold, by the words of the error
     _formula: ClassVar[GroupFormula | None] = None
-    _options: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[str, Callable[[Any], bool]]] = {}
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         super().__init__()
-        self.defaults = {name: defaults[name] for name in self._options or defaults}
+        self.defaults = defaults
         if self._rules:
             scalars = {name: _scalar(name, x) for name, x in self.defaults.items()}
             for words, holds in self._rules.items():
@@ -113,7 +110,6 @@ class Optimizer(CheckpointMixin):
         for group in self.param_groups:
             yield from group["params"]
 
-    @with_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient, in place.
 
@@ -153,7 +149,10 @@ class Optimizer(CheckpointMixin):
             tables.append((param.data, arrays))
             steps.append(int(state["step"]) + 1)
         pairs = zip(params, steps, strict=True)
-        scalars = np.array([formula.scalars(group, p.dtype, step) for p, step in pairs])
+        by_table = [formula.scalars(group, p.dtype, step) for p, step in pairs]
+        scalars = {
+            key: np.array([x[key] for x in by_table], float) for key in by_table[0]
+        }
         # No array has changed so far, nor does one if the program cannot be compiled.
         tables = formula.update(tables, [p.grad for p in params], scalars)
         if any(isinstance(data, jax.core.Tracer) for data, _ in tables):

@@ -19,6 +19,12 @@ _BETAS: dict[str, Any] = {
 }
 
 
+def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options among the arguments of a constructor, which are in torch's order."""
+    others = "self", "params", "allow_dense", "__class__"
+    return {name: x for name, x in arguments.items() if name not in others}
+
+
 class SparseAdam(Optimizer):
     """Adam for row-sparse gradients: `torch.optim.SparseAdam` on JAX arrays.
 
@@ -51,7 +57,6 @@ class SparseAdam(Optimizer):
     """
 
     _formula = SPARSE_ADAM
-    _options = ("lr", "betas", "eps", "maximize")
     _rules: ClassVar = {
         "Invalid learning rate: {lr}": lambda x: x.lr > 0,
         "Invalid epsilon value: {eps}": lambda x: x.eps > 0,
@@ -69,7 +74,7 @@ class SparseAdam(Optimizer):
         allow_dense: bool = False,
     ) -> None:
         self.allow_dense = allow_dense
-        super().__init__(params, locals())  # takes those in `_options`
+        super().__init__(params, _options(locals()))
 
     def _update(self, group: Group, params: list[Parameter]) -> None:
         if not (self.allow_dense or all(is_bcoo(p.grad) for p in params)):
@@ -89,10 +94,6 @@ class Adam(Optimizer):
     """
 
     _formula = ADAM
-    _options = (
-        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach"),
-        *("capturable", "differentiable", "fused", "decoupled_weight_decay"),
-    )
     _rules: ClassVar = {
         "Invalid learning rate: {lr}": lambda x: x.lr >= 0,
         "Invalid epsilon value: {eps}": lambda x: x.eps >= 0,
@@ -119,7 +120,7 @@ class Adam(Optimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
-        super().__init__(params, locals())
+        super().__init__(params, _options(locals()))
 
     def _update(self, group: Group, params: list[Parameter]) -> None:
         used = [p for p in params if getattr(p.grad, "nse", 1)]
@@ -149,7 +150,8 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        super(Adam, self).__init__(params, {**locals(), "decoupled_weight_decay": True})
+        options = {**_options(locals()), "decoupled_weight_decay": True}
+        super(Adam, self).__init__(params, options)
 
 
 class Adafactor(Optimizer):
@@ -184,7 +186,6 @@ class Adafactor(Optimizer):
     """
 
     _formula = ADAFACTOR
-    _options = ("lr", "beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize")
     _rules: ClassVar = {
         "Learning rate should be >= 0 but is: {lr}": lambda x: x.lr >= 0,
         "beta2_decay should be <= 0 but is: {beta2_decay}": lambda x: (
@@ -210,4 +211,4 @@ class Adafactor(Optimizer):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, locals())
+        super().__init__(params, _options(locals()))

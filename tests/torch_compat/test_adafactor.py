@@ -147,8 +147,9 @@ def test_row_sparse_steps_do_not_grow_with_the_table():
         grad = jax.eval_shape(lambda: gradient(OURS, 0, (num_rows, 8), 100))
         shapes = {"row_var": (num_rows, 1), "col_var": (1, 8)}
         arrays = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
-        scalars = jax.ShapeDtypeStruct((1, 8), jnp.float32)
-        step = Adafactor._formula.update.lower([(one, arrays)], [grad], scalars)
+        formula, (group,) = Adafactor._formula, Adafactor([table(OURS)]).param_groups
+        scalars = dict.fromkeys(formula.scalars(group, "float32", 1), np.ones(1))
+        step = formula.update.lower([(one, arrays)], [grad], scalars)
         return step.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(2_000) == temporary(2_000_000)

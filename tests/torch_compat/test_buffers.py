@@ -128,8 +128,9 @@ def test_temporary_memory_does_not_grow_with_the_table():
         one = jax.ShapeDtypeStruct((num_rows, 8), jnp.float32)
         grad = jax.eval_shape(lambda: gradient(OURS, 0, (num_rows, 8), 100))
         tables = [(one, {"exp_avg": one, "exp_avg_sq": one})] * 2
-        scalars = jax.ShapeDtypeStruct((2, 5), jnp.float32)
-        step = SparseAdam._formula.update.lower(tables, [grad, grad], scalars)
+        formula, (group,) = SparseAdam._formula, SparseAdam([table(OURS)]).param_groups
+        scalars = dict.fromkeys(formula.scalars(group, "float32", 1), np.ones(2))
+        step = formula.update.lower(tables, [grad, grad], scalars)
         return step.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(2_000) == temporary(2_000_000)
