@@ -340,7 +340,8 @@ def exact_adam(
     Dense Adam moves every row in every step: a row that the batch does not hold goes on
     with its momentum. `sparse_adam` and `lazy(optax.adam)` leave such a row alone.
     `exact_adam` moves it, but computes its value only when it is read. In a step `t`
-    without a gradient for a row with the moments `m` and `v`,
+    without a gradient for a row `p` with the moments `m` and `v`, at the learning rate
+    :math:`\alpha_t`,
 
     .. math::
 
@@ -380,7 +381,7 @@ def exact_adam(
 
     Beside the moments, the state takes 4 bytes for each row, and 12 in `exact_adamw`. A
     step costs what a step of `sparse_adam` costs and, for `read`, the lookups of the
-    moments; the documentation's page says how much that is.
+    moments; the page on exact Adam of the documentation says how much that is.
     Arithmetic is in float32 at least, and closer to Adam in exact arithmetic than dense
     Adam in float32: a stale row is not rounded in each step.
 

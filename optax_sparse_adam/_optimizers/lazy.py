@@ -85,10 +85,10 @@ def lazy(
     `value_and_grad` of a loss that runs a `jax.lax.scan` over them.
 
     Weight decay inside `inner` decays the touched rows, once for each step that touches
-    them. Masks and labels that are functions (`optax.masked`, `optax.partition`) see
-    the touched rows: those of names, types and ranks are right, one of sizes that would
-    choose other leaves than for the table is refused: pass the tree of booleans or
-    labels instead of the function.
+    them. A mask, or labels, that are a function (`optax.masked`, `optax.partition`) see
+    the touched rows in place of the table. One that goes by names, types or ranks
+    chooses the same leaves; one of sizes, which would choose others, is refused:
+    pass a tree of booleans or labels in its place.
 
     Under `jit`, if the jaxpr of `inner.update` shows that it treats each row of a table
     alone, norms over gradients aside, this table and its state are updated separately

@@ -152,6 +152,9 @@ def scale_by_rowwise_rss(
     Returns:
       An `optax.GradientTransformation` with state `ScaleByRowwiseRssState`.
 
+    Raises:
+      ValueError: If a hyper-parameter is a Python number out of its range.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_sparse_adam as osa
@@ -215,13 +218,16 @@ def scale_by_rowwise_adam(
     A gradient of `None` changes nothing.
 
     Args:
-      b1: Decay of the moving average of the gradient.
-      b2: Decay of the moving average of the squared gradient.
-      eps: Added to the root of the bias-corrected second moment.
+      b1: Decay of the moving average of the gradient, in `[0, 1)`.
+      b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
+      eps: Added to the root of the bias-corrected second moment; above 0.
       mu_dtype: Type of `mu`; the parameter's own by default.
 
     Returns:
       An `optax.GradientTransformation` with state `ScaleByRowwiseAdamState`.
+
+    Raises:
+      ValueError: If a hyper-parameter is a Python number out of its range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -308,7 +314,8 @@ def rowwise_adagrad(
           optax.scale_by_learning_rate(0.1)))
 
     Args:
-      learning_rate: A number, an array, or a schedule of the step count.
+      learning_rate: :math:`\gamma`, at least 0: a number, an array, or a schedule of
+        the step count.
       initial_accumulator_value: Starting value of the sums, at least 0.
       eps: Added to the root of the sum; above 0.
       weight_decay: :math:`\lambda`; unless it is 0, `update` needs `params`.
@@ -316,6 +323,9 @@ def rowwise_adagrad(
     Returns:
       An `optax.GradientTransformationExtraArgs` with state `ScaleByRowwiseRssState`.
       Row-sparse gradients have one sparse axis, or more if the table has further ones.
+
+    Raises:
+      ValueError: If a hyper-parameter is a Python number out of its range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -373,16 +383,20 @@ def rowwise_adam(
     inside `lazy`.
 
     Args:
-      learning_rate: A number, an array, or a schedule of the step count.
-      b1: Decay of the moving average of the gradient.
-      b2: Decay of the moving average of the squared gradient.
-      eps: Added to the root of the bias-corrected second moment.
+      learning_rate: :math:`\gamma`, at least 0: a number, an array, or a schedule of
+        the step count.
+      b1: Decay of the moving average of the gradient, in `[0, 1)`.
+      b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
+      eps: Added to the root of the bias-corrected second moment; above 0.
       mu_dtype: Type of `mu`; the parameter's own by default.
       weight_decay: :math:`\lambda`; unless it is 0, `update` needs `params`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with state `ScaleByRowwiseAdamState`.
       Row-sparse gradients have one sparse axis, or more if the table has further ones.
+
+    Raises:
+      ValueError: If a hyper-parameter is a Python number out of its range.
 
     Examples:
       >>> import jax.numpy as jnp

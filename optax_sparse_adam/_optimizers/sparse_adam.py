@@ -164,6 +164,8 @@ def sparse_adam(
       v &\leftarrow v + (1 - b_2)(g^2 - v) \\
       u &= - \alpha_t \frac{\sqrt{1 - b_2^t}}{1 - b_1^t} \frac{m}{\sqrt{v} + \epsilon}
 
+    Here `g` is the row of the gradient, `m` and `v` are those of the moments `mu` and
+    `nu`, :math:`\alpha_t` is the learning rate, and `u` is added to the parameter.
     These are the numbers of `torch.optim.SparseAdam`. Rows that the gradient does not
     hold keep their parameters and their moments bit for bit: this is lazy Adam, not
     Adam, where the moments of every row decay at each step.

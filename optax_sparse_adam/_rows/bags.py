@@ -102,7 +102,7 @@ def embedding_bag(
       >>> osa.embedding_bag(table, ids, offsets=begins, mode="mean").ravel().tolist()
       [4.5, 8.0]
       >>> grad = osa.grad(lambda t: jnp.sum(osa.embedding_bag(t, ids, offsets=begins)))
-      >>> osa.coalesce(grad(table)).indices.ravel().tolist()
+      >>> osa.coalesce(grad(table)).indices.ravel().tolist()  # 6 is padding
       [0, 3, 6]
     """
     table, ids = _table_of(table), as_array(ids)

@@ -27,7 +27,12 @@ def cache() -> Path:
 
 
 def build() -> Path:
-    """Compiles the library into the user's cache; see `_build.compile_into`."""
+    """Compiles the kernel into the user's cache, and returns where it lies there.
+
+    Raises:
+      OSError: If the cache cannot be written.
+      RuntimeError: If there is no compiler, or it fails; with what it said.
+    """
     return _build.compile_into(cache(), jax.ffi.include_dir())
 
 
