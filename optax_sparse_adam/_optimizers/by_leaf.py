@@ -118,7 +118,6 @@ def by_leaf(
     scalars: Callable[..., Any],
     *,
     reads_params: str = "",
-    check: Callable[[Any, Any], None] = check_leaf,
 ) -> ByLeaf:
     """An optax transformation of dense and `None` gradients; `lazy` lifts it.
 
@@ -131,7 +130,6 @@ def by_leaf(
       scalars: `scalars(count, count_inc, dtype, param_dtype)` of a step, `count_inc`
         counting from 1, of the type in which the parameter is computed.
       reads_params: Why it reads the parameters, for the error, if it does.
-      check: Raises for a gradient that does not fit its parameter.
     """
 
     # Without parameters, their shapes are those of the moments of the same shape.
@@ -181,7 +179,7 @@ def by_leaf(
         for i, grad in enumerate(grads):
             if grad is None:
                 continue
-            check(grad, shaped_like[i])
+            check_leaf(grad, shaped_like[i])
             own_moments = {key: column[i] for key, column in state_leaves.items()}
             for key, moment in moments.items():
                 moment.check(key, own_moments[key], jnp.shape(shaped_like[i]))

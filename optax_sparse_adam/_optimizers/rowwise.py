@@ -55,25 +55,23 @@ def _rss(
 
 
 def _average(
-    old: jax.Array, new: jax.Array, weight: jax.Array, is_old: bool
+    old: jax.Array, new: jax.Array, weight: jax.Array, is_old: jax.Array
 ) -> jax.Array:
-    return new + weight * (old - new) if is_old else old + weight * (new - old)
+    """With the weight of the new value, or that of the old one; see `_by_adam`."""
+    return jnp.where(
+        is_old == 1, new + weight * (old - new), old + weight * (new - old)
+    )
 
 
-@functools.cache  # outside of `jit`, each formula is compiled
-def _adam(*is_old: bool) -> Callable[..., tuple[jax.Array, Tables]]:
+def _adam(
+    grad: jax.Array, rows: Tables, scalars: native.RowwiseAdamScalars
+) -> tuple[jax.Array, Tables]:
     """The formula; `RowwiseAdam` in `native/update.h` is the same: change both."""
-
-    def formula(
-        grad: jax.Array, rows: Tables, scalars: native.RowwiseAdamScalars
-    ) -> tuple[jax.Array, Tables]:
-        mu = _average(rows[0], grad, scalars.weight1, is_old[0])
-        nu = _average(rows[1], _mean_square(grad), scalars.weight2, is_old[1])
-        corrected = mu / scalars.correction1, nu / scalars.correction2
-        scaled = _divide(*corrected, scalars.eps)
-        return _update(scaled, rows[2:], scalars), (mu, nu)
-
-    return formula
+    mu = _average(rows[0], grad, scalars.weight1, scalars.is_old1)
+    nu = _average(rows[1], _mean_square(grad), scalars.weight2, scalars.is_old2)
+    corrected = mu / scalars.correction1, nu / scalars.correction2
+    scaled = _divide(*corrected, scalars.eps)
+    return _update(scaled, rows[2:], scalars), (mu, nu)
 
 
 def _update_leaf(
@@ -255,10 +253,9 @@ def _by_adam(
     # Of `b` and `1 - b` the smaller one is passed on, as rounding it costs less.
     # In float32, 0.001 is exact to 6e-8 of itself, and `1 - 0.999` to 1e-5.
     is_old = [isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2)]
+    weights = [b if old else 1 - b for b, old in zip((b1, b2), is_old, strict=True)]
 
     def others(count_inc: jax.Array, dtype: DTypeLike) -> Iterable[Any]:
-        pairs = zip((b1, b2), is_old, strict=True)
-        weights = [b if old else 1 - b for b, old in pairs]
         corrections = (one_minus_power(b, count_inc, dtype) for b in (b1, b2))
         return (*weights, *is_old, *corrections)
 
@@ -270,7 +267,7 @@ def _by_adam(
             "mu": Moment(dtype=given_dtype(mu_dtype)),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
-        _adam(*is_old),
+        _adam,
         "rowwise_adam",
         learning_rate,
         eps,

@@ -18,7 +18,6 @@ from .hyperparameters import (
     NUMBER,
     Scalar,
     check_at_least,
-    check_leaf,
     check_learning_rate,
     step_size,
 )
@@ -115,6 +114,13 @@ def _update_leaf(
         num_rows = jnp.asarray(math.prod(shape[:1]))
         update, news = compute(grad.astype(dtype), (*moments, param), num_rows)
         return update.astype(grad.dtype), news
+    if grad.n_sparse > max(1, grad.ndim - 2):
+        raise ValueError(
+            "sparse_adafactor needs rows that hold the last two axes of the table, or "
+            f"one sparse axis; got n_sparse == {grad.n_sparse} for a table of shape "
+            f"{shape}. Reshape the table to two axes, [num_rows, row_size], and look "
+            "rows up by one id."
+        )
     indices, data, _ = touched_rows(grad, dtype)
     # All rows share the columns' average of a matrix.
     tables, shared = (moments[:1], moments[1:]) if len(shape) == 2 else (moments, ())
@@ -148,17 +154,6 @@ class SparseAdafactorState(NamedTuple):
     v_row: optax.Updates
     v_col: optax.Updates
     v: optax.Updates
-
-
-def check_gradient(grad: Any, param: Any) -> None:
-    check_leaf(grad, param)
-    if is_bcoo(grad) and grad.n_sparse > max(1, grad.ndim - 2):
-        raise ValueError(
-            "sparse_adafactor needs rows that hold the last two axes of the table, or "
-            f"one sparse axis; got n_sparse == {grad.n_sparse} for a table of shape "
-            f"{grad.shape}. Reshape the table to two axes, [num_rows, row_size], and "
-            "look rows up by one id."
-        )
 
 
 def _mean_over(axis: int) -> Moment:
@@ -295,6 +290,5 @@ def sparse_adafactor(
         _update_leaf,
         scalars,
         reads_params="sparse_adafactor scales its steps by the parameters",
-        check=check_gradient,
     )
     return lazy(dense)
