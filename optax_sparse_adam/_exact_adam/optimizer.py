@@ -21,7 +21,7 @@ from .._optimizers.hyperparameters import (
     check_state_class,
     floating_type,
 )
-from .._rows.apply_updates import ADDS, returned_update
+from .._rows.apply_updates import ADDS, Added
 from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
@@ -298,7 +298,7 @@ def _exact_adam(
                 target,
                 betas=betas,
             )
-            grads[i] = returned_update(target, grads[i], update)
+            grads[i] = update if is_bcoo(update) else Added(target, update)
         if whole:
             places = np.flatnonzero(is_dense).tolist()
             names = [jax.tree_util.keystr(paths[i][0]) for i in whole]

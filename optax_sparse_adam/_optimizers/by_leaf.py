@@ -17,7 +17,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import jit_on_mesh
-from .._rows.apply_updates import ADDS, returned_update
+from .._rows.apply_updates import ADDS, Added
 from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.map_rows import Tables
@@ -192,7 +192,8 @@ def by_leaf(
                 step_scalars[dtypes] = scalars(state.count, count_inc, *dtypes)
             args = tuple(arrays.values()), step_scalars[dtypes], targets[i]
             update, new_arrays = update_leaf(grad, param, *args)
-            grads[i] = returned_update(targets[i], grad, update)
+            is_added = is_bcoo(grad) and not is_bcoo(update)
+            grads[i] = Added(targets[i], update) if is_added else update
             for key, new in zip(arrays, new_arrays, strict=True):
                 state_leaves[key][i] = new
         news = {key: treedef.unflatten(x) for key, x in state_leaves.items()}

@@ -11,8 +11,6 @@ from ..native._on_cpu import on_cpu
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .coalesce import (
     accumulator_dtype,
-    as_written,
-    clear_padding,
     replicate_entries,
     touched_rows,
 )
@@ -59,13 +57,6 @@ class Added:
         self.param, self.result = param, result
 
 
-def returned_update(param: Any, grad: Any, update: Any) -> Any:
-    """The update that a transformation returns, from that of `update_table`."""
-    if is_bcoo(grad) and not is_bcoo(update):
-        return Added(param, update)
-    return clear_padding(grad, update)
-
-
 def _apply(param: Any, update: Any) -> Any:
     if param is None or update is None:
         return param
@@ -77,7 +68,7 @@ def _apply(param: Any, update: Any) -> Any:
             )
         return update.result
     if is_bcoo(update):
-        return add_rows(param, as_written(check_bcoo(update, jnp.shape(param))))
+        return add_rows(param, check_bcoo(update, jnp.shape(param)))
     if jnp.shape(param) != jnp.shape(update):
         raise ValueError(
             "An update must have the shape of its parameter, got an update of shape "

@@ -5,8 +5,6 @@ optimisers; the public `coalesce` returns a BCOO. The CPU kernel sums where it i
 and knows the types, else `duplicates.sum_duplicates`.
 """
 
-import copy
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -122,30 +120,6 @@ def bcoo_of(
     if grad.unique_indices:
         is_sorted = grad.indices_sorted
     return coalesced_bcoo(grad, indices, data, grad.shape, is_sorted=is_sorted)
-
-
-def clear_padding(grad: Any, update: Any) -> Any:
-    """The update that the kernel made of a gradient, with zeros for padding.
-
-    The kernel does not write the padding of an update of bags, half of it or more, and
-    `apply_updates`, which finds the update `as_written`, does not read it. Whoever else
-    reads `data` finds zeros, of an operation that XLA drops where nobody does. To be
-    called outside of a `jit` of our own, from which an update comes without that.
-    """
-    rows = update.stored_data if isinstance(grad, BagGradient) else None
-    if rows is None or not native.supports_write(rows, update.stored_indices, rows):
-        return update
-    clear = functools.partial(native.clear_padding, grad.shape)
-    cleared = copy.copy(update)
-    cleared.data = on_cpu(clear, lambda _, rows: rows, update.stored_indices, rows)
-    cleared.as_written = cleared.stored_data, update
-    return cleared
-
-
-def as_written(update: Any) -> Any:
-    """The update before `clear_padding`, if it went through no function of pytrees."""
-    data, raw = getattr(update, "as_written", (None, None))
-    return update if raw is None or data is not update.stored_data else raw
 
 
 def coalesced_bcoo(

@@ -350,16 +350,7 @@ def sum_rows(grad: BCOO) -> Sums:
     """
     like = (), jnp.int32
     indices, sums, count = _update("sum", grad, [None], [*_update_of(grad), like])
-    if getattr(grad, "segments", None) is not None:
-        sums = clear_padding(grad.shape, indices, sums)
     return indices, sums, count
-
-
-def clear_padding(
-    table_shape: tuple[int, ...], indices: jax.Array, rows: jax.Array
-) -> jax.Array:
-    """The same rows, with zeros for those whose index is outside of the table."""
-    return _call("update clear", table_shape, [indices, rows], [1])[0]
 
 
 def update_rows(
@@ -375,8 +366,7 @@ def update_rows(
     """The update of each touched row by "adam", "rowwise_adagrad" and so on, the state.
 
     All other slots are padding. The indices are unique; those of a BCOO are where the
-    first entry of the row was. Those of bags are in ascending order, and the values of
-    their padding are not written: see `coalesce.clear_padding`.
+    first entry of the row was, and those of bags in ascending order.
 
     Args:
       formula: Its name in `rows.cc`.

@@ -246,22 +246,6 @@ ffi::Error Write(ffi::ThreadPool& pool, bool adds, Buffers& buffers) {
   return ffi::Error::Success();
 }
 
-// Zeros in the slots of padding.
-ffi::Error Clear(ffi::ThreadPool& pool, Buffers& buffers) {
-  const int64_t nse = buffers.Count();
-  const int32_t* indices = buffers.Ints("indices", nse);
-  const Table rows = buffers.Rows("rows", nse);
-  buffers.InPlace("rows", rows, nse);
-  if (!buffers.AreRight()) return Invalid(buffers.error);
-  Parallel(pool, nse, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      const bool is_row = indices[k] >= 0 && indices[k] < buffers.num_rows;
-      if (!is_row) std::memset(rows.Row(k), 0, rows.RowBytes());
-    }
-  });
-  return ffi::Error::Success();
-}
-
 // The entries of a gradient by row, for updates of all tables that share its indices: XLA
 // makes one call of equal ones.
 ffi::Error Order(ffi::ThreadPool& pool, Buffers& buffers) {
@@ -307,7 +291,6 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
                       ffi::RemainingRets rets) try {
   Buffers buffers(args, rets, num_rows, width);
   if (formula == "add" || formula == "put") return Write(pool, formula == "add", buffers);
-  if (formula == "clear") return Clear(pool, buffers);
   if (formula == "order") return Order(pool, buffers);
   const Known* known = Find(formula);
   if (known == nullptr) return Invalid("The kernel has no such formula.");

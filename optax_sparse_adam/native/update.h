@@ -52,8 +52,7 @@ constexpr int kMostTables = 6;  // of a state; the places of others are null
 // Where there is a `target`, the update is added to its rows. Else it goes to `indices` and
 // `out`. The rows are in ascending order of their indices; but an update in the memory of
 // the values has each row in the slot of its first entry, which saves a pass over them. The
-// index of all other slots is `num_rows + slot`. In memory of its own an update is not
-// written there, since few callers read that: see `Clear`.
+// index of all other slots is `num_rows + slot`, and their rows are zeros.
 struct Update {
   Source<float> source;
   Formula formula;  // may be null
@@ -169,7 +168,8 @@ int64_t Update::Run(ffi::ThreadPool& pool) const {
     sums.reset(new float[count * width]);
     update.out = sums.get();
   }
-  if (!has_slots) AdviseHugePages(update.out, count * width * sizeof(float));
+  const int64_t written = sums ? count : nse;
+  if (!has_slots) AdviseHugePages(update.out, written * width * sizeof(float));
   Parallel(pool, size, kRun, [&](int64_t begin, int64_t end) {
     part(update, size, begin, end, before[begin / kRun]);
   });
@@ -182,7 +182,7 @@ int64_t Update::Run(ffi::ThreadPool& pool) const {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t slot = has_slots ? padding[i].slot : count + i;
       indices[slot] = int32_t(num_rows + slot);
-      if (IsInPlace()) std::fill_n(out + slot * width, width, 0.0f);
+      std::fill_n(out + slot * width, width, 0.0f);
     }
   });
   return count;

@@ -39,7 +39,6 @@ update exact_adam: GRADIENT mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]!
     -> indices:i[E1] sums:f[EW] mu= nu= last= high=! low=!
 update add: table:t[NW] indices:i[E1] rows:u[EW] -> table=
 update put: table:t[NW] indices:i[E1] rows:t[EW] -> table=
-update clear: indices:i[E1] rows:t[EW] -> rows=
 """.replace("GRADIENT", "entries:i[E2] values:f[VW] segments:i[E]? weights:f[E]?")
 ROWS, ENTRIES, WIDTH, BAGS = 9, 6, 3, 2
 SIZES = {"N": ROWS, "W": WIDTH, "E": ENTRIES, "K": ENTRIES, "B": BAGS, "C": 3}
@@ -203,7 +202,7 @@ def wrong_calls():
                 fewer = {x: y for x, y in operands.items() if x != key}
                 yield name, fewer, results, owners, own
         # What these know of the table is how many rows it has.
-        knows = name not in ("update order", "update sum", "update clear")
+        knows = name not in ("update order", "update sum")
         changes = [{"width": -1}, {"num_rows": -1}]
         changes += [{"num_rows": ROWS + 1 if knows else 2**31}]
         changes += [] if name == "update order" else [{"width": WIDTH + 1}]
