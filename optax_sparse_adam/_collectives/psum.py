@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.experimental.sparse import BCOO
@@ -14,7 +13,7 @@ from .._jax_extras.sharding import first_row
 from .._rows.canary import entries
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
 from .._rows.coalesce import coalesce, coalesced_bcoo, touched_rows
-from .._rows.padding import expand_like, pad_indices
+from .._rows.padding import in_bounds, mask_padding, pad_indices
 
 AxisName = str | tuple[str, ...]
 
@@ -103,14 +102,14 @@ def pmean(grads: optax.Updates, axis_name: AxisName) -> optax.Updates:
       True
     """
 
-    def one(leaf: Any) -> Any:
-        if not is_bcoo(leaf):
-            return None if leaf is None else lax.pmean(leaf, axis_name)
-        total = _all_gather_rows(check_bcoo(leaf), axis_name)
-        data = total.data / lax.axis_size(axis_name)
-        return coalesced_bcoo(leaf, total.indices, data, total.shape)
+    devices = lax.axis_size(axis_name)
 
-    return jax.tree.map(one, grads, is_leaf=is_leaf)
+    def one(total: Any) -> Any:
+        if not is_bcoo(total):
+            return None if total is None else total / devices
+        return coalesced_bcoo(total, total.indices, total.data / devices, total.shape)
+
+    return jax.tree.map(one, psum(grads, axis_name), is_leaf=is_leaf)
 
 
 def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
@@ -192,28 +191,20 @@ def local_rows(grad: optax.Updates, axis_name: AxisName) -> optax.Updates:
         # of one device: (2, out of bounds) sorts between (2, 0) and (3, 0).
         if not (whole.indices_sorted and whole.unique_indices and whole.n_sparse == 1):
             whole = coalesce(whole)
-        touched = touched_rows(whole, whole.dtype)
+        ids, data, _ = touched_rows(whole, whole.dtype)
         shape = (rows_per_device(whole.shape[0], axis_name), *whole.shape[1:])
-        ids = touched.indices
-        size = np.asarray(shape[0], ids.dtype)
-        # Device 1 of 2 has the rows 5 to 9 of 10. Of the ids [3, 7, 9, padding], `mine`
-        # are [0, 1, 1, 0]: they begin at slot 1, and are its rows [2, 4].
-        first = first_row(axis_name, shape[0], ids.dtype)
-        mine = (ids[:, 0] >= first) & (ids[:, 0] - first < size)
-        # The indices are sorted, so the rows of one device are consecutive.
         nse = min(whole.nse, math.prod(shape[: whole.n_sparse]))
         slot = jnp.arange(nse, dtype=jnp.int32)
-        begin = jnp.argmax(mine) if whole.nse else 0
-        # Slots beyond the last row of this device read rows of the next one, or none:
-        # they become padding below.
-        place = slot + jnp.asarray(begin, slot.dtype)
+        # The indices are sorted, so the rows of one device are consecutive. Device 1 of
+        # 2 has the rows 5 to 9 of 10. Of the ids [3, 7, 9, padding] its own begin at
+        # slot 1, and are its rows [2, 4]; then follow rows of other devices, or none.
+        first = first_row(axis_name, shape[0], ids.dtype)
+        place = slot + jnp.sum(ids[:, 0] < first, dtype=jnp.int32)
+        ids = ids.at[place].get(mode="fill", fill_value=jnp.iinfo(ids.dtype).max)
         ids = ids.at[:, 0].add(-first)
-        ids, data, mine = (
-            x.at[place].get(mode="fill", fill_value=0)
-            for x in (ids, touched.data, mine)
-        )
-        data = jnp.where(expand_like(mine, data), data, 0)
-        return coalesced_bcoo(whole, pad_indices(ids, mine, slot, shape), data, shape)
+        data = mask_padding(data.at[place].get(mode="fill"), ids, shape)
+        ids = pad_indices(ids, in_bounds(ids, shape), slot, shape)
+        return coalesced_bcoo(whole, ids, data, shape)
 
     return jax.tree.map(one, grad, is_leaf=is_leaf)
 

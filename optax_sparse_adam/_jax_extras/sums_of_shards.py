@@ -46,12 +46,12 @@ def sum_of_shards(
         # `free` ["z"]. Bags [bags, length] are then P("z", "y"), summed over "x". Of a
         # flat list of entries each device has some, of any bag, so that the bags are
         # summed over "z", too, and lie P(None, "y").
-        rows, *columns = _full_spec(given[0])
+        rows, *columns = (*given[0].sharding.spec, *[None] * table.ndim)[: table.ndim]
         used = {name for axis in (rows, *columns) for name in mesh_axes(axis)}
         # A mesh axis that splits the table cannot split the ids as well.
-        of_entries = mesh_axes(_full_spec(given[1])[0])
-        free = [name for name in of_entries if name not in used]
-        over = tuple(mesh_axes(rows) if is_padded else (*mesh_axes(rows), *free))
+        of_entries = mesh_axes((*given[1].sharding.spec, None)[0])
+        free = tuple(name for name in of_entries if name not in used) or None
+        over = (*mesh_axes(rows), *(() if is_padded else mesh_axes(free)))
 
         def add_up(table: jax.Array, ids: jax.Array, *others: jax.Array) -> jax.Array:
             # Explicit axes are no part of the types here: each array is a shard.
@@ -61,12 +61,10 @@ def sum_of_shards(
                 sums = function(table, ids, *others)
                 return lax.psum(sums, over) if over else sums
 
-        split = PartitionSpec(tuple(free) or None)
-        bags = split[0] if is_padded else None
-        specs = [PartitionSpec(rows, *columns), *(split for _ in entries)]
-        shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-        result = NamedSharding(mesh, PartitionSpec(bags, *columns))
-        return mesh, add_up, result, shardings
+        specs = [(rows, *columns), *[(free,)] * len(entries)]
+        specs.append((free if is_padded else None, *columns))
+        *inputs, result = (NamedSharding(mesh, PartitionSpec(*x)) for x in specs)
+        return mesh, add_up, result, tuple(inputs)
 
     # The rule of Shardy, in the notation of einsum: which axes lie as which.
     row = " ".join(f"d{axis}" for axis in range(1, table.ndim))
@@ -76,7 +74,3 @@ def sum_of_shards(
     call.def_partition(partition=partition, sharding_rule=rule)
     axes = (None, *range(1, table.ndim))
     return call_with_auto_axes(call, table, *entries, like=table, axes=axes)
-
-
-def _full_spec(x: Any) -> tuple[Any, ...]:
-    return (*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec)))
