@@ -24,7 +24,13 @@ from .._rows.map_rows import Tables
 from .._rows.new_arrays import full_along
 from .._rows.update_table import update_table
 from ..native import _calls as native
-from .hyperparameters import check_leaf, check_moment, check_state_class, floating_type
+from .hyperparameters import (
+    check_leaf,
+    check_learning_rate,
+    check_moment,
+    check_state_class,
+    floating_type,
+)
 
 
 def all_axes(ndim: int) -> Sequence[int]:
@@ -116,7 +122,7 @@ def by_leaf(
     moments: dict[str, Moment],
     update_leaf: Callable[..., Any],
     scalars: Callable[..., Any],
-    *,
+    learning_rate: optax.ScalarOrSchedule | None = None,
     reads_params: str = "",
 ) -> ByLeaf:
     """An optax transformation of dense and `None` gradients; `lazy` lifts it.
@@ -127,11 +133,13 @@ def by_leaf(
       moments: The fields with an array for each parameter, by their names.
       update_leaf: `update_leaf(grad, param, moments, scalars, target)`: what is
         computed for one parameter; that of a formula is a partial of the one above.
-      scalars: `scalars(count, count_inc, dtype, param_dtype)` of a step, `count_inc`
-        counting from 1, of the type in which the parameter is computed.
+      scalars: `scalars(scale, count, dtype, param_dtype)` of a step, a tree of numbers
+        that become arrays of `dtype`, in which the parameter is computed. `scale` is
+        minus the learning rate; `count` counts from 1.
+      learning_rate: The learning rate; `None` for a scaling, whose `scale` is 1.
       reads_params: Why it reads the parameters, for the error, if it does.
     """
-
+    check_learning_rate(learning_rate)
     # Without parameters, their shapes are those of the moments of the same shape.
     full = [key for key, moment in moments.items() if moment.axes is all_axes]
     title = name.title().replace("_", "")  # as torch's class
@@ -173,6 +181,8 @@ def by_leaf(
         }
         if full and not reads_params:
             shaped_like = state_leaves[full[-1]]
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        scale = 1 if rate is None else -1 * rate
         # Scalars of a step are computed once for each pair of types, not for each leaf:
         # a model of 100 tables traces its bias corrections once.
         step_scalars: dict[Any, Any] = {}
@@ -189,7 +199,9 @@ def by_leaf(
             dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
             dtypes = dtype, read[-1].dtype
             if dtypes not in step_scalars:
-                step_scalars[dtypes] = scalars(state.count, count_inc, *dtypes)
+                wide = functools.partial(jnp.asarray, dtype=dtype)
+                numbers = scalars(wide(scale).reshape(()), count_inc, *dtypes)
+                step_scalars[dtypes] = jax.tree.map(wide, numbers)
             args = tuple(arrays.values()), step_scalars[dtypes], targets[i]
             update, new_arrays = update_leaf(grad, param, *args)
             is_added = is_bcoo(grad) and not is_bcoo(update)

@@ -1,4 +1,4 @@
-"""What all optimisers share: scalars of a step, and checks of their arguments."""
+"""What all optimisers share: `1 - b**t`, and checks of their arguments."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import DTypeLike
 
 from .._rows.checks import check_bcoo, is_bcoo
@@ -27,16 +26,6 @@ def one_minus_power(b: Scalar, count: jax.Array, dtype: DTypeLike) -> jax.Array:
     else:
         log_b = jnp.log(jnp.asarray(b, dtype))
     return -jnp.expm1(count.astype(dtype) * jnp.asarray(log_b, dtype))
-
-
-def step_size(
-    learning_rate: optax.ScalarOrSchedule | None, count: jax.Array, dtype: DTypeLike
-) -> jax.Array:
-    """Minus the learning rate after `count` steps; 1 of a scaling, which has none."""
-    if learning_rate is None:
-        return jnp.ones([], dtype)
-    rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    return jnp.asarray(-1 * rate, dtype).reshape(())
 
 
 def check_at_least(name: str, value: Any, low: float, hint: str = "") -> None:

@@ -5,7 +5,6 @@ scalars of a step, 1 in a scaling, and so is the weight decay, if there is one.
 """
 
 import functools
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +22,7 @@ from .hyperparameters import (
     check_at_least,
     check_betas,
     check_eps,
-    check_learning_rate,
     one_minus_power,
-    step_size,
 )
 from .lazy import lazy
 
@@ -84,41 +81,13 @@ def _update_leaf(
     return update_leaf(formula, grad, param, moments, *args, kernel=kernel)
 
 
-def _by_row(
-    name: str,
-    state_class: Any,
-    scalars_class: Any,
-    moments: dict[str, Moment],
-    formula: Any,
-    kernel: str,
-    learning_rate: optax.ScalarOrSchedule | None,
-    eps: Scalar,
-    weight_decay: Scalar,
-    others: Callable[[jax.Array, DTypeLike], Iterable[Any]] = lambda *_: (),
-) -> ByLeaf:
-    """A scaling, whose learning rate is `None`, or the optimiser to be made lazy.
-
-    `others(count_inc, dtype)` are the scalars of a step behind the first three.
-    """
-    check_learning_rate(learning_rate)
+def _reads_params(eps: Scalar, weight_decay: Scalar) -> str:
+    """Why the parameters are read, if they are, for `by_leaf`; checks both numbers."""
     # Rows without a gradient, padding among them, would be zero over zero.
     check_eps(eps)
     check_at_least("weight_decay", weight_decay, 0)
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
-
-    def scalars(count: Any, count_inc: Any, dtype: Any, _: Any) -> Any:
-        first = step_size(learning_rate, count, dtype), eps, weight_decay
-        numbers = (*first, *others(count_inc, dtype))
-        return scalars_class(*(jnp.asarray(x, dtype) for x in numbers))
-
-    return by_leaf(
-        name,
-        state_class,
-        moments,
-        functools.partial(_update_leaf, formula, kernel),
-        scalars,
-        reads_params="Weight decay reads the parameters" if decays else "",
-    )
+    return "Weight decay reads the parameters" if decays else ""
 
 
 class ScaleByRowwiseRssState(NamedTuple):
@@ -174,16 +143,15 @@ def _by_rss(
     weight_decay: Scalar = 0.0,
 ) -> ByLeaf:
     check_at_least("initial_accumulator_value", initial, 0)
-    return _by_row(
+    numbers: Any = eps, weight_decay
+    return by_leaf(
         "scale_by_rowwise_rss",
         ScaleByRowwiseRssState,
-        native.RowwiseAdagradScalars,
         {"sum_of_squares": Moment(all_but_last, accumulator_dtype, initial)},
-        _rss,
-        "rowwise_adagrad",
+        functools.partial(_update_leaf, _rss, "rowwise_adagrad"),
+        lambda scale, *_: native.RowwiseAdagradScalars(scale, *numbers),
         learning_rate,
-        eps,
-        weight_decay,
+        _reads_params(*numbers),
     )
 
 
@@ -255,24 +223,23 @@ def _by_adam(
     is_old = [isinstance(b, NUMBER) and b < 0.5 for b in (b1, b2)]
     weights = [b if old else 1 - b for b, old in zip((b1, b2), is_old, strict=True)]
 
-    def others(count_inc: jax.Array, dtype: DTypeLike) -> Iterable[Any]:
-        corrections = (one_minus_power(b, count_inc, dtype) for b in (b1, b2))
-        return (*weights, *is_old, *corrections)
+    numbers: Any = eps, weight_decay, *weights, *is_old
 
-    return _by_row(
+    def scalars(scale: Any, count: Any, dtype: Any, _: Any) -> Any:
+        corrections = (one_minus_power(b, count, dtype) for b in (b1, b2))
+        return native.RowwiseAdamScalars(scale, *numbers, *corrections)
+
+    return by_leaf(
         "scale_by_rowwise_adam",
         ScaleByRowwiseAdamState,
-        native.RowwiseAdamScalars,
         {
             "mu": Moment(dtype=given_dtype(mu_dtype)),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
-        _adam,
-        "rowwise_adam",
+        functools.partial(_update_leaf, _adam, "rowwise_adam"),
+        scalars,
         learning_rate,
-        eps,
-        weight_decay,
-        others,
+        _reads_params(eps, weight_decay),
     )
 
 

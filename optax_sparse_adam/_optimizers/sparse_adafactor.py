@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import shard_columns_like
 from .._rows.checks import is_bcoo
@@ -18,8 +17,6 @@ from .hyperparameters import (
     NUMBER,
     Scalar,
     check_at_least,
-    check_learning_rate,
-    step_size,
 )
 from .lazy import lazy
 
@@ -27,13 +24,13 @@ from .lazy import lazy
 class AdafactorScalars(NamedTuple):
     """The scalars of one step of one leaf, all of the type in which it computes."""
 
-    sign: jax.Array  # -1 to maximize
-    weight: jax.Array  # of the new squares in their moving averages
+    sign: Scalar  # -1 to maximize
+    weight: Scalar  # of the new squares in their moving averages
     size: jax.Array  # of the step, relative to the parameter's
-    decay: jax.Array | None  # of the parameter: learning rate times weight decay
-    eps1: jax.Array
-    eps2: jax.Array
-    d: jax.Array
+    decay: Scalar | None  # of the parameter: learning rate times weight decay
+    eps1: Scalar
+    eps2: Scalar
+    d: Scalar
 
 
 def _at_least(x: jax.Array, bound: jax.Array | float) -> jax.Array:
@@ -259,7 +256,6 @@ def sparse_adafactor(
       <https://arxiv.org/abs/1804.04235>`_, 2018; `torch.optim.Adafactor
       <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html>`_.
     """
-    check_learning_rate(learning_rate)
     check_at_least("eps[0]", eps[0], 0, " None stands for the machine epsilon.")
     check_at_least("eps[1]", eps[1], 0)
     check_at_least("d", d, 1)
@@ -268,27 +264,26 @@ def sparse_adafactor(
         raise ValueError(f"Invalid beta2_decay: {beta2_decay}. It must be at most 0.")
     decays = not isinstance(weight_decay, NUMBER) or weight_decay != 0
 
-    def scalars(
-        count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, param_dtype: Any
-    ) -> AdafactorScalars:
-        rate, t = -step_size(learning_rate, count, dtype), count_inc.astype(dtype)
-        eps1 = jnp.finfo(param_dtype).eps if eps[0] is None else eps[0]
+    def scalars(scale: Any, count: Any, dtype: Any, of: Any) -> AdafactorScalars:
+        rate, t = -scale, count.astype(dtype)
         return AdafactorScalars(
-            sign=jnp.asarray(-1 if maximize else 1, dtype),
+            sign=-1 if maximize else 1,
             weight=t ** jnp.asarray(beta2_decay, dtype),
             size=jnp.minimum(rate, jax.lax.rsqrt(t)),
             decay=rate * jnp.asarray(weight_decay, dtype) if decays else None,
-            eps1=jnp.asarray(eps1, dtype),
-            eps2=jnp.asarray(eps[1], dtype),
-            d=jnp.asarray(d, dtype),
+            eps1=float(jnp.finfo(of).eps) if eps[0] is None else eps[0],
+            eps2=eps[1],
+            d=d,
         )
 
-    dense = by_leaf(
-        "sparse_adafactor",
-        SparseAdafactorState,
-        _MOMENTS,
-        _update_leaf,
-        scalars,
-        reads_params="sparse_adafactor scales its steps by the parameters",
+    return lazy(
+        by_leaf(
+            "sparse_adafactor",
+            SparseAdafactorState,
+            _MOMENTS,
+            _update_leaf,
+            scalars,
+            learning_rate,
+            reads_params="sparse_adafactor scales its steps by the parameters",
+        )
     )
-    return lazy(dense)

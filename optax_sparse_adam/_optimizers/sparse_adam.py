@@ -14,9 +14,7 @@ from .hyperparameters import (
     Scalar,
     check_betas,
     check_eps,
-    check_learning_rate,
     one_minus_power,
-    step_size,
 )
 from .lazy import lazy
 
@@ -24,11 +22,11 @@ from .lazy import lazy
 class AdamScalars(NamedTuple):
     """The scalars of one step, all of the type in which the step computes."""
 
-    sign: jax.Array  # -1 to maximize
-    one_minus_b1: jax.Array
-    one_minus_b2: jax.Array
-    eps: jax.Array
-    scale: jax.Array  # of the update: step size and bias corrections
+    sign: Scalar  # -1 to maximize
+    one_minus_b1: Scalar
+    one_minus_b2: Scalar
+    eps: Scalar
+    scale: Scalar  # of the update: step size and bias corrections
 
 
 def _adam(
@@ -72,33 +70,31 @@ def _sparse_adam(
     maximize: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `learning_rate` is `None` for the scaling alone."""
-    check_learning_rate(learning_rate)
     check_betas(b1, b2)
     check_eps(eps)
 
-    def scalars(
-        count: jax.Array, count_inc: jax.Array, dtype: DTypeLike, _: Any
-    ) -> AdamScalars:
-        correction1 = one_minus_power(b1, count_inc, dtype)
-        correction2 = one_minus_power(b2, count_inc, dtype)
+    def scalars(scale: Any, count: Any, dtype: Any, _: Any) -> AdamScalars:
+        correction1, correction2 = (one_minus_power(b, count, dtype) for b in (b1, b2))
         return AdamScalars(
-            sign=jnp.asarray(-1 if maximize else 1, dtype),
-            one_minus_b1=jnp.asarray(1 - b1, dtype),
-            one_minus_b2=jnp.asarray(1 - b2, dtype),
-            eps=jnp.asarray(eps, dtype),
-            scale=step_size(learning_rate, count, dtype)
-            * jnp.sqrt(correction2)
-            / correction1,
+            sign=-1 if maximize else 1,
+            one_minus_b1=1 - b1,
+            one_minus_b2=1 - b2,
+            eps=eps,
+            scale=scale * jnp.sqrt(correction2) / correction1,
         )
 
-    dense = by_leaf(
-        "sparse_adam",
-        ScaleBySparseAdamState,
-        {"mu": Moment(dtype=given_dtype(mu_dtype)), "nu": Moment()},
-        update_leaf_by_adam,
-        scalars,
+    moments = {"mu": Moment(dtype=given_dtype(mu_dtype)), "nu": Moment()}
+    update = update_leaf_by_adam
+    return lazy(
+        by_leaf(
+            "sparse_adam",
+            ScaleBySparseAdamState,
+            moments,
+            update,
+            scalars,
+            learning_rate,
+        )
     )
-    return lazy(dense)
 
 
 def scale_by_sparse_adam(
