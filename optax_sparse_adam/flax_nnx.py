@@ -132,13 +132,8 @@ def value_and_grad(
         origins: list[int | None] = []
         structure: Any = None
 
-        def pure(chosen: Any) -> tuple[Any, Any]:
-            values = list(inputs[0])
-            for i, value in zip(wrt, _as_tuple(argnums, chosen), strict=True):
-                values[i] = jax.tree.map(
-                    _with_first, values[i], value, is_leaf=_is_states
-                )
-            tree = (tuple(values), inputs[1])
+        def pure(*first: Any) -> tuple[Any, Any]:
+            tree = _map_states(_with_first, inputs[0], first), inputs[1]
             # Tracers that come out as they went in are known by their identity.
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
@@ -159,11 +154,10 @@ def value_and_grad(
             origins[:] = [positions.get(id(x)) for x in leaves]
             return value, [x for x in leaves if id(x) not in positions]
 
-        states = [jax.tree.map(_first, inputs[0][i], is_leaf=_is_states) for i in wrt]
-        chosen = tuple(states) if isinstance(argnums, Sequence) else states[0]
+        places = tuple(wrt) if isinstance(argnums, Sequence) else min(wrt)
         (value, changed), grads = _sparse.value_and_grad(
-            pure, has_aux=True, sparse=sparse, read=_state(read)
-        )(chosen)
+            pure, places, has_aux=True, sparse=sparse, read=_state(read)
+        )(*_map_states(_first, inputs[0]))
         before, rest = jax.tree.leaves(inputs), iter(changed)
         leaves = [next(rest) if i is None else before[i] for i in origins]
         # This is also what updates the arguments.
@@ -185,14 +179,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Like `nnx.grad`, with row-sparse gradients for embedding tables.
 
-    `value_and_grad` without the value; see there.
-
-    Args:
-      fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
-      argnums: Which positional argument or arguments to differentiate.
-      has_aux: Whether `fun` returns a pair.
-      sparse: Which leaves are to be row-sparse.
-      read: An `nnx.Optimizer` with `exact_adam`, or its `opt_state`.
+    `value_and_grad` without the value; see there, also for the arguments.
 
     Returns:
       A function like `fun` that returns the gradients, or `(gradients, aux)`.
@@ -206,13 +193,7 @@ def grad(
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
     both = value_and_grad(fun, argnums, has_aux, sparse=sparse, read=read)
-
-    @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        result, grads = both(*args, **kwargs)
-        return (grads, result[1]) if has_aux else grads
-
-    return grad_fun
+    return _sparse.without_value(both, has_aux)
 
 
 def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) -> None:
@@ -287,14 +268,10 @@ def _state(read: Any) -> Any:
     return nnx.as_pure(getattr(read, "opt_state", read))
 
 
-def _as_tuple(argnums: Any, values: Any) -> tuple[Any, ...]:
-    return tuple(values) if isinstance(argnums, Sequence) else (values,)
-
-
 def _wrt(argnums: Any, num_args: int) -> dict[int, nnx.DiffState]:
     """Positions of the arguments to differentiate, in order, and their filters."""
     wrt: dict[int, nnx.DiffState] = {}
-    for argnum in _as_tuple(argnums, argnums):
+    for argnum in argnums if isinstance(argnums, Sequence) else (argnums,):
         if not isinstance(argnum, nnx.DiffState):
             argnum = nnx.DiffState(argnum, nnx.Param)
         position = operator.index(argnum.argnum)
@@ -323,8 +300,10 @@ def _split(ctx: nnx.SplitContext, path: Any, wrt: Any, node: Any) -> nnx.NodeSta
     return nnx.NodeStates.from_split(*ctx.split(node, wrt.filter, ...))
 
 
-def _is_states(x: Any) -> bool:
-    return isinstance(x, nnx.NodeStates)
+def _map_states(function: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(
+        function, *trees, is_leaf=lambda x: isinstance(x, nnx.NodeStates)
+    )
 
 
 def _first(x: Any) -> Any:

@@ -181,8 +181,13 @@ def grad(
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
     both = value_and_grad(fun, argnums, has_aux, sparse=sparse, read=read)
+    return without_value(both, has_aux)
 
-    @functools.wraps(fun)
+
+def without_value(both: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """The gradients alone, or with `aux`, of what returns a value as well."""
+
+    @functools.wraps(both)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
         result, grads = both(*args, **kwargs)
         return (grads, result[1]) if has_aux else grads
