@@ -43,22 +43,19 @@ class RowState(NamedTuple):
 
 
 class KernelArrays(NamedTuple):
-    """What the kernel takes besides rows; of several parameters, an axis in front.
+    """What the kernel takes besides rows, of all parameters; see `native.Stale`.
 
-    Attributes:
-      steps: `native.Stale.steps`.
-      scalars: `native.StaleScalars`, in an array.
-      polynomials: `native.Stale.polynomials`.
-      step: `native.StepScalars`, in an array; `None` if rows are only read.
+    `step` are `native.StepScalars`, `[parameters, 9]`; `None` if rows are only read.
     """
 
-    steps: jax.Array
     scalars: jax.Array
     polynomials: jax.Array
+    steps: jax.Array
+    place: jax.Array | None = None
     step: jax.Array | None = None
 
     def at(self, place: int) -> "KernelArrays":
-        return KernelArrays(*jax.tree.map(lambda x: x[place], tuple(self)))
+        return self._replace(place=jnp.asarray(place, jnp.int32))
 
 
 class TableState(NamedTuple):
@@ -227,9 +224,10 @@ def mark_updated(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
 
 
 def stale_arrays(table: TableState, constants: Constants) -> KernelArrays:
-    """What brings rows up to date, for the kernel: of one parameter, or of all.
+    """What brings rows up to date, for the kernel.
 
-    Of all at once, because XLA compiles every operation on a few numbers apart.
+    Of all parameters at once, because XLA compiles every operation on a few numbers
+    apart.
     """
     single = cast_floats(constants, jnp.float32)
     polynomials, (behind, ahead) = _coefficients(table, constants, jnp.float32)
@@ -237,18 +235,17 @@ def stale_arrays(table: TableState, constants: Constants) -> KernelArrays:
     logs = single.log_b1, single.log_q
     scalars = native.StaleScalars(*logs, behind, ahead, *decay)
     steps = _stacked(table.clock, table.values_until)
-    return KernelArrays(steps, _stacked(*scalars), polynomials)
+    return KernelArrays(_stacked(*scalars), polynomials, steps)
 
 
 def _stacked(*columns: Any) -> jax.Array:
-    """Numbers of each parameter, or of all, side by side along a last axis."""
+    """Numbers of each parameter side by side along a last axis."""
     return jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
 
 
 def _stale(rows: RowState, arrays: KernelArrays, constants: Constants) -> native.Stale:
-    steps, scalars, polynomials, _ = arrays
-    uses_roots = constants.uses_roots
-    return native.Stale(rows.arrays, scalars, polynomials, uses_roots, steps)
+    of_all: Any = arrays[:4]
+    return native.Stale(rows.arrays, constants.uses_roots, *of_all)
 
 
 class StaleTable(NamedTuple):

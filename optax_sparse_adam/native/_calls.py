@@ -89,18 +89,20 @@ class Stale(NamedTuple):
 
     Attributes:
       tables: `mu`, `nu` and `last`; if rows decay, both of `log_decay`.
-      scalars: Scalars.
-      polynomials: `[2, coefficients]`, or `[3, coefficients]` with that after a step.
-      uses_roots: Whether these are polynomials of `sqrt(s)`; see `remaining_update.py`.
-      steps: The step that rows are brought to, and the last of those after which they
-        hold values.
+      uses_roots: Whether the polynomials are of `sqrt(s)`; see `remaining_update.py`.
+      scalars: `StaleScalars` of each parameter of the state, `[parameters, 6]`.
+      polynomials: Of each, `[parameters, 2, coefficients]`; with that after a step, 3.
+      steps: Of each, the step that rows are brought to, and the last of those after
+        which they hold values, `[parameters, 2]`.
+      place: Which of them the table is, an `int32` scalar.
     """
 
     tables: tuple[jax.Array, ...]
-    scalars: StaleScalars | jax.Array
-    polynomials: jax.Array
     uses_roots: bool
+    scalars: jax.Array
+    polynomials: jax.Array
     steps: jax.Array
+    place: jax.Array
 
 
 def _supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
@@ -266,7 +268,7 @@ def look_up_stale_rows(
     (rows,) = _call(
         "read exact_adam",
         table.shape,
-        [table, *stale.tables, *_stale_scalars(stale), ids],
+        [table, *stale.tables, *stale[2:], ids],
         [((*ids.shape, *table.shape[1:]), jnp.float32)],
         **_stale_attributes(stale),
         **_filled(fill, "float32"),
@@ -376,12 +378,12 @@ def update_rows(
       target: The parameter, of float32, if the update is to be added to it: the first
         result is then the new one.
       scalars: As the formula has them.
-      others: Operands behind them.
+      others: Operands in front of them.
       flags: Attributes of the call.
     """
     owners = [*range(4, 4 + len(state) + len(target))]
     results = [*([] if target else _update_of(grad)), *owners]
-    operands = [*state, *(read or target), jnp.stack(scalars), *others]
+    operands = [*state, *(read or target), *others, jnp.asarray(scalars)]
     marks = {"decays": np.bool_(len(read) > 0), "adds": np.bool_(len(target) > 0)}
     found = _update(formula, grad, operands, results, **marks, **flags)
     if target:
@@ -397,13 +399,9 @@ def exact_adam_rows(
     target: tuple[jax.Array, ...],
 ) -> tuple[RowUpdate | jax.Array, tuple[jax.Array, ...]]:
     """`update_rows`, with the step of `exact_adam`, and its new tables."""
-    args = stale.tables, read, target, step, _stale_scalars(stale)
+    args = stale.tables, read, target, step, stale[2:]
     uses_roots = np.bool_(stale.uses_roots)
     return update_rows("exact_adam", grad, *args, uses_roots=uses_roots)
-
-
-def _stale_scalars(stale: Stale) -> list[jax.Array]:
-    return [jnp.stack(stale.scalars), stale.polynomials, stale.steps]
 
 
 def _stale_attributes(stale: Stale) -> dict[str, Any]:

@@ -101,6 +101,15 @@ class Buffers {
     return error.empty();
   }
 
+  Table Fail(const std::string& name, const std::string& what) {
+    if (error.empty()) {
+      error = "The kernel got " + what + " " + name + ", for a table of " +
+              std::to_string(num_rows) + " rows of " + std::to_string(width) +
+              " numbers.";
+    }
+    return {nullptr, 1, ffi::F32};
+  }
+
  private:
   Table Operand(const char* name, int64_t size, ffi::DataType type, int64_t width = 1) {
     const auto next = args_.get<ffi::AnyBuffer>(num_args_++);
@@ -118,15 +127,6 @@ class Buffers {
     if (is_any ? !is_float : own != type) return Fail(name, "another type of");
     if (int64_t(buffer.element_count()) != size) return Fail(name, "another size of");
     return {buffer.untyped_data(), 1, own};
-  }
-
-  Table Fail(const std::string& name, const std::string& what) {
-    if (error.empty()) {
-      error = "The kernel got " + what + " " + name + ", for a table of " +
-              std::to_string(num_rows) + " rows of " + std::to_string(width) +
-              " numbers.";
-    }
-    return {nullptr, 1, ffi::F32};
   }
 
   ffi::RemainingArgs args_;

@@ -116,27 +116,38 @@ ffi::Error LookUpBags(ffi::ThreadPool& pool, Buffers& buffers) {
   return ffi::Error::Success();
 }
 
-// The operands of exact Adam that come after its state.
+// The operands of exact Adam that come after its state: of all tables side by side, and
+// which of them this one is, since XLA would compile a slice for each.
 struct StaleOperands {
-  StaleScalars scalars;
-  int64_t degree;
-  const float* polynomials;
-  std::array<int32_t, 2> steps;
+  int64_t count, degree;
+  int num_polynomials;
+  const float *scalars, *polynomials;
+  const int32_t* steps;
+  int32_t place;
 
   StaleOperands(Buffers& buffers, int num_polynomials)
-      : scalars(buffers.Struct<StaleScalars>("scalars")),
-        degree(std::clamp<int64_t>(buffers.Count() / num_polynomials, 1, kMostNodes)),
-        polynomials(buffers.Floats("polynomials", num_polynomials * degree)),
-        steps(buffers.Struct<std::array<int32_t, 2>>("steps", ffi::S32)) {}
+      : count(std::max<int64_t>(1, buffers.Count() / 6)),
+        num_polynomials(num_polynomials),
+        scalars(buffers.Floats("stale scalars", 6 * count)) {
+    degree = buffers.Count() / (num_polynomials * count);
+    degree = std::clamp<int64_t>(degree, 1, kMostNodes);
+    polynomials = buffers.Floats("polynomials", count * num_polynomials * degree);
+    steps = buffers.Ints("steps", 2 * count);
+    place = buffers.Struct<int32_t>("place", ffi::S32);
+    if (place < 0 || place >= count) buffers.Fail("place", "another");
+  }
 
   Remaining Polynomial(int64_t i, float centre, bool uses_roots) const {
-    return Remaining(polynomials + i * degree, degree, centre, uses_roots);
+    const int64_t at = place * num_polynomials + i;
+    return Remaining(polynomials + at * degree, degree, centre, uses_roots);
   }
 
   Clock Now(bool uses_roots, bool decays) const {
-    return {scalars, steps[0], steps[1], decays,
-            Polynomial(0, scalars.centre_behind, uses_roots),
-            Polynomial(1, scalars.centre_ahead, uses_roots)};
+    StaleScalars own;
+    std::memcpy(&own, scalars + 6 * place, sizeof(own));
+    return {own, steps[2 * place], steps[2 * place + 1], decays,
+            Polynomial(0, own.centre_behind, uses_roots),
+            Polynomial(1, own.centre_ahead, uses_roots)};
   }
 };
 
@@ -319,9 +330,10 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
     update.target = is_read ? update.state[update.num_tables - 1]
                             : buffers.Rows("table", num_rows, false);
   }
-  const float* scalars = buffers.Floats("scalars", known->num_scalars);
   std::unique_ptr<StaleOperands> stale;
   if (formula == "exact_adam") stale = std::make_unique<StaleOperands>(buffers, 3);
+  const int64_t num_scalars = known->num_scalars * (stale ? stale->count : 1);
+  const float* scalars = buffers.Floats("scalars", num_scalars);
   if (!adds) {
     update.indices =
         static_cast<int32_t*>(buffers.Result("indices", update.nse, ffi::S32).data);
@@ -346,7 +358,7 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
   std::unique_ptr<ExactAdamScalars> exact;
   if (stale) {
     StepScalars step;
-    std::memcpy(&step, scalars, sizeof(step));
+    std::memcpy(&step, scalars + stale->place * known->num_scalars, sizeof(step));
     exact.reset(new ExactAdamScalars{stale->Now(uses_roots, decays), step,
                                      stale->Polynomial(2, step.centre, uses_roots)});
     update.scalars = exact.get();

@@ -18,14 +18,15 @@ from optax_sparse_adam.native import _library
 # A line is `handler formula: operands -> results`; a buffer is `name:type[sizes]`.
 # Types: f float32; i int32; t and u float32 or bfloat16, each the same in the call.
 # Sizes are multiplied: N rows of W numbers in the table, E entries, V rows of values, K
-# ids, B bags, C coefficients of a polynomial, or a digit. What has a `?` may be empty,
-# what has a `!` is there with weight decay. A result `name=` is an operand, in place.
-# What has formulas is called as it is, and to add the update to the table: then that
-# is an operand in front of the scalars, and a result in place of `indices` and `sums`.
+# ids, B bags, P parameters of a state, C coefficients of a polynomial, or a digit. What
+# has a `?` may be empty, what has a `!` is there with weight decay. A result `name=` is
+# an operand, in place. What has formulas is called as it is, and to add the update to
+# the table: that is an operand then, behind the state, and a result in place of
+# `indices` and `sums`.
 CALLS = """
 read rows: table:t[NW] ids:i[K] -> rows:t[KW]
-read exact_adam: table:f[NW] mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]! stale:f[6]
-    polynomials:f[2C] steps:i[2] ids:i[K] -> rows:f[KW]
+read exact_adam: table:f[NW] mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]!
+    stale:f[P6] polynomials:f[P2C] steps:i[P2] place:i[] ids:i[K] -> rows:f[KW]
 read bags: table:t[NW] ids:i[E] segments:i[E]? weights:f[E]? -> sums:f[BW]
 update order: indices:i[E1] -> entries:i[E2]
 update sum: GRADIENT scalars:f[0] -> indices:i[E1] sums:f[EW] count:i[]
@@ -35,13 +36,13 @@ update rowwise_adagrad: GRADIENT nu:f[N] table:f[NW]! scalars:f[3]
 update rowwise_adam: GRADIENT mu:t[NW] nu:f[N] table:f[NW]! scalars:f[9]
     -> indices:i[E1] sums:f[EW] mu= nu=
 update exact_adam: GRADIENT mu:f[NW] nu:f[NW] last:i[N] high:f[N]! low:f[N]!
-    table:f[NW]! scalars:f[9] stale:f[6] polynomials:f[3C] steps:i[2]
+    table:f[NW]! stale:f[P6] polynomials:f[P3C] steps:i[P2] place:i[] scalars:f[P9]
     -> indices:i[E1] sums:f[EW] mu= nu= last= high=! low=!
 update add: table:t[NW] indices:i[E1] rows:u[EW] -> table=
 update put: table:t[NW] indices:i[E1] rows:t[EW] -> table=
 """.replace("GRADIENT", "entries:i[E2] values:f[VW] segments:i[E]? weights:f[E]?")
 ROWS, ENTRIES, WIDTH, BAGS = 9, 6, 3, 2
-SIZES = {"N": ROWS, "W": WIDTH, "E": ENTRIES, "K": ENTRIES, "B": BAGS, "C": 3}
+SIZES = {"N": ROWS, "W": WIDTH, "E": ENTRIES, "K": ENTRIES, "B": BAGS, "P": 2, "C": 3}
 TYPES = {"f": "float32", "i": "int32", "t": "float32", "u": "float32"}
 ATTRIBUTES = {"num_rows": np.int64(ROWS), "width": np.int64(WIDTH)}
 ATTRIBUTES |= {"uses_roots": np.bool_(False), "decays": np.bool_(False)}
@@ -136,7 +137,7 @@ def _adding(operands, results, owners):
     """The call that adds the same update to the table."""
     table = {"table": ((ROWS, WIDTH), "float32")}
     items = [*operands.items()]
-    at = [*operands].index("scalars") - ("table" in operands)
+    at = [*operands].index("stale" if "stale" in operands else "scalars")
     operands = dict(items[:at]) | table | dict(items[at:])
     results = {x: y for x, y in results.items() if x not in ("indices", "sums")} | table
     owners = {x: y for x, y in owners.items() if x != "sums"} | {"table": "table"}
@@ -166,9 +167,9 @@ def _is_right(name, operands, key, other):
     size = int(np.prod(shape))
     # Other bags of the same entries.
     bags = size // WIDTH if key == "sums" and size % WIDTH == 0 else 0
-    parts = 2 if name.startswith("read") else 3
+    parts = 4 if name.startswith("read") else 6  # polynomials
     return (
-        (key == "polynomials" and size in range(parts, 65 * parts, parts))
+        (key == "polynomials" and size in range(parts, 130 * parts, parts))
         or (name == "read bags" and bags > 0 and not (is_regular and ENTRIES % bags))
         or (key == "weights" and shape == (0,))
         or (key == "values" and not is_regular and size % WIDTH == 0)

@@ -94,10 +94,10 @@ def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
 def stale_rows(tables, step, decay=0.0, polynomials=((0, 0), (1, 0.5)), of_roots=False):
     """Rows of a state, of which none holds a value, and scalars of some schedule."""
     scalars = _calls.StaleScalars(-0.1, -5e-4, 1e-9, 2e-9, decay, 0.0)
-    steps = np.array([step, 0], "int32")
-    polynomials = jnp.asarray(polynomials, "float32")
-    scalars = scalars._make(map(jnp.float32, scalars))
-    return _calls.Stale(tables, scalars, polynomials, of_roots, steps)
+    floats = (np.asarray(x, "float32") for x in (scalars, polynomials))
+    arrays = *floats, np.array([step, 0], "int32")
+    of_two = (np.stack([np.zeros_like(x), x]) for x in arrays)
+    return _calls.Stale(tables, of_roots, *of_two, np.int32(1))
 
 
 @pytest.mark.parametrize("fill", slow_but([2.0, None], 2.0))
