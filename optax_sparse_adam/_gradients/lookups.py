@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.sharding import mesh_of
-from .._rows.padding import pad_indices, row_bounds
+from .._rows.padding import narrow_ids, pad_indices, row_bounds
 
 Mode = lax.GatherScatterMode
 
@@ -81,11 +81,10 @@ class Lookup:
         """What holds of `rows(1)` by what the program promises of the indices.
 
         For lookups of whole rows by one id each, if ids are not clamped, by which two
-        of them may become one, and of a type that has room for distinct padding.
+        of them may become one, and have room for distinct padding.
         """
         by_one_id = self.axes == (0,) and self.window == (1, *self.shape[1:])
-        dtype, last = self.indices.dtype, sum(self.shape[:1]) + self.count
-        has_room = str(dtype) in ("int32", "int64") and last < jnp.iinfo(dtype).max
+        has_room = sum(self.shape[:1]) + self.count < jnp.iinfo(jnp.int32).max
         if not by_one_id or not has_room or self.params["mode"] == Mode.CLIP:
             return Promises()
         named = self.params["indices_are_sorted"], self.params["unique_indices"]
@@ -255,7 +254,7 @@ def lookup_of_slice(
     params = _params(numbers, (1, *window[1:]), Mode.PROMISE_IN_BOUNDS, None)
     indices: Any = jax.ShapeDtypeStruct((window[0], len(window)), jnp.int32)
     if starts is not None:
-        starts = starts or [*map(np.uint32, eqn.params["start_indices"])]
+        starts = starts or [*map(jnp.uint32, eqn.params["start_indices"])]
         indices = _indices_of_slice(shape, window, starts)
     return Lookup(shape, window, params, indices, constant)
 
@@ -270,30 +269,21 @@ def _indices_of_slice(
     shape: Sequence[int], window: Sequence[int], starts: Sequence[Any]
 ) -> jax.Array:
     """Where a slice reads, row by row; as `dynamic_slice` does, it is clamped."""
-    first = [
-        _start_ids(jnp.asarray(start)[None], [size - part], clamps=True)[0]
-        for start, size, part in zip(starts, shape, window, strict=True)
-    ]
-    dtype = max((start.dtype for start in first), key=lambda d: d.itemsize)
-    row, *columns = (start.astype(dtype) for start in first)
-    rows = row + jnp.arange(window[0], dtype=dtype)
-    return jnp.stack([jnp.broadcast_to(x, rows.shape) for x in (rows, *columns)], 1)
+    limits = [size - part for size, part in zip(shape, window, strict=True)]
+    first = _start_ids(
+        jnp.stack([*map(jnp.asarray, starts)])[None], limits, clamps=True
+    )
+    rows = first[:, :1] + jnp.arange(window[0], dtype=first.dtype)[:, None]
+    columns = jnp.broadcast_to(first[:, 1:], (window[0], len(shape) - 1))
+    return jnp.concatenate([rows, columns], axis=1)
 
 
 def _start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
-    """Indices `[..., k]` in a type in which an id beyond the limits is seen to be.
-
-    Those that are clamped are so in their own type: as an int32, a uint32 of 2**31 or
-    more is negative.
-    """
-    dtype = indices.dtype
-    if dtype.itemsize < 4:
-        return _start_ids(indices.astype(jnp.int32), limits, clamps=clamps)
-    if clamps:
-        largest = int(jnp.iinfo(dtype).max)
-        last = np.asarray([min(limit, largest) for limit in limits], dtype)
-        last = last.reshape((1,) * (indices.ndim - 1) + (-1,))
-        indices = jnp.clip(indices, np.zeros_like(last), last)
-    if dtype == jnp.uint32 and max(limits) >= jnp.iinfo(jnp.int32).max:
+    """Indices `[n, k]` in the type that all ids have from here on; clamped, or not."""
+    indices = narrow_ids(indices, max(limits) + 1)
+    if not clamps:
         return indices
-    return indices.astype(jnp.int64 if dtype.itemsize == 8 else jnp.int32)
+    last = np.minimum([limits], jnp.iinfo(indices.dtype).max)
+    return jnp.clip(
+        indices, np.zeros_like(last, indices.dtype), last.astype(indices.dtype)
+    )

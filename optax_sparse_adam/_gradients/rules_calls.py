@@ -218,7 +218,4 @@ def _padded(found: Entries | None, request: Request) -> Entries:
         padding = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (missing, *x.shape[1:]))
         return jnp.concatenate([x, vary(padding, request.axes)]) if missing else x
 
-    # Ids of one lookup may be int64, those of another int32.
-    if max(request.shape) <= jnp.iinfo(jnp.int32).max:
-        own = own._replace(ids=own.ids.astype(jnp.int32))
     return jax.tree.map(padded, own)

@@ -28,7 +28,7 @@ from .._jax_extras.sums_of_shards import sum_of_shards
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
 from .coalesce import accumulator_dtype
-from .padding import expand_like
+from .padding import expand_like, narrow_ids
 
 MODES = ("sum", "mean", "sqrtn", "max")
 _FORMS = (
@@ -253,19 +253,6 @@ def as_array(x: Any) -> jax.Array:
             held = jnp.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
             x = np.clip(x, held.min, held.max)
     return jnp.asarray(x)
-
-
-def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
-    """The same ids as `int32`, if there are not more of them than this type has."""
-    # For 10 rows, 2**40 becomes 2**31 - 1 and -2**40 becomes -1: both stay padding.
-    largest = jnp.iinfo(jnp.int32).max
-    if ids.dtype == jnp.int32 or size > largest:
-        return ids
-    if ids.dtype.itemsize >= 4:
-        ids = jnp.minimum(ids, np.asarray(largest, ids.dtype))
-        if jnp.iinfo(ids.dtype).min < 0:
-            ids = jnp.maximum(ids, np.asarray(-1, ids.dtype))
-    return ids.astype(jnp.int32)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -39,6 +39,21 @@ def row_bounds(shape: tuple[int, ...], indices: jax.Array) -> np.ndarray:
     return np.asarray(shape[: indices.shape[1]], indices.dtype)[None, :]
 
 
+def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
+    """The same ids as `int32`, or where there are more of them in a type that they fit.
+
+    Ids out of bounds stay below or above all others, in the same order.
+    """
+    is_large = size > jnp.iinfo(jnp.int32).max
+    if ids.dtype == jnp.int32 or (is_large and ids.dtype in (jnp.uint32, jnp.int64)):
+        return ids
+    wide = jnp.int64 if is_large and ids.dtype.itemsize == 8 else jnp.int32
+    # For 10 rows, 2**40 becomes 2**31 - 1 and -2**40 becomes -1: both stay padding.
+    own, held = jnp.iinfo(ids.dtype), jnp.iinfo(wide)
+    low, high = max(own.min, -1), min(own.max, held.max)
+    return jnp.clip(ids, *np.asarray([low, high], ids.dtype)).astype(wide)
+
+
 def in_bounds(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Says for each of the `[nse, n_sparse]` indices whether it is a row: `[nse]`."""
     inside = (indices >= 0) & (indices < row_bounds(shape, indices))
