@@ -54,17 +54,13 @@ class _Value(NamedTuple):
 
     Attributes:
       kind: The index of the table whose rows it has, `_UNIFORM`, or `None` if opaque.
-      rowwise_deps: Tables of whose gathered rows row `r` depends on row `r` only.
-      other_deps: Tables on whose gathered rows it depends in any other way.
+      reads: Tables on whose gathered rows it depends.
+      is_by_row: Whether row `r` depends on row `r` of these only.
     """
 
     kind: int | None = None
-    rowwise_deps: frozenset[int] = _NO_TABLES
-    other_deps: frozenset[int] = _NO_TABLES
-
-    @property
-    def reads(self) -> frozenset[int]:
-        return self.rowwise_deps | self.other_deps
+    reads: frozenset[int] = _NO_TABLES
+    is_by_row: bool = True
 
 
 def _is_broadcast(kind: int | None, shape: tuple[int, ...]) -> bool:
@@ -108,12 +104,11 @@ def _classify(program: FlatJaxpr, inputs: dict[int, _Value]) -> dict[int, _Value
         is_new = eqn.primitive.name == "broadcast_in_dim"
         if not is_new and all(arg is opaque for arg in args):
             continue
-        rowwise_deps = _NO_TABLES.union(*(arg.rowwise_deps for arg in args))
-        other_deps = _NO_TABLES.union(*(arg.other_deps for arg in args))
+        reads = _NO_TABLES.union(*(arg.reads for arg in args))
         kind = _kind(eqn, [arg.kind for arg in args])
-        value = _Value(kind, rowwise_deps, other_deps)
-        if kind is None:  # a norm of `mu`, say: each row of it matters to all
-            value = _Value(other_deps=rowwise_deps | other_deps)
+        # Of an opaque norm of `mu`, say, each row of `mu` matters to all.
+        is_by_row = all(arg.is_by_row for arg in args) and not (kind is None and reads)
+        value = _Value(kind, reads, is_by_row)
         values.update(dict.fromkeys(results, value))
     return values
 
@@ -162,7 +157,7 @@ def split_update(
         return all(
             isinstance(results_at[at], int)
             and values[results_at[at]].kind in (i, _UNIFORM)
-            and not values[results_at[at]].other_deps
+            and values[results_at[at]].is_by_row
             and results[at].shape == rows[at].shape
             for at in places[i]
             if at < len(results)

@@ -22,7 +22,6 @@ ROWS = 20
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of two rows or three, of the tables here."""
-    monkeypatch.setattr(map_rows, "_MAPPED_BYTES", 0)
     monkeypatch.setattr(map_rows, "_BLOCK_BYTES", 60)
     with (
         jax.numpy_dtype_promotion("standard"),
