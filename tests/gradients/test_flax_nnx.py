@@ -407,8 +407,9 @@ def test_update(wrap):
     """In place of `optimizer.update`: `nnx.Optimizer` on dense gradients agrees."""
 
     def train(optimizer, model, grad, update):
+        gradient = nnx.jit(grad(mean_square))
         for ids in batches(3)[0]:
-            update(optimizer, model, grad(mean_square)(model, ids))
+            update(optimizer, model, gradient(model, ids))
         return jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))
 
     def optimizer_of(tx):
@@ -416,7 +417,7 @@ def test_update(wrap):
 
     new = model()
     expected = train(
-        *optimizer_of(optax.sgd(0.1)), nnx.grad, lambda o, *args: o.update(*args)
+        *optimizer_of(optax.sgd(0.1)), nnx.grad, nnx.jit(nnx.Optimizer.update)
     )
     new = model()
     optimizer, _ = optimizer_of(osa.lazy(optax.sgd(0.1)))

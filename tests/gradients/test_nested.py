@@ -43,12 +43,16 @@ def squared_gradient(lib, read=dense):
 def test_gradient_of_gradient():
     """Of either library over either; row-sparse where the outer one is ours."""
     expected = jax.jit(jax.grad(squared_gradient(jax)))(PARAMS, IDS)
-    for outer, inner in ((jax, osa), (osa, jax), (osa, osa)):
-        for lift in (jax.jit, lambda f: f):
-            grads = lift(outer.grad(squared_gradient(inner)))(PARAMS, IDS)
-            assert_same(grads["t"], expected["t"])
-            assert_same(grads["w"], expected["w"])
-            assert is_bcoo(grads["t"]) == (outer is osa)
+    for outer, inner, lift in (
+        (jax, osa, jax.jit),
+        (osa, jax, jax.jit),
+        (osa, osa, jax.jit),
+        (osa, osa, lambda f: f),
+    ):
+        grads = lift(outer.grad(squared_gradient(inner)))(PARAMS, IDS)
+        assert_same(grads["t"], expected["t"])
+        assert_same(grads["w"], expected["w"])
+        assert is_bcoo(grads["t"]) == (outer is osa)
 
 
 def test_gradient_through_stored_rows():
@@ -60,20 +64,23 @@ def test_gradient_through_stored_rows():
     def theirs(p, ids):
         return jnp.sum(jnp.square(jax.grad(square)(p["t"][ids], p["w"])))
 
-    expected = jax.grad(theirs)(PARAMS, IDS)
+    expected = jax.jit(jax.grad(theirs))(PARAMS, IDS)
     for lib in (jax, osa):
-        grads = lib.grad(ours)(PARAMS, IDS)
+        grads = jax.jit(lib.grad(ours))(PARAMS, IDS)
         assert_same(grads["t"], expected["t"])
         assert_same(grads["w"], expected["w"])
     # The gradient and the gradient of its rows look the same ids up, once each.
-    assert_row_sparse(osa.grad(ours)(PARAMS, IDS)["t"], SHAPE, DTYPE, 6)
+    assert_row_sparse(grads["t"], SHAPE, DTYPE, 6)
 
 
 def test_forward_over_reverse():
-    tangents = jax.tree.map(jnp.ones_like, PARAMS)
-    actual, moved = jax.jvp(lambda p: osa.grad(loss)(p, IDS), (PARAMS,), (tangents,))
-    expected, expected_moved = jax.jvp(
-        lambda p: jax.grad(loss)(p, IDS), (PARAMS,), (tangents,)
+    @partial(jax.jit, static_argnums=0)
+    def derivative(lib, p):
+        tangents = jax.tree.map(jnp.ones_like, p)
+        return jax.jvp(lambda p: lib.grad(loss)(p, IDS), (p,), (tangents,))
+
+    (actual, moved), (expected, expected_moved) = (
+        derivative(lib, PARAMS) for lib in (osa, jax)
     )
     assert_row_sparse(actual["t"], SHAPE, DTYPE, 6)
     assert_same(actual["t"], expected["t"])
@@ -86,10 +93,10 @@ def test_forward_over_reverse():
 @pytest.mark.parametrize("rows", [16, 2], ids=["few ids", "more ids than rows"])
 def test_vmap(rows):
     """One gradient an example, as a batched BCOO."""
-    params = {**PARAMS, "t": PARAMS["t"][:rows]}
+    params = {**PARAMS, "t": np.asarray(PARAMS["t"])[:rows]}
     ids = IDS % rows
-    values, grads = jax.vmap(osa.value_and_grad(loss), (None, 0))(params, ids)
-    expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, ids)
+    values, grads = jax.jit(jax.vmap(osa.value_and_grad(loss), (None, 0)))(params, ids)
+    expected = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(params, ids)
     assert_same(values, expected[0])
     assert_same(grads["w"], expected[1]["w"])
     assert_same(grads["t"], expected[1]["t"])
@@ -97,16 +104,19 @@ def test_vmap(rows):
     assert layout == ((2, rows, 4), min(3, rows), 1)
     # One row-sparse gradient of the batch.
     flat = BCOO(
-        (grads["t"].data.reshape(-1, 4), grads["t"].indices.reshape(-1, 1)),
+        (
+            np.asarray(grads["t"].data).reshape(-1, 4),
+            np.asarray(grads["t"].indices).reshape(-1, 1),
+        ),
         shape=params["t"].shape,
     )
-    assert_same(flat, jax.grad(loss)(params, ids)["t"])
+    assert_same(flat, jax.jit(jax.grad(loss))(params, ids)["t"])
 
 
 def test_vmap_over_parameters():
-    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
-    grads = jax.vmap(osa.grad(loss), (0, None))(params, IDS)
-    expected = jax.vmap(jax.grad(loss), (0, None))(params, IDS)
+    params = jax.tree.map(lambda x: np.stack([x, 2 * x]), PARAMS)
+    grads = jax.jit(jax.vmap(osa.grad(loss), (0, None)))(params, IDS)
+    expected = jax.jit(jax.vmap(jax.grad(loss), (0, None)))(params, IDS)
     assert_same(grads["t"], expected["t"])
     assert_same(grads["w"], expected["w"])
 
@@ -141,7 +151,7 @@ def test_branches_of_gradients():
         )
     )
     for flag, ids in ((True, IDS), (False, IDS + 1)):
-        expected = jax.grad(loss)(PARAMS, ids)
+        expected = jax.jit(jax.grad(loss))(PARAMS, ids)
         assert_same(choose(flag)["t"], expected["t"])
 
 
@@ -153,8 +163,8 @@ def test_abstract():
 
 # On devices.
 
-MANY_IDS = jnp.arange(32).reshape(8, 4) * 3 % 16
-EXPECTED = jax.value_and_grad(loss)(PARAMS, MANY_IDS)
+MANY_IDS = jnp.asarray(np.arange(32, dtype=np.int32).reshape(8, 4) * 3 % 16)
+EXPECTED = jax.jit(jax.value_and_grad(loss))(PARAMS, MANY_IDS)
 ALONG, WHOLE = PartitionSpec("d"), PartitionSpec()
 
 
@@ -212,11 +222,15 @@ def test_whole_gradient_on_every_device(check_vma, summed):
     assert_same(on_mesh(osa), on_mesh(jax))
 
 
-# Outside of `jit`, where each operation is compiled by itself, too, but only once.
 @pytest.mark.parametrize(
     ("ids_spec", "way"),
-    [(WHOLE, jax.jit), (ALONG, lambda f: f)],
-    ids=["whole", "along"],
+    [
+        (WHOLE, jax.jit),
+        (ALONG, jax.jit),
+        # Each operation is compiled by itself, for eight devices.
+        pytest.param(ALONG, lambda f: f, marks=pytest.mark.slow),
+    ],
+    ids=["whole", "along", "along, not compiled"],
 )
 def test_replicated_gradient_leaves_shard_map(ids_spec, way):
     """The value varies over devices, the gradient, summed over them, does not."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from .support import assert_close, to_dense
+from .support import assert_close, on_device, to_dense
 
 # One unit in the last place of the largest number below 2 in each type.
 ULP = {
@@ -83,8 +83,8 @@ class Case(NamedTuple):
             values = rng.integers(1, 9, shape) / 8
             if name in ("t", "s"):
                 values = values * rng.choice([-1, 1], shape)
-            params[name] = jnp.asarray(values, self.dtype)
-        return params, jnp.asarray(np.asarray(self.ids, self.id_dtype))
+            params[name] = on_device(np.asarray(values, self.dtype))
+        return params, on_device(np.asarray(self.ids, self.id_dtype))
 
     def abstract(self, rows: int) -> tuple[Any, Any]:
         """The same as shapes and types, for compiling without data."""
@@ -112,8 +112,12 @@ def dense(tree):
     def one(x):
         if not is_bcoo(x):
             return x
-        is_here = x.n_batch == 0 and not isinstance(x.data, jax.core.Tracer)
-        return to_dense(x) if is_here else x.todense()
+        if isinstance(x.data, jax.core.Tracer):
+            return x.todense()
+        if x.n_batch == 0:
+            return to_dense(x)
+        parts = zip(np.asarray(x.data), np.asarray(x.indices), strict=True)
+        return np.stack([one(BCOO(part, shape=x.shape[1:])) for part in parts])
 
     return jax.tree.map(one, tree, is_leaf=is_bcoo)
 

@@ -123,7 +123,12 @@ def bits(array):
 
 
 def bcoo(values, indices, shape, **flags):
-    return BCOO((jnp.asarray(values), jnp.asarray(indices)), shape=shape, **flags)
+    return BCOO((on_device(values), on_device(indices)), shape=shape, **flags)
+
+
+def on_device(x):
+    """`jnp.asarray` compiles a program for each shape of an array of NumPy."""
+    return jax.device_put(x) if isinstance(x, np.ndarray) else jnp.asarray(x)
 
 
 def to_dense(grad):

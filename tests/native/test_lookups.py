@@ -11,7 +11,7 @@ from optax_sparse_adam.native import _calls
 
 from ..helpers.gradients import dense
 from ..helpers.native import needs_compiler
-from ..helpers.support import assert_identical, compile_for_users
+from ..helpers.support import assert_identical, compile_for_users, slow_but
 
 pytestmark = needs_compiler
 
@@ -223,7 +223,9 @@ def test_memory_of_loops(name):
     assert compile_for_users(lowered).memory_analysis().temp_size_in_bytes < rows
 
 
-@pytest.mark.parametrize("name", ["indexing", "fill_value", "vmap"])
+@pytest.mark.parametrize(
+    "name", slow_but(["indexing", "fill_value", "vmap"], "indexing")
+)
 def test_eagerly(name, compilations):
     """Also of NumPy's arrays; what was compiled serves again."""
     read, table, ids = READ[name]

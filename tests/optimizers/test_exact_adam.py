@@ -611,8 +611,8 @@ def test_state_of_other_constants(changed):
     """Other decay rates or another epsilon raise; the learning rate may change."""
     table = jnp.ones((3, 4))
     grad = bcoo(np.ones((1, 4), np.float32), np.zeros((1, 1), np.int32), (3, 4))
-    table, state = osa.flush(table, osa.exact_adam(0.1).init(table))
-    update, _ = osa.exact_adam(0.2).update(grad, state)
+    table, state = jax.jit(osa.flush)(table, osa.exact_adam(0.1).init(table))
+    update, _ = jax.jit(osa.exact_adam(0.2).update)(grad, state)
     assert np.isfinite(update.data).all()
     other = osa.exact_adam(0.1, **changed)
     with pytest.raises(ValueError, match="its own b1, b2 and eps"):

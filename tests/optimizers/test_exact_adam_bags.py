@@ -18,6 +18,7 @@ def test_without_read_it_raises(change):
     table, tx = jnp.ones((9, 4)), osa.exact_adam(0.1)
     state = tx.init(table)
     with pytest.raises(ValueError, match="read="):
-        tx.update(change(osa.grad(loss)(table)), state, table)
-    update, _ = tx.update(change(osa.grad(loss, read=state)(table)), state, table)
+        tx.update(change(jax.jit(osa.grad(loss))(table)), state, table)
+    grad = change(jax.jit(osa.grad(loss, read=state))(table))
+    update, _ = jax.jit(tx.update)(grad, state, table)
     assert jax.tree.leaves(update)
