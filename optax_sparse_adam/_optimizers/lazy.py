@@ -50,15 +50,6 @@ def _touched_rows(grad: Any, param: Any, n_sparse: int) -> Rows:
     )
 
 
-def _is_worth_analysing(rows: Rows, state: list[int]) -> bool:
-    """Whether the rows of a table may be independent: it has some, state and a trace.
-
-    Outside of a program each loop over blocks would be compiled again.
-    """
-    is_traced = isinstance(rows.indices, jax.core.Tracer)
-    return is_traced and rows.data.size > 0 and bool(state)
-
-
 def lazy(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -189,7 +180,9 @@ def lazy(
         # Update them. All tables go through one call of the inner transformation, as a
         # norm is one over all of them. Where it provably treats each row alone, XLA
         # drops these results, and `map_rows` computes the rows in blocks.
-        alone = {i for i in rows if _is_worth_analysing(rows[i], state_of[i])}
+        # Outside of a program each loop over blocks would be compiled again.
+        traced = [i for i in rows if isinstance(rows[i].data, jax.core.Tracer)]
+        alone = {i for i in traced if rows[i].data.size and state_of[i]}
         results, row_fns = split_update(
             lambda some: update([some.get(at, x) for at, x in enumerate(compact)]),
             {at: compact[at] for at, i in enumerate(owners) if i in alone},

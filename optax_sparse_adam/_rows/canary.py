@@ -359,13 +359,6 @@ def entries(
     return copy_with(BCOO, grad, data, indices)
 
 
-def shape_of_data(grad: BCOO) -> tuple[int, ...]:
-    """Without a look at its values, which `BagGradient` would expand."""
-    if isinstance(grad, CanaryBCOO):
-        return grad.shape_of_data
-    return tuple(grad.data.shape)
-
-
 def find_intact(
     empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:

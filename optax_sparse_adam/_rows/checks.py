@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .canary import check_indices, shape_of_data
+from .canary import CanaryBCOO, check_indices
 
 
 def is_bcoo(x: Any) -> bool:
@@ -72,7 +72,8 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
             f"{grad.shape}). Use BCOO.update_layout(n_batch=0, n_dense=...) to convert."
         )
     stored = (grad.nse, *grad.shape[grad.n_sparse :])
-    given = shape_of_data(grad)
+    # Without a look at the values, which `BagGradient` would expand.
+    given = grad.shape_of_data if isinstance(grad, CanaryBCOO) else grad.data.shape
     if given != stored:
         raise ValueError(
             "A row-sparse gradient must hold one row of values for each index, each of "
