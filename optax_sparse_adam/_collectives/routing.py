@@ -172,15 +172,7 @@ def in_rounds(
     if exchange.max_rounds <= 1:
         return result
     rounds = jnp.minimum(route.rounds, exchange.max_rounds)
-
-    def more(carry: Any) -> jax.Array:
-        return carry[0] < rounds
-
-    def body(carry: Any) -> Any:
-        round_index, result = carry
-        return round_index + 1, step(round_index, result)
-
-    return lax.while_loop(more, body, (jnp.ones([], jnp.int32), result))[1]
+    return lax.fori_loop(1, rounds, step, result)
 
 
 def to_owners(

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn, name_in_jaxprs
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
 from . import rules_calls, rules_shard_map
-from .backward_slice import as_closed
+from .backward_slice import CALLS, as_closed
 from .expressions import (
     Expression,
     arrays_among,
@@ -192,10 +192,8 @@ RULES: dict[str, Rule] = {
     "gather": _gather,
     "slice": _slice,
     "dynamic_slice": _slice,
+    **dict.fromkeys(CALLS, rules_calls.call),
     "jit": _jit,
-    "closed_call": rules_calls.call,
-    "eval_jaxpr": rules_calls.call,  # in JAX 0.11
-    "custom_vmap_call": rules_calls.call,
     "custom_jvp_call": _custom_jvp,
     "remat2": rules_calls.remat,
     "scan": rules_calls.scan,
