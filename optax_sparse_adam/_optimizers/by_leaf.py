@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.apply_updates import ADDS, Added
@@ -29,7 +28,6 @@ from .hyperparameters import (
     check_learning_rate,
     check_moment,
     check_state_class,
-    floating_type,
 )
 
 
@@ -42,30 +40,23 @@ def all_but_last(ndim: int) -> Sequence[int]:
     return range(max(1, ndim - 1) if ndim else 0)
 
 
-def given_dtype(dtype: DTypeLike | None) -> Callable[[Any], Any] | None:
-    """This type for a moment, or the parameter's if it is `None`."""
-    if dtype is None:
-        return None
-    dtype = floating_type(dtype, "mu_dtype")
-    return lambda _: dtype
-
-
 class Moment(NamedTuple):
     """A field of a state, which has an array or `None` for each parameter.
 
     Attributes:
       axes: Which axes of a parameter of `ndim` axes its array has; `None`: it has none.
-      dtype: Its type, from that of the parameter, which it is by default.
+      dtype: Its type, or a function of that of the parameter, which is the default.
       value: What it begins with.
     """
 
     axes: Callable[[int], Sequence[int] | None] = all_axes
-    dtype: Callable[[Any], Any] | None = None
+    dtype: Any = None
     value: Any = 0
 
     def init(self, param: Any) -> jax.Array | None:
         axes = self.axes(jnp.ndim(param))
-        dtype = self.dtype and self.dtype(jnp.result_type(param))
+        own = jnp.result_type(param)
+        dtype = self.dtype(own) if callable(self.dtype) else self.dtype
         return None if axes is None else full_along(param, self.value, dtype, axes)
 
     def check(self, name: str, given: Any, shape: tuple[int, ...]) -> None:

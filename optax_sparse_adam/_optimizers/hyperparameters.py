@@ -62,8 +62,10 @@ def check_eps(eps: Scalar) -> None:
         raise ValueError(f"Invalid epsilon value: {eps}. eps must be above 0.")
 
 
-def floating_type(dtype: DTypeLike, name: str) -> Any:
+def floating_type(dtype: DTypeLike | None, name: str) -> Any:
     """This type as JAX has it; raises for others, in which moments would be zeros."""
+    if dtype is None:
+        return None
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(

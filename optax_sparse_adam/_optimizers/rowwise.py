@@ -15,13 +15,14 @@ from jax.typing import DTypeLike
 from .._rows.coalesce import accumulator_dtype
 from .._rows.map_rows import Tables
 from ..native import _calls as native
-from .by_leaf import ByLeaf, Moment, all_but_last, by_leaf, given_dtype, update_leaf
+from .by_leaf import ByLeaf, Moment, all_but_last, by_leaf, update_leaf
 from .hyperparameters import (
     NUMBER,
     Scalar,
     check_at_least,
     check_betas,
     check_eps,
+    floating_type,
     one_minus_power,
 )
 from .lazy import lazy
@@ -233,7 +234,7 @@ def _by_adam(
         "scale_by_rowwise_adam",
         ScaleByRowwiseAdamState,
         {
-            "mu": Moment(dtype=given_dtype(mu_dtype)),
+            "mu": Moment(dtype=floating_type(mu_dtype, "mu_dtype")),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
         functools.partial(_update_leaf, _adam, "rowwise_adam"),

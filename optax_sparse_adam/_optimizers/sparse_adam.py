@@ -9,11 +9,12 @@ import optax
 from jax.typing import DTypeLike
 
 from .._rows.map_rows import Tables
-from .by_leaf import Moment, by_leaf, given_dtype, update_leaf
+from .by_leaf import Moment, by_leaf, update_leaf
 from .hyperparameters import (
     Scalar,
     check_betas,
     check_eps,
+    floating_type,
     one_minus_power,
 )
 from .lazy import lazy
@@ -83,7 +84,7 @@ def _sparse_adam(
             scale=scale * jnp.sqrt(correction2) / correction1,
         )
 
-    moments = {"mu": Moment(dtype=given_dtype(mu_dtype)), "nu": Moment()}
+    moments = {"mu": Moment(dtype=floating_type(mu_dtype, "mu_dtype")), "nu": Moment()}
     update = update_leaf_by_adam
     return lazy(
         by_leaf(

@@ -130,8 +130,7 @@ def stochastic_rounding(
     """
     check_transformation(inner, "stochastic_rounding")
     inner = optax.with_extra_args_support(inner)
-    if state_dtype is not None:
-        state_dtype = floating_type(state_dtype, "state_dtype")
+    state_dtype = floating_type(state_dtype, "state_dtype")
 
     def init_state(params: optax.Params) -> optax.OptState:
         def widened(dtype: DTypeLike) -> optax.OptState:
