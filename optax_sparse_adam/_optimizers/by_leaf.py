@@ -24,8 +24,8 @@ from .._rows.new_arrays import full_along
 from .._rows.update_table import update_table
 from ..native import _calls as native
 from .hyperparameters import (
+    check_at_least,
     check_leaf,
-    check_learning_rate,
     check_moment,
     check_state_class,
 )
@@ -130,7 +130,9 @@ def by_leaf(
       learning_rate: The learning rate; `None` for a scaling, whose `scale` is 1.
       reads_params: Why it reads the parameters, for the error, if it does.
     """
-    check_learning_rate(learning_rate)
+    # 0 freezes, and a negative rate is a mistake.
+    hint = " To maximize, negate the gradients, or set maximize."
+    check_at_least("learning rate", learning_rate, 0, hint)
     # Without parameters, their shapes are those of the moments of the same shape.
     full = [key for key, moment in moments.items() if moment.axes is all_axes]
     title = name.title().replace("_", "")  # as torch's class

@@ -34,12 +34,6 @@ def check_at_least(name: str, value: Any, low: float, hint: str = "") -> None:
         raise ValueError(f"Invalid {name}: {value}. It must be at least {low}.{hint}")
 
 
-def check_learning_rate(value: Any) -> None:
-    """The same for all optimisers: 0 freezes, and a negative rate is a mistake."""
-    hint = " To maximize, negate the gradients, or set maximize."
-    check_at_least("learning rate", value, 0, hint)
-
-
 def check_betas(b1: Scalar, b2: Scalar) -> None:
     for index, b in enumerate((b1, b2)):
         dtype = jnp.result_type(b)
