@@ -224,7 +224,7 @@ def test_pmap():
         return osa.apply_updates(params, updates), state
 
     params = {"t": jnp.asarray(TABLE), "w": jnp.ones(8)}
-    expected = train(tx, params, [jax.jit(osa.grad(loss))(params, IDS)], compiled=True)
+    expected = train(tx, params, [jax.jit(osa.grad(loss))(params, IDS)])
     params, state = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (8, *x.shape)), (params, tx.init(params))
     )

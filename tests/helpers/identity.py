@@ -48,7 +48,7 @@ def make_task(rows, shape=(13, 5), steps=3, dtype="float64"):
     return Task(rows, params, grads, sub_params, sub_grads)
 
 
-def train(tx, params, grads, *, compiled=False, **extra):
+def train(tx, params, grads, *, compiled=True, **extra):
     tx = optax.with_extra_args_support(tx)
 
     def step(params, state, grad):

@@ -35,7 +35,7 @@ def test_touched_rows_are_a_table(name, shape, rows):
         task = make_task(rows, shape)
         # optax adds up norms in another order.
         tol = 10 * TOLERANCE["float64"].numpy
-        assert_identity(tx, tx, task, tol, compiled=True)
+        assert_identity(tx, tx, task, tol)
 
 
 @pytest.mark.parametrize("nse", slow_but([0, 3], 3))
@@ -44,7 +44,7 @@ def test_nothing_touched(name, nse):
     """Only counts move on, whatever the values of padding are."""
     shape, rng, tx = (9, 4), np.random.default_rng(0), FINAL[name].make(0.1)
     grad = bcoo(*random_entries(rng, shape, 1, 6), shape)
-    table, state = train(tx, jnp.ones(shape), [grad], compiled=True)
+    table, state = train(tx, jnp.ones(shape), [grad])
     nothing = np.full((nse, 4), np.nan, np.float32), np.full((nse, 1), 9, np.int32)
     for empty in (bcoo(*nothing, shape), None):
         updates, new = jax.jit(tx.update)(empty, state, table)

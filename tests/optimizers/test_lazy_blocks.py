@@ -71,7 +71,7 @@ def test_touched_rows_are_a_table(name):
         _, tables = lower(osa.lazy(tx), task.grads[0], task.params, "trace")
         assert tables == {"table"}
         lifted = jitted(osa.lazy(tx))
-        assert_identity(lifted, jitted(tx), task, 1e-13)
+        assert_identity(lifted, jitted(tx), task, 1e-13, compiled=False)
     assert lifted.update._cache_size() == 1
 
 
