@@ -136,7 +136,6 @@ class Expression:
     def select(
         self,
         take: Take,
-        shape: tuple[int, ...],
         deltas: dict[Leaf, jax.Array] | None = None,
         memo: dict[Any, jax.Array] | None = None,
     ) -> jax.Array:
@@ -144,7 +143,6 @@ class Expression:
 
         Args:
           take: The function.
-          shape: The shape of its result.
           deltas: What is injected into the rows of each leaf, of the result's shape.
           memo: What `take` has made of other expressions without deltas; is added to.
         """
@@ -162,8 +160,6 @@ class Expression:
                 result = value.function(value.source.values(take))
                 delta = (deltas or {}).get(value.leaves[0]) if value.leaves else None
                 memo[value] = result if delta is None else inject(result, delta)
-            elif not has_table(value):
-                memo[value] = lax.broadcast(value.operands[0], shape)
             else:
                 memo[value] = value.function(*map(operand, value.operands))
         return memo[self]
@@ -171,11 +167,6 @@ class Expression:
 
 def _identity(x: jax.Array) -> jax.Array:
     return x
-
-
-def has_table(x: Any) -> bool:
-    """Whether this is a table or a function of tables, and not only a `fill`."""
-    return isinstance(x, Expression) and (x.is_table or x.function is not _identity)
 
 
 def table(source: Table, leaf: int | None = None) -> Expression:
@@ -193,14 +184,6 @@ def cast_table(value: Expression, dtype: Any) -> Expression:
         return x.astype(dtype)
 
     return dataclasses.replace(value, dtype=dtype, function=cast, leaves=leaves)
-
-
-def fill(shape: tuple[int, ...], dtype: Any, scalar: Any) -> Expression:
-    """A scalar that is broadcast where a lookup needs it, or else to this shape.
-
-    So `where(table > 0, table, 0)[ids]` needs nothing of the table's size.
-    """
-    return Expression(shape, dtype, _identity, (scalar,))
 
 
 def elementwise(out: Any, function: Callable[..., Any], *operands: Any) -> Expression:

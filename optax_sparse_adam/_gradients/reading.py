@@ -41,7 +41,7 @@ def _read_expression(
 ) -> jax.Array:
     def read_clamped(clamped: Lookup) -> jax.Array:
         take = functools.partial(_read_array, clamped)
-        return value.select(take, clamped.out, deltas)
+        return value.select(take, deltas)
 
     rows = lookup.read_and_fill(read_clamped)
     # The default of `[]` promises that no id is out of bounds. For one that is, JAX

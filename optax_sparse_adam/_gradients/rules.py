@@ -24,8 +24,6 @@ from .expressions import (
     arrays_among,
     cast_table,
     elementwise,
-    fill,
-    has_table,
     map_arrays,
     merge,
     operands_first,
@@ -102,16 +100,6 @@ def _barrier(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     return merge(args, lax.optimization_barrier(arrays_among(args)))
 
 
-def _broadcast(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
-    if has_table(value) or rest:
-        return NotImplemented
-    operand: Any = eqn.invars[0].aval
-    # Only a scalar is the same in all rows.
-    if operand.shape or eqn.params.get("sharding") is not None:
-        return walk.evaluate_by_jax(eqn, [walk.dense(value)])
-    return [fill(_out(eqn).shape, _out(eqn).dtype, walk.dense(value))]
-
-
 # Lookups.
 
 
@@ -121,10 +109,10 @@ def _look_up(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Re
 
 
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
-    if not isinstance(value, Expression) or has_table(ids):
+    if not isinstance(value, Expression) or isinstance(ids, Expression):
         return NotImplemented
     aval: Any = eqn.invars[1].aval
-    indices = aval if walk.is_plan else walk.dense(ids)
+    indices = aval if walk.is_plan else ids
     lookup = Lookup(value.shape, _out(eqn).shape, eqn.params, indices)
     # `sort` and `take_along_axis`, which gather single elements, are lookups only where
     # nothing is differentiated.
@@ -188,7 +176,6 @@ RULES: dict[str, Rule] = {
     "pvary": _same_values,
     "reshard": _same_values,
     "sharding_constraint": _same_values,
-    "broadcast_in_dim": _broadcast,
     "gather": _gather,
     "slice": _slice,
     "dynamic_slice": _slice,

@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
-from .expressions import Expression, arrays_among, has_table, merge
+from .expressions import Expression, arrays_among, merge
 from .lookups import Promises
 from .row_slices import Entries
 from .walk import Request, Results, Walk
@@ -39,7 +39,7 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     requests, results = walk.plan(closed, args)
     needed = walk.program.slice.variables
     pairs = zip(eqn.outvars, results, strict=True)
-    if any(has_table(x) and var in needed for var, x in pairs):
+    if any(isinstance(x, Expression) and var in needed for var, x in pairs):
         # `checkpoint(tanh)(table)[ids]`: the function leaves the checkpoint as an
         # expression, and nothing of the table's size is held or computed again.
         return walk.evaluate(closed, args)
@@ -71,12 +71,8 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     length = params["length"]
     first, carried = scan_sizes(eqn)
     last = first + carried
-    # A table of which each step gets a row is an array, and a carry is no scalar.
-    args = (
-        *args[:first],
-        *(x if has_table(x) else walk.dense(x) for x in args[first:last]),
-        *(walk.as_array(eqn, x) for x in args[last:]),
-    )
+    # A table of which each step gets a row is an array.
+    args = *args[:last], *(walk.as_array(eqn, x) for x in args[last:])
     requests, results = walk.plan(body, args)
     # A carried table stays one if each step returns it in its place: the new loop
     # closes over it. A step that changes it, as `lambda t, i: (t / 2, t[i])` does,

@@ -42,7 +42,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import evaluate_eqn
 from .backward_slice import BackwardSlice
-from .expressions import Expression, Leaf, has_table
+from .expressions import Expression, Leaf
 from .lookups import Lookup, Promises
 from .row_slices import Entries
 
@@ -225,14 +225,10 @@ class Walk:
 
     def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         # JAX evaluates an equation without tables, a rule one with tables; where there
-        # is no rule, or it declines, JAX gets the tables as arrays. A broadcast has its
-        # rule without a table, too, as its result may meet one later: see `fill`.
+        # is no rule, or it declines, JAX gets the tables as arrays.
         rule = self.program.rules.get(eqn.primitive.name)
-        if (
-            not any(has_table(x) for x in args)
-            and eqn.primitive.name != "broadcast_in_dim"
-        ):
-            return self.evaluate_by_jax(eqn, [self.dense(x) for x in args])
+        if not any(isinstance(x, Expression) for x in args):
+            return self.evaluate_by_jax(eqn, args)
         # Where the loss does not depend on a use, the table is one without derivative:
         # its lookups need no deltas, and another use does not make its gradient dense.
         flags = self.program.slice.operands(eqn)
@@ -265,7 +261,7 @@ class Walk:
             return value
         if self.is_plan:
             return None
-        return value.select(lambda x: x, value.shape, memo=self._memo)
+        return value.select(lambda x: x, memo=self._memo)
 
     def as_array(self, eqn: JaxprEqn, value: Any) -> Any:
         """The array of any value, every row of which the gradient may depend on."""
