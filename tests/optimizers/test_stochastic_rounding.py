@@ -40,9 +40,9 @@ def step(tx, params, state, grads):
 
 def train(tx, params, grads, steps=2):
     """The parameters and the state after some steps with the same gradient."""
-    state = tx.init(params)
+    state, compiled = tx.init(params), jax.jit(partial(step, tx))
     for _ in range(steps):
-        params, state = step(tx, params, state, grads)
+        params, state = compiled(params, state, grads)
     return params, state
 
 
