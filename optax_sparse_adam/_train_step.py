@@ -12,7 +12,7 @@ from jax.extend.core import Var
 
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
-from ._rows.apply_updates import ADDS, apply_updates
+from ._rows.apply_updates import update_params
 from ._rows.canary import is_unseen
 from ._rows.checks import is_bcoo
 from ._rows.coalesce import coalesce
@@ -98,19 +98,8 @@ def make_train_step(
             if read is None and not _sparse_leaves(grads):
                 extra |= {"grad": grads, "value_fn": value_fn}
             extra = _taken_by(of_tx, extra) | given
-
-            def update(**extra: Any) -> Any:
-                updates, new = tx.update(grads, state, params, **extra)
-                return (apply_updates(params, updates), new), updates
-
-            asked = _taken_by(of_tx, {ADDS: True}) if _sparse_leaves(grads) else {}
-            try:
-                return update(**extra, **asked)
-            except Exception:
-                if not asked:
-                    raise
-            # A part of the optimiser changes updates, or knows no such argument.
-            return update(**extra)
+            new_params, new, updates = update_params(tx, grads, state, params, **extra)
+            return (new_params, new), updates
 
         grads, (results, updates) = _apply(lambda grads: apply(grads, given), grads)
         # An optimiser of rows returns unique ones, or makes a BCOO of its own.

@@ -37,7 +37,7 @@ from flax import nnx
 from ._exact_adam import flush as _flush
 from ._gradients import value_and_grad as _sparse
 from ._gradients.value_and_grad import Sparse
-from ._rows.apply_updates import apply_updates
+from ._rows.apply_updates import update_params
 
 Argnum = int | nnx.DiffState
 
@@ -199,7 +199,8 @@ def grad(
 def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) -> None:
     """`optimizer.update(model, grads)`, with this package's `apply_updates`.
 
-    That adds each row once. `nnx.Optimizer.update` calls `optax.apply_updates`, by
+    That adds each row once, and as in `make_train_step`, the kernel adds updates while
+    it computes them. `nnx.Optimizer.update` calls `optax.apply_updates`, by
     which XLA adds rows with atomics on a GPU, and which does not see that the indices
     of an update have been changed.
 
@@ -225,8 +226,8 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
     """
     params, pure = nnx.as_pure(nnx.state(model, optimizer.wrt)), nnx.as_pure(grads)
     state = _state(optimizer)
-    updates, state = optimizer.tx.update(pure, state, params, **extra)
-    nnx.update(model, apply_updates(params, updates))
+    params, state, _ = update_params(optimizer.tx, pure, state, params, **extra)
+    nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))
     optimizer.step[...] += 1
 

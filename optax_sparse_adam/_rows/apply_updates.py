@@ -1,5 +1,6 @@
 """`apply_updates`: adds updates to parameters, a row-sparse one to its rows only."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -40,9 +41,8 @@ def add_rows(param: jax.Array, update: Any) -> jax.Array:
     return by_xla(param, indices, data)
 
 
-# What `make_train_step` asks a transformation for by an extra argument of this name:
-# that it adds row-sparse updates to the parameters itself, where it can, and returns
-# `Added`.
+# The extra argument by which a transformation is asked to add row-sparse updates to the
+# parameters itself, where it can, and to return `Added`.
 ADDS = "adds_to_params"
 
 
@@ -124,3 +124,24 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
     changes = leaves_like(treedef, updates, "Updates", "parameters")
     return treedef.unflatten(map(_apply, leaves, changes))
+
+
+def update_params(
+    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, **extra: Any
+) -> tuple[Any, Any, Any]:
+    """`tx.update` and `apply_updates`: the new parameters and state, and the updates.
+
+    An optimiser of rows is asked to add its updates itself. Where it does not know the
+    argument, or something around it computes with updates, that raises, and it is asked
+    for ordinary ones.
+    """
+
+    def updated(**asked: Any) -> tuple[Any, Any, Any]:
+        update: Any = tx.update
+        updates, new = update(grads, state, params, **extra, **asked)
+        return apply_updates(params, updates), new, updates
+
+    if any(map(is_bcoo, jax.tree.leaves(grads, is_leaf=is_bcoo))):
+        with contextlib.suppress(Exception):
+            return updated(**{ADDS: True})
+    return updated()

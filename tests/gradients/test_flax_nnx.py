@@ -12,8 +12,10 @@ from flax import nnx
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
+from optax_sparse_adam.native import _calls
 
 from ..helpers.gradients import assert_row_sparse, dense, is_bcoo
+from ..helpers.native import needs_compiler
 from ..helpers.support import (
     compile_for_users,
     slow_but,
@@ -424,6 +426,20 @@ def test_update(wrap):
     actual = train(optimizer, new, flax_nnx.grad, wrap(flax_nnx.update))
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert int(optimizer.step[...]) == 3
+
+
+@needs_compiler
+def test_kernel_adds_updates(cache, monkeypatch):
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    jax.clear_caches()
+    embed = nnx.Embed(50, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(embed, osa.sparse_adam(0.1), wrt=nnx.Param)
+
+    def step(embed, optimizer):
+        grads = flax_nnx.grad(lambda embed: jnp.sum(embed(jnp.arange(3))))(embed)
+        flax_nnx.update(optimizer, embed, grads)
+
+    assert "adds = true" in nnx.jit(step).lower(embed, optimizer).as_text()
 
 
 @pytest.mark.slow
