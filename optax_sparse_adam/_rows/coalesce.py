@@ -67,7 +67,11 @@ def touched_rows(grad: BCOO, dtype: DTypeLike) -> Rows:
     A gradient with the flag `unique_indices` is not checked: nothing is summed or
     sorted, and its entries keep their order.
     """
-    grad = cast_entries(grad, dtype)
+    return sum_entries(cast_entries(grad, dtype))
+
+
+def sum_entries(grad: BCOO) -> Rows:
+    """`touched_rows` of a gradient that is cast."""
     by_kernel = native.supports_update(grad) and not grad.unique_indices
     return _sums_by_kernel(grad) if by_kernel else _sums(grad)
 

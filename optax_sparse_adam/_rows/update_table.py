@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
 from .apply_updates import add_rows
-from .coalesce import bcoo_of, cast_entries, touched_rows
+from .coalesce import bcoo_of, cast_entries, sum_entries
 from .map_rows import RowFunction, Tables, map_rows
 
 
@@ -53,12 +53,12 @@ def update_table(
     def by_rows(
         grad: BCOO, tables: Tables, read: Tables, targets: Tables, *args: Any
     ) -> Any:
-        rows = touched_rows(grad, dtype)
+        rows = sum_entries(grad)
         data, tables = map_rows(row_fn, rows, tables, *args, read=read)
-        for target in targets:
-            update = bcoo_of(grad, rows.indices, data, is_sorted=True)
-            return add_rows(target, update), tables
-        return (rows.indices, data), tables
+        if not targets:
+            return (rows.indices, data), tables
+        update = bcoo_of(grad, rows.indices, data, is_sorted=True)
+        return add_rows(*targets, update), tables
 
     floats = [x for x in (*tables, *read) if jnp.issubdtype(x.dtype, jnp.floating)]
     targets: Tables = ()
