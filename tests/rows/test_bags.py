@@ -528,6 +528,7 @@ for pool, num_lookups, shape in ((padded, 3, (40, 16)), (ragged, 2, (40, 3))):
 """
 
 
+@pytest.mark.slow
 def test_one_rounding():
     """The largest number is one of the bag's, however often XLA computes it."""
     flags = ["--xla_backend_optimization_level=0", *FAST_TO_COMPILE.split()[:1]]
