@@ -139,6 +139,8 @@ def update_params(
     def updated(**asked: Any) -> tuple[Any, Any, Any]:
         update: Any = tx.update
         updates, new = update(grads, state, params, **extra, **asked)
+        if any(isinstance(x, Added) for x in jax.tree.leaves(new)):
+            raise TypeError("A state keeps updates, which are to be arrays.")
         return apply_updates(params, updates), new, updates
 
     if any(map(is_bcoo, jax.tree.leaves(grads, is_leaf=is_bcoo))):

@@ -154,6 +154,17 @@ def test_update_that_was_added_to_another_table():
     assert_identical(trained(moves), trained(INNER))
 
 
+def test_state_that_keeps_updates(backend):
+    def update(grads, state, params=None, **extra):
+        updates, inner = INNER.update(grads, state[0], params, **extra)
+        return updates, (inner, updates)
+
+    keeps = optax.GradientTransformationExtraArgs(
+        lambda params: (INNER.init(params), ()), update
+    )
+    assert_identical(trained(keeps), trained(INNER))
+
+
 DENSE = {
     "adam": optax.adam(RATE),
     "sgd": optax.sgd(RATE),
