@@ -23,6 +23,7 @@ CASES = {**LOOKUPS, **UNDER, **FUNCTIONS}
 
 # The loss itself computes something of the table's size.
 OWN_ARITHMETIC = {"stopped norm", "stopped output weights", "two tables, one dense"}
+OWN_ARITHMETIC |= {"scan, table halved", "norm of an inner gradient"}
 # A branch hands out what its derivative needs, which is of the size of the table.
 OWN_ARITHMETIC |= {"branches of tanh"}
 # Numbers that are nothing else's, for what is traced and for what is compiled.

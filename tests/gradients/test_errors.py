@@ -13,6 +13,7 @@ from jax import lax
 
 import optax_sparse_adam as osa
 
+from ..helpers.function_cases import tripled
 from ..helpers.gradients import Case, assert_row_sparse, assert_same, is_bcoo, square
 from ..helpers.support import slow_but
 
@@ -212,6 +213,10 @@ def product(p, i):
     return jnp.sum((p["t"] @ jnp.diag(p["w"]))[i])  # stands in the way: dot_general
 
 
+def own_rule(p, i):
+    return loss({**p, "t": tripled(p["t"])}, i)  # stands in the way: custom_vjp_call
+
+
 def rows_of_scan(p, i):
     step = lambda c, row: (c + square(row, p["w"]), None)  # noqa: E731
     return lax.scan(step, 0.0, p["t"])[0]  # stands in the way: scan
@@ -224,6 +229,7 @@ DENSE_USES = [
     decay_in_checkpoint,
     static_slice,
     product,
+    own_rule,
     rows_of_scan,
 ]
 

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import optax_sparse_adam as osa
 
-from ..helpers.gradients import assert_row_sparse, assert_same
+from ..helpers.gradients import assert_row_sparse
 from ..helpers.optimizers import FINAL
 from ..helpers.support import (
     assert_identical,
@@ -84,34 +83,6 @@ def test_rests(name, apply, backend):
     assert np.any(np.asarray(params["used"]) != used)
 
 
-def square(t, ids):
-    return jnp.sum(jnp.square(t[ids]))
-
-
-def in_scan(t, ids):
-    return lax.scan(lambda c, i: (c + square(t, i), None), 0.0, ids)[0]
-
-
-def in_branches(t, ids):
-    return lax.cond(jnp.sum(t[0]) > 0, square, lambda t, ids: 0.0, t, ids)
-
-
-TABLE = jnp.arange(1.0, 21.0).reshape(5, 4)
-
-
-@pytest.mark.parametrize("function", [square, in_scan, in_branches])
-@pytest.mark.parametrize(
-    "lift", slow_but([jax.jit, lambda f: f], jax.jit), ids=["jit", "eager"]
-)
-def test_empty_batch(function, lift):
-    ids = jnp.zeros((3, 0), jnp.int32)
-    value, grad = lift(osa.value_and_grad(function))(TABLE, ids)
-    expected_value, expected = jax.value_and_grad(function)(TABLE, ids)
-    assert_same(value, expected_value)
-    assert_row_sparse(grad, TABLE.shape, TABLE.dtype, 0)
-    assert_same(grad, expected)
-
-
 def test_leaves_of_all_kinds():
     """Scalars and complex leaves get zeros, tables without rows a BCOO."""
     params = {
@@ -127,15 +98,3 @@ def test_leaves_of_all_kinds():
     for name in ("vector", "no rows"):
         like = expected[name]
         assert_row_sparse(grads[name], like.shape, like.dtype, 0, what=name)
-
-
-def test_dense_optimizer_wants_zeros():
-    """As documented: `sparse` names the tables, other leaves are as `jax.grad`'s."""
-    params, optimizer = {"t": TABLE, "w": jnp.ones(4)}, optax.adam(0.1)
-    state = optimizer.init(params)
-    with pytest.raises(ValueError, match="pytree"):
-        optimizer.update(osa.grad(lambda p: jnp.sum(p["w"]))(params), state)
-    grads = osa.grad(lambda p: jnp.sum(p["w"]), sparse={"t": False, "w": False})
-    with jax.numpy_dtype_promotion("standard"):
-        updates, _ = optimizer.update(grads(params), state)
-    assert_same(updates["t"], jnp.zeros_like(TABLE))

@@ -78,6 +78,37 @@ def residual(p, ids):
 
 ODD_IDS = np.arange(16) * 3 % 16  # as many as the table of ROWS has rows
 
+
+def with_arrays(t):
+    """Arrays of the table's shape: of NumPy, and written in the loss."""
+    numbers = np.resize(np.asarray([0.5, -2, 1, 0.25, -1], t.dtype), t.shape)
+    literal = jnp.array(numbers.tolist())
+    return jnp.where(numbers > 0, t * literal, t / literal)
+
+
+def in_while_loop(p, ids):
+    """A loop that has no derivative."""
+    fixed = lax.stop_gradient(p["t"])
+    more = lax.while_loop(lambda c: c < 9.0, lambda c: c + fixed[0, 0] ** 2, 0.0)
+    return more * loss(p, ids)
+
+
+def on_other_platforms(p, ids):
+    """Branches for them are not compiled, as under JAX; here one could not be."""
+
+    def elsewhere(t):
+        rows = lax.stop_gradient(t[ids])
+        return jax.ffi.ffi_call("not_here", jax.typeof(rows))(rows)
+
+    rows = lax.platform_dependent(p["t"], tpu=elsewhere, default=lambda t: t[ids])
+    return square(rows, p["w"])
+
+
+def norm_of_gradient(p, ids):
+    grad = jax.grad(lambda t: loss({**p, "t": t}, ids))(p["t"])
+    return loss(p, ids) + jnp.linalg.norm(grad)
+
+
 FUNCTIONS = {
     # custom derivatives
     **{
@@ -87,6 +118,7 @@ FUNCTIONS = {
     "logsumexp of rows": Case(
         lambda p, i: jnp.sum(jax.nn.logsumexp(p["t"][i], axis=-1)), ulps=ROUNDED
     ),
+    "custom_vjp of rows": of_rows(tripled),
     "custom_vjp of the loss": Case(lambda p, i: tripled(loss(p, i))),
     "custom_jvp of the loss": Case(lambda p, i: odd_square(loss(p, i))),
     # a rule of its own says what the gradient of the table is, for all of its rows
@@ -117,6 +149,11 @@ FUNCTIONS = {
     ),
     "times a parameter": Case(lambda p, i: square((p["t"] * p["w"][0])[i], p["w"])),
     "affine": of_table(lambda t: 1 - 2 * t),
+    "with arrays of its shape": of_table(with_arrays),
+    "checkpoint of a function": of_table(
+        lambda t: jax.checkpoint(jnp.tanh)(t), ROUNDED
+    ),
+    "plus its rounding": of_table(lambda t: t + jnp.round(t)),
     "squared": of_table(lambda t: t * t),
     "where": of_table(lambda t: jnp.where(t > 0.5, t, 2 * t)),
     "tanh of the table": of_table(jnp.tanh, ROUNDED, touches_more=True),
@@ -143,6 +180,13 @@ FUNCTIONS = {
     "stopped lookup": Case(
         lambda p, i: square(p["t"][i] * lax.stop_gradient(p["t"])[i], p["w"])
     ),
+    "stopped tanh": of_table(lambda t: t * lax.stop_gradient(jnp.tanh(t)), ROUNDED),
+    "floor of the sum": Case(
+        lambda p, i: loss(p, i) * (jnp.floor(jnp.sum(p["t"])) + 100)
+    ),
+    "while loop": Case(in_while_loop, ulps=ROUNDED),
+    "other platforms": Case(on_other_platforms),
+    "norm of an inner gradient": Case(norm_of_gradient, 12, ulps=2048),
     "stopped output weights": Case(
         lambda p, i: jnp.sum(jnp.square(p["t"][i] @ lax.stop_gradient(p["t"]).T))
     ),

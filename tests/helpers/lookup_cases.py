@@ -23,6 +23,13 @@ def mixed(p, ids):
     return square(p["t"][ids], p["w"]) + jnp.sum(jnp.square(p["t"][ids[0], 2]))
 
 
+def integers(p, ids):
+    """Out of bounds they are the largest number, and not what NaN is cast to."""
+    numbers = jnp.take(abs(8 * p["t"]).astype(jnp.uint32), ids, axis=0)
+    rows = p["t"].at[ids].get(mode="clip")
+    return square(jnp.where(numbers > 8, 2 * rows, rows), p["w"])
+
+
 VECTOR = {"t": (R,), "w": (3,)}
 DEEP = {"t": (R, 2, 4), "w": (4,)}
 MANY = np.arange(20) % 7  # more ids than a table of ROWS has rows
@@ -88,6 +95,7 @@ LOOKUPS = {
     "out of bounds in a table scaled by a parameter": Case(
         lambda p, i: jnp.sum(no_nan((jnp.sum(p["w"]) * p["t"])[i])), 3, ids=[0, 3, 99]
     ),
+    "integers of the table, out of range": Case(integers, ids=FAR_IDS),
     # tables of other ranks, and more than one index
     "rank 1": lookup(lambda t, i: t[i], params=VECTOR),
     "rank 1, scalar id": Case(

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
@@ -90,6 +91,16 @@ def carried_table(p, ids):
     return lax.scan(step, (p["t"], 0.0), ids)[0][1]
 
 
+def carried_and_halved(p, ids):
+    """Of two tables one changes from step to step: its gradient is dense."""
+
+    def step(carry, i):
+        table, total = carry
+        return (table / 2, total + square(table[i] * p["s"][i], p["w"])), None
+
+    return lax.scan(step, (p["t"], 0.0), ids)[0][1]
+
+
 @jax.jit
 def looped(t, ids):
     """One jaxpr for all tables of a shape, with a loop in it."""
@@ -135,6 +146,17 @@ def devices(p, ids):
     )(p, ids)
 
 
+def split_in_two_ways(p, ids):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("d")
+    return jax.shard_map(
+        lambda part, t, i: lax.psum(jnp.sum(part[i] * t[i]), "d"),
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )(p["t"], p["t"], ids % 8)
+
+
 policies = jax.checkpoint_policies
 # Everything below looks up `IDS`, six of them, unless it says otherwise.
 UNDER = {
@@ -166,6 +188,9 @@ UNDER = {
     ),
     "scan, rows as outputs": Case(rows_as_outputs),
     "scan, table carried": Case(carried_table),
+    "scan, table halved": Case(carried_and_halved, {"s": 6}, TABLES, ulps=8),
+    "scan without steps": Case(summed(loss), 0, ids=np.zeros((0, 3))),
+    "scan, no ids in a step": Case(summed(loss), 0, ids=np.zeros((3, 0))),
     "scan, recurrent": Case(rnn, ulps=ROUNDED),
     "scan, two lookups": Case(
         summed(lambda p, i: square(p["t"][i] * p["t"][i - 1], p["w"])), 12
@@ -234,4 +259,5 @@ UNDER = {
     ),
     # devices
     "shard_map": Case(devices),
+    "shard_map, split in two ways": Case(split_in_two_ways, None, ulps=8),
 }
