@@ -76,14 +76,6 @@ def several(p, ids):
     return square(rows, p["w"])
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(OPTIMIZERS, "sparse_adam", "sparse_adafactor")
-)
-def test_optimizers(name, backend):
-    tables = dict.fromkeys(("scalar", "constant", "one", "many"), ())
-    assert_small(temporary(several, OPTIMIZERS[name], (7,), **tables))
-
-
 # The kernel takes part in the update, to which all lookups are rows: of each kind one.
 LOOKUPS_TWICE = [
     *((name, "plain") for name in LOOKUPS),
@@ -130,29 +122,38 @@ def weighted_bags(p, ids):
     return square(osa.embedding_bag(p["t"], ids, weights=weights), p["w"])
 
 
-def test_weighted_bags(backend):
-    assert_small(temporary(weighted_bags, OPTIMIZERS["sparse_adam"], (7, 3)))
-
-
 def checkpointed(p, ids):
     """The gradient of each table reads the other one in the backward pass."""
     product = jax.checkpoint(lambda t, u: jnp.sum(t[ids] * u[ids], axis=1))
     return jnp.sum(jnp.square(product(p["t"], p["u"]))) + jnp.sum(p["w"])
 
 
-def test_checkpoint(backend):
-    tables = {"t": (), "u": ()}
-    size = temporary(checkpointed, OPTIMIZERS["sparse_adam"], (7,), **tables)
-    assert_small(size)
-
-
 def stack_of_tables(p, ids):
     return square(jax.vmap(lambda t, i: t[i])(p["t"], ids), p["w"])
 
 
-def test_stack_of_tables(backend):
-    optimizer = OPTIMIZERS["sparse_adam"]
-    assert_small(temporary(stack_of_tables, optimizer, (2, 7), t=(2,)))
+# The optimiser, the loss, the shape of the ids, and stacks of tables.
+STEPS = {
+    **{
+        name: (
+            name,
+            several,
+            (7,),
+            dict.fromkeys(("scalar", "constant", "one", "many"), ()),
+        )
+        for name in OPTIMIZERS
+    },
+    "weighted bags": ("sparse_adam", weighted_bags, (7, 3), {"t": ()}),
+    "checkpoint": ("sparse_adam", checkpointed, (7,), {"t": (), "u": ()}),
+    "stack of tables": ("sparse_adam", stack_of_tables, (2, 7), {"t": (2,)}),
+}
+CORE = "sparse_adam", "sparse_adafactor", *list(STEPS)[len(OPTIMIZERS) :]
+
+
+@pytest.mark.parametrize("name", slow_but(STEPS, *CORE))
+def test_steps(name, backend):
+    optimizer, loss, ids, tables = STEPS[name]
+    assert_small(temporary(loss, OPTIMIZERS[optimizer], ids, **tables))
 
 
 def test_old_rows_beside_the_step():

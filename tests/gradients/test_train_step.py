@@ -10,7 +10,13 @@ import optax_sparse_adam as osa
 from optax_sparse_adam._rows.apply_updates import Added
 
 from ..helpers.optimizers import OPTIMIZERS
-from ..helpers.support import assert_close, assert_identical, slow_but
+from ..helpers.support import (
+    NumpyAdam,
+    assert_close,
+    assert_identical,
+    row_sums,
+    slow_but,
+)
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -41,20 +47,14 @@ def trained(tx, loss=loss, **kwargs):
 
 def numpy_sparse_adam():
     """SparseAdam of the table and of `w`, in float64."""
-    params = {name: np.array(x, np.float64) for name, x in start().items()}
-    table, w = params["table"], params["w"]
-    moments = {name: [np.zeros_like(x), np.zeros_like(x)] for name, x in params.items()}
-    for t, ids in enumerate(IDS, 1):
+    of_table, of_w = (NumpyAdam(start()[name], RATE) for name in ("table", "w"))
+    for ids in IDS:
+        table, w = of_table.table, of_w.table
         slope = np.cos(table[ids] @ w)
-        grads = {"table": np.zeros_like(table), "w": slope @ table[ids]}
-        np.add.at(grads["table"], ids, slope[:, None] * w)
-        for name, touched in (("table", np.unique(ids)), ("w", slice(None))):
-            (m, v), g = moments[name], grads[name][touched]
-            m[touched] += 0.1 * (g - m[touched])
-            v[touched] += 0.001 * (g * g - v[touched])
-            size = RATE * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-            params[name][touched] -= size * m[touched] / (np.sqrt(v[touched]) + 1e-8)
-    return params
+        grad_of_w = slope @ table[ids]
+        of_table.step(row_sums(slope[:, None] * w, ids[:, None], table.shape))
+        of_w.step(grad_of_w)
+    return {"table": of_table.table, "w": of_w.table}
 
 
 class Slots:
