@@ -1,6 +1,7 @@
 """The shim beside `torch.optim`: Adam and AdamW, and what Adafactor shares."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -29,12 +30,6 @@ from .test_programs import (
 )
 
 STORIES = []
-
-
-@pytest.fixture
-def enabled_x64():
-    with jax.enable_x64(True):
-        yield
 
 
 OPTIONS = {
@@ -83,18 +78,31 @@ def test_results(options, kind, dtype):
     compare(*logs, TOLERANCE[dtype].torch)
 
 
-@STORIES.append
-def options_changed_between_steps(world):
-    optimizer = make_dense(world)
-    log = [repr(optimizer), dense_steps(world, optimizer)]
-    for change in (
+CHANGES = {
+    "Adam": [
         {"lr": 0.3},
         {"betas": (0.5, 0.75)},
         {"eps": 0.1},
         {"weight_decay": 0.2},
         {"decoupled_weight_decay": True},
         {"maximize": True},
-    ):
+    ],
+    "Adafactor": [
+        {"lr": 0.3},
+        {"beta2_decay": -0.1},
+        {"eps": (0.1, 0.2)},
+        {"eps": [None, 0.5]},
+        {"d": 3.0},
+        {"weight_decay": 0.2},
+        {"maximize": True},
+    ],
+}
+
+
+def changed_options(world, kind="Adam"):
+    optimizer = make_dense(world, kind)
+    log = [repr(optimizer), dense_steps(world, optimizer)]
+    for change in CHANGES[kind]:
         optimizer.param_groups[0].update(change)
         log.append(dense_steps(world, optimizer, 2, seed=len(log)))
     return log
@@ -111,12 +119,10 @@ def amsgrad_ended(world):
     return log, dense_steps(world, optimizer)
 
 
-@STORIES.append
-def refused_options(world):
-    given = [
+REFUSED = {
+    "Adam": [
         {"lr": -1.0},
         {"lr": float("nan")},
-        {"lr": world.tensor([0.1, 0.2])},
         {"eps": -1e-8},
         {"betas": (1.0, 0.5)},
         {"betas": (0.5, float("nan"))},
@@ -124,12 +130,24 @@ def refused_options(world):
         {"weight_decay": float("nan")},
         {"lr": -1.0, "eps": -1.0, "weight_decay": -1.0},
         {"eps": -1.0, "betas": (2.0, 3.0)},
-    ]
-    return [
-        failure(make_dense, world, kind, **options)
-        for kind in ("Adam", "AdamW")
-        for options in given
-    ]
+    ],
+    "Adafactor": [
+        {"lr": -1},
+        {"beta2_decay": 0.8},
+        {"eps": (-1e-30, 1e-3)},
+        {"eps": (None, -1e-3)},
+        {"d": 0.5},
+        {"weight_decay": -1},
+        {"lr": -1, "d": 0.0, "beta2_decay": 1},
+        {"beta2_decay": 1, "eps": (-1, -1)},
+    ],
+}
+REFUSED["AdamW"] = REFUSED["Adam"]
+
+
+def refused_options(world, kind="Adam"):
+    given = [*REFUSED[kind], {"lr": world.tensor([0.1, 0.2])}]
+    return [failure(make_dense, world, kind, **options) for options in given]
 
 
 @STORIES.append
@@ -154,13 +172,14 @@ def round_trips(world, kind="AdamW"):
     return log, seen(other)
 
 
-STORIES.append(round_trips)
+STORIES += [changed_options, refused_options, round_trips]
+STORIES.append(functools.partial(refused_options, kind="AdamW"))
 
 
 @pytest.mark.parametrize("story", STORIES)
-@pytest.mark.usefixtures("enabled_x64")
 def test_as_torch(story):
-    check(story, 1e-12)
+    with jax.enable_x64(True):
+        check(story, 1e-12)
 
 
 @pytest.mark.parametrize("scheduler", ["StepLR", "OneCycleLR", "CosineAnnealingLR"])

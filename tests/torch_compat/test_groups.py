@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from optax_sparse_adam.torch_compat import Optimizer, Parameter, SparseAdam
+from optax_sparse_adam.torch_compat import Parameter, SparseAdam
 
 from .test_programs import OURS, TORCH, check, failure, gradient, seen, steps, table
 
@@ -146,6 +146,16 @@ def copies(world):
 
 
 @STORIES.append
+def shared_copies(world):
+    """They share parameters, groups and state; both may go on."""
+    optimizer = world.optim.SparseAdam([table(world)], lr=0.1)
+    steps(world, optimizer)
+    other = copy.copy(optimizer)
+    same = other.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
+    return same, [steps(world, x, 1) for x in (optimizer, other, optimizer, other)]
+
+
+@STORIES.append
 def an_optimizer_of_ones_own(world):
     """Overrides `step`, as in torch."""
 
@@ -199,26 +209,26 @@ def test_schedule_of_optax():
         np.testing.assert_array_equal(by_hand.data, log[i][0])
 
 
-def test_duplicates_are_refused():
-    """torch warns that it will."""
-    param = table(OURS)
-    for groups in ([param, param], [{"params": [table(OURS), param, param]}]):
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            SparseAdam(groups)
+PARAM, SPARSE = table(OURS), Parameter(gradient(TORCH, 0))
+COMPLEX = Parameter(np.ones((2, 3), np.complex64))
+# What torch does not refuse, or in other words.
+REFUSED = [
+    ([PARAM, PARAM], ValueError, "more than one parameter group"),
+    ([{"params": [PARAM, PARAM]}], ValueError, "more than one parameter group"),
+    ([SPARSE], ValueError, "SparseAdam requires dense parameter"),
+    ([{"params": [PARAM]}, {"params": COMPLEX}], ValueError, "requires dense param"),
+    ([np.zeros(3, np.float32)], TypeError, r"ndarray\. Give arrays as Parameters"),
+    (PARAM, TypeError, "iterable of Tensors or dicts.*Give a list"),
+    ({"table": PARAM}, TypeError, r"is str\..* dict\.values\(\)"),
+]
 
 
-@pytest.mark.parametrize("data", [gradient(TORCH, 0), np.ones((2, 3), np.complex64)])
-def test_sparse_and_complex_parameters_are_refused(data):
-    param = Parameter(data)
-    for groups in ([param], [{"params": [table(OURS)]}, {"params": param}]):
-        with pytest.raises(ValueError, match="SparseAdam requires dense parameter"):
-            SparseAdam(groups)
+@pytest.mark.parametrize(("params", "error", "words"), REFUSED)
+def test_refused(params, error, words):
+    with pytest.raises(error, match=words):
+        SparseAdam(params)
+
+
+def test_integers_are_no_parameters():
     with pytest.raises(RuntimeError, match=r"floating point.*got int32 of shape"):
         Parameter(np.ones(3, np.int32))
-
-
-def test_bare_arrays_are_named():
-    with pytest.raises(TypeError, match=r"ndarray\. Give arrays as Parameters"):
-        SparseAdam([np.zeros(3, np.float32)])
-    with pytest.raises(TypeError, match=r"iterable of Tensors or dicts.*Give a list"):
-        Optimizer(Parameter(np.zeros(3)), {})

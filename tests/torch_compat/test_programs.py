@@ -113,7 +113,7 @@ def assert_same(ours, theirs, tol=1e-6, what="result"):
 
 
 def check(story, tol=1e-6):
-    assert_same(to_numpy(story(OURS)), to_numpy(story(TORCH)), tol, story.__name__)
+    assert_same(to_numpy(story(OURS)), to_numpy(story(TORCH)), tol)
 
 
 def gradient(world, seed, shape=(6, 3), nse=5):

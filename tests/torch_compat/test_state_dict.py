@@ -54,6 +54,19 @@ def round_trip(world):
 
 
 @STORIES.append
+def state_handed_over(world):
+    """What programs do to keep the moments when they make another optimiser."""
+    old = make(world, 1)
+    steps(world, old)
+    (param,) = old.param_groups[0]["params"]
+    one, other = (world.optim.SparseAdam([param], lr=0.1) for _ in range(2))
+    one.state = old.state
+    log = [steps(world, one, 1)]
+    other.state[param] = one.state[param]
+    return [*log, steps(world, other, 1), steps(world, old, 1)]
+
+
+@STORIES.append
 def before_the_first_step(world):
     optimizer = make(world)
     saved = optimizer.state_dict()

@@ -1,9 +1,11 @@
 """The shim beside `torch.optim`: steps, options, closures, gradients."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import optax_sparse_adam as osa
 from optax_sparse_adam import torch_compat
 
 from ..helpers.support import TOLERANCE, assert_close
@@ -172,3 +174,24 @@ def test_gradient_of_a_torch_model():
         ours.step()
     expected = embedding.weight.detach().numpy()
     assert_close(table.data, expected, TOLERANCE["float32"].torch, magnitude=1.0)
+
+
+def test_an_unused_table_does_not_count_a_step():
+    """torch has no gradient for it: its steps, and bias corrections, are its own."""
+    embeddings = {name: torch.nn.Embedding(6, 2, sparse=True) for name in "ab"}
+    theirs = torch.optim.SparseAdam([x.weight for x in embeddings.values()], lr=0.1)
+    tables = {x: torch_compat.Parameter(embeddings[x].weight) for x in embeddings}
+    ours = torch_compat.SparseAdam(tables.values(), lr=0.1)
+    ids = np.array([1, 4, 1])
+    grad = osa.grad(lambda arrays, name: jnp.sum(arrays[name][ids] ** 2))
+    for name in "aaabab":
+        theirs.zero_grad()
+        embeddings[name](torch.tensor(ids)).square().sum().backward()
+        theirs.step()
+        grads = grad({key: x.data for key, x in tables.items()}, name)
+        for key in tables:
+            tables[key].grad = grads[key]
+        ours.step()
+    for name in tables:
+        expected = embeddings[name].weight.detach().numpy()
+        assert_close(tables[name].data, expected, 1e-6, magnitude=1.0)

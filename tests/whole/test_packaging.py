@@ -29,7 +29,8 @@ class Refuse:
                                       "matplotlib", "orbax", "hypothesis", "pytest"}:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-import optax_sparse_adam
+import numpy, optax_sparse_adam.torch_compat as t
+t.SparseAdam([t.Parameter(numpy.zeros(3))]).state_dict()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
