@@ -218,23 +218,28 @@ def test_default_capacity():
         assert counts.max() <= default_capacity(number, devices)
 
 
+# Sizes, rows, type of the ids, error and words.
 BAD = {
-    "capacity": ({"capacity": 0}, np.int32, ValueError, "`capacity` must be at least"),
-    "rounds": ({"max_rounds": 0}, np.int32, ValueError, "`max_rounds` must be at"),
-    "ids": ({}, np.float32, TypeError, "Row ids must be integers, got .*float32"),
+    "capacity": ({"capacity": 0}, 16, "int32", ValueError, "`capacity` must be at"),
+    "rounds": ({"max_rounds": 0}, 16, "int32", ValueError, "`max_rounds` must be at"),
+    "ids": ({}, 16, "float32", TypeError, "Row ids must be integers, got .*float32"),
+    "rows": ({}, 2**31, "int32", ValueError, "int32 cannot index .* 2147483648 rows"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_errors(name):
-    sizes, dtype, error, words = BAD[name]
+    sizes, rows, dtype, error, words = BAD[name]
     mesh = make_mesh((8,), ("d",))
     struct = jax.ShapeDtypeStruct
     lookup = on_mesh(mesh, P("d"), P("d"))(
         lambda table, ids: osa.sharded_lookup(table, ids, "d", **sizes)
     )
     with pytest.raises(error, match=words):
-        jax.eval_shape(lookup, struct((16, 2), jnp.float32), struct((8,), dtype))
+        jax.eval_shape(lookup, struct((rows, 2), jnp.float32), struct((8,), dtype))
+    count = on_mesh(mesh, P("d"), P())(lambda ids: osa.lookup_rounds(ids, 17, "d"))
+    with pytest.raises(ValueError, match=r"divide evenly .* 17 rows for 8 devices"):
+        jax.eval_shape(count, struct((8,), jnp.int32))
 
 
 def test_first_rows_beyond_int32():
@@ -244,16 +249,3 @@ def test_first_rows_beyond_int32():
             lambda: first_row("d", 2**29, jnp.int64)[None]
         )
         assert first().tolist() == [k * 2**29 for k in range(8)]
-
-
-def test_too_many_rows():
-    mesh = make_mesh((8,), ("d",))
-    struct = jax.ShapeDtypeStruct
-    lookup = on_mesh(mesh, P("d"), P("d"))(
-        lambda table, ids: osa.sharded_lookup(table, ids, "d")
-    )
-    with pytest.raises(ValueError, match=r"int32 cannot index .* 2147483648 rows"):
-        jax.eval_shape(lookup, struct((2**31, 2), jnp.float32), struct((8,), jnp.int32))
-    rounds = on_mesh(mesh, P("d"), P())(lambda ids: osa.lookup_rounds(ids, 17, "d"))
-    with pytest.raises(ValueError, match=r"divide evenly .* 17 rows for 8 devices"):
-        jax.eval_shape(rounds, struct((8,), jnp.int32))

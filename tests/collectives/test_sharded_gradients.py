@@ -73,24 +73,6 @@ def test_sharded_by_jit_alone():
     np.testing.assert_array_equal(to_dense(grad), expected)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT], ids=str)
-def test_more_rows_than_the_table_out_of_shard_map(axis_type):
-    def loss(table, ids):
-        return jnp.sum(jnp.square(table[ids]))
-
-    mesh = make_mesh(axis_type)
-    many, one = start(mesh, P())
-
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
-    def total(table, ids):
-        return lax.psum(loss(table, ids), "x")
-
-    with jax.set_mesh(mesh):
-        grad = sparse_grad(total)(*many)
-    assert grad.nse == ROWS
-    np.testing.assert_array_equal(to_dense(grad), jax.grad(loss)(*one))
-
-
 @pytest.mark.parametrize("capacity", slow_but([1, 99], 1))
 def test_training_inside_shard_map_over_some_axes(capacity):
     """The other axis splits the columns, and is left to JAX's partitioner."""

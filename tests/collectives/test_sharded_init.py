@@ -82,19 +82,6 @@ def test_tables_of_one_shape(name):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["sparse_adam", "lazy", "rowwise_adagrad"], "lazy")
-)
-def test_several_inits_in_one_program(name):
-    """Of tables of one type, each laid out in its own way."""
-    case = case_of(name, AxisType.Auto)
-    specs = [P("x", "y"), P("y", None), P(None, ("x", "y"))]
-    tables = [{"table": case.put(np.ones(SHAPE, np.float32), spec)} for spec in specs]
-    states = jax.jit(lambda tables: [case.tx.init(table) for table in tables])(tables)
-    for state, spec in zip(states, specs, strict=True):
-        assert_laid_out(state, case, spec)
-
-
-@pytest.mark.parametrize(
     "name", slow_but(["sparse_adam", "lazy", "rowwise_adam"], "sparse_adam")
 )
 def test_inside_shard_map_over_some_axes(name):

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._rows import map_rows
 
 from ..helpers.mesh import OPTIMIZERS, Case, specs_of, step_of
 from ..helpers.support import (
@@ -102,19 +103,37 @@ EXACT = [
     Case("rowwise_adagrad", (4, 2), P("x", None), P("y"), EXPLICIT),
 ]
 
+# Many rows, which move in blocks; Explicit axes do not split the entries then.
+BLOCKS = [
+    Case("sparse_adam", (8,), P("x", None), P("x")),
+    Case("sparse_adam", (8,), P(None, "x"), P(), EXPLICIT),
+    Case("per_row", (8,), P("x", None), P(), EXPLICIT),
+    Case("per_row", (8,), P(None, "x"), P()),
+    Case("rowwise_adam", (8,), P("x", None), P("x")),
+]
+BIT_FOR_BIT = [
+    *((case, "jit") for case in EXACT),
+    *((case, "blocks") for case in BLOCKS),
+    (EXACT[2], "eager"),
+]
+
 
 @pytest.mark.parametrize(
-    ("case", "eager"),
+    ("case", "way"),
     slow_but(
-        [*((case, False) for case in EXACT), (EXACT[2], True)],
-        *((EXACT[i], False) for i in (1, 5)),
+        BIT_FOR_BIT,
+        *((EXACT[i], "jit") for i in (1, 5)),
+        *((BLOCKS[i], "blocks") for i in (0, 2)),
     ),
     ids=str,
 )
-def test_bit_for_bit(case, eager):
+def test_bit_for_bit(case, way):
     """One gradient with duplicates and padding, split over the batch's axis."""
     rng = np.random.default_rng(1)
-    table = start()[0]["table"]
+    table, nse, eager = start()[0]["table"], 32, way == "eager"
+    if way == "blocks":
+        table, nse = rng.standard_normal((800, 64)).astype(np.float32), 1600
+        assert map_rows._block_rows(jnp.zeros((nse, 64))) < nse
 
     def step(table, state, values, ids):
         grad = bcoo(values, ids, table.shape)
@@ -125,7 +144,7 @@ def test_bit_for_bit(case, eager):
     one, many = jnp.asarray(table), case.put(table, case.table)
     one_state, many_state = case.tx.init(one), case.tx.init(many)
     for _ in range(1 if eager else 3):
-        entries = random_entries(rng, table.shape, 1, 32, outside=True)
+        entries = random_entries(rng, table.shape, 1, nse, outside=True)
         one, one_state = step(one, one_state, *entries)
         entries = [case.put(x, case.batch) for x in entries]
         many, many_state = step(many, many_state, *entries)
