@@ -8,7 +8,7 @@ import pytest
 import optax_sparse_adam as osa
 
 from ..helpers.identity import assert_identity, make_task, train
-from ..helpers.optimizers import FINAL
+from ..helpers.optimizers import FINAL, OPTIMIZERS
 from ..helpers.support import (
     TOLERANCE,
     assert_identical,
@@ -82,3 +82,50 @@ def test_a_table_that_grows(name):
     actual, _ = step(actual, new_state, jnp.array([10]))
     assert_identical(actual[:-1], jnp.concatenate([expected, jnp.ones((1, 4))]))
     assert jnp.all(actual[-1] < 1)
+
+
+@pytest.mark.parametrize("name", sorted({*FINAL} - {"per_row"}))
+def test_sparse_axes(name):
+    """The rows of two axes are those of one axis with their numbers."""
+    shape, flat = (4, 3, 2, 5), (12, 2, 5)
+    rng, tx = np.random.default_rng(0), FINAL[name].make(0.1)
+    values, indices = random_entries(rng, shape, 2, 7, outside=True)
+    inside = np.all((indices >= 0) & (indices < shape[:2]), axis=1)
+    ids = np.where(inside, indices @ np.array([3, 1]), -1).astype(np.int32)[:, None]
+    table = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    actual = train(tx, table, [bcoo(values, indices, shape)] * 2)
+    expected = train(tx, table.reshape(flat), [bcoo(values, ids, flat)] * 2)
+    actual = jax.tree.map(lambda a, e: a.reshape(e.shape), actual, expected)
+    assert_identical(actual, expected)
+
+
+def row_of(*shape):
+    return bcoo(np.ones((1, *shape[1:]), np.float32), np.zeros((1, 1), np.int32), shape)
+
+
+WRONG = {
+    "height": ({"in": {"table": row_of(8, 4)}}, ValueError, "must have the shape"),
+    "indices": (
+        {"in": {"table": jax.tree.map(jnp.float32, row_of(9, 4))}},
+        TypeError,
+        r"inside lazy: optax_sparse_adam\.lazy",
+    ),
+    # A model of Flax or Haiku keeps its table in a tree of its own.
+    "rows for a subtree": (
+        {"in": row_of(9, 4)},
+        ValueError,
+        "tree structure .* one leaf should",
+    ),
+    "None for a subtree": ({"in": None}, ValueError, "structure .* one leaf should"),
+    "a part": ({}, ValueError, "tree structure .* mismatch"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wrong_gradients(name, wrong):
+    params = {"in": {"table": jnp.ones((9, 4))}, "bias": jnp.ones(3)}
+    grads, error, words = WRONG[wrong]
+    tx = OPTIMIZERS[name].make(0.1)
+    with pytest.raises(error, match=words):
+        tx.update({"bias": params["bias"]} | grads, tx.init(params), params)

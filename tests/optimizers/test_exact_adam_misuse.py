@@ -132,12 +132,19 @@ LATER = r"made with the state of another step|of two of its steps"
 
 
 @pytest.mark.parametrize("look_up", [lambda t, i: t[i], osa.embedding_bag])
-def test_read_of_another_step(look_up):
+def test_read_of_no_step_and_of_another(look_up):
     """A gradient function that was made before the loop, and gradients used twice."""
     table, tx = start()["table"], osa.exact_adam(RATE)
     ids = jnp.array([[3, 7], [7, 5]])
     state = tx.init(table)
-    gradient_of = jax.jit(osa.grad(lambda t: jnp.sum(look_up(t, ids)), read=state))
+
+    def loss(table):
+        return jnp.sum(look_up(table, ids))
+
+    for change in (lambda grad: grad, lambda grad: 0.5 * grad, osa.coalesce):
+        with pytest.raises(ValueError, match="made with read="):
+            tx.update(change(jax.jit(osa.grad(loss))(table)), state, table)
+    gradient_of = jax.jit(osa.grad(loss, read=state))
     grad = gradient_of(table)
     update, new_state = jax.jit(tx.update)(grad, state, table)
     table = osa.apply_updates(table, update)
@@ -146,12 +153,13 @@ def test_read_of_another_step(look_up):
     update, _ = jax.jit(tx.update)(2.0 * grad, new_state, table)
     after = np.isnan(jax.jit(osa.apply_updates)(table, update)).all(axis=1)
     assert sorted(np.flatnonzero(after)) == [3, 5, 7]
-    newer = jax.jit(osa.grad(lambda t: jnp.sum(look_up(t, ids)), read=new_state))(table)
+    newer = jax.jit(osa.grad(loss, read=new_state))(table)
     with pytest.raises(ValueError, match=LATER):
         tx.update(newer + grad, new_state, table)
     nothing = jax.tree.map(jnp.zeros_like, grad)
-    update, _ = jax.jit(tx.update)(newer + nothing, new_state, table)
-    assert np.isfinite(update.data).all()
+    for good in (newer + nothing, osa.coalesce(newer)):
+        update, _ = jax.jit(tx.update)(good, new_state, table)
+        assert np.isfinite(update.data).all()
 
 
 def halved(tx):
