@@ -126,6 +126,13 @@ def bcoo(values, indices, shape, **flags):
     return BCOO((on_device(values), on_device(indices)), shape=shape, **flags)
 
 
+def abstract_bcoo(shape, nse, n_sparse=1, dtype="float32", **flags):
+    """Shapes alone, to compile for tables of any size."""
+    data = jax.ShapeDtypeStruct((nse, *shape[n_sparse:]), dtype)
+    indices = jax.ShapeDtypeStruct((nse, n_sparse), "int32")
+    return jax.eval_shape(lambda *args: bcoo(*args, shape, **flags), data, indices)
+
+
 def on_device(x):
     """`jnp.asarray` compiles a program for each shape of an array of NumPy."""
     return jax.device_put(x) if isinstance(x, np.ndarray) else jnp.asarray(x)

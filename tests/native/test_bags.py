@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._optimizers import sparse_adam
 from optax_sparse_adam._rows import bags, coalesce
 from optax_sparse_adam._rows.bag_gradient import BagGradient
 from optax_sparse_adam.native import _calls
@@ -87,33 +86,6 @@ def test_gradients(cache, problem, num_rows):
     )
     actual = jax.jit(lambda grad: coalesce.Rows(*_calls.sum_rows(grad)))(grad)
     assert_identical(actual, jax.jit(coalesce._sums)(grad), "sums")
-
-
-@needs_compiler
-def test_adam(cache):
-    """The update and the moments of the expanded gradient, row by row."""
-    rng = np.random.default_rng(0)
-    shape, num_bags = (300, 20), 40
-    ids = rng.integers(-2, 302, (2000, 1)).astype(np.int32)
-    bag = rng.integers(0, num_bags, 2000).astype(np.int32)
-    values = rng.standard_normal((num_bags, 20)).astype(np.float32)
-    args = jnp.asarray(values), jnp.asarray(ids), jnp.asarray(bag), None
-    grad = BagGradient(args, shape=shape, dtype="float32")
-    moments = jnp.zeros(shape), jnp.ones(shape)
-    factors = sparse_adam.AdamScalars(*map(jnp.float32, (1.0, 0.1, 0.2, 1e-3, -0.1)))
-
-    def update(grad):
-        (indices, data), moments_ = _calls.update_rows(
-            "adam", grad, moments, (), (), factors
-        )
-        padding = jnp.where(indices < 300, 0, data)
-        table = jnp.zeros(shape).at[indices[:, 0]].add(data, mode="drop")
-        return table, moments_, padding
-
-    def rows(grad):
-        return coalesce.BCOO((grad.data, grad.indices), shape=grad.shape)
-
-    assert_identical(jax.jit(update)(grad), jax.jit(lambda g: update(rows(g)))(grad))
 
 
 @needs_compiler

@@ -31,6 +31,7 @@ from ..helpers.native import calls_in, needs_compiler, python, sanitized
 from ..helpers.support import (
     TOLERANCE,
     NumpyAdam,
+    abstract_bcoo,
     assert_close,
     assert_identical,
     bcoo,
@@ -363,10 +364,7 @@ def kernel(cache, monkeypatch):
 
 def updated(shape=(5000, 24), nse=3000, n_sparse=1, dtype="float32", **flags):
     """A step of `sparse_adam`, traced."""
-    struct, tx = jax.ShapeDtypeStruct, osa.sparse_adam(0.1)
-    data = struct((nse, *shape[n_sparse:]), dtype)
-    ids = struct((nse, n_sparse), "int32")
-    grad = jax.eval_shape(lambda *x: bcoo(*x, shape, **flags), data, ids)
+    tx, grad = osa.sparse_adam(0.1), abstract_bcoo(shape, nse, n_sparse, dtype, **flags)
     return traced(tx, lambda table, state, grad: grad, shape, dtype, grad)
 
 

@@ -16,6 +16,7 @@ from ..helpers.blocks import at_once, lower
 from ..helpers.identity import assert_identity, make_task
 from ..helpers.support import (
     TOLERANCE,
+    abstract_bcoo,
     assert_close,
     bcoo,
     compile_for_users,
@@ -183,9 +184,7 @@ def test_memory(monkeypatch):
     nse, width = 65_536, 64
     rows = 30_000_000  # a bit for each were more than is allowed
     table = jax.ShapeDtypeStruct((rows, width), "float32")
-    data = jax.ShapeDtypeStruct((nse, width), "float32")
-    indices = jax.ShapeDtypeStruct((nse, 1), "int32")
-    grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
+    grad = abstract_bcoo(table.shape, nse)
     lowered, tables = lower(osa.lazy(FLAGSHIP), grad, table, donate=1)
     assert tables == {""}
     memory = compile_for_users(lowered).memory_analysis()
@@ -204,9 +203,7 @@ def test_memory_of_rows_that_meet():
         lambda grad, last, params: (grad - last, grad),
     )
     table = jax.ShapeDtypeStruct((1_000_000, 5), "float32")
-    data = jax.ShapeDtypeStruct((8, 5), "float32")
-    indices = jax.ShapeDtypeStruct((8, 1), "int32")
-    grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
+    grad = abstract_bcoo(table.shape, 8)
     tx = osa.lazy(optax.chain(change, optax.scale_by_trust_ratio()))
     lowered, tables = lower(tx, grad, table, donate=1)
     assert not tables  # the norm is that of all rows
@@ -218,9 +215,7 @@ def test_memory_of_many_tables(monkeypatch):
     monkeypatch.undo()
     number, nse, width = 8, 512, 32
     tables = [jax.ShapeDtypeStruct((9999, width), "float32")] * number
-    data = jax.ShapeDtypeStruct((nse, width), "float32")
-    indices = jax.ShapeDtypeStruct((nse, 1), "int32")
-    grad = jax.eval_shape(lambda *x: bcoo(*x, tables[0].shape), data, indices)
+    grad = abstract_bcoo(tables[0].shape, nse)
     lowered, taken = lower(osa.lazy(FLAGSHIP), [grad] * number, tables, donate=1)
     assert len(taken) == number
     temporary = compile_for_users(lowered).memory_analysis().temp_size_in_bytes
@@ -237,9 +232,7 @@ def test_small_gradients(monkeypatch):
         (1025, osa.lazy(optax.adam(0.1)), True, {""}),
         (65_536, osa.rowwise_adagrad(0.1), False, set()),  # known to treat rows alone
     ):
-        data = jax.ShapeDtypeStruct((nse, 64), "float32")
-        indices = jax.ShapeDtypeStruct((nse, 1), "int32")
-        grad = jax.eval_shape(lambda *x: bcoo(*x, table.shape), data, indices)
+        grad = abstract_bcoo(table.shape, nse)
         traced, tables = lower(tx, grad, table, "trace")
         assert tables == analysed
         assert (" while[" in str(traced.jaxpr)) == has_loop

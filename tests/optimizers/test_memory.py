@@ -12,7 +12,13 @@ import pytest
 import optax_sparse_adam as osa
 
 from ..helpers.optimizers import OPTIMIZERS
-from ..helpers.support import bcoo, compile_for_users, random_entries, slow_but
+from ..helpers.support import (
+    abstract_bcoo,
+    bcoo,
+    compile_for_users,
+    random_entries,
+    slow_but,
+)
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -56,9 +62,7 @@ def size(tree):
 
 def abstract(tx, rows, nse=1024, dtype="float32"):
     table = jax.ShapeDtypeStruct((rows, WIDTH), dtype)
-    data = jax.ShapeDtypeStruct((nse, WIDTH), dtype)
-    indices = jax.ShapeDtypeStruct((nse, 1), "int32")
-    grad = jax.eval_shape(lambda *args: bcoo(*args, table.shape), data, indices)
+    grad = abstract_bcoo(table.shape, nse, dtype=dtype)
     return table, jax.eval_shape(tx.init, table), grad
 
 

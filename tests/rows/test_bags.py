@@ -282,7 +282,7 @@ def factored(seed=0, read=None):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @jax.numpy_dtype_promotion("standard")  # for optax
-def test_optimizers_take_it(name):
+def test_optimizers_take_it(name, backend):
     tx, table = TRANSFORMATIONS[name], numbers()[0]
 
     @jax.jit

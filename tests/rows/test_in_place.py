@@ -17,6 +17,7 @@ from optax_sparse_adam._rows import gather_scatter, map_rows
 from optax_sparse_adam._rows.map_rows import update_rows
 
 from ..helpers.support import (
+    abstract_bcoo,
     assert_identical,
     assert_same_memory,
     bcoo,
@@ -26,12 +27,6 @@ from ..helpers.support import (
 from ..helpers.versions import WIDENS_BFLOAT16
 
 TALL = 30_000_000  # with 64 columns just below 2**31 numbers
-
-
-def abstract_bcoo(shape, nse, n_sparse, dtype="float32", **flags):
-    data = jax.ShapeDtypeStruct((nse, *shape[n_sparse:]), dtype)
-    indices = jax.ShapeDtypeStruct((nse, n_sparse), "int32")
-    return jax.eval_shape(lambda *args: bcoo(*args, shape, **flags), data, indices)
 
 
 def table_shape(rows, n_sparse):
