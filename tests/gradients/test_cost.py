@@ -16,7 +16,6 @@ from ..helpers.support import (
     slow_but,
 )
 from ..helpers.transform_cases import UNDER
-from .test_models import IDS, MODELS
 
 CASES = {**LOOKUPS, **UNDER, **FUNCTIONS}
 
@@ -108,29 +107,6 @@ COMPILED = [
 def test_compiled(name):
     case = CASES[name]
     assert_costs_nothing(osa.value_and_grad(case.loss), case.abstract(TALL))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linen",
-        "linen, scan",
-        "nnx, split and merge",
-        "equinox, two vmaps",
-    ],
-)
-def test_compiled_models(name):
-    make, _ = MODELS[name]
-    losses = []
-
-    def parameters():
-        loss, params = make(TALL)[:2]
-        losses.append(loss)
-        return params
-
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params = jax.eval_shape(parameters)  # random numbers would take a second
-        assert_costs_nothing(osa.value_and_grad(losses[0]), (params, IDS))
 
 
 def test_dense_gradient_is_seen():

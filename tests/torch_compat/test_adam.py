@@ -13,13 +13,14 @@ import torch
 import optax_sparse_adam as osa
 from optax_sparse_adam.torch_compat import Adam, Parameter
 
-from ..helpers.support import TOLERANCE, Magnitude
-from .test_checkpoints import copy_parameters
+from ..helpers.support import TOLERANCE
 from .test_programs import (
     OURS,
     TORCH,
     assert_same,
     check,
+    compare,
+    copy_parameters,
     dense_steps,
     failure,
     gradient,
@@ -43,25 +44,6 @@ OPTIONS = {
     "foreach": {"foreach": True, "weight_decay": 0.1, "amsgrad": True},
     "zeros": {"lr": 0.0, "weight_decay": 0.1, "eps": 0.0},
 }
-
-
-def compare(ours, theirs, tol):
-    """Every array after every step, against the largest value it has had so far.
-
-    A difference of nearly equal values has the rounding errors of the values.
-    """
-    magnitudes = {}
-    for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        paths = jax.tree_util.tree_flatten_with_path(their)[0]
-        leaves = jax.tree.leaves(our)
-        for (path, expected), actual in zip(paths, leaves, strict=True):
-            if isinstance(expected, np.ndarray):
-                assert actual.dtype == expected.dtype
-                magnitude = magnitudes.setdefault(path, Magnitude())
-                name = f"{jax.tree_util.keystr(path)} after {i + 1} steps"
-                magnitude.check(actual, expected, tol, name)
-            else:
-                assert actual == expected, path
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

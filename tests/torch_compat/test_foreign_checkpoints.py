@@ -15,9 +15,7 @@ import torch
 from optax_sparse_adam import torch_compat
 from optax_sparse_adam.torch_compat import Adam, AdamW, SparseAdam
 
-from .test_adam import compare
-from .test_checkpoints import copy_parameters
-from .test_programs import OURS, TORCH, seen, to_numpy
+from .test_programs import OURS, TORCH, compare, copy_parameters, seen, to_numpy
 
 OF_TORCH = sorted(
     name

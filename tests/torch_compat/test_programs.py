@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -165,3 +166,29 @@ def dense_steps(world, optimizer, count=4, seed=0):
         optimizer.step()
         log.append(seen(optimizer))
     return log
+
+
+def compare(ours, theirs, tol):
+    """Every array after every step, against the largest value it has had so far.
+
+    A difference of nearly equal values has the rounding errors of the values.
+    """
+    magnitudes = {}
+    for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        paths = jax.tree_util.tree_flatten_with_path(their)[0]
+        leaves = jax.tree.leaves(our)
+        for (path, expected), actual in zip(paths, leaves, strict=True):
+            if isinstance(expected, np.ndarray):
+                assert actual.dtype == expected.dtype
+                magnitude = magnitudes.setdefault(path, Magnitude())
+                name = f"{jax.tree_util.keystr(path)} after {i + 1} steps"
+                magnitude.check(actual, expected, tol, name)
+            else:
+                assert actual == expected, path
+
+
+def copy_parameters(source, target):
+    for old, new in zip(source.param_groups, target.param_groups, strict=True):
+        for param, other in zip(old["params"], new["params"], strict=True):
+            values = np.array(to_numpy(param))
+            other.data = torch.tensor(values) if torch.is_tensor(other) else values

@@ -15,11 +15,6 @@ STORIES = []
 
 
 @STORIES.append
-def defaults(world):
-    return steps(world, world.optim.SparseAdam([table(world)]))
-
-
-@STORIES.append
 def options_of_groups(world):
     groups = [
         {"params": [table(world, 0), table(world, 1)], "lr": 0.1},
