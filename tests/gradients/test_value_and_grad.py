@@ -201,26 +201,18 @@ def with_aux(t, i):
     }
 
 
-@pytest.mark.parametrize("lift", slow_but([jax.jit, lambda f: f], jax.jit))
-def test_aux(lift):
-    def arrays(t, i):
-        value, aux = with_aux(t, i)
-        return value, aux["arrays"]
-
-    function = arrays if lift is jax.jit else with_aux
-    (value, aux), grads = lift(osa.value_and_grad(function, has_aux=True))(
-        TABLE, IDS_ARRAY
-    )
+def test_aux():
+    """Arrays, keys, and what is no array; under jit in test_random_programs."""
+    (value, aux), grads = osa.value_and_grad(with_aux, has_aux=True)(TABLE, IDS_ARRAY)
     (expected_value, expected_aux), expected = jax.value_and_grad(
-        function, has_aux=True
+        with_aux, has_aux=True
     )(TABLE, IDS_ARRAY)
     assert_row_sparse(grads, TABLE.shape, TABLE.dtype, 6)
     assert_same(value, expected_value)
     assert_same(grads, expected)
     assert jax.tree.structure(aux) == jax.tree.structure(expected_aux)
-    for leaf, like in zip(
-        jax.tree.leaves(aux), jax.tree.leaves(expected_aux), strict=True
-    ):
+    pairs = zip(jax.tree.leaves(aux), jax.tree.leaves(expected_aux), strict=True)
+    for leaf, like in pairs:
         assert type(leaf) is type(like)
         if callable(like) or isinstance(like, str):
             assert leaf is like
@@ -228,7 +220,7 @@ def test_aux(lift):
             assert_identical(jax.random.key_data(leaf), jax.random.key_data(like))
         else:
             assert_identical(leaf, like)
-    grads_again, aux_again = osa.grad(function, has_aux=True)(TABLE, IDS_ARRAY)
+    grads_again, aux_again = osa.grad(with_aux, has_aux=True)(TABLE, IDS_ARRAY)
     assert_same(grads_again, expected)
     assert jax.tree.structure(aux_again) == jax.tree.structure(expected_aux)
 
