@@ -73,21 +73,46 @@ def scattered(mesh, **sizes):
     return function
 
 
-@pytest.mark.parametrize("devices", slow_but([2, 4, 8], 4))
-def test_bytes_sent_grow_with_the_share(devices):
-    """In one round, hardly more than the share, on however many devices."""
+FORMS = {
+    "lookup, one round": (gradient, {"max_rounds": 1}),
+    "lookup, gathered": (gradient, {"capacity": SHARE}),
+    "sum": (scattered, {}),
+    "sum, gathered": (scattered, {"capacity": SHARE}),
+}
+CASES = [("lookup, one round", devices) for devices in (2, 4)]
+CASES += [(name, 8) for name in FORMS]
+
+
+@pytest.mark.parametrize(("name", "devices"), slow_but(CASES, CASES[1], CASES[3]))
+def test_bytes_sent(name, devices):
+    """In a round, hardly more than the share, on however many devices.
+
+    Gathered, as many times the share as there are devices.
+    """
     mesh = make_mesh((devices,), ("d",))
-    slots = devices * default_capacity(SHARE, devices)
+    function, sizes = FORMS[name]
+    program = compiled(function(mesh, **sizes), mesh, TALL)
+    slots, everything = devices * default_capacity(SHARE, devices), devices * SHARE
     assert slots <= 1.6 * SHARE
-    program = compiled(gradient(mesh, max_rounds=1), mesh, TALL)
+    rounds = ("all-reduce", 4)  # how many there are
+    ids, rows = ("all-to-all", slots * ID), ("all-to-all", slots * ROW)
+    all_ids, all_rows = (
+        ("all-gather", everything * ID),
+        ("all-gather", everything * ROW),
+    )
+    answers = ("all-to-all", everything * ROW)
     outside, loops = collectives(program.as_text())
-    assert outside == [
-        ("all-reduce", 4),  # how many rounds
-        ("all-to-all", slots * ID),
-        ("all-to-all", slots * ROW),
-        ("all-to-all", slots * ROW),  # the gradient
-    ]
-    assert loops == []
+    assert (
+        outside
+        == {
+            "lookup, one round": [rounds, ids, rows, rows],  # the last is the gradient
+            "lookup, gathered": [all_ids, answers, answers],
+            "sum": [rounds, ids, rows],
+            "sum, gathered": [all_ids, all_rows],
+        }[name]
+    )
+    assert loops == ([ids, rows] if name == "sum" else [])
+    assert program.memory_analysis().temp_size_in_bytes < 10 * everything * ROW
 
 
 def test_step_costs_nothing_for_the_table():
@@ -114,36 +139,3 @@ def test_step_costs_nothing_for_the_table():
     once = [("all-to-all", slots * ID), ("all-to-all", slots * ROW)]
     assert outside == [("all-reduce", 4), *once, once[1]]
     assert loops == sorted(2 * once)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capacity", [SHARE, None])
-def test_bytes_of_sums(capacity):
-    """Gathered, each device gets all rows of all; routed, as much as it has itself."""
-    mesh = make_mesh((8,), ("d",))
-    program = compiled(scattered(mesh, capacity=capacity), mesh, TALL)
-    outside, loops = collectives(program.as_text())
-    everything = 8 * SHARE
-    if capacity is None:
-        slots = 8 * default_capacity(SHARE, 8)
-        once = [("all-to-all", slots * ID), ("all-to-all", slots * ROW)]
-        assert outside == [("all-reduce", 4), *once]
-        assert loops == once
-    else:
-        assert outside == [
-            ("all-gather", everything * ID),
-            ("all-gather", everything * ROW),
-        ]
-        assert loops == []
-    assert program.memory_analysis().temp_size_in_bytes < 10 * everything * ROW
-
-
-def test_bytes_of_gathered_lookups():
-    """The other form: as many times the share as there are devices."""
-    mesh = make_mesh((8,), ("d",))
-    program = compiled(gradient(mesh, capacity=SHARE), mesh, TALL)
-    outside, loops = collectives(program.as_text())
-    everything = 8 * SHARE
-    rows = ("all-to-all", everything * ROW)
-    assert outside == [("all-gather", everything * ID), rows, rows]
-    assert loops == []

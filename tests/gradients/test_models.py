@@ -96,9 +96,9 @@ class NnxModel(nnx.Module):
         return self.dense(self.embed(ids))
 
 
-def nnx_split(rows, call=lambda model, ids: model(ids), **kwargs):
+def nnx_split(rows, **kwargs):
     graph, state = nnx.split(NnxModel(nnx.Rngs(0), rows, **kwargs))
-    return lambda s, ids: mean_square(call(nnx.merge(graph, s), ids)), state
+    return lambda s, ids: mean_square(nnx.merge(graph, s)(ids)), state
 
 
 def nnx_module(rows):
@@ -155,8 +155,6 @@ MODELS = {
     "linen, tied": (linen_tied, None),
     "nnx, split and merge": (nnx_split, 6),
     "nnx, bfloat16": (lambda rows: nnx_split(rows, dtype=jnp.bfloat16), 6),
-    "nnx, remat": (lambda rows: nnx_split(rows, nnx.remat(lambda m, ids: m(ids))), 6),
-    "nnx, jit": (lambda rows: nnx_split(rows, nnx.jit(lambda m, ids: m(ids))), 6),
     "nnx, module as it is": (nnx_module, 6),
     "nnx, pure dict": (nnx_pure_dict, 6),
     "equinox, two vmaps": (equinox, 6),

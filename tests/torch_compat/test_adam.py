@@ -91,6 +91,17 @@ def changed_options(world, kind="Adam"):
 
 
 @STORIES.append
+def infinite_parameters(world):
+    """A decay of 0 is left out: nothing times infinity is not a number."""
+    param = world.parameter(np.array([np.inf, -np.inf, np.nan, 1.0]))
+    optimizer = world.optim.Adam([param], lr=0.1)
+    for values in ([0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, np.nan]):
+        param.grad = world.parameter(np.array(values)).data
+        optimizer.step()
+    return [str(x) for x in to_numpy(param)]
+
+
+@STORIES.append
 def amsgrad_ended(world):
     """The maximum stays in the state, as it was."""
     optimizer = make_dense(world, amsgrad=True)
@@ -188,22 +199,6 @@ def test_a_scheduler_of_torch(scheduler):
     copy_parameters(theirs, ours)
     ours.load_state_dict(theirs.state_dict())  # with what the scheduler has put there
     assert_same(seen(ours), seen(theirs), 0)
-
-
-def test_infinite_parameters():
-    """A decay of 0 is left out: nothing times infinity is not a number."""
-
-    def story(world):
-        start = np.array([np.inf, -np.inf, np.nan, 1.0], np.float32)
-        optimizer = world.optim.Adam([world.parameter(start)], lr=0.1)
-        (param,) = optimizer.param_groups[0]["params"]
-        for values in ([0, 0, 0, 0], [0, 1, 1, np.nan]):
-            param.grad = world.parameter(np.array(values, np.float32)).data
-            optimizer.step()
-        return to_numpy(param)
-
-    np.testing.assert_array_equal(story(OURS), story(TORCH))
-    np.testing.assert_array_equal(story(OURS), [np.inf, -np.inf, np.nan, np.nan])
 
 
 @pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
