@@ -10,11 +10,7 @@ import optax
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .coalesce import (
-    accumulator_dtype,
-    replicate_entries,
-    touched_rows,
-)
+from .coalesce import accumulator_dtype, replicate_entries, touched_rows
 from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
 
 

@@ -63,9 +63,11 @@ def update_table(
     floats = [x for x in (*tables, *read) if jnp.issubdtype(x.dtype, jnp.floating)]
     targets: Tables = ()
     if kernel is not None and native.supports_update(wide, *floats):
-        # Updates of a smaller type are rounded before they are added.
-        if target is not None and grad.dtype == target.dtype == jnp.float32:
-            targets = (target,)
+        # Updates of a smaller type are rounded before they are added. For a parameter
+        # of another shape `apply_updates` raises.
+        like = grad.shape, jnp.float32, jnp.float32
+        if target is not None and (target.shape, target.dtype, grad.dtype) == like:
+            targets = (target,) if native.supports_update(wide, target) else ()
         operands = wide, tables, read, targets, *args
         rows, tables = on_cpu(kernel, by_rows, *operands, keeps_order=False)
     else:

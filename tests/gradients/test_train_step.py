@@ -154,6 +154,12 @@ def test_update_that_was_added_to_another_table():
     assert_identical(trained(moves), trained(INNER))
 
 
+def test_parameters_of_another_shape(backend):
+    params = start() | {"table": jnp.ones((ROWS + 1, DIM))}
+    with pytest.raises(ValueError, match="shape"):
+        osa.make_train_step(loss, INNER)(params, INNER.init(start()), IDS[0])
+
+
 def test_state_that_keeps_updates(backend):
     def update(grads, state, params=None, **extra):
         updates, inner = INNER.update(grads, state[0], params, **extra)
