@@ -224,6 +224,13 @@ def backend(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def kernel(cache, monkeypatch):
+    """It is used as in a process of one device."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    jax.clear_caches()  # what was traced without it
+
+
 @pytest.fixture(scope="module")
 def traced_with_the_kernel():
     """What was traced without it is traced anew; these tests are the last of a file."""

@@ -90,13 +90,11 @@ def test_gradients(cache, problem, num_rows):
 
 @needs_compiler
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_program_of_one_device(cache, monkeypatch, by_hand):
+def test_program_of_one_device(kernel, by_hand):
     """A step reads bags, and adds rows up, by the kernel.
 
     By hand nothing is `[N, D]` but the update, and in `make_train_step` nothing at all.
     """
-    monkeypatch.setattr(_calls, "available", lambda: True)
-    jax.clear_caches()
     tx, ids = osa.sparse_adam(0.1), jnp.zeros([64, 50], jnp.int32)
 
     def loss(table):
@@ -117,8 +115,7 @@ def test_program_of_one_device(cache, monkeypatch, by_hand):
 
 
 @needs_compiler
-def test_derivatives_of_sums_by_the_kernel(cache, monkeypatch):
-    monkeypatch.setattr(_calls, "available", lambda: True)
+def test_derivatives_of_sums_by_the_kernel(kernel):
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.standard_normal((9, 4)), jnp.float32)
     ids = jnp.asarray(rng.integers(-1, 10, (3, 4)))

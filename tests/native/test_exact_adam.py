@@ -164,10 +164,8 @@ def test_nothing_remains(cache, of_roots):
     assert_identical(rows, table)
 
 
-def test_where_it_is_not_used(cache, monkeypatch):
+def test_where_it_is_not_used(kernel):
     """Other types, and rows whose vectors have a state each."""
-    monkeypatch.setattr(_calls, "available", lambda: True)
-    jax.clear_caches()
     for table in (jnp.ones((9, 3, 20)), jnp.ones((9, 20), "bfloat16")):
         tx = osa.exact_adam(0.1)
 

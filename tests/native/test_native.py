@@ -319,9 +319,8 @@ def flags_of_memory(address):
 
 
 @needs_compiler
-def test_new_states(cache, monkeypatch):
+def test_new_states(kernel):
     """Zeros of its own for each leaf, large ones in huge pages."""
-    monkeypatch.setattr(_calls, "available", lambda: True)
     init = osa.sparse_adam(0.1, mu_dtype="bfloat16").init
     shapes = {"large": (200_000, 16), "as large": (200_000, 16), "small": (9, 2)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
@@ -337,9 +336,8 @@ def test_new_states(cache, monkeypatch):
 
 
 @needs_compiler
-def test_new_states_without_it(cache, monkeypatch):
+def test_new_states_without_it(kernel, monkeypatch):
     """Inside of programs, and of what is no array of floats on a CPU."""
-    monkeypatch.setattr(_calls, "available", lambda: True)
     monkeypatch.setattr(_calls, "zeros", None)
     init, size = osa.sparse_adam(0.1).init, (200_000, 16)
     params = {
@@ -353,13 +351,6 @@ def test_new_states_without_it(cache, monkeypatch):
     assert jax.eval_shape(init, wide).nu.shape == size
     assert "zeros" not in jax.jit(init).lower(wide).as_text()
     assert init(jax.ShapeDtypeStruct(size, "float32")).nu.shape == size
-
-
-@pytest.fixture
-def kernel(cache, monkeypatch):
-    """It is used as in a process of one device."""
-    monkeypatch.setattr(_calls, "available", lambda: True)
-    jax.clear_caches()  # what was traced without it
 
 
 def updated(shape=(5000, 24), nse=3000, n_sparse=1, dtype="float32", **flags):

@@ -16,6 +16,7 @@ from jax.test_util import check_grads
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows.bag_gradient import BagGradient
 
+from ..helpers.gradients import dense
 from ..helpers.support import assert_close, assert_identical, program_environment
 from ..helpers.versions import FAST_TO_COMPILE
 
@@ -126,10 +127,10 @@ def test_exact_adam_is_dense_adam():
         return jnp.sum(jnp.tanh(bag(table, ids, mode="mean")))
 
     table, tx = numbers()[0].astype("float64"), osa.exact_adam(0.01)
-    dense = optax.adam(0.01)
-    ours, theirs = (jnp.copy(table), tx.init(table)), (table, dense.init(table))
+    reference = optax.adam(0.01)
+    ours, theirs = (jnp.copy(table), tx.init(table)), (table, reference.init(table))
     step = osa.make_train_step(loss, tx)
-    dense_step = osa.make_train_step(loss, dense, sparse=False)
+    dense_step = osa.make_train_step(loss, reference, sparse=False)
     for seed in range(40):
         ids = numbers(seed)[1]
         *ours, value = step(*ours, ids)
@@ -137,17 +138,6 @@ def test_exact_adam_is_dense_adam():
         assert_close(value, expected, 1e-10, magnitude=1.0)
     table, _ = osa.flush(*ours)
     assert_close(table, theirs[0], 1e-10, magnitude=1.0)
-
-
-def dense(grad):
-    """By a loop in NumPy."""
-    if not isinstance(grad, BCOO):
-        return np.asarray(grad)
-    total = np.zeros(grad.shape)
-    for index, row in zip(np.asarray(grad.indices), np.asarray(grad.data), strict=True):
-        if ((index >= 0) & (index < grad.shape[: len(index)])).all():
-            total[tuple(index)] += row
-    return total
 
 
 def scanned(table, ids, weights, segments, copies=1):
@@ -203,18 +193,24 @@ PROGRAMS = {
 EXPANDED = ("max", "long scan", "function of a table")
 
 
+def check_gradients(function, argnums, args):
+    """Returns that of the table, after a comparison with JAX's."""
+    actual = jax.jit(osa.value_and_grad(function, argnums))(*args)
+    value, (table, other) = jax.jit(jax.value_and_grad(function, argnums))(*args)
+    found, (grad, of_other) = actual
+    assert_close(found, value, 1e-5, magnitude=abs(value) + 1)
+    assert_close(dense(grad), table, 1e-5, magnitude=np.abs(table).max())
+    assert_close(dense(of_other), other, 1e-5, magnitude=np.abs(other).max() + 1)
+    return grad
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients(name):
     """Those of JAX, of table and weights; kept by bags."""
     args = numbers(rows=150)
     if name == "long scan":
         args = numbers()
-    both = [f(PROGRAMS[name], (0, 2)) for f in (osa.value_and_grad, jax.value_and_grad)]
-    value, (grad, of_weights) = jax.jit(both[0])(*args)
-    expected, (table, weights) = jax.jit(both[1])(*args)
-    assert_close(value, expected, 1e-5, magnitude=abs(expected) + 1)
-    assert_close(dense(grad), table, 1e-5, magnitude=np.abs(table).max())
-    assert_close(dense(of_weights), weights, 1e-5, magnitude=np.abs(weights).max() + 1)
+    grad = check_gradients(PROGRAMS[name], (0, 2), args)
     assert isinstance(grad, BCOO)
     assert isinstance(grad, BagGradient) == (name not in EXPANDED)
 
@@ -387,7 +383,7 @@ def test_nothing_to_add_up(name, mode):
     assert_identical(pool(table), jnp.zeros((bags, 2)))
     for grad in (osa.grad, jax.grad):
         found = dense(jax.jit(grad(lambda t: jnp.sum(pool(t))))(table))
-        assert_identical(found.astype(float), np.zeros((4, 2)))
+        assert_identical(found, np.zeros((4, 2), np.float32))
 
 
 @pytest.mark.parametrize("mode", ["sum", "max"])
@@ -622,13 +618,8 @@ def random_program(rng):
 @pytest.mark.parametrize("seed", range(200))
 def test_random_programs(seed):
     rng = np.random.default_rng(seed)
-    loss, table = random_program(rng), numbers(seed)[0]
-    actual = jax.jit(osa.value_and_grad(loss, (0, 1)))(table, jnp.float32(1.5))
-    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(table, jnp.float32(1.5))
-    (value, (grad, of_scale)), (right, (table, scale)) = actual, expected
-    assert_close(value, right, 1e-5, magnitude=abs(right) + 1)
-    assert_close(of_scale, scale, 1e-4, magnitude=abs(scale) + 1)
-    assert_close(dense(grad), table, 1e-5, magnitude=np.abs(table).max() + 1)
+    args = numbers(seed)[0], jnp.float32(1.5)
+    check_gradients(random_program(rng), (0, 1), args)
 
 
 def test_expanded_in_a_program_and_after_it():

@@ -197,13 +197,9 @@ def test_a_clone_stays_one(name):
 
 
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
+@jax.enable_x64(True)
 def test_rows_that_begin_again_are_those_of_dense_adamw(kind):
     """optax.adamw, whose rows and moments are set by hand; decay goes on from there."""
-    with jax.enable_x64(True):
-        _begin_again(kind)
-
-
-def _begin_again(kind):
     rate, decay = 0.05, 0.3
     tx = osa.exact_adamw(rate, weight_decay=decay)
     dense = optax.adamw(rate, weight_decay=decay)
