@@ -112,19 +112,6 @@ def test_vmap(name):
         assert x.sharding.is_equivalent_to(table.sharding, x.ndim), x.sharding
 
 
-def test_derivative():
-    """Of what comes after `init`; the state itself is constant."""
-    case = case_of("sparse_adam", AxisType.Auto)
-    table = case.put(np.ones(SHAPE, np.float32), case.table)
-
-    def of_state(table):
-        leaves = jax.tree.leaves(case.tx.init(table))
-        return sum(jnp.sum((x + 1) * table) for x in leaves if x.ndim)
-
-    grad = jax.jit(jax.grad(of_state))(table)
-    np.testing.assert_array_equal(grad, np.full(SHAPE, 2, np.float32))
-
-
 def test_values_are_kept():
     """What is laid out is what `init` of the inner transformation has made."""
     case = case_of("lazy", AxisType.Auto)
