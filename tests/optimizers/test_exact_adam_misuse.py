@@ -393,6 +393,11 @@ AROUND = {
     ),
     "rounding": (lambda tx: osa.stochastic_rounding(tx, 0), "cannot be around"),
     "per_row": (osa.per_row, "per_row cannot be around exact_adam"),
+    # Its rows would not move: another optimiser, and nothing would say so.
+    "lazy": (
+        lambda tx: osa.lazy(optax.chain(optax.clip_by_global_norm(1.0), tx)),
+        "exact Adam advances all rows",
+    ),
     "lazy(per_row)": (lambda tx: osa.lazy(osa.per_row(tx)), "advances all rows|around"),
 }
 

@@ -139,20 +139,6 @@ def test_state_that_is_not_made_of_rows():
         tx.update(grad, tx.init(jnp.ones(SHAPE)))
 
 
-@pytest.mark.parametrize(
-    ("around", "words"),
-    [
-        (lambda tx: tx, "exact Adam advances all rows"),
-        (osa.per_row, "per_row cannot be around exact_adam"),
-    ],
-)
-def test_exact_adam_is_refused(around, words):
-    """Its rows would not move: another optimiser, and nothing would say so."""
-    chain = optax.chain(optax.clip_by_global_norm(1.0), around(osa.exact_adam(0.1)))
-    with pytest.raises(ValueError, match=words):
-        osa.lazy(chain).init(jnp.ones(SHAPE))
-
-
 def test_multi_steps_is_refused():
     """Of both kinds: the class, and the transformation that it makes."""
     steps = optax.MultiSteps(

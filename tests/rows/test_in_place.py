@@ -116,13 +116,11 @@ def test_memory_of_other_types(dtype, nse):
 @pytest.mark.parametrize(
     "tx",
     [
-        osa.sparse_adam(0.1, mu_dtype="float16", maximize=True),
-        osa.sparse_adam(optax.linear_schedule(0.1, 0.0, 10)),
-        optax.chain(osa.sparse_adam(0.1)),
+        osa.sparse_adam(optax.linear_schedule(0.1, 0.0, 10), maximize=True),
         optax.inject_hyperparams(osa.sparse_adam)(0.1, b1=0.5),
         optax.apply_if_finite(osa.sparse_adam(0.1), 3),
     ],
-    ids=["mu_dtype", "schedule", "chain", "inject", "apply_if_finite"],
+    ids=["schedule", "inject", "apply_if_finite"],
 )
 def test_memory_of_compositions(tx):
     shape = table_shape(TALL, 1)
