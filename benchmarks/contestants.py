@@ -33,7 +33,7 @@ def update_step(tx):
 
     def update(table, state, ids, values):
         grad = BCOO((values, ids[:, None]), shape=table.shape)
-        updates, state = tx.update(grad, state, table)
+        updates, state = tx.update(grad, state, table, adds_to_params=True)
         return osa.apply_updates(table, updates), state
 
     return update
@@ -41,18 +41,11 @@ def update_step(tx):
 
 def training_step(tx, sparse):
     """Lookup, loss, backward, update, on row-sparse or on dense gradients."""
-    value_and_grad = osa.value_and_grad if sparse else jax.value_and_grad
 
     def model(table, ids, weights):
         return loss(table[ids], weights, jax.nn.softplus, jnp.mean)
 
-    def step(table, state, ids, weights):
-        read = {"read": state} if isinstance(state, osa.ExactAdamState) else {}
-        value, grad = value_and_grad(model, **read)(table, ids, weights)
-        updates, state = tx.update(grad, state, table)
-        return osa.apply_updates(table, updates), state, value
-
-    return step
+    return osa.make_train_step(model, tx, sparse=None if sparse else False)
 
 
 class InJax:
