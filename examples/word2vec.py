@@ -7,8 +7,8 @@ reads the source files of Python's standard library, learns a vector for each of
 what this library adds to a JAX program: `osa.value_and_grad`, whose gradients hold the
 rows that the batch has read, and `osa.sparse_adam`, which updates no others. Then the
 same model is trained for 200 steps by dense Adam, to compare, and by `osa.exact_adam`,
-which has the losses of dense Adam at a fraction of its time. All of it takes half a
-minute on two cores of an AMD EPYC.
+which has the losses of dense Adam at a fraction of its time. All of it takes twenty
+seconds on two cores of an AMD EPYC.
 
 With `--subwords 200000` the vector of a word is the mean of its own row and of those of
 its character n-grams, hashed to so many rows (fastText: Bojanowski et al., "Enriching
