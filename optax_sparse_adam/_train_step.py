@@ -1,5 +1,6 @@
 """`make_train_step`: gradient, update and addition as one compiled, donated step."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from jax.extend.core import Var
 
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
-from ._rows.apply_updates import update_params
+from ._rows.apply_updates import ADDS, Added, apply_updates
 from ._rows.canary import is_unseen
 from ._rows.checks import is_bcoo
 from ._rows.coalesce import coalesce
@@ -159,6 +160,29 @@ def _taken_by(
         for name, x in given.items()
         if name in function or (takes_all and name not in (other or ()))
     }
+
+
+def update_params(
+    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, **extra: Any
+) -> tuple[Any, Any, Any]:
+    """`tx.update` and `apply_updates`: the new parameters and state, and the updates.
+
+    An optimiser of rows is asked to add its updates itself. Where it does not know the
+    argument, or something around it computes with updates, that raises, and it is asked
+    for ordinary ones.
+    """
+
+    def updated(**asked: Any) -> tuple[Any, Any, Any]:
+        update: Any = tx.update
+        updates, new = update(grads, state, params, **extra, **asked)
+        if any(isinstance(x, Added) for x in jax.tree.leaves(new)):
+            raise TypeError("A state keeps updates, which are to be arrays.")
+        return apply_updates(params, updates), new, updates
+
+    if _sparse_leaves(grads):
+        with contextlib.suppress(Exception):
+            return updated(**{ADDS: True})
+    return updated()
 
 
 def _sparse_leaves(grads: Any) -> list[Any]:

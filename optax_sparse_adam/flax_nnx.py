@@ -37,7 +37,7 @@ from flax import nnx
 from ._exact_adam import flush as _flush
 from ._gradients import value_and_grad as _sparse
 from ._gradients.value_and_grad import Sparse
-from ._rows.apply_updates import update_params
+from ._train_step import update_params
 
 Argnum = int | nnx.DiffState
 

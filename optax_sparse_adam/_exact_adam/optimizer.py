@@ -164,8 +164,7 @@ def _exact_adam(
                 f"{weight_decay}: a row must keep more in a step than its momentum "
                 "does. Choose a smaller weight_decay."
             )
-    if mu_dtype is not None:
-        mu_dtype = floating_type(mu_dtype, "mu_dtype")
+    mu_dtype = floating_type(mu_dtype, "mu_dtype")
     betas = Betas(float(b1), float(b2), float(eps), bool(nesterov))
     fit(betas.b1, betas.b2, np.dtype("float32"))  # raises where there is none
 

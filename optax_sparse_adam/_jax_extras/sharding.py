@@ -108,9 +108,9 @@ def shard_axes_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.
     """`x`, whose axes are these axes of a parameter, sharded as they are.
 
     Problem: no Python value tells how a parameter lies over Auto axes. Cause: only the
-    partitioner knows, when a program is compiled. Remedy: a select, whose operands and
-    result it lays out alike. Safe, because the condition is false, which XLA does not
-    see before. Test: `tests/collectives/test_sharded_init.py`.
+    partitioner knows, when a program is compiled. Remedy: a select, to whose operands
+    and result it gives one layout. Safe, because the condition is false, which XLA does
+    not see before. Test: `tests/collectives/test_sharded_init.py`.
     """
     mesh = mesh_of(param)
     if mesh.explicit_axes:

@@ -89,7 +89,7 @@ def update_leaf(
         return formula(grad, tuple(x.astype(dtype) for x in rows), scalars)
 
     if is_bcoo(grad):
-        own = kernel and functools.partial(native.update_rows, kernel)
+        own = kernel and functools.partial(native.update_by_formula, kernel)
         types: Any = {"dtype": dtype, "read": read, "target": target, "kernel": own}
         return update_table(wide_formula, grad, moments, scalars, **types)
     update, news = wide_formula(grad.astype(dtype), (*moments, *read), scalars)

@@ -1,6 +1,5 @@
 """`apply_updates`: adds updates to parameters, a row-sparse one to its rows only."""
 
-import contextlib
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
 
 
 @jax.jit
-def add_rows(param: jax.Array, update: Any) -> jax.Array:
+def add_update(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
     rows, unique = replicate_entries(update), update.unique_indices
     indices, data = rows.indices, rows.data
@@ -64,7 +63,7 @@ def _apply(param: Any, update: Any) -> Any:
             )
         return update.result
     if is_bcoo(update):
-        return add_rows(param, check_bcoo(update, jnp.shape(param)))
+        return add_update(param, check_bcoo(update, jnp.shape(param)))
     if jnp.shape(param) != jnp.shape(update):
         raise ValueError(
             "An update must have the shape of its parameter, got an update of shape "
@@ -120,26 +119,3 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
     changes = leaves_like(treedef, updates, "Updates", "parameters")
     return treedef.unflatten(map(_apply, leaves, changes))
-
-
-def update_params(
-    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, **extra: Any
-) -> tuple[Any, Any, Any]:
-    """`tx.update` and `apply_updates`: the new parameters and state, and the updates.
-
-    An optimiser of rows is asked to add its updates itself. Where it does not know the
-    argument, or something around it computes with updates, that raises, and it is asked
-    for ordinary ones.
-    """
-
-    def updated(**asked: Any) -> tuple[Any, Any, Any]:
-        update: Any = tx.update
-        updates, new = update(grads, state, params, **extra, **asked)
-        if any(isinstance(x, Added) for x in jax.tree.leaves(new)):
-            raise TypeError("A state keeps updates, which are to be arrays.")
-        return apply_updates(params, updates), new, updates
-
-    if any(map(is_bcoo, jax.tree.leaves(grads, is_leaf=is_bcoo))):
-        with contextlib.suppress(Exception):
-            return updated(**{ADDS: True})
-    return updated()

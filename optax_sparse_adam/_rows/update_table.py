@@ -9,7 +9,7 @@ from jax.experimental.sparse import BCOO
 
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
-from .apply_updates import add_rows
+from .apply_updates import add_update
 from .coalesce import bcoo_of, cast_entries, sum_entries
 from .map_rows import RowFunction, Tables, map_rows
 
@@ -58,7 +58,7 @@ def update_table(
         if not targets:
             return (rows.indices, data), tables
         update = bcoo_of(grad, rows.indices, data, is_sorted=True)
-        return add_rows(*targets, update), tables
+        return add_update(*targets, update), tables
 
     floats = [x for x in (*tables, *read) if jnp.issubdtype(x.dtype, jnp.floating)]
     targets: Tables = ()

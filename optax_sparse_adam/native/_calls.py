@@ -355,7 +355,7 @@ def sum_rows(grad: BCOO) -> Sums:
     return indices, sums, count
 
 
-def update_rows(
+def update_by_formula(
     formula: str,
     grad: BCOO,
     state: tuple[jax.Array, ...],
@@ -398,10 +398,10 @@ def exact_adam_rows(
     read: tuple[jax.Array, ...],
     target: tuple[jax.Array, ...],
 ) -> tuple[RowUpdate | jax.Array, tuple[jax.Array, ...]]:
-    """`update_rows`, with the step of `exact_adam`, and its new tables."""
+    """`update_by_formula`, with the step of `exact_adam`, and its new tables."""
     args = stale.tables, read, target, step, stale[2:]
     uses_roots = np.bool_(stale.uses_roots)
-    return update_rows("exact_adam", grad, *args, uses_roots=uses_roots)
+    return update_by_formula("exact_adam", grad, *args, uses_roots=uses_roots)
 
 
 def _stale_attributes(stale: Stale) -> dict[str, Any]:

@@ -101,6 +101,7 @@ class Buffers {
     return error.empty();
   }
 
+  // Says what did not fit, unless something did not before.
   Table Fail(const std::string& name, const std::string& what) {
     if (error.empty()) {
       error = "The kernel got " + what + " " + name + ", for a table of " +

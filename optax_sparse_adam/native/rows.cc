@@ -274,8 +274,8 @@ ffi::Error Order(ffi::ThreadPool& pool, Buffers& buffers) {
 // A formula, and the operands that it has behind those of the gradient: state, which is
 // updated in place, and scalars. Of the state, `r` stands for rows of float32 or bfloat16,
 // `f` for rows of float32, `s` and `i` for a float32 or an int32 for each row. With weight
-// decay there is more, and at last `t`, the table. It is only read, or else has the update
-// added to it, and is there in any case.
+// decay there is more, and at last `t`, the table, which is read. A call that adds the
+// update to the table has that behind the state in any case.
 struct Known {
   std::string_view name, state, of_decay;
   int64_t num_scalars;

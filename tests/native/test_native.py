@@ -126,7 +126,7 @@ def test_adam_of_low_precision(cache, types):
 
 @jax.jit
 def adam_rows(grad, moments, factors):
-    return _calls.update_rows("adam", grad, moments, (), (), factors)
+    return _calls.update_by_formula("adam", grad, moments, (), (), factors)
 
 
 def by_both(monkeypatch, step, *args):
