@@ -1,9 +1,10 @@
 """Checkpoints: `state_dict` and `load_state_dict`, in the layout of `torch.optim`.
 
 A state_dict is `{"state": {0: {"step": ..., ...}, ...}, "param_groups": [{"lr": ...,
-"params": [0, ...]}, ...]}`: parameters are indices in the order of the groups. Unlike
-in torch, options that the optimiser does not have are refused: a checkpoint of another
-optimiser would be continued with another formula.
+"params": [0, ...]}, ...]}`: parameters are indices in the order of the groups, and a
+group of named ones has `"param_names"`. Unlike in torch, options that the optimiser
+does not have are refused: a checkpoint of another optimiser would be continued with
+another formula.
 """
 
 import copy
@@ -27,7 +28,7 @@ _OF_SCHEDULERS = (
     *("base_momentum", "max_momentum"),
 )
 # What torch writes beside them, which changes no result here.
-_TORCH_ALONE = ("differentiable", "param_names")
+_TORCH_ALONE = ("differentiable",)
 # Those of the options that a checkpoint may lack, with a default that is right then.
 _MAY_LACK = (
     *("foreach", "fused", "capturable", "differentiable", "maximize"),
@@ -55,6 +56,7 @@ class CheckpointMixin(HookMixin):
         """
         self._run_hooks("save_pre")
         params = chain.from_iterable(group["params"] for group in self.param_groups)
+        # One that is listed twice has the index of its last place, as in torch.
         index: dict[Any, int] = {param: i for i, param in enumerate(params)}
         state = {index.get(key, key): _copied(x) for key, x in self.state.items()}
         groups = []
@@ -70,9 +72,11 @@ class CheckpointMixin(HookMixin):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores what `state_dict` of this class or of torch's returned.
 
-        Parameters are matched by their positions in the groups. Arrays may be of NumPy,
-        JAX or torch; they are copied, in the type and, where the shapes are equal, to
-        the devices of their parameter. The loaded options replace those of the groups,
+        Parameters are matched by their positions in the groups, not by their names: for
+        another order, change the dict in a hook, `register_load_state_dict_pre_hook`.
+        Loaded names replace those of the groups, which else stay. Arrays may be of
+        NumPy, JAX or torch; they are copied, in the type and, where the shapes are
+        equal, to the devices of their parameter. Loaded options replace the groups',
         but a learning rate that is a schedule stays. An option of your own is loaded if
         the optimiser's group has it, too. To go on with this formula from the moments
         of another optimiser, load the state alone::
@@ -106,6 +110,8 @@ class CheckpointMixin(HookMixin):
             new = _copied(new) | {"params": group["params"]}
             if callable(group.get("lr")) and not callable(new.get("lr")):
                 new["lr"] = group["lr"]
+            if "param_names" in group:
+                new.setdefault("param_names", list(group["param_names"]))
             groups.append(new)
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for key, value in state_dict["state"].items():
@@ -117,7 +123,7 @@ class CheckpointMixin(HookMixin):
 
     def _check_saved(self, index: int, saved: Group) -> None:
         """Raises if a saved group has options that this optimiser does not have."""
-        name, known = type(self).__name__, {*_OF_SCHEDULERS, "params"}
+        name, known = type(self).__name__, {*_OF_SCHEDULERS, "params", "param_names"}
         known.update(self.defaults, self.param_groups[index])
         strange = [f"{key}={saved[key]!r}" for key in saved if key not in known]
         missing = [x for x in self.defaults if x not in saved and x not in _MAY_LACK]

@@ -5,7 +5,8 @@ step is called outside of `jit`, and is not differentiable.
 """
 
 import math
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from .._rows.canary import CanaryBCOO
+from .._rows.checks import is_bcoo
 from ._checkpoint import CheckpointMixin
 from ._formulas import Group, GroupFormula, Shape, scalar
 from ._parameter import Parameter, register_overwritten
@@ -29,8 +31,10 @@ class Optimizer(CheckpointMixin):
     A new optimiser overrides `step`, as in torch.
 
     Args:
-      params: Parameters, or dicts with the key `"params"` (parameters, or a single one)
-        and any options of the group's own. Generators are fine, sets are not.
+      params: Parameters, pairs `(name, parameter)`, or dicts with the key `"params"`
+        (one of these two, or a single parameter) and any options of the group's own.
+        Generators are fine, sets are not. Names are kept in the group, as
+        `"param_names"`, and saved with it.
       defaults: The options of groups that do not give their own; an attribute, too.
 
     Attributes:
@@ -42,7 +46,8 @@ class Optimizer(CheckpointMixin):
     Raises:
       TypeError: If `params` is not an iterable of these.
       ValueError: If an option is out of its range, a parameter is of a kind that the
-        optimiser refuses or is given twice, or there are no parameters.
+        optimiser refuses, or is in two groups, only some have names, or there are none.
+        (Twice in one group is a warning: a step updates it twice.)
     """
 
     # What makes an optimiser of this package:
@@ -85,26 +90,58 @@ class Optimizer(CheckpointMixin):
                 "but the ordering of tensors in sets will change between runs. "
                 "Please use a list instead."
             )
-        params = [params] if isinstance(params, Parameter) else list(params)
+        given = [params] if isinstance(params, Parameter) else list(params)
+        names = [p[0] for p in given if isinstance(p, tuple)]
+        params = [p[1] if isinstance(p, tuple) else p for p in given]
+        if names and len(names) < len(params):
+            raise ValueError(
+                "all optimizer params should be with/without names. Some param names "
+                "are missing"
+            )
         for param in params:
             if not isinstance(param, Parameter):
                 raise TypeError(
                     "optimizer can only optimize Tensors, but one of the params is "
-                    f"{_typename(param)}. Give arrays as Parameters, dict.values()."
+                    f"{_typename(param)}. Give arrays as Parameters, dict.values(), or "
+                    "dict.items() for their names."
                 )
-            sparse = isinstance(param.data, BCOO)
-            if self._formula and (sparse or jnp.iscomplexobj(param.data)):
-                raise ValueError(
-                    f"{type(self).__name__} requires dense parameter tensors, and does "
-                    f"not support complex parameters, got {param}"
-                )
+        if self._formula:
+            self._refuse_kinds(params)
+        if len(set(params)) < len(params):
+            warnings.warn(
+                "optimizer contains a parameter group with duplicate parameters; in "
+                "future, this will cause an error; see "
+                "github.com/pytorch/pytorch/issues/40967 for more information",
+                stacklevel=4,  # the line that makes a SparseAdam
+            )
+        if names:
+            param_group["param_names"] = names
+        named = "param_names" in param_group
+        if any(("param_names" in group) != named for group in self.param_groups):
+            raise ValueError(
+                "all optimizer param groups should be with/without names. cannot add "
+                f"param group {'with' if named else 'without'} names to the optimizer"
+            )
+        if not set(params).isdisjoint(self._params()):
+            raise ValueError("some parameters appear in more than one parameter group")
         param_group["params"] = params
         for name, default in self.defaults.items():
             param_group.setdefault(name, default)
-        known = [*self._params(), *params]
-        if len(set(known)) < len(known):
-            raise ValueError("some parameters appear in more than one parameter group")
         self.param_groups.append(param_group)
+
+    def _refuse_kinds(self, params: list[Parameter]) -> None:
+        """Raises for parameters of a new group that are sparse or complex."""
+        kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "Sparse": (is_bcoo, "requires dense parameter tensors"),
+            "Complex": (jnp.iscomplexobj, "does not support complex parameters"),
+        }
+        for kind, (is_kind, rule) in kinds.items():
+            places = [i for i, param in enumerate(params) if is_kind(param.data)]
+            if places:
+                indices = [[len(self.param_groups), i] for i in places]
+                raise ValueError(
+                    f"{kind} params at indices {indices}: {type(self).__name__} {rule}"
+                )
 
     def _params(self) -> Iterator[Parameter]:
         for group in self.param_groups:
@@ -120,10 +157,13 @@ class Optimizer(CheckpointMixin):
         """
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            # One program runs on one set of devices: commonly, those of all.
+            # One program runs on one set of devices, and overwrites an array once: of
+            # [a, b, a] on one device there are two calls, with [a, b] and with [a].
             calls: defaultdict[Any, list[Parameter]] = defaultdict(list)
+            times: Counter[Parameter] = Counter()
             for param in filter(_is_used, group["params"]):
-                calls[frozenset(param.data.devices())].append(param)
+                calls[times[param], frozenset(param.data.devices())].append(param)
+                times[param] += 1
             for params in calls.values():
                 self._update(group, params)
         return loss

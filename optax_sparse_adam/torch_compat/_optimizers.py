@@ -34,7 +34,8 @@ class SparseAdam(Optimizer):
     not those in which the loss did not use it (see `step`).
 
     Args:
-      params: Parameters or groups. See `Optimizer`, also for the errors.
+      params: Parameters, pairs `(name, parameter)` or groups. See `Optimizer`, also for
+        the errors.
       lr: Learning rate, above 0: a number, an array with one element, or a schedule of
         optax, called with the count of the parameter's own steps before this one.
       betas: Decay of the moving averages of the gradient and its square, in `[0, 1)`.

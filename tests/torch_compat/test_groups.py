@@ -6,10 +6,22 @@ import pickle
 import numpy as np
 import optax
 import pytest
+import torch
 
-from optax_sparse_adam.torch_compat import Parameter, SparseAdam
+from optax_sparse_adam.torch_compat import Adam, Parameter, SparseAdam
 
-from .test_programs import OURS, TORCH, check, failure, gradient, seen, steps, table
+from .test_programs import (
+    OURS,
+    TORCH,
+    check,
+    dense_steps,
+    failure,
+    gradient,
+    seen,
+    steps,
+    table,
+    to_numpy,
+)
 
 STORIES = []
 
@@ -70,6 +82,93 @@ def refused_params(world):
 
 
 @STORIES.append
+def named_params(world):
+    """Pairs of a name and a parameter; the names go with their group."""
+
+    def pairs(*names):
+        return [(name, table(world, i)) for i, name in enumerate(names)]
+
+    given = [
+        pairs("a", "b"),
+        dict(pairs("a", "b")).items(),
+        (pair for pair in pairs("a")),
+        [{"params": pairs("a", "b"), "lr": 0.5}, {"params": iter(pairs("c"))}],
+        [{"params": [table(world)], "param_names": ["given"]}],
+        pairs("same", "same"),
+    ]
+    log = []
+    for params in given:
+        optimizer = world.optim.SparseAdam(params)
+        names = [group["param_names"] for group in optimizer.param_groups]
+        log += [names, repr(optimizer), steps(world, optimizer)]
+        optimizer.add_param_group({"params": pairs("later"), "betas": (0.5, 0.5)})
+        copied = copy.deepcopy(optimizer)
+        log += [options(optimizer), steps(world, copied), steps(world, optimizer)]
+    return log
+
+
+@STORIES.append
+def refused_names(world):
+    def param():
+        return table(world)
+
+    named, unnamed = ("a", param()), param()
+    given = [
+        [named, unnamed],
+        [unnamed, named],
+        [{"params": [named]}, {"params": [unnamed]}],
+        [{"params": unnamed}, {"params": [named]}],
+        [{"params": ("a", param())}],
+        [("a", 1)],
+        [{"params": [named]}, {"params": [("b", param()), named]}],
+    ]
+    log = [failure(world.optim.SparseAdam, params) for params in given]
+    for params, other in ([named], unnamed), ([unnamed], [named]):
+        optimizer = world.optim.Adam(params)
+        log.append(failure(optimizer.add_param_group, {"params": other}))
+        log.append(options(optimizer))
+    return log
+
+
+@STORIES.append
+def a_parameter_twice_in_one_group(world):
+    """Warns; a step updates it twice, one after the other."""
+    log = []
+    for kind in ("SparseAdam", "Adam", "AdamW", "Adafactor"):
+        one, two = table(world, 1), table(world, 2)
+        make, run = getattr(world.optim, kind), dense_steps
+        with pytest.warns(UserWarning, match="duplicate parameters; in future"):
+            optimizer = make([one, two, one], lr=0.1)
+        if kind == "SparseAdam":
+            run = steps
+        log += [options(optimizer), run(world, optimizer)]
+        saved = optimizer.state_dict()
+        with pytest.warns(UserWarning, match="duplicate parameters; in future"):
+            again = make([{"params": (p for p in (one, two, one))}])
+        again.load_state_dict(saved)
+        log.append(run(world, again, seed=1))
+        with pytest.warns(UserWarning, match="duplicate parameters; in future"):
+            again.add_param_group({"params": [table(world, 3)] * 2})
+        log.append(to_numpy(again.param_groups[1]["params"]))
+    return log
+
+
+@STORIES.append
+def refused_kinds(world):
+    """Sparse and complex parameters, by their places."""
+    array = np.ones((2, 3), np.complex64)
+    sparse = world.parameter(torch.ones(2, 3).to_sparse(1))
+    given = [
+        [table(world), sparse],
+        [{"params": [table(world)]}, {"params": [sparse, table(world)]}],
+        [world.parameter(array)],
+        [{"params": [table(world)]}, {"params": world.parameter(array)}],
+        [sparse, world.parameter(array)],
+    ]
+    return [failure(world.optim.SparseAdam, params) for params in given]
+
+
+@STORIES.append
 def refused_options(world):
     given = [
         {"lr": 0.0},
@@ -124,7 +223,7 @@ def representation(world):
         {"params": [table(world, 1)], "lr": 1},
     ]
     optimizer = world.optim.SparseAdam(groups, maximize=True, betas=(0, 0.5))
-    return repr(optimizer), str(optimizer), format(optimizer)
+    return repr(optimizer), str(optimizer), format(optimizer), optimizer.defaults
 
 
 @STORIES.append
@@ -211,15 +310,11 @@ def test_schedule_of_optax():
 
 PARAM, SPARSE = table(OURS), Parameter(gradient(TORCH, 0))
 COMPLEX = Parameter(np.ones((2, 3), np.complex64))
-# What torch does not refuse, or in other words.
+# What ours says in other words, or more of.
 REFUSED = [
-    ([PARAM, PARAM], ValueError, "more than one parameter group"),
-    ([{"params": [PARAM, PARAM]}], ValueError, "more than one parameter group"),
-    ([SPARSE], ValueError, "SparseAdam requires dense parameter"),
-    ([{"params": [PARAM]}, {"params": COMPLEX}], ValueError, "requires dense param"),
     ([np.zeros(3, np.float32)], TypeError, r"ndarray\. Give arrays as Parameters"),
     (PARAM, TypeError, "iterable of Tensors or dicts.*Give a list"),
-    ({"table": PARAM}, TypeError, r"is str\..* dict\.values\(\)"),
+    ({"table": PARAM}, TypeError, r"is str\..* dict\.values\(\).* dict\.items\(\)"),
 ]
 
 
@@ -227,6 +322,17 @@ REFUSED = [
 def test_refused(params, error, words):
     with pytest.raises(error, match=words):
         SparseAdam(params)
+
+
+@pytest.mark.parametrize("kind", [SPARSE, COMPLEX])
+def test_kinds_that_torch_takes_in_a_later_group(kind):
+    """torch looks at those of the constructor, and fails in a step."""
+    optimizer = SparseAdam([PARAM])
+    with pytest.raises(ValueError, match=r"params at indices \[\[1, 0\]\]: SparseAdam"):
+        optimizer.add_param_group({"params": kind})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match="Adam "):
+        Adam([kind])
 
 
 def test_integers_are_no_parameters():

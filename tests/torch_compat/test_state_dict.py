@@ -95,6 +95,65 @@ def wrong_groups(world):
 
 
 @STORIES.append
+def names(world):
+    """Loaded names replace those that are there, which else stay; none is compared."""
+
+    def make(*names, rate=0.1):
+        params = [table(world, i) for i in range(2)]
+        pairs = list(zip(names, params, strict=True)) if names else params
+        return world.optim.SparseAdam(pairs, lr=rate)
+
+    log = []
+    for source in (("a", "b"), ("b", "a"), ()):
+        for target in (("a", "b"), ("x", "y"), ()):
+            old, new = make(*source), make(*target, rate=0.5)
+            steps(world, old)
+            new.load_state_dict(copy.deepcopy(old.state_dict()))
+            log += [seen(new), repr(new), steps(world, new, seed=1)]
+            same = new.param_groups[0].get("param_names")
+            log += [same, old.param_groups[0].get("param_names")]
+            group = {"params": [("c", table(world, 2)), ("d", table(world, 3))]}
+            if same is None:
+                log.append(failure(new.add_param_group, group))
+            else:
+                new.add_param_group(group)
+                log += [new.param_groups[1]["param_names"], steps(world, new, 1, 2)[0]]
+    return log
+
+
+@STORIES.append
+def state_by_names(world):
+    """A hook that brings a loaded dict into the order of the optimiser's names."""
+
+    def in_own_order(optimizer, state_dict):
+        (own,), (saved,) = optimizer.param_groups, state_dict["param_groups"]
+        place = dict(zip(saved["param_names"], saved["params"], strict=True))
+        found = [place[name] for name in own["param_names"]]
+        state = {i: state_dict["state"][key] for i, key in enumerate(found)}
+        group = {**saved, "param_names": own["param_names"]}
+        return {"state": state, "param_groups": [group]}
+
+    old = world.optim.SparseAdam([(x, table(world, i)) for i, x in enumerate("abc")])
+    steps(world, old)
+    new = world.optim.SparseAdam([(x, table(world, i)) for i, x in enumerate("ca")])
+    saved = copy.deepcopy(old.state_dict())
+    log = [failure(new.load_state_dict, saved)]
+
+    def only_known(optimizer, state_dict):
+        (saved,) = state_dict["param_groups"]
+        known = [i for i, x in enumerate(saved["param_names"]) if x in "ca"]
+        picked = {key: [saved[key][i] for i in known] for key in ("params",)}
+        names = [saved["param_names"][i] for i in known]
+        group = {**saved, **picked, "param_names": names}
+        state_dict["param_groups"] = [group]
+
+    new.register_load_state_dict_pre_hook(in_own_order)
+    new.register_load_state_dict_pre_hook(only_known, prepend=True)
+    new.load_state_dict(saved)
+    return log, seen(new), steps(world, new, seed=1)
+
+
+@STORIES.append
 def keys_of_ones_own(world):
     """Indices of parameters are only names; what names nothing is kept."""
     optimizer = make(world)

@@ -85,6 +85,20 @@ def an_empty_gradient(world):
 
 
 @STORIES.append
+def zeros_that_are_stored(world):
+    """Whatever is stored is updated: its moments decay, and it moves by them."""
+    param, shape = table(world), (6, 3)
+    optimizer = world.optim.SparseAdam([param], lr=0.1)
+    log = []
+    for rows, value in (([1, 4], 1.0), ([1, 2, 1], 0.0), ([4, 2], 0.0), ([2], 1.0)):
+        values = np.full((len(rows), 3), value, np.float32)
+        param.grad = world.sparse(values, rows, shape)
+        optimizer.step()
+        log.append(seen(optimizer))
+    return log
+
+
+@STORIES.append
 def zero_grad(world):
     param = table(world)
     optimizer = world.optim.SparseAdam([param])
