@@ -10,6 +10,7 @@ from jax import lax
 
 from .._jax_extras.sharding import first_row
 from .._jax_extras.varying_axes import vary, varying_axes
+from .._rows.bags import as_array
 from .._rows.coalesce import accumulator_dtype
 from .._rows.duplicates import segment_rows, sum_duplicates
 from .._rows.padding import pad_indices
@@ -92,7 +93,7 @@ def sharded_lookup(
       >>> lookup(jnp.arange(10.0).reshape(10, 1), jnp.array([7, 3, 7])).ravel().tolist()
       [7.0, 3.0, 7.0]
     """
-    ids = jnp.asarray(ids)
+    ids = as_array(ids, "sharded_lookup")
     exchange = _plan_exchange(axis_name, table.shape[0], ids.size, capacity, max_rounds)
     flat = _row_ids(ids, exchange).reshape(-1)
     table, flat = _vary_equally(table, flat)
@@ -157,7 +158,7 @@ def lookup_rounds(
       >>> rounds(jnp.array([7, 3, 7, 1])).item()
       2
     """
-    ids = jnp.asarray(ids)
+    ids = as_array(ids, "lookup_rounds")
     shard_rows = rows_per_device(num_rows, axis_name)
     exchange = _plan_exchange(axis_name, shard_rows, ids.size, capacity, None)
     if not exchange.is_routed:

@@ -240,7 +240,7 @@ def _table_of(table: Any) -> jax.Array:
         ) from None
 
 
-def as_array(x: Any) -> jax.Array:
+def as_array(x: Any, name: str = "embedding_bag") -> jax.Array:
     """`jnp.asarray`, but ids that its type does not hold stay out of bounds.
 
     Without 64-bit types JAX makes row 3 of NumPy's `2**32 + 3`.
@@ -248,7 +248,7 @@ def as_array(x: Any) -> jax.Array:
     if not isinstance(x, jax.Array):
         kind, x = type(x).__name__, np.asarray(x)
         if x.dtype.kind in "OSU":
-            raise TypeError(f"embedding_bag takes arrays of numbers, got a {kind}.")
+            raise TypeError(f"{name} takes arrays of numbers, got a {kind}.")
         if np.issubdtype(x.dtype, np.integer):
             held = jnp.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
             x = np.clip(x, held.min, held.max)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from .._rows.bags import as_array
+
 Gradient = jax.Array | BCOO
 
 Address = tuple[Any, int]  # a device, and where in its memory
@@ -73,7 +75,10 @@ def own(value: Any) -> Any:
         return jnp.array(value)
     if getattr(value, "is_sparse", False):  # a torch tensor
         value = value.coalesce()
-        arrays = own(value.values()), own(value.indices().T)
+        arrays = (
+            own(value.values()),
+            as_array(np.array(as_numpy(value.indices().T)), "a Parameter"),
+        )
         return BCOO(arrays, shape=tuple(value.shape))
     # JAX shares NumPy's and torch's memory, or reads it later: copy it now.
     return jnp.asarray(np.array(as_numpy(value)))
