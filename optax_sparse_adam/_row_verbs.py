@@ -9,14 +9,16 @@ other arrays belong to all rows. For a table `[1000, 8]`, a vector `w`, `sparse_
     params   table [1000, 8], w [8]        taken: table [k, 8], w [8]
     state    count [], mu and nu likewise  taken: count [], mu and nu likewise
 
-Arrays of JAX are read by a gather and written by a scatter, those of NumPy by indexing.
+How rows are read, checked and written is in `_row_tables.py`. What has no rows, a
+*whole* leaf, is copied when it is taken, and put back unless the tables are of a later
+step (`is_older`).
 
 Known limit: tables with one index for each row.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,159 +26,69 @@ import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 
-from ._exact_adam.state import begin_now, clocks_of
+from ._exact_adam.state import begin_now, clocks_of, refuse_other_dates
 from ._optimizers.lazy_probe import TableSize, find_owners
+from ._row_tables import (
+    Table,
+    check,
+    copied,
+    is_older,
+    newer,
+    refuse_repeated,
+    shape_of,
+    tables_of,
+    write,
+)
 from ._rows import gather_scatter
 from ._rows.checks import leaves_like
-from ._rows.coalesce import widen_indices
-from ._rows.padding import in_bounds, pad_indices
 
 Params = TypeVar("Params")
 State = TypeVar("State")
 
 
-class _Table(NamedTuple):
-    """A parameter, `[num_rows, ...]`, of which some rows are meant.
+class _Hashable:
+    """A transformation as a key: by itself, or if it has no hash by its identity."""
 
-    Attributes:
-      verb: The public function, for errors.
-      path: Where the parameter is, likewise.
-      num_rows: How many rows it has.
-      ids: `[k]`, integers. What is out of bounds is padding.
-    """
+    def __init__(self, tx: Any) -> None:
+        self.tx = tx
+        try:
+            self._key: Any = tx, hash(tx)
+        except TypeError:  # a dataclass with `eq`
+            self._key = id(tx), None
 
-    verb: str
-    path: str
-    num_rows: int
-    ids: Any
+    def __hash__(self) -> int:
+        return hash(self._key)
 
-    def take(self, x: Any) -> Any:
-        """The rows of an array of the table; padding reads any of them."""
-        if isinstance(x, np.ndarray):
-            return np.asarray(x)[np.clip(self._known_ids(), 0, len(x) - 1)]
-        return gather_scatter.take_rows(x, self._indices())
-
-    def put(self, x: Any, rows: Any) -> Any:
-        """The array with these rows; one of NumPy itself."""
-        if isinstance(x, np.ndarray):
-            ids = self._known_ids()
-            inside = (ids >= 0) & (ids < len(x))
-            x[ids[inside]] = np.asarray(rows)[inside]
-            return x
-        return gather_scatter.scatter_rows(x, self.distinct(), jnp.asarray(rows))
-
-    def distinct(self) -> jax.Array:
-        """The indices `[k, 1]`, with padding of which no index is there twice."""
-        indices, shape = self._indices(), (self.num_rows,)
-        slot = jnp.arange(len(indices), dtype=jnp.int32)
-        return pad_indices(indices, in_bounds(indices, shape), slot, shape)
-
-    def refuse_repeated(self) -> None:
-        """Raises where a row is seen to be named twice."""
-        if isinstance(self.ids, jax.core.Tracer):
-            return
-        rows, counts = np.unique(np.asarray(self.ids), return_counts=True)
-        repeated = rows[(counts > 1) & (rows >= 0) & (rows < self.num_rows)]
-        if len(repeated):
-            raise ValueError(
-                f"{self.verb} needs ids that name each row once, as nobody could say "
-                f"which of its values is meant; got row {repeated[0]} of {self.path} "
-                "several times. Call np.unique(ids), or under jit jnp.unique(ids, "
-                "size=len(ids), fill_value=num_rows)."
-            )
-
-    def _indices(self) -> jax.Array:
-        return widen_indices(jnp.asarray(self.ids)[:, None], (self.num_rows,))
-
-    def _known_ids(self) -> np.ndarray:
-        if isinstance(self.ids, jax.core.Tracer):
-            raise TypeError(
-                f"{self.verb} reads and writes arrays of NumPy when it is called, and "
-                f"needs ids that are known then; got traced ones for {self.path}. Call "
-                "it outside of jit, and compile the step on the rows."
-            )
-        return np.asarray(self.ids)
-
-    def check_rows(self, x: Any, rows: Any) -> None:
-        """Raises unless these are rows for an array of the table."""
-        shape = (len(self.ids), *np.shape(x)[1:])
-        if np.shape(rows) != shape:
-            raise ValueError(
-                f"{self.verb} needs a row for each of the {len(self.ids)} ids of "
-                f"{self.path}: an array of shape {shape}, got {np.shape(rows)}."
-            )
-        dtype = getattr(rows, "dtype", None) or jnp.result_type(rows)
-        if dtype != x.dtype:
-            raise TypeError(
-                f"{self.verb} needs rows of the type of their table, {x.dtype} for "
-                f"{self.path}, got {dtype}. Cast them."
-            )
-
-
-def _tables(verb: str, params: Any, ids: Any) -> list[_Table | None]:
-    """The tables among the leaves of the parameters, `None` for the others."""
-    structure: Any
-    given, structure = jax.tree.flatten(ids, is_leaf=lambda x: x is None)
-    try:
-        parts = structure.flatten_up_to(params)
-    except ValueError as error:
-        raise ValueError(
-            f"{verb} needs ids in a tree that is a prefix of the parameters': an array "
-            "for each table, or for a subtree of tables that share it, and None for "
-            f"what is left whole; got {structure}: {error}. (A list of ids is a tree "
-            "of numbers: use np.array.)"
-        ) from None
-    pairs = zip(given, parts, strict=True)
-    of_leaves = [x for x, part in pairs for _ in jax.tree.leaves(part)]
-    each = zip(jax.tree_util.tree_leaves_with_path(params), of_leaves, strict=True)
-    return [None if x is None else _table(verb, *found, x) for found, x in each]
-
-
-def _table(verb: str, path: Any, param: Any, ids: Any) -> _Table:
-    name, dtype = jax.tree_util.keystr(path) or "the table", jnp.result_type(ids)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(
-            f"{verb} needs integer ids, got {dtype} for {name}. For the rows of a mask "
-            "call jnp.nonzero(mask, size=..., fill_value=num_rows)[0]."
-        )
-    if np.ndim(ids) != 1:
-        raise ValueError(
-            f"{verb} needs ids of one axis, got the shape {np.shape(ids)} for {name}. "
-            "Call ids.ravel()."
-        )
-    if np.ndim(param) == 0:
-        raise ValueError(
-            f"{verb} needs tables with rows, got ids for the scalar {name}. Put None "
-            "there: it is left whole."
-        )
-    return _Table(verb, name, np.shape(param)[0], ids)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashable) and bool(self._key == other._key)
 
 
 @functools.lru_cache(maxsize=64)
 def _owners(
-    verb: str, tx: Any, treedef: Any, shapes: Any, places: tuple[int, ...]
+    verb: str, key: _Hashable, treedef: Any, shapes: Any, places: tuple[int, ...]
 ) -> tuple[Any, list[tuple[int, ...]], list[int | None]]:
     """Structure and shapes of a state, and whose rows each of its arrays holds."""
     params = [jax.ShapeDtypeStruct(*x) for x in shapes]
-    state = jax.eval_shape(tx.init, treedef.unflatten(params))
+    state = jax.eval_shape(key.tx.init, treedef.unflatten(params))
     leaves, structure = jax.tree.flatten(state)
     sizes = {i: TableSize(params[i].shape, 1, 0) for i in places}
-    owners = find_owners(tx.init, treedef, sizes, params, leaves, verb)
+    owners = find_owners(key.tx.init, treedef, sizes, params, leaves, verb)
     return structure, [x.shape for x in leaves], owners
 
 
 def _of_state(
-    tx: Any, params: Any, state: Any, tables: list[_Table | None], verb: str
-) -> list[_Table | None]:
+    tx: Any, params: Any, state: Any, tables: list[Table | None], verb: str
+) -> list[Table | None]:
     """The table of which each leaf of a state has rows, if any.
 
     Raises:
       ValueError: If it is not a state of `tx` for these parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
-    shapes = tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
+    shapes = tuple(shape_of(verb, x) for x in leaves)
     places = tuple(i for i, table in enumerate(tables) if table is not None)
-    structure, expected, owners = _owners(verb, tx, treedef, shapes, places)
+    key = _Hashable(tx)
+    structure, expected, owners = _owners(verb, key, treedef, shapes, places)
     own = jax.tree.structure(state)
     given = [np.shape(x) for x in jax.tree.leaves(state)]
     if own != structure or given != expected:
@@ -187,41 +99,6 @@ def _of_state(
             "Pass the transformation and the parameters that the state belongs to."
         )
     return [None if i is None else tables[i] for i in owners]
-
-
-def _put_each(tree: Any, tables: list[_Table | None], news: list[Any]) -> Any:
-    """The tree with new rows of tables; and other arrays where there are new ones."""
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def put(x: Any, table: _Table | None, new: Any) -> Any:
-        if table is not None:
-            return table.put(x, new)
-        if isinstance(x, np.ndarray) and new is not None:  # in its own memory, too
-            x[...] = new
-            return x
-        return x if new is None else new
-
-    return treedef.unflatten(map(put, leaves, tables, news))
-
-
-def _check_each(tree: Any, tables: list[_Table | None], news: list[Any]) -> None:
-    """Raises for what cannot be written, before anything is."""
-    for x, table, new in zip(jax.tree.leaves(tree), tables, news, strict=True):
-        if table is not None:
-            table.check_rows(x, new)
-        elif new is not None and np.shape(new) != np.shape(x):
-            raise ValueError(
-                "put_rows needs what has no ids whole: an array of shape "
-                f"{np.shape(x)}, got {np.shape(new)}."
-            )
-
-
-def _refuse_repeated(tables: list[_Table | None]) -> None:
-    each = [table for table in tables if table is not None]
-    # Tables that share their ids are looked at once.
-    for table in {(id(table.ids), table.num_rows): table for table in each}.values():
-        table.refuse_repeated()
 
 
 def take_rows(
@@ -244,15 +121,18 @@ def take_rows(
         (`np.memmap` included). Those of NumPy are read by rows, where they are.
       state: The state of `tx` for these parameters, likewise.
       ids: `[k]` integers, for each table or for a subtree of tables that share them;
-        `None` for leaves that are taken whole. Ids out of bounds, negative ones
-        included, are padding, whose rows have no meaning.
+        `None` for leaves that are taken whole. Ids out of bounds, negative ones and
+        those of NumPy that 32 bits do not hold included, are padding, whose rows have
+        no meaning.
 
     Returns:
       Parameters and state with `[k, ...]` in place of `[num_rows, ...]`. What all rows
-      share, such as a step count, is unchanged.
+      share, such as a step count, is unchanged. All arrays are copies: a step that
+      donates them leaves the tables, and other rows that were taken, as they are.
 
     Raises:
-      TypeError: If ids are not integers, or are traced where a table is of NumPy.
+      TypeError: If ids are not integers, or are traced where a table is of NumPy; for
+        arrays of a type that JAX has not.
       ValueError: If ids are no prefix of the parameters, or have not one axis; for ids
         of a scalar; if the state is not one of `tx` for these parameters, or holds rows
         along another axis.
@@ -269,15 +149,13 @@ def take_rows(
       >>> [round(float(table[i, 0]), 4) for i in (0, 3, 7)]
       [1.0, 1.0, 0.9]
     """
-    tables = _tables("take_rows", params, ids)
+    tables = tables_of("take_rows", params, ids)
     owners = _of_state(tx, params, state, tables, "take_rows")
 
-    def taken(x: Any, table: _Table | None) -> Any:
-        if table is not None:
-            return table.take(x)
-        return np.array(x) if isinstance(x, np.ndarray) else x
+    def taken(x: Any, table: Table | None) -> Any:
+        return copied(x, x) if table is None else table.take(x)
 
-    def each(tree: Any, tables: list[_Table | None]) -> Any:
+    def each(tree: Any, tables: list[Table | None]) -> Any:
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
         return treedef.unflatten(map(taken, leaves, tables))
@@ -299,25 +177,42 @@ def put_rows(
     `exact_adam` included, a clone has the value of its origin now and, with the same
     gradients, at every later step.
 
+    *What all rows share* (a step count, a leaf without ids and its moments) is that of
+    the later step. After a step on the rows it comes from them. Rows that are put back
+    some steps after they were taken set no clock back: where a count of `row_state` is
+    smaller than that of `state`, and none is larger, only the rows are written, and a
+    row has rested meanwhile; under `exact_adam` it has moved on. A state that counts
+    nothing, as that of `optax.trace`, cannot tell: put `None` in the place of leaves
+    of `rows` and `row_state` that shall stay as they are.
+
     Arrays of NumPy are written in place. Those of JAX are copied, unless `params` and
-    `state` are donated under `jit`.
+    `state` are donated under `jit`. All that can be refused is refused, and all rows
+    are copied, before the first array of NumPy is written. What a write itself raises,
+    such as an error of the disk under a file, leaves the rest unwritten; where the disk
+    is full under a sparse file, the system ends the process.
 
     Args:
       tx: The transformation.
       params: Tree of arrays, as for `take_rows`.
       state: Its state.
-      ids: As for `take_rows`. Padding is not written. Each row may be named once: this
-        is checked, but not in a compiled program, which writes one of the two.
-      rows: Parameters `[k, ...]`; of leaves without ids, the new ones.
-      row_state: The state of `tx` for these; what all rows share comes from it.
+      ids: As for `take_rows`. Padding is not written. Each row may be named once, which
+        is checked; in a compiled program, which cannot raise, the last entry of a row
+        is written, to all of its arrays.
+      rows: Parameters `[k, ...]`; of leaves without ids, the new ones. They may be
+        views of what is written.
+      row_state: The state of `tx` for these.
 
     Returns:
       The parameters and the state.
 
     Raises:
-      TypeError: As `take_rows`, and for rows of another type than their table.
-      ValueError: As `take_rows`; for rows of another width or number, and for ids that
-        are seen to name a row twice.
+      TypeError: As `take_rows`; for rows of another type than their table, or whole
+        leaves of a type that theirs does not hold; and for traced values that go to
+        arrays of NumPy.
+      ValueError: As `take_rows`; for rows of another width or number; for ids that are
+        seen to name a row twice; for arrays of NumPy that are read-only; and for rows
+        of `exact_adam` that were taken before a `flush` of their table, or were flushed
+        themselves, which in a compiled program become NaN.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -331,16 +226,35 @@ def put_rows(
       >>> table.tolist()
       [[4.0, 5.0], [2.0, 3.0], [4.0, 5.0]]
     """
-    tables = _tables("put_rows", params, ids)
-    _refuse_repeated(tables)
-    owners = _of_state(tx, params, state, tables, "put_rows")
+    verb = "put_rows"
+    tables = tables_of(verb, params, ids)
+    refuse_repeated(tables)
+    owners = _of_state(tx, params, state, tables, verb)
 
     news = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
     kind: Any = jax.tree.structure(state)
     states = leaves_like(kind, row_state, "The state of the rows", "state")
-    _check_each(params, tables, news)
-    _check_each(state, owners, states)
-    return _put_each(params, tables, news), _put_each(state, owners, states)
+    for tree, found, given in ((params, tables, news), (state, owners, states)):
+        check(verb, tree, found, given)
+    has_rows = kind.unflatten([table is not None for table in owners])
+    fits = refuse_other_dates(state, kind.unflatten(states), has_rows)
+    if fits is not True:
+        news = [
+            _nan_unless(fits, x) if table is not None else x
+            for x, table in zip(news, tables, strict=True)
+        ]
+    rests = is_older(state, states, owners)
+    news = newer(rests, params, tables, news)
+    states = newer(rests, state, owners, states)
+    params, state = write([(params, tables, news), (state, owners, states)])
+    return params, state
+
+
+def _nan_unless(fits: Any, rows: Any) -> Any:
+    rows = jnp.asarray(rows)
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        return rows
+    return jnp.where(fits, rows, jnp.full_like(rows, jnp.nan))
 
 
 def reset_rows(
@@ -365,7 +279,7 @@ def reset_rows(
 
     Raises:
       TypeError: As `put_rows`.
-      ValueError: As `put_rows`.
+      ValueError: As `put_rows`. Nothing has been written then.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -377,9 +291,10 @@ def reset_rows(
       >>> float(params["items"][3, 0])
       0.0
     """
-    tables = _tables("reset_rows", params, ids)
-    _refuse_repeated(tables)
-    owners = _of_state(tx, params, state, tables, "reset_rows")
+    verb = "reset_rows"
+    tables = tables_of(verb, params, ids)
+    refuse_repeated(tables)
+    owners = _of_state(tx, params, state, tables, verb)
     # In place of what is ignored, a subtree or a leaf, stands that of the parameters.
     rows = jax.tree.map(
         lambda x, own, new: own if x is None else new,
@@ -388,14 +303,18 @@ def reset_rows(
     )
     given = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
     news = [None if x is None else row for x, row in zip(tables, given, strict=True)]
-    _check_each(params, tables, news)
+    check(verb, params, tables, news)
     after = _order_after(news)
-    params = _put_each(params, tables, after(news))
-    shapes = tuple((np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params))
+    shapes = tuple(shape_of(verb, x) for x in jax.tree.leaves(params))
     treedef, has_rows = jax.tree.structure(params), tuple(x is not None for x in owners)
-    init = _init_rows(tx, treedef, shapes, has_rows)
-    fresh = init(news, clocks_of(state))
-    return params, _put_each(state, owners, after(fresh))
+    init = _init_rows(_Hashable(tx), treedef, shapes, has_rows)
+    native = [copied(x, None) if isinstance(x, np.ndarray) else x for x in news]
+    fresh = init(native, clocks_of(state))
+    check(verb, state, owners, fresh)
+    params, state = write(
+        [(params, tables, after(news)), (state, owners, after(fresh))]
+    )
+    return params, state
 
 
 def _order_after(news: list[Any]) -> Callable[[list[Any]], list[Any]]:
@@ -420,7 +339,9 @@ def _order_after(news: list[Any]) -> Callable[[list[Any]], list[Any]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _init_rows(tx: Any, treedef: Any, shapes: Any, has_rows: tuple[bool, ...]) -> Any:
+def _init_rows(
+    key: _Hashable, treedef: Any, shapes: Any, has_rows: tuple[bool, ...]
+) -> Any:
     """`tx.init` of rows, compiled, without what all rows share."""
 
     @jax.jit
@@ -428,7 +349,7 @@ def _init_rows(tx: Any, treedef: Any, shapes: Any, has_rows: tuple[bool, ...]) -
         # Of these zeros XLA makes nothing, as nothing of theirs is returned.
         pairs = zip(rows, shapes, strict=True)
         leaves = [jnp.zeros(*shape) if x is None else x for x, shape in pairs]
-        state = begin_now(tx.init(treedef.unflatten(leaves)), clocks)
+        state = begin_now(key.tx.init(treedef.unflatten(leaves)), clocks)
         each = zip(jax.tree.leaves(state), has_rows, strict=True)
         return [x if has_own else None for x, has_own in each]
 
@@ -464,12 +385,12 @@ def rows_of(grads: Any, ids: Any) -> Any:
       >>> grad.data.tolist(), grad.nse
       ([[4.0, 5.0], [2.0, 3.0], [0.0, 0.0]], 3)
     """
-    tables = _tables("rows_of", grads, ids)
-    _refuse_repeated(tables)
+    tables = tables_of("rows_of", grads, ids)
+    refuse_repeated(tables)
     treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
 
-    def row_sparse(x: Any, table: _Table | None) -> Any:
+    def row_sparse(x: Any, table: Table | None) -> Any:
         if table is None:
             return x
         x, indices = jnp.asarray(x), table.distinct()

@@ -285,3 +285,44 @@ def begin_now(state: Any, clocks: list[tuple[Any, Any]]) -> Any:
         return node._replace(last=last, log_decay=log_decay)
 
     return jax.tree.map(begun, state, is_leaf=is_exact)
+
+
+def refuse_other_dates(state: Any, row_state: Any, has_rows: Any) -> Any:
+    """Whether rows of one state may be put into another.
+
+    A row is stored by its value or by its projected final value, and `values_until`
+    says of a whole parameter which: of rows and table it must be the same, or nothing
+    has moved yet, in the one or in the other. `has_rows` says which leaves are of
+    tables.
+
+    Returns:
+      `True`, or an array of JAX that a program knows when it runs.
+
+    Raises:
+      ValueError: If it is known that they may not.
+    """
+    trees = [
+        [*filter(is_exact, jax.tree.leaves(tree, is_leaf=is_exact))]
+        for tree in (state, row_state, has_rows)
+    ]
+    fits: Any = True
+    for node, of_rows, flags in zip(*trees, strict=True):
+        is_put = np.array(jax.tree.leaves(flags.nu), bool)
+        if not is_put.any() or of_rows.values_until is None or of_rows.clock is None:
+            continue
+        is_same = (node.values_until == of_rows.values_until)[is_put].all()
+        is_same |= node.clock == 0
+        if not node.log_decay:  # what decays is dated since the last `flush`
+            is_same |= of_rows.clock == 0
+        fits = fits & is_same
+    if isinstance(fits, jax.core.Tracer):
+        return fits
+    if not fits:
+        raise ValueError(
+            "put_rows takes rows of exact_adam that were taken since the last flush of "
+            "their table, and have not been flushed themselves nor had a dense "
+            "gradient: what is stored of a row means another number after these. Take "
+            "the rows again; or begin them with their values by reset_rows, of "
+            "osa.evaluate(lambda rows: rows, read=row_state)(rows)."
+        )
+    return True

@@ -1,0 +1,378 @@
+"""Rows put back some steps later, and two batches of rows that are taken at once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import slow_but
+
+IDS = {"table": np.array([3, 4]), "w": None}
+STEPS, TAKEN, BACK = 14, 3, 8
+
+
+def labels(params):
+    return {name: name for name in params}
+
+
+LAZY = {
+    "sparse_adam": lambda: osa.sparse_adam(0.1),
+    "rowwise_adam": lambda: osa.rowwise_adam(0.1),
+    "lazy": lambda: osa.lazy(optax.adam(0.1)),
+    "per_row": lambda: osa.lazy(osa.per_row(optax.adam(0.1))),
+    "inject": lambda: optax.inject_hyperparams(
+        osa.sparse_adam, static_args=("b1", "b2")
+    )(optax.linear_schedule(0.1, 0.01, 20)),
+    "partition": lambda: optax.partition(
+        {"table": osa.sparse_adam(0.1), "w": optax.adam(0.1)}, labels
+    ),
+    "chain": lambda: optax.chain(
+        osa.lazy(optax.clip(1.0)), osa.sparse_adam(optax.linear_schedule(0.1, 0, 20))
+    ),
+}
+EXACT = {
+    "exact_adam": lambda: osa.exact_adam(lambda count: 0.1 - 0.004 * count),
+    "exact_adamw": lambda: osa.exact_adamw(0.1, weight_decay=0.2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_optax_expects(as_optax_expects):
+    """Its transformations promote weak types."""
+
+
+def begin(tx, kind="jax", dtype=np.float32):
+    rng = np.random.default_rng(0)
+    params = {"table": rng.standard_normal((12, 2)), "w": np.ones(3)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    state = tx.init(params)
+    return stored((params, state), kind)
+
+
+def stored(trees, kind):
+    convert = np.array if kind == "numpy" else jnp.asarray
+    return jax.tree.map(convert, trees)
+
+
+def loss(params, ids, goal):
+    """Of each row apart, so that who lies in another place changes no other row."""
+    rows = jnp.sum(jnp.sin(params["table"][ids] - goal))
+    return rows + jnp.sum((params["w"] - goal) ** 2)
+
+
+def batches(uses):
+    """Ids and goal of each step; `uses(step)` says whether rows 3 and 4 are in it."""
+    for number in range(STEPS):
+        others = [(5 + number) % 12 if (5 + number) % 12 > 4 else 7, 9]
+        ids = [3, 4, *others] if uses(number) else [6, 10, *others]
+        yield np.array(ids), np.float32(0.1 * number)
+
+
+def rests(number):
+    """The steps in which rows 3 and 4 are in a batch: not while they are away."""
+    return number < TAKEN or (number > BACK and number % 2 == 0)
+
+
+def put(tx, kind, *args):
+    function = functools.partial(osa.put_rows, tx)
+    return (jax.jit(function) if kind == "jit" else function)(*args)
+
+
+def train_with_a_journey(tx, kind, places=IDS, dtype=np.float32):
+    """Rows 3 and 4 are away from step 3 to step 8, and others in their places."""
+    step = osa.make_train_step(loss, tx)
+    whole = begin(tx, kind, dtype)
+    for number, (ids, goal) in enumerate(batches(rests)):
+        if number == TAKEN:
+            away = osa.take_rows(tx, *whole, IDS)
+            away = jax.tree.map(np.asarray, away) if kind == "numpy" else away
+            news = {"table": np.ones((2, 2), dtype), "w": None}
+            whole = osa.reset_rows(tx, *whole, IDS, news)
+        if number == BACK:
+            whole = put(tx, kind, *whole, places, *away)
+        if TAKEN <= number < BACK:  # somebody else lives there meanwhile
+            ids = np.array([3, 4, *ids[2:]])
+        if number > BACK:
+            moved = dict(
+                zip(IDS["table"].tolist(), places["table"].tolist(), strict=True)
+            )
+            ids = np.array([moved.get(i, i) for i in ids.tolist()])
+        *whole, _ = step(*stored(whole, "jax"), ids, goal)
+        whole = stored(whole, kind)
+    return whole
+
+
+@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "jit"))
+@pytest.mark.parametrize("name", slow_but(LAZY, "sparse_adam"))
+def test_a_row_that_was_away_has_rested(name, kind):
+    """Beside a run in which it lay in the table, untouched: rows, state, count, `w`."""
+    tx = LAZY[name]()
+    step = osa.make_train_step(loss, tx)
+    expected = begin(tx)
+    for ids, goal in batches(rests):
+        *expected, _ = step(*expected, ids, goal)
+    found = train_with_a_journey(tx, kind)
+    found = tuple(found)
+    assert jax.tree.structure(found) == jax.tree.structure(tuple(expected))
+
+    def check(path, x, y):  # all rows but those of others, who lived in no other run
+        rows = [3, 4, 5, 7, 8, 9, 11] if np.shape(x)[:1] == (12,) else ...
+        x, y = np.asarray(x)[rows], np.asarray(y)[rows]
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7, err_msg=str(path))
+
+    jax.tree_util.tree_map_with_path(check, found, tuple(expected))
+
+
+class DenseAdam:
+    """`optax.adamw` in NumPy's float64; the rate is a function of the count."""
+
+    def __init__(self, table, rate, decay):
+        self.table, self.rate, self.decay = np.array(table, np.float64), rate, decay
+        self.mu, self.nu, self.count = np.zeros_like(table), np.zeros_like(table), 0
+
+    def step(self, ids, goal):
+        grad = np.zeros_like(self.table)
+        for i in ids:
+            grad[i] += np.cos(self.table[i] - goal)
+        rate = self.rate(self.count)
+        self.count += 1
+        self.mu += (1 - 0.9) * (grad - self.mu)
+        self.nu += (1 - 0.999) * (grad**2 - self.nu)
+        root = np.sqrt(self.nu / (1 - 0.999**self.count)) + 1e-8
+        update = self.mu / (1 - 0.9**self.count) / root + self.decay * self.table
+        self.table -= rate * update
+
+
+@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "numpy"))
+@pytest.mark.parametrize("places", slow_but([[3, 4], [1, 0]], [1, 0]))
+@pytest.mark.parametrize("name", slow_but(EXACT, "exact_adamw"))
+@jax.enable_x64(True)
+def test_dates_of_stale_rows_are_absolute(name, places, kind):
+    """A row that is away goes on with its momentum and decay, as in dense Adam."""
+    tx = EXACT[name]()
+    (start, _) = begin(tx, dtype=np.float64)
+    is_decayed = name == "exact_adamw"
+    rate = (lambda n: 0.1) if is_decayed else (lambda n: 0.1 - 0.004 * n)
+    dense = DenseAdam(start["table"], rate, 0.2 if is_decayed else 0.0)
+    for ids, goal in batches(rests):
+        dense.step(ids, float(goal))
+    params, state = train_with_a_journey(
+        tx, kind, {"table": np.array(places), "w": None}, np.float64
+    )
+    assert int(state.count) == int(state.clock) == STEPS
+    values, _ = osa.flush(params, state)
+    table = np.asarray(values["table"])
+    np.testing.assert_allclose(table[places], dense.table[[3, 4]], rtol=1e-9)
+    np.testing.assert_allclose(
+        table[[5, 7, 8, 9, 11]], dense.table[[5, 7, 8, 9, 11]], 1e-9
+    )
+
+
+@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "numpy"))
+@pytest.mark.parametrize("name", slow_but(LAZY, "partition"))
+def test_a_later_step_moves_the_count_on(name, kind):
+    """What the page teaches: take, step, put; with several steps between, too."""
+    tx = LAZY[name]()
+    step = osa.make_train_step(loss, tx)
+    whole = begin(tx, kind)
+    expected = stored(jax.tree.map(jnp.copy, whole), "jax")
+    for number in range(3):
+        rows = osa.take_rows(tx, *whole, IDS)
+        for _ in range(number):
+            goal = np.float32(number)
+            *rows, _ = step(*rows, np.array([0, 1]), goal)
+            *expected, _ = step(*expected, np.array([3, 4]), goal)
+        whole = put(tx, kind, *whole, IDS, *rows)
+
+    def check(x, y):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+    jax.tree.map(check, tuple(whole), tuple(expected))
+
+
+WRAPPED = {  # of what counts up and begins again, beside what counts up
+    "finite": lambda: osa.lazy(optax.apply_if_finite(optax.adam(0.1), 5)),
+    "finite sgd": lambda: osa.lazy(optax.apply_if_finite(optax.sgd(0.1), 5)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_counts_that_begin_again(name):
+    """A step without an error ends a run of errors, and is a later one all the same."""
+    tx = WRAPPED[name]()
+    step = osa.make_train_step(loss, tx, sparse=False)
+    whole = begin(tx)
+    *whole, _ = step(*whole, np.array([3, 4]), np.float32(np.nan))
+    rows = osa.take_rows(tx, *whole, IDS)
+    *rows, _ = step(*rows, np.array([0, 1]), np.float32(0.5))
+    w = np.asarray(rows[0]["w"])
+    params, state = osa.put_rows(tx, *whole, IDS, *rows)
+    np.testing.assert_array_equal(params["w"], w)
+    counts = [x for x in jax.tree.leaves(state) if np.shape(x) == ()]
+    assert 0 in np.array(counts, float)
+
+
+def test_what_is_whole_may_be_left_out():
+    tx = osa.lazy(optax.trace(0.9))  # which counts nothing
+    params, state = begin(tx)
+    rows, row_state = osa.take_rows(tx, params, state, IDS)
+    rows = jax.tree.map(lambda x: x + 1, rows)
+    new, _ = osa.put_rows(tx, params, state, IDS, rows, row_state)
+    np.testing.assert_array_equal(new["w"], params["w"] + 1)
+    new, _ = osa.put_rows(tx, params, state, IDS, rows | {"w": None}, row_state)
+    np.testing.assert_array_equal(new["w"], params["w"])
+    np.testing.assert_array_equal(new["table"][3], params["table"][3] + 1)
+
+
+def flushed_rows(tx, params, state):
+    rows = osa.take_rows(tx, params, state, IDS)
+    return (params, state), osa.flush(*rows)
+
+
+def flushed_table(tx, params, state):
+    rows = osa.take_rows(tx, params, state, IDS)
+    return osa.flush(params, state), rows
+
+
+def dense_step(tx, params, state):
+    rows = osa.take_rows(tx, *osa.flush(params, state), IDS)
+    step = osa.make_train_step(loss, tx, sparse=False)
+    *rows, _ = step(*rows, np.array([0, 1]), np.float32(1))
+    return (params, state), rows
+
+
+def other_rows(tx, params, state):
+    params, state = osa.flush(params, state)
+    step = osa.make_train_step(loss, tx)
+    *other, _ = step(*begin(tx), np.array([3, 4]), np.float32(1))
+    return (params, state), osa.take_rows(tx, *other, IDS)
+
+
+@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "jit"))
+@pytest.mark.parametrize("name", slow_but(EXACT, "exact_adam"))
+@pytest.mark.parametrize(
+    "way", slow_but([flushed_rows, flushed_table, dense_step, other_rows], flushed_rows)
+)
+def test_a_flush_between(way, name, kind):
+    """What is stored of a row means another number: refused, or NaN in a program."""
+    tx = EXACT[name]()
+    step = osa.make_train_step(loss, tx)
+    whole = begin(tx)
+    for ids, goal in batches(lambda number: True):
+        *whole, _ = step(*whole, ids, goal)
+    whole, rows = (stored(x, kind) for x in way(tx, *whole))
+    if kind != "jit":
+        with pytest.raises(ValueError, match="since the last flush"):
+            put(tx, kind, *whole, IDS, *rows)
+        return
+    params, _ = put(tx, kind, *whole, IDS, *rows)
+    assert np.isnan(params["table"][np.array([3, 4])]).all()
+    np.testing.assert_array_equal(params["table"][5:], whole[0]["table"][5:])
+
+
+@pytest.mark.slow
+def test_first_rows_after_a_flush():
+    """Of `init`: nothing has moved yet, so that nothing is to be brought up to date."""
+    tx = EXACT["exact_adam"]()
+    step = osa.make_train_step(loss, tx)
+    rows = osa.take_rows(tx, *begin(tx), IDS)
+    *whole, _ = step(*begin(tx), np.array([3, 4]), np.float32(1))
+    whole = osa.put_rows(tx, *osa.flush(*whole), IDS, *rows)
+    values, _ = osa.flush(*whole)
+    np.testing.assert_array_equal(values["table"][3:5], rows[0]["table"])
+
+
+@pytest.mark.parametrize("verb", [osa.take_rows, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", slow_but(LAZY | EXACT, "sparse_adam"))
+@pytest.mark.parametrize("kind", ["jax", "numpy"])
+def test_two_batches_taken_before_a_step(kind, name, verb):
+    """A step donates what it is given: neither the other batch nor the originals."""
+    tx = (LAZY | EXACT)[name]()
+    step = osa.make_train_step(loss, tx)
+    params, state = begin(tx)
+    if kind == "numpy":  # tables on the host; what is whole on the device
+        on_host = jax.tree.map(lambda x: np.array(x) if np.ndim(x) == 2 else x, state)
+        params, state = params | {"table": np.array(params["table"])}, on_host
+    take = functools.partial(osa.take_rows, tx)
+    if verb is jax.jit and kind == "jax":
+        take = jax.jit(take)
+    batch = {"table": np.array([7, 8]), "w": None}
+    before = jax.tree.map(np.array, (params, state))
+    a, b = take(params, state, IDS), take(params, state, batch)
+    assert not {id(x) for x in jax.tree.leaves(a) if np.shape(x)} & {
+        id(x) for x in jax.tree.leaves(b)
+    }
+    of_a, of_b = (step(*x, np.array([0, 1]), np.float32(1))[:2] for x in (a, b))
+    jax.tree.map(np.testing.assert_array_equal, (params, state), before)
+    one = osa.put_rows(tx, params, state, IDS, *of_a)
+    two = osa.put_rows(tx, *one, batch, *of_b)
+    ints = [x for x in jax.tree.leaves(two[1]) if x.dtype == np.int32]
+    assert ints
+    assert all(np.all((x <= 1) | (x == 10)) for x in ints)
+    for rows, places in ((of_a, [3, 4]), (of_b, [7, 8])):
+        np.testing.assert_array_equal(
+            two[0]["table"][np.array(places)], rows[0]["table"]
+        )
+    # Twice put, and twice stepped on: neither takes the other's memory.
+    three = osa.put_rows(tx, params, state, batch, *of_b)
+    for whole in (two, three):
+        step(*stored(whole, "jax"), np.array([3, 7]), np.float32(1))
+    jax.tree.map(np.asarray, (of_a, of_b))
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, 3, 5, 12, 3, -1, 5], [3, 3, 5, 5, 5, 7, 12], [4, 4]]
+)
+def test_ids_that_are_repeated_in_a_program(ids):
+    """The last entry of a row is written: its values with its own moments, everywhere.
+
+    Beside NumPy, whose assignments go from the first to the last.
+    """
+    tx = osa.sparse_adam(0.1)
+    params = {"x": jnp.zeros((12, 2)), "y": jnp.zeros(12)}
+    state, size = tx.init(params), len(ids)
+    entry = np.arange(1.0, 1 + size, dtype=np.float32)
+    rows = {"x": np.stack([entry, entry], 1), "y": entry}
+    row_state = state._replace(mu=rows, nu=rows)
+    expected = np.zeros(12)
+    for i, value in zip(ids, entry, strict=True):
+        if 0 <= i < 12:
+            expected[i] = value
+    put = jax.jit(functools.partial(osa.put_rows, tx))
+    found, of_state = put(params, state, jnp.array(ids), rows, row_state)
+    for tree in (found, of_state.mu, of_state.nu):
+        np.testing.assert_array_equal(tree["y"], expected)
+        np.testing.assert_array_equal(tree["x"], np.stack([expected, expected], 1))
+    reset = jax.jit(functools.partial(osa.reset_rows, tx))
+    again, cleared = reset(found, of_state, jnp.array(ids), rows)
+    np.testing.assert_array_equal(again["y"], expected)
+    assert not np.any(cleared.nu["x"])
+    # A gradient has each of its rows once.
+    dense = jnp.arange(12.0)
+    grad = jax.jit(osa.rows_of)(dense, jnp.array(ids))
+    inside = sorted({i for i in ids if 0 <= i < 12})
+    np.testing.assert_array_equal(grad.todense(), np.where(expected != 0, dense, 0))
+    assert sorted(i for i in grad.indices[:, 0].tolist() if i < 12) == inside
+
+
+def test_a_transformation_without_a_hash():
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Own:
+        init: object
+        update: object
+
+    tx = Own(*osa.sparse_adam(0.1))
+    params, state = begin(tx)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(tx)
+    for _ in range(2):
+        taken = osa.take_rows(tx, params, state, IDS)
+        params, state = osa.put_rows(tx, params, state, IDS, *taken)
+        osa.reset_rows(tx, params, state, IDS, taken[0] | {"w": None})
