@@ -37,6 +37,7 @@ from flax import nnx
 from ._exact_adam import flush as _flush
 from ._gradients import value_and_grad as _sparse
 from ._gradients.value_and_grad import Sparse
+from ._rows.checks import is_bcoo
 from ._train_step import update_params
 
 Argnum = int | nnx.DiffState
@@ -224,7 +225,7 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
       >>> grads = flax_nnx.grad(lambda embed: jnp.sum(embed(ids)))(embed)
       >>> flax_nnx.update(optimizer, embed, grads)
     """
-    params, pure = nnx.as_pure(nnx.state(model, optimizer.wrt)), nnx.as_pure(grads)
+    params, pure = nnx.as_pure(nnx.state(model, optimizer.wrt)), _gradients(grads)
     state = _state(optimizer)
     params, state, _ = update_params(optimizer.tx, pure, state, params, **extra)
     nnx.update(model, params)
@@ -262,6 +263,20 @@ def flush(model: Any, optimizer: nnx.Optimizer[Any]) -> None:
     params, state = _flush.flush(params, _state(optimizer))
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))
+
+
+def _gradients(tree: Any) -> Any:
+    """`nnx.as_pure`, which by mapping over the arrays of a BCOO would expand bags."""
+
+    def pure(x: Any) -> Any:
+        if isinstance(x, nnx.Variable):
+            return _gradients(x.get_raw_value())
+        return x if is_bcoo(x) else nnx.as_pure(x)
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, nnx.Variable) or is_bcoo(x)
+
+    return jax.tree.map(pure, tree, is_leaf=is_leaf)
 
 
 def _state(read: Any) -> Any:

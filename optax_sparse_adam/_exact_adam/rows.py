@@ -13,6 +13,7 @@ from jax.experimental.sparse import BCOO
 from .._optimizers.rounding import nearest
 from .._rows.canary import as_update
 from .._rows.coalesce import accumulator_dtype
+from .._rows.jit_with_bags import jit_with_bags
 from .._rows.map_rows import Tables
 from .._rows.padding import expand_like
 from .._rows.update_table import update_table
@@ -387,7 +388,7 @@ def _update_rows(
     return change, (mu, nu, *mark_updated(rows, after))
 
 
-@functools.partial(jax.jit, static_argnames="betas")
+@functools.partial(jit_with_bags, static_argnames="betas")
 def update_touched_rows(
     grad: BCOO,
     read: Tables,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import call_with_auto_axes
-from .._rows.bag_gradient import BagGradient
+from .._rows.bag_gradient import BagEntries
 from .._rows.canary import CanaryBCOO
 from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
@@ -103,7 +103,7 @@ def _coalesced(
     indices: jax.Array, values: jax.Array, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """The same sum with each row stored once; duplicates add up as in `coalesce`."""
-    grad = BCOO((values, indices), shape=shape)
+    grad: Any = BCOO((values, indices), shape=shape)
     grad = cast_entries(grad, accumulator_dtype(values.dtype))
     indices, sums, count = sum_duplicates(
         grad.indices, grad.data, shape, is_sorted=False
@@ -119,7 +119,7 @@ def _gradient_of_bags(
     dtype: Any,
     widest: Any,
     read_at: jax.Array | None,
-) -> BagGradient:
+) -> CanaryBCOO:
     """All bags in one; a lookup of single rows is bags of one id."""
     # A lookup of two bags, with the segments [0, 1, 1], and one of three single rows
     # have five rows of values together, and the segments [0, 1, 1, 2, 3, 4].
@@ -133,10 +133,12 @@ def _gradient_of_bags(
         weights.append(ones if entries.weights is None else entries.weights)
         first += len(values)
     has_weights = any(x.weights is not None for x, _ in slices)
-    args = (
+    bags = BagEntries(
         jnp.concatenate([x.astype(widest) for _, x in slices]),
         jnp.concatenate([x.ids.astype(jnp.int32) for x, _ in slices]),
         jnp.concatenate(segments),
         jnp.concatenate([x.astype(widest) for x in weights]) if has_weights else None,
+        shape,
+        jnp.dtype(dtype),
     )
-    return BagGradient(args, shape=shape, dtype=dtype, read_at=read_at)
+    return CanaryBCOO.of_bags(bags, read_at)

@@ -19,6 +19,7 @@ from .._jax_extras.sharding import jit_on_mesh
 from .._rows.apply_updates import ADDS, Added
 from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
+from .._rows.jit_with_bags import jit_with_bags
 from .._rows.map_rows import Tables
 from .._rows.new_arrays import full_along
 from .._rows.update_table import update_table
@@ -65,7 +66,7 @@ class Moment(NamedTuple):
         check_moment(given, expected, name)
 
 
-@functools.partial(jax.jit, static_argnames=("formula", "kernel"))
+@functools.partial(jit_with_bags, static_argnames=("formula", "kernel"))
 def update_leaf(
     formula: Callable[..., tuple[jax.Array, Tables]],
     grad: Any,

@@ -10,6 +10,7 @@ import optax
 from .._jax_extras.sharding import shard_columns_like
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype, bcoo_of, touched_rows
+from .._rows.jit_with_bags import jit_with_bags
 from .._rows.map_rows import Tables, update_rows
 from .._rows.padding import in_bounds, mask_padding
 from .by_leaf import Moment, by_leaf
@@ -94,7 +95,7 @@ def _adafactor(
     return update, news
 
 
-@jax.jit
+@jit_with_bags
 def _update_leaf(
     grad: Any, param: jax.Array, moments: Tables, step: AdafactorScalars, _: Any
 ) -> tuple[Any, Tables]:

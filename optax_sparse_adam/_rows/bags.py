@@ -5,7 +5,7 @@ and `r3`; -1 is padding. As ids in a row they are `ids = [0, 3, 3]` with
 `segments = [0, 0, 1]`, the bag of each entry.
 
 `sum_bags` is one lookup to `value_and_grad`: a bag's row is a sum, so that the gradient
-of the table needs no more than the gradient of each bag, `[B, D]` (`BagGradient`). The
+of the table needs no more than the gradient of each bag, `[B, D]` (`BagEntries`). The
 rows themselves, `[N, D]`, are nowhere: the kernel adds them up as it reads them, and
 XLA fuses the gather with the sum. Mean and sqrtn are that sum, divided. Max keeps the
 rows, whose gradient goes to the first of the largest.
@@ -53,8 +53,9 @@ def embedding_bag(
 
     As `torch.nn.functional.embedding_bag` and TensorFlow's `embedding_lookup_sparse`:
     `sum_j weights_j * table[ids_j]`. Under `value_and_grad` it is a lookup as others
-    are: the gradient of the table is row-sparse. It is kept as the gradient of the
-    bags, `[bags, *row_shape]`, and expanded only by what asks for its `data`.
+    are: the gradient of the table is row-sparse. Within one program the optimisers
+    take it by bags, `[bags, *row_shape]`; what asks for its `data`, or maps over its
+    arrays, sees a row for each id.
 
     Ids come in one of three forms:
 
@@ -208,7 +209,7 @@ def _flatten(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
     """Ids, segments and weights as `sum_bags` takes them; and which ids are real.
 
-    An id of no bag becomes padding. The weight of padding becomes zero.
+    An id of no bag becomes padding of some bag. The weight of padding becomes zero.
     """
     ids, segments = narrow_ids(ids, len(table)), segment_ids
     valid = (ids >= 0) & (ids < np.asarray(len(table), ids.dtype))
@@ -223,6 +224,7 @@ def _flatten(
         valid &= (segments >= 0) & (segments < num_bags)
         # The largest number, so that ids in order stay so with padding at their end.
         ids = jnp.where(valid, ids, jnp.iinfo(ids.dtype).max)
+        segments = jnp.clip(segments, 0, num_bags - 1)
     if weights is not None:
         weights = weights.astype(accumulator_dtype(table.dtype))
         weights = jnp.where(valid, weights, jnp.zeros_like(weights))

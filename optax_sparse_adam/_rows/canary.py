@@ -52,6 +52,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from .bag_gradient import BagEntries
 from .padding import last_indices
 
 _CANARY = 1_618_033_989
@@ -83,16 +84,41 @@ class CanaryBCOO(BCOO):
       canary: The canary; where rows were read up to date, `[*batch, nse, 2]`.
       stored_data: The values, whatever has been done to them.
       stored_indices: The indices, likewise.
+      bags: The same entries, by bags; see `bag_gradient`. `None` for all others, and
+        for what came out of a function of trees.
     """
 
     canary: jax.Array
-    stored_data: jax.Array
     stored_indices: jax.Array
+    bags: BagEntries | None = None
+    _stored_data: jax.Array | None = None  # of bags, when it is asked for
     _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
 
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
         super().__init__(args, shape=shape, **flags)
         self.canary = new_canary(self.stored_indices, read_at)
+
+    @classmethod
+    def of_bags(cls, bags: BagEntries, read_at: Any = None) -> "CanaryBCOO":
+        obj = object.__new__(cls)
+        obj.stored_indices, obj.canary = bags.indices, new_canary(bags.indices, read_at)
+        obj.bags, obj.indices_sorted, obj.unique_indices = bags, False, False
+        obj.shape = bags.shape
+        return obj
+
+    @property
+    def stored_data(self) -> Any:
+        if self._stored_data is not None or self.bags is None:
+            return self._stored_data
+        data = self.bags.data
+        # Within a program these are its own, also of bags that were there before it.
+        if not isinstance(data, jax.core.Tracer):
+            self._stored_data = data
+        return data
+
+    @stored_data.setter
+    def stored_data(self, data: Any) -> None:
+        self._stored_data, self.bags = data, None
 
     @property
     def data(self) -> Any:
@@ -108,15 +134,22 @@ class CanaryBCOO(BCOO):
 
     @indices.setter
     def indices(self, indices: Any) -> None:
+        if self.bags is not None:
+            self.stored_data = self.stored_data
         self.stored_indices = indices
 
     # What needs no values does not look at them.
-    shape_of_data = property(lambda self: tuple(self.stored_data.shape))
-    dtype = property(lambda self: self.stored_data.dtype)
+    @property
+    def shape_of_data(self) -> tuple[int, ...]:
+        if self.bags is not None:
+            return self.bags.shape_of_data
+        return tuple(self.stored_data.shape)
+
+    dtype = property(lambda self: (self.bags or self.stored_data).dtype)
     nse = property(lambda self: self.stored_indices.shape[-2])
     n_batch = property(lambda self: self.stored_indices.ndim - 2)
     n_sparse = property(lambda self: self.stored_indices.shape[-1])
-    n_dense = property(lambda self: self.stored_data.ndim - 1 - self.n_batch)
+    n_dense = property(lambda self: len(self.shape_of_data) - 1 - self.n_batch)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -305,6 +338,8 @@ def check_indices(grad: BCOO) -> None:
 
 def _is_seen_to_change(grad: Any) -> bool:
     """Whether an entry was changed, as far as it is known while tracing."""
+    if grad._is_seen:  # without a look at its arrays, which bags would expand
+        return False
     if not all(map(_is_known, jax.tree.leaves(grad))):
         return False
     # In NumPy: within a program JAX would trace even what is known.

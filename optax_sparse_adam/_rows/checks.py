@@ -72,7 +72,7 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
             f"{grad.shape}). Use BCOO.update_layout(n_batch=0, n_dense=...) to convert."
         )
     stored = (grad.nse, *grad.shape[grad.n_sparse :])
-    # Without a look at the values, which `BagGradient` would expand.
+    # Without a look at the values, which bags would expand.
     given = grad.shape_of_data if isinstance(grad, CanaryBCOO) else grad.data.shape
     if given != stored:
         raise ValueError(

@@ -15,11 +15,14 @@ from jax.typing import DTypeLike
 from .._jax_extras.sharding import mesh_of, replicate_rows
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
-from .bag_gradient import BagGradient
-from .canary import copy_with, entries, maker_of
+from .bag_gradient import BagEntries
+from .canary import CanaryBCOO, copy_with, entries, maker_of
 from .checks import check_bcoo, is_bcoo
 from .duplicates import sum_duplicates
+from .jit_with_bags import jit_with_bags
 from .padding import expand_like, in_bounds, pad_indices
+
+Entries = BCOO | BagEntries  # a gradient that is open: no canary is to be looked at
 
 
 class Rows(NamedTuple):
@@ -61,7 +64,7 @@ def replicate_entries(grad: BCOO) -> BCOO:
     return entries(grad, lambda x: replicate_rows(x, mesh))
 
 
-def touched_rows(grad: BCOO, dtype: DTypeLike) -> Rows:
+def touched_rows(grad: Entries, dtype: DTypeLike) -> Rows:
     """The touched rows of a gradient, duplicates added up in `dtype`.
 
     A gradient with the flag `unique_indices` is not checked: nothing is summed or
@@ -70,29 +73,30 @@ def touched_rows(grad: BCOO, dtype: DTypeLike) -> Rows:
     return sum_entries(cast_entries(grad, dtype))
 
 
-def sum_entries(grad: BCOO) -> Rows:
+def sum_entries(grad: Entries) -> Rows:
     """`touched_rows` of a gradient that is cast."""
     by_kernel = native.supports_update(grad) and not grad.unique_indices
     return _sums_by_kernel(grad) if by_kernel else _sums(grad)
 
 
-def cast_entries(grad: BCOO, dtype: DTypeLike) -> BCOO:
+def bags_of(grad: BCOO) -> BagEntries | None:
+    """The entries of a gradient by bags, where they are there."""
+    return grad.bags if isinstance(grad, CanaryBCOO) else None
+
+
+def cast_entries(grad: Any, dtype: DTypeLike) -> Entries:
     """Casts the values to `dtype`, and the indices to a type that holds padding."""
-    if isinstance(grad, BagGradient):
-        mesh = mesh_of(grad.values, grad.stored_indices)
-        factors = grad.factors(lambda x: replicate_rows(x, mesh))
-        values, indices, segments, weights = factors
-        weights = None if weights is None else weights.astype(dtype)
-        indices = widen_indices(indices, grad.shape)
-        # With a new canary: entries that were changed have no bag now, and are NaN.
-        args = values.astype(dtype), indices, segments, weights
-        return BagGradient(args, shape=grad.shape, dtype=dtype)
+    bags = grad if isinstance(grad, BagEntries) else bags_of(grad)
+    if bags is not None:
+        mesh = mesh_of(bags.values, bags.indices)
+        bags = bags.laid_out(lambda x: replicate_rows(x, mesh))
+        return bags.cast(dtype, widen_indices(bags.indices, bags.shape))
     grad = replicate_entries(grad)
     indices = widen_indices(grad.indices, grad.shape)
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
 
 
-def _sums(grad: BCOO) -> Rows:
+def _sums(grad: Entries) -> Rows:
     indices, data = grad.indices, grad.data
     slot = jnp.arange(grad.nse, dtype=jnp.int32)
     if grad.unique_indices or grad.nse == 0:
@@ -109,7 +113,7 @@ def _sums(grad: BCOO) -> Rows:
 
 
 @jax.jit
-def _sums_by_kernel(grad: BCOO) -> Rows:
+def _sums_by_kernel(grad: Entries) -> Rows:
     return on_cpu(lambda grad: Rows(*native.sum_rows(grad)), _sums, grad)
 
 
@@ -152,10 +156,10 @@ def accumulator_dtype(*dtypes: DTypeLike) -> Any:
         return jnp.result_type(*map(wide, dtypes), jnp.float32)
 
 
-@jax.jit
+@jit_with_bags
 def _coalesce(grad: BCOO) -> BCOO:
-    found = grad
-    if not isinstance(grad, BagGradient):
+    found: Entries = grad
+    if bags_of(grad) is None:
         # A gradient that is unique may still hold padding in front of rows.
         found, flags = entries(grad), {"indices_sorted": grad.indices_sorted}
         found = BCOO((found.data, found.indices), shape=grad.shape, **flags)

@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
 from .apply_updates import add_update
-from .coalesce import bcoo_of, cast_entries, sum_entries
+from .coalesce import Entries, bcoo_of, cast_entries, sum_entries
 from .map_rows import RowFunction, Tables, map_rows
 
 
@@ -51,9 +51,9 @@ def update_table(
     wide = cast_entries(grad, dtype)
 
     def by_rows(
-        grad: BCOO, tables: Tables, read: Tables, targets: Tables, *args: Any
+        entries: Entries, tables: Tables, read: Tables, targets: Tables, *args: Any
     ) -> Any:
-        rows = sum_entries(grad)
+        rows = sum_entries(entries)
         data, tables = map_rows(row_fn, rows, tables, *args, read=read)
         if not targets:
             return (rows.indices, data), tables

@@ -117,7 +117,7 @@ def _supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
     )
 
 
-def supports_update(grad: BCOO, *tables: jax.Array) -> bool:
+def supports_update(grad: Any, *tables: jax.Array) -> bool:
     """Whether the kernel updates these tables; while tracing, as all below."""
     return (
         grad.dtype == jnp.float32

@@ -9,7 +9,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import bags, coalesce
-from optax_sparse_adam._rows.bag_gradient import BagGradient
+from optax_sparse_adam._rows.bag_gradient import BagEntries
 from optax_sparse_adam.native import _calls
 
 from ..helpers.native import calls_in, needs_compiler
@@ -74,15 +74,13 @@ def test_gradients(cache, problem, num_rows):
         segments = np.repeat(np.arange(num_bags, dtype=np.int32), ids.shape[1])
     values = np.random.default_rng(0).standard_normal((num_bags, *table.shape[1:]))
     weights = None if weights is None else jnp.asarray(weights.ravel())
-    grad = BagGradient(
-        (
-            jnp.asarray(values, jnp.float32),
-            jnp.asarray(ids.reshape(-1, 1)),
-            jnp.asarray(np.where(segments < 0, num_bags, segments)),
-            weights,
-        ),
-        shape=(num_rows, *table.shape[1:]),
-        dtype="float32",
+    grad = BagEntries(
+        jnp.asarray(values, jnp.float32),
+        jnp.asarray(ids.reshape(-1, 1)),
+        jnp.asarray(np.where(segments < 0, num_bags, segments)),
+        weights,
+        (num_rows, *table.shape[1:]),
+        jnp.dtype("float32"),
     )
     actual = jax.jit(lambda grad: coalesce.Rows(*_calls.sum_rows(grad)))(grad)
     assert_identical(actual, jax.jit(coalesce._sums)(grad), "sums")
@@ -132,3 +130,26 @@ def test_derivatives_of_sums_by_the_kernel(kernel):
     expected = function(bags._pool)(table, batch)
     for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert_close(a, e, 1e-5, magnitude=np.abs(e).max())
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_nnx_keeps_bags(kernel):
+    """From the gradient to the update no array has a row for each id."""
+    nnx = pytest.importorskip("flax.nnx")
+    from optax_sparse_adam import flax_nnx
+
+    embed = nnx.Embed(5000, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(embed, osa.rowwise_adagrad(0.1), wrt=nnx.Param)
+    ids = jnp.zeros([64, 50], jnp.int32)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(embed, optimizer):
+        def loss(embed):
+            return jnp.sum(osa.embedding_bag(embed.embedding[...], ids) ** 2)
+
+        flax_nnx.update(optimizer, embed, flax_nnx.grad(loss)(embed))
+
+    compiled = step.lower(embed, optimizer).compile().compiled
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 0.15 * ids.size * 64 * 4

@@ -1,0 +1,54 @@
+"""`jax.jit` for functions of this package that take a gradient, and its bags with it.
+
+To `jax.jit` of a user, as to any function of trees, a gradient of bags is one row of
+values for each entry (see `bag_gradient`), and its bags are lost.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from .bag_gradient import BagEntries
+from .canary import CanaryBCOO
+
+T = TypeVar("T")
+
+
+def jit_with_bags(function: Callable[..., T], **options: Any) -> Callable[..., T]:
+    """`jax.jit`, to which a gradient of bags is its bags and its canary."""
+
+    @functools.partial(jax.jit, **options)
+    @functools.wraps(function)
+    def compiled(*args: Any, **kwargs: Any) -> T:
+        return function(*map(_opened, args), **kwargs)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        found: T = compiled(*map(_closed, args), **kwargs)
+        return found
+
+    return call
+
+
+class _Bags(tuple[BagEntries, jax.Array]):
+    """The bags of a gradient, and its canary."""
+
+
+jax.tree_util.register_pytree_node(_Bags, lambda x: (x, None), lambda _, x: _Bags(x))
+
+
+def _closed(x: Any) -> Any:
+    if isinstance(x, CanaryBCOO) and x.bags is not None:
+        return _Bags((x.bags, x.canary))
+    return x
+
+
+def _opened(x: Any) -> Any:
+    if isinstance(x, _Bags):
+        bags, canary = x
+        grad = CanaryBCOO.of_bags(bags)
+        grad.canary = canary
+        return grad
+    return x
