@@ -171,7 +171,7 @@ def optimizer_of_parts(params, rate, memory):
 class Trainer:
     """A model in training; with a row-sparse gradient of the memory, or without."""
 
-    def __init__(self, model, make_optimizer, batch, row_sparse=True, exact=False):
+    def __init__(self, model, make_optimizer, batch, row_sparse=True):
         loss_fn = make_loss(model)
         self.params = jax.jit(model.init)(jax.random.key(0), batch[:, :-1])["params"]
         optimizer = make_optimizer(self.params)
@@ -186,7 +186,7 @@ class Trainer:
         # are by now.
         @jax.jit
         def loss(params, state, batch):
-            return osa.evaluate(loss_fn, read=state if exact else None)(params, batch)
+            return osa.evaluate(loss_fn, read=state)(params, batch)
 
         self.loss = loss
         self.seconds, self.losses, self.history = [], [], []
@@ -268,9 +268,7 @@ def main():
     first = held_out[0][:BATCH]
     makers = {
         "without memory": lambda: Trainer(plain, adamw, first, row_sparse=False),
-        "with memory": lambda: Trainer(
-            with_memory, parts, first, exact=args.optimizer.startswith("exact")
-        ),
+        "with memory": lambda: Trainer(with_memory, parts, first),
         "dense AdamW": lambda: Trainer(with_memory, adamw, first, row_sparse=False),
     }
     lengths = dict.fromkeys(makers, args.steps)

@@ -132,14 +132,12 @@ class Cells:
 class Run:
     """One training: its optimiser, and what it has reached."""
 
-    def __init__(self, tx, params, picture, is_exact):
+    def __init__(self, tx, params, picture, sparse=None):
         count = len(params["angle"])
-        self.tx, self.is_exact, self.picture = tx, is_exact, picture
+        self.tx, self.picture = tx, picture
         self.params = jax.tree.map(jnp.copy, params)  # it is donated
         self.state = tx.init(self.params)
-        # The dense gradient is what optax.adam takes.
-        sparse = {} if is_exact else {"sparse": False}
-        self.step = osa.make_train_step(loss, tx, has_aux=True, **sparse)
+        self.step = osa.make_train_step(loss, tx, has_aux=True, sparse=sparse)
         near = (PATCH + 2 * MARGIN * CELL) ** 2 / SIDE**2 * count
         self.capacity = 64 * int(np.ceil(1.6 * near / 64))
         self.patches = max(2, min(PATCHES, PATCHES * 200_000 // count))
@@ -148,9 +146,8 @@ class Run:
 
     def values(self, ids=None):
         """Rows as they are now: those of exact Adam are brought up to date."""
-        read = self.state if self.is_exact else None
         table = (lambda p: p) if ids is None else (lambda p: look_up(p, ids))
-        return osa.evaluate(table, read=read)(self.params)
+        return osa.evaluate(table, read=self.state)(self.params)
 
     def train(self, steps, split_after, name):
         rng = np.random.default_rng(3)
@@ -186,18 +183,15 @@ class Run:
         origins = np.argsort(-badness)[:count]
         shift = rng.normal(size=(count, 2)).astype(np.float32)
         start = time.perf_counter()
-        result = split_rows(
-            self.tx, self.is_exact, self.params, self.state, origins, places, shift
-        )
+        result = split_rows(self.tx, self.params, self.state, origins, places, shift)
         self.params, self.state = jax.block_until_ready(result)
         self.split_seconds.append(time.perf_counter() - start)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-def split_rows(tx, is_exact, params, state, origins, places, shift):
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def split_rows(tx, params, state, origins, places, shift):
     """Two smaller Gaussians in place of each origin, the second one in a pruned row."""
-    read = state if is_exact else None
-    rows = osa.evaluate(lambda p: look_up(p, origins), read=read)(params)
+    rows = osa.evaluate(lambda p: look_up(p, origins), read=state)(params)
     away = 0.5 * jnp.exp(rows["log_size"]) * shift
     rows["log_size"] = rows["log_size"] - np.log(1.6)
     both = [rows | {"position": rows["position"] + s * away} for s in (1, -1)]
@@ -261,7 +255,7 @@ def main():
     rng = np.random.default_rng(0)
     picture, params = make_picture(rng), init_params(args.gaussians, rng)
     rate = optax.cosine_decay_schedule(LEARNING_RATE, args.steps)
-    run = Run(osa.exact_adam(rate), params, picture, is_exact=True)
+    run = Run(osa.exact_adam(rate), params, picture)
     print(
         f"{args.gaussians:,} Gaussians in five tables; a step renders {run.patches} "
         f"patches of {PATCH} x {PATCH} pixels, each with {run.capacity:,} Gaussians"
@@ -270,7 +264,8 @@ def main():
     split_after = [args.steps * (i + 1) // (SPLITS + 1) for i in range(SPLITS)]
     run.train(args.steps, split_after, "osa.exact_adam")
     after = draw_whole(run)
-    dense = Run(optax.adam(rate), params, picture, is_exact=False)
+    # The dense gradient is what optax.adam takes.
+    dense = Run(optax.adam(rate), params, picture, sparse=False)
     dense.train(min(args.dense_steps, args.steps), split_after, "optax.adam")
     runs = [("osa.exact_adam", run), ("optax.adam, dense", dense)]
     steps = min(len(one.losses) for _, one in runs)

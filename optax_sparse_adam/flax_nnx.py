@@ -76,9 +76,9 @@ def value_and_grad(
       has_aux: Whether `fun` returns a pair.
       sparse: Which leaves are to be row-sparse. Paths and trees are those of the
         gradient: `nnx.State`s in place of modules.
-      read: An `nnx.Optimizer` whose transformation contains `exact_adam` or
-        `exact_adamw`, or its `opt_state`: lookups see rows as dense Adam would have
-        them now.
+      read: The `nnx.Optimizer`, or its `opt_state`: where its transformation contains
+        `exact_adam` or `exact_adamw`, lookups see rows as dense Adam would have them
+        now. That of another one changes nothing.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -237,14 +237,15 @@ def flush(model: Any, optimizer: nnx.Optimizer[Any]) -> None:
     """Brings all rows of a model up to date that `exact_adam` trains.
 
     `optax_sparse_adam.flush` for a module and its optimiser, which change in place; see
-    there when to call it. Under `nnx.jit` donate both.
+    there when to call it. Under `nnx.jit` donate both. Rows of another optimiser are
+    always up to date, and stay as they are.
 
     Args:
       model: The module.
       optimizer: Its optimiser.
 
     Raises:
-      ValueError: If the optimiser's state holds no state of `exact_adam`.
+      ValueError: If the state belongs to other parameters.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -62,15 +62,16 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
 
     Args:
       params: The parameters.
-      state: The state of `exact_adam` or `exact_adamw`, or of an optimiser that holds
-        it: a chain, `optax.partition`, `optax.masked`.
+      state: The state of the optimiser: `exact_adam` or `exact_adamw`, or one that
+        holds it, as a chain, `optax.partition` or `optax.masked`. With any other, whose
+        rows are always up to date, both arguments come back as they are.
 
     Returns:
       The parameters as dense Adam would have them, and the state that goes with them:
       its rows are up to date, all else in it is unchanged.
 
     Raises:
-      ValueError: If the state holds no state of `exact_adam`, or that of other
+      ValueError: If the state is seen to be none of an optimiser, or that of other
         parameters.
 
     Examples:
@@ -88,7 +89,7 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
     treedef: Any
     structure: Any
     leaves, treedef = jax.tree.flatten(params)
-    stale: Any = iter(stale_states(state, "flush"))
+    stale: Any = iter(stale_states(state, "flush", params))
     nodes, structure = jax.tree.flatten(state, is_leaf=is_exact)
     for n, node in enumerate(nodes):
         if not is_exact(node):

@@ -22,9 +22,9 @@ def evaluate(
 
     With `read=state`, a lookup gives each row as dense Adam would have it now, as in
     `value_and_grad(..., read=state)`; any other use sees the whole table brought up to
-    date, at the cost of a pass over it. Nothing is written. Other optimisers need no
-    `read=`; without it the results are those of `fun`, but on a CPU lookups go through
-    the kernel where it is faster.
+    date, at the cost of a pass over it. Nothing is written. The state of another
+    optimiser changes nothing, and may be left out: the results are those of `fun`, but
+    on a CPU lookups go through the kernel where it is faster.
 
     Call it inside of `jax.jit`; outside, each call traces `fun` again. Its derivatives
     are dense; `value_and_grad` gives row-sparse ones.
@@ -32,15 +32,15 @@ def evaluate(
     Args:
       fun: Any function that JAX can trace.
       argnums: Which positional argument or arguments hold the parameters.
-      read: The state of `exact_adam` or `exact_adamw`, or of any optimiser that holds
-        it, for these parameters.
+      read: The state of the optimiser of these parameters, whichever it is.
 
     Returns:
       A function with the arguments and results of `fun`.
 
     Raises:
-      ValueError: By the returned function, if `read` holds no state of `exact_adam`, or
-        that of other parameters, or if parameters are not passed by position.
+      ValueError: By the returned function, if `read` is seen to be no state of an
+        optimiser, or that of other parameters, or if parameters are not passed by
+        position.
 
     Examples:
       >>> import jax

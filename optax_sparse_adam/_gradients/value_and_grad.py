@@ -81,11 +81,12 @@ def value_and_grad(
         predicate `sparse(path, leaf)` that returns a boolean, exactly where it says so.
         What is required and cannot be raises. A leaf of which `False` is said and that
         the loss does not use gets dense zeros.
-      read: The state of `exact_adam` or `exact_adamw`, or of any optimiser that holds
-        it, for the differentiated argument. A lookup then gives each row as dense Adam
-        would have it now, and the gradient is taken there; nothing is written. A leaf
-        whose gradient is dense is read as it stands: where it has stale rows, that
-        raises, and in a compiled program the loss and all gradients are NaN.
+      read: The state of an optimiser of the differentiated argument. Where that is
+        `exact_adam` or `exact_adamw`, or holds them, a lookup gives each row as dense
+        Adam would have it now, and the gradient is taken there; nothing is written. A
+        leaf whose gradient is dense is read as it stands: where it has stale rows, that
+        raises, and in a compiled program the loss and all gradients are NaN. Rows of
+        other optimisers are always up to date: their state changes nothing.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -96,8 +97,8 @@ def value_and_grad(
         NNX module with more than `nnx.Param`s, which `flax_nnx.value_and_grad` takes.
       ValueError: By the returned function, if `sparse` does not fit the argument, or
         names a leaf whose gradient cannot be row-sparse; it tells the operation in the
-        way. If `read` holds no state of `exact_adam`, that of other parameters, or one
-        with stale rows of a leaf whose gradient is dense.
+        way. If `read` is seen to be no state of an optimiser, that of other parameters,
+        or one with stale rows of a leaf whose gradient is dense.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -126,7 +127,7 @@ def value_and_grad(
         chosen = [args[place] for place in places]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         check_leaves(tree)
-        if sparse is False and read is None:
+        if sparse is False and not any(_stale_rows(tree, read)):
             return reference(*args, **kwargs)
         wanted = _wanted(sparse, tree)
 
@@ -168,7 +169,7 @@ def grad(
       argnums: Which positional argument or arguments to differentiate.
       has_aux: Whether `fun` returns a pair.
       sparse: Which leaves are to be row-sparse.
-      read: State of `exact_adam`, whose rows are read up to date.
+      read: State of the optimiser; rows of `exact_adam` are read up to date.
 
     Returns:
       A function like `fun` that returns the gradients, or `(gradients, aux)`.
@@ -297,7 +298,7 @@ def current_tables(tree: Any, read: Any) -> list[Table]:
 def _stale_rows(tree: Any, read: Any) -> Iterator[tuple[StaleState, dict[int, Any]]]:
     """What brings the leaves up to date, by the states that know of them."""
     leaves, treedef = jax.tree.flatten(tree)
-    for node in [] if read is None else stale_states(read, "`read`"):
+    for node in [] if read is None else stale_states(read, "`read`", tree):
         yield node, node.stale_rows(list(map(jnp.shape, leaves)), treedef)
 
 

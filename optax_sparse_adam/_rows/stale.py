@@ -6,6 +6,7 @@ that holds it (`stale_states`), and tells of each parameter what `StaleRows` say
 gradients read tables by it, and know no optimiser.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -64,23 +65,52 @@ def contains_stale(state: Any) -> bool:
     return any(map(is_stale_state, jax.tree.leaves(state, is_leaf=is_stale_state)))
 
 
-def stale_states(state: Any, name: str) -> list[StaleState]:
+def stale_states(state: Any, name: str, params: Any) -> list[StaleState]:
     """The nodes of an optimiser's state by which tables are read, of arrays of JAX.
 
+    Most optimisers have none: their rows are always up to date.
+
     Raises:
-      ValueError: If it holds none of them, or one whose updates are seen to be changed
-        by another transformation.
+      ValueError: If it is seen to be no state of an optimiser of these parameters, or
+        holds one whose updates are seen to be changed by another transformation.
     """
     leaves = jax.tree.leaves(state, is_leaf=is_stale_state)
     nodes = [x for x in leaves if is_stale_state(x)]
     if not nodes:
-        raise ValueError(
-            f"{name} needs the state of an optimiser that contains exact_adam or "
-            f"exact_adamw, got {class_names(state)}. No other optimiser has "
-            "rows that are to be brought up to date."
-        )
+        _refuse_no_state(state, name, params)
+        return []
     nodes[0].refuse_changes(state)
     return [jax.tree.map(_as_jax, node) for node in nodes]
+
+
+def _refuse_no_state(state: Any, name: str, params: Any) -> None:
+    """Raises where something is seen not to be an optimiser's state."""
+    rule = f"{name} needs the state of an optimiser of the parameters"
+    treedef: Any
+    structure: Any
+    leaves, treedef = jax.tree.flatten(state)
+    own, structure = jax.tree.flatten(params)
+    kinds = jax.Array, np.ndarray, np.generic, int, float, jax.ShapeDtypeStruct
+    if not all(isinstance(x, kinds) for x in leaves):
+        raise ValueError(
+            f"{rule}, got {class_names(state)}. Pass what `init` and `update` return, "
+            "not the optimiser itself."
+        )
+    same = treedef == structure and all(map(operator.is_, leaves, own))
+    if leaves and same:
+        raise ValueError(f"{rule}, got the parameters themselves. Pass its state.")
+    # A first moment is like the parameters, in all transformations.
+    for node in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")):
+        mu = getattr(node, "mu", None)
+        if mu is None or jax.tree.structure(mu) != structure:
+            continue  # others of them are kept elsewhere, or masked
+        for moment, param in zip(jax.tree.leaves(mu), own, strict=True):
+            if jnp.shape(moment) != jnp.shape(param):
+                raise ValueError(
+                    f"{rule}, got one whose `mu` has the shape {jnp.shape(moment)} for "
+                    f"a parameter of shape {jnp.shape(param)}. Make the state by init "
+                    "of the same parameters, or let it grow with them."
+                )
 
 
 def _as_jax(x: Any) -> Any:

@@ -451,3 +451,27 @@ def test_update_of_a_partition():
     flax_nnx.flush(new, optimizer)
     states = (jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (new, dense))
     chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tx", [osa.rowwise_adam(0.1), osa.exact_adam(0.1)])
+def test_read_takes_every_optimizer(tx):
+    """One program serves them all; where no row is stale, nothing happens."""
+    new = nnx.Embed(6, 2, rngs=nnx.Rngs(0))
+    optimizer, ids = nnx.Optimizer(new, tx, wrt=nnx.Param), jnp.array([1, 4, 1])
+
+    def loss(embed):
+        return jnp.sum(embed(ids) ** 2)
+
+    for read in (optimizer, optimizer.opt_state):
+        value, grads = flax_nnx.value_and_grad(loss, read=read)(new)
+        table = osa.flush(new.embedding[...], _pure(optimizer))[0]
+        assert value == jnp.sum(table[ids] ** 2)
+        flax_nnx.update(optimizer, new, grads)
+    before = new.embedding[...]
+    flax_nnx.flush(new, optimizer)
+    is_exact = isinstance(_pure(optimizer), osa.ExactAdamState)
+    assert np.array_equal(new.embedding[...], before) == (not is_exact)
+
+
+def _pure(optimizer):
+    return nnx.as_pure(optimizer.opt_state)

@@ -16,6 +16,7 @@ import optax_sparse_adam as osa
 from ..helpers.function_cases import FUNCTIONS
 from ..helpers.gradients import ROUNDED, check, dense, square
 from ..helpers.lookup_cases import DENSE, LOOKUPS
+from ..helpers.optimizers import FINAL
 from ..helpers.support import (
     assert_close,
     slow_but,
@@ -234,13 +235,78 @@ def test_errors():
     state = osa.exact_adam(0.1).init({"a": table, "b": table})
     with pytest.raises(ValueError, match="must belong to the parameters"):
         osa.value_and_grad(loss, read=state)(table)
-    with pytest.raises(ValueError, match="`read` needs the state of an optimiser that"):
-        osa.value_and_grad(loss, read=optax.adam(0.1).init(table))(table)
     state = osa.exact_adam(0.1).init(table)
     with pytest.raises(ValueError, match="Only row lookups"):
         osa.grad(lambda t: loss(t) + jnp.sum(t), sparse=lambda *_: True, read=state)(
             table
         )
+
+
+STATES = {
+    **{name: tx.make(0.1) for name, tx in FINAL.items()},
+    "dense adam": optax.adam(0.1),
+    "no state": optax.sgd(0.1),
+    "adafactor": optax.adafactor(0.1),
+    "hyperparameters": optax.inject_hyperparams(osa.sparse_adam)(0.1),
+    "masked": optax.masked(optax.adam(0.1), {"table": False, "w": True}),
+    "partition": optax.partition(
+        {"a": osa.rowwise_adam(0.1), "b": optax.adamw(0.1)}, {"table": "a", "w": "b"}
+    ),
+    "chain": optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda _: 0.1)),
+    "average": optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(STATES, "sparse_adam", "partition"))
+@pytest.mark.parametrize("sparse", [None, False])
+def test_states_without_stale_rows(name, sparse, backend):
+    """Of any optimiser: nothing is brought up to date, and the program is the same."""
+
+    def loss(params, ids):
+        return jnp.sum((params["table"][ids] @ params["w"]) ** 2)
+
+    params = {"table": jnp.ones((6, 3)), "w": jnp.ones(3)}
+    state, ids = STATES[name].init(params), jnp.array([1, 4, 1])
+    state = jax.tree.map(jnp.array, state)  # "average": not the parameters themselves
+
+    def programs(**read):
+        both = osa.value_and_grad(loss, sparse=sparse, **read)
+        gradient = osa.grad(loss, sparse=sparse, **read)
+        evaluated = osa.evaluate(loss, **read)
+        return [
+            str(jax.make_jaxpr(f)(params, ids)) for f in (both, gradient, evaluated)
+        ]
+
+    assert programs(read=state) == programs() == programs(read=None)
+    result = osa.flush(params, state)
+    for new, old in zip(*map(jax.tree.leaves, (result, (params, state))), strict=True):
+        assert new is old
+
+
+NO_STATES = {
+    "the optimiser": (lambda tx, params: tx, "GradientTransformationExtraArgs"),
+    "the parameters": (lambda tx, params: params, "got the parameters themselves"),
+    "a function": (lambda tx, params: tx.init, "got function"),
+    "a name": (lambda tx, params: "state", "got str"),
+    "a smaller table": (
+        lambda tx, params: tx.init({"table": jnp.ones((5, 2)), "w": jnp.ones(2)}),
+        r"shape \(5, 2\) for a parameter of shape \(6, 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+def test_what_is_no_state(name):
+    params = {"table": jnp.ones((6, 2)), "w": jnp.ones(2)}
+    make, words = NO_STATES[name]
+    state = make(osa.sparse_adam(0.1), params)
+    for function, title in (
+        (lambda: osa.grad(lambda p: jnp.sum(p["w"]), read=state)(params), "`read`"),
+        (lambda: osa.evaluate(lambda p: p, read=state)(params), "`read`"),
+        (lambda: osa.flush(params, state), "flush"),
+    ):
+        with pytest.raises(ValueError, match=f"^{title} needs the state.*{words}"):
+            function()
 
 
 def of_rows(table, ids):
