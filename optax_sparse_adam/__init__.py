@@ -15,8 +15,9 @@ from ._row_verbs import reset_rows as reset_rows
 from ._row_verbs import rows_of as rows_of
 from ._row_verbs import take_rows as take_rows
 
-# Pooled lookups.
+# Lookups of bags, and beside frozen rows.
 from ._rows.bags import embedding_bag as embedding_bag
+from ._rows.frozen_lookup import frozen_lookup as frozen_lookup
 
 # Row-sparse arrays.
 from ._rows.apply_updates import apply_updates as apply_updates

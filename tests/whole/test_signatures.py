@@ -15,6 +15,7 @@ SIGNATURES = {
     osa.embedding_bag: "(table, ids, *, offsets=None, segment_ids=None, "
     "num_segments=None, weights=None, mode='sum', indices_are_sorted=False, "
     "unique_indices=False)",
+    osa.frozen_lookup: "(trained, ids, *, frozen, rows)",
     osa.coalesce: "(grad)",
     osa.sparse_adam: "(learning_rate, b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None, "
     "maximize=False)",

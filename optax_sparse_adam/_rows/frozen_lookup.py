@@ -1,0 +1,133 @@
+"""Lookups of a table of which some rows are trained, and all others are frozen.
+
+An optimiser moves the rows that it knows of: by their gradients, by their momentum, by
+weight decay. So no mask on gradients or updates freezes a row under each of them. Here
+it is given no frozen row at all. Of a table of 8 rows, of which 2, 5 and 9 are trained:
+
+    frozen   [r0 r1 r2 r3 r4 r5 r6 r7]     all rows; those of 2 and 5 are not read
+    rows     [2 5 9]                       9 is a new one
+    trained  [t2 t5 t9]                    the parameter, with a state of three rows
+    ids      [1 5 9 8]  ->  [r1 t5 t9 0]   8 is in neither: padding
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from .bags import as_array
+from .padding import expand_like, narrow_ids
+
+_NAME = "frozen_lookup"
+
+
+def frozen_lookup(
+    trained: jax.Array, ids: ArrayLike, *, frozen: ArrayLike, rows: ArrayLike
+) -> jax.Array:
+    """Rows of a table of which some are trained and all others stay, bit for bit.
+
+    Give `trained` to the optimiser, and `frozen` to the loss as an argument that is not
+    differentiated: then no optimiser, momentum or weight decay can move a frozen row,
+    and the state is that of the trained rows only. The gradient of `trained` is
+    row-sparse; the frozen ids of a batch are padding in it.
+
+    Args:
+      trained: The rows that are trained, `[n, ...]`, in the order of `rows`.
+      ids: Which rows to look up, integers of any shape. What is in neither table, a
+        negative id too, is padding: it reads zeros, and touches nothing.
+      frozen: The table, `[num_rows, ...]`, of any floating-point type. Its own rows at
+        `rows` are not read.
+      rows: The ids of the trained rows, `[n]`, ascending, each there once. They may lie
+        behind the frozen table, as new tokens do: `np.arange(50_257, 50_267)`.
+
+    Returns:
+      The rows, `[*ids.shape, ...]`, in the type of `trained`.
+
+    Raises:
+      TypeError: If `ids` or `rows` are not integers, or a table is not of floating
+        point.
+      ValueError: If the shapes do not fit, or `rows` is not ascending. In a compiled
+        program that does not know `rows` the result is NaN.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import optax_sparse_adam as osa
+      >>> frozen, rows = jnp.ones((1000, 4)), np.array([2, 5, 1000])
+      >>> trained = jnp.zeros((3, 4))
+      >>> def loss(trained, frozen, ids):
+      ...     looked_up = osa.frozen_lookup(trained, ids, frozen=frozen, rows=rows)
+      ...     return jnp.sum((looked_up - 3) ** 2)
+      >>> tx = osa.exact_adamw(0.1)
+      >>> step = osa.make_train_step(loss, tx)
+      >>> trained, state, value = step(
+      ...     trained, tx.init(trained), frozen, jnp.array([7, 1000])
+      ... )
+      >>> trained, state = osa.flush(trained, state)
+      >>> [round(x, 4) for x in trained[:, 0].tolist()]
+      [0.0, 0.0, 0.1]
+    """
+    trained, frozen = jnp.asarray(trained), lax.stop_gradient(jnp.asarray(frozen))
+    given, ids, rows = rows, as_array(ids, _NAME), as_array(rows, _NAME)
+    _check(trained, ids, frozen, rows)
+    is_ascending = _is_ascending(given, rows)
+    num_rows = len(frozen)
+    ids, rows = narrow_ids(ids, num_rows), narrow_ids(rows, num_rows)
+    place = jnp.searchsorted(rows, ids)
+    is_trained = (_read(rows, place, fill=-1) == ids) & (ids >= 0)
+    is_frozen = ~is_trained & (ids >= 0) & (ids < num_rows)
+    # Each id is out of bounds of the table that it is not of: reads zeros there, and is
+    # padding in its gradient.
+    learned = _read(trained, jnp.where(is_trained, place, len(trained)))
+    fixed = _read(frozen, jnp.where(is_frozen, ids, num_rows)).astype(learned.dtype)
+    result = jnp.where(expand_like(is_trained, learned), learned, fixed)
+    return result if is_ascending is True else jnp.where(is_ascending, result, jnp.nan)
+
+
+def _read(table: jax.Array, ids: jax.Array, fill: int = 0) -> jax.Array:
+    if not len(table):  # of which JAX reads nothing
+        return jnp.full((*ids.shape, *table.shape[1:]), fill, table.dtype)
+    rows: jax.Array = table.at[ids].get(mode="fill", fill_value=fill)
+    return rows
+
+
+def _check(trained: Any, ids: Any, frozen: Any, rows: Any) -> None:
+    for name, array in (("ids", ids), ("rows", rows)):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(
+                f"{_NAME} takes `{name}` that are integers, got {array.dtype} of shape "
+                f"{array.shape}. For a mask give np.flatnonzero(mask)."
+            )
+    for name, table in (("trained", trained), ("frozen", frozen)):
+        if not jnp.issubdtype(table.dtype, jnp.floating):
+            raise TypeError(
+                f"{_NAME} takes tables of floating point, got {table.dtype} for "
+                f"`{name}`, of shape {table.shape}."
+            )
+    if trained.ndim < 1 or trained.shape[1:] != frozen.shape[1:] or frozen.ndim < 1:
+        raise ValueError(
+            f"{_NAME} takes tables whose rows have one shape, got {trained.shape} for "
+            f"`trained` and {frozen.shape} for `frozen`."
+        )
+    if rows.shape != trained.shape[:1]:
+        raise ValueError(
+            f"{_NAME} takes one id in `rows` for each row of `trained`, got shape "
+            f"{rows.shape} for a table of shape {trained.shape}."
+        )
+
+
+def _is_ascending(given: Any, rows: jax.Array) -> Any:
+    """Whether each of these ids is there once, in order: raises where it is known."""
+    if isinstance(rows, jax.core.Tracer) and isinstance(given, jax.core.Tracer):
+        return jnp.all(rows[1:] > rows[:-1]) & jnp.all(rows[:1] >= 0)
+    known = np.asarray(given)
+    if not ((known[1:] > known[:-1]).all() and (known[:1] >= 0).all()):
+        raise ValueError(
+            f"{_NAME} takes `rows` in ascending order, each there once and none "
+            "negative, as np.unique returns them; got others."
+        )
+    return True
