@@ -15,6 +15,10 @@ from ._row_verbs import reset_rows as reset_rows
 from ._row_verbs import rows_of as rows_of
 from ._row_verbs import take_rows as take_rows
 
+# Keys in place of rows.
+from ._vocabulary.codes import hash_keys as hash_keys
+from ._vocabulary.vocabulary import Vocabulary as Vocabulary
+
 # Lookups of bags, and beside frozen rows.
 from ._rows.bags import embedding_bag as embedding_bag
 from ._rows.frozen_lookup import frozen_lookup as frozen_lookup

@@ -13,6 +13,7 @@ LAYERS = ["_jax_extras", "native", "_rows", "_optimizers", "_exact_adam"]
 ABOVE = ["_gradients", "_collectives", "torch_compat"]  # on rows, and not on each other
 MAY_IMPORT = {name: LAYERS[: i + 1] for i, name in enumerate(LAYERS)}
 MAY_IMPORT |= {name: [*LAYERS[:3], name] for name in ABOVE}
+MAY_IMPORT["_vocabulary"] = ["_vocabulary"]  # on the host, in NumPy
 MAY_IMPORT["torch_compat"] = [*LAYERS[:4], "torch_compat"]
 
 

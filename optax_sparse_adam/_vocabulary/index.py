@@ -1,0 +1,100 @@
+"""Finds the rows of keys: cuckoo hashing in one array, many keys at a time.
+
+Each code has two slots of the array, by two hashes, and its row is in one of them
+(Pagh and Rodler, 2004). So a lookup is two gathers for any code, whether it is there or
+not, which suits NumPy: with probes along chains there would be as many calls as the
+longest chain has slots. A slot that is free has row 0. A code is compared with that of
+the row, so a slot is four bytes. To insert, a key takes one of its slots, and who was
+there goes to its other one; all keys of a batch at once.
+
+    code 7 has slots 3 and 5; slot 3 has row 2, whose code is 9, so it is not 7's;
+    slot 5 has row 4, whose code is 7: the row is 4
+
+At a load below one half, keys find room but for one table in as many as it has slots
+(the cycles of the graph of slots). Then, or where somebody has chosen the keys, all are
+inserted again, by another hash and at last into more slots.
+"""
+
+import numpy as np
+
+_ROUNDS = 100  # of insertion; some 15 are used
+_FREE = 2.5  # slots for each row, at least
+
+
+class Index:
+    """Where the rows of codes are.
+
+    The arrays of an index are never replaced: who reads has slots, codes and hash that
+    belong together. `rebuilt` makes another index.
+
+    Attributes:
+      codes: `[rows]`, the code of each row; this is the caller's array.
+    """
+
+    def __init__(self, codes: np.ndarray, attempt: int = 0):
+        self.codes = codes
+        self._attempt = attempt
+        bits = int(np.ceil(np.log2(max(16, _FREE * len(codes))))) + attempt // 2
+        self._slots = np.zeros(1 << bits, np.int32)
+        self._shift = np.uint64(64 - bits)
+        odd = (0x9E3779B97F4A7C15 * (2 * attempt + 1)) % 2**64
+        self._multiplier = np.uint64(odd)
+
+    def find(self, codes: np.ndarray) -> np.ndarray:
+        """The rows `[n]`, int32, 0 for codes that are not there."""
+        mixed = self._mix(codes)
+        rows = self._slots.take(self._first(mixed), mode="clip")
+        others = np.flatnonzero(self.codes.take(rows, mode="clip") != codes)
+        if len(others):
+            second = self._slots.take(self._second(mixed[others]), mode="clip")
+            found = self.codes.take(second, mode="clip") == codes[others]
+            rows[others] = np.where(found, second, 0)
+        return rows
+
+    def insert(self, rows: np.ndarray) -> bool:
+        """Inserts rows, whose codes are not there. False: the index is broken now."""
+        first, second = self._both(rows)
+        slots = self._slots
+        at = np.where((slots[first] != 0) & (slots[second] == 0), second, first)
+        for _ in range(_ROUNDS):
+            if not len(rows):
+                return True
+            there = slots[at]
+            slots[at] = rows
+            won = slots[at] == rows  # of several for one slot, one has got it
+            pushed = won & (there != 0)
+            rows = np.concatenate([rows[~won], there[pushed]])
+            at = np.concatenate([at[~won], at[pushed]])
+            first, second = self._both(rows)
+            at = first ^ second ^ at  # the other one
+        return False
+
+    def remove(self, rows: np.ndarray) -> None:
+        """Removes rows, those that are there; their codes must be as they were."""
+        for at in self._both(rows):
+            self._slots[at[self._slots[at] == rows]] = 0
+
+    def rebuilt(self, rows: np.ndarray) -> "Index":
+        """Another index, of these rows alone, by another hash."""
+        index = Index(self.codes, self._attempt + 1)
+        while not index.insert(rows):
+            index = Index(self.codes, index._attempt + 1)
+        return index
+
+    def _mix(self, codes: np.ndarray) -> np.ndarray:
+        mixed = codes >> np.uint64(32)
+        mixed ^= codes
+        mixed *= self._multiplier
+        return mixed
+
+    def _first(self, mixed: np.ndarray) -> np.ndarray:
+        return (mixed >> self._shift).view(np.int64)
+
+    def _second(self, mixed: np.ndarray) -> np.ndarray:
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        return (mixed >> self._shift).view(np.int64)
+
+    def _both(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        mixed = self._mix(self.codes[rows])
+        return self._first(mixed), self._second(mixed)

@@ -1,0 +1,143 @@
+"""Finds the rows of lowest score, in the order of (score, row), without sorting all.
+
+An eighth of the rows, the lowest, are sorted once, and then taken from the front for
+many batches. A score that has changed meanwhile is seen when its entry comes to the
+front: the entry is passed over. Rows that have got a low score since then, such as new
+ones where hits are the score, stand in a second list. When both are used up, the lowest
+eighth is sorted again. What is taken is what a sort of all rows would give each time
+(`tests/vocabulary` compares), so nothing of this is in a checkpoint.
+
+    scores of rows 1 to 5: 5 1 4 1 3; the front is rows 2, 4 and the limit (1, 4)
+    row 4 gets score 6: its entry (1, 4) is not its score now, and is passed over
+    row 1 gets score 0: below the limit, so (0, 1) is added late, and taken first
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Score: TypeAlias = Callable[[np.ndarray, np.ndarray], Any]
+_SHARE, _FEW = 8, 1024  # the part of the rows that is sorted, and so many at least
+
+
+def by_last(last: np.ndarray, hits: np.ndarray) -> np.ndarray:
+    """The score "last": who was there longest ago goes first."""
+    return last
+
+
+def by_hits(last: np.ndarray, hits: np.ndarray) -> np.ndarray:
+    """The score "hits": who was there least often goes first."""
+    return hits
+
+
+class Order:
+    """The order of rows by a score of their last step and their hits.
+
+    Args:
+      score: A function of both, `[n]` each; its scores `[n]` are numbers.
+      last: `[rows]`; it is the caller's array, which changes.
+      hits: `[rows]`, likewise. A row without hits is free, and not in the order.
+    """
+
+    def __init__(self, score: Score, last: np.ndarray, hits: np.ndarray):
+        self._score, self._last, self._hits = score, last, hits
+        self.forget()
+
+    def forget(self) -> None:
+        """Sorts when it is next asked."""
+        self._rows, self._scores = np.zeros(0, np.int32), np.zeros(0)
+        self._late: list[tuple[np.ndarray, np.ndarray]] = []
+        self._limit: tuple[Any, Any] | None = None
+
+    def add(self, rows: np.ndarray, now: int) -> None:
+        """Looks at rows whose score has changed, and at new ones; `last` is `now`."""
+        if self._limit is None or (self._score is by_last and now > self._limit[0]):
+            return
+        scores = self._scores_of(rows)
+        low = np.flatnonzero(_up_to(scores, rows, *self._limit))
+        if len(low):
+            self._late.append((rows[low], scores[low]))
+            if sum(len(x) for x, _ in self._late) > _FEW + len(self._hits) // _SHARE:
+                self.forget()
+
+    def take(self, count: int, barred: np.ndarray) -> np.ndarray:
+        """Takes the lowest rows that are not barred; there must be `count` of them.
+
+        What is barred is forgotten: the caller adds it later.
+        """
+        stop = 2 * count + 64
+        while True:
+            rows, scores = self._valid(stop)
+            keep = ~barred[rows]
+            if stop < len(self._rows):  # a late entry may be beyond those looked at
+                end = self._scores[stop - 1], self._rows[stop - 1]
+                keep &= _up_to(scores, rows, *end)
+            rows, scores = rows[keep], scores[keep]
+            if len(rows) >= count:
+                self._drop(scores[count - 1], rows[count - 1])
+                return rows[:count]
+            if stop < len(self._rows):
+                stop *= 4
+            else:
+                self._sort(count, barred)
+
+    def _valid(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows in front, and late ones, whose score is as it was; sorted, each once."""
+        late = [*zip(*self._late, strict=True)] or [(), ()]
+        rows = np.concatenate([self._rows[:stop], *late[0]])
+        scores = np.concatenate([self._scores[:stop], *late[1]])
+        valid = (self._hits[rows] > 0) & (self._scores_of(rows) == scores)
+        rows, scores = rows[valid], scores[valid]
+        if late[0]:
+            by = np.lexsort((rows, scores))
+            rows, scores = rows[by], scores[by]
+            once = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
+            rows, scores = rows[once], scores[once]
+        return rows, scores
+
+    def _drop(self, score: Any, row: Any) -> None:
+        """Drops what is up to an entry: it is taken, or not valid."""
+        left, right = (
+            np.searchsorted(self._scores, score, x) for x in ("left", "right")
+        )
+        start = left + np.searchsorted(self._rows[left:right], row, "right")
+        self._rows, self._scores = self._rows[start:], self._scores[start:]
+        kept = [(r, s, ~_up_to(s, r, score, row)) for r, s in self._late]
+        self._late = [(r[k], s[k]) for r, s, k in kept if k.any()]
+
+    def _sort(self, count: int, barred: np.ndarray) -> None:
+        self.forget()
+        rows = np.flatnonzero((self._hits > 0) & ~barred).astype(np.int32)
+        scores = self._scores_of(rows)
+        size = max(count, len(rows) // _SHARE, _FEW)
+        if size < len(rows):
+            most = np.partition(scores, size - 1)[size - 1]
+            low = scores < most
+            low[np.flatnonzero(scores == most)[: size - np.count_nonzero(low)]] = True
+            rows, scores = rows[low], scores[low]
+        by = np.argsort(scores, kind="stable")
+        self._rows, self._scores = rows[by], scores[by]
+        if len(rows):
+            self._limit = self._scores[-1], self._rows[-1]
+
+    def _scores_of(self, rows: np.ndarray) -> np.ndarray:
+        if not len(rows):  # which not every function takes
+            return np.zeros(0)
+        scores = np.asarray(self._score(self._last.take(rows), self._hits.take(rows)))
+        if scores.shape != rows.shape or scores.dtype.kind not in "iufb":
+            raise ValueError(
+                "Vocabulary needs a score that returns a number for each of its "
+                f"{len(rows)} rows, got an array of {scores.dtype} of shape "
+                f"{scores.shape}. It gets arrays: use NumPy's functions."
+            )
+        if scores.dtype.kind == "f" and np.isnan(scores).any():
+            raise ValueError(
+                "Vocabulary needs scores that can be ordered, got NaN from score(last, "
+                "hits). last is 0 or more, and hits are 1 or more."
+            )
+        return scores
+
+
+def _up_to(scores: np.ndarray, rows: np.ndarray, score: Any, row: Any) -> np.ndarray:
+    return (scores < score) | ((scores == score) & (rows <= row))

@@ -1,0 +1,160 @@
+"""Keeps codes in rows, with their last step and hits; writes that can be taken back."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .index import Index
+from .order import Order, Score
+
+FIELDS = ("keys", np.uint64), ("last", np.int32), ("hits", np.int32)
+_MOST_HITS = 2**31 - 1
+
+
+class Changes:
+    """What has been written, so that `undo` can take it back, bit for bit."""
+
+    def __init__(self) -> None:
+        self._writes: list[tuple[np.ndarray, Any, np.ndarray]] = []
+        self._moved: list[tuple[Store, np.ndarray]] = []
+
+    def write(self, array: np.ndarray, at: Any, values: Any) -> None:
+        self._writes.append((array, at, array[at]))
+        array[at] = values
+
+    def note(self, array: np.ndarray, at: np.ndarray, old: np.ndarray) -> None:
+        """Notes values that the caller writes over."""
+        self._writes.append((array, at, old))
+
+    def move(self, store: "Store", rows: np.ndarray) -> None:
+        """Notes that these rows get, or lose, their code."""
+        self._moved.append((store, rows))
+
+    def undo(self) -> None:
+        """Takes all back, whether it was finished or not."""
+        rows_of: dict[int, tuple[Store, list[np.ndarray]]] = {}
+        for store, rows in self._moved:
+            rows_of.setdefault(id(store), (store, []))[1].append(rows)
+        moved = [(store, np.unique(np.concatenate(x))) for store, x in rows_of.values()]
+        for store, rows in moved:
+            store.index.remove(rows)
+        for array, at, old in reversed(self._writes):
+            array[at] = old
+        for store, rows in moved:
+            store.insert(rows[store.hits[rows] > 0])
+        self.__init__()  # type: ignore[misc]
+
+
+class Store:
+    """Codes in rows from 1 on; rows without hits are free.
+
+    Attributes:
+      keys: `[rows]`, uint64: the codes.
+      last: `[rows]`, int32: the step at which each was last there.
+      hits: `[rows]`, int32: how often it was there.
+    """
+
+    def __init__(
+        self,
+        keys: np.ndarray,
+        last: np.ndarray,
+        hits: np.ndarray,
+        score: Score,
+    ):
+        self.keys, self.last, self.hits = keys, last, hits
+        self._score = score
+        self._barred = np.zeros(len(self.hits), bool)
+        used = self.find_free()
+        self.index = Index(self.keys)
+        self.insert(used)
+
+    def find_free(self) -> np.ndarray:
+        """Finds free rows, and forgets the order; after writes from elsewhere."""
+        used = np.flatnonzero(self.hits).astype(np.int32)
+        self._next = int(used[-1]) + 1 if len(used) else 1  # from here on all are free
+        free = np.flatnonzero(self.hits[: self._next] == 0).astype(np.int32)
+        self._free = free[1:]  # in front of it, ascending
+        self.order = Order(self._score, self.last, self.hits)
+        return used
+
+    @property
+    def room(self) -> int:
+        """How many rows are free."""
+        return len(self.hits) - self._next + len(self._free)
+
+    def touch(self, changes: Changes, rows: np.ndarray, step: int) -> None:
+        """Counts codes that were there; rows may be named several times."""
+        last, hits = self.last.take(rows), self.hits.take(rows)
+        changes.note(self.last, rows, last)
+        changes.note(self.hits, rows, hits)
+        np.put(self.last, rows, step)
+        limit = _MOST_HITS - len(rows)
+        counted = rows if hits.max(initial=0) <= limit else rows[hits <= limit]
+        np.add.at(self.hits, counted, np.int32(1))
+
+    def place(
+        self, changes: Changes, codes: np.ndarray, hits: np.ndarray, step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Puts new codes into free rows, then into those of lowest score.
+
+        Returns:
+          The rows, and the codes that had to go.
+        """
+        missing = len(codes) - self.room
+        gone = self.keys[:0]
+        lowest = np.zeros(0, np.int32)
+        if missing > 0:
+            lowest = self.order.take(missing, self._barred)
+            gone = self.keys[lowest]
+        free, self._free = np.split(self._free, [len(codes) - len(lowest)])
+        more = len(codes) - len(lowest) - len(free)
+        fresh = np.arange(self._next, self._next + more, dtype=np.int32)
+        self._next += more
+        rows = np.concatenate([free, fresh, lowest])
+        self._keep_apart(changes, codes)
+        changes.move(self, rows)
+        self.index.remove(lowest)
+        changes.write(self.keys, rows, codes)
+        changes.write(self.last, rows, step)
+        changes.write(self.hits, rows, hits)
+        self.insert(rows)
+        return rows, gone
+
+    def free(self, changes: Changes, rows: np.ndarray) -> np.ndarray:
+        """Frees rows, and returns their codes."""
+        if not len(rows):
+            return self.keys[:0]
+        changes.move(self, rows)
+        self.index.remove(rows)
+        changes.write(self.hits, rows, 0)
+        rows = np.sort(rows)
+        self._free = np.insert(self._free, np.searchsorted(self._free, rows), rows)
+        return self.keys[rows]
+
+    @contextlib.contextmanager
+    def bar(self, rows: np.ndarray) -> Iterator[None]:
+        """Meanwhile these rows are not taken from their codes."""
+        self._barred[rows] = True
+        try:
+            yield
+        finally:
+            self._barred[rows] = False
+
+    def find(self, codes: np.ndarray) -> np.ndarray:
+        """The rows of codes, 0 for those without."""
+        return self.index.find(codes)
+
+    def insert(self, rows: np.ndarray) -> None:
+        """Lets rows be found that have got their codes, and have hits."""
+        if not self.index.insert(rows):
+            self.index = self.index.rebuilt(np.flatnonzero(self.hits).astype(np.int32))
+
+    def _keep_apart(self, changes: Changes, codes: np.ndarray) -> None:
+        """Gives row 0, which free slots of the index have, a code that no key has."""
+        code = self.keys[:1].copy()
+        while code in codes or self.index.find(code)[0]:
+            code += np.uint64(1)
+        if code != self.keys[:1]:
+            changes.write(self.keys, [0], code)

@@ -1,0 +1,459 @@
+"""The public `Vocabulary`: its batches, threads, checkpoints."""
+
+import contextlib
+import operator
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .codes import SIGNED
+from .contents import (
+    KIND,
+    LOST,
+    SCORES,
+    STEP,
+    Contents,
+    Options,
+    checked,
+    new_arrays,
+    resized,
+    spread,
+)
+from .order import Score
+from .store import Changes
+
+_UNDO = 8  # batches that `undo` can take back
+
+
+class Rows(np.ndarray):
+    """Rows of a table, `[n]` int32: an array of NumPy that can be padded."""
+
+    def padded(self, least: int) -> np.ndarray:
+        """The rows, and -1 after them, which is padding for `reset_rows`.
+
+        Args:
+          least: The shortest length. A longer one is this times 2, 4, 8, ..., so that a
+            compiled function meets few shapes.
+        """
+        if least < 1:
+            raise ValueError(f"padded needs a length of at least 1, got {least}.")
+        size = least
+        while size < len(self):
+            size *= 2
+        return np.pad(np.asarray(self), (0, size - len(self)), constant_values=-1)
+
+
+class Assignment(NamedTuple):
+    """What `Vocabulary.assign` has done.
+
+    Attributes:
+      rows: int32, in the shape of the keys: the row of each.
+      fresh: `[n]`, int32: rows that have a new key, in the order in which these keys
+        first come in the batch. Values and state of such a row are nobody's, or those
+        of a key that has gone: begin it again. `fresh.padded(64)` has one of few
+        lengths: 64, 128, 256, ...; the rest is -1, padding for `reset_rows`.
+      evicted: `[m]`, int64 or uint64: keys that have lost their row (of strings, their
+        hashes). First those that were not there for `ttl` steps, by row; then those
+        that had to make room, by score and row.
+    """
+
+    rows: np.ndarray
+    fresh: Rows
+    evicted: np.ndarray
+
+
+class ChangedRows(NamedTuple):
+    """What `Vocabulary.changed_since` has found.
+
+    Attributes:
+      keys: `[n]`, int64 or uint64: keys that have got their row since then, by row.
+      rows: `[n]`, int32: these rows.
+      gone: `[m]`: keys that have lost their row since then and have none now, each
+        once, in the order in which they went: tombstones.
+    """
+
+    keys: np.ndarray
+    rows: np.ndarray
+    gone: np.ndarray
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Vocabulary:
+    """Gives the rows of a table of fixed size to keys that come and go.
+
+    Keys are what a program has in place of row numbers: 64-bit hashes, ids of users,
+    strings. A vocabulary lives on the host, in NumPy, since 64-bit types are off in
+    JAX. Each new key gets a free row. If there is none, the key of the lowest score
+    makes room; no key of the batch does. All of it is deterministic:
+
+    - Free rows are given in ascending order, to keys as they first come in a batch.
+    - Those of the lowest (score, row) are evicted first.
+    - With the same arrays and the same batches, the same rows follow, in any process.
+
+    Row 0, `unknown`, has no key. It is the row of keys that `find` does not know, of
+    those that were there less than `min_hits` times, and of places without a key. It
+    is inside the table, and is trained like any other: an index out of bounds would be
+    another row for `table[ids]`, and NaN for `jnp.take`.
+
+    A vocabulary is a pytree of arrays of NumPy, and can be pickled. Several tables may
+    share one. In a dictionary of features each may have one of its own.
+
+    Args:
+      rows: How many rows the table has, that of unknown keys included.
+      min_hits: How often a key must have been there before it gets a row. A key may be
+        there several times in one batch.
+      score: What a key is worth: `"last"`, the step at which it was last there (least
+        recently used goes first); `"hits"`, how often it was there (least frequently
+        used goes first); or a function of both, arrays `[n]` of int32, that returns a
+        number for each. It must depend on nothing else, and each number on its own
+        entries alone: it is called with some of the rows, and its results are kept.
+      ttl: Time to live: a key goes that was not there for more than so many steps, an
+        eighth of them later at most.
+      padding: A key that means that there is none, such as -1 or `"<pad>"`.
+      waiting: For how many keys with less than `min_hits` hits are counted; as many as
+        there are rows, if it is not given. Of these the one goes first that was not
+        there for the longest time.
+      tombstones: How many keys that have gone are remembered for `changed_since`; as
+        many as there are rows, if it is not given.
+
+    Raises:
+      TypeError: If a size is not an integer.
+      ValueError: If one is out of range, or the score unknown.
+
+    Examples:
+      >>> import jax.numpy as jnp, numpy as np
+      >>> import optax_sparse_adam as osa
+      >>> vocab = osa.Vocabulary(rows=4)
+      >>> rows, fresh, evicted = vocab.assign(np.array([2**40, -7, 2**40]), step=0)
+      >>> rows.tolist(), fresh.tolist()
+      ([1, 2, 1], [1, 2])
+      >>> rows, fresh, evicted = vocab.assign(np.array([5, 6]), step=1)
+      >>> rows.tolist(), evicted.tolist(), vocab.find([5, -7, 2**40]).tolist()
+      ([3, 1], [1099511627776], [3, 2, 0])
+      >>> params, tx = {"table": jnp.ones((4, 8))}, osa.sparse_adam(1e-3)
+      >>> ids = fresh.padded(64)  # one shape, for a compiled function
+      >>> values = {"table": jnp.zeros((64, 8))}
+      >>> state = tx.init(params)
+      >>> params, state = osa.reset_rows(tx, params, state, {"table": ids}, values)
+      >>> params["table"][:, 0].tolist()
+      [1.0, 0.0, 1.0, 0.0]
+    """
+
+    unknown = 0
+
+    _changing: threading.Lock
+    _lock: threading.RLock
+    _version: int  # odd while keys change their places
+    _history: deque[Changes]
+    _options: Options
+    _contents: Contents
+    _given: Any  # arrays of a pickle or a pytree, until they are needed
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Vocabulary":
+        """Makes the locks, which neither a pickle nor a pytree has."""
+        self = super().__new__(cls)
+        self._changing, self._lock = threading.Lock(), threading.RLock()
+        self._version = 0
+        return self
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        min_hits: int = 1,
+        score: str | Score = "last",
+        ttl: int | None = None,
+        padding: Any = None,
+        waiting: int | None = None,
+        tombstones: int | None = None,
+    ):
+        if not callable(score) and score not in SCORES:
+            raise ValueError(
+                'Vocabulary needs a score "last", "hits" or a function of both, got '
+                f"{score!r}."
+            )
+        for name, value, least in (
+            ("rows, of which one is that of unknown keys,", rows, 2),
+            ("min_hits", min_hits, 1),
+            ("ttl", ttl, 1),
+            ("waiting", waiting, 1),
+            ("tombstones", tombstones, 0),
+        ):
+            if value is not None and not least <= operator.index(value) < 2**31:
+                raise ValueError(
+                    f"Vocabulary needs {name} from {least} to 2**31 - 1, got {value}."
+                )
+        self._options = Options(min_hits, score, ttl, padding)
+        places = 0 if min_hits == 1 else 1 + (waiting or rows)
+        kept = rows if tombstones is None else tombstones
+        self._load(new_arrays(rows, places, kept))
+
+    def assign(self, keys: Any, step: int, *, mask: Any = None) -> Assignment:
+        """Gives a row to each key of a batch; for training.
+
+        Known keys keep their rows. Call it before the step, in the order of the steps,
+        and begin the `fresh` rows again, by `reset_rows`, before they are trained.
+
+        Args:
+          keys: Integers of 64 bits or less, strings or bytes, in any shape. Strings are
+            hashed, by `hash_keys`. Signed and unsigned integers of 64 bits have the
+            same bits, so a vocabulary has the one or the other, as its first keys;
+            strings are unsigned ones.
+          step: The time, an integer from 0 to `2**31 - 1`, never less than before.
+          mask: bool, in the shape of the keys: False where there is no key. There, and
+            where the padding key is, the row is `unknown`, and nothing is counted.
+
+        Returns:
+          The `rows` of the keys, those that are `fresh`, and the keys that are
+          `evicted`: an `Assignment`.
+
+        Raises:
+          TypeError: For keys of other types.
+          ValueError: If the batch has more different keys than the table has rows; if
+            the step is less than the last one; for keys that this vocabulary could
+            take for others. Nothing has changed then.
+          RuntimeError: If another thread is changing the vocabulary.
+        """
+        with self._change("assign"):
+            held = self._contents
+            main, step, before = held.main, operator.index(step), held.numbers[STEP]
+            if not before <= step < 2**31:
+                raise ValueError(
+                    "assign needs steps that do not go back, as keys are judged by "
+                    f"them: from {before}, the last one, to 2**31 - 1; got {step}."
+                )
+            codes, kind, at, shape = held.read("assign", keys, mask)
+            rows = main.find(codes)
+            new = np.flatnonzero(rows == 0)
+            known = rows[rows != 0] if len(new) else rows
+            plan = held.plan(codes[new], known, step) if len(new) else None
+            changes, fresh, evicted = Changes(), rows[:0], codes[:0]
+            try:
+                main.touch(changes, known, step)
+                changes.write(held.numbers, [KIND, STEP], (kind, step))
+                if plan or self._options.ttl is not None:
+                    with self._move():
+                        evicted = held.expire(changes, int(before), step)
+                        if plan:
+                            rows[new], fresh, gone = held.admit(
+                                changes, plan, known, step
+                            )
+                            evicted = np.append(evicted, gone)
+                        held.bury(changes, evicted, step)
+                main.order.add(known, step)
+                main.order.add(fresh, step)
+            except BaseException:
+                self._take_back(changes)
+                raise
+            self._history.append(changes)
+            evicted = self._as_keys(evicted)
+        return Assignment(spread(rows, at, shape), fresh.view(Rows), evicted)
+
+    def find(self, keys: Any, *, mask: Any = None) -> np.ndarray:
+        """Looks rows up and changes nothing; for serving and evaluation.
+
+        Any number of threads may call it, also while one calls `assign`: each call
+        finds the rows that were there before a batch, or those after it.
+
+        Args:
+          keys: As for `assign`.
+          mask: Likewise.
+
+        Returns:
+          int32, in the shape of the keys; `unknown` for those without a row.
+
+        Raises:
+          TypeError: As `assign`.
+          ValueError: As `assign`, for keys that could be taken for others.
+        """
+        self._ready()
+        for _ in range(4):
+            version = self._version
+            if version % 2 == 0:
+                rows = self._contents.find(keys, mask)
+                if self._version == version:
+                    return rows
+        with self._lock:
+            return self._contents.find(keys, mask)
+
+    def changed_since(self, step: int) -> ChangedRows:
+        """Finds keys whose row has changed hands at this step or later.
+
+        A server fetches the rows of `keys`, and drops `gone`. It asks with the step of
+        the last batch that it has seen: what is fetched twice does no harm.
+
+        Args:
+          step: A step of `assign`.
+
+        Returns:
+          `keys`, their `rows`, and the keys that have `gone`: `ChangedRows`.
+
+        Raises:
+          ValueError: If more keys have gone since then than there are tombstones.
+        """
+        self._ready()
+        with self._lock:
+            held = self._contents
+            if step <= held.numbers[LOST]:
+                size = len(held.arrays.get("gone", ()))
+                raise ValueError(
+                    f"changed_since knows what has gone after step "
+                    f"{held.numbers[LOST]}, as {size} tombstones are kept; got step "
+                    f"{step}. Fetch everything from `arrays`; then ask more often, or "
+                    "make the vocabulary with more tombstones."
+                )
+            rows = np.flatnonzero((held.main.hits > 0) & (held.changed >= step))
+            keys, gone = held.main.keys[rows], held.gone_since(step)
+            rows = rows.astype(np.int32)
+            return ChangedRows(self._as_keys(keys), rows, self._as_keys(gone))
+
+    def undo(self) -> None:
+        """Takes the last call of `assign` back, bit for bit; up to eight, one by one.
+
+        For a batch whose step has failed, or is not run: without it, keys would have
+        rows that were never begun again.
+
+        Raises:
+          RuntimeError: If there is none to take back, since the vocabulary was made,
+            restored or grown; or if another thread is changing it.
+        """
+        with self._change("undo"):
+            if not self._history:
+                raise RuntimeError(
+                    f"undo takes back the last {_UNDO} calls of assign since the "
+                    "vocabulary was made, restored or grown; there is none left."
+                )
+            self._take_back(self._history.pop())
+
+    def grow(self, rows: int) -> None:
+        """Makes room for more keys; all keep their rows, and `unknown` is row 0.
+
+        Grow the table, too: see the page "Rows as things".
+
+        Args:
+          rows: How many rows the table has then.
+
+        Raises:
+          ValueError: If it has more rows now.
+          RuntimeError: If another thread is changing the vocabulary.
+        """
+        with self._change("grow"):
+            if not self.rows <= operator.index(rows) < 2**31:
+                raise ValueError(
+                    f"grow needs as many rows as there are, {self.rows}, or more, up "
+                    f"to 2**31 - 1; got {rows}."
+                )
+            old = self._contents.arrays
+            like = old | dict.fromkeys(("keys", "last", "hits", "changed"), range(rows))
+            with self._move():
+                self._load(resized(old, like))
+
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        """Takes the contents of another vocabulary, of as many rows or fewer.
+
+        If it has as many, what follows is what would have followed there.
+
+        Args:
+          arrays: The `arrays` of one with the same options.
+
+        Raises:
+          TypeError: For arrays of other types, such as keys that were cut to 32 bits.
+          ValueError: If they are of other options, or of a larger one.
+          RuntimeError: If another thread is changing the vocabulary.
+        """
+        with self._change("restore"):
+            new = resized(checked(arrays), self._contents.arrays)
+            with self._move():
+                self._load(new)
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """A copy of all that is needed to go on, for `np.savez`, Orbax or a server.
+
+        `keys`, `last` and `hits` are of the rows: the key of row `i` is `keys[i]`, as
+        uint64 (`keys.view(np.int64)` for signed ones), if `hits[i]` is not 0.
+        """
+        self._ready()
+        with self._lock:
+            return {name: x.copy() for name, x in self._contents.arrays.items()}
+
+    @property
+    def rows(self) -> int:
+        """How many rows the table has, that of unknown keys included."""
+        self._ready()
+        return len(self._contents.main.keys)
+
+    def __len__(self) -> int:
+        """How many keys have a row."""
+        return self.rows - self._contents.main.room - 1
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{k}={v!r}" for k, v in self._options._asdict().items())
+        sizes = "?" if self._given else f"{self.rows} with {len(self)} keys"
+        return f"<Vocabulary of rows: {sizes}, {options}>"
+
+    def __getstate__(self) -> Any:
+        return self._options, self._given or self.arrays
+
+    def __setstate__(self, state: Any) -> None:
+        self._options, self._given = state
+
+    def tree_flatten_with_keys(self) -> Any:
+        options, arrays = self.__getstate__()
+        keyed = [(jax.tree_util.DictKey(name), x) for name, x in arrays.items()]
+        return keyed, (options, tuple(arrays))
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "Vocabulary":
+        self = cls.__new__(cls)
+        self.__setstate__((static[0], dict(zip(static[1], leaves, strict=True))))
+        return self
+
+    def _load(self, arrays: dict[str, np.ndarray]) -> None:
+        self._contents = Contents(self._options, arrays)
+        self._history = deque(maxlen=_UNDO)
+        self._given = None
+
+    def _ready(self) -> None:
+        """Takes up what a pickle or a pytree has given, when it is first needed."""
+        if self._given is not None:
+            with self._lock:
+                if self._given is not None:
+                    self._load(checked(self._given))
+
+    @contextlib.contextmanager
+    def _change(self, function: str) -> Iterator[None]:
+        """One thread changes. A second one is refused: its turn would be by chance."""
+        if not self._changing.acquire(blocking=False):
+            raise RuntimeError(
+                f"{function} was called while another thread changes the vocabulary: "
+                "which of them is first would be left to chance. Change it from one "
+                "thread; find may be called by all."
+            )
+        try:
+            with self._lock:
+                self._ready()
+                yield
+        finally:
+            self._changing.release()
+
+    @contextlib.contextmanager
+    def _move(self) -> Iterator[None]:
+        """Keys change their places; `find` looks again then. This is a seqlock."""
+        self._version += 1
+        try:
+            yield
+        finally:
+            self._version += 1
+
+    def _take_back(self, changes: Changes) -> None:
+        with self._move():
+            self._contents.take_back(changes)
+
+    def _as_keys(self, codes: np.ndarray) -> np.ndarray:
+        signed = self._contents.numbers[KIND] == SIGNED
+        return codes.view(np.int64 if signed else np.uint64)
