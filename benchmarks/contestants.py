@@ -33,7 +33,9 @@ def update_step(tx):
 
     def update(table, state, ids, values):
         grad = BCOO((values, ids[:, None]), shape=table.shape)
-        updates, state = tx.update(grad, state, table, adds_to_params=True)
+        if hasattr(tx.update, "add_to_params"):  # as a step of `make_train_step`
+            return tx.update.add_to_params(grad, state, table)
+        updates, state = tx.update(grad, state, table)
         return osa.apply_updates(table, updates), state
 
     return update

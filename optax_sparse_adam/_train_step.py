@@ -1,19 +1,21 @@
 """`make_train_step`: gradient, update and addition as one compiled, donated step."""
 
 import contextlib
+import dis
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.experimental.sparse import BCOO
-from jax.extend.core import Var
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.hyperparameters import check_transformation
-from ._rows.apply_updates import ADDS, Added, apply_updates
+from ._optimizers.update_rows import UpdateRows
+from ._rows.apply_updates import apply_updates
 from ._rows.canary import is_unseen
 from ._rows.checks import is_bcoo
 from ._rows.coalesce import coalesce
@@ -35,14 +37,19 @@ def make_train_step(
     `tx.init(params)`.
 
     The kernel for CPUs adds updates of float32 tables while it computes them, with the
-    same bits, unless something in `tx` computes with updates: `tx.update` is asked for
-    that by the extra argument `adds_to_params=True`.
+    same bits, where `tx` is an optimiser of this package as it was made. Whatever is
+    around it, as a chain or a wrapper of your own, sees the updates.
 
     Gradients are row-sparse wherever possible. Their duplicates are added up first for
     an optimiser that needs it, such as `optax.apply_if_finite`. An optimiser that takes
     dense gradients only, such as `optax.adam(1e-3)`, is refused: `exact_adam(1e-3)` has
     its numbers, `lazy(optax.adam(1e-3))` updates the rows of the batch only, and
     `sparse=False` makes dense gradients, at the cost of whole tables.
+
+    Which of these forms `tx` takes is found out while tracing. What `tx` does when the
+    program runs, as a `jax.debug.print`, is in it once. Its Python code runs once for
+    each program that is compiled; twice where duplicates are added up first, and three
+    times before a refusal. What it raises itself, by `raise`, is raised at once.
 
     Args:
       loss: `loss(params, *batch)`, a scalar, or a pair `(scalar, aux)` if `has_aux`.
@@ -93,33 +100,33 @@ def make_train_step(
             value = loss(params, *batch, **own)
             return value[0] if has_aux else value
 
-        def apply(grads: Any, given: dict[str, Any]) -> Any:
+        def apply(grads: Any, asked: dict[str, Any]) -> Any:
             # What line searches and plateau schedules of optax take.
             extra = {"value": value[0] if has_aux else value}
             if read is None and not _sparse_leaves(grads):
                 extra |= {"grad": grads, "value_fn": value_fn}
-            extra = _taken_by(of_tx, extra) | given
+            extra = _taken_by(of_tx, extra) | given | asked
             new_params, new, updates = update_params(tx, grads, state, params, **extra)
-            return (new_params, new), updates
+            # An optimiser of rows returns unique ones, or makes a BCOO of its own.
+            unseen = [x for x in _sparse_leaves(updates) if is_unseen(x)]
+            is_unique = all(x.unique_indices for x in unseen)
+            return (new_params, new), [] if is_unique else [x.canary for x in unseen]
 
-        grads, (results, updates) = _apply(lambda grads: apply(grads, given), grads)
-        # An optimiser of rows returns unique ones, or makes a BCOO of its own.
-        may_change = [x for x in _sparse_leaves(updates) if not x.unique_indices]
-        if any(map(is_unseen, may_change)) and _computes_indices(
-            lambda grads: apply(grads, given)[1], grads
-        ):
+        names = keywords.keys() - own.keys()
+        config: Any = jax.config  # not all of it has types in every version
+        if config.jax_disable_jit:  # there is no program to ask
+            return *apply(grads, {})[0], value
+        asked = {name: given[name] for name in names if name in given}
+        traced = _traced(apply, grads, asked)
+        if _are_computed(traced):
             raise TypeError(_DENSE_ONLY + "It would scale indices with the values.")
-        for name in keywords.keys() - own.keys():
-
-            def apply_with(x: Any, name: str = name) -> Any:
-                return apply(grads, given | {name: x})
-
-            if not (name in given and _is_read(apply_with, given[name])):
+        for name in names:
+            if not _is_read(traced, name):
                 raise TypeError(
                     "Arguments of a training step by keyword go to the loss, if it has "
                     f"them, and to the optimiser; got `{name}`, which neither reads."
                 )
-        return *results, value
+        return *_evaluated(traced, asked), value
 
     return step
 
@@ -167,69 +174,108 @@ def update_params(
 ) -> tuple[Any, Any, Any]:
     """`tx.update` and `apply_updates`: the new parameters and state, and the updates.
 
-    An optimiser of rows is asked to add its updates itself. Where it does not know the
-    argument, or something around it computes with updates, that raises, and it is asked
-    for ordinary ones.
+    An optimiser of rows adds its updates itself, where nothing is around it that could
+    see them; there are none then.
     """
-
-    def updated(**asked: Any) -> tuple[Any, Any, Any]:
-        update: Any = tx.update
-        updates, new = update(grads, state, params, **extra, **asked)
-        if any(isinstance(x, Added) for x in jax.tree.leaves(new)):
-            raise TypeError("A state keeps updates, which are to be arrays.")
-        return apply_updates(params, updates), new, updates
-
-    if _sparse_leaves(grads):
-        with contextlib.suppress(Exception):
-            return updated(**{ADDS: True})
-    return updated()
+    update: Any = tx.update
+    if type(update) is UpdateRows:
+        return *update.add_to_params(grads, state, params), None
+    updates, state = update(grads, state, params, **extra)
+    return apply_updates(params, updates), state, updates
 
 
 def _sparse_leaves(grads: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(grads, is_leaf=is_bcoo) if is_bcoo(x)]
 
 
-def _apply(apply: Callable[[Any], Any], grads: Any) -> tuple[Any, Any]:
-    """The gradients in the form that `apply` takes, and its results.
+class _Traced(NamedTuple):
+    """An update as a program of its own, of the keywords that are asked about.
+
+    It is evaluated in the step when it is known to be right: an attempt that fails
+    leaves nothing there, and effects are in the step once.
+
+    Attributes:
+      jaxpr: Its results are those of `apply`: parameters and state, then canaries.
+      results: The structure of the parameters and the state.
+      names: For each of its arguments the keyword that it is a part of.
+    """
+
+    jaxpr: ClosedJaxpr
+    results: Any
+    names: list[str]
+
+
+def _traced(
+    apply: Callable[[Any, Any], Any], grads: Any, asked: dict[str, Any]
+) -> _Traced:
+    """Traces `apply(grads, asked)`, of gradients in the form that it takes.
 
     Whether a transformation takes row-sparse gradients is found out by calling it. One
     that chooses between updates and gradients, by `lax.cond`, takes those whose
     duplicates are added up, which have the structure of their updates.
     """
+
+    def trace(grads: Any) -> _Traced:
+        function = functools.partial(apply, grads)
+        jaxpr, (results, _) = jax.make_jaxpr(function, return_shape=True)(asked)
+        names = [name for name in sorted(asked) for _ in jax.tree.leaves(asked[name])]
+        return _Traced(jaxpr, jax.tree.structure(results), names)
+
     try:
-        return grads, apply(grads)
+        return trace(grads)
     except Exception as error:
-        if not _sparse_leaves(grads):
+        if not _sparse_leaves(grads) or _is_raised_by_user(error.__traceback__):
             raise
         reason = error
-    try:
-        summed = jax.tree.map(
-            lambda x: coalesce(x) if is_bcoo(x) else x, grads, is_leaf=is_bcoo
-        )
-        return summed, apply(summed)
-    except Exception:
-        pass
-    dense = jax.tree.map(_dense_like, grads, is_leaf=is_bcoo)
-    try:
-        jax.eval_shape(apply, dense)
-    except Exception:
-        raise reason from None
-    raise TypeError(f"{_DENSE_ONLY}It raised: {reason}") from reason
+        with contextlib.suppress(Exception):
+            return trace(jax.tree.map(_summed, grads, is_leaf=is_bcoo))
+        dense = jax.tree.map(_dense_like, grads, is_leaf=is_bcoo)
+        with contextlib.suppress(Exception):
+            jax.eval_shape(apply, dense, asked)
+            reason = TypeError(f"{_DENSE_ONLY}It raised: {error}")
+        if reason is error:
+            raise
+        raise reason from error
+
+
+def _evaluated(traced: _Traced, asked: dict[str, Any]) -> Any:
+    """The parameters and the state, by the program in which this is called."""
+    leaves = jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(asked))
+    return traced.results.unflatten(leaves[: traced.results.num_leaves])
+
+
+def _summed(x: Any) -> Any:
+    return coalesce(x) if is_bcoo(x) else x
 
 
 def _dense_like(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, BCOO) else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_bcoo(x) else x
 
 
-def _computes_indices(function: Callable[[Any], Any], grads: Any) -> bool:
+def _is_raised_by_user(traceback: TracebackType | None) -> bool:
+    """Whether an error comes of a `raise` or an `assert` of the user's own.
+
+    What JAX and optax raise, and what Python raises where an operation fails, may come
+    of the form of the gradients.
+    """
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    code = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
+    module = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    return dis.opname[code] in ("RAISE_VARARGS", "RERAISE") and module not in _LIBRARIES
+
+
+# Those whose errors may say that they do not know row-sparse gradients.
+_LIBRARIES = {"jax", "jaxlib", "numpy", "optax", "flax", "optax_sparse_adam"}
+
+
+def _are_computed(traced: _Traced) -> bool:
     """Whether updates have canaries that were computed, which would become NaN."""
-    canaries = jax.make_jaxpr(
-        lambda grads: [
-            x.canary for x in _sparse_leaves(function(grads)) if is_unseen(x)
-        ]
-    )(grads)
-    makers = {id(x): eqn for eqn in canaries.eqns for x in eqn.outvars}
-    todo, seen = [*canaries.jaxpr.outvars], set[int]()
+    jaxpr = traced.jaxpr.jaxpr
+    makers = {id(x): eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+    todo, seen = jaxpr.outvars[traced.results.num_leaves :], set[int]()
     while todo:
         eqn = makers.get(id(todo.pop()))
         if eqn is None or id(eqn) in seen:
@@ -243,8 +289,10 @@ def _computes_indices(function: Callable[[Any], Any], grads: Any) -> bool:
     return False
 
 
-def _is_read(function: Callable[[Any], Any], value: Any) -> bool:
-    """Whether a function computes anything of the arrays of a value."""
-    jaxpr = jax.make_jaxpr(function)(value).jaxpr
-    read = {x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, Var)}
-    return not read.isdisjoint(jaxpr.invars)
+def _is_read(traced: _Traced, name: str) -> bool:
+    """Whether anything is computed of a keyword, or returned."""
+    jaxpr = traced.jaxpr.jaxpr
+    used = {x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, Var)}
+    used |= {x for x in jaxpr.outvars if isinstance(x, Var)}
+    own = zip(traced.names, jaxpr.invars, strict=True)
+    return any(var in used for of, var in own if of == name)

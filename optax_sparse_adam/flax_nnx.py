@@ -201,9 +201,10 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
     """`optimizer.update(model, grads)`, with this package's `apply_updates`.
 
     That adds each row once, and as in `make_train_step`, the kernel adds updates while
-    it computes them. `nnx.Optimizer.update` calls `optax.apply_updates`, by
-    which XLA adds rows with atomics on a GPU, and which does not see that the indices
-    of an update have been changed.
+    it computes them, where nothing is around the optimiser that could see them.
+    `nnx.Optimizer.update` calls `optax.apply_updates`, by which XLA adds rows with
+    atomics on a GPU, and which does not see that the indices of an update have been
+    changed.
 
     Args:
       optimizer: The optimiser; its state changes in place.
@@ -227,6 +228,7 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
     """
     params, pure = nnx.as_pure(nnx.state(model, optimizer.wrt)), _gradients(grads)
     state = _state(optimizer)
+    extra = nnx.as_pure(extra)
     params, state, _ = update_params(optimizer.tx, pure, state, params, **extra)
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))

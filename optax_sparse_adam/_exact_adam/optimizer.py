@@ -21,7 +21,8 @@ from .._optimizers.hyperparameters import (
     check_state_class,
     floating_type,
 )
-from .._rows.apply_updates import ADDS, Added
+from .._optimizers.update_rows import Updated, UpdateRows
+from .._rows.apply_updates import Update
 from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
@@ -214,9 +215,10 @@ def _exact_adam(
     def update_fn(
         updates: optax.Updates,
         state: ExactAdamState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ExactAdamState]:
+        params: optax.Params | None,
+        *,
+        adds_to_params: bool,
+    ) -> Updated:
         check_state_class(state, ExactAdamState, own)
         _check_decay(state, own)
         state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
@@ -274,6 +276,7 @@ def _exact_adam(
         # optimiser is NaN by what `step_arrays` adds.
         arrays = stale_arrays(states[0], state.constants)
         arrays = step_arrays(arrays, states[1], constants, step, betas)
+        made = [*map(Update, grads)]
         whole = []
         for place, i in enumerate(rows):
             if is_dense[place]:
@@ -285,19 +288,17 @@ def _exact_adam(
             if step.log_decay is not None:
                 read = (olds[i],)
                 own_step = step._replace(log_decay=step.log_decay[place])
-            target = olds[i] if extra_args.get(ADDS) else None
             own_constants = constants._replace(eps=constants.eps[place])
             args = (*(x.at(place) for x in states), own_constants, own_step)
-            update, rows[i] = update_touched_rows(
+            made[i], rows[i] = update_touched_rows(
                 without_clock(grads[i]),
                 read,
                 rows[i],
                 *args,
                 arrays.at(place),
-                target,
+                olds[i] if adds_to_params else None,
                 betas=betas,
             )
-            grads[i] = update if is_bcoo(update) else Added(target, update)
         if whole:
             places = np.flatnonzero(is_dense).tolist()
             names = [jax.tree_util.keystr(paths[i][0]) for i in whole]
@@ -315,13 +316,14 @@ def _exact_adam(
                 betas=betas,
                 decays=tuple(decays[places].tolist()),
             )
-            for i, *new in zip(whole, *news, strict=True):
-                grads[i], rows[i] = new
+            for i, change, new in zip(whole, *news, strict=True):
+                made[i], rows[i] = Update(change), new
         state = replaced(state, [*rows.values()], after)
         count = optax.safe_increment(state.count)
-        return treedef.unflatten(grads), state._replace(count=count)
+        return treedef, made, state._replace(count=count)
 
-    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
+    update = UpdateRows(update_fn)
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update)
 
 
 def exact_adam(

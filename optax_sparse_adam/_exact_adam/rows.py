@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._optimizers.rounding import nearest
+from .._rows.apply_updates import Update
 from .._rows.canary import as_update
 from .._rows.coalesce import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
@@ -398,10 +399,10 @@ def update_touched_rows(
     constants: Constants,
     step: Step,
     arrays: KernelArrays,
-    target: jax.Array | None,
+    adds_to: jax.Array | None,
     *,
     betas: Betas,
-) -> tuple[BCOO | jax.Array, RowState]:
+) -> tuple[Update, RowState]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *rows[:2])))
 
@@ -425,10 +426,10 @@ def update_touched_rows(
         arrays,
         dtype=dtype,
         read=read,
-        target=target,
+        param=adds_to,
         kernel=by_kernel if rows.last.ndim == 1 and is_float32 else None,
     )
-    return as_update(update), RowState.of(*tables)
+    return update._replace(change=as_update(update.change)), RowState.of(*tables)
 
 
 @functools.partial(jax.jit, static_argnames=("betas", "decays"))

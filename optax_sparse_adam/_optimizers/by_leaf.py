@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from .._jax_extras.sharding import jit_on_mesh
-from .._rows.apply_updates import ADDS, Added
+from .._rows.apply_updates import Update
 from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
@@ -30,6 +30,7 @@ from .hyperparameters import (
     check_moment,
     check_state_class,
 )
+from .update_rows import Updated, UpdateRows
 
 
 def all_axes(ndim: int) -> Sequence[int]:
@@ -73,15 +74,16 @@ def update_leaf(
     param: Any,
     moments: Tables,
     scalars: Any,
-    target: Any = None,
+    adds_to: jax.Array | None = None,
     kernel: str | None = None,
-) -> tuple[Any, Tables]:
+) -> tuple[Update, Tables]:
     """The update of a parameter, dense or row-sparse as its gradient, and its moments.
 
     `formula(grad, moments, scalars)` returns what to add to the parameter, and the new
     moments; the parameter, if it is given, is behind the moments. All arrays have the
     type of the scalars. It treats each row alone. `kernel` is the formula's name in the
-    kernel, and `target` the parameter to which that adds it; see `update_table`.
+    kernel, and `adds_to` the parameter, if that may add the update to it; see
+    `update_table`.
     """
     read = () if param is None else (param,)
     dtype = jax.tree.leaves(scalars)[0].dtype
@@ -91,21 +93,39 @@ def update_leaf(
 
     if is_bcoo(grad):
         own = kernel and functools.partial(native.update_by_formula, kernel)
-        types: Any = {"dtype": dtype, "read": read, "target": target, "kernel": own}
+        types: Any = {"dtype": dtype, "read": read, "param": adds_to, "kernel": own}
         return update_table(wide_formula, grad, moments, scalars, **types)
     update, news = wide_formula(grad.astype(dtype), (*moments, *read), scalars)
     pairs = zip(news, moments, strict=True)
-    return update.astype(grad.dtype), tuple(new.astype(old.dtype) for new, old in pairs)
+    return (
+        Update(update.astype(grad.dtype)),
+        tuple(new.astype(old.dtype) for new, old in pairs),
+    )
 
 
-class ByLeaf(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # Any to mypy
-    """A transformation of dense gradients that is made of a formula.
+class DenseUpdate:
+    """The `update` of what `by_leaf` makes: that of dense gradients.
+
+    `lazy` finds in it the one for row-sparse gradients. It is looked for in `update`,
+    and by its class alone, so that what stands around it, or in its place
+    (`tx._replace(update=...)`), is a transformation as any other.
 
     Attributes:
-      update_of_rows: `update` for row-sparse gradients, too, which `lazy` makes public.
+      of_rows: `update` for row-sparse gradients, too, which `lazy` makes public.
     """
 
-    update_of_rows: Any
+    def __init__(self, of_rows: UpdateRows, name: str):
+        self.of_rows, self._name = of_rows, name
+
+    def __call__(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        check_dense(updates, self._name, f"{self._name}()")
+        return self.of_rows(updates, state, params, **extra_args)
 
 
 def by_leaf(
@@ -116,14 +136,14 @@ def by_leaf(
     scalars: Callable[..., Any],
     learning_rate: optax.ScalarOrSchedule | None = None,
     reads_params: str = "",
-) -> ByLeaf:
+) -> optax.GradientTransformationExtraArgs:
     """An optax transformation of dense and `None` gradients; `lazy` lifts it.
 
     Args:
       name: Its name in errors.
       state_class: Its `NamedTuple`: `count` and then the moments.
       moments: The fields with an array for each parameter, by their names.
-      update_leaf: `update_leaf(grad, param, moments, scalars, target)`: what is
+      update_leaf: `update_leaf(grad, param, moments, scalars, adds_to)`: what is
         computed for one parameter; that of a formula is a partial of the one above.
       scalars: `scalars(scale, count, dtype, param_dtype)` of a step, a tree of numbers
         that become arrays of `dtype`, in which the parameter is computed. `scale` is
@@ -149,12 +169,13 @@ def by_leaf(
         trees = {key: jax.tree.map(x.init, params) for key, x in moments.items()}
         return state_class(count=jnp.zeros([], jnp.int32), **trees)
 
-    def update_of_rows(
+    def update_fn(
         updates: optax.Updates,
         state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+        params: optax.Params | None,
+        *,
+        adds_to_params: bool,
+    ) -> Updated:
         if reads_params and params is None:
             raise ValueError(
                 f"{reads_params}, got none. Call update(updates, state, params)."
@@ -164,11 +185,11 @@ def by_leaf(
         count_inc = optax.safe_increment(state.count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        shaped_like, targets = grads[:], [None] * len(grads)
+        shaped_like, adds_to = grads[:], [None] * len(grads)
         if reads_params:
             shaped_like = leaves_like(treedef, params, "Parameters", "gradients")
-        if extra_args.get(ADDS):
-            targets = leaves_like(treedef, params, "Parameters", "gradients")
+        if adds_to_params:
+            adds_to = leaves_like(treedef, params, "Parameters", "gradients")
         state_leaves = {
             key: leaves_like(treedef, getattr(state, key), "The moments", "gradients")
             for key in moments
@@ -177,6 +198,7 @@ def by_leaf(
             shaped_like = state_leaves[full[-1]]
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         scale = 1 if rate is None else -1 * rate
+        made = [Update() for _ in grads]
         # Scalars of a step are computed once for each pair of types, not for each leaf:
         # a model of 100 tables traces its bias corrections once.
         step_scalars: dict[Any, Any] = {}
@@ -196,19 +218,12 @@ def by_leaf(
                 wide = functools.partial(jnp.asarray, dtype=dtype)
                 numbers = scalars(wide(scale).reshape(()), count_inc, *dtypes)
                 step_scalars[dtypes] = jax.tree.map(wide, numbers)
-            args = tuple(arrays.values()), step_scalars[dtypes], targets[i]
-            update, new_arrays = update_leaf(grad, param, *args)
-            is_added = is_bcoo(grad) and not is_bcoo(update)
-            grads[i] = Added(targets[i], update) if is_added else update
+            args = tuple(arrays.values()), step_scalars[dtypes], adds_to[i]
+            made[i], new_arrays = update_leaf(grad, param, *args)
             for key, new in zip(arrays, new_arrays, strict=True):
                 state_leaves[key][i] = new
         news = {key: treedef.unflatten(x) for key, x in state_leaves.items()}
-        return treedef.unflatten(grads), state_class(count=count_inc, **news)
+        return treedef, made, state_class(count=count_inc, **news)
 
-    def update_fn(updates: optax.Updates, *args: Any, **kwargs: Any) -> Any:
-        check_dense(updates, name, f"{name}()")
-        return update_of_rows(updates, *args, **kwargs)
-
-    made = ByLeaf(jit_on_mesh(init_fn), update_fn)
-    made.update_of_rows = update_of_rows
-    return made
+    update = DenseUpdate(UpdateRows(update_fn), name)
+    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update)

@@ -18,7 +18,7 @@ from .._rows.gather_scatter import (
 )
 from .._rows.map_rows import map_rows
 from .._rows.padding import mask_padding
-from .by_leaf import ByLeaf
+from .by_leaf import DenseUpdate
 from .hyperparameters import check_transformation
 from .lazy_probe import TableSize, check_state, probe, shard_state_like
 from .lazy_row_analysis import split_update
@@ -113,8 +113,8 @@ def lazy(
       [1.0, 0.999, 0.999]
     """
     check_transformation(inner, "lazy")
-    if isinstance(inner, ByLeaf):  # made of a formula, so that there is nothing to find
-        return optax.GradientTransformationExtraArgs(inner.init, inner.update_of_rows)
+    if type(inner.update) is DenseUpdate:  # of a formula, so there is nothing to find
+        return optax.GradientTransformationExtraArgs(inner.init, inner.update.of_rows)
     transformation = optax.with_extra_args_support(inner)
     known: dict[Any, list[int | None]] = {}
 
@@ -162,7 +162,8 @@ def lazy(
         # Look the touched rows up, of gradients, state and parameters. `owners` says of
         # each array which table it has rows of. For table 0 and a bias under Adam:
         # gradients [0, None], count, mu, nu [None, 0, None, 0, None], params [0, None].
-        owners = probe(transformation.init, update, treedef, arrays, sizes, known)
+        sought = treedef, arrays, sizes, extra_args
+        owners = probe(transformation.init, update, *sought, known)
         rows = {
             i: _touched_rows(grads[i], param_leaves[i], sizes[i].n_sparse)
             for i in sizes

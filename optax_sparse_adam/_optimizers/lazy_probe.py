@@ -15,7 +15,7 @@ Known limit: choices between leaves for which the same operations are done.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,10 @@ def check_state(state: Any) -> None:
     jax.tree.leaves(state, is_leaf=check)
 
 
+# Results of `probe` that a transformation keeps.
+_MOST_KNOWN = 32
+
+
 class TableSize(NamedTuple):
     """A parameter of which some rows are updated.
 
@@ -90,13 +94,15 @@ def probe(
     treedef: Any,
     arrays: list[Any],
     tables: dict[int, TableSize],
+    extra_args: dict[str, Any],
     known: dict[Any, list[int | None]],
 ) -> list[int | None]:
     """Which parameter's rows each array holds, by the parameter's place, if any.
 
     `init` and `update` are those of the inner transformation; `arrays` the arguments of
     `update`: gradients, then state, then parameters, of which only shapes and types
-    matter, a parameter's in place of no gradient. `known` holds earlier results.
+    matter, a parameter's in place of no gradient; `extra_args` what `update` takes
+    beside them. `known` holds some earlier results.
 
     Raises:
       ValueError: For a state that does not fit these gradients, or that `lazy` cannot
@@ -106,8 +112,10 @@ def probe(
     for i in range(count):
         shapes[i] = shapes[i - count] if shapes[i] is None else shapes[i]
     # Outside of `jit` each step comes here, with the same shapes.
-    key = treedef, str(shapes), tuple(tables.items())
+    key = treedef, str(shapes), tuple(tables.items()), _kind_of(extra_args)
     if key not in known:
+        if len(known) >= _MOST_KNOWN:  # a new function in each step has a new key
+            del known[next(iter(known))]
         params, leaves = shapes[:count], shapes[count : len(shapes) - count]
         own = [i if i in tables else None for i in range(count)]
         read = [
@@ -117,6 +125,19 @@ def probe(
         _check_same_operations(update, shapes, owners, tables)
         known[key] = owners
     return known[key]
+
+
+def _kind_of(extra_args: dict[str, Any]) -> Any:
+    """What an update may do other operations by: all but the values of numbers."""
+
+    def kind(x: Any) -> Any:
+        if hasattr(x, "dtype"):
+            return jnp.shape(x), x.dtype
+        is_number = isinstance(x, int | float | complex) and not isinstance(x, bool)
+        return x if isinstance(x, Hashable) and not is_number else type(x)
+
+    leaves, treedef = jax.tree.flatten(extra_args)
+    return treedef, *map(kind, leaves)
 
 
 def find_owners(

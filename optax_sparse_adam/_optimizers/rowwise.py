@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from .._rows.coalesce import accumulator_dtype
 from .._rows.map_rows import Tables
 from ..native import _calls as native
-from .by_leaf import ByLeaf, Moment, all_but_last, by_leaf, update_leaf
+from .by_leaf import Moment, all_but_last, by_leaf, update_leaf
 from .hyperparameters import (
     NUMBER,
     Scalar,
@@ -142,11 +142,11 @@ def _by_rss(
     initial: Scalar,
     eps: Scalar,
     weight_decay: Scalar = 0.0,
-) -> ByLeaf:
+) -> optax.GradientTransformationExtraArgs:
     check_at_least("initial_accumulator_value", initial, 0)
     numbers: Any = eps, weight_decay
     return by_leaf(
-        "scale_by_rowwise_rss",
+        "scale_by_rowwise_rss" if learning_rate is None else "rowwise_adagrad",
         ScaleByRowwiseRssState,
         {"sum_of_squares": Moment(all_but_last, accumulator_dtype, initial)},
         functools.partial(_update_leaf, _rss, "rowwise_adagrad"),
@@ -217,7 +217,7 @@ def _by_adam(
     eps: Scalar,
     mu_dtype: DTypeLike | None,
     weight_decay: Scalar = 0.0,
-) -> ByLeaf:
+) -> optax.GradientTransformationExtraArgs:
     check_betas(b1, b2)
     # Of `b` and `1 - b` the smaller one is passed on, as rounding it costs less.
     # In float32, 0.001 is exact to 6e-8 of itself, and `1 - 0.999` to 1e-5.
@@ -231,7 +231,7 @@ def _by_adam(
         return native.RowwiseAdamScalars(scale, *numbers, *corrections)
 
     return by_leaf(
-        "scale_by_rowwise_adam",
+        "scale_by_rowwise_adam" if learning_rate is None else "rowwise_adam",
         ScaleByRowwiseAdamState,
         {
             "mu": Moment(dtype=floating_type(mu_dtype, "mu_dtype")),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._jax_extras.sharding import shard_columns_like
+from .._rows.apply_updates import Update
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import accumulator_dtype, bcoo_of, touched_rows
 from .._rows.jit_with_bags import jit_with_bags
@@ -98,7 +99,7 @@ def _adafactor(
 @jit_with_bags
 def _update_leaf(
     grad: Any, param: jax.Array, moments: Tables, step: AdafactorScalars, _: Any
-) -> tuple[Any, Tables]:
+) -> tuple[Update, Tables]:
     """`by_leaf.update_leaf`, of all touched rows at once."""
     dtype, shape = step.size.dtype, grad.shape
 
@@ -111,7 +112,7 @@ def _update_leaf(
     if not is_bcoo(grad):
         num_rows = jnp.asarray(math.prod(shape[:1]))
         update, news = compute(grad.astype(dtype), (*moments, param), num_rows)
-        return update.astype(grad.dtype), news
+        return Update(update.astype(grad.dtype)), news
     if grad.n_sparse > max(1, grad.ndim - 2):
         raise ValueError(
             "sparse_adafactor needs rows that hold the last two axes of the table, or "
@@ -132,7 +133,7 @@ def _update_leaf(
 
     data = shard_columns_like(param, data)
     (update, means), news = update_rows(of_rows, data, indices, tables, (param,))
-    return bcoo_of(grad, indices, update, is_sorted=True), (*news, *means)
+    return Update(bcoo_of(grad, indices, update, is_sorted=True)), (*news, *means)
 
 
 class SparseAdafactorState(NamedTuple):

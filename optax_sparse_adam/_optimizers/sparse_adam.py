@@ -88,7 +88,7 @@ def _sparse_adam(
     update = update_leaf_by_adam
     return lazy(
         by_leaf(
-            "sparse_adam",
+            "scale_by_sparse_adam" if learning_rate is None else "sparse_adam",
             ScaleBySparseAdamState,
             moments,
             update,

@@ -1,6 +1,6 @@
 """`apply_updates`: adds updates to parameters, a row-sparse one to its rows only."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,32 +36,22 @@ def add_update(param: jax.Array, update: Any) -> jax.Array:
     return by_xla(param, indices, data)
 
 
-# The extra argument by which a transformation is asked to add row-sparse updates to the
-# parameters itself, where it can, and to return `Added`.
-ADDS = "adds_to_params"
+class Update(NamedTuple):
+    """What a step has made of a parameter: exactly one of both.
 
-
-class Added:
-    """An update that has been added to its parameter.
-
-    Nobody can compute with it, or return it from a `jit`: it is no array, and no
-    pytree. A transformation that changes updates so raises, and is asked for others.
+    Attributes:
+      change: What is to be added to the parameter: an array, or a BCOO.
+      param: The parameter to which it was added.
     """
 
-    def __init__(self, param: Any, result: Any):
-        self.param, self.result = param, result
+    change: Any = None
+    param: jax.Array | None = None
 
 
-def _apply(param: Any, update: Any) -> Any:
+def add_to_param(param: Any, update: Any) -> Any:
+    """`apply_updates` of one leaf."""
     if param is None or update is None:
         return param
-    if isinstance(update, Added):
-        if update.param is not param:
-            raise ValueError(
-                "An update that has been added to a parameter belongs to that one; got "
-                "another. Call tx.update without the argument adds_to_params."
-            )
-        return update.result
     if is_bcoo(update):
         return add_update(param, check_bcoo(update, jnp.shape(param)))
     if jnp.shape(param) != jnp.shape(update):
@@ -118,4 +108,4 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     treedef: Any
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
     changes = leaves_like(treedef, updates, "Updates", "parameters")
-    return treedef.unflatten(map(_apply, leaves, changes))
+    return treedef.unflatten(map(add_to_param, leaves, changes))

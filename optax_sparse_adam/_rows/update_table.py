@@ -9,7 +9,7 @@ from jax.experimental.sparse import BCOO
 
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
-from .apply_updates import add_update
+from .apply_updates import Update, add_update
 from .coalesce import Entries, bcoo_of, cast_entries, sum_entries
 from .map_rows import RowFunction, Tables, map_rows
 
@@ -21,9 +21,9 @@ def update_table(
     *args: Any,
     dtype: Any,
     read: Tables = (),
-    target: jax.Array | None = None,
+    param: jax.Array | None = None,
     kernel: Callable[..., Any] | None = None,
-) -> tuple[BCOO | jax.Array, Tables]:
+) -> tuple[Update, Tables]:
     """The update of the touched rows of a table, and the tables with their new rows.
 
     `row_fn(data, rows, *args)` returns what to add to the rows of the parameter and the
@@ -35,9 +35,9 @@ def update_table(
     of the update, each row once, in any order, and the new tables. This is the place
     where it is chosen, by the platform and by `supports_update`.
 
-    Where the kernel is used and `target` is given, the parameter, the update is added
-    to it: the first result is the new parameter, and the rows of the update are never
-    written. It has the bits of `apply_updates`.
+    `param` is the parameter, if the update may be added to it. Where the kernel is
+    used, it is: the rows of the update are never written. It has the bits of
+    `apply_updates`.
 
     Raises:
       ValueError: If a row of the gradient is less than one of the tables.
@@ -66,13 +66,13 @@ def update_table(
         # Updates of a smaller type are rounded before they are added. For a parameter
         # of another shape `apply_updates` raises.
         like = grad.shape, jnp.float32, jnp.float32
-        if target is not None and (target.shape, target.dtype, grad.dtype) == like:
-            targets = (target,) if native.supports_update(wide, target) else ()
+        if param is not None and (param.shape, param.dtype, grad.dtype) == like:
+            targets = (param,) if native.supports_update(wide, param) else ()
         operands = wide, tables, read, targets, *args
         rows, tables = on_cpu(kernel, by_rows, *operands, keeps_order=False)
     else:
         rows, tables = by_rows(wide, tables, read, (), *args)
     if targets:
-        return rows, tables
+        return Update(param=rows), tables
     # The kernel leaves each row in the slot of its first entry.
-    return bcoo_of(grad, *rows, is_sorted=kernel is None), tables
+    return Update(bcoo_of(grad, *rows, is_sorted=kernel is None)), tables

@@ -110,8 +110,8 @@ def _sparse_adam(table: Table, grad: Gradient, s: Any) -> Table:
     param, state = table
     own = AdamScalars(*(getattr(s, name) for name in AdamScalars._fields))
     moments = tuple(state[key] for key in MOMENTS)
-    delta, moments = update_leaf_by_adam(grad, None, moments, own)
-    return apply_updates(param, delta), dict(zip(MOMENTS, moments, strict=True))
+    update, moments = update_leaf_by_adam(grad, None, moments, own)
+    return apply_updates(param, update.change), dict(zip(MOMENTS, moments, strict=True))
 
 
 def _adam(table: Table, grad: Any, s: Any) -> Table:

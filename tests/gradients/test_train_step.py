@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows.apply_updates import Added
 
 from ..helpers.optimizers import OPTIMIZERS
 from ..helpers.support import (
@@ -146,12 +145,7 @@ def test_step_is_that_of_its_parts(name, backend):
         assert_identical(found, expected)
 
 
-def test_update_that_was_added_to_another_table():
-    """Nobody takes it for an update of this one; a wrapper gets an ordinary one."""
-    other = Added(jnp.zeros(3), jnp.ones(3))
-    with pytest.raises(ValueError, match="belongs to that one"):
-        osa.apply_updates(jnp.zeros(3), other)
-
+def test_wrapper_that_passes_other_parameters():
     def update(grads, state, params=None, **extra):
         moved = jax.tree.map(lambda x: x + 1, params)
         return INNER.update(grads, state, moved, **extra)

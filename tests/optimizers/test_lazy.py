@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 
@@ -147,3 +148,22 @@ def test_multi_steps_is_refused():
     for tx in (steps, steps.gradient_transformation()):
         with pytest.raises(ValueError, match=r"lax\.scan in the loss"):
             osa.lazy(tx).init(jnp.ones(SHAPE))
+
+
+def test_extra_arguments_that_change_an_update():
+    """Outside of `jit`, too, where what was looked into before is known."""
+
+    def update(updates, state, params=None, *, by_size=False, **_):
+        # With `by_size`, another thing for a table than for a few of its rows.
+        scale = 1.0 if by_size and len(updates) > 100 else 2.0
+        if by_size and len(updates) > 100:
+            updates = updates + 0.0 * jnp.sum(updates)
+        return updates * scale, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    tx, table = osa.lazy(inner), jnp.ones((200, 2))
+    grad = BCOO((jnp.ones((1, 2)), jnp.array([[3]])), shape=(200, 2))
+    for _ in range(2):
+        assert_identical(tx.update(grad, (), table)[0].todense()[3], 2 * jnp.ones(2))
+        with pytest.raises(ValueError, match="depends on the number of rows"):
+            tx.update(grad, (), table, by_size=True)

@@ -1,0 +1,65 @@
+"""`update` of the optimisers of rows, which can add its updates itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from .._rows.apply_updates import Update, add_to_param
+from .._rows.checks import leaves_like
+
+# The updates of all leaves, in the structure of the gradients, and the new state.
+Updated = tuple[Any, list[Update], Any]
+
+
+class UpdateRows:
+    """The `update` of an optimiser of rows: `lazy(by_leaf(...))`, and exact Adam.
+
+    `make_train_step` and `flax_nnx.update` know it by its type: where `tx.update` is
+    one, nothing stands between the optimiser and the addition that could see an update,
+    and `add_to_params` serves. Whatever stands around it, or in its place, has another
+    `update`, and gets updates as from any optimiser. So has a function with a copy of
+    its attributes, as `functools.wraps` makes it.
+    """
+
+    def __init__(self, update: Callable[..., Updated]):
+        self._update = update
+
+    def __call__(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """The updates and the new state, as the optimiser says.
+
+        Takes any further argument by keyword, and reads none of them.
+        """
+        treedef, made, new = self._update(updates, state, params, adds_to_params=False)
+        return treedef.unflatten([x.change for x in made]), new
+
+    def add_to_params(
+        self, updates: optax.Updates, state: optax.OptState, params: optax.Params
+    ) -> tuple[optax.Params, optax.OptState]:
+        """The new parameters and the new state: `update`, then `apply_updates`.
+
+        With the same bits. The kernel for CPUs adds row-sparse updates to tables while
+        it computes them, where it knows the types: float32 and one sparse axis, in a
+        process with one device. All other updates are computed first, and then added.
+
+        Args:
+          updates: The gradients, as `update` takes them.
+          state: The state.
+          params: The parameters. Under `jit` donate them, and the state.
+
+        Raises:
+          TypeError: As `update` and `apply_updates` do.
+          ValueError: Likewise.
+        """
+        treedef, made, new = self._update(updates, state, params, adds_to_params=True)
+        olds = leaves_like(treedef, params, "Parameters", "gradients")
+        pairs = zip(olds, made, strict=True)
+        news = [add_to_param(old, x.change) if x.param is None else x.param
+                for old, x in pairs]  # fmt: skip
+        return treedef.unflatten(news), new

@@ -1,0 +1,230 @@
+"""Whatever is around an optimiser of rows sees its updates, and each effect once.
+
+`make_train_step` and `flax_nnx.update` against the same steps by hand, bit for bit.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import flax_nnx
+
+from ..helpers.support import assert_identical, slow_but
+from ..helpers.wrappers import CASES, Seen, after, before, halve, on_rows
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
+INNER = {
+    "sparse_adam": lambda: osa.sparse_adam(0.1),
+    "rowwise_adagrad": lambda: osa.rowwise_adagrad(0.1),
+    "exact_adam": lambda: osa.exact_adam(0.1),
+}
+ALL = [
+    (wrapper, inner)
+    for wrapper, case in CASES.items()
+    for inner in INNER
+    if not (inner == "exact_adam" and case.changes)
+]
+CORE = [("halve", "sparse_adam"), ("log", "rowwise_adagrad")]
+CORE += [("apply_if_finite", "sparse_adam"), ("update wrapped", "sparse_adam")]
+IDS = [np.array([3, 7, 3]), np.array([5, 7, 9])]
+
+
+def start():
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(12, 3)), jnp.float32)
+    return {"table": table, "w": jnp.ones(3)}
+
+
+def loss(params, ids):
+    return jnp.sum(jnp.sin(params["table"][ids] @ params["w"]))
+
+
+def made(wrapper, inner):
+    seen = Seen()
+    return CASES[wrapper].wrapper(INNER[inner](), seen), seen
+
+
+def gradient(case, inner, loss, params, state, ids):
+    read = state if inner == "exact_adam" else None
+    _, grads = osa.value_and_grad(loss, read=read)(params, ids)
+    return on_rows(osa.coalesce, grads) if case.sums else grads
+
+
+def marks(seen):
+    jax.effects_barrier()
+    return [seen.traces, len(seen.values), *map(np.sum, seen.values)]
+
+
+@pytest.mark.parametrize(("wrapper", "inner"), slow_but(ALL, *CORE))
+def test_a_step_is_that_by_hand(wrapper, inner, backend):
+    case = CASES[wrapper]
+
+    def by_hand(tx):
+        @jax.jit
+        def step(params, state, ids):
+            grads = gradient(case, inner, loss, params, state, ids)
+            updates, state = tx.update(grads, state, params)
+            return osa.apply_updates(params, updates), state
+
+        return step
+
+    def make_train_step(tx):
+        step = osa.make_train_step(loss, tx)
+        return lambda params, state, ids: step(params, state, ids)[:2]
+
+    results, all_marks = [], []
+    for make in (by_hand, make_train_step):
+        tx, seen = made(wrapper, inner)
+        params = start()
+        state, step = tx.init(params), make(tx)
+        for ids in IDS:
+            params, state = step(params, state, ids)
+        results.append((params, state))
+        all_marks.append(marks(seen))
+    assert_identical(*results)
+    expected, found = all_marks
+    # Python code runs for each form of the gradients that is tried.
+    assert found[0] == expected[0] * (1 + case.sums)
+    np.testing.assert_array_equal(found[1:], expected[1:])
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        for name, value in start().items():
+            setattr(self, name, nnx.Param(value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrapper", "inner"), [x for x in ALL if not CASES[x[0]].sums])
+def test_flax_nnx_update_is_that_by_hand(wrapper, inner, backend):
+    tx, seen = made(wrapper, inner)
+    model = Model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, ids):
+        def of_model(model):
+            return loss({"table": model.table[...], "w": model.w[...]}, ids)
+
+        read = optimizer if inner == "exact_adam" else None
+        grads = flax_nnx.grad(of_model, read=read)(model)
+        flax_nnx.update(optimizer, model, grads)
+
+    other, other_seen = made(wrapper, inner)
+
+    @jax.jit
+    def by_hand(params, state, ids):
+        grads = gradient(CASES[wrapper], inner, loss, params, state, ids)
+        updates, state = other.update(grads, state, params)
+        return osa.apply_updates(params, updates), state
+
+    params = start()
+    state = other.init(params)
+    for ids in IDS:
+        step(model, optimizer, ids)
+        params, state = by_hand(params, state, ids)
+    assert_identical(nnx.to_pure_dict(nnx.state(model)), params)
+    found = jax.tree.leaves(nnx.as_pure(optimizer.opt_state))
+    assert_identical(found, jax.tree.leaves(state))
+    found, expected = marks(seen), marks(other_seen)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1:], expected[1:])
+
+
+def test_another_init_or_update_of_a_formula():
+    """`lazy` takes what stands in their places."""
+    inner = osa.scale_by_rowwise_rss()
+    calls = []
+
+    def init(params):
+        calls.append("init")
+        return inner.init(params)
+
+    def update(grads, state, params=None):
+        calls.append("update")
+        updates, state = inner.update(grads, state, params)
+        return jax.tree.map(lambda x: 2 * x, updates), state
+
+    grads = osa.grad(loss)(start(), IDS[0])
+    expected, _ = osa.lazy(inner).update(grads, inner.init(start()))
+    for change in ({"init": init}, {"update": update}):
+        tx = osa.lazy(inner._replace(**change))
+        found, _ = tx.update(grads, tx.init(start()))
+        assert set(change) <= set(calls)
+        factor = 2 if "update" in change else 1
+        found, dense = found["table"].todense(), expected["table"].todense()
+        np.testing.assert_allclose(found, factor * dense, rtol=1e-6)
+
+
+# Errors of what is around.
+
+
+def raises_for_rows(error):
+    def change(grads, params, seen):
+        def fail(x):
+            raise error("rows are not for me")
+
+        return on_rows(fail, grads)
+
+    return before(change)
+
+
+@pytest.mark.parametrize(
+    "tx", [osa.sparse_adam(0.1), optax.adam(0.1)], ids=["rows", "dense"]
+)
+@pytest.mark.parametrize(
+    "error", slow_but([ValueError, TypeError, KeyError, RuntimeError], TypeError)
+)
+def test_what_a_user_raises_is_raised_once(tx, error):
+    seen = Seen()
+    tx = raises_for_rows(error)(tx, seen)
+    with pytest.raises(error) as info:
+        osa.make_train_step(loss, tx)(start(), tx.init(start()), IDS[0])
+    assert info.value.args == ("rows are not for me",)
+    assert seen.traces == 1
+
+
+def test_error_of_a_schedule_is_raised_once():
+    calls = []
+
+    def schedule(count):
+        calls.append(0)
+        assert count.ndim == 1, "a vector"
+        return 0.1
+
+    tx = osa.sparse_adam(schedule)
+    with pytest.raises(AssertionError, match="a vector"):
+        osa.make_train_step(loss, tx)(start(), tx.init(start()), IDS[0])
+    assert len(calls) == 1
+
+
+def test_effects_of_a_refused_form_are_left_out():
+    """Of three attempts, none is in the program that is refused; of two, the second."""
+    seen = Seen()
+    loud = before(lambda grads, params, seen: (seen.log(1.0), grads)[1])
+    tx = loud(optax.adam(0.1), seen)
+    with pytest.raises(TypeError, match="sparse=False"):
+        osa.make_train_step(loss, tx)(start(), tx.init(start()), IDS[0])
+    assert (seen.traces, marks(seen)[1]) == (3, 0)
+
+
+def test_without_jit():
+    """`jax.disable_jit` runs what is around an optimiser as Python does."""
+    seen = Seen()
+
+    def change(updates, state, params, seen):
+        seen.values.append(float(updates["w"][0]))  # no tracer
+        return halve(updates, state, params, seen)
+
+    tx = after(change)(osa.sparse_adam(0.1), seen)
+    params, state = start(), tx.init(start())
+    with jax.disable_jit():
+        params, state, _ = osa.make_train_step(loss, tx)(params, state, IDS[0])
+    assert (seen.traces, len(seen.values)) == (1, 1)
+    moved = np.abs(params["table"] - start()["table"])[[3, 7]]
+    np.testing.assert_allclose(moved, 0.05, rtol=1e-3)
