@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .._jax_extras.sharding import reduced_like, without_reduced
 from .._rows.map_rows import Tables, map_all_rows
 from .._rows.stale import stale_states
 from .remaining_update import Constants
@@ -100,7 +101,9 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
         after = hold_values(before)
         for place, (i, rows) in enumerate(parts.items()):
             args = rows, before.at(place), after.at(place), node.constants
-            leaves[i], new = _flush(jnp.asarray(leaves[i]), *args)
+            leaf = jnp.asarray(leaves[i])
+            flushed, new = _flush(without_reduced(leaf), *args)
+            leaves[i] = reduced_like(flushed, leaf)
             news.append(new)
         nodes[n] = replaced(node, news, after)
     return treedef.unflatten(leaves), structure.unflatten(nodes)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax_extras.sharding import mesh_of
-from .._jax_extras.varying_axes import vary, varying_axes
+from .._jax_extras.sharding import mesh_of, reduced_like, without_reduced
+from .._jax_extras.varying_axes import vary_like
 from .._rows.stale import StaleRows
 
 _UNKNOWN: Any = None
@@ -48,7 +48,7 @@ def inject(rows: jax.Array, delta: jax.Array) -> jax.Array:
     mesh = mesh_of(rows)
     if mesh.explicit_axes:  # tangents of one sum have one layout
         delta = jax.reshard(delta, jax.typeof(rows).sharding)
-    return _inject(rows, vary(delta, varying_axes(rows)))
+    return _inject(rows, vary_like(delta, rows))
 
 
 class Table(NamedTuple):
@@ -72,7 +72,8 @@ class Table(NamedTuple):
         if self.stale is None:
             return rows
         # Derivatives are those by the values; what is stored decays on the way to them.
-        return _inject(lax.stop_gradient(self.stale.values(rows, take)), rows)
+        values = self.stale.values(without_reduced(rows), take)
+        return _inject(lax.stop_gradient(reduced_like(values, rows)), rows)
 
     def map(self, function: Callable[[Any, bool], Any]) -> "Table":
         """Applies `function(array, has_rows)` to all arrays."""

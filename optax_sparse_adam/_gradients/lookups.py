@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.sharding import mesh_of
+from .._jax_extras.sharding import mesh_of, partitions_of
 from .._rows.padding import narrow_ids, pad_indices, row_bounds
 
 Mode = lax.GatherScatterMode
@@ -45,6 +46,7 @@ class Lookup:
       params: Those of `lax.gather`.
       indices: `[..., k]`; in a plan only their type and shape.
       constant: The row, for a lookup of one at a constant index.
+      sharding: Of the result of a slice over Explicit mesh axes that split the table.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +54,7 @@ class Lookup:
     params: dict[str, Any]
     indices: Any
     constant: int | None = None
+    sharding: NamedSharding | None = None
 
     @property
     def dims(self) -> Any:
@@ -113,6 +116,18 @@ class Lookup:
         """
         sizes = tuple(map(min, self.window, array.shape))
         params = self.params | {"slice_sizes": sizes}
+        if self.sharding is not None:
+            # A gather over split axes needs to be told how its result lies; the type of
+            # a slice says it. Axes of length 1 that stand for all columns are whole.
+            spec = partitions_of(self.sharding.spec)
+            pairs = zip(spec, self.out[:1] + sizes[1:], self.out, strict=True)
+            whole = PartitionSpec(*(x if n == m else None for x, n, m in pairs))
+            gather: Any = jax.sharding.auto_axes(
+                functools.partial(lax.gather, **params),
+                axes=self.sharding.mesh.explicit_axes,
+                out_sharding=NamedSharding(self.sharding.mesh, whole),
+            )
+            return jnp.asarray(gather(array, self.indices))
         batched = self.dims.operand_batching_dims
         if self.count != 1 or batched or mesh_of(array, self.indices).explicit_axes:
             return lax.gather(array, self.indices, **params)
@@ -256,7 +271,10 @@ def lookup_of_slice(
     if starts is not None:
         starts = starts or [*map(jnp.uint32, eqn.params["start_indices"])]
         indices = _indices_of_slice(shape, window, starts)
-    return Lookup(shape, window, params, indices, constant)
+    table: Any = eqn.invars[0].aval
+    is_split = any(partitions_of(table.sharding.spec))
+    sharding = out.sharding if is_split and out.sharding.mesh.explicit_axes else None
+    return Lookup(shape, window, params, indices, constant, sharding)
 
 
 def _params(numbers: Any, sizes: Any, mode: Any, fill: Any) -> dict[str, Any]:

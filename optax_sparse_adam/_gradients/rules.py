@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn, name_in_jaxprs
+from .._jax_extras.sharding import partitions_of
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
 from . import rules_calls, rules_shard_map
 from .backward_slice import CALLS, as_closed
@@ -80,7 +81,7 @@ def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
         return [value]
 
     def moved(x: Any, has_rows: bool) -> Any:
-        if eqn.primitive.name == "pvary":
+        if "axes" in eqn.params:  # of a cast to varying, from replicated or reduced
             return vary(x, tuple(eqn.params["axes"]))
         if jnp.shape(x) == value.shape:
             return bind_eqn(eqn, x)
@@ -88,9 +89,21 @@ def _same_values(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
             return x
         # What exact Adam keeps of each row lies as the table does along leading axes.
         to, ndim = _out(eqn).sharding, jnp.ndim(x) if has_rows else 0
-        return jax.reshard(x, NamedSharding(to.mesh, PartitionSpec(*to.spec[:ndim])))
+        spec = PartitionSpec(*partitions_of(to.spec)[:ndim])
+        return jax.reshard(x, NamedSharding(to.mesh, spec))
 
     return [map_arrays(value, moved)]
+
+
+def _reduced(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
+    """A table stays one: its copies are equal, and their gradients are to be summed."""
+    # A function of a table is computed at rows that are reduced already, beside
+    # constants that are not, which JAX refuses.
+    if not value.is_table:
+        return NotImplemented
+    if walk.is_plan:
+        return [value]
+    return [map_arrays(value, lambda x, _: bind_eqn(eqn, x))]
 
 
 def _barrier(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
@@ -174,6 +187,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     "optimization_barrier": _barrier,
     "pvary": _same_values,
+    "reduced_vary_cast_p": _same_values,
+    "reduced_vary_cast": _same_values,
+    "preduced": _reduced,
     "reshard": _same_values,
     "sharding_constraint": _same_values,
     "gather": _gather,

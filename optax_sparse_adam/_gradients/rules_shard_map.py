@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from .._jax_extras.sharding import first_row, mesh_axes, mesh_of
+from .._jax_extras.sharding import first_row, mesh_axes, mesh_of, partitions_of
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import in_bounds, row_bounds
 from .backward_slice import as_closed
@@ -122,7 +122,7 @@ def _leaves(walk: Walk, eqn: JaxprEqn, args: Sequence[Any]) -> dict[int, Any]:
         # side by side would be no rows of the table, so each device adds its columns to
         # its part of one delta of the table's shape.
         depth = walk.program.depths.get(index, len(shape))
-        if walk.is_plan and any(map(mesh_axes, spec[depth:])):
+        if walk.is_plan and any(map(mesh_axes, partitions_of(spec)[depth:])):
             walk.program.whole_leaves.add(index)
     return leaves
 
@@ -138,7 +138,13 @@ def _arrays(x: Any, spec: PartitionSpec) -> tuple[list[Any], list[PartitionSpec]
     # of each row, `[rows]`, is split by P("x").
     def collect(array: Any, has_rows: bool) -> Any:
         arrays.append(array)
-        specs.append(PartitionSpec(*spec[: jnp.ndim(array) if has_rows else 0]))
+        ndim = jnp.ndim(array) if has_rows else 0
+        own = jax.typeof(array).sharding.spec
+        specs.append(
+            PartitionSpec(
+                *partitions_of(spec)[:ndim], reduced=own.reduced & spec.reduced
+            )
+        )
         return array
 
     map_arrays(x, collect)
@@ -157,7 +163,7 @@ def _global_ids(
     ids: jax.Array, request: Request, spec: PartitionSpec, shape: tuple[int, ...]
 ) -> jax.Array:
     """The ids of this device's rows in the whole table; others stay out of bounds."""
-    entries = (*spec, *[None] * request.depth)[: request.depth]
+    entries = (*partitions_of(spec), *[None] * request.depth)[: request.depth]
     shifts = [
         first_row(mesh_axes(entry), size, ids.dtype)
         for entry, size in zip(entries, request.shape, strict=False)

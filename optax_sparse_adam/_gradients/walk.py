@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
@@ -352,7 +353,7 @@ def on_mesh_of_context(x: jax.Array) -> jax.Array:
     and arrays from outside are none of theirs.
     """
     mesh, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding
-    is_sharded = any(entry is not None for entry in own.spec)
+    is_sharded = own.spec != PartitionSpec(*[None] * jnp.ndim(x))
     if own.mesh.empty or mesh.empty or (own.mesh == mesh and not is_sharded):
         return x
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec()))

@@ -31,10 +31,38 @@ def mesh_axes(axis: Any) -> tuple[str, ...]:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
 
 
+def partitions_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The entries of a `PartitionSpec`: which mesh axes split each axis of an array.
+
+    A spec with `reduced` or `unreduced` axes, which split nothing, is no sequence.
+    """
+    return tuple(spec.partitions)
+
+
 def _spec(x: jax.Array, axes: Sequence[int]) -> PartitionSpec:
     """The sharding of these axes in the type of `x`, which lists Explicit axes only."""
-    spec = jax.typeof(x).sharding.spec
+    spec = partitions_of(jax.typeof(x).sharding.spec)
     return PartitionSpec(*(spec[axis] for axis in axes))
+
+
+def without_reduced(x: jax.Array) -> jax.Array:
+    """An array of type `P(reduced={"x"})` as the equal copies over "x" that it is.
+
+    Problem: arithmetic of it and of what is replicated raises. Cause: JAX tells both
+    apart by their derivatives, as that of the former is a partial sum on each device.
+    Remedy: a cast, and `reduced_like` back. Safe where nothing is differentiated.
+    Test: `tests/gradients/test_reduced_axes.py`.
+    """
+    own = jax.typeof(x).sharding
+    if not own.spec.reduced:
+        return x
+    return jax.reshard(x, NamedSharding(own.mesh, _spec(x, range(x.ndim))))
+
+
+def reduced_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x`, of the type `P(reduced=...)` if `like` has one."""
+    own = jax.typeof(like).sharding
+    return jax.reshard(x, own) if own.spec.reduced else x
 
 
 def replicate_rows(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
@@ -46,7 +74,7 @@ def replicate_rows(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
     first, which are few. Safe, because the values stay as they are. Test:
     `tests/collectives/test_sharded_memory.py`.
     """
-    spec = jax.typeof(rows).sharding.spec
+    spec = partitions_of(jax.typeof(rows).sharding.spec)
     # Over Explicit axes, the type says how rows lie. Over Auto axes it does not: there
     # the rows are constrained, and the partitioner is free to choose for the columns.
     if rows.ndim and spec[0] is not None:
@@ -90,11 +118,14 @@ def call_with_auto_axes(
     mesh = mesh_of(*arrays)
     if not mesh.explicit_axes:
         return function(*arrays)
-    spec = jax.typeof(like).sharding.spec
+    spec = partitions_of(jax.typeof(like).sharding.spec)
     out = PartitionSpec(*(None if axis is None else spec[axis] for axis in axes))
-    return jax.sharding.auto_axes(
+    result: jax.Array = jax.sharding.auto_axes(
         function, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, out)
     )(*arrays)
+    # An updated table has the type of the table, `reduced` included.
+    is_table = result.shape == like.shape and list(axes) == list(range(like.ndim))
+    return reduced_like(result, like) if is_table else result
 
 
 def first_row(axis_name: Any, shard_rows: int, dtype: DTypeLike) -> jax.Array:
@@ -131,6 +162,8 @@ def jit_on_mesh(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(init)
     def init_fn(params: Any) -> Any:
         is_on_mesh = not mesh_of(*jax.tree.leaves(params)).empty
-        return compiled(params) if is_on_mesh else init(params)
+        if not is_on_mesh:
+            return init(params)
+        return compiled(jax.tree.map(without_reduced, params))
 
     return init_fn

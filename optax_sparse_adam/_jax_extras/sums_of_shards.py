@@ -22,7 +22,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from .sharding import call_with_auto_axes, mesh_axes, mesh_of
+from .sharding import call_with_auto_axes, mesh_axes, mesh_of, partitions_of
 
 
 def sum_of_shards(
@@ -46,10 +46,12 @@ def sum_of_shards(
         # `free` ["z"]. Bags [bags, length] are then P("z", "y"), summed over "x". Of a
         # flat list of entries each device has some, of any bag, so that the bags are
         # summed over "z", too, and lie P(None, "y").
-        rows, *columns = (*given[0].sharding.spec, *[None] * table.ndim)[: table.ndim]
+        rows, *columns = (*partitions_of(given[0].sharding.spec), *[None] * table.ndim)[
+            : table.ndim
+        ]
         used = {name for axis in (rows, *columns) for name in mesh_axes(axis)}
         # A mesh axis that splits the table cannot split the ids as well.
-        of_entries = mesh_axes((*given[1].sharding.spec, None)[0])
+        of_entries = mesh_axes((*partitions_of(given[1].sharding.spec), None)[0])
         free = tuple(name for name in of_entries if name not in used) or None
         over = (*mesh_axes(rows), *(() if is_padded else mesh_axes(free)))
 

@@ -32,6 +32,17 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Casts an array to vary over the axes that another one varies over.
+
+    Over axes that the other one is reduced over, `x` is reduced, too.
+    """
+    of_axes = getattr(jax.typeof(like), "manual_axis_type", None)
+    if axes := tuple(sorted(getattr(of_axes, "reduced", ()))):
+        x = lax.pcast(x, axes, to="reduced")
+    return vary(x, varying_axes(like))
+
+
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Applies a primitive to operands that may vary over different mesh axes.
 

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import named_in_jaxprs
-from .._jax_extras.sharding import mesh_of
+from .._jax_extras.sharding import mesh_of, partitions_of
 from .._jax_extras.sums_of_shards import sum_of_shards
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
@@ -366,7 +366,7 @@ def _take(
     """`table[ids]`, zeros for padding; on Explicit mesh axes, of all ids everywhere."""
     out = None
     if (mesh := mesh_of(table, ids)).explicit_axes:
-        columns = jax.typeof(table).sharding.spec[1:]
+        columns = partitions_of(jax.typeof(table).sharding.spec)[1:]
         spec = PartitionSpec(*(None for _ in ids.shape), *columns)
         out = NamedSharding(mesh, spec)
     return table.at[ids].get(
