@@ -11,13 +11,18 @@ Auxiliary outputs and what `jax.debug.print` shows are no such uses. For the los
     e = stop_gradient d        needed for the loss, d for nothing
     f = mul c e                the loss
 
+An equation may matter though it returns nothing. What is written to a mutable array
+(`jax.new_ref`) is taken for needed, whoever reads it, and so are the operands of an
+equation with an effect that is not known here.
+
 An operand that is wrongly taken for needed costs time at most: the gradient is dense.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 # Primitives with a jaxpr that is evaluated once, in their place, and its parameter.
@@ -31,6 +36,22 @@ CALLS = {
 }
 # Primitives whose derivative is zero, though their results are floating point numbers.
 WITHOUT_DERIVATIVE = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
+# Effects, by the names of their types, through which no derivative passes: reads and
+# writes of mutable arrays, which operands tell, collectives, and what shows or checks
+# values. JAX has no public names for them.
+_KNOWN_EFFECTS = frozenset(
+    {
+        "InternalMutableArrayEffect",
+        "ReadEffect",
+        "WriteEffect",
+        "AccumEffect",
+        "NamedAxisEffect",
+        "DebugEffect",
+        "OrderedDebugEffect",
+        "ErrorEffect",
+        "ShapeAssertionEffect",
+    }
+)
 
 Flags = Sequence[bool]
 
@@ -87,17 +108,15 @@ class BackwardSlice:
 
         def add(atoms: Sequence[Any], flags: Flags) -> None:
             for atom, flag in zip(atoms, flags, strict=True):
-                aval: Any = atom.aval
                 # Nothing is differentiated through integers: the ids of a lookup are
                 # not needed.
-                is_inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
-                if flag and is_inexact and isinstance(atom, Var):
+                if flag and isinstance(atom, Var) and has_derivative(atom.aval):
                     found.add(atom)
 
         add(jaxpr.outvars, needed)
         for eqn in reversed(jaxpr.eqns):
             results = [var in found for var in eqn.outvars]
-            if any(results):
+            if any(results) or eqn.effects:
                 flags = self._operands_of(eqn, results)
                 add(eqn.invars, flags)
                 self._operands[id(eqn)] = _either(flags, self.operands(eqn))
@@ -124,7 +143,7 @@ class BackwardSlice:
             return [*[False] * first, *flags]
         if name == "custom_jvp_call":  # whose rule may need more than its body
             self._read(as_closed(params["call_jaxpr"]).jaxpr, needed)
-        return [True] * len(eqn.invars)
+        return [any(needed) or _has_effect(eqn)] * len(eqn.invars)
 
     def _read_loop(self, body: Jaxpr, needed: Flags, first: int, carried: int) -> Flags:
         """A carry is needed if a later step, or what follows the loop, needs it."""
@@ -137,6 +156,32 @@ class BackwardSlice:
             if carry == list(needed[:carried]):
                 return [*inputs[:first], *carry, *inputs[first + carried :]]
             needed = [*carry, *needed[carried:]]
+
+
+def has_derivative(aval: Any) -> bool:
+    """Whether values of this type have tangents other than zero.
+
+    JAX's own question. Some extended types have, such as that of Flax's scales for
+    float8, and keys have not.
+    """
+    tangent = aval.to_tangent_aval()
+    return getattr(tangent, "dtype", None) != jax.dtypes.float0
+
+
+def _has_effect(eqn: JaxprEqn) -> bool:
+    """Whether an equation may hand a value with a derivative on by what it does.
+
+    What is written to a mutable array need not be read by the loss. It is taken for
+    needed all the same: JAX 0.10 and 0.11 cannot transpose a loop that writes values
+    with and values without a derivative to arrays that have one. (`whole_log` in
+    tests/helpers/differential_refs.py)
+    """
+    if {type(effect).__name__ for effect in eqn.effects} - _KNOWN_EFFECTS:
+        return True
+    atoms = [x for x in (*eqn.invars, *eqn.outvars) if isinstance(x, Var)]
+    return any(
+        has_derivative(x.aval) for x in atoms if not isinstance(x.aval, ShapedArray)
+    )
 
 
 def _either(one: Flags, other: Flags) -> Flags:

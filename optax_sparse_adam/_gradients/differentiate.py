@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params
 
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
@@ -186,12 +187,18 @@ def _of_all_devices(
 
 
 def _shown(jaxpr: Jaxpr) -> list[Any]:
-    """What `jax.debug.print` and other effects of the loss read."""
+    """The arrays that `jax.debug.print` and other effects of the loss read."""
+    # Of a loop with a `jax.debug.print` inside, the operands are not what it shows.
+    effects = [
+        eqn
+        for eqn in jaxpr.eqns
+        if eqn.effects and not list(jaxprs_in_params(eqn.params))
+    ]
     return [
         atom
-        for eqn in jaxpr.eqns
-        for atom in (eqn.invars if eqn.effects else ())
-        if not isinstance(atom, Literal)
+        for eqn in effects
+        for atom in eqn.invars
+        if isinstance(atom, Var) and isinstance(atom.aval, ShapedArray)
     ]
 
 

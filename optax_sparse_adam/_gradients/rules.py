@@ -46,6 +46,8 @@ def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """Stays an expression if it is a function of tables, their shape, and scalars."""
     expressions = [x for x in args if isinstance(x, Expression)]
     shape, dtype = _out(eqn).shape, _out(eqn).dtype
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return NotImplemented  # gradients of such a type may add up in their own way
     name = eqn.primitive.name
     # `t.astype(float32)[ids]` of a bfloat16 table has its delta in float32, and not
     # before the cast, where entries of one row would be rounded before they add up.
