@@ -1,8 +1,8 @@
 """Calls of the kernel (`rows.cc`) on JAX arrays, and which arrays it supports.
 
 The memory of what is updated is that of the result. The C++ checks all types and sizes
-when it runs (`buffers.h`): no call reads or writes outside of its buffers, whatever its
-caller has checked.
+when it runs (`buffers.h`), and the order of entries (`rows.cc`): no call reads or
+writes outside of its buffers, whatever its caller has checked.
 """
 
 import math

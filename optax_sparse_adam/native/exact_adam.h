@@ -121,7 +121,8 @@ struct Clock {
   // fall as well, by less than the root of that.
   INLINE bool HasArrived(int32_t last) const {
     if (last <= values_until) return behind.IsZero();
-    const float fallen = float(now - last) * (scalars.log_b1 - scalars.log_q);
+    const float steps = float(int64_t(now) - last);
+    const float fallen = steps * (scalars.log_b1 - scalars.log_q);
     return fallen < (decays ? -64.0f : -32.0f);
   }
 
@@ -235,7 +236,7 @@ INLINE void ExactAdam(const void* scalars, int64_t width, float* __restrict__ gr
     StoreEight(new_nu, state[1] + j, n);
     StoreEight(by - move / (root + step.eps) - after(new_mu, root), grad + j, n);
   }
-  last = clock.now + 1;
+  last = std::min(clock.now, std::numeric_limits<int32_t>::max() - 1) + 1;
   if (clock.decays) *state[3] = step.decay_high, *state[4] = step.decay_low;
 }
 

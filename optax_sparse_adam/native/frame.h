@@ -58,10 +58,15 @@ auto Choose(void (*)(Args...)) {
 // Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the
 // pool. A thread that comes late finds nothing left to do: nobody waits for its start,
 // so that there is no deadlock in a pool whose threads all wait here.
+//
+// What `body` throws, which is for want of memory, is thrown here when all parts have
+// ended: on a thread of the pool it would end the process, and here it would leave the
+// helpers with a `body` that is gone. The parts that have not begun are left out.
 void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
               const std::function<void(int64_t, int64_t)>& body) {
   struct Shared {
     std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
     int64_t done = 0;
     std::mutex mutex;
     std::condition_variable all_done;
@@ -72,7 +77,12 @@ void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
   auto work = [shared, parts, size, grain, &body] {
     int64_t mine = 0;
     for (int64_t part; (part = shared->next.fetch_add(1)) < parts; ++mine) {
-      body(part * grain, std::min(size, (part + 1) * grain));
+      if (shared->failed) continue;
+      try {
+        body(part * grain, std::min(size, (part + 1) * grain));
+      } catch (...) {
+        shared->failed = true;
+      }
     }
     if (mine == 0) return;  // `body` may be gone
     std::lock_guard<std::mutex> lock(shared->mutex);
@@ -88,6 +98,7 @@ void Parallel(ffi::ThreadPool& pool, int64_t size, int64_t grain,
   work();
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->all_done.wait(lock, [&] { return shared->done == parts; });
+  if (shared->failed) throw std::bad_alloc();
 }
 
 // The upper half of a float, which is rounded to nearest, ties to even, as in XLA.

@@ -13,6 +13,9 @@
 
 namespace {
 
+// Of rows, or bags, and entries together: their places are numbers of 32 bits.
+constexpr int64_t kMostEntries = int64_t(1) << 31;
+
 ffi::Error Invalid(const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
 }
@@ -96,6 +99,9 @@ ffi::Error LookUpBags(ffi::ThreadPool& pool, Buffers& buffers) {
   if (!buffers.AreRight()) return Invalid(buffers.error);
   if (segments == nullptr && nse % num_bags != 0) {
     return Invalid("The kernel takes bags of equal lengths, or segments.");
+  }
+  if (num_bags + nse > kMostEntries) {
+    return Invalid("The kernel takes up to 2**31 bags and entries together.");
   }
   BagLookup<T> bags{{static_cast<T*>(table.data), buffers.num_rows, buffers.width, ids,
                      weights, 0.0f},
@@ -264,11 +270,30 @@ ffi::Error Order(ffi::ThreadPool& pool, Buffers& buffers) {
   const int32_t* indices = buffers.Ints("indices", nse);
   void* entries = buffers.Result("entries", 2 * nse, ffi::S32).data;
   if (!buffers.AreRight()) return Invalid(buffers.error);
-  if (buffers.num_rows + nse > int64_t(1) << 31) {
+  if (buffers.num_rows + nse > kMostEntries) {
     return Invalid("The kernel takes up to 2**31 rows and entries together.");
   }
   Sort(pool, indices, nse, buffers.num_rows, static_cast<Entry*>(entries));
   return ffi::Error::Success();
+}
+
+// Whether entries are as `Sort` makes them: by row, padding last, and each slot once. A
+// part of an update begins where a row does, and writes to its rows and its slots alone:
+// else it would write outside of the table, or what another part writes. It takes 1 ns an
+// entry, less than half a percent of a step.
+bool AreInOrder(const Entry* entries, int64_t nse, int64_t num_rows) {
+  std::vector<uint64_t> seen((nse + 63) / 64);  // a bit for each slot
+  uint32_t before = 0;
+  bool are_right = true;
+  for (int64_t i = 0; i < nse; ++i) {
+    const auto [row, slot] = entries[i];
+    if (slot >= nse) return false;
+    uint64_t& bits = seen[slot / 64];
+    const uint64_t bit = uint64_t(1) << slot % 64;
+    are_right &= row >= before && (bits & bit) == 0;
+    bits |= bit, before = row;
+  }
+  return are_right && before <= num_rows;
 }
 
 // A formula, and the operands that it has behind those of the gradient: state, which is
@@ -347,8 +372,8 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
   }
   if (adds) buffers.InPlace("table", update.target, num_rows);
   if (!buffers.AreRight()) return Invalid(buffers.error);
-  const auto is_known = [&](Entry x) { return x.row <= num_rows && x.slot < update.nse; };
-  if (!std::all_of(update.entries, update.entries + update.nse, is_known)) {
+  if (num_rows + update.nse > kMostEntries ||
+      !AreInOrder(update.entries, update.nse, num_rows)) {
     return Invalid("The kernel takes entries as `order` makes them.");
   }
   if (segments == nullptr ? size != update.nse : update.IsInPlace()) {
@@ -367,11 +392,11 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
   if (is_sum) *static_cast<int32_t*>(count) = int32_t(num_touched);
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to sort the ids");
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for an update of rows");
 }
 
 // Zeros for a new state, in huge pages.
-ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> zeros) {
+ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> zeros) try {
   const auto type = zeros->element_type();
   // Of numbers of four bits XLA has two in a byte.
   if (type != ffi::F64 && type != ffi::F32 && type != ffi::F16 && type != ffi::BF16 &&
@@ -385,6 +410,8 @@ ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> zeros) {
     std::memset(data + begin, 0, end - begin);
   });
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for zeros");
 }
 
 }  // namespace

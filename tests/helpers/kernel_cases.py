@@ -1,4 +1,4 @@
-"""Calls of the kernel with every array in turn of a wrong type, shape or size.
+"""Calls of the kernel with every array in turn of a wrong type, shape, size or content.
 
 Past all of Python's checks, as only a fault in them would; all calls and arrays are
 those of `CALLS`. Run as a program, with a library compiled with sanitizers,
@@ -69,8 +69,8 @@ def specifications():
         yield call, *([Buffer(*x) for x in found] for found in both)
 
 
-def call(name, operands, results, owners, attributes):
-    """Calls the kernel with arrays of these shapes and types."""
+def call(name, operands, results, owners, attributes, contents=()):
+    """Calls the kernel with arrays of these shapes and types, or these contents."""
     handler, formula = name.split()
     attributes = ATTRIBUTES | OF_HANDLERS[handler] | attributes
     function = jax.ffi.ffi_call(
@@ -81,7 +81,8 @@ def call(name, operands, results, owners, attributes):
             for key, owner in owners.items()
         },
     )
-    args = [_array(key, *value) for key, value in operands.items()]
+    arrays = {key: _array(key, *value) for key, value in operands.items()}
+    args = (arrays | dict(contents)).values()
     return jax.block_until_ready(function(*args, formula=formula, **attributes))
 
 
@@ -222,24 +223,102 @@ def wrong_calls():
     yield "update other", {}, {"count": ((), "int32")}, {}, {}
 
 
+def wrong_entries(entries):
+    """Entries that are not by row, or not of each slot once, by what is wrong."""
+    entries = np.asarray(entries)
+
+    def with_(place, column, value):
+        new = entries.copy()
+        new[place, column] = value
+        return new
+
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    padding = np.flatnonzero(entries[:, 0] == ROWS)[0]
+    yield "reversed", entries[::-1].copy()
+    yield "padding first", np.roll(entries, 1, axis=0)
+    yield "padding between", entries[np.r_[0, padding, 1 : len(entries)]][:-1]
+    yield "a later row first", with_(0, 0, ROWS - 1)
+    yield "an equal row in two places", with_(padding, 0, entries[0, 0])
+    for row in (ROWS + 1, -1, least, most):
+        yield f"the row {row}", with_(-1, 0, row)
+        yield f"the row {row} first", with_(0, 0, row)
+    for slot in (len(entries), -1, least, most):
+        yield f"the slot {slot}", with_(0, 1, slot)
+        yield f"the slot {slot} of padding", with_(-1, 1, slot)
+    yield "a slot twice", with_(0, 1, entries[-1, 1])
+    yield "an entry twice", np.concatenate([entries[:1], entries[:-1]])
+    yield "one entry", np.zeros_like(entries)
+    yield "one row before all", np.concatenate([[[ROWS, 0]], entries[1:]])
+
+
+def wrong_contents():
+    """Every call whose entries are wrong, in few entries and in those of many parts."""
+    for name, operands, results, owners, own in right_calls():
+        if "entries" not in operands:
+            continue
+        for times in (1, 400):
+
+            def longer(items, times=times):
+                return {
+                    key: (
+                        ((times * shape[0], *shape[1:]), dtype)
+                        if shape[:1] == (ENTRIES,)
+                        else (shape, dtype)
+                    )
+                    for key, (shape, dtype) in items.items()
+                }
+
+            given = longer(operands)
+            for what, entries in wrong_entries(_array("entries", *given["entries"])):
+                contents = {"entries": entries.astype(np.int32)}
+                yield what, (name, given, longer(results), owners, own, contents)
+
+
+def odd_contents():
+    """Every call with integers that mean nothing: taken or refused, in its buffers."""
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    for name, operands, results, owners, own in right_calls():
+        for key, (shape, dtype) in operands.items():
+            if dtype != "int32" or key == "entries":
+                continue
+            size = int(np.prod(shape))
+            for values in (
+                *(
+                    [x]
+                    for x in (least, least + 1, -1, 0, ROWS, ROWS + 1, most - 1, most)
+                ),
+                *([least, most], [most, least], [ROWS, -1, 3], range(size, 0, -1)),
+            ):
+                array = np.resize(np.array([*values], np.int32), shape)
+                yield name, operands, results, owners, own, {key: array}
+
+
+def _refusal(case):
+    """What the kernel says of a wrong call."""
+    try:
+        call(*case)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        if not str(error).startswith("INVALID_ARGUMENT: The kernel "):
+            raise
+        return str(error)
+    raise AssertionError(f"The kernel took {case}")
+
+
 def refusals():
     """Makes every wrong call, and returns the messages of the errors."""
-    messages = []
     with jax.enable_x64(True):
-        for case in wrong_calls():
-            try:
-                call(*case)
-            except (ValueError, jax.errors.JaxRuntimeError) as error:
-                if not str(error).startswith("INVALID_ARGUMENT: The kernel "):
-                    raise
-                messages.append(str(error))
-            else:
-                raise AssertionError(f"The kernel took {case}")
-    return messages
+        found = [*map(_refusal, wrong_calls())]
+    return found + [_refusal(case) for _, case in wrong_contents()]
 
 
 if __name__ == "__main__":
     _library.register(Path(sys.argv[1]))
     for case in right_calls():
         call(*case)
+    for case in odd_contents():
+        try:
+            call(*case)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if "another place" not in str(error):
+                raise
     print(f"{len(refusals())} wrong calls refused")

@@ -303,7 +303,7 @@ def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     program = str(Path(__file__).parents[1] / "helpers" / "kernel_cases.py")
     done = python(program, str(library), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "3126 wrong calls refused\n"
+    assert done.stdout == "4626 wrong calls refused\n"
     assert not done.stderr
 
 
