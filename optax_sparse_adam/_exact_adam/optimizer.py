@@ -26,6 +26,7 @@ from .._rows.apply_updates import Update
 from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import accumulator_dtype
+from .._rows.gather_scatter import gather_rows
 from .._rows.new_arrays import full_along
 from .rows import (
     Betas,
@@ -125,6 +126,32 @@ def _check_read(grad: Any, path: Any, clock: jax.Array) -> Any:
             "each step, or let make_train_step do so."
         )
     return is_read
+
+
+def _check_place(grad: Any, param: Any, path: Any) -> Any:
+    """Whether its rows were read of these parameters, as far as is known.
+
+    Those of a copy are brought up to date as if they were these: an average of stored
+    rows is none of values, and what was added to a row decays with it.
+    """
+    is_right: Any = True
+    for other in getattr(grad, "read_of", ()):
+        if other is param or param is None:
+            continue
+        if not isinstance(other, jax.core.Tracer) and jnp.asarray(other).is_deleted():
+            continue  # it was donated, and nothing is known of it
+        old, new = (gather_rows(jnp.asarray(x), grad.indices) for x in (other, param))
+        new = new.astype(old.dtype)  # as those of a copy of lower precision
+        is_right &= jnp.all((old == new) | (jnp.isnan(old) & jnp.isnan(new)))
+    if not isinstance(is_right, jax.core.Tracer) and not is_right:
+        name = jax.tree_util.keystr(path) or "the table"
+        raise ValueError(
+            "exact_adam needs gradients that are taken at the parameters that it "
+            f"updates; got one of {name} taken at others, as of a perturbed copy or "
+            "an average. Perturb the rows that the loss has looked up instead: see "
+            "docs/exact_adam.md."
+        )
+    return is_right
 
 
 def _check_continued(is_right: jax.Array) -> jax.Array:
@@ -267,6 +294,7 @@ def _exact_adam(
                 check_leaf(grads[i], rows[i].nu)
                 if is_bcoo(grads[i]):
                     is_read[place] = _check_read(grads[i], paths[i][0], state.clock)
+                    is_read[place] &= _check_place(grads[i], olds[i], paths[i][0])
         eps = jnp.where(jnp.stack(is_read), constants.eps, jnp.nan)
         constants, step = constants._replace(eps=eps), view.now
         if decay is not None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .arguments import check_argnums
 from .expressions import Table, table
+from .nested_reads import reading
 from .rules import RULES
 from .value_and_grad import as_places, current_tables, trace
 from .walk import Program, Walk
@@ -68,7 +69,11 @@ def evaluate(
                 "position, or bind the others with functools.partial."
             )
         chosen = [args[place] for place in places]
-        bound = functools.partial(fun, **kwargs)
+
+        def bound(*args: Any) -> Any:
+            with reading([args[i] for i in places], chosen, read):
+                return fun(*args, **kwargs)
+
         closed, to_result = trace(bound, args, places)
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         values = [_looked_up(x) for x in current_tables(tree, read)]

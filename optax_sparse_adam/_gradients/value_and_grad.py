@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, valid_jaxtype
 
+from .._rows.canary import CanaryBCOO
 from .._rows.stale import StaleState, stale_states
 from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
 from .differentiate import evaluate_with_gradients
 from .expressions import Table
+from .nested_reads import is_read_around, reading
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # None | bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -132,7 +134,8 @@ def value_and_grad(
         wanted = _wanted(sparse, tree)
 
         def loss(*args: Any) -> Any:
-            result = checked(*args, **kwargs)
+            with reading([args[i] for i in places], tree, read):
+                result = checked(*args, **kwargs)
             if not _is_loss(result, has_aux):
                 raise _NoLoss
             return result
@@ -147,6 +150,9 @@ def value_and_grad(
         arrays, grads = evaluate_with_gradients(
             closed, paths, wanted, tables, are_stale
         )
+        for leaf, own, made in zip(jax.tree.leaves(tree), tables, grads, strict=True):
+            if own.stale is not None and isinstance(made, CanaryBCOO):
+                made.read_of = (leaf,)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
@@ -290,16 +296,29 @@ def current_tables(tree: Any, read: Any) -> list[Table]:
     leaves = jax.tree.leaves(tree)
     tables = [Table(x) for x in leaves]
     for _, rows in _stale_rows(tree, read):
-        for i, stale in rows.items():
+        for i, (_, stale) in rows.items():
             tables[i] = Table(jnp.asarray(leaves[i]), stale)
     return tables
 
 
-def _stale_rows(tree: Any, read: Any) -> Iterator[tuple[StaleState, dict[int, Any]]]:
-    """What brings the leaves up to date, by the states that know of them."""
+def _stale_rows(
+    tree: Any, read: Any
+) -> Iterator[tuple[StaleState, dict[int, tuple[int, Any]]]]:
+    """What brings the leaves up to date, by the states that know of them.
+
+    Each has its place in the order of the state.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     for node in [] if read is None else stale_states(read, "`read`", tree):
-        yield node, node.stale_rows(list(map(jnp.shape, leaves)), treedef)
+        rows = node.stale_rows(list(map(jnp.shape, leaves)), treedef)
+        yield (
+            node,
+            {
+                i: (place, stale)
+                for place, (i, stale) in enumerate(rows.items())
+                if not is_read_around(leaves[i], read)
+            },
+        )
 
 
 def _are_stale(tree: Any, read: Any, places: Sequence[int]) -> Any:
@@ -307,6 +326,6 @@ def _are_stale(tree: Any, read: Any, places: Sequence[int]) -> Any:
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     are_stale: Any = False
     for node, rows in _stale_rows(tree, read):
-        own = {place: names[i] for place, i in enumerate(rows) if i in places}
+        own = {place: names[i] for i, (place, _) in rows.items() if i in places}
         are_stale |= node.refuse_stale(own)
     return are_stale

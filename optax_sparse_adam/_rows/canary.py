@@ -43,7 +43,6 @@ below names the remedy; and what is harmless would raise, too: `np.asarray` and
 """
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,12 +85,16 @@ class CanaryBCOO(BCOO):
       stored_indices: The indices, likewise.
       bags: The same entries, by bags; see `bag_gradient`. `None` for all others, and
         for what came out of a function of trees.
+      read_of: The tables whose rows were read up to date for it, as they were given:
+        for an optimiser that is given others. `()` for all others, and for what came
+        out of a function of trees.
     """
 
     canary: jax.Array
     stored_indices: jax.Array
     bags: BagEntries | None = None
     _stored_data: jax.Array | None = None  # of bags, when it is asked for
+    read_of: tuple[Any, ...] = ()
     _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
 
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
@@ -280,7 +283,14 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     is_kept = jnp.all((clocks == first) | (clocks == _ANY), axis=-2, keepdims=True)
     is_kept &= is_same | (first >= 0)
     read_at = jnp.where(is_kept, first, _CHANGED)
-    return functools.partial(CanaryBCOO, read_at=read_at)
+    read_of = tuple(table for grad in own for table in grad.read_of)
+
+    def make(args: Any, **kwargs: Any) -> CanaryBCOO:
+        grad = CanaryBCOO(args, read_at=read_at, **kwargs)
+        grad.read_of = read_of
+        return grad
+
+    return make
 
 
 def as_update(update: Any) -> Any:

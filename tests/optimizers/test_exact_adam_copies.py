@@ -1,0 +1,239 @@
+"""exact_adam: gradients taken at other parameters, and in the loss itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+
+from ..helpers.support import assert_close, slow_but
+
+pytestmark = pytest.mark.usefixtures("as_optax_expects")
+
+RATE, DECAY, SIZE = 0.05, 0.1, 0.3
+BATCHES = np.random.default_rng(1).integers(8, size=(6, 4))
+MAKERS = {
+    "exact_adam": (osa.exact_adam(RATE), optax.adam(RATE)),
+    "exact_adamw": (
+        osa.exact_adamw(RATE, weight_decay=DECAY),
+        optax.adamw(RATE, weight_decay=DECAY),
+    ),
+}
+
+
+def table():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)))
+
+
+def loss_of_rows(rows):
+    return jnp.sum(jnp.sin(rows) * rows[::-1] ** 2)
+
+
+def loss(table, ids):
+    return loss_of_rows(table[ids])
+
+
+def to_array(grad):
+    return grad.todense() if hasattr(grad, "todense") else grad
+
+
+def unit(grad):
+    return SIZE * grad / jnp.linalg.norm(grad)
+
+
+# Each takes the gradient `grad(table)`, a table, and one of some steps ago.
+COPIES = {
+    "fgm": lambda grad, t, old: grad(t + unit(to_array(grad(t)))),
+    "sam": lambda grad, t, old: grad(t + unit(jnp.sign(to_array(grad(t))))),
+    "some rows": lambda grad, t, old: grad(t.at[::2].add(0.1)),
+    "some columns": lambda grad, t, old: grad(t.at[:, 1].multiply(1.1)),
+    "average": lambda grad, t, old: grad(0.5 * (t + old)),
+    "lookahead": lambda grad, t, old: grad(t + 0.5 * (t - old)),
+    "of before": lambda grad, t, old: grad(old),
+    "quantized": lambda grad, t, old: grad(jnp.round(8 * t) / 8),
+    "clean and adversarial": lambda grad, t, old: grad(t) + grad(t + 0.1),
+    "a row-sparse shift": lambda grad, t, old: grad(osa.apply_updates(t, grad(t))),
+    "clipped": lambda grad, t, old: osa.lazy(optax.clip_by_global_norm(1.0)).update(
+        grad(t + 0.1), (optax.EmptyState(),), t
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", slow_but(COPIES, "fgm", "average"))
+@pytest.mark.parametrize("kind", slow_but(MAKERS, "exact_adamw"))
+@pytest.mark.parametrize("compiled", slow_but([False, True], True))
+def test_gradients_of_a_copy(name, kind, compiled):
+    """Raise, or are NaN in a program; those of the same values are right."""
+    tx, params = MAKERS[kind][0], table()
+
+    def step(params, old, state, ids):
+        grad = osa.grad(functools.partial(loss, ids=ids), read=state)
+        grads = COPIES[name](grad, params, old)
+        updates, state = tx.update(grads, state, params)
+        return osa.apply_updates(params, updates), state
+
+    step_of_itself = osa.make_train_step(loss, tx)
+    old, state = jnp.copy(params), tx.init(params)
+    for ids in BATCHES[:2]:
+        params, state, _ = step_of_itself(params, state, jnp.asarray(ids))
+    ids = jnp.asarray(BATCHES[2])
+    if not compiled:
+        with pytest.raises(ValueError, match="taken at the parameters that it updates"):
+            step(params, old, state, ids)
+        return
+    params, _ = jax.jit(step)(params, old, state, ids)
+    assert np.isnan(params[ids]).any()
+
+
+SAME = {
+    "copied": jnp.array,
+    "a barrier": jax.lax.optimization_barrier,
+    "computed": lambda t: jnp.where(t > 0, t, t),
+    "lower precision": lambda t: t.astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(SAME, "a barrier"))
+@pytest.mark.parametrize("compiled", slow_but([False, True], True))
+def test_a_copy_of_the_same_values(name, compiled):
+    (tx, _), params = MAKERS["exact_adamw"], table().astype(jnp.float32)
+    state, ids = tx.init(params), jnp.asarray(BATCHES[0])
+
+    def step(params, state, same):
+        grad = osa.grad(functools.partial(loss, ids=ids), read=state)(same(params))
+        grad = jax.tree.map(lambda x: x, grad) if same is None else grad
+        updates, state = tx.update(grad, state, params)
+        return osa.apply_updates(params, updates), state
+
+    wrap = functools.partial(jax.jit, static_argnums=2) if compiled else lambda f: f
+    found, expected = (
+        wrap(step)(params, state, x)[0] for x in (SAME[name], lambda t: t)
+    )
+    tolerance = 1e-2 if name == "lower precision" else 0
+    assert not np.isnan(found).any()
+    assert_close(found, expected, tolerance, magnitude=1.0)
+
+
+def penalty(inner):
+    """A loss with a gradient penalty, whose gradient `inner` takes."""
+
+    def of_table(table, ids):
+        grad = osa.coalesce(g).data if hasattr(g := inner(table, ids), "nse") else g
+        return loss(table, ids) + 0.1 * jnp.sum(grad**2)
+
+    return of_table
+
+
+def dense_penalty(table, ids):
+    return penalty(jax.grad(loss))(table, ids)
+
+
+def with_rows(table, ids):
+    rows = table[ids]
+    return loss_of_rows(rows) + 0.1 * jnp.sum(jax.grad(loss_of_rows)(rows) ** 2)
+
+
+NESTED = {
+    "a gradient in the loss": (
+        lambda state: penalty(osa.grad(loss, read=state)),
+        dense_penalty,
+    ),
+    "a gradient without read": (lambda state: penalty(osa.grad(loss)), dense_penalty),
+    "a dense gradient": (
+        lambda state: penalty(osa.grad(loss, read=state, sparse=False)),
+        dense_penalty,
+    ),
+    "a value in the loss": (
+        lambda state: (
+            lambda t, ids: loss(t, ids) * osa.evaluate(loss, read=state)(t, ids + 1)
+        ),
+        lambda t, ids: loss(t, ids) * loss(t, ids + 1),
+    ),
+    "a gradient of rows": (lambda state: with_rows, with_rows),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(NESTED, "a gradient in the loss"))
+@pytest.mark.parametrize("kind", slow_but(MAKERS, "exact_adamw"))
+def test_gradients_in_the_loss(name, kind):
+    """Rows are brought up to date once: the numbers of dense Adam, in float64."""
+    make, dense_loss = NESTED[name]
+    tx, dense_tx = MAKERS[kind]
+    with jax.enable_x64():
+        ours = dense = table()
+        state, dense_state = tx.init(ours), dense_tx.init(dense)
+
+        @jax.jit
+        def step(params, state, ids):
+            grads = osa.grad(make(state), read=state)(params, ids)
+            updates, state = tx.update(grads, state, params)
+            return osa.apply_updates(params, updates), state
+
+        @jax.jit
+        def dense_step(params, state, ids):
+            grads = jax.grad(dense_loss)(params, ids)
+            updates, state = dense_tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for ids in jnp.asarray(BATCHES % 7):
+            ours, state = step(ours, state, ids)
+            dense, dense_state = dense_step(dense, dense_state, ids)
+        assert_close(osa.flush(ours, state)[0], dense, 1e-10, magnitude=1.0)
+
+
+def test_a_copy_in_the_loss():
+    """What is outside may be read by the state; what the loss has computed, may not."""
+    tx, params = osa.exact_adamw(RATE), table()
+    params, state, _ = osa.make_train_step(loss, tx)(
+        params, tx.init(params), jnp.asarray(BATCHES[0])
+    )
+    ids = jnp.asarray(BATCHES[1])
+    look_up = osa.evaluate(lambda t: t[ids], read=state)
+
+    def with_a_target(t):  # a constant, that of the outside
+        return jnp.sum((t[ids] - look_up(params)) ** 2) + loss(t, ids)
+
+    value, grad = osa.value_and_grad(with_a_target, read=state)(params)
+    flushed = osa.flush(params, state)[0]
+    expected = jax.value_and_grad(loss)(flushed, ids)
+    assert_close(value, expected[0], 1e-5, magnitude=1.0)
+    assert_close(to_array(grad), expected[1], 1e-5, magnitude=10.0)
+    for function in (osa.grad, osa.evaluate):
+        with pytest.raises(ValueError, match="that was computed in the loss"):
+            function(lambda t: jnp.sum(look_up(2 * t)), read=state)(params)
+    assert look_up(params).shape == (4, 3)  # as outside of a loss
+
+
+@pytest.mark.parametrize("kind", slow_but(MAKERS, "exact_adamw"))
+def test_perturbed_rows(kind):
+    """Adversarial steps as in docs/exact_adam.md, beside those of dense Adam."""
+    tx, dense_tx = MAKERS[kind]
+
+    def up(rows):
+        return unit(jax.grad(loss_of_rows)(rows))
+
+    @jax.jit
+    def step(params, state, ids):
+        shift = osa.evaluate(lambda t: up(t[ids]), read=state)(params)
+        grad = osa.grad(lambda t: loss_of_rows(t[ids] + shift), read=state)(params)
+        updates, state = tx.update(grad, state, params)
+        return osa.apply_updates(params, updates), state
+
+    @jax.jit
+    def dense_step(params, state, ids):
+        shift = up(params[ids])
+        grad = jax.grad(lambda t: loss_of_rows(t[ids] + shift))(params)
+        updates, state = dense_tx.update(grad, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.enable_x64():
+        ours = dense = table()
+        state, dense_state = tx.init(ours), dense_tx.init(dense)
+        for ids in jnp.asarray(BATCHES):
+            ours, state = step(ours, state, ids)
+            dense, dense_state = dense_step(dense, dense_state, ids)
+        assert_close(osa.flush(ours, state)[0], dense, 1e-10, magnitude=1.0)
