@@ -93,7 +93,8 @@ def resized(
                 f"most {len(like[name])} entries for {name}, got {len(x)}. Make it as "
                 "large as the one that was saved."
             )
-        new[name] = np.pad(x, (0, more), constant_values=-1 if name == "changed" else 0)
+        fill = -1 if name == "changed" else 0
+        new[name] = np.pad(x, (0, more), constant_values=fill) if more else x
     size = len(given.get("gone", ()))
     if size != len(like.get("gone", ())):  # the ring begins anew
         count = int(given["numbers"][GONE])
@@ -108,7 +109,7 @@ class Contents:
     """Keys with rows, keys that wait, and tombstones."""
 
     def __init__(self, options: Options, arrays: dict[str, np.ndarray]):
-        self.options, self.arrays = options, arrays
+        self.options, self.arrays = options, {**arrays}
         name = options.score
         score = SCORES[name] if isinstance(name, str) else name
         self.main = self._store("", score)
@@ -121,7 +122,10 @@ class Contents:
 
     def _store(self, prefix: str, score: Score) -> Store:
         keys, last, hits = (self.arrays[prefix + name] for name, _ in FIELDS)
-        return Store(keys, last, hits, score)
+        store = Store(keys, last, hits, score)
+        for name, _ in FIELDS:
+            self.arrays[prefix + name] = getattr(store, name)
+        return store
 
     def read(self, function: str, keys: Any, mask: Any) -> tuple[Any, ...]:
         """Codes of keys, the kind, and where they stand in an array of which shape."""

@@ -18,6 +18,9 @@ inserted again, by another hash and at last into more slots.
 import numpy as np
 
 _ROUNDS = 100  # of insertion; some 15 are used
+_PART = (
+    1 << 20
+)  # rows that are inserted at once: what a round needs is small beside them
 _FREE = 2.5  # slots for each row, at least
 
 
@@ -53,6 +56,9 @@ class Index:
 
     def insert(self, rows: np.ndarray) -> bool:
         """Inserts rows, whose codes are not there. False: the index is broken now."""
+        if len(rows) > _PART:
+            parts = range(0, len(rows), _PART)
+            return all(self.insert(rows[i : i + _PART]) for i in parts)
         first, second = self._both(rows)
         slots = self._slots
         at = np.where((slots[first] != 0) & (slots[second] == 0), second, first)

@@ -124,7 +124,7 @@ class Order:
     def _scores_of(self, rows: np.ndarray) -> np.ndarray:
         if not len(rows):  # which not every function takes
             return np.zeros(0)
-        scores = np.asarray(self._score(self._last.take(rows), self._hits.take(rows)))
+        scores = np.asarray(self._score(self._last[rows], self._hits[rows]))
         if scores.shape != rows.shape or scores.dtype.kind not in "iufb":
             raise ValueError(
                 "Vocabulary needs a score that returns a number for each of its "

@@ -53,17 +53,15 @@ class Store:
     Attributes:
       keys: `[rows]`, uint64: the codes.
       last: `[rows]`, int32: the step at which each was last there.
-      hits: `[rows]`, int32: how often it was there.
+      hits: `[rows]`, int32: how often it was there. Both are views of one array, in
+        which they are side by side: of a row that is not in a cache, one access.
     """
 
     def __init__(
-        self,
-        keys: np.ndarray,
-        last: np.ndarray,
-        hits: np.ndarray,
-        score: Score,
+        self, keys: np.ndarray, last: np.ndarray, hits: np.ndarray, score: Score
     ):
-        self.keys, self.last, self.hits = keys, last, hits
+        self.keys, self._uses = keys, np.stack([last, hits], axis=1)
+        self.last, self.hits = self._uses.T
         self._score = score
         self._barred = np.zeros(len(self.hits), bool)
         used = self.find_free()
@@ -86,13 +84,17 @@ class Store:
 
     def touch(self, changes: Changes, rows: np.ndarray, step: int) -> None:
         """Counts codes that were there; rows may be named several times."""
-        last, hits = self.last.take(rows), self.hits.take(rows)
-        changes.note(self.last, rows, last)
-        changes.note(self.hits, rows, hits)
-        np.put(self.last, rows, step)
+        pairs = self._uses.reshape(-1).view(np.int64)
+        old = pairs.take(rows)
+        changes.note(pairs, rows, old)
+        at = 2 * rows.astype(np.intp)
+        flat = self._uses.reshape(-1)
+        np.put(flat, at, step)
+        at += 1
+        hits = old.view(np.int32)[1::2]
         limit = _MOST_HITS - len(rows)
-        counted = rows if hits.max(initial=0) <= limit else rows[hits <= limit]
-        np.add.at(self.hits, counted, np.int32(1))
+        counted = at if hits.max(initial=0) <= limit else at[hits <= limit]
+        np.add.at(flat, counted, np.int32(1))
 
     def place(
         self, changes: Changes, codes: np.ndarray, hits: np.ndarray, step: int
