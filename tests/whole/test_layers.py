@@ -1,6 +1,8 @@
 """What CONTRIBUTING says of the layers: no folder imports one above it."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ ABOVE = ["_gradients", "_collectives", "torch_compat"]  # on rows, and not on ea
 MAY_IMPORT = {name: LAYERS[: i + 1] for i, name in enumerate(LAYERS)}
 MAY_IMPORT |= {name: [*LAYERS[:3], name] for name in ABOVE}
 MAY_IMPORT["_vocabulary"] = ["_vocabulary"]  # on the host, in NumPy
+BESIDE = ["_train_step", "_gradients", "host_tables"]
+MAY_IMPORT["host_tables"] = [*LAYERS, *BESIDE]  # imported by nothing
 MAY_IMPORT["torch_compat"] = [*LAYERS[:4], "torch_compat"]
 
 
@@ -41,3 +45,14 @@ def test_nothing_imports_upwards(folder):
     }
     assert len(found) > 1
     assert {pair for pair in found if pair[1] not in MAY_IMPORT[folder]} == set()
+
+
+@pytest.mark.slow
+def test_host_tables_are_imported_by_choice():
+    modules = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    others = [path for path in modules if path.parent.name != "host_tables"]
+    assert "host_tables" not in {name for path in others for name in imported(path)}
+    code = "import sys, optax_sparse_adam; print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "optax_sparse_adam._gradients" in names.stdout
+    assert "host_tables" not in names.stdout

@@ -1,0 +1,366 @@
+"""The loss on the rows of a batch, and which rows these are: walks over its program.
+
+A walk (`_gradients.walk`) evaluates the loss with an `Expression` in the place of each
+table. Here it has the shape of the whole table and an array of K of its rows, and each
+lookup reads the row `i` at its place among these:
+
+    loss         table[ids]                        ids [7, 900, 7], 1,000 rows
+    compact      rows[searchsorted(unique, ids)]   unique [7, 900, 1000]; [0, 1, 0]
+
+`unique` is sorted, so places are in the order of the rows: duplicates add up in the
+order in which they do in memory, to the same bits. The compact loss is a function like
+others, which `value_and_grad`, `make_train_step` and `evaluate` take.
+
+The same walk notes the ids. Loops, branches and checkpoints hand them outside, as they
+do for gradients. What is left of the loss when nothing else is asked for is a small
+program, and it may not read rows: see `RowIds`.
+
+Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
+over tables and their ids; all of them raise.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from .._gradients import rules
+from .._gradients.backward_slice import BackwardSlice
+from .._gradients.expressions import (
+    Expression,
+    Leaf,
+    Table,
+    operands_first,
+    table,
+)
+from .._gradients.lookups import (
+    Lookup,
+    Mode,
+    lookup_of_rows,
+    lookup_of_slice,
+    reads_rows,
+)
+from .._gradients.row_slices import Entries
+from .._gradients.value_and_grad import trace
+from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_context
+from .._jax_extras.jaxprs import name_in_jaxprs
+from .._jax_extras.varying_axes import axes_of_type
+from .._rows.bags import add_up, sum_bags
+
+_LARGEST_ID = 2**31 - 1
+
+
+class Whole(NamedTuple):
+    """A table that is elsewhere: its name for errors, its shape and its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class CompactTable(NamedTuple):
+    """K rows of a table, as `Expression.source`.
+
+    Attributes:
+      array: The rows, `[K, ...]`.
+      unique: Their numbers `[K]`, ascending; of padding, the table's number of rows.
+      stale: Always `None`; `make_train_step` brings rows up to date by itself.
+    """
+
+    array: jax.Array
+    unique: jax.Array
+    stale: None = None
+
+    def map(self, function: Callable[[Any, bool], Any]) -> "CompactTable":
+        return self._replace(array=function(self.array, True))
+
+
+class _Everything(set[Any]):
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __and__(self, other: Any) -> Any:
+        return other
+
+
+class _EveryUse(BackwardSlice):
+    """A slice in which each use counts, also one without a derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variables = _Everything()
+
+    def operands(self, eqn: JaxprEqn) -> Sequence[bool]:
+        return [True] * len(eqn.invars)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program(Program):
+    """A program with host tables.
+
+    Attributes:
+      tables: By the index of their leaf.
+      lines: Where the user's program looks each of them up.
+    """
+
+    tables: Mapping[int, Whole] = dataclasses.field(default_factory=dict)
+    lines: dict[int, set[str]] = dataclasses.field(default_factory=dict)
+
+
+def _places(lookup: Lookup, source: Any) -> jax.Array:
+    """Where among the K rows each index reads; K where it is out of bounds."""
+    ids = lookup.rows(1)[:, 0].astype(jnp.int32)
+    unique = on_mesh_of_context(source.unique)
+    place = jnp.searchsorted(unique, on_mesh_of_context(ids)).astype(jnp.int32)
+    return jnp.where(ids < lookup.shape[0], place, len(source.array))
+
+
+def _look_up(lookup: Lookup, source: Any, rows: jax.Array) -> jax.Array:
+    """The same lookup, in the K rows, as whoever walks over it next would see it."""
+    place = _places(lookup, source).reshape(lookup.indices.shape[:-1])
+    column = lookup.dims.start_index_map.index(0)
+    indices = lookup.indices.astype(jnp.int32)
+    columns = [indices[..., k] for k in range(indices.shape[-1])]
+    columns[column] = place
+    return lax.gather(rows, jnp.stack(columns, axis=-1), **lookup.params)
+
+
+def _read(value: Expression, lookup: Lookup) -> jax.Array:
+    """The lookup among the K rows; of a function of tables, in that of the K rows.
+
+    For `tanh(2 * t)[ids]` it is `tanh(2 * rows)[places]`: who differentiates it, or
+    evaluates it, sees what is there in memory, and computes it at these places only.
+    """
+    tables = [x for x in operands_first([value]) if x.source is not None]
+    sources: Any = {id(x.source): x.source for x in tables}
+    if len(sources) == 1:
+        (source,) = sources.values()
+        known = {x: x.function(source.array) for x in tables}
+        last = lookup.shape[0] - 1
+
+        def take(array: jax.Array) -> jax.Array:
+            return array[jnp.minimum(source.unique, last)]
+
+        rows = value.select(take, None, known)
+        return _look_up(lookup, source, rows)
+
+    def read(clamped: Lookup) -> jax.Array:
+        # Of two tables, each has other rows.
+        known = {
+            x: x.function(_look_up(clamped, x.source, x.source.array))  # type: ignore[union-attr]
+            for x in tables
+        }
+        return value.select(clamped.read, None, known)
+
+    return lookup.read_and_fill(read)
+
+
+def _entries(lookup: Lookup) -> Entries:
+    """The ids of a lookup; the number of rows where it is known to read none.
+
+    In place of an id that is out of bounds against a promise: the id below zero, or
+    above the number of rows one more, which the host finds.
+    """
+    rows, size = lookup.rows(1), lookup.shape[0]
+    if lookup.params["mode"] == Mode.PROMISE_IN_BOUNDS:
+        own = lookup._columns([0])
+        above = jnp.minimum(own, _LARGEST_ID - 1) + 1
+        rows = jnp.where(own < 0, own, jnp.where(own >= size, above, own))
+    return Entries(rows)
+
+
+def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> None:
+    program: Any = walk.program
+    calls = (eqn, *reversed(program.calls))
+    lines = (source_info_util.summarize(x.source_info) for x in calls)
+    line = next(filter(None, lines), "")
+    names = [program.tables[x.index].name for x in value.leaves]
+    if 0 in lookup.dims.operand_batching_dims:
+        raise ValueError(
+            "Tables in host memory are looked up by one id for each row; "
+            f"{', '.join(names)} is looked up under a vmap over tables and their ids "
+            f"at {line}. Make one table [tables * rows, ...] of them, and look up "
+            "`table * rows + id`."
+        )
+    axes = axes_of_type(eqn.outvars[0].aval)
+    for leaf in value.leaves:
+        program.lines.setdefault(leaf.index, set()).add(line)
+    requests = [
+        Request(leaf, value.shape, lookup.count, 1, axes, is_whole=True)
+        for leaf in value.leaves
+    ]
+    walk.request(requests)
+    if not walk.is_plan:
+        walk.entries += [_entries(lookup) for _ in requests]
+
+
+def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
+    if not isinstance(value, Expression) or isinstance(ids, Expression):
+        return NotImplemented
+    out: Any = eqn.outvars[0].aval
+    aval: Any = eqn.invars[1].aval
+    indices = aval if walk.is_plan else ids
+    lookup = Lookup(value.shape, out.shape, eqn.params, indices)
+    if not reads_rows(lookup) and 0 not in lookup.dims.operand_batching_dims:
+        return NotImplemented
+    _note_ids(walk, eqn, value, lookup)
+    return [None if walk.is_plan else _read(value, lookup)]
+
+
+def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
+    if not isinstance(value, Expression):
+        return NotImplemented
+    lookup = lookup_of_slice(eqn, value.shape, None if walk.is_plan else starts)
+    if lookup is None:
+        return NotImplemented
+    _note_ids(walk, eqn, value, lookup)
+    return [None if walk.is_plan else _read(value, lookup)]
+
+
+def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    is_bag = eqn.params["name"] == name_in_jaxprs("bag_lookup")
+    if is_bag and args and isinstance(args[0], Expression):
+        return _bag_lookup(walk, eqn, *args)
+    return rules.RULES["jit"](walk, eqn, *args)
+
+
+def _bag_lookup(
+    walk: Walk, eqn: JaxprEqn, value: Expression, ids: Any, *operands: Any
+) -> Results:
+    out: Any = eqn.outvars[0].aval
+    aval: Any = eqn.invars[1].aval
+    lookup = lookup_of_rows(value.shape, aval if walk.is_plan else jnp.asarray(ids))
+    _note_ids(walk, eqn, value, lookup)
+    if walk.is_plan:
+        return [None]
+    rest, num_bags = list(operands), out.shape[0]
+    segments = rest.pop(0) if aval.ndim == 1 else None
+    weights = rest[0] if rest else None
+    if not value.is_table:
+        return [add_up(num_bags, _read(value, lookup), segments, weights)]
+    source: Any = value.source
+    places = _places(lookup, source).reshape(ids.shape)
+    return [sum_bags(num_bags, source.array, places, segments, weights)]
+
+
+RULES = rules.RULES | {
+    "gather": _gather,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "jit": _jit,
+}
+
+
+def evaluate_compact(
+    fun: Callable[..., Any],
+    tables: Mapping[int, Whole],
+    params: Any,
+    uniques: Sequence[Any],
+    args: Any,
+    *,
+    effects: bool = True,
+) -> tuple[Any, list[jax.Array], dict[str, set[str]]]:
+    """`fun(params, *args)` where some leaves of the parameters are K rows.
+
+    Args:
+      fun: Any function that JAX can trace.
+      tables: By the index of their leaf.
+      params: With `[K, ...]` in the place of each table.
+      uniques: For each table the numbers of its K rows.
+      args: Further arguments.
+      effects: Whether to do what has no result, such as `jax.debug.print`.
+
+    Returns:
+      The result; for each table the ids of its lookups, as `_entries` says; and where
+      the program looks it up.
+    """
+    tree: Any
+    leaves, tree = jax.tree.flatten(params)
+    whole = [
+        jax.ShapeDtypeStruct(*tables[i][1:]) if i in tables else x
+        for i, x in enumerate(leaves)
+    ]
+    closed, to_result = trace(fun, (tree.unflatten(whole), *args), (0,))
+    if not effects:
+        closed = ClosedJaxpr(without_effects(closed.jaxpr), closed.consts)
+    values, rows = list(leaves), dict(zip(tables, uniques, strict=True))
+    for i, (_, shape, dtype) in tables.items():
+        source: Any = CompactTable(leaves[i], rows[i])
+        leaf = (Leaf(i, jnp.dtype(dtype)),)  # of tables of integers, too
+        values[i] = dataclasses.replace(
+            table(Table(leaves[i])), shape=shape, leaves=leaf, source=source
+        )
+    program = _Program(RULES, _EveryUse(), tables=tables)
+    requests, _ = Walk(program).plan(closed, values)
+    for i, (primitive, line) in program.dense_uses.items():
+        raise ValueError(
+            f"{tables[i].name} is in host memory, where only its rows can be looked "
+            f"up, as by `table[ids]`, but all of it is used by `{primitive}` at {line}."
+            " Take its rows first; leave weight decay to the optimiser; or keep this "
+            "table on the device."
+        )
+    deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
+    walk = Walk(program, iter(deltas))
+    results = walk.evaluate(closed, values)
+    for x in results:
+        if isinstance(x, Expression):
+            name = tables[x.leaves[0].index].name if x.leaves else "a table"
+            raise ValueError(
+                f"The function returns all of {name}, which is in host memory. Return "
+                "the rows that are looked up."
+            )
+    ids: dict[int, list[jax.Array]] = {i: [] for i in tables}
+    for request, entries in zip(requests, walk.entries, strict=True):
+        ids[request.leaf.index].append(entries.ids.ravel().astype(jnp.int32))
+    empty = jnp.zeros(0, jnp.int32)
+    joined = [jnp.concatenate([empty, *x]) for x in ids.values()]
+    lines = {tables[i].name: x for i, x in program.lines.items()}
+    return to_result([jnp.asarray(x) for x in results]), joined, lines
+
+
+def without_effects(jaxpr: Jaxpr) -> Jaxpr:
+    """A program without what only shows values, as `jax.debug.print` does.
+
+    The ids are computed apart from the step, which shows what the user wants to see.
+    """
+    eqns = [_without_effects(x) for x in jaxpr.eqns if not _only_shows(x)]
+    gone = _effects(jaxpr.eqns) - _effects(eqns)
+    return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - gone)
+
+
+def _without_effects(eqn: JaxprEqn) -> JaxprEqn:
+    """The same for an equation with programs inside."""
+    before: list[Jaxpr] = []
+    after: list[Jaxpr] = []
+
+    def inner(x: Any) -> Any:
+        if isinstance(x, tuple | list):
+            return type(x)(map(inner, x)) if type(x) in (tuple, list) else x
+        if isinstance(x, ClosedJaxpr):
+            return ClosedJaxpr(inner(x.jaxpr), x.consts)
+        if not isinstance(x, Jaxpr):
+            return x
+        before.append(x)
+        after.append(without_effects(x))
+        return after[-1]
+
+    if not eqn.effects:
+        return eqn
+    params = {name: inner(x) for name, x in eqn.params.items()}
+    gone = _effects(before) - _effects(after)
+    return eqn.replace(params=params, effects=eqn.effects - gone)
+
+
+def _only_shows(eqn: JaxprEqn) -> bool:
+    # JAX has no public names for these types.
+    names = {type(effect).__name__ for effect in eqn.effects}
+    return names in ({"DebugEffect"}, {"OrderedDebugEffect"}) and not eqn.outvars
+
+
+def _effects(programs: Iterable[Any]) -> set[Any]:
+    return {effect for x in programs for effect in x.effects}

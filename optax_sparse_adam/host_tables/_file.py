@@ -1,0 +1,275 @@
+"""Records in a file, mapped into memory: the system's page cache is the engine.
+
+    page 0         what the file holds, as JSON: fields, rows, step, checkpoint
+    from there on  the records, `[rows, words]`
+
+Rows are read and written where they are; the system writes pages back by itself. A
+process that is killed loses nothing that it wrote: see `_journal` for what is torn.
+"""
+
+import errno
+import json
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._records import WORD, Layout
+from ._table import Memory
+
+try:
+    import fcntl
+    import resource
+except ImportError as error:  # Windows
+    raise ImportError(
+        "Tables in files need locks and mappings of POSIX, which this system lacks; "
+        "HostTable without `file` keeps a table in memory."
+    ) from error
+
+_MAGIC = b"optax_sparse_adam host table\n"
+_VERSION = 1
+_PAGE = 4096
+# Rows between two looks at the process's memory: 64 MB, where each maps 64 kB.
+_BLOCK = 1024
+
+
+class File(Memory):
+    """Records in a file.
+
+    Attributes:
+      records: `[rows, words]`, a mapping.
+      header: What the file says of itself.
+      budget: Bytes that the process may hold, pages of files included, or `None`.
+    """
+
+    def __init__(self, path: Path, name: str, rows: int, layout: Layout):
+        self.path, self.budget = path, None
+        self._new = path.with_name(path.name + ".new")
+        self._record, self._words = layout.record, layout.words
+        fields = [x.described() for x in layout.fields]
+        self._expected = {"version": _VERSION, "rows": rows, "fields": fields}
+        self._name, self._shape = name, (rows, layout.words)
+        self.header: dict[str, Any] = {}
+        self._file: Any = None
+        self._faults: int | None = None
+
+    # Begin and open.
+
+    def create(self) -> None:
+        """A new file under another name, until `finish`."""
+        if self.path.exists():
+            raise FileExistsError(
+                f"HostTrainer begins the table {self._name} in the file {self.path}, "
+                "which exists. HostTrainer.restore goes on from a checkpoint; remove "
+                "the file to begin anew."
+            )
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+        self._file = os.fdopen(os.open(self._new, flags, 0o666), "r+b", buffering=0)
+        self._lock()
+        self._file.truncate(0)  # what was begun and not finished
+        self.header = self._expected | {"step": 0, "checkpoint": ""}
+        text = json.dumps(self.header)
+        self._start = -(-(len(_MAGIC) + len(text) + 512) // _PAGE) * _PAGE
+        self._file.truncate(self._start + self._shape[0] * self._words * WORD)
+        self._write_header()
+
+    def append(self, first: int, records: np.ndarray) -> None:
+        self._write(self._start + first * self._words * WORD, records)
+
+    def finish(self) -> None:
+        os.replace(self._new, self.path)
+        self._map()
+
+    def open(self) -> None:
+        """The file as it is.
+
+        Raises:
+          FileNotFoundError, PermissionError: If it cannot be opened to read and write.
+          ValueError: If it is no such file, or another table's or optimiser's.
+          BlockingIOError: If another trainer has it.
+        """
+        try:
+            self._file = self.path.open("r+b", buffering=0)
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"HostTrainer opens the file of {self._name} to read and write it, "
+                f"but: {error.strerror}",
+                str(self.path),
+            ) from None
+        self._lock()
+        head = self._file.read(1 << 20)
+        text = head[len(_MAGIC) :].partition(b"\0")[0]
+        if not head.startswith(_MAGIC):
+            raise ValueError(f"{self.path} is no file of a HostTable.")
+        self.header = json.loads(text)
+        self._start = self.header["start"]
+        for key, expected in self._expected.items():
+            if self.header[key] != expected:
+                raise ValueError(
+                    f"{self.path} does not hold {self._name} with this optimiser: "
+                    f"{key} {_difference(self.header[key], expected)}."
+                )
+        size = self._start + self._shape[0] * self._words * WORD
+        if os.fstat(self._file.fileno()).st_size != size:
+            raise ValueError(f"{self.path} was cut: it should have {size:,} bytes.")
+        self._map()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"Another HostTrainer, or another table of this one, has the file of "
+                f"{self._name} open; close it first",
+                str(self.path),
+            ) from None
+
+    def _map(self) -> None:
+        self._mmap = mmap.mmap(self._file.fileno(), 0)
+        # Single rows are read: no page before or after them.
+        self._mmap.madvise(mmap.MADV_RANDOM)
+        words = np.frombuffer(self._mmap, np.uint32, offset=self._start)
+        self.records = words.reshape(self._shape)
+
+    def close(self) -> None:
+        # The mapping, which has the file open as well, goes with the last view of it.
+        if self._file is not None and not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+    # The header.
+
+    def set_checkpoint(self, step: int, checkpoint: str) -> None:
+        self.header |= {"step": step, "checkpoint": checkpoint}
+        self._write_header()
+
+    def _write_header(self) -> None:
+        self.header["start"] = self._start
+        text = _MAGIC + json.dumps(self.header).encode()
+        self._write(0, np.frombuffer(text.ljust(self._start, b"\0"), np.uint8))
+
+    def _write(self, place: int, array: Any) -> None:
+        data = np.ascontiguousarray(array).data.cast("B")
+        while len(data):
+            done = os.pwrite(self._file.fileno(), data, place)
+            place, data = place + done, data[done:]
+
+    # Rows.
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the last rows that were taken came from the disk."""
+        return self._faults is not None
+
+    def take_into(self, rows: np.ndarray, out: np.ndarray) -> None:
+        if self._faults is not None:  # the last batch waited for the disk
+            self.advise(rows)
+        before = _disk_reads()
+        for part in self._parts(len(rows)):
+            super().take_into(rows[part], out[part])
+        self._faults = (_disk_reads() - before) or None
+
+    def put(self, rows: np.ndarray, records: np.ndarray) -> None:
+        self._check_room(len(rows))
+        for part in self._parts(len(rows)):
+            super().put(rows[part], records[part])
+
+    def advise(self, rows: np.ndarray) -> None:
+        """Lets the system read rows that will be taken soon, many at a time.
+
+        Only where rows have come from the disk: for pages in memory a call is waste.
+        """
+        if self._faults is None or not hasattr(os, "posix_fadvise"):
+            return
+        size, fd = self._words * WORD, self._file.fileno()
+        first = (self._start + rows.astype(np.int64) * size) // _PAGE
+        last = (self._start + (rows.astype(np.int64) + 1) * size - 1) // _PAGE
+        # Rows that share pages, or lie in the next one, are one range.
+        cuts = np.flatnonzero(first[1:] > last[:-1] + 1) + 1
+        starts = first[np.append(0, cuts)] if len(first) else first
+        ends = last[np.append(cuts - 1, len(last) - 1)] if len(last) else last
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            length = (end + 1 - start) * _PAGE
+            os.posix_fadvise(fd, start * _PAGE, length, os.POSIX_FADV_WILLNEED)
+
+    def flush(self) -> None:
+        """Waits until the disk has all that was written."""
+        self._mmap.flush()
+
+    def _parts(self, count: int) -> Any:
+        """Slices of a batch, between which pages are given back over the budget."""
+        if self.budget is None:
+            yield slice(0, count)
+            return
+        for first in range(0, count, _BLOCK):
+            self.keep_budget()
+            yield slice(first, first + _BLOCK)
+        self.keep_budget()
+
+    def keep_budget(self) -> None:
+        """Gives pages of the mapping back if the process holds more than the budget.
+
+        They stay in the system's page cache, changes included, and are mapped again
+        when they are touched: of a shared mapping nothing is lost. Where the system
+        maps whole folios, each touch of a row may map two megabytes, which it would
+        take back only when memory is short.
+        """
+        if self.budget is None or resident_bytes() < self.budget - (_BLOCK << 16):
+            return
+        self._mmap.madvise(mmap.MADV_DONTNEED)
+        if (held := resident_bytes()) > self.budget:
+            raise MemoryError(
+                f"The process holds {held:,} bytes without pages of {self.path}; the "
+                f"budget of HostTrainer is {self.budget:,}."
+            )
+
+    def _check_room(self, count: int) -> None:
+        """Refuses to write rows for which the disk has no room, before any is written.
+
+        A write to a hole of a mapped file on a full disk ends the process (SIGBUS).
+        """
+        own = os.fstat(self._file.fileno())
+        if own.st_blocks * 512 >= own.st_size:  # no holes
+            return
+        disk = os.fstatvfs(self._file.fileno())
+        pages = count * (2 + self._words * WORD // _PAGE)
+        if disk.f_bavail * disk.f_frsize < pages * _PAGE:
+            raise OSError(
+                errno.ENOSPC,
+                f"The disk has no room for the rows of a step of {self._name}; the "
+                "rows are kept, and written by the next call for which there is room",
+                str(self.path),
+            )
+
+
+def _difference(found: Any, expected: Any) -> str:
+    """What two descriptions differ in, first."""
+    if isinstance(found, list):
+        pairs = [(x, y) for x, y in zip(found, expected, strict=False) if x != y]
+        if not pairs:
+            pairs = [(found[len(expected) :], expected[len(found) :])]
+        found, expected = pairs[0]
+    return f"are {found!r} in the file, and {expected!r} here"
+
+
+def _disk_reads() -> int:
+    """How many pages this thread has waited for."""
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(who).ru_majflt
+
+
+def resident_bytes() -> int:
+    """What the process holds, pages of files included: `Rss` of all its mappings.
+
+    The sum of /proc/self/smaps, which takes milliseconds, is kept by the system here.
+    """
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:  # macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

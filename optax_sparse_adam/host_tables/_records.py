@@ -1,0 +1,111 @@
+"""Records: a row of a table and all that the optimiser keeps of it, side by side.
+
+    table [N, 64] float32, mu [N, 64] float32, last [N] int32
+
+is one array of words, uint32 `[N, 129]`: one gather, one transfer and one scatter for
+all of them, and mostly one page of a file. 16-bit numbers lie two in a word; a field
+begins at a word.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+WORD = 4  # bytes
+
+
+class Field(NamedTuple):
+    """What a record holds of one array.
+
+    Attributes:
+      name: The array's path: in the parameters, or in the optimiser's state.
+      shape: Of a row.
+      dtype: Its type.
+      first: The word at which it begins.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    first: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def words(self) -> int:
+        return -(-self.size * self.dtype.itemsize // WORD)
+
+    @property
+    def place(self) -> slice:
+        return slice(self.first, self.first + self.words)
+
+    def described(self) -> list[Any]:
+        """As a header says it."""
+        return [self.name, list(self.shape), str(self.dtype)]
+
+
+class Layout:
+    """The fields of a record.
+
+    Attributes:
+      fields: The parameter's row, then those of the state.
+      words: Length of a record.
+    """
+
+    def __init__(self, arrays: Iterable[tuple[str, tuple[int, ...], Any]]):
+        self.fields: list[Field] = []
+        self.words = 0
+        for name, shape, dtype in arrays:
+            field = Field(name, tuple(shape), np.dtype(dtype), self.words)
+            self.fields.append(field)
+            self.words += field.words
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        """A record as one opaque element, which NumPy copies whole, without the GIL."""
+        return np.dtype((np.void, self.words * WORD))
+
+    def cut(self, words: jax.Array) -> list[jax.Array]:
+        """The arrays `[K, *shape]` of records `[K, words]`, in a program."""
+        return [_of_words(words[:, x.place], x) for x in self.fields]
+
+    def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        return jnp.concatenate([*map(_to_words, arrays)], axis=1)
+
+    def view(self, records: np.ndarray, number: int) -> np.ndarray:
+        """The array `[n, *shape]` of a field, in the memory of the records."""
+        field = self.fields[number]
+        values = records[:, field.place].view(field.dtype)[:, : field.size]
+        return values.reshape(len(records), *field.shape)
+
+    def pack(self, arrays: Sequence[Any], count: int) -> np.ndarray:
+        """Records of the first rows of arrays."""
+        records = np.zeros((count, self.words), np.uint32)
+        for number, x in enumerate(arrays):
+            self.view(records, number)[...] = np.asarray(x)[:count]
+        return records
+
+
+def _to_words(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    x = x.reshape(len(x), -1)
+    each = WORD // x.dtype.itemsize
+    if each > 1:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % each))).reshape(len(x), -1, each)
+    return lax.bitcast_convert_type(x, jnp.uint32).reshape(len(x), -1)
+
+
+def _of_words(words: jax.Array, field: Field) -> jax.Array:
+    count, size = len(words), field.dtype.itemsize
+    dtype = jnp.uint8 if field.dtype == bool else field.dtype
+    if size > WORD:
+        words = words.reshape(count, -1, size // WORD)
+    values = lax.bitcast_convert_type(words, dtype).reshape(count, -1)
+    return values[:, : field.size].reshape(count, *field.shape).astype(field.dtype)

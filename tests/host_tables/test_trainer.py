@@ -1,0 +1,432 @@
+"""A trainer: what is between two steps, and what goes wrong in one."""
+
+import _thread
+import threading
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+from ..helpers.host_tables import (
+    DIM,
+    ROWS,
+    arrays,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import assert_identical
+
+TX = osa.sparse_adam(1e-2)
+
+
+def new_trainer(tx=TX, fun=loss, **options):
+    return host.HostTrainer(fun, tx, host_params(*begin()), **options)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    rows, w = begin()
+    return train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 10))
+
+
+def test_steps_and_pipelines_in_turn_and_what_is_wrong_between(expected):
+    trainer = new_trainer()
+    values = [trainer.step(*next(batches(0, 1)))]
+    # A pipeline that is left, one that others go before, batches that raise.
+    for value in trainer.run(batches(1, 9)):
+        values.append(value)
+        if len(values) == 3:
+            break
+    first = trainer.run(batches(3, 4))
+    values.append(next(first))
+    first.close()
+    run = trainer.run(batch for k in (4, 6) for batch in batches(k, k + 1))
+    values.append(next(run))
+    values.append(trainer.step(*next(batches(5, 6))))
+    values += list(run)
+
+    def raising():
+        yield from batches(7, 8)
+        raise RuntimeError("no more")
+
+    run = trainer.run(raising())
+    values.append(next(run))  # the step before the error is done
+    with pytest.raises(RuntimeError, match="no more"):
+        next(run)
+    assert trainer.steps == 8
+    # An id out of bounds: the batch is named, and nothing is changed.
+    before = arrays((trainer.params, trainer.state))
+    ids, y = next(batches(8, 9))
+    for row in (ROWS, -ROWS - 1, 2**31 - 2):
+        bad = np.array(ids)
+        bad[5] = row
+        with pytest.raises(IndexError, match=rf"Batch 8 .*row {row} of \['table'\]"):
+            trainer.step(bad, y)
+    with pytest.raises(IndexError, match=r"has 300 rows, at .*host_tables.py:\d+"):
+        list(trainer.run([(bad, y)]))
+    assert_identical(arrays((trainer.params, trainer.state)), before)
+    run = trainer.run([(ids, y), (bad, y)])
+    values.append(next(run))
+    with pytest.raises(IndexError, match="Batch 9 "):
+        next(run)
+    values.append(trainer.step(*next(batches(9, 10))))
+    assert_trained_alike(trainer, values, expected)
+    assert list(trainer.run([])) == []
+    threads = [x.name for x in threading.enumerate()]
+    assert not any("host_tables" in name for name in threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["caller", "batches", "step"])
+def test_a_keyboard_interrupt_loses_no_step(where, expected):
+    trainer = new_trainer()
+    values, count = [], 0
+
+    def drawn():
+        for number, batch in enumerate(batches(0, 10)):
+            if where == "batches" and number == 4 and count == 0:
+                raise KeyboardInterrupt
+            yield batch
+
+    program = trainer._steps._program
+
+    def interrupted(*args):
+        _thread.interrupt_main()
+        return program(*args)
+
+    def train():
+        for value in trainer.run(drawn()):
+            values.append(value)
+            if len(values) == 3 and where == "caller":
+                raise KeyboardInterrupt
+            if len(values) == 3 and where == "step":
+                trainer._steps._program = interrupted
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    trainer._steps._program = program
+    done = trainer.steps
+    values = expected[2][:done]  # the value of an interrupted step is lost
+    values += [trainer.step(*batch) for batch in batches(done, 10)]
+    assert_trained_alike(trainer, values, expected)
+
+
+@pytest.mark.slow
+def test_a_loss_that_raises_changes_nothing(expected):
+    fails = []
+
+    def fun(params, ids, y):
+        if fails:
+            raise RuntimeError("in the loss")
+        return loss(params, ids, y)
+
+    trainer = new_trainer(fun=fun)
+    values = list(trainer.run(batches(0, 4)))
+    fails.append(1)
+    for make in (trainer.step, lambda *batch: list(trainer.run([batch]))):
+        with pytest.raises(RuntimeError, match="in the loss"):
+            make(*next(batches(0, 1, ids=7)))
+    fails.clear()
+    values += list(trainer.run(batches(4, 10)))
+    assert_trained_alike(trainer, values, expected)
+
+
+def _dense(params, ids):
+    return jnp.sum(params["table"][ids]) + jnp.sum(params["table"] ** 2)
+
+
+def _chained(params, ids):
+    nearest = jnp.argmax(params["table"][ids], axis=1)
+    return jnp.sum(params["table"][nearest])
+
+
+def _while(params, ids):
+    def body(state):
+        return state[0] + 1, state[1] + params["table"][state[0]].sum()
+
+    return lax.while_loop(lambda x: x[0] < 3, body, (0, jnp.float32(0)))[1]
+
+
+def _batched(params, ids):
+    table = params["table"].reshape(3, -1, DIM)
+    return jax.vmap(lambda t, i: t[i])(table, ids[:3]).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fun", "error", "words"),
+    [
+        (
+            _dense,
+            ValueError,
+            r"only its rows can be looked up.*used by `reduce_sum` at .*\.py:",
+        ),
+        (_chained, ValueError, r"must not depend on rows, but some depend on \['table"),
+        (_while, ValueError, r"\['table'\].*used by `while` at .*test_trainer.py:\d+"),
+        (_batched, ValueError, r"used by `reshape` at .*test_trainer.py:\d+"),
+        (lambda p, ids: p["table"], ValueError, r"returns all of \['table'\]"),
+    ],
+)
+def test_what_a_loss_may_not_do(fun, error, words):
+    trainer = host.HostTrainer(fun, TX, host_params(*begin()))
+    ids = np.array([1, 2, 3])
+    before = arrays(trainer.params)
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            trainer.step(ids)
+    with pytest.raises(error, match=words):
+        list(trainer.run([ids]))
+    assert_identical(arrays(trainer.params), before)
+
+
+@pytest.mark.slow
+def test_a_vmap_over_tables_and_ids_is_refused():
+    table = host.HostTable((3, 5, DIM))
+
+    def fun(params, ids):
+        return jax.vmap(lambda t, i: t[i])(params["t"], ids).sum()
+
+    trainer = host.HostTrainer(fun, TX, {"t": table})
+    with pytest.raises(ValueError, match=r"vmap over tables and their ids at .*\.py:"):
+        trainer.step(np.zeros((3, 2), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: host.HostTable(()), ValueError, "shape"),
+        (lambda: host.HostTable((0, 3)), ValueError, "at least one row"),
+        (lambda: host.HostTable((2**31 - 1, 3)), ValueError, "ids are int32"),
+        (lambda: host.HostTable((2**31, 3)), ValueError, "2,147,483,648"),
+        (lambda: host.HostTable((5, 3), np.int32), TypeError, "floating"),
+        (lambda: host.HostTable((5, 3), np.float64), TypeError, "jax_enable_x64"),
+        (lambda: host.HostTable((5,), file="x", storage=1), ValueError, "both"),
+        (lambda: np.asarray(host.HostTable((5, 3))), TypeError, "is no array"),
+        (
+            lambda: host.HostTrainer(loss, TX, {"w": jnp.ones(3)}),
+            ValueError,
+            "make_train_step",
+        ),
+        (
+            lambda: host.HostTrainer(loss, "adam", {"t": host.HostTable((5, 3))}),
+            TypeError,
+            "HostTrainer",
+        ),
+    ],
+)
+def test_what_is_no_table_and_no_trainer(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.slow
+def test_a_table_of_two_billion_rows(tmp_path):
+    rows = 2**31 - 2
+    table = host.HostTable((rows, 1), "bfloat16", file=tmp_path / "x")
+    params = {"table": table, "w": jnp.ones((1, 4))}
+
+    def fun(params, ids, y):
+        return loss(params | {"table": params["table"].astype(jnp.float32)}, ids, y)
+
+    with host.HostTrainer(fun, osa.rowwise_adagrad(0.1), params) as trainer:
+        ids = np.array([0, rows - 1, 2**30, rows - 1, -1])
+        trainer.step(ids, np.ones(5, np.float32))
+        taken = trainer.params["table"][[0, 1, 2**30, rows - 2, rows - 1], 0]
+        assert (taken != 0).tolist() == [True, False, True, False, True]
+        with pytest.raises(IndexError, match="row 2147483646"):
+            trainer.step(np.array([rows]), np.ones(1, np.float32))
+    os_size = (tmp_path / "x").stat().st_blocks * 512
+    assert os_size < 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact_adam", "exact_adamw", "sparse_adam"])
+def test_evaluate_and_map_rows(name):
+    tx = getattr(osa, name)(1e-2)
+    rows, w = begin()
+    params, state, _ = train_in_memory(loss, tx, {"table": rows, "w": w}, batches(0, 5))
+    trainer = new_trainer(tx)
+
+    def predict(params, ids, *, scale=1.0, name="x"):
+        return {name: jnp.tanh(params["table"][ids] @ params["w"]) * scale}
+
+    def in_memory(params, state, ids):
+        return osa.evaluate(predict, read=state)(params, ids, scale=2.0)
+
+    read = state if name != "sparse_adam" else None
+    evaluate = trainer.evaluate(predict)
+    run = trainer.run(batches(0, 5))
+    for _ in range(4):
+        next(run)
+        evaluate(jnp.arange(20), scale=2.0)
+    next(run)
+    for ids in (np.arange(20), np.arange(20)[::-3], np.zeros(0, np.int32)):
+        expected = jax.jit(in_memory)(params, read, ids)["x"]
+        found = evaluate(ids, scale=2.0, name="y")
+        assert_identical(np.asarray(found["y"]), np.asarray(expected))
+    with pytest.raises(IndexError, match="The batch of evaluate looks up row 300"):
+        evaluate(np.array([ROWS]))
+    if name != "sparse_adam":
+        params, state = osa.flush(params, state)
+        trainer.map_rows(osa.flush)
+
+    def halved(params, state):
+        return jax.tree.map(lambda x: x / 2, params), state
+
+    params, state = jax.jit(halved)(params, state)
+    trainer.map_rows(halved)
+    assert_trained_alike(trainer, [], (params, state, []))
+
+
+@pytest.mark.slow
+def test_map_rows_by_chunks_and_what_it_refuses(monkeypatch):
+    from optax_sparse_adam.host_tables import _trainer
+
+    monkeypatch.setattr(_trainer, "_CHUNK", 7 * 3 * DIM * 4)  # 7 rows at once
+    rows, w = begin()
+    small = host.HostTable((5, 3), init=lambda a, b: np.ones((b - a, 3)))
+    trainer = host.HostTrainer(loss, TX, host_params(rows, w) | {"small": small})
+    before = arrays((trainer.params, trainer.state))
+    bad = {
+        "treats each row alone": lambda p, s: (p | {"w": p["w"] + p["table"].sum()}, s),
+        "shapes and types": lambda p, s: (p | {"table": p["table"][:3]}, s),
+    }
+    for words, fun in bad.items():
+        with pytest.raises(ValueError, match=words):
+            trainer.map_rows(fun)
+    assert_identical(arrays((trainer.params, trainer.state)), before)
+    run = trainer.run(batches(0, 4))
+    next(run)
+
+    def doubled(params, state):
+        return jax.tree.map(lambda x: 2 * x, params), state
+
+    trainer.map_rows(doubled)
+    list(run)  # goes on with the rows as they are now
+    params = {"table": rows, "w": w, "small": np.ones((5, 3), np.float32)}
+    params = jax.tree.map(jnp.array, params)
+    state, step = TX.init(params), osa.make_train_step(loss, TX)
+    for number, batch in enumerate(batches(0, 4)):
+        params, state, _ = step(params, state, *batch)
+        if number == 0:
+            params, state = doubled(params, state)
+    assert_trained_alike(trainer, [], (params, state, []))
+
+
+@pytest.mark.slow
+def test_views_are_read_only_and_a_closed_trainer_says_so():
+    trainer = new_trainer()
+    with pytest.raises(ValueError, match="read-only"):
+        trainer.params["table"][0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        trainer.state.mu["table"][0] = 1
+    run = trainer.run(batches(0, 3))
+    next(run)
+    trainer.close()
+    trainer.close()
+    for use in (
+        lambda: trainer.params,
+        lambda: trainer.step(*next(batches(0, 1))),
+        lambda: list(run),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ["sparse_adam", "exact_adam"])
+def test_a_batch_over_a_mesh(name, kind):
+    """Rows are on all devices, the batch is split; as tables in memory that are so."""
+    axis = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((4,), ("x",), (axis,), devices=jax.devices()[:4])
+    split = jax.NamedSharding(mesh, jax.P("x"))
+    whole = jax.NamedSharding(mesh, jax.P())
+    tx = getattr(osa, name)(1e-2)
+    rows, w = begin()
+
+    def placed():
+        return [jax.device_put(batch, split) for batch in batches(0, 8)]
+
+    def fun(params, ids, y):
+        out = whole if kind == "Auto" else jax.P("x")
+        where = {"out_sharding": out} if kind == "Explicit" else {}
+        x = params["table"].at[ids].get(**where)
+        return jnp.mean((jnp.tanh(x @ params["w"]).sum(1) - y) ** 2)
+
+    params = jax.device_put({"table": jnp.array(rows), "w": jnp.array(w)}, whole)
+    with jax.set_mesh(mesh):
+        state, step = tx.init(params), osa.make_train_step(fun, tx)
+        state = jax.device_put(state, whole)
+        values = []
+        for batch in placed():
+            params, state, value = step(params, state, *batch)
+            values.append(np.asarray(value))
+        own = host_params(rows, jax.device_put(w, whole))
+        trainer = host.HostTrainer(fun, tx, own)
+        found = list(trainer.run(placed()))
+    assert_trained_alike(trainer, found, (params, state, values))
+
+
+@pytest.mark.slow
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match="here are 2"):
+        new_trainer()
+
+
+@pytest.mark.slow
+def test_nnx_tables_never_exist(tmp_path):
+    class Model(nnx.Module):
+        def __init__(self, rngs, rows):
+            self.embed = nnx.Embed(rows, DIM, rngs=rngs)
+            self.out = nnx.Linear(DIM, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+
+        def __call__(self, ids):
+            return self.norm(self.out(self.embed(ids)))
+
+    def split(rows, **where):
+        return host.nnx_tables(
+            lambda: Model(nnx.Rngs(0), rows),
+            lambda path, x: (
+                host.HostTable(x.shape, x.dtype, **where)
+                if x.shape[0] == rows
+                else None
+            ),
+        )
+
+    graph, params, rest = split(2_000_000_000, file=tmp_path / "huge")
+    assert params.embed.embedding.get_value().shape == (2_000_000_000, DIM)
+    model = Model(nnx.Rngs(0), ROWS)
+    assert_identical(
+        np.asarray(params.out.kernel.get_value()), np.asarray(model.out.kernel[...])
+    )
+    table = np.asarray(model.embed.embedding[...])
+    graph, params, rest = split(ROWS, init=lambda a, b: table[a:b])
+
+    def fun(params, ids, y):
+        model = nnx.merge(graph, params, rest)
+        return jnp.mean((model(ids).sum(1) - y) ** 2)
+
+    trainer = host.HostTrainer(fun, TX, params)
+    plain = nnx.split(model, nnx.Param, ...)[1]
+    expected = train_in_memory(fun, TX, plain, batches(0, 5))
+    assert_trained_alike(trainer, list(trainer.run(batches(0, 5))), expected)
+    with pytest.raises(ValueError, match="no HostTable"):
+        host.nnx_tables(lambda: Model(nnx.Rngs(0), 9), lambda path, x: None)
+    with pytest.raises(ValueError, match=r"embed.*which is float32\[9, 8\]"):
+        host.nnx_tables(
+            lambda: Model(nnx.Rngs(0), 9),
+            lambda path, x: host.HostTable((9, 7)) if x.shape[0] == 9 else None,
+        )
