@@ -10,7 +10,7 @@ from .arguments import check_argnums
 from .expressions import Table, table
 from .nested_reads import reading
 from .rules import RULES
-from .value_and_grad import as_places, current_tables, trace
+from .value_and_grad import as_places, current_tables, jit_enabled, trace
 from .walk import Program, Walk
 
 Result = TypeVar("Result")
@@ -74,11 +74,12 @@ def evaluate(
             with reading([args[i] for i in places], chosen, read):
                 return fun(*args, **kwargs)
 
-        closed, to_result = trace(bound, args, places)
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
-        values = [_looked_up(x) for x in current_tables(tree, read)]
-        walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
-        arrays = [jnp.asarray(walk.dense(x)) for x in walk.evaluate(closed, values)]
+        with jit_enabled():
+            closed, to_result = trace(bound, args, places)
+            values = [_looked_up(x) for x in current_tables(tree, read)]
+            walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
+            arrays = [jnp.asarray(walk.dense(x)) for x in walk.evaluate(closed, values)]
         result: Result = to_result(arrays)
         return result
 

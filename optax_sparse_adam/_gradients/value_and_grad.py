@@ -141,15 +141,17 @@ def value_and_grad(
             return result
 
         try:
-            closed, to_result = trace(loss, args, places, has_loss=True)
+            with jit_enabled():
+                closed, to_result = trace(loss, args, places, has_loss=True)
         except _NoLoss:
             return reference(*args, **kwargs)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         tables = current_tables(tree, read)
         are_stale = functools.partial(_are_stale, tree, read)
-        arrays, grads = evaluate_with_gradients(
-            closed, paths, wanted, tables, are_stale
-        )
+        with jit_enabled():
+            arrays, grads = evaluate_with_gradients(
+                closed, paths, wanted, tables, are_stale
+            )
         for leaf, own, made in zip(jax.tree.leaves(tree), tables, grads, strict=True):
             if own.stale is not None and isinstance(made, CanaryBCOO):
                 made.read_of = (leaf,)
@@ -204,6 +206,18 @@ def without_value(both: Callable[..., Any], has_aux: bool) -> Callable[..., Any]
 
 class _NoLoss(Exception):
     """Raised where JAX would not differentiate what a function returns."""
+
+
+def jit_enabled() -> Any:
+    """`fun` is traced as ever under `jax.disable_jit`.
+
+    Problem: under `jax.disable_jit` gradients of `embedding_bag` are dense, and an
+    optimiser of rows moves every row. Cause: a walk knows some lookups by the name of
+    their `jit`, and the jaxpr has none. Remedy: `fun` is traced with `jit`, since what
+    it computes are tracers in either case. Safe: the user's setting is back when the
+    gradient is there. Test: `tests/gradients/test_ways_to_run.py`.
+    """
+    return jax.disable_jit(False)
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
