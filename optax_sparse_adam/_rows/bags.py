@@ -46,6 +46,7 @@ def embedding_bag(
     num_segments: int | None = None,
     weights: jax.Array | None = None,
     mode: str = "sum",
+    include_last_offset: bool = False,
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
 ) -> jax.Array:
@@ -62,7 +63,8 @@ def embedding_bag(
     - `ids [bags, length]`.
     - `ids [entries]` with `offsets [bags]`, ascending, as in torch: bag `i` begins at
       `offsets[i]` and ends where the next one begins, or with the ids. Ids before the
-      first offset belong to no bag.
+      first offset belong to no bag. With `include_last_offset` there are `bags + 1`
+      offsets, and the last one ends the last bag: ids behind it belong to no bag.
     - `ids [entries]` with `segment_ids [entries]`, in any order, and `num_segments`, as
       in `jax.ops.segment_sum`. A segment out of bounds belongs to no bag.
 
@@ -79,6 +81,8 @@ def embedding_bag(
       mode: "sum"; "mean", `sum(w * x) / sum(w)`; "sqrtn", `sum(w * x) /
         sqrt(sum(w**2))`; or "max", whose gradient goes to the first of equal rows, as
         in torch. Padding is not counted.
+      include_last_offset: Whether the last offset is the end of the last bag, as in
+        torch and in CSR matrices, for the used part of a buffer of fixed length.
       indices_are_sorted: A promise, as that of `table.at[ids].get`, that ids ascend,
         with padding and ids of no bag at the end. The gradient has this flag.
       unique_indices: A promise that no row is there twice, in whatever bag. The
@@ -91,7 +95,8 @@ def embedding_bag(
     Raises:
       TypeError: If ids are not integers, or table or weights not floating point.
       ValueError: If shapes do not fit, forms are mixed, or the mode is unknown; if
-        offsets do not ascend, where a compiled program makes NaN of all bags.
+        offsets do not ascend, or the last bag ends behind the ids, where a compiled
+        program makes NaN of all bags.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -109,21 +114,30 @@ def embedding_bag(
     table, ids = _table_of(table), as_array(ids)
     bags = {"offsets": offsets, "segment_ids": segment_ids, "weights": weights}
     arrays = {name: as_array(x) for name, x in bags.items() if x is not None}
-    num_bags = _check(table, ids, arrays, num_segments, mode)
+    num_bags = _check(table, ids, arrays, num_segments, mode, include_last_offset)
     if offsets is not None and not isinstance(offsets, jax.core.Tracer):
         known = np.asarray(offsets)
         if (known[1:] < known[:-1]).any() or (known < 0).any():
             raise ValueError(
                 f"offsets must be ascending, from 0 on, got {known.tolist()}."
             )
+        if include_last_offset and known[-1] > len(ids):
+            raise ValueError(
+                f"The last of the offsets must be at most {len(ids)}, the number of "
+                f"ids, as it ends the last bag; got {known.tolist()}."
+            )
     if num_bags == 0:
         return jnp.zeros((0, *table.shape[1:]), table.dtype)
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
     flags = indices_are_sorted, unique_indices
     pooled = _pooled(table, ids, segments, weights, valid, num_bags, mode, flags)
-    if isinstance(offsets, jax.core.Tracer) and num_bags > 1:
+    if isinstance(offsets, jax.core.Tracer) and len(offsets) > 1:
         # What would raise outside of a program is NaN inside.
         is_ascending = jnp.all(offsets[1:] >= offsets[:-1])
+        if include_last_offset:
+            is_ascending &= offsets[-1] <= np.asarray(
+                min(len(ids), jnp.iinfo(offsets.dtype).max), offsets.dtype
+            )
         pooled = jnp.where(is_ascending, pooled, jnp.full_like(pooled, jnp.nan))
     return pooled
 
@@ -162,6 +176,7 @@ def _check(
     arrays: dict[str, jax.Array],
     num_segments: int | None,
     mode: str,
+    include_last_offset: bool,
 ) -> int:
     """The number of bags; raises unless the arguments fit."""
     floats = {"a table": table} | {k: v for k, v in arrays.items() if k == "weights"}
@@ -187,12 +202,17 @@ def _check(
         or ("segment_ids" in arrays and arrays["segment_ids"].shape != ids.shape)
     ):
         raise ValueError(f"{_FORMS}; got {shapes} and num_segments={num_segments}.")
+    if include_last_offset and not arrays.get("offsets", ids[:0]).size:
+        raise ValueError(
+            "include_last_offset is for offsets [bags + 1], the last of which ends the "
+            f"last bag; got {shapes}."
+        )
     if "weights" in arrays and arrays["weights"].shape != ids.shape:
         raise ValueError(f"embedding_bag takes a weight for each id, got {shapes}.")
     if table.ndim == 0 or not len(table):
         raise ValueError(f"embedding_bag takes a table of rows, got {table.shape}.")
     if num_segments is None:
-        return len(arrays.get("offsets", ids))
+        return len(arrays.get("offsets", ids)) - bool(include_last_offset)
     num_bags = operator.index(num_segments)
     if num_bags < 0:
         raise ValueError(f"num_segments must be at least 0, got {num_bags}.")

@@ -65,6 +65,14 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
             f"{grad.dtype} (shape {grad.shape}). Integer and complex tables cannot be "
             "trained; leave them out of the parameters."
         )
+    if grad.n_batch != 0 and grad.n_sparse >= 1:
+        axes = "0" if grad.n_batch == 1 else str(tuple(range(grad.n_batch)))
+        raise ValueError(
+            "A row-sparse gradient must have n_batch == 0, got a batch of gradients, "
+            f"as vmap makes it (n_batch == {grad.n_batch}, shape {grad.shape}). Add "
+            f"them up: `g.sum({axes})` is one gradient with the entries of all; divide "
+            "it by their number for the mean."
+        )
     if grad.n_batch != 0 or grad.n_sparse < 1:
         raise ValueError(
             "A row-sparse gradient must have n_batch == 0 and n_sparse >= 1, got "

@@ -88,7 +88,8 @@ def test_torch(mode, form):
         ids, weights = ids.ravel(), None if weights is None else weights.ravel()
         offsets = np.array([0, 4, 4, 11, 20, 20])
         if form == "last offset":
-            offsets = np.append(offsets, len(ids))
+            # With padding behind, but where torch counts that.
+            offsets = np.append(offsets, len(ids) - (2 if mode == "max" else 0))
             kwargs = {"include_last_offset": True}
     leaves = [torch.tensor(table, requires_grad=True)]
     if weights is not None:
@@ -105,12 +106,9 @@ def test_torch(mode, form):
     expected.backward(torch.tensor(cotangent))
 
     ids = np.where(ids == len(table) - 7, len(table), ids)  # padding
-    if "include_last_offset" in kwargs:  # is the end of the last bag
-        ids[offsets[-1] :] = len(table)
-        offsets = offsets[:-1]
 
     def function(table, weights):
-        return bag(table, ids, offsets=offsets, weights=weights, mode=mode)
+        return bag(table, ids, offsets=offsets, weights=weights, mode=mode, **kwargs)
 
     args = jnp.asarray(table), None if weights is None else jnp.asarray(weights)
     value, pullback = jax.vjp(function, *args)
@@ -416,6 +414,29 @@ def test_offsets_that_do_not_ascend(mode):
     assert_close(
         pool(jnp.array([0, 2])), loop(table, ids, segments, None, mode, 2), 1e-5
     )
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn", "max"])
+@pytest.mark.parametrize("way", ["eager", "jit"])
+def test_last_offset(mode, way):
+    """What is behind it belongs to no bag, whatever it holds; as a loop has it."""
+    table, ids = numbers()[0], jnp.array([3, 7, 9, 7, 7, 5, 1])
+    segments = np.array([0, 0, 0, 2, 2, -1, -1])  # a bag is empty
+    pool = functools.partial(bag, mode=mode, include_last_offset=True)
+    pool = pool if way == "eager" else jax.jit(pool)
+    found = pool(table, ids, offsets=jnp.array([0, 3, 3, 5]))
+    expected = loop(table, ids, segments, None, mode, 3)
+    assert_close(found, expected, 1e-5, magnitude=1 + np.abs(expected))
+    assert pool(table, ids, offsets=jnp.array([2])).shape == (0, DIM)
+    for offsets in ([0, 8], [0, 3, 2]):
+        if way == "eager":
+            with pytest.raises(ValueError, match="offsets must be"):
+                pool(table, ids, offsets=jnp.array(offsets))
+        else:
+            assert np.isnan(pool(table, ids, offsets=jnp.array(offsets))).all()
+    for kwargs in ({}, {"offsets": jnp.zeros(0, int)}):
+        with pytest.raises(ValueError, match="include_last_offset is for offsets"):
+            pool(table, ids if kwargs else ids[None], **kwargs)
 
 
 @pytest.mark.parametrize("mode", ["mean", "sqrtn"])

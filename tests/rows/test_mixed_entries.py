@@ -4,7 +4,9 @@ To a function of trees they are as those of lookups: all arrays have one row for
 entry, so that what it does to all of them, it does to entries.
 """
 
+import ast
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +162,19 @@ def test_arrays_of_two_gradients():
     found = np.zeros((ROWS, DIM))
     np.add.at(found, other.indices[:, 0], np.asarray(one.data))
     assert_close(dense(mixed), found, 1e-6, magnitude=30.0)
+
+
+@pytest.mark.parametrize("axes", ["0", "(0, 1)"])
+def test_a_batch_of_gradients(axes):
+    """Refused, with what makes one gradient of it; which does."""
+    ids, mapped = jnp.asarray(IDS), jax.vmap(grad_of, (None, 0))
+    if axes != "0":
+        ids, mapped = jnp.stack([ids, ids[::-1]]), jax.vmap(mapped, (None, 0))
+    grads = mapped(TABLE, ids)
+    words = re.escape(f"`g.sum({axes})` is one gradient")
+    with pytest.raises(ValueError, match=words):
+        osa.coalesce(grads)
+    found = osa.coalesce(grads.sum(ast.literal_eval(axes)))
+    expected = jax.jit(jax.grad(lambda t: sum(map(functools.partial(loss, t), IDS))))
+    factor = 1 if axes == "0" else 2
+    assert_close(dense(found), factor * expected(TABLE), 1e-6, magnitude=30.0)

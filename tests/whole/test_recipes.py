@@ -111,3 +111,38 @@ def test_constraints_hold_on_touched_rows_only():
         untouched = np.setdiff1d(np.arange(ROWS), batches)
         assert untouched.size
         assert_identical(params["table"][untouched], np.float32(start[untouched]))
+
+
+def test_micro_gradients_in_a_carry():
+    """The sum of all gradients, as a loop; NaN where rows do not fit."""
+    names = recipe("Micro-batches")
+    params, (_, _, batches) = names["init"](), draw()
+    table, w = (np.asarray(params[x], np.float64) for x in ("table", "w"))
+    grad = names["sum_of_gradients"](params, batches % 10)
+    assert grad.nse == 20
+    assert grad.unique_indices
+    expected = sum(gradient(table, w, ids) for ids in batches % 10)
+    np.testing.assert_allclose(grad.todense(), expected, atol=1e-5)
+    more = names["sum_of_gradients"](params, np.arange(24).reshape(4, 6))
+    assert np.isnan(more.data).all()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("length", [1, 5])
+def test_gradients_by_frequency(length):
+    torch = pytest.importorskip("torch")
+    look_up = recipe("Gradients by frequency")["look_up_by_freq"]
+    rng, table, _ = draw()
+    ids, weights = rng.zipf(1.5, (6, length)) % ROWS, rng.normal(size=(6, length, DIM))
+    weight = torch.tensor(table, requires_grad=True)
+    expected = torch.nn.functional.embedding(
+        torch.tensor(ids), weight, scale_grad_by_freq=True
+    )
+    (torch.tanh(expected) * torch.tensor(weights)).sum().backward()
+    with jax.enable_x64(True):
+
+        def loss(table):
+            return jnp.sum(jnp.tanh(look_up(table, jnp.asarray(ids))) * weights)
+
+        grad = jax.jit(osa.grad(loss, sparse=True))(jnp.asarray(table))
+        np.testing.assert_allclose(grad.todense(), weight.grad, rtol=1e-12, atol=1e-12)

@@ -13,8 +13,8 @@ SIGNATURES = {
     osa.value_and_grad: "(fun, argnums=0, has_aux=False, *, sparse=None, read=None)",
     osa.grad: "(fun, argnums=0, has_aux=False, *, sparse=None, read=None)",
     osa.embedding_bag: "(table, ids, *, offsets=None, segment_ids=None, "
-    "num_segments=None, weights=None, mode='sum', indices_are_sorted=False, "
-    "unique_indices=False)",
+    "num_segments=None, weights=None, mode='sum', include_last_offset=False, "
+    "indices_are_sorted=False, unique_indices=False)",
     osa.frozen_lookup: "(trained, ids, *, frozen, rows)",
     osa.coalesce: "(grad)",
     osa.sparse_adam: "(learning_rate, b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None, "
