@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import report
 import turns
+import wheels
 from contestants import DENSE, TORCH, InJax, InTorch
 from problem import DRAWS, Problem, draw
 
@@ -29,10 +30,10 @@ def default_promotion():
         yield
 
 
-def printed(script, *args):
+def printed(script, *args, **environment):
     done = subprocess.run(
         [sys.executable, str(FOLDER / script), *args],
-        env=program_environment(),
+        env=program_environment() | environment,
         capture_output=True,
         text=True,
         timeout=600,
@@ -112,3 +113,15 @@ def test_both_compute_the_same(name, dtype, monkeypatch):
     moved = np.abs(ours.table() - 1).max(axis=1)
     assert set(np.flatnonzero(moved)) == set(np.concatenate(batches.ids).tolist())
     assert 0.005 < moved.max() < 0.02
+
+
+def test_quality():
+    """One cell: as published, and exact Adam as dense, with data from a wheel."""
+    pytest.importorskip("tqdm")
+    try:
+        wheels.find_wheel("pykeen")
+    except SystemExit as error:
+        pytest.skip(str(error))
+    optimized = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}  # a training, not a trial
+    stdout = printed("quality.py", "--quick", **optimized)
+    assert stdout.endswith("all as they should be\n")

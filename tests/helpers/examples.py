@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "examples"
+sys.path.append(str(FOLDER))  # examples import what they share by name
 # In a training LLVM's optimizations save more time than they take.
 _OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
 
