@@ -24,7 +24,7 @@ from .._optimizers.hyperparameters import (
 from .._optimizers.update_rows import Updated, UpdateRows
 from .._rows.apply_updates import Update
 from .._rows.canary import is_read_at, lacks_clock, without_clock
-from .._rows.checks import is_bcoo, is_leaf, leaves_like
+from .._rows.checks import is_bcoo, is_leaf, leaves_like, refuse_complex
 from .._rows.coalesce import accumulator_dtype
 from .._rows.gather_scatter import gather_rows
 from .._rows.new_arrays import full_along
@@ -206,6 +206,7 @@ def _exact_adam(
 
     def init_fn(params: optax.Params) -> ExactAdamState:
         for leaf in jax.tree.leaves(params):
+            refuse_complex(leaf, own)
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 raise ValueError(
                     "exact_adam trains floating-point parameters, got "

@@ -17,7 +17,7 @@ import optax
 
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.apply_updates import Update
-from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like
+from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like, refuse_complex
 from .._rows.coalesce import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
 from .._rows.map_rows import Tables
@@ -160,12 +160,7 @@ def by_leaf(
 
     def init_fn(params: optax.Params) -> Any:
         for leaf in jax.tree.leaves(params):
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-                raise ValueError(
-                    f"{title} does not support complex parameters, got "
-                    f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Train the "
-                    "real and the imaginary part as two tables."
-                )
+            refuse_complex(leaf, title)
         trees = {key: jax.tree.map(x.init, params) for key, x in moments.items()}
         return state_class(count=jnp.zeros([], jnp.int32), **trees)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._rows.checks import check_bcoo, is_bcoo
+from .._rows.checks import check_bcoo, is_bcoo, remedy_of
 from .._rows.stale import class_names
 
 Scalar = float | jax.Array
@@ -77,7 +77,8 @@ def check_leaf(grad: Any, like: Any) -> None:
         raise TypeError(
             "Gradients must be floating-point arrays, BCOO matrices or None, got "
             f"{jnp.result_type(grad)} of shape {jnp.shape(grad)}. Integer and complex "
-            "parameters cannot be trained; give None for them."
+            "parameters cannot be trained. "
+            + remedy_of(jnp.result_type(grad), "Give None for integers.")
         )
     elif jnp.shape(grad) != jnp.shape(like):
         raise ValueError(

@@ -75,6 +75,9 @@ def lazy(
     `MultiSteps`. To accumulate gradients, let one gradient span the micro-batches:
     `value_and_grad` of a loss that runs a `jax.lax.scan` over them.
 
+    `inner` has its own defaults: the sums of `optax.adagrad` begin at 0.1, beside which
+    the squares of a mean loss are nothing; give it `initial_accumulator_value=0.0`.
+
     Weight decay inside `inner` decays the touched rows, once for each step that touches
     them. A mask, or labels, that are a function (`optax.masked`, `optax.partition`) see
     the touched rows in place of the table. One that goes by names, types or ranks

@@ -8,6 +8,25 @@ from jax.experimental.sparse import BCOO
 
 from .canary import CanaryBCOO, check_indices
 
+_AS_REAL = (
+    "Keep complex numbers as one real table of twice the columns, real parts and then "
+    "imaginary ones: see docs/complex_tables.md."
+)
+
+
+def refuse_complex(leaf: Any, name: str) -> None:
+    """Raises for a complex parameter; `name` is that of the optimiser."""
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        raise ValueError(
+            f"{name} does not support complex parameters, got {jnp.result_type(leaf)} "
+            f"of shape {jnp.shape(leaf)}. {_AS_REAL}"
+        )
+
+
+def remedy_of(dtype: Any, others: str) -> str:
+    """What to do with gradients that are not real: `others` of integers."""
+    return _AS_REAL if jnp.issubdtype(dtype, jnp.complexfloating) else others
+
 
 def is_bcoo(x: Any) -> bool:
     return isinstance(x, BCOO)
@@ -63,7 +82,7 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
         raise TypeError(
             "A row-sparse gradient must have floating-point values, got "
             f"{grad.dtype} (shape {grad.shape}). Integer and complex tables cannot be "
-            "trained; leave them out of the parameters."
+            "trained. " + remedy_of(grad.dtype, "Leave integers out of the parameters.")
         )
     if grad.n_batch != 0 and grad.n_sparse >= 1:
         axes = "0" if grad.n_batch == 1 else str(tuple(range(grad.n_batch)))

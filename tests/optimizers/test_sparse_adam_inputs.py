@@ -242,9 +242,18 @@ COMPLEX = "SparseAdam does not support complex parameters"
 
 
 def test_complex_parameters():
-    for init in (osa.sparse_adam(0.1).init, jax.jit(osa.sparse_adam(0.1).init)):
-        with pytest.raises(ValueError, match=COMPLEX):
-            init({"a": jnp.zeros(2), "b": jnp.zeros(3, jnp.complex64)})
+    """All say the same: one real table of twice the columns."""
+    words = "does not support complex parameters.*one real table of twice the columns"
+    names = ["sparse_adam", "rowwise_adam", "rowwise_adagrad", "sparse_adafactor"]
+    for name in [*names, "exact_adam", "exact_adamw"]:
+        tx = getattr(osa, name)(0.1)
+        for init in (tx.init, jax.jit(tx.init)):
+            with pytest.raises(ValueError, match=words):
+                init({"a": jnp.zeros(2), "b": jnp.zeros(3, jnp.complex64)})
+    grad, table = jnp.zeros((3, 2), jnp.complex64), jnp.zeros((3, 2))
+    for wrong in (grad, bcoo(np.zeros((1, 2), complex), np.array([[0]]), (3, 2))):
+        with pytest.raises(TypeError, match="one real table of twice the columns"):
+            osa.sparse_adam(0.1).update(wrong, osa.sparse_adam(0.1).init(table))
 
 
 def row_of(*shape):
