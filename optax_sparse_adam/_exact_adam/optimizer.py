@@ -165,6 +165,17 @@ def _check_continued(is_right: jax.Array) -> jax.Array:
     return is_right
 
 
+def _check_clock(clock: jax.Array) -> jax.Array:
+    has_room = clock < jnp.iinfo(clock.dtype).max
+    if not isinstance(has_room, jax.core.Tracer) and not has_room:
+        raise ValueError(
+            "exact_adam dates rows by a clock of 32 bits, and this state has made "
+            "2**31 - 1 updates. Call params, state = flush(params, state), make a new "
+            "state by init, and give it mu, nu and count of the old one."
+        )
+    return has_room
+
+
 def _exact_adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: float,
@@ -279,13 +290,15 @@ def _exact_adam(
         rate_now = jnp.where(is_own, view.now.rate, jnp.nan)
         view = view._replace(now=view.now._replace(rate=rate_now))
         is_right = _check_continued(is_continued(state, view, decays, betas))
+        is_right &= _check_clock(state.clock)
         constants = constants._replace(eps=jnp.where(is_right, constants.eps, jnp.nan))
         # After `flush`, `count` may have been set by hand, and `origin` follows it.
         before = table_states(state)
         origin = state.count - state.clock
         after = take_step(before._replace(origin=origin), constants, view, decays)
         remaining = jnp.where(is_right[:, None, None], after.remaining, jnp.nan)
-        after = after._replace(remaining=remaining)
+        count = optax.safe_increment(state.count)  # which may stand still
+        after = after._replace(remaining=remaining, origin=count - after.clock)
         # Rows of a parameter with a dense gradient hold their value, before and after.
         is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
         after = hold_values(after, np.array(is_dense, bool))

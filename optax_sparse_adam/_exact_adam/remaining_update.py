@@ -165,7 +165,12 @@ def remaining_update(
     return remaining
 
 
+def later(count: jax.Array, steps: jax.Array | int) -> jax.Array:
+    """`count + steps`, or the largest number of its type, as `optax.safe_increment`."""
+    return count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
+
+
 def centre_after(constants: Constants, count: jax.Array) -> jax.Array:
     """The centre of the remaining updates after step `count`."""
-    steps = (count + constants.lead).astype(constants.log_q.dtype)
+    steps = later(count, constants.lead).astype(constants.log_q.dtype)
     return constants.eps * jnp.sqrt(-jnp.expm1(2 * constants.log_q * steps))

@@ -19,6 +19,7 @@ from .remaining_update import (
     ConstantsOfRoots,
     centre_after,
     chebyshev_coefficients,
+    later,
     nodes,
     sum_at_nodes,
 )
@@ -144,10 +145,10 @@ def outlook(
     b1, b2 = betas[:2]
     length = horizon(b1, b2, dtype)
     # The next step is `ahead[0]`. After 35 steps, `past` is 0, 2, 4, ..., 30.
-    ahead = count + jnp.arange(1 + length, dtype=count.dtype)
+    ahead = later(count, jnp.arange(1 + length, dtype=count.dtype))
     past = count // _PAST * jnp.arange(_PAST, dtype=count.dtype)
     counts = jnp.concatenate([ahead, past])
-    t = ahead + 1
+    t = later(ahead, 1)
 
     def values(schedule: Schedule) -> jax.Array:
         def one(count: jax.Array) -> jax.Array:
@@ -166,7 +167,7 @@ def outlook(
     size, grad_size = rate * rho / one_minus_power(b1, t, dtype), None
     if betas.nesterov:  # optax corrects the moment as that of the step after
         grad_size = jnp.asarray(1 - b1, dtype) * size
-        size = rate * rho / one_minus_power(b1, t + 1, dtype)
+        size = rate * rho / one_minus_power(b1, later(t, 1), dtype)
         size = jnp.asarray(b1, dtype) * size
     log_decay, decay = None, None
     log_products = jnp.zeros((2, 1, length), dtype)  # logarithms of the factors ahead
@@ -280,7 +281,7 @@ def take_step(
 ) -> TableState:
     """The state of tables after the next step, as for rows without a gradient."""
     now, dtype = view.now, view.now.size.dtype
-    passed = (tables.clock + 1 - tables.values_until).astype(dtype)
+    passed = (tables.clock - tables.values_until).astype(dtype) + 1
     centres = centre_after(constants, tables.values_until + tables.origin)
     poles = constants.eps * now.rho / centres
     z = jnp.asarray(nodes(tables.remaining.shape[-1]), dtype)

@@ -192,3 +192,59 @@ def test_rows_of_a_table_that_is_not_trained_here():
 
     (_, rows), _ = osa.value_and_grad(look_up, has_aux=True, read=state)(table)
     assert_close(rows, osa.flush(table, state)[0][ids], 1e-14)
+
+
+MOST = 2**31 - 1
+LATE = {
+    "exact_adam": osa.exact_adam(0.1),
+    "nesterov": osa.exact_adam(0.1, nesterov=True),
+    "exact_adamw": osa.exact_adamw(lambda count: 1e-10 * (MOST - count / 2)),
+}
+
+
+@pytest.mark.parametrize("start", slow_but([MOST - 3, MOST - 1, MOST], MOST - 1))
+@pytest.mark.parametrize("name", slow_but(LATE, "exact_adam"))
+def test_counts_that_32_bits_do_not_hold(name, start):
+    """It stands still, as in optax; beside Adam in float64, whose corrections are 1."""
+    tx, table = LATE[name], np.ones((6, 2))
+    step = osa.make_train_step(lambda t, ids: jnp.sum(jnp.sin(t[ids])), tx)
+    params = jnp.ones((6, 2))
+    state = tx.init(params)._replace(count=jnp.int32(start))
+    mu, nu, count = np.zeros_like(table), np.zeros_like(table), start
+    for ids in ([0, 1], [2, 0], [3, 4], [1, 0], [5, 5], [2, 2]):
+        params, state, _ = step(params, state, jnp.array(ids))
+        grad = np.zeros_like(table)
+        np.add.at(grad, ids, np.cos(table[ids]))
+        mu += 0.1 * (grad - mu)
+        nu += 0.001 * (grad**2 - nu)
+        rate = 0.1 if name != "exact_adamw" else 1e-10 * (MOST - count / 2)
+        moved = 0.9 * mu + 0.1 * grad if name == "nesterov" else mu
+        decay = 1e-4 * table if name == "exact_adamw" else 0
+        table -= rate * (moved / (np.sqrt(nu) + 1e-8) + decay)
+        count = min(count + 1, MOST)
+    values, state = jax.jit(osa.flush)(params, state)
+    np.testing.assert_allclose(values, table, rtol=2e-6)
+    assert int(state.count) == count
+
+
+@pytest.mark.slow
+def test_a_clock_that_has_no_room():
+    """Rows cannot be dated any more: refused, or NaN in a program; and what to do."""
+    tx, params, ids = osa.exact_adam(0.1), jnp.ones((6, 2)), jnp.array([1, 2])
+    state = tx.init(params)
+    times = dict.fromkeys(("count", "clock"), jnp.int32(MOST))
+    full = state._replace(**times, values_until=jnp.full_like(state.values_until, MOST))
+    full = full._replace(last=jnp.full_like(state.last, MOST))
+
+    def step(params, state):
+        grad = osa.grad(lambda t: jnp.sum(jnp.sin(t[ids])), read=state)(params)
+        return tx.update(grad, state, params)
+
+    with pytest.raises(ValueError, match="make a new state by init"):
+        step(params, full)
+    updates, _ = jax.jit(step)(params, full)
+    assert np.isnan(updates.data[:2]).all()
+    values, full = osa.flush(params, full)
+    fresh = state._replace(mu=full.mu, nu=full.nu, count=full.count)
+    updates, _ = jax.jit(step)(values, fresh)
+    assert np.isfinite(updates.data).all()
