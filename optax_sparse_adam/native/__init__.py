@@ -41,10 +41,13 @@ environment. Where a build cannot see it, they are those of the newest one, and 
 older jaxlib the kernel may have to be compiled by the command.
 
 `OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, while installing or in a
-process. Turn it off to compile ahead for another platform, too: a process that uses the
-kernel and has CPUs only (`JAX_PLATFORMS=cpu`, or no package for other platforms) leaves
-all for others out, which halves the time of tracing. Compiled for a GPU such a program
-raises: `No registered implementation for custom call to optax_sparse_adam`.
+process. It is read when a program is traced, and what JAX has traced it keeps, parts of
+other programs among them: to change it after the first step, in `os.environ`, call
+`jax.clear_caches()` next, and all is traced anew. Turn it off to compile ahead for
+another platform, too: a process that uses the kernel and has CPUs only
+(`JAX_PLATFORMS=cpu`, or no package for other platforms) leaves all for others out,
+which halves the time of tracing. Compiled for a GPU such a program raises: `No
+registered implementation for custom call to optax_sparse_adam`.
 `jax.export` raises for programs that use it, since their "custom calls have no
 compatibility guarantees": turn it off for that. Or keep it: if those who load the
 program have the kernel and call `available()` first, pass to `jax.export.export`

@@ -1,12 +1,13 @@
 """`keep_memory`: a step above 32 MB finds the memory of the last one."""
 
+import subprocess
 import sys
 
 import pytest
 
-from optax_sparse_adam.native import keep_memory
+from optax_sparse_adam.native import _build, keep_memory
 
-from ..helpers.native import python
+from ..helpers.native import needs_compiler, python
 
 FAULTS = """
 import resource, sys
@@ -41,3 +42,37 @@ def test_pages_are_kept():
 def test_elsewhere(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert keep_memory() is False
+
+
+# Another allocator: by its `malloc` alone, as jemalloc, and with a `mallopt` that says
+# that all is well, as tcmalloc.
+ALLOCATORS = {
+    "jemalloc": "",
+    "tcmalloc": "int mallopt(int key, int value) { return 1; }",
+}
+ALLOCATOR = """
+#include <cstddef>
+extern "C" {
+void* __libc_malloc(std::size_t);
+void __libc_free(void*);
+void* malloc(std::size_t size) { return __libc_malloc(size); }
+void free(void* data) { __libc_free(data); }
+%s
+}
+"""
+KEEP = "from optax_sparse_adam.native import _memory; print(_memory.keep_memory())"
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="not on Linux")
+@pytest.mark.parametrize("name", [None, *ALLOCATORS])
+def test_another_allocator(name, tmp_path):
+    """Where it is preloaded, the settings of glibc change nothing."""
+    source, library = tmp_path / "allocator.cc", tmp_path / "allocator.so"
+    source.write_text(ALLOCATOR % ALLOCATORS.get(name, ""))
+    command = [*_build.compiler(), "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    done = python("-c", KEEP, **({"LD_PRELOAD": str(library)} if name else {}))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{name is None}\n"

@@ -476,6 +476,22 @@ def test_export(kernel):
     export(disabled_checks=[allowed])(grad)
 
 
+@needs_compiler
+def test_turned_off_after_a_first_step(cache, alone, monkeypatch):
+    """What has been traced keeps the kernel, until JAX forgets it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    jax.clear_caches()
+    grad = bcoo(np.ones((3, 2), "float32"), np.zeros((3, 1), "int32"), (9, 2))
+    export = functools.partial(jax.export.export, jax.jit(osa.coalesce))
+    for value in ("", "0"):
+        monkeypatch.setenv("OPTAX_SPARSE_ADAM_NATIVE", value)
+        with pytest.raises(ValueError, match="no compatibility guarantees"):
+            export()(grad)
+    jax.clear_caches()
+    found = export()(grad).call(grad)
+    assert_identical(found.data[:1], np.full((1, 2), 3.0, np.float32))
+
+
 BFLOAT16, BATCH = jnp.bfloat16, 4096 * 64 * 4  # bytes of a gradient
 ROUNDED = osa.stochastic_rounding(osa.sparse_adam(0.1), 0, state_dtype=BFLOAT16)
 # The optimiser, the type of the table, and how much a step may hold. Of 30 million rows
