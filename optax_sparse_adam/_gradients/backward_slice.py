@@ -25,6 +25,8 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from .._jax_extras.jaxprs import name_and_params
+
 # Primitives with a jaxpr that is evaluated once, in their place, and its parameter.
 CALLS = {
     "jit": "jaxpr",
@@ -125,7 +127,7 @@ class BackwardSlice:
         return self._inputs[key]
 
     def _operands_of(self, eqn: JaxprEqn, needed: Flags) -> Flags:
-        name, params = eqn.primitive.name, eqn.params
+        name, params = name_and_params(eqn)
         if name in WITHOUT_DERIVATIVE:
             return [False] * len(eqn.invars)
         if name in CALLS:

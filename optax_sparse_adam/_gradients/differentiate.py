@@ -11,6 +11,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params
 
+from .._jax_extras.jaxprs import name_and_params
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
 from .arguments import leaf_name
@@ -192,7 +193,7 @@ def _shown(jaxpr: Jaxpr) -> list[Any]:
     effects = [
         eqn
         for eqn in jaxpr.eqns
-        if eqn.effects and not list(jaxprs_in_params(eqn.params))
+        if eqn.effects and not list(jaxprs_in_params(name_and_params(eqn)[1]))
     ]
     return [
         atom

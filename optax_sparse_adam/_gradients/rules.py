@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn, name_in_jaxprs
+from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn, name_and_params, name_in_jaxprs
 from .._jax_extras.sharding import partitions_of
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
 from . import rules_calls, rules_shard_map
@@ -177,12 +178,19 @@ def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
 
 def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    body = as_closed(eqn.params["call_jaxpr"])
+    body = as_closed(name_and_params(eqn)[1]["call_jaxpr"])
     names = [inner.params.get("name") for inner in body.jaxpr.eqns]
     # The derivative of `sum_bags` is that of the `bag_lookup` inside of it.
-    if names == [name_in_jaxprs("sum_bags")]:
+    is_whole = len(body.jaxpr.invars) == len(args)  # with nothing closed over
+    if is_whole and names == [name_in_jaxprs("sum_bags")]:
         return walk.evaluate(body, args)
     return NotImplemented
+
+
+def _checkpoint_name(walk: Walk, eqn: JaxprEqn, value: Expression) -> Results:
+    """The object that `checkpoint_name` applies under `jax_remat3` has a shape."""
+    name = name_and_params(eqn)[1]["name"]
+    return [elementwise(_out(eqn), lambda x: checkpoint_name(x, name), value)]
 
 
 RULES: dict[str, Rule] = {
@@ -200,6 +208,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CALLS, rules_calls.call),
     "jit": _jit,
     "custom_jvp_call": _custom_jvp,
+    "CheckpointName": _checkpoint_name,
     "remat2": rules_calls.remat,
     "scan": rules_calls.scan,
     "cond": rules_calls.cond,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from .._jax_extras.jaxprs import name_and_params
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
@@ -30,12 +31,14 @@ from .walk import Request, Results, Walk
 
 
 def call(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    return walk.evaluate(as_closed(eqn.params[CALLS[eqn.primitive.name]]), args)
+    name, params = name_and_params(eqn)
+    return walk.evaluate(as_closed(params[CALLS[name]]), args)
 
 
 def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """A function whose values the backward pass computes again, lookups included."""
-    closed = as_closed(eqn.params["jaxpr"])
+    params = name_and_params(eqn)[1]
+    closed = as_closed(params["jaxpr"])
     requests, results = walk.plan(closed, args)
     needed = walk.program.slice.variables
     pairs = zip(eqn.outvars, results, strict=True)
@@ -51,11 +54,16 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     def function(arrays: Sequence[Any], deltas: Sequence[Any]) -> Any:
         return walk.evaluate_inside(closed, merge(args, arrays), deltas)
 
-    flags = eqn.params["prevent_cse"]
+    flags = params["prevent_cse"]
+    prevent_cse = any(flags) if isinstance(flags, tuple) else flags
+    if prevent_cse and params is not eqn.params:
+        # Of the arguments. With `jax_remat3`, `True` would put tables, which are closed
+        # over, behind a barrier, too. (tests/gradients/test_value_and_grad.py)
+        prevent_cse = True, True
     checkpointed = jax.checkpoint(
         function,
-        prevent_cse=any(flags) if isinstance(flags, tuple) else flags,
-        policy=eqn.params["policy"],
+        prevent_cse=prevent_cse,
+        policy=params["policy"],
     )
     results, rows = checkpointed(arrays_among(args), deltas)
     walk.entries += rows

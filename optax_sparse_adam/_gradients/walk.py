@@ -41,7 +41,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.jaxprs import evaluate_eqn
+from .._jax_extras.jaxprs import evaluate_eqn, name_and_params
 from .backward_slice import BackwardSlice
 from .expressions import Expression, Leaf
 from .lookups import Lookup, Promises
@@ -227,7 +227,7 @@ class Walk:
     def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         # JAX evaluates an equation without tables, a rule one with tables; where there
         # is no rule, or it declines, JAX gets the tables as arrays.
-        rule = self.program.rules.get(eqn.primitive.name)
+        rule = self.program.rules.get(name_and_params(eqn)[0])
         if not any(isinstance(x, Expression) for x in args):
             return self.evaluate_by_jax(eqn, args)
         # Where the loss does not depend on a use, the table is one without derivative:
@@ -275,7 +275,7 @@ class Walk:
             # What functions of JAX hold inside has no line: then that of the call.
             calls = (eqn, *reversed(self.program.calls))
             lines = (source_info_util.summarize(x.source_info) for x in calls)
-            use = eqn.primitive.name, next(filter(None, lines), "")
+            use = name_and_params(eqn)[0], next(filter(None, lines), "")
             for leaf in leaves:
                 self.program.dense_uses.setdefault(leaf.index, use)
         return self.dense(value)

@@ -38,6 +38,14 @@ ELEMENTWISE = frozenset(_NAMES.split())
 # `(4, 64)` in place of `(8, 64)`; all others follow their operands.
 _ROWS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 
+# Primitives that are objects of hijax under `jax_remat3`, `jax_custom_jvp3` and
+# `jax_custom_vjp3` of JAX 0.12, by their types, and what they are called without.
+_OBJECTS = {
+    "RematTraced": "remat2",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
 _DEBUG_INFO = DebugInfo("optax_sparse_adam", "equation", None, None)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -56,6 +64,20 @@ def named_in_jaxprs(function: Function) -> Function:
     """A function whose `jit` can be recognised in a jaxpr."""
     function.__name__ = name_in_jaxprs(function.__name__)
     return function
+
+
+def name_and_params(eqn: JaxprEqn) -> tuple[str, dict[str, Any]]:
+    """The name and the parameters of what an equation applies.
+
+    An object of hijax is a parameter of the equation, and its type has the name.
+    """
+    if eqn.primitive.name != "call_hi_primitive":
+        return eqn.primitive.name, eqn.params
+    made = eqn.params["_prim"]
+    name, params = type(made).__name__, getattr(made, "params", {})
+    if name == "CustomJVPTraced":
+        params = {**params, "call_jaxpr": params["traced"].jaxpr}
+    return _OBJECTS.get(name, name), params
 
 
 def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

@@ -33,6 +33,7 @@ HANDING_ON = {
     "cond",
     "eval_jaxpr",
     "jit",
+    "optimization_barrier",
     "pvary",
     "remat2",
     "scan",

@@ -309,7 +309,7 @@ def rule_in_a_rule(t, ids, w):
 
 
 def rule_of_vmap(t, ids, w):
-    return jnp.sum(batched(t[ids[0]]) * w) + jnp.sum(batched(t[ids]) * w)
+    return jnp.sum(batched(t[ids]) * w)
 
 
 def rule_that_takes_the_table(t, ids, w):

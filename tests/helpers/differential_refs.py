@@ -151,7 +151,7 @@ def counted(t, ids, w):
     ref[...] += 1
     total = jnp.sum(t[ids[ref[...]]] ** 2 * w)
     ref[...] += 1
-    return total + jnp.sum(t[ids[ref[...]]] * w) * ref[...]
+    return total + jnp.sum(t[ids[ref[...]]] * w) * ref[...].astype(float)
 
 
 def written_by_a_jit(t, ids, w):
