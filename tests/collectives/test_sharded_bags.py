@@ -1,8 +1,11 @@
 """Bags of ids under `jit` of sharded tables: sums travel, and no rows."""
 
 import re
+import subprocess
+import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_close, slow_but
+from ..helpers.support import assert_close, program_environment, slow_but
 
 TABLE = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 IDS = np.random.default_rng(1).integers(-9, 49, (8, 16)).astype(np.int32)
@@ -48,6 +51,83 @@ def test_what_is_sent(layout):
     assert set(_COLLECTIVE.findall(compiled.as_text())) == sent
     expected = _expected(IDS, np.ones(IDS.shape))
     assert_close(compiled(table, ids), expected, 1e-6, magnitude=10.0)  # of 16 rows
+
+
+# The same over Explicit axes, where the bags go to all devices.
+EXPLICIT = {
+    "rows": {"f32[8,4]"},
+    "rows of all": {"f32[8,4]"},
+    "rows, columns": {"f32[8,2]"},
+    "rows, bags": {"f32[4,4]", "f32[8,4]"},
+    "rows, bags of one axis": {"f32[8,4]", "s32[8,16]"},
+    "bags": {"f32[8,4]"},
+}
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "rows", "rows, bags"))
+def test_what_is_sent_over_explicit_axes(layout):
+    """And the program can be exported: no operation in it is Python's."""
+    of_table, of_ids, _ = LAYOUTS[layout]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        table, ids = _put(mesh, (TABLE, of_table), (IDS, of_ids))
+        program = jax.jit(osa.embedding_bag)
+        compiled = program.lower(table, ids).compile()
+        assert set(_COLLECTIVE.findall(compiled.as_text())) == EXPLICIT[layout]
+        found = jax.export.export(program)(table, ids).call(table, ids)
+    expected = _expected(IDS, np.ones(IDS.shape))
+    for sums in (compiled(table, ids), found):
+        assert_close(sums, expected, 1e-6, magnitude=10.0)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_lowered_for_a_tpu(axis_type):
+    """XLA's compiler for TPUs knows no `custom_partitioning`."""
+    mesh = jax.make_mesh((8,), ("x",), (axis_type,))
+    with jax.set_mesh(mesh):
+        arguments = _put(mesh, (TABLE, P("x")), (IDS, P()))
+        traced = jax.jit(osa.embedding_bag).trace(*arguments)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "SPMDPartitioning" not in text
+    assert "tensor<40x4xf32>" in text
+
+
+CACHED = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import optax_sparse_adam as osa
+
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
+with jax.set_mesh(mesh):
+    table = jax.device_put(jnp.ones((40, 4)), NamedSharding(mesh, P("x", None)))
+    ids = jnp.zeros((8, 16), jnp.int32)
+    tx = osa.sparse_adam(0.1)
+    loss = lambda table, ids: jnp.sum(osa.embedding_bag(table, ids) ** 2)
+    step, state = osa.make_train_step(loss, tx), tx.init(table)
+    events.clear()
+    step(table, state, ids)
+print(sum(name.endswith("/cache_hits") for name in events))
+"""
+
+
+@pytest.mark.slow
+def test_compilation_cache(tmp_path):
+    """A second process finds the step."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    settings = program_environment() | flags
+    settings |= {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    command, hits = [sys.executable, "-c", CACHED], []
+    for _ in range(2):
+        found = subprocess.run(command, env=settings, check=True, capture_output=True)
+        hits.append(int(found.stdout))
+    assert hits == [0, 1]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

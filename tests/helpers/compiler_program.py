@@ -67,6 +67,15 @@ def gradient(table, ids, scale, lookup=plain, read=None):
     return osa.grad(loss, read=read)(table)
 
 
+def gradient_of_bags(table, ids, _):
+    """Of bags of 16 ids."""
+
+    def loss(table):
+        return jnp.sum(jnp.tanh(osa.embedding_bag(table, ids.reshape(-1, 16))))
+
+    return osa.grad(loss)(table)
+
+
 def stored(table, ids, data):
     return BCOO((data, ids[:, None]), shape=table.shape)
 
@@ -134,12 +143,15 @@ def programs(devices, rows):
     found = cases()
     for name, case in found.items():
         yield name, compiled(case, rows, lambda shape: alone)
+    bags = compiled(found["lazy"], rows, lambda shape: alone, gradient_of_bags)
+    yield "lazy, bags", bags
     for name in ("sparse_adam", "lazy"):
         for axis_type in (AxisType.Auto, AxisType.Explicit):
             explicit = axis_type is AxisType.Explicit
             wanted = functools.partial(gradient, lookup=laid_out if explicit else plain)
             on = functools.partial(on_mesh, found[name], rows, devices, axis_type)
             yield f"{name}, {axis_type.name}", on(wanted)
+            yield f"{name}, {axis_type.name}, bags", on(gradient_of_bags)
             yield f"{name}, {axis_type.name}, one row", on(stored, number=1)
 
 
