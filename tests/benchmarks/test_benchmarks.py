@@ -1,16 +1,19 @@
 """The programs of benchmarks/: they run, and who is compared computes the same."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import large_graph
 import numpy as np
 import pytest
 import report
 import turns
 import wheels
+import words
 from contestants import DENSE, TORCH, InJax, InTorch
 from problem import DRAWS, Problem, draw
 
@@ -125,3 +128,35 @@ def test_quality():
     optimized = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}  # a training, not a trial
     stdout = printed("quality.py", "--quick", **optimized)
     assert stdout.endswith("all as they should be\n")
+
+
+def test_large_graph():
+    """Everybody trains; what is ranked is what was held out."""
+    pytest.importorskip("tqdm")
+    stdout = printed("large_graph.py", "--rows", "3000", "--seconds", "0.2")
+    rows = re.findall(r"^(.{20}) +([\d.]+) .* (0\.\d{4})$", stdout, re.MULTILINE)
+    assert [name.strip() for name, *_ in rows] == large_graph.NAMES, stdout
+    assert all(float(mrr) > 0.04 for *_, mrr in rows)  # by chance: 0.052
+
+
+def test_measures_of_words():
+    """Spearman's correlation, with ties, against SciPy's definition by loops."""
+    values = np.array([3.0, 1.0, 3.0, 2.0])
+    np.testing.assert_array_equal(words.ranks(values), [3.5, 1.0, 3.5, 2.0])
+    lines = ["# a comment", "a\tb\t9", "a\tc\t1", "b\tc\t5", "a\tunknown\t2"]
+    vectors = np.array([[1.0, 0.0], [1.0, 0.1], [0.2, 1.0]])
+    found = words.similarity(vectors, {"a": 0, "b": 1, "c": 2}, lines)
+    assert found == (pytest.approx(1.0), 3)  # cosines 1.00, 0.20, 0.29
+
+
+def test_vectors_of_words(monkeypatch):
+    """What stands beside gensim trains on the pairs of its epochs."""
+    pytest.importorskip("tqdm")
+    rng = np.random.default_rng(0)
+    pieces = [rng.integers(50, size=200) for _ in range(20)]
+    monkeypatch.setattr(words, "BATCH", 256)
+    counts = np.bincount(np.concatenate(pieces), minlength=50)
+    vectors, seconds = words.by_ours("exact_adam", pieces, counts, 1, 0)
+    assert vectors.shape == (50, 100)
+    assert np.all(np.isfinite(vectors))
+    assert seconds > 0

@@ -1,0 +1,156 @@
+"""Word vectors beside gensim's Word2Vec, which is C: quality, and words a second.
+
+    pip install gensim            # 4.4.0; its wheel has both sets of pairs of words
+    python benchmarks/words.py [--text FOLDER] [--epochs 5]
+
+The same text, dimensions, window, subsampling, negatives and epochs: those of
+`examples/word2vec.py`. Both take two threads, each in a process of its own, in turns.
+The vectors are compared by wordsim353 and simlex999: Spearman's correlation of the
+cosines with what people say, on the pairs whose words are in the text. A word a second
+is a word of the text, before subsampling, and the clock holds what a training needs
+again and again: batches and steps, no compilation and no vocabulary.
+"""
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+PAIRS = {
+    "wordsim353": "gensim/test/test_data/wordsim353.tsv",
+    "simlex999": "gensim/test/test_data/simlex999.txt",
+}
+BATCH = 4096  # pairs; the example's 512 is half as fast
+# name: the optimiser and its rate, that of the example; gensim's own default is SGD
+# with a rate that falls from 0.025.
+OURS = {"sparse_adam": 5e-3, "exact_adam": 5e-3}
+THREADS = 2
+
+
+def by_gensim(pieces, counts, epochs, seed):
+    """Vectors, and the seconds of the training."""
+    from gensim.models import Word2Vec
+    from word2vec import DIM, NEGATIVES, SAMPLE, WINDOW
+
+    sentences = [[str(i) for i in piece] for piece in pieces]
+    model = Word2Vec(
+        vector_size=DIM,
+        window=WINDOW,
+        negative=NEGATIVES,
+        sample=SAMPLE,
+        sg=1,
+        min_count=1,
+        workers=THREADS,
+        seed=seed,
+    )
+    model.build_vocab(sentences)
+    began = time.perf_counter()
+    model.train(sentences, total_examples=len(sentences), epochs=epochs)
+    seconds = time.perf_counter() - began
+    return np.stack([model.wv[str(i)] for i in range(len(counts))]), seconds
+
+
+def by_ours(name, pieces, counts, epochs, seed):
+    """Vectors, and the seconds of batches and steps."""
+    import jax
+    import word2vec
+
+    import optax_sparse_adam as osa
+
+    word2vec.BATCH = BATCH
+    rng = np.random.default_rng(seed)
+    grams = word2vec.SkipGrams(counts)
+    params = word2vec.init_params(len(counts), rng)
+    tx = getattr(osa, name)(OURS[name])
+    step, state = osa.make_train_step(word2vec.loss_fn, tx), tx.init(params)
+    # As many steps as the passes have pairs; the last ones are a sample's.
+    sample = pieces[:: max(1, len(pieces) // 50)]
+    share = sum(map(len, pieces)) / sum(map(len, sample))
+    num_steps = int(epochs * share * len(grams.pairs(sample, rng)) / BATCH)
+    batches = grams.train(pieces, rng)
+    step(*jax.tree.map(jax.numpy.copy, (params, state)), *next(batches))  # compiles
+    began = time.perf_counter()
+    for batch in itertools.islice(batches, num_steps):
+        params, state, _ = step(params, state, *batch)
+    jax.block_until_ready(params)
+    seconds = time.perf_counter() - began
+    now = osa.evaluate(lambda p: jax.tree.map(jax.numpy.copy, p), read=state)(params)
+    return np.asarray(now["center"]), seconds
+
+
+def similarity(vectors, number, lines):
+    """Spearman's correlation over the pairs whose words occur, and their number."""
+    rows, said = [], []
+    for line in lines:
+        first, second, value = [*line.split("\t"), "", ""][:3]  # or a comment
+        if first in number and second in number:
+            rows.append((number[first], number[second]))
+            said.append(float(value))
+    a, b = vectors[np.array(rows).T]
+    cosines = np.sum(a * b, 1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    return np.corrcoef(ranks(cosines), ranks(np.array(said)))[0, 1], len(rows)
+
+
+def ranks(values):
+    """Ranks from 1; equal values have the mean of theirs."""
+    _, first, number = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(number) - (number - 1) / 2)[first]
+
+
+def work(name, text, epochs, seed, file):
+    """One contestant, in this process."""
+    from word2vec import read_corpus, split
+
+    _, counts, tokens = read_corpus(text)
+    train = by_gensim if name == "gensim" else lambda *args: by_ours(name, *args)
+    vectors, seconds = train(split(tokens), counts, epochs, seed)
+    np.savez(file, vectors=vectors, seconds=seconds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Word vectors beside gensim's.")
+    add = parser.add_argument
+    add("--text", type=Path, help="a file or folder; default: the standard library")
+    add("--epochs", type=int, default=5, help="default: 5, gensim's")
+    add("--seeds", type=int, default=1, help="default: 1")
+    add("--work", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        name, seed, file = args.work
+        return work(name, args.text, args.epochs, int(seed), file)
+
+    from wheels import read_lines
+    from word2vec import read_corpus
+
+    words, _, tokens = read_corpus(args.text)
+    number = {word: i for i, word in enumerate(words)}
+    said = {key: read_lines("gensim", path) for key, path in PAIRS.items()}
+    print(f"{len(tokens):,} words of {len(words):,} kinds, {args.epochs} epochs")
+    print(f"{'':14}{'seconds':>9}{'words/s':>11}" + "".join(f"{x:>20}" for x in PAIRS))
+    environment = {"OMP_NUM_THREADS": str(THREADS)}
+    for seed, name in itertools.product(range(args.seeds), ["gensim", *OURS]):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "vectors.npz")
+            command = [sys.executable, __file__, "--epochs", str(args.epochs)]
+            command += ["--text", str(args.text)] if args.text else []
+            command += ["--work", name, str(seed), str(file)]
+            subprocess.run(command, check=True, env=os.environ | environment)
+            with np.load(file) as found:
+                vectors, seconds = found["vectors"], float(found["seconds"])
+        line = f"{name:14}{seconds:9.1f}{args.epochs * len(tokens) / seconds:11,.0f}"
+        for lines in said.values():
+            value, pairs = similarity(vectors, number, lines)
+            line += f"{value:9.3f} ({pairs:4} pairs)"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
