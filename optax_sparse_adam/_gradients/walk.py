@@ -37,13 +37,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import evaluate_eqn, name_and_params
+from ..native import _calls as native
 from .backward_slice import BackwardSlice
-from .expressions import Expression, Leaf
+from .expressions import Expression, Leaf, Table, table
 from .lookups import Lookup, Promises
 from .row_slices import Entries
 
@@ -205,7 +207,8 @@ class Walk:
         In a plan, all arrays that it computes are `None`.
         """
         jaxpr: Jaxpr = closed.jaxpr
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        consts = map(_constant, closed.consts)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def value_of(atom: Any) -> Any:
@@ -340,6 +343,27 @@ class Walk:
         if self.is_plan:
             depths[leaf.index] = min(depth, depths.get(leaf.index, depth))
         return depths[leaf.index]
+
+
+_LARGE = 1 << 20  # bytes of a table whose copy would be noticed
+
+
+def _constant(array: Any) -> Any:
+    """An array that the program holds; a table without derivative, if a large one.
+
+    Problem: two losses that look up the same rows, of which the other one trains the
+    table, copy it. Cause: the loss that trains it reads it by the kernel, the other one
+    by XLA's gather, of which XLA does not know that it comes before the update; equal
+    reads it makes one, and what follows from that is in order. Remedy: both read by the
+    kernel. Safe, as the rows have the same bits. Test: `test_two_losses` in
+    `tests/gradients/test_cost_of_steps.py`.
+    """
+    if not isinstance(array, jax.Array | np.ndarray):  # a `jax.Ref`
+        return array
+    if array.ndim < 2 or array.size * array.dtype.itemsize < _LARGE:
+        return array
+    args: Any = array, np.zeros(1, np.int32)
+    return table(Table(args[0])) if native.supports_lookup(*args) else array
 
 
 def _variables(*atoms: Any) -> list[Any]:

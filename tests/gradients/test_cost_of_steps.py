@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 
@@ -180,3 +181,66 @@ def test_old_rows_beside_the_step():
         lambda p, i: (loss(p, i), metric(p, i)), optimizer, ids, has_aux=True
     )
     assert_small(with_metric)
+
+
+def both_first(d, g, ids):
+    """Both gradients, at the old tables, before either is updated."""
+    grads = osa.grad(of_both)(d, g, ids), osa.grad(of_both)(g, d, ids)
+    return (*map(osa.apply_updates, (d, g), map(halved, grads)),)
+
+
+def apart(d, g, ids):
+    """The first loss reads rows of the table that the second one trains."""
+    d = osa.apply_updates(d, halved(osa.grad(of_both)(d, g, ids)))
+    return d, osa.apply_updates(g, halved(osa.grad(of_one)(g, ids)))
+
+
+def in_turns(d, g, ids):
+    d = osa.apply_updates(d, halved(osa.grad(of_both)(d, g, ids)))
+    return d, osa.apply_updates(g, halved(osa.grad(of_both)(g, d, ids)))
+
+
+def one_loss(d, g, ids):
+    """Of two losses that read other rows: each is differentiated by its own table."""
+
+    def loss(d, g):
+        kept_d, kept_g = map(lax.stop_gradient, (d, g))
+        return of_both(d, kept_g, ids) + of_both(g, kept_d, ids[::-1] // 2)
+
+    grads = osa.grad(loss, argnums=(0, 1))(d, g)
+    return (*map(osa.apply_updates, (d, g), map(halved, grads)),)
+
+
+def of_both(own, other, ids):
+    return jnp.sum(jnp.tanh(own[ids] * other[ids]))
+
+
+def of_one(own, ids):
+    return jnp.sum(jnp.tanh(own[ids]) ** 2)
+
+
+def halved(grad):
+    """The update of SGD, of one entry for each row."""
+    grad = osa.coalesce(grad)
+    return BCOO((-0.5 * grad.data, grad.indices), shape=grad.shape, unique_indices=True)
+
+
+TWO_LOSSES = [
+    (step, backend)
+    for step in (both_first, apart, in_turns, one_loss)
+    for backend in ("plain", "kernel")
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "backend"),
+    slow_but(TWO_LOSSES, (both_first, "kernel"), (apart, "kernel")),
+    indirect=["backend"],
+)
+def test_two_losses(step, backend):
+    """Of players in turns, which look up the same rows; see docs/recipes.md."""
+    table = STRUCT((ROWS, WIDTH), jnp.float32)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+        table, table, STRUCT((9,), jnp.int32)
+    )
+    assert_small(compile_for_users(lowered).memory_analysis().temp_size_in_bytes)

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._gradients import walk
 from optax_sparse_adam.native import _calls
 
 from ..helpers.gradients import dense
@@ -236,3 +237,55 @@ def test_eagerly(name, compilations):
         compilations.clear()
         assert_identical(function(kind(table), ids), expected)
         assert not compilations
+
+
+def in_a_loop(t, ids):
+    return lax.scan(lambda total, i: (total + jnp.tanh(t[i]), None), t[0], ids)[0]
+
+
+# Uses of a table that is no argument: lookups, functions of rows, and of all of it.
+USES = {
+    "rows": lambda t, ids: t[ids],
+    "take": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+    "filled": lambda t, ids: t.at[ids].get(mode="fill", fill_value=2.0),
+    "function": lambda t, ids: jnp.tanh(2 * t)[ids],
+    "columns": lambda t, ids: t[ids, 1:3],
+    "one": lambda t, ids: t[3],
+    "slice": lambda t, ids: lax.dynamic_slice(t, (ids[0], 0), (2, 24)),
+    "all": lambda t, ids: t @ t[ids[0]] + jnp.sum(jnp.exp(t)),
+    "tied": lambda t, ids: t[ids] @ t.T,
+    "transposed": lambda t, ids: t.T[:, ids],
+    "loop": in_a_loop,
+    "jit": lambda t, ids: jax.jit(lambda t: t[ids] + t[:1])(t),
+    "branch": lambda t, ids: lax.cond(ids[0] > 2, lambda: t[ids], lambda: 2 * t[ids]),
+    "remat": lambda t, ids: jax.checkpoint(lambda t: jnp.sin(t[ids]))(t),
+    "vmap": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
+    "bags": lambda t, ids: osa.embedding_bag(t, ids[None]),
+    "sorted": lambda t, ids: jnp.sort(t, axis=0)[ids],
+}
+
+
+@pytest.mark.parametrize("name", slow_but(USES, "rows", "tied", "loop"))
+def test_a_table_that_is_no_argument(name, monkeypatch):
+    """A large one is read by the kernel, too; the numbers are those of JAX."""
+    monkeypatch.setattr(walk, "_LARGE", 1)
+    other = jnp.concatenate([table(24), table(24) + 2])
+
+    def loss(own, ids):
+        used = USES[name](other, ids)
+        return jnp.sum(own[ids]) * jnp.sum(used * used), used
+
+    args = table(24) + 1, jnp.asarray(IDS)
+    (value, used), grad = jax.jit(osa.value_and_grad(loss, has_aux=True))(*args)
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
+    (jax_value, jax_used), jax_grad = expected
+    np.testing.assert_allclose(value, jax_value, rtol=1e-5)
+    np.testing.assert_allclose(used, jax_used, rtol=1e-6)
+    np.testing.assert_allclose(dense(grad), jax_grad, rtol=1e-5)
+    if name == "rows":
+        assert (
+            str(jax.make_jaxpr(osa.grad(loss, has_aux=True))(*args)).count(
+                "optax_sparse_adam.read"
+            )
+            == 2
+        )
