@@ -297,6 +297,7 @@ def as_update(update: Any) -> Any:
     """An update of `exact_adam`, of which nothing else can be made."""
     if isinstance(update, CanaryBCOO):
         update.canary = new_canary(update.stored_indices, _UPDATE)
+        update.read_of = ()
     return update
 
 

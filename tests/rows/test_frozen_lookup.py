@@ -294,3 +294,54 @@ def test_refused(change, error, words):
     }
     with pytest.raises(error, match=words):
         osa.frozen_lookup(**arguments | change)
+
+
+TRAINED = {"table": "trained", "frozen": "frozen", "w": "trained"}
+IS_FROZEN = jax.tree.map(lambda label: label == "frozen", TRAINED)
+
+
+def of_parts(tx):
+    return optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, TRAINED)
+
+
+def selective(tx):
+    return optax.transforms.selective_transform(tx, freeze_mask=IS_FROZEN)
+
+
+def one_after_the_other(tx):
+    is_trained = jax.tree.map(lambda x: not x, IS_FROZEN)
+    zero = optax.masked(optax.set_to_zero(), IS_FROZEN)
+    return optax.chain(zero, optax.masked(tx, is_trained))
+
+
+@pytest.mark.parametrize("way", slow_but([of_parts, selective, one_after_the_other]))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("gradient", ["none", "zeros", "its own"])
+def test_a_whole_table(way, name, gradient):
+    """Frozen by optax: bit for bit, in steps, when it is read, and by `flush`."""
+    tx = way(OPTIMIZERS[name].make(RATE))
+    params = {"frozen": frozen_table(), "table": trained_rows(), "w": jnp.ones(WIDTH)}
+    before, state = np.array(params["frozen"]), tx.init(params)
+    shapes = [np.shape(x) for x in jax.tree.leaves(state)]
+    assert (NUM_ROWS, WIDTH) not in shapes
+
+    def loss_of_tables(params, ids):
+        table = params["frozen"]
+        if gradient != "its own":
+            table = jax.lax.stop_gradient(table)
+        return of_rows(table[ids] * params["table"][ids % 4], params["w"])
+
+    @jax.jit
+    def step(params, state, ids):
+        grads = osa.grad(loss_of_tables, read=state)(params, ids)
+        if gradient == "none":
+            grads = grads | {"frozen": None}
+        updates, state = tx.update(grads, state, params)
+        return osa.apply_updates(params, updates), state
+
+    for ids in jnp.asarray(BATCHES % NUM_ROWS):
+        params, state = step(params, state, ids)
+    seen = osa.evaluate(lambda p: p["frozen"][jnp.arange(8)], read=state)(params)
+    for table in (params["frozen"], seen, osa.flush(params, state)[0]["frozen"]):
+        np.testing.assert_array_equal(table, before)
+    assert not np.array_equal(params["table"], trained_rows())
