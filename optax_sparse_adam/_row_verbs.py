@@ -33,6 +33,7 @@ from ._row_tables import (
     check,
     copied,
     is_older,
+    native_dtype,
     newer,
     refuse_repeated,
     shape_of,
@@ -393,6 +394,8 @@ def rows_of(grads: Any, ids: Any) -> Any:
     def row_sparse(x: Any, table: Table | None) -> Any:
         if table is None:
             return x
+        if isinstance(x, np.ndarray):
+            x = x.astype(native_dtype(x), copy=False)
         x, indices = jnp.asarray(x), table.distinct()
         rows = gather_scatter.gather_rows(x, indices)
         return BCOO((rows, indices), shape=x.shape, unique_indices=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import valid_jaxtype
 
 _NNX = (
@@ -49,6 +50,8 @@ def check_leaves(tree: Any) -> None:
                 )
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         what = f"of the type `{type(leaf).__name__}`"
+        if isinstance(leaf, np.ndarray):  # of texts, or of another order of bytes
+            what += f" of {leaf.dtype}"
         if valid_jaxtype(leaf):
             aval = jax.typeof(leaf)
             if jnp.issubdtype(aval.dtype, jnp.inexact):

@@ -255,9 +255,10 @@ def _table_of(table: Any) -> jax.Array:
     try:
         return jnp.asarray(table)
     except (TypeError, ValueError):
+        dtype = f" of {table.dtype}" if isinstance(table, np.ndarray) else ""
         raise TypeError(
-            "embedding_bag takes a table that is an array, got a "
-            f"{type(table).__name__}. Of a layer give its array: "
+            "embedding_bag takes a table that is an array of a type that JAX has, got "
+            f"a {type(table).__name__}{dtype}. Of a layer give its array: "
             "embed.embedding[...] in Flax NNX, embedding.weight in Equinox."
         ) from None
 

@@ -163,6 +163,14 @@ def test_an_order_of_bytes():
     np.testing.assert_array_equal(table, start + np.array([[0], [1], [0], [1]]))
     osa.reset_rows(SPARSE, table, state, ids, start[:2])
     np.testing.assert_array_equal(table, start[[0, 0, 2, 1]])
+    found = osa.rows_of(table, ids)
+    np.testing.assert_array_equal(found.data, table[[1, 3]])
+    for function in (
+        lambda: osa.grad(lambda t: jnp.sum(t[ids]))(table),
+        lambda: osa.embedding_bag(table, ids[None]),
+    ):  # elsewhere JAX takes no such array, and the error prints none
+        with pytest.raises(TypeError, match=r"ndarray`? of >f4"):
+            function()
 
 
 @pytest.mark.parametrize("table", [np.array([["a"]]), np.array([[None]])])

@@ -195,6 +195,23 @@ def test_a_later_step_moves_the_count_on(name, kind):
     jax.tree.map(check, tuple(whole), tuple(expected))
 
 
+@pytest.mark.parametrize("kind", ["jax", "jit"])
+def test_random_keys(kind):
+    """The key of the later step, as all that rows share."""
+    tx = osa.lazy(osa.stochastic_rounding(optax.adam(0.1), 0))
+    step = osa.make_train_step(loss, tx)
+    early = begin(tx)
+    rows = osa.take_rows(tx, *early, IDS)
+    *late, _ = step(*early, np.array([5, 6]), np.float32(1))
+    _, state = put(tx, kind, *late, IDS, *rows)
+    key = jax.random.key_data(late[1].key)
+    np.testing.assert_array_equal(jax.random.key_data(state.key), key)
+    rows = osa.take_rows(tx, *begin(tx), IDS)
+    *rows, _ = step(*rows, np.array([0, 1]), np.float32(1))
+    _, state = put(tx, kind, *begin(tx), IDS, *rows)
+    np.testing.assert_array_equal(jax.random.key_data(state.key), key)
+
+
 WRAPPED = {  # of what counts up and begins again, beside what counts up
     "finite": lambda: osa.lazy(optax.apply_if_finite(optax.adam(0.1), 5)),
     "finite sgd": lambda: osa.lazy(optax.apply_if_finite(optax.sgd(0.1), 5)),
