@@ -320,7 +320,9 @@ class HostTrainer:
             jax.ShapeDtypeStruct((size, x.words), jnp.uint32) for x in plan.layouts
         ]
         given = shapes, steps.dense, steps.rest
-        trees = jax.eval_shape(lambda x, *y: plan.of_records(*y, x), *given)
+        trees = jax.eval_shape(
+            lambda words, dense, rest: plan.of_records(dense, rest, words), *given
+        )
         if jax.eval_shape(function, *trees) != trees:
             raise ValueError(
                 "map_rows needs a function that returns parameters and state in the "
