@@ -52,7 +52,7 @@ class HostTable:
 
     Raises:
       TypeError: For a type that is not floating, or that JAX would narrow.
-      ValueError: For a shape without rows, 2**31 - 1 rows or more, and for both `file`
+      ValueError: For no rows, or 2,147,483,647 and more of them; for both `file`
         and `storage`.
 
     Examples:
@@ -62,7 +62,7 @@ class HostTable:
     """
 
     shape: tuple[int, ...]
-    dtype: Any = np.float32
+    dtype: Any = "float32"
     file: str | PathLike[str] | None = None
     init: Callable[[int, int], Any] | None = None
     storage: Storage | None = None

@@ -13,6 +13,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.host_tables import _journal
 
+from ..helpers.examples import load_example
 from ..helpers.host_tables import (
     DIM,
     ROWS,
@@ -125,6 +126,23 @@ class Dictionary:
 
     def put(self, rows, records):
         self.rows.update(zip(rows.tolist(), records.copy(), strict=True))
+
+
+@pytest.mark.slow
+def test_a_table_in_lmdb(folder):
+    """The recipe of docs/large_tables.md."""
+    pytest.importorskip("lmdb")
+    storage = load_example("lmdb_rows").LmdbRows(folder / "rows", size=1 << 24)
+    rows, w = begin()
+    params = host_params(rows, w, storage=storage)
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 50))
+    with host.HostTrainer(loss, TX, params) as trainer:
+        values = list(trainer.run(batches(0, 30)))
+        trainer.checkpoint(folder / "run")
+        list(trainer.run(batches(60, 62)))
+    with host.HostTrainer.restore(folder / "run", loss, TX, params) as trainer:
+        values += list(trainer.run(batches(30, 50)))
+        assert_trained_alike(trainer, values, known)
 
 
 def test_a_file_says_what_it_holds(folder):
