@@ -453,6 +453,7 @@ def test_update_of_a_partition():
     chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [osa.rowwise_adam(0.1), osa.exact_adam(0.1)])
 def test_read_takes_every_optimizer(tx):
     """One program serves them all; where no row is stale, nothing happens."""

@@ -258,7 +258,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", slow_but(STATES, "sparse_adam", "partition"))
-@pytest.mark.parametrize("sparse", [None, False])
+@pytest.mark.parametrize("sparse", slow_but([None, False], None))
 def test_states_without_stale_rows(name, sparse, backend):
     """Of any optimiser: nothing is brought up to date, and the program is the same."""
 

@@ -63,7 +63,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(COPIES, "fgm", "average"))
+@pytest.mark.parametrize("name", slow_but(COPIES, "fgm"))
 @pytest.mark.parametrize("kind", slow_but(MAKERS, "exact_adamw"))
 @pytest.mark.parametrize("compiled", slow_but([False, True], True))
 def test_gradients_of_a_copy(name, kind, compiled):
@@ -97,8 +97,9 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(SAME, "a barrier"))
-@pytest.mark.parametrize("compiled", slow_but([False, True], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_copy_of_the_same_values(name, compiled):
     (tx, _), params = MAKERS["exact_adamw"], table().astype(jnp.float32)
     state, ids = tx.init(params), jnp.asarray(BATCHES[0])
@@ -185,6 +186,7 @@ def test_gradients_in_the_loss(name, kind):
         assert_close(osa.flush(ours, state)[0], dense, 1e-10, magnitude=1.0)
 
 
+@pytest.mark.slow
 def test_a_copy_in_the_loss():
     """What is outside may be read by the state; what the loss has computed, may not."""
     tx, params = osa.exact_adamw(RATE), table()
@@ -208,7 +210,8 @@ def test_a_copy_in_the_loss():
     assert look_up(params).shape == (4, 3)  # as outside of a loss
 
 
-@pytest.mark.parametrize("kind", slow_but(MAKERS, "exact_adamw"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MAKERS)
 def test_perturbed_rows(kind):
     """Adversarial steps as in docs/exact_adam.md, beside those of dense Adam."""
     tx, dense_tx = MAKERS[kind]
