@@ -63,7 +63,7 @@ def test_exact_adamw_has_the_losses_of_dense_adamw():
             return ngram_memory.optimizer_of_parts(params, rate, "exact_adamw")
 
         run = ngram_memory.Trainer(
-            ngram_memory.LanguageModel(ROWS), make, batch, row_sparse, row_sparse
+            ngram_memory.LanguageModel(ROWS), make, batch, row_sparse
         )
         runs.append(run.train("test", text, [batch], num_steps=20))
     dense, exact = runs
