@@ -252,8 +252,8 @@ class Contents:
         codes = codes[np.sort(np.unique(codes, return_index=True)[1])]
         return codes[self.main.find(codes) == 0]
 
-    def take_back(self, changes: Changes) -> None:
-        changes.undo()
+    def take_back(self, changes: Changes, finished: bool) -> None:
+        changes.undo(finished)
         self.main.find_free()
         if self._waiting is not None:
             self._waiting.find_free()

@@ -18,9 +18,7 @@ inserted again, by another hash and at last into more slots.
 import numpy as np
 
 _ROUNDS = 100  # of insertion; some 15 are used
-_PART = (
-    1 << 20
-)  # rows that are inserted at once: what a round needs is small beside them
+_PART = 1 << 20  # rows that are inserted at once, so that rounds need little memory
 _FREE = 2.5  # slots for each row, at least
 
 

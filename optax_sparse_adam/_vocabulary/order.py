@@ -1,23 +1,25 @@
 """Finds the rows of lowest score, in the order of (score, row), without sorting all.
 
-An eighth of the rows, the lowest, are sorted once, and then taken from the front for
-many batches. A score that has changed meanwhile is seen when its entry comes to the
-front: the entry is passed over. Rows that have got a low score since then, such as new
-ones where hits are the score, stand in a second list. When both are used up, the lowest
-eighth is sorted again. What is taken is what a sort of all rows would give each time
-(`tests/vocabulary` compares), so nothing of this is in a checkpoint.
+An eighth of the rows, the lowest, are sorted once: a run, from the front of which rows
+are taken for many batches. A score that has changed meanwhile is seen when its entry
+comes to the front: the entry is passed over. Rows that have got a low score since then,
+such as new ones where hits are the score, are runs of their own, and two runs become
+one when the earlier is less than twice as long, as in a log-structured merge tree. When
+all are used up, the lowest eighth is sorted again. What is taken is what a sort of all
+rows would give each time (`tests/vocabulary` compares): no checkpoint has any of this.
 
-    scores of rows 1 to 5: 5 1 4 1 3; the front is rows 2, 4 and the limit (1, 4)
+    scores of rows 1 to 5: 5 1 4 1 3; the run is rows 2, 4 and the limit (1, 4)
     row 4 gets score 6: its entry (1, 4) is not its score now, and is passed over
-    row 1 gets score 0: below the limit, so (0, 1) is added late, and taken first
+    row 1 gets score 0: below the limit, so (0, 1) is another run, and taken first
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 Score: TypeAlias = Callable[[np.ndarray, np.ndarray], Any]
+_Run: TypeAlias = tuple[np.ndarray, np.ndarray]  # rows, and their scores then
 _SHARE, _FEW = 8, 1024  # the part of the rows that is sorted, and so many at least
 
 
@@ -46,20 +48,22 @@ class Order:
 
     def forget(self) -> None:
         """Sorts when it is next asked."""
-        self._rows, self._scores = np.zeros(0, np.int32), np.zeros(0)
-        self._late: list[tuple[np.ndarray, np.ndarray]] = []
+        self._runs: list[_Run] = []
         self._limit: tuple[Any, Any] | None = None
 
     def add(self, rows: np.ndarray, now: int) -> None:
         """Looks at rows whose score has changed, and at new ones; `last` is `now`."""
         if self._limit is None or (self._score is by_last and now > self._limit[0]):
             return
-        scores = self._scores_of(rows)
-        low = np.flatnonzero(_up_to(scores, rows, *self._limit))
-        if len(low):
-            self._late.append((rows[low], scores[low]))
-            if sum(len(x) for x, _ in self._late) > _FEW + len(self._hits) // _SHARE:
-                self.forget()
+        scores, runs = self._scores_of(rows), self._runs
+        low = np.flatnonzero(_up_to((rows, scores), self._limit))
+        if not len(low):
+            return
+        runs.append(self._merged([(rows[low], scores[low])]))
+        while len(runs) > 1 and len(runs[-2][0]) < 2 * len(runs[-1][0]):
+            runs[-2:] = [self._merged(runs[-2:])]
+        if sum(len(x) for x, _ in runs) > _FEW + len(self._hits) // 2:
+            self.forget()
 
     def take(self, count: int, barred: np.ndarray) -> np.ndarray:
         """Takes the lowest rows that are not barred; there must be `count` of them.
@@ -68,43 +72,41 @@ class Order:
         """
         stop = 2 * count + 64
         while True:
-            rows, scores = self._valid(stop)
-            keep = ~barred[rows]
-            if stop < len(self._rows):  # a late entry may be beyond those looked at
-                end = self._scores[stop - 1], self._rows[stop - 1]
-                keep &= _up_to(scores, rows, *end)
-            rows, scores = rows[keep], scores[keep]
+            run = self._merged([(r[:stop], s[:stop]) for r, s in self._runs])
+            ends = [(s[stop], r[stop]) for r, s in self._runs if stop < len(r)]
+            keep = ~barred[run[0]]
+            if ends:  # what is beyond these has not been looked at
+                keep &= _up_to(run, min(ends))
+            rows, scores = run[0][keep], run[1][keep]
             if len(rows) >= count:
                 self._drop(scores[count - 1], rows[count - 1])
                 return rows[:count]
-            if stop < len(self._rows):
+            if ends:
                 stop *= 4
             else:
                 self._sort(count, barred)
 
-    def _valid(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows in front, and late ones, whose score is as it was; sorted, each once."""
-        late = [*zip(*self._late, strict=True)] or [(), ()]
-        rows = np.concatenate([self._rows[:stop], *late[0]])
-        scores = np.concatenate([self._scores[:stop], *late[1]])
+    def _merged(self, runs: Sequence[_Run]) -> _Run:
+        """The entries of runs whose score is as it was, sorted, each once."""
+        if not runs:
+            return np.zeros(0, np.int32), np.zeros(0)
+        rows, scores = (np.concatenate(x) for x in zip(*runs, strict=True))
         valid = (self._hits[rows] > 0) & (self._scores_of(rows) == scores)
         rows, scores = rows[valid], scores[valid]
-        if late[0]:
-            by = np.lexsort((rows, scores))
-            rows, scores = rows[by], scores[by]
-            once = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
-            rows, scores = rows[once], scores[once]
-        return rows, scores
+        by = np.lexsort((rows, scores))
+        rows, scores = rows[by], scores[by]
+        once = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
+        return rows[once], scores[once]
 
     def _drop(self, score: Any, row: Any) -> None:
         """Drops what is up to an entry: it is taken, or not valid."""
-        left, right = (
-            np.searchsorted(self._scores, score, x) for x in ("left", "right")
-        )
-        start = left + np.searchsorted(self._rows[left:right], row, "right")
-        self._rows, self._scores = self._rows[start:], self._scores[start:]
-        kept = [(r, s, ~_up_to(s, r, score, row)) for r, s in self._late]
-        self._late = [(r[k], s[k]) for r, s, k in kept if k.any()]
+        left = []
+        for rows, scores in self._runs:
+            low, high = (np.searchsorted(scores, score, x) for x in ("left", "right"))
+            first = low + np.searchsorted(rows[low:high], row, "right")
+            if first < len(rows):
+                left.append((rows[first:], scores[first:]))
+        self._runs = left
 
     def _sort(self, count: int, barred: np.ndarray) -> None:
         self.forget()
@@ -117,9 +119,9 @@ class Order:
             low[np.flatnonzero(scores == most)[: size - np.count_nonzero(low)]] = True
             rows, scores = rows[low], scores[low]
         by = np.argsort(scores, kind="stable")
-        self._rows, self._scores = rows[by], scores[by]
+        self._runs = [(rows[by], scores[by])]
         if len(rows):
-            self._limit = self._scores[-1], self._rows[-1]
+            self._limit = scores[by[-1]], rows[by[-1]]
 
     def _scores_of(self, rows: np.ndarray) -> np.ndarray:
         if not len(rows):  # which not every function takes
@@ -139,5 +141,6 @@ class Order:
         return scores
 
 
-def _up_to(scores: np.ndarray, rows: np.ndarray, score: Any, row: Any) -> np.ndarray:
+def _up_to(run: _Run, entry: tuple[Any, Any]) -> np.ndarray:
+    (rows, scores), (score, row) = run, entry
     return (scores < score) | ((scores == score) & (rows <= row))

@@ -32,8 +32,8 @@ class Changes:
         """Notes that these rows get, or lose, their code."""
         self._moved.append((store, rows))
 
-    def undo(self) -> None:
-        """Takes all back, whether it was finished or not."""
+    def undo(self, finished: bool) -> None:
+        """Takes all back. What was not finished may have left an index in pieces."""
         rows_of: dict[int, tuple[Store, list[np.ndarray]]] = {}
         for store, rows in self._moved:
             rows_of.setdefault(id(store), (store, []))[1].append(rows)
@@ -43,8 +43,8 @@ class Changes:
         for array, at, old in reversed(self._writes):
             array[at] = old
         for store, rows in moved:
-            store.insert(rows[store.hits[rows] > 0])
-        self.__init__()  # type: ignore[misc]
+            if not (finished and store.index.insert(rows[store.hits[rows] > 0])):
+                store.rebuild()
 
 
 class Store:
@@ -66,7 +66,8 @@ class Store:
         self._barred = np.zeros(len(self.hits), bool)
         used = self.find_free()
         self.index = Index(self.keys)
-        self.insert(used)
+        if not self.index.insert(used):
+            self.rebuild()
 
     def find_free(self) -> np.ndarray:
         """Finds free rows, and forgets the order; after writes from elsewhere."""
@@ -121,7 +122,8 @@ class Store:
         changes.write(self.keys, rows, codes)
         changes.write(self.last, rows, step)
         changes.write(self.hits, rows, hits)
-        self.insert(rows)
+        if not self.index.insert(rows):
+            self.rebuild()
         return rows, gone
 
     def free(self, changes: Changes, rows: np.ndarray) -> np.ndarray:
@@ -148,10 +150,9 @@ class Store:
         """The rows of codes, 0 for those without."""
         return self.index.find(codes)
 
-    def insert(self, rows: np.ndarray) -> None:
-        """Lets rows be found that have got their codes, and have hits."""
-        if not self.index.insert(rows):
-            self.index = self.index.rebuilt(np.flatnonzero(self.hits).astype(np.int32))
+    def rebuild(self) -> None:
+        """Makes another index, of all codes that are there."""
+        self.index = self.index.rebuilt(np.flatnonzero(self.hits).astype(np.int32))
 
     def _keep_apart(self, changes: Changes, codes: np.ndarray) -> None:
         """Gives row 0, which free slots of the index have, a code that no key has."""

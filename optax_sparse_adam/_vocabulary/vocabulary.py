@@ -247,7 +247,7 @@ class Vocabulary:
                 main.order.add(known, step)
                 main.order.add(fresh, step)
             except BaseException:
-                self._take_back(changes)
+                self._take_back(changes, finished=False)
                 raise
             self._history.append(changes)
             evicted = self._as_keys(evicted)
@@ -327,7 +327,7 @@ class Vocabulary:
                     f"undo takes back the last {_UNDO} calls of assign since the "
                     "vocabulary was made, restored or grown; there is none left."
                 )
-            self._take_back(self._history.pop())
+            self._take_back(self._history.pop(), finished=True)
 
     def grow(self, rows: int) -> None:
         """Makes room for more keys; all keep their rows, and `unknown` is row 0.
@@ -450,9 +450,9 @@ class Vocabulary:
         finally:
             self._version += 1
 
-    def _take_back(self, changes: Changes) -> None:
+    def _take_back(self, changes: Changes, finished: bool) -> None:
         with self._move():
-            self._contents.take_back(changes)
+            self._contents.take_back(changes, finished)
 
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
         signed = self._contents.numbers[KIND] == SIGNED

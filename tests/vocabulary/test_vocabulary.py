@@ -393,6 +393,32 @@ def test_a_batch_that_is_not_run_leaves_nothing():
         vocab.undo()
 
 
+def test_a_batch_that_is_interrupted_changes_nothing(monkeypatch):
+    """By Ctrl-C, when keys have been pushed from their slots and have no others yet."""
+    vocab, insert = osa.Vocabulary(3000, min_hits=2, tombstones=9), index.Index.insert
+    keys = np.arange(3000)
+    vocab.assign(np.repeat(keys[:2500], 2), 0)
+    rows, held, lost = vocab.find(keys), vocab.arrays, []
+
+    def interrupted(self, rows):
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "_ROUNDS", 1)
+            assert not insert(self, rows)
+        lost.append(np.count_nonzero(self.find(self.codes[self.codes < 3000]) == 0))
+        monkeypatch.setattr(index.Index, "insert", insert)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(index.Index, "insert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        vocab.assign(np.repeat(np.arange(9000, 11000), 2), 1)
+    assert lost[0] > 10
+    assert_identical(vocab.arrays, held, "after the interruption")
+    np.testing.assert_array_equal(vocab.find(keys), rows)
+    rows, _, evicted = vocab.assign(np.repeat(np.arange(9000, 11000), 2), 1)
+    assert len({*rows.tolist()}) == 2000
+    assert len(evicted) == 1501
+
+
 # --- checkpoints ---
 
 
