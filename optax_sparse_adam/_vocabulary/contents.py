@@ -116,6 +116,7 @@ class Contents:
         waits = options.min_hits > 1
         self._waiting = self._store("waiting_", by_last) if waits else None
         self.changed, self.numbers = arrays["changed"], arrays["numbers"]
+        self._ids, self._ids_step = 0, -1
         nothing = np.zeros(0, np.uint64), np.zeros(0, np.int32)
         self._gone = arrays.get("gone", nothing[0])
         self._gone_at = arrays.get("gone_at", nothing[1])
@@ -153,6 +154,15 @@ class Contents:
         codes, _, at, shape = self.read("find", keys, mask)
         return spread(self.main.find(codes), at, shape)
 
+    def count_ids(self, number: int, step: int) -> None:
+        """Counts the ids of a step: of so many keys there can be no more than that.
+
+        For where that is less than the rows, and nothing has to be counted exactly.
+        """
+        if step != self._ids_step:  # a step that was begun elsewhere has had any number
+            self._ids = 0 if step > self.numbers[STEP] else len(self.main.keys)
+        self._ids, self._ids_step = self._ids + number, step
+
     def plan(self, codes: np.ndarray, known: np.ndarray, step: int) -> _Plan:
         """Plans what to do with codes without a row; raises where it cannot be done.
 
@@ -177,32 +187,36 @@ class Contents:
                 counts &= waiting.last[waits] >= step - options.ttl
             hits = hits + np.where(counts, waiting.hits[waits], 0)
         enters = hits >= options.min_hits
-        number, rows = int(np.count_nonzero(enters)), len(self.main.keys) - 1
-        waiting_number = len(codes) - number
-        if number > self.main.room and number + len(known) > rows:
-            number += len(np.unique(known))
+        number = int(np.count_nonzero(enters))
+        rows = len(self.main.keys) - 1
+        if number > self.main.room and self._ids > rows:
+            known = np.unique(known)
+            number += len(known) + self.main.number_at(step, known)
             if number > rows:
                 raise ValueError(
-                    f"assign needs a row for each different key of a batch: {number:,} "
+                    f"assign needs a row for each different key of a step: {number:,} "
                     f"keys for {rows:,} rows, beside that of unknown keys. Nothing has "
                     "changed. Make the vocabulary larger, or the batch smaller."
                 )
-        if waiting is not None and waiting_number > len(waiting.keys) - 1:
-            raise ValueError(
-                f"assign counts keys that have less than {options.min_hits} hits: "
-                f"{waiting_number:,} keys of this batch, for which there are "
-                f"{len(waiting.keys) - 1:,} places. Nothing has changed. Make the "
-                "vocabulary with a larger waiting=, or the batch smaller."
-            )
+        if waiting is not None and not enters.all():
+            number, places = int(np.count_nonzero(~enters)), len(waiting.keys) - 1
+            if number > waiting.room and self._ids > places:
+                number += waiting.number_at(step, waits[waits > 0])
+            if number > places:
+                raise ValueError(
+                    f"assign counts keys that have less than {options.min_hits} hits: "
+                    f"{number:,} keys of this step, for which there are {places:,} "
+                    "places. Nothing has changed. Make the vocabulary with a larger "
+                    "waiting=, or the batch smaller."
+                )
         return _Plan(codes, hits.astype(np.int32), of, waits, enters)
 
     def admit(
-        self, changes: Changes, plan: _Plan, known: np.ndarray, step: int
+        self, changes: Changes, plan: _Plan, step: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows of what was asked for, the fresh ones, and codes that had to go."""
         codes, hits, of, waits, enters = plan
-        with self.main.bar(known):
-            fresh, gone = self.main.place(changes, codes[enters], hits[enters], step)
+        fresh, gone = self.main.place(changes, codes[enters], hits[enters], step)
         changes.write(self.changed, fresh, step)
         waiting = self._waiting
         if waiting is not None:
@@ -211,8 +225,7 @@ class Contents:
             old = waits[stays]
             changes.write(waiting.last, old, step)
             changes.write(waiting.hits, old, hits[stays])
-            with waiting.bar(old):
-                new, _ = waiting.place(changes, codes[comes], hits[comes], step)
+            new, _ = waiting.place(changes, codes[comes], hits[comes], step)
             waiting.order.add(np.append(old, new), step)
         rows = np.zeros(len(codes), np.int32)
         rows[enters] = fresh

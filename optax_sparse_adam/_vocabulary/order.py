@@ -65,26 +65,30 @@ class Order:
         if sum(len(x) for x, _ in runs) > _FEW + len(self._hits) // 2:
             self.forget()
 
-    def take(self, count: int, barred: np.ndarray) -> np.ndarray:
-        """Takes the lowest rows that are not barred; there must be `count` of them.
-
-        What is barred is forgotten: the caller adds it later.
-        """
+    def take(self, count: int, now: int) -> np.ndarray:
+        """Takes the lowest rows whose last step is not `now`; there must be enough."""
         stop = 2 * count + 64
         while True:
-            run = self._merged([(r[:stop], s[:stop]) for r, s in self._runs])
+            run = rows, scores = self._merged(
+                [(r[:stop], s[:stop]) for r, s in self._runs]
+            )
             ends = [(s[stop], r[stop]) for r, s in self._runs if stop < len(r)]
-            keep = ~barred[run[0]]
+            passed = self._last[rows] == now
+            usable = ~passed
             if ends:  # what is beyond these has not been looked at
-                keep &= _up_to(run, min(ends))
-            rows, scores = run[0][keep], run[1][keep]
-            if len(rows) >= count:
-                self._drop(scores[count - 1], rows[count - 1])
-                return rows[:count]
+                usable &= _up_to(run, min(ends))
+            usable = np.flatnonzero(usable)[:count]
+            if len(usable) == count:
+                end = scores[usable[-1]], rows[usable[-1]]
+                passed &= _up_to(run, end)
+                self._drop(*end)
+                if passed.any():
+                    self._runs.append((rows[passed], scores[passed]))
+                return rows[usable]
             if ends:
                 stop *= 4
             else:
-                self._sort(count, barred)
+                self._sort(count, now)
 
     def _merged(self, runs: Sequence[_Run]) -> _Run:
         """The entries of runs whose score is as it was, sorted, each once."""
@@ -108,20 +112,21 @@ class Order:
                 left.append((rows[first:], scores[first:]))
         self._runs = left
 
-    def _sort(self, count: int, barred: np.ndarray) -> None:
-        self.forget()
-        rows = np.flatnonzero((self._hits > 0) & ~barred).astype(np.int32)
+    def _sort(self, count: int, now: int) -> None:
+        rows = np.flatnonzero(self._hits).astype(np.int32)
         scores = self._scores_of(rows)
-        size = max(count, len(rows) // _SHARE, _FEW)
-        if size < len(rows):
-            most = np.partition(scores, size - 1)[size - 1]
-            low = scores < most
-            low[np.flatnonzero(scores == most)[: size - np.count_nonzero(low)]] = True
-            rows, scores = rows[low], scores[low]
+        usable = self._last[rows] != now
+        own, low = rows[usable], scores[usable]
+        assert len(own) >= count
+        size = max(count, len(own) // _SHARE, _FEW)
+        if size < len(own):
+            most = np.partition(low, size - 1)[size - 1]
+            ties = own[low == most][: size - np.count_nonzero(low < most)]
+            kept = _up_to((rows, scores), (most, ties[-1]))
+            rows, scores = rows[kept], scores[kept]
         by = np.argsort(scores, kind="stable")
         self._runs = [(rows[by], scores[by])]
-        if len(rows):
-            self._limit = scores[by[-1]], rows[by[-1]]
+        self._limit = scores[by[-1]], rows[by[-1]]
 
     def _scores_of(self, rows: np.ndarray) -> np.ndarray:
         if not len(rows):  # which not every function takes

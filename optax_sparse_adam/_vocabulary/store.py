@@ -1,7 +1,5 @@
 """Keeps codes in rows, with their last step and hits; writes that can be taken back."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -63,7 +61,6 @@ class Store:
         self.keys, self._uses = keys, np.stack([last, hits], axis=1)
         self.last, self.hits = self._uses.T
         self._score = score
-        self._barred = np.zeros(len(self.hits), bool)
         used = self.find_free()
         self.index = Index(self.keys)
         if not self.index.insert(used):
@@ -102,6 +99,8 @@ class Store:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Puts new codes into free rows, then into those of lowest score.
 
+        Rows of this step are not taken; the caller has seen that there are enough.
+
         Returns:
           The rows, and the codes that had to go.
         """
@@ -109,7 +108,7 @@ class Store:
         gone = self.keys[:0]
         lowest = np.zeros(0, np.int32)
         if missing > 0:
-            lowest = self.order.take(missing, self._barred)
+            lowest = self.order.take(missing, step)
             gone = self.keys[lowest]
         free, self._free = np.split(self._free, [len(codes) - len(lowest)])
         more = len(codes) - len(lowest) - len(free)
@@ -137,14 +136,10 @@ class Store:
         self._free = np.insert(self._free, np.searchsorted(self._free, rows), rows)
         return self.keys[rows]
 
-    @contextlib.contextmanager
-    def bar(self, rows: np.ndarray) -> Iterator[None]:
-        """Meanwhile these rows are not taken from their codes."""
-        self._barred[rows] = True
-        try:
-            yield
-        finally:
-            self._barred[rows] = False
+    def number_at(self, step: int, rows: np.ndarray) -> int:
+        """How many codes were there at a step, beside those in these rows."""
+        at_step = (self.last == step) & (self.hits > 0)
+        return int(np.count_nonzero(at_step) - np.count_nonzero(at_step[rows]))
 
     def find(self, codes: np.ndarray) -> np.ndarray:
         """The rows of codes, 0 for those without."""

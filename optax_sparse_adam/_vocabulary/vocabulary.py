@@ -88,7 +88,7 @@ class Vocabulary:
     Keys are what a program has in place of row numbers: 64-bit hashes, ids of users,
     strings. A vocabulary lives on the host, in NumPy, since 64-bit types are off in
     JAX. Each new key gets a free row. If there is none, the key of the lowest score
-    makes room; no key of the batch does. All of it is deterministic:
+    makes room; no key of the same step does. All of it is deterministic:
 
     - Free rows are given in ascending order, to keys as they first come in a batch.
     - Those of the lowest (score, row) are evicted first.
@@ -196,7 +196,8 @@ class Vocabulary:
         """Gives a row to each key of a batch; for training.
 
         Known keys keep their rows. Call it before the step, in the order of the steps,
-        and begin the `fresh` rows again, by `reset_rows`, before they are trained.
+        and begin the `fresh` rows again, by `reset_rows`, before they are trained. In
+        one step it may be called several times, for features that share the table.
 
         Args:
           keys: Integers of 64 bits or less, strings or bytes, in any shape. Strings are
@@ -213,9 +214,9 @@ class Vocabulary:
 
         Raises:
           TypeError: For keys of other types.
-          ValueError: If the batch has more different keys than the table has rows; if
-            the step is less than the last one; for keys that this vocabulary could
-            take for others. Nothing has changed then.
+          ValueError: If the step has more different keys than the table has rows; if
+            it is less than the last one; for keys that this vocabulary could take for
+            others. Nothing has changed then.
           RuntimeError: If another thread is changing the vocabulary.
         """
         with self._change("assign"):
@@ -227,6 +228,7 @@ class Vocabulary:
                     f"them: from {before}, the last one, to 2**31 - 1; got {step}."
                 )
             codes, kind, at, shape = held.read("assign", keys, mask)
+            held.count_ids(len(codes), step)
             rows = main.find(codes)
             new = np.flatnonzero(rows == 0)
             known = rows[rows != 0] if len(new) else rows
@@ -239,9 +241,7 @@ class Vocabulary:
                     with self._move():
                         evicted = held.expire(changes, int(before), step)
                         if plan:
-                            rows[new], fresh, gone = held.admit(
-                                changes, plan, known, step
-                            )
+                            rows[new], fresh, gone = held.admit(changes, plan, step)
                             evicted = np.append(evicted, gone)
                         held.bury(changes, evicted, step)
                 main.order.add(known, step)

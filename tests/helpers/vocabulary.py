@@ -27,12 +27,12 @@ class OracleStore:
             self.remove(key)
         return gone
 
-    def place(self, keys, hits, step, barred):
+    def place(self, keys, hits, step):
         """The keys that had to go."""
         order = [
             (self.score(self.last[key], self.hits[key]), row, key)
             for key, row in self.row_of.items()
-            if key not in barred
+            if self.last[key] != step  # of this step none goes
         ]
         heapq.heapify(order)
         rows, gone = [], []
@@ -77,10 +77,13 @@ class Oracle:
                 hits[key] = old + counts[key]
         enter = [key for key in hits if hits[key] >= self.min_hits]
         wait = [key for key in hits if hits[key] < self.min_hits]
-        if len(known) + len(enter) > main.rows - 1:
-            raise TooMany(len(known) + len(enter))
-        if len(wait) > waiting.rows - 1:
-            raise TooMany(len(wait))
+        of_step = {*known, *enter, *(k for k in main.last if main.last[k] == step)}
+        if len(enter) > len(main.free) and len(of_step) > main.rows - 1:
+            raise TooMany(len(of_step))
+        of_step = {k for k in waiting.last if waiting.last[k] == step} - {*enter}
+        of_step |= {*wait}
+        if wait and len(of_step) > waiting.rows - 1:
+            raise TooMany(len(of_step))
 
         for key in known:
             main.last[key] = step
@@ -89,7 +92,7 @@ class Oracle:
         if self.ttl is not None and step // period > self.step // period:
             gone = main.expire(step - self.ttl)
         self.step = step
-        gone += main.place(enter, [hits[key] for key in enter], step, {*known})
+        gone += main.place(enter, [hits[key] for key in enter], step)
         fresh = [main.row_of[key] for key in enter]
         self.changed |= dict.fromkeys(fresh, step)
         for key in enter:
@@ -99,7 +102,7 @@ class Oracle:
         for key in old:
             waiting.last[key], waiting.hits[key] = step, hits[key]
         new = [key for key in wait if key not in waiting.row_of]
-        waiting.place(new, [hits[key] for key in new], step, {*old})
+        waiting.place(new, [hits[key] for key in new], step)
         self.gone += [(step, key) for key in gone]
         return self.find(keys), fresh, gone
 

@@ -226,6 +226,25 @@ def test_a_full_table_says_so_and_does_nothing():
         osa.Vocabulary(1001).assign(np.arange(1001), 0)
 
 
+@pytest.mark.parametrize("score", ["last", "hits"])
+def test_features_that_share_a_table_do_not_evict_each_other(score):
+    """Two batches of one step: what the first one has got, it still has in the step."""
+    vocab = osa.Vocabulary(9, score=score)
+    vocab.assign([1, 1, 2, 2, 3, 3, 4, 4], 0)
+    first = vocab.assign([11, 12, 13, 1], 1)
+    second = vocab.assign([21, 22, 1, 2], 1)
+    assert not len(first.evicted)
+    assert second.evicted.tolist() == [3]
+    np.testing.assert_array_equal(vocab.find([11, 12, 13, 1]), first.rows)
+    with pytest.raises(ValueError, match="9 keys for 8 rows"):
+        vocab.assign([31, 32], 1)
+    again = pickle.loads(pickle.dumps(vocab))
+    with pytest.raises(ValueError, match="9 keys for 8 rows"):
+        again.assign([31, 32], 1)
+    assert again.assign([31], 1).evicted.tolist() == [4]
+    assert again.assign([32], 2).evicted.tolist() == {"last": [1], "hits": [22]}[score]
+
+
 def test_rare_keys_share_the_row_of_unknown_ones():
     vocab = osa.Vocabulary(9, min_hits=3, ttl=10, waiting=4)
     assert vocab.assign([5, 5, 6, 7, 7, 7], 0).rows.tolist() == [0, 0, 0, 1, 1, 1]
@@ -368,13 +387,13 @@ def test_a_row_has_nothing_of_the_key_before(compilations):
 
 def test_a_batch_that_is_not_run_leaves_nothing():
     """Without a backward pass, elsewhere, what was allocated stays."""
-    options = {"min_hits": 2, "ttl": 5, "score": "hits"}
-    vocab, other = osa.Vocabulary(9, **options), osa.Vocabulary(9, **options)
+    options = {"min_hits": 2, "ttl": 50, "score": "hits"}
+    vocab, other = osa.Vocabulary(25, **options), osa.Vocabulary(25, **options)
     rng = np.random.default_rng(0)
     for step in range(60):
-        keys = rng.integers(12, size=6)
+        keys = rng.integers(60, size=6)
         held = vocab.arrays
-        lost = [vocab.assign(rng.integers(12, size=5), step) for _ in range(step % 4)]
+        lost = [vocab.assign(rng.integers(60, size=5), step) for _ in range(step % 4)]
         for _ in lost:
             vocab.undo()
         assert_identical(vocab.arrays, held, "after undo")
@@ -383,8 +402,8 @@ def test_a_batch_that_is_not_run_leaves_nothing():
         ):
             np.testing.assert_array_equal(a, b)
         if step == 50:
-            vocab.grow(10)
-            other.grow(10)
+            vocab.grow(27)
+            other.grow(27)
     for _ in range(9):
         vocab.assign([1, 2], 60)
     for _ in range(8):
