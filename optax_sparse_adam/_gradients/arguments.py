@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import valid_jaxtype
 
 _NNX = (
@@ -37,8 +38,8 @@ def check_argnums(argnums: Any) -> None:
             )
 
 
-def check_leaves(tree: Any) -> None:
-    """Refuses leaves without a gradient, and modules with more than parameters."""
+def check_modules(tree: Any) -> None:
+    """Refuses modules with more than parameters."""
     for path, module in _nodes(tree, "flax.nnx", "Pytree"):
         for inner, variable in _nodes(module, "flax.nnx", "Variable"):
             if not _is(variable, "flax.nnx", "Param"):
@@ -48,13 +49,28 @@ def check_leaves(tree: Any) -> None:
                     f"{leaf_name((*path, *inner))} is of the type "
                     f"`{type(variable).__name__}`. {_NNX}"
                 )
+
+
+def check_leaves(tree: Any, *, allow_int: bool = False) -> None:
+    """Refuses leaves without a gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         what = f"of the type `{type(leaf).__name__}`"
         if isinstance(leaf, np.ndarray):  # of texts, or of another order of bytes
             what += f" of {leaf.dtype}"
+        if is_mutable_variable(leaf):
+            raise TypeError(
+                f"{leaf_name(path)} is a mutable variable of Flax (`hijax=True`), of "
+                "which JAX makes no gradient. Differentiate ordinary ones, "
+                "`nnx.with_vars(params, hijax=False)`, of the `params` of `nnx.split("
+                "model, nnx.Param, ...)`. What the loss does to all others stays."
+            )
         if valid_jaxtype(leaf):
             aval = jax.typeof(leaf)
-            if jnp.issubdtype(aval.dtype, jnp.inexact):
+            # A value of another type, such as one of `jax.experimental.hijax`, is an
+            # argument of what JAX differentiates, which may refuse it.
+            if not isinstance(aval, ShapedArray):
+                continue
+            if allow_int or jnp.issubdtype(aval.dtype, jnp.inexact):
                 continue
             what = f"`{aval.str_short()}`"
         remedy = _NNX if _nodes(tree, "flax.nnx", "Pytree") else _OTHER
@@ -93,6 +109,11 @@ def refuse_new_state(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path) or "the differentiated argument"
+
+
+def is_mutable_variable(x: Any) -> bool:
+    """Whether it is a variable of Flax of a type that JAX calls hijax."""
+    return _is(x, "flax.nnx.variablelib", "HijaxVariable")
 
 
 def _is(x: Any, library: str, name: str) -> bool:

@@ -62,6 +62,11 @@ def as_closed(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
+def _shape(aval: Any) -> Any:
+    """The shape of an array; another type, such as a hijax type, has none."""
+    return aval.shape if isinstance(aval, ShapedArray) else aval
+
+
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried.
 
@@ -71,7 +76,7 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 
     def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
         pairs = zip(outer, inner, strict=True)
-        return sum(x.aval.shape == y.aval.shape for x, y in pairs)
+        return sum(_shape(x.aval) == _shape(y.aval) for x, y in pairs)
 
     body = eqn.params["jaxpr"].jaxpr
     carried = count(eqn.outvars, body.outvars)

@@ -16,7 +16,15 @@ from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
 from .arguments import leaf_name
 from .backward_slice import BackwardSlice
-from .expressions import Expression, Table, arrays_among, merge, table
+from .expressions import (
+    Expression,
+    Table,
+    arrays_among,
+    as_jax,
+    is_array,
+    merge,
+    table,
+)
 from .lookups import Promises
 from .row_slices import Entries, RowSlices, to_bcoo
 from .rules import RULES
@@ -69,9 +77,9 @@ def evaluate_with_gradients(
     # `of_deltas` has the gradients of looked-up rows, `rows` their ids, lookup by
     # lookup; `totals` those of the leaves in `whole`; `of_arrays` the dense gradients.
     (value, (others, rows)), (of_deltas, totals, of_arrays) = jax.value_and_grad(
-        function, argnums=(0, 1, 2), has_aux=True
+        function, argnums=(0, 1, 2), has_aux=True, allow_int=True
     )(deltas, of_whole, arrays_among(args))
-    everything = list(map(jnp.asarray, (value, *others)))  # some are Python's numbers
+    everything = list(map(as_jax, (value, *others)))  # some are Python's numbers
     # Rows are read once more for the gradient of `w` in `checkpoint(t[i] @ w)`, and of
     # the weights of bags. That of the table does not depend on it.
     more = jax.tree.leaves((of_deltas, of_arrays)) if program.reread else []
@@ -119,6 +127,7 @@ def _plan(
     arrays = [source.array for source in tables]
     able = [
         mark is not False
+        and is_array(array)
         and jnp.ndim(array) > 0
         and bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
         for mark, array in zip(wanted, arrays, strict=True)
@@ -142,7 +151,9 @@ def _plan(
             # Where the user wants it row-sparse, it is so, though every row is read.
             if not wanted[i]:
                 able[i] = able[i] and not _reads_every_row(own)
-            rows = math.prod(jnp.shape(arrays[i])[: program.depths.get(i, 1)])
+            if not own:
+                continue
+            rows = math.prod(jnp.shape(arrays[i])[: program.depths[i]])
             if sum(_num_entries(x, arrays[i]) for x in own) > rows:
                 program.whole_leaves.add(i)
         if before == (*able, program.depths, program.whole_leaves):
@@ -228,7 +239,10 @@ def _order_after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
     numeric = [
         x
         for x in results
-        if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if is_array(x)
+        and x.size
+        and x.dtype != jax.dtypes.float0
+        and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     ]
 
     @functools.cache

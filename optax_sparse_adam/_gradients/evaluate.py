@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from .arguments import check_argnums
-from .expressions import Table, table
+from .expressions import Table, as_jax, is_array, table
 from .nested_reads import reading
 from .rules import RULES
 from .value_and_grad import as_places, current_tables, jit_enabled, trace
@@ -79,7 +79,7 @@ def evaluate(
             closed, to_result = trace(bound, args, places)
             values = [_looked_up(x) for x in current_tables(tree, read)]
             walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
-            arrays = [jnp.asarray(walk.dense(x)) for x in walk.evaluate(closed, values)]
+            arrays = [as_jax(walk.dense(x)) for x in walk.evaluate(closed, values)]
         result: Result = to_result(arrays)
         return result
 
@@ -89,6 +89,8 @@ def evaluate(
 def _looked_up(source: Table) -> Any:
     """An expression, or the array as it is now where nothing can be looked up."""
     array = source.array
+    if not is_array(array):
+        return array
     if jnp.ndim(array) and jnp.issubdtype(jnp.result_type(array), jnp.floating):
         return table(source)
     return array if source.stale is None else source.values(lambda x: x)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 
 from .._jax_extras.sharding import mesh_of, reduced_like, without_reduced
 from .._jax_extras.varying_axes import vary_like
@@ -49,6 +50,18 @@ def inject(rows: jax.Array, delta: jax.Array) -> jax.Array:
     if mesh.explicit_axes:  # tangents of one sum have one layout
         delta = jax.reshard(delta, jax.typeof(rows).sharding)
     return _inject(rows, vary_like(delta, rows))
+
+
+def is_array(x: Any) -> bool:
+    """Whether it is an array or a number, and no value of another type of JAX's.
+
+    Such as one of `jax.experimental.hijax`, or a mutable array.
+    """
+    return isinstance(jax.typeof(x), ShapedArray)
+
+
+def as_jax(x: Any) -> Any:
+    return jnp.asarray(x) if is_array(x) else x
 
 
 class Table(NamedTuple):

@@ -12,9 +12,15 @@ from jax.extend.core import ClosedJaxpr, valid_jaxtype
 
 from .._rows.canary import CanaryBCOO
 from .._rows.stale import StaleState, stale_states
-from .arguments import check_argnums, check_leaves, leaf_name, refuse_new_state
+from .arguments import (
+    check_argnums,
+    check_leaves,
+    check_modules,
+    leaf_name,
+    refuse_new_state,
+)
 from .differentiate import evaluate_with_gradients
-from .expressions import Table
+from .expressions import Table, is_array
 from .nested_reads import is_read_around, reading
 
 KeyPath = tuple[Any, ...]
@@ -26,6 +32,8 @@ def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     *,
     sparse: Sparse = None,
     read: Any = None,
@@ -38,7 +46,7 @@ def value_and_grad(
     `jax.experimental.sparse.BCOO` of the table's shape that equals `jax.grad`'s: ids
     out of bounds are clamped or dropped as the lookup does. Nothing of the size of the
     table is computed or stored. Every other leaf comes back as from
-    `jax.value_and_grad`. There is no `holomorphic`, `allow_int` or `reduce_axes`.
+    `jax.value_and_grad`.
 
     A leaf that the loss does not use, or looks up no rows of (an empty batch), is
     row-sparse with nothing stored (`nse == 0`), as `None` is in torch, unless it is a
@@ -77,6 +85,10 @@ def value_and_grad(
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
       argnums: Which positional argument or arguments to differentiate.
       has_aux: Whether `fun` returns a pair.
+      holomorphic: Whether `fun` is promised to be holomorphic, of complex arguments:
+        then all gradients are dense, and those of `jax.value_and_grad`.
+      allow_int: Whether leaves may be integers; their gradients are zeros of the type
+        `float0`, as those of `jax.value_and_grad`.
       sparse: `None` gives row-sparse leaves wherever possible, `False` nowhere. `True`
         requires them of all real leaves; a tree of booleans like the differentiated
         argument (a tuple of trees if `argnums` is a sequence), or a prefix of it, or a
@@ -95,12 +107,15 @@ def value_and_grad(
 
     Raises:
       TypeError: By the returned function; in `jax.value_and_grad`'s words for a loss
-        that is not a real scalar; for a leaf that is not real or complex; and for an
-        NNX module with more than `nnx.Param`s, which `flax_nnx.value_and_grad` takes.
+        that is not a real scalar; for a leaf that is not real or complex; for an NNX
+        module with more than `nnx.Param`s, which `flax_nnx.value_and_grad` takes; and
+        for a mutable variable of Flax, which has a gradient as an ordinary one,
+        `nnx.with_vars(params, hijax=False)`.
       ValueError: By the returned function, if `sparse` does not fit the argument, or
         names a leaf whose gradient cannot be row-sparse; it tells the operation in the
         way. If `read` is seen to be no state of an optimiser, that of other parameters,
-        or one with stale rows of a leaf whose gradient is dense.
+        or one with stale rows of a leaf whose gradient is dense. If `read` is given
+        beside `holomorphic`, or `sparse` requires something there.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -116,7 +131,36 @@ def value_and_grad(
     """
     check_argnums(argnums)
     checked = refuse_new_state(fun) if callable(fun) else fun
-    reference = jax.value_and_grad(checked, argnums, has_aux)
+    return differentiated(
+        checked,
+        argnums,
+        has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        sparse=sparse,
+        read=read,
+    )
+
+
+def differentiated(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    *,
+    holomorphic: bool,
+    allow_int: bool,
+    sparse: Sparse,
+    read: Any,
+    check: Callable[[Any], None] = check_modules,
+) -> Callable[..., tuple[Any, Any]]:
+    """`value_and_grad` of a function that loses nothing; `check` refuses arguments."""
+    reference = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
+    if holomorphic and (read is not None or _requires_sparse(sparse)):
+        raise ValueError(
+            "A holomorphic derivative is one of complex arguments, and dense: there is "
+            "no `read`, and `sparse` may require nothing. Leave out `holomorphic=True` "
+            "for parameters that are real."
+        )
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -128,14 +172,15 @@ def value_and_grad(
             return reference(*args, **kwargs)
         chosen = [args[place] for place in places]
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
-        check_leaves(tree)
-        if sparse is False and not any(_stale_rows(tree, read)):
+        check(tree)
+        check_leaves(tree, allow_int=allow_int)
+        if holomorphic or (sparse is False and not any(_stale_rows(tree, read))):
             return reference(*args, **kwargs)
         wanted = _wanted(sparse, tree)
 
         def loss(*args: Any) -> Any:
             with reading([args[i] for i in places], tree, read):
-                result = checked(*args, **kwargs)
+                result = fun(*args, **kwargs)
             if not _is_loss(result, has_aux):
                 raise _NoLoss
             return result
@@ -164,6 +209,8 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     *,
     sparse: Sparse = None,
     read: Any = None,
@@ -176,6 +223,8 @@ def grad(
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
       argnums: Which positional argument or arguments to differentiate.
       has_aux: Whether `fun` returns a pair.
+      holomorphic: Whether `fun` is promised to be holomorphic.
+      allow_int: Whether leaves may be integers.
       sparse: Which leaves are to be row-sparse.
       read: State of the optimiser; rows of `exact_adam` are read up to date.
 
@@ -189,7 +238,8 @@ def grad(
       >>> osa.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
-    both = value_and_grad(fun, argnums, has_aux, sparse=sparse, read=read)
+    types = holomorphic, allow_int
+    both = value_and_grad(fun, argnums, has_aux, *types, sparse=sparse, read=read)
     return without_value(both, has_aux)
 
 
@@ -270,8 +320,8 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     if sparse is None:
         return [None] * len(pairs)
     if sparse is True:
-        kinds = [jnp.result_type(leaf) for _, leaf in pairs]
-        return [jnp.issubdtype(kind, jnp.floating) or None for kind in kinds]
+        arrays = [leaf if is_array(leaf) else None for _, leaf in pairs]
+        return [(x is not None and _is_real(x)) or None for x in arrays]
     what = "The leaves of `sparse` must be"
     if callable(sparse):
         marks = [sparse(*pair) for pair in pairs]
@@ -293,6 +343,14 @@ def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
     return list(map(bool, marks))
 
 
+def _is_real(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+
+def _requires_sparse(sparse: Sparse) -> bool:
+    return callable(sparse) or any(map(bool, jax.tree.leaves(sparse)))
+
+
 def _is_loss(result: Any, has_aux: bool) -> bool:
     """Whether JAX would differentiate a function that returns this."""
     if has_aux:
@@ -301,8 +359,7 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
         result = result[0]
     if not valid_jaxtype(result):
         return False
-    aval = jax.typeof(result)
-    return aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
+    return is_array(result) and jnp.shape(result) == () and _is_real(result)
 
 
 def current_tables(tree: Any, read: Any) -> list[Table]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -155,12 +156,18 @@ def shard_axes_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.
     return jnp.where(never, like.astype(x.dtype), x)
 
 
+def _as_array(x: Any) -> Any:
+    """A mutable array, or variable of Flax, as `nnx.Optimizer` passes it, as it is."""
+    return x if isinstance(jax.typeof(x), ShapedArray) else x[...]
+
+
 def jit_on_mesh(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Compiles `init` for parameters on a mesh; else it is made on one device first."""
     compiled = jax.jit(init, keep_unused=True)  # the parameters say which devices
 
     @functools.wraps(init)
     def init_fn(params: Any) -> Any:
+        params = jax.tree.map(_as_array, params)
         is_on_mesh = not mesh_of(*jax.tree.leaves(params)).empty
         if not is_on_mesh:
             return init(params)
