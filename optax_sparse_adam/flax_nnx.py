@@ -36,6 +36,7 @@ from flax import nnx
 
 from ._exact_adam import flush as _flush
 from ._gradients import value_and_grad as _sparse
+from ._gradients.arguments import is_mutable_variable
 from ._gradients.value_and_grad import Sparse
 from ._rows.checks import is_bcoo
 from ._train_step import update_params
@@ -47,13 +48,18 @@ _CONTEXT = "optax_sparse_adam.flax_nnx"
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Any = None,
     argnums: Argnum | Sequence[Argnum] = 0,
     has_aux: bool = False,
     *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
     sparse: Sparse = None,
     read: Any = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., Any]:
     """Like `nnx.value_and_grad`, with row-sparse gradients for embedding tables.
 
     Modules are differentiated by their `nnx.Param`s, or by what the filter of an
@@ -64,16 +70,31 @@ def value_and_grad(
     not between one that is differentiated and one that is not, and a module that `fun`
     changes must be an argument, not captured.
 
+    With `graph=False` or `graph_updates=False`, as under `nnx.value_and_grad`, a module
+    is a tree of arrays: it is differentiated by all of them, its gradient is a module,
+    variables may not be shared, and what `fun` does to variables happens to them.
+
+    In place of mutable variables (`nnx.Variable(..., hijax=True)`, `ref=True`), of
+    which JAX makes no gradient, `fun` sees ordinary ones. What it does to them happens
+    to the mutable ones; a change of the module's structure raises.
+
     Which leaves are row-sparse, and what `sparse` means, is said at
     `optax_sparse_adam.value_and_grad`. Variables that `fun` leaves as they are do not
     pass through the program, so that a frozen table costs nothing.
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`; `aux`
-        may hold modules and variables.
+        may hold modules and variables. Without it, a decorator is returned.
       argnums: Which positional argument or arguments to differentiate: each an integer,
         or `nnx.DiffState(integer, filter)`.
       has_aux: Whether `fun` returns a pair.
+      holomorphic: Whether `fun` is promised to be holomorphic.
+      allow_int: Whether to differentiate by integers, whose gradients are zeros.
+      reduce_axes: Nothing, as in `nnx.value_and_grad`.
+      graph: Whether modules are graphs, with shared variables; by default that of
+        `nnx.set_graph_mode`.
+      graph_updates: Whether changes of the graph reach the arguments; by default that
+        of `nnx.set_graph_updates`.
       sparse: Which leaves are to be row-sparse. Paths and trees are those of the
         gradient: `nnx.State`s in place of modules.
       read: The `nnx.Optimizer`, or its `opt_state`: where its transformation contains
@@ -86,10 +107,12 @@ def value_and_grad(
       module, whose variables hold arrays and BCOOs, for `nnx.Optimizer.update`.
 
     Raises:
+      NotImplementedError: For `reduce_axes`.
       TypeError: By the returned function, if an argument to differentiate is missing
         or not real, or the loss is no real scalar.
-      ValueError: By the returned function, if an argument is named twice, if arguments
-        share variables that only one of them differentiates, or for `sparse`.
+      ValueError: For a bound method of a module, and `argnums` that `nnx` refuses. By
+        the returned function, if an argument is named twice, if arguments share
+        variables that only one of them differentiates, or for `sparse`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -118,6 +141,84 @@ def value_and_grad(
       True
     """
 
+    return _transform(
+        "value_and_grad",
+        fun,
+        argnums=argnums,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        reduce_axes=reduce_axes,
+        graph=graph,
+        graph_updates=graph_updates,
+        sparse=sparse,
+        read=read,
+    )
+
+
+def _transform(
+    name: str,
+    fun: Any,
+    *,
+    reduce_axes: Sequence[Any],
+    graph: bool | None,
+    graph_updates: bool | None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`value_and_grad` or `grad` of a function; without one a decorator."""
+    modes = {
+        "graph": _current(nnx.set_graph_mode, graph),
+        "graph_updates": _current(nnx.set_graph_updates, graph_updates),
+    }
+    if reduce_axes:
+        raise NotImplementedError(
+            f"flax_nnx.{name} has no `reduce_axes`, as nnx.{name} has none any more: "
+            f"got {reduce_axes!r}. Inside of shard_map, sum over devices by lax.psum."
+        )
+    if fun is None:
+        return functools.partial(_transform, name, reduce_axes=(), **modes, **options)
+    _check(name, fun, options["argnums"], **modes)
+    both = _value_and_grad(fun, **modes, **options)
+    if name == "value_and_grad":
+        return both
+    return _sparse.without_value(both, options["has_aux"])
+
+
+def _current(context: Any, value: bool | None) -> bool:
+    return bool(context.current_value()) if value is None else value
+
+
+def _check(name: str, fun: Any, argnums: Any, graph: bool, graph_updates: bool) -> None:
+    """Refuses what `nnx` refuses when a function is made."""
+    inner = fun
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if inspect.ismethod(inner) and isinstance(inner.__self__, nnx.Module):
+        raise ValueError(
+            f"flax_nnx.{name} does not support bound methods. Use the decorator form "
+            f"@flax_nnx.{name} or call flax_nnx.{name}(MyClass.method)(instance, ...) "
+            "with the unbound method."
+        )
+    nnx.extract.check_prefix(argnums, "argnums", name, graph, graph_updates)
+
+
+def _value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    graph: bool,
+    graph_updates: bool,
+    read: Any,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    def by_rows(pure: Any, places: Any, **more: Any) -> Callable[..., Any]:
+        """`read` is an object, whose state is that of the call."""
+        options["read"] = _state(read)
+        return _sparse.differentiated(pure, places, True, **options, **more)
+
+    if not (graph and graph_updates):
+        return _by_tree(fun, argnums, has_aux, graph, by_rows)
+
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         bound = inspect.signature(fun).bind(*args, **kwargs)  # model=... is positional
         wrt = _wrt(argnums, len(bound.args))
@@ -139,12 +240,7 @@ def value_and_grad(
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
             out = fun(*args, **kwargs)
-            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-                raise TypeError(
-                    "With `has_aux=True` the function must return a pair "
-                    f"`(loss, aux)`, got {type(out).__name__}."
-                )
-            value, aux = out if has_aux else (out, None)
+            value, aux = _pair(out) if has_aux else (out, None)
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
             # Only what `fun` has changed is returned: JAX would copy a table that a
             # program returns as it was given.
@@ -156,9 +252,8 @@ def value_and_grad(
             return value, [x for x in leaves if id(x) not in positions]
 
         places = tuple(wrt) if isinstance(argnums, Sequence) else min(wrt)
-        (value, changed), grads = _sparse.value_and_grad(
-            pure, places, has_aux=True, sparse=sparse, read=_state(read)
-        )(*_map_states(_first, inputs[0]))
+        first = _map_states(_first, inputs[0])
+        (value, changed), grads = by_rows(pure, places)(*first)
         before, rest = jax.tree.leaves(inputs), iter(changed)
         leaves = [next(rest) if i is None else before[i] for i in origins]
         # This is also what updates the arguments.
@@ -167,14 +262,114 @@ def value_and_grad(
         )
         return ((value, aux) if has_aux else value), grads
 
-    return functools.wraps(fun)(nnx.update_context(_CONTEXT)(value_and_grad_fun))
+    by_graph = nnx.update_context(_CONTEXT)(value_and_grad_fun)
+
+    @functools.wraps(fun)
+    def with_ordinary_variables(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        given = args, kwargs
+        if not any(map(_is_mutable, nnx.iter_graph(given))):
+            return by_graph(*args, **kwargs)
+        # JAX makes no gradient of a mutable variable, and in a compiled program Flax's
+        # layers and transforms do not take them (flax 0.12).
+        types = {"hijax": False, "ref": False}
+        ordinary = nnx.with_vars(given, **types, allow_duplicates=True)
+        graphdef, state = nnx.split(ordinary)
+        before = jax.tree.leaves(state)  # kept alive, to be known by their identity
+        result = by_graph(*ordinary[0], **ordinary[1])
+        new_graphdef, _ = nnx.split(ordinary)
+        if new_graphdef != graphdef:
+            raise TypeError(
+                "The loss has changed the structure of a module with mutable variables "
+                "(`hijax=True` or `ref=True`), which would be lost. Let it only set "
+                "variables, or pass a module of ordinary ones, `nnx.with_vars(model, "
+                "hijax=False, ref=False)`."
+            )
+        known = set(map(id, before))
+        news = dict(nnx.iter_graph(ordinary))
+        for path, node in nnx.iter_graph(given):
+            if _is_mutable((path, node)):
+                new = news[path].get_raw_value()
+                if any(id(x) not in known for x in jax.tree.leaves(new)):
+                    _write(node, new)
+        return result
+
+    return with_ordinary_variables
+
+
+def _by_tree(
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    graph: bool,
+    by_rows: Callable[..., Any],
+) -> Callable[..., tuple[Any, Any]]:
+    """The mode of `nnx` in which modules are trees, by its own functions for that."""
+    tree: Any = nnx.extract
+
+    @functools.wraps(fun, updated=())
+    def pure(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = jax.tree.map(lambda x: x, (args, kwargs))
+        current, snapshot = tree.snapshot(tree.labeled(args=args, kwargs=kwargs))
+        if graph:
+            args, kwargs = tree.from_tree2((args, kwargs))
+        out = fun(*args, **kwargs)
+        if graph:
+            out = tree.to_tree2(out)
+        tree.check_no_aliases("grad", **current, out=out, check=["out"])
+        value, aux = _pair(out) if has_aux else (out, None)
+        return value, (tree.get_updates(current, snapshot), aux)
+
+    @functools.wraps(fun, updated=())
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if graph:
+            chosen = argnums if isinstance(argnums, Sequence) else (argnums,)
+            prefix = tuple(i in chosen for i in range(len(args)))
+            args, kwargs = tree.to_tree2((args, kwargs), prefix=(prefix, False))
+        variables = tree.check_no_aliases("grad", args=args, kwargs=kwargs)
+        both = by_rows(pure, argnums, check=lambda tree: None)
+        (value, (updates, aux)), grads = both(*args, **kwargs)
+        if graph:
+            grads, aux = tree.from_tree2((grads, aux))
+        tree.apply_updates(variables, updates)
+        return ((value, aux) if has_aux else value), grads
+
+    return value_and_grad_fun
+
+
+def _is_mutable(item: tuple[Any, Any]) -> bool:
+    """Whether a node of a graph, with its path, is a mutable variable."""
+    node = item[1]
+    return isinstance(node, nnx.Variable) and (is_mutable_variable(node) or node.ref)
+
+
+def _write(variable: Any, value: Any) -> None:
+    """Writes into the mutable array of a variable, which whoever shares it sees."""
+    raw = variable.get_raw_value()
+    if nnx.variablelib.is_array_ref(raw):
+        raw[...] = value
+    else:
+        variable.set_raw_value(value)
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            "With `has_aux=True` the function must return a pair `(loss, aux)`, got "
+            f"{type(out).__name__}."
+        )
+    return out
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Any = None,
     argnums: Argnum | Sequence[Argnum] = 0,
     has_aux: bool = False,
     *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
     sparse: Sparse = None,
     read: Any = None,
 ) -> Callable[..., Any]:
@@ -193,8 +388,19 @@ def grad(
       >>> flax_nnx.grad(lambda embed: jnp.sum(embed(ids)))(embed).embedding[...]
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
-    both = value_and_grad(fun, argnums, has_aux, sparse=sparse, read=read)
-    return _sparse.without_value(both, has_aux)
+    return _transform(
+        "grad",
+        fun,
+        argnums=argnums,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        reduce_axes=reduce_axes,
+        graph=graph,
+        graph_updates=graph_updates,
+        sparse=sparse,
+        read=read,
+    )
 
 
 def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) -> None:

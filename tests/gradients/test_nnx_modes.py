@@ -1,0 +1,174 @@
+"""`flax_nnx.value_and_grad` and `grad` as `nnx` has them: modes, options, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from optax_sparse_adam import flax_nnx
+
+from ..helpers.gradients import dense, is_bcoo
+from ..helpers.support import TOLERANCE, assert_close, slow_but
+
+IDS = jnp.array([3, 7, 3])
+
+
+@pytest.fixture(autouse=True)
+def default_promotion(strict):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(10, 4, rngs=rngs)
+        self.out = nnx.Linear(4, 2, rngs=rngs)
+        self.calls = nnx.Variable(jnp.array(0.0))
+
+    def __call__(self, ids):
+        self.calls[...] += 1
+        return self.out(self.embed(ids))
+
+
+def model():
+    return Model(nnx.Rngs(0))
+
+
+def mean_square(model, ids=IDS):
+    return jnp.mean(model(ids) ** 2)
+
+
+def with_aux(model):
+    out = model(IDS)
+    return jnp.mean(out**2), {"out": out, "variable": nnx.Variable(out[0])}
+
+
+def of_pairs(pair, other):
+    return jnp.sum(pair[0](IDS)) * jnp.sum(other(IDS)) + pair[1]
+
+
+MODES = [
+    {},
+    {"graph": True, "graph_updates": False},
+    {"graph": False},
+    {"graph": False, "graph_updates": False},
+]
+CALLS = {
+    "value_and_grad": (mean_square, {}, lambda: (model(),)),
+    "aux": (with_aux, {"has_aux": True}, lambda: (model(),)),
+    "arguments": (
+        of_pairs,
+        {"argnums": (0, 1)},
+        lambda: ((model(), jnp.array(2.0)), model()),
+    ),
+    "integers": (
+        lambda pair: jnp.sum(pair[0](IDS)) * pair[1],
+        {"allow_int": True},
+        lambda: ((model(), jnp.array(2)),),
+    ),
+    "holomorphic": (
+        lambda v: jnp.sum(v[...] ** 2),
+        {"holomorphic": True},
+        lambda: (nnx.Param(jnp.array([1 + 2j, 3j])),),
+    ),
+}
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(dense(tree))]
+
+
+@pytest.mark.parametrize("mode", slow_but(MODES, MODES[1], MODES[2]))
+@pytest.mark.parametrize("name", slow_but(CALLS, "aux"))
+@pytest.mark.parametrize("as_decorator", [True, False])
+def test_same_as_nnx(name, mode, as_decorator):
+    fun, options, make = CALLS[name]
+    results, arguments = [], []
+    for transform in (flax_nnx.value_and_grad, nnx.value_and_grad):
+        if as_decorator:
+            made = transform(**options, **mode)(fun)
+        else:
+            made = transform(fun, **options, **mode)
+        args = make()
+        results.append(made(*args))
+        arguments.append(args)
+    (value, grads), (expected, expected_grads) = results
+    tol = TOLERANCE["float32"].numpy
+    for got, wanted in (
+        (value, expected),
+        (dense(grads), expected_grads),
+        tuple(arguments),  # what the loss has done to them
+    ):
+        assert jax.tree.structure(got) == jax.tree.structure(wanted)
+        for one, other in zip(arrays(got), arrays(wanted), strict=True):
+            assert one.dtype == other.dtype
+            if one.dtype != jax.dtypes.float0:
+                assert_close(abs(one), abs(other), tol, magnitude=1.0)
+    if name == "aux":
+        assert is_bcoo(nnx.to_pure_dict(nnx.state(grads))["embed"]["embedding"])
+
+
+def test_mode_is_that_of_the_context():
+    with nnx.set_graph_updates(False):
+        grads = flax_nnx.grad(mean_square)(model())
+    assert isinstance(grads, Model)
+
+
+def test_grad_as_decorator():
+    @flax_nnx.grad(has_aux=True)
+    def loss(model):
+        return with_aux(model)
+
+    grads, aux = loss(model())
+    assert is_bcoo(grads.embed.embedding[...])
+    assert set(aux) == {"out", "variable"}
+
+
+class Net(nnx.Module):
+    def loss(self):
+        return jnp.array(0.0)
+
+
+MADE = {
+    "bound": (lambda f: f(Net().loss), "does not support bound methods"),
+    "partial": (
+        lambda f: f(functools.partial(Net().loss)),
+        "does not support bound methods",
+    ),
+    "module": (lambda f: f(mean_square, argnums=model()), "Found graph node of type"),
+    "variable": (
+        lambda f: f(mean_square, argnums=nnx.Param(jnp.array(0))),
+        "Found Variable of type Param",
+    ),
+    "DiffState": (
+        lambda f: f(mean_square, argnums=nnx.DiffState(0, nnx.Param), graph=False),
+        "cannot contain `DiffState` objects when",
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", ["value_and_grad", "grad"])
+@pytest.mark.parametrize("name", MADE)
+def test_refused_when_made(name, transform):
+    make, words = MADE[name]
+    for module in (nnx, flax_nnx):
+        with pytest.raises(ValueError, match=words) as raised:
+            make(getattr(module, transform))
+    assert name not in ("bound", "partial") or f"flax_nnx.{transform}" in str(
+        raised.value
+    )
+
+
+def test_reduce_axes():
+    with pytest.raises(NotImplementedError, match="reduce_axes"):
+        flax_nnx.grad(mean_square, reduce_axes=("x",))
+
+
+def test_shared_variables_in_tree_mode():
+    shared = model()
+    shared.again = shared.embed
+    with pytest.raises(ValueError, match="aliasing"):
+        flax_nnx.grad(mean_square, graph=False)(shared)
