@@ -22,6 +22,7 @@ from jax import lax
 
 from ._rows import gather_scatter
 from ._rows.coalesce import widen_indices
+from ._rows.duplicates import segment_rows
 from ._rows.padding import in_bounds, pad_indices, padding_key
 
 # A tree, the table of each of its leaves, and new rows or leaves; `None`: as it is.
@@ -81,7 +82,7 @@ class Table(NamedTuple):
         slot = jnp.arange(len(indices), dtype=jnp.int32)
         valid = in_bounds(indices, shape)
         if isinstance(self.ids, jax.core.Tracer):
-            valid &= _is_last(indices[:, 0], valid)
+            valid &= _is_last(indices, valid, self.num_rows)
         return pad_indices(indices, valid, slot, shape)
 
     def refuse_repeated(self) -> None:
@@ -126,8 +127,9 @@ class Table(NamedTuple):
             )
 
 
-def _is_last(ids: jax.Array, valid: jax.Array) -> jax.Array:
+def _is_last(indices: jax.Array, valid: jax.Array, num_rows: int) -> jax.Array:
     """Whether an entry is the last one of its row; of padding it says nothing."""
+    ids = indices[:, 0]
     if len(ids) < 2:
         return jnp.ones(ids.shape, bool)
     ids = jnp.where(valid, ids, padding_key(ids.dtype))
@@ -135,16 +137,16 @@ def _is_last(ids: jax.Array, valid: jax.Array) -> jax.Array:
     def in_order(ids: jax.Array) -> jax.Array:
         return jnp.append(ids[1:] != ids[:-1], True)
 
-    def by_sort(ids: jax.Array) -> jax.Array:
+    def by_segments(ids: jax.Array) -> jax.Array:
         slot = jnp.arange(len(ids), dtype=jnp.int32)
-        # The entries by rows; and then what was found, back in their own order.
-        ids, slot = lax.sort((ids, slot), num_keys=1, is_stable=True)
-        _, found = lax.sort((slot, in_order(ids)), num_keys=1)
-        return found
+        segment = segment_rows(ids[:, None], (num_rows,), is_sorted=False)[1]
+        last = jax.ops.segment_max(slot, segment, len(ids))
+        return last.at[segment].get(mode="clip") == slot
 
     # Ids of `jnp.nonzero` and of `jnp.unique` are in order: a sort would take longer
     # than to write their rows.
-    found: jax.Array = lax.cond(jnp.all(ids[1:] >= ids[:-1]), in_order, by_sort, ids)
+    is_sorted = jnp.all(ids[1:] >= ids[:-1])
+    found: jax.Array = lax.cond(is_sorted, in_order, by_segments, ids)
     return found
 
 
@@ -357,14 +359,14 @@ def newer(
     def later(x: Any, table: Table | None, new: Any) -> Any:
         if table is not None or new is None:
             return new
-        if isinstance(x, jax.Array) and isinstance(rests, jax.Array):
-            return jnp.where(rests, x, copied(new, x))
-        if isinstance(rests, jax.core.Tracer):
+        if not isinstance(rests, jax.core.Tracer):
+            return None if rests else new
+        if not isinstance(x, jax.Array):
             raise TypeError(
                 "put_rows writes arrays of NumPy when it is called, and needs counts "
                 "that are known then; got traced ones. Call it outside of jit, and "
                 "compile the step on the rows."
             )
-        return None if rests else new
+        return jnp.where(rests, x, copied(new, x))
 
     return [*map(later, jax.tree.leaves(tree), tables, news)]
