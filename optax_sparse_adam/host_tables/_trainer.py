@@ -17,6 +17,7 @@ from ._ids import RowIds, kept_arguments
 from ._pipeline import Pipeline
 from ._plan import Plan, compact, static_keywords
 from ._records import WORD
+from ._reset import reset
 from ._table import HostTable, Memory, View
 
 _CHUNK = 1 << 24  # bytes of rows that `map_rows` has on the device
@@ -352,6 +353,26 @@ class HostTrainer:
             steps.store(rows, [np.asarray(x)[: len(own)] for x, own in arrays])
         assert result is not None
         steps.dense, steps.rest = result[:2]
+
+    def reset_rows(self, ids: Any, rows: Any) -> None:
+        """Resets rows to new values, and their state to that of `tx.init`.
+
+        As `optax_sparse_adam.reset_rows` in memory, between steps. For keys that come
+        and go, `ids` are the `fresh` rows of a `Vocabulary`.
+
+        Args:
+          ids: `[k]` integers for each `HostTable`, and `None` for what is left, in a
+            tree that is a prefix of the parameters'. Ids out of bounds are padding.
+          rows: The new values, `[k, ...]`, in the tree of the parameters. What is given
+            where `ids` has `None` is ignored.
+
+        Raises:
+          TypeError: For rows of another type than their table.
+          ValueError: For ids in another tree, of an array that is no `HostTable`, or
+            that name a row twice; for rows of another shape.
+        """
+        self._steps.check_open()
+        reset(self._steps, ids, rows)
 
     # What the user reads.
 
