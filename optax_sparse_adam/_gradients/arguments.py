@@ -67,10 +67,13 @@ def check_leaves(tree: Any, *, allow_int: bool = False) -> None:
         if valid_jaxtype(leaf):
             aval = jax.typeof(leaf)
             # A value of another type, such as one of `jax.experimental.hijax`, is an
-            # argument of what JAX differentiates, which may refuse it.
-            if not isinstance(aval, ShapedArray):
+            # argument of what JAX differentiates, which may refuse it; a mutable array
+            # it would refuse in words of its own transpose.
+            is_ref = isinstance(leaf, jax.Ref)
+            if not isinstance(aval, ShapedArray) and not is_ref:
                 continue
-            if allow_int or jnp.issubdtype(aval.dtype, jnp.inexact):
+            is_inexact = not is_ref and jnp.issubdtype(aval.dtype, jnp.inexact)
+            if is_inexact or (allow_int and not is_ref):
                 continue
             what = f"`{aval.str_short()}`"
         remedy = _NNX if _nodes(tree, "flax.nnx", "Pytree") else _OTHER

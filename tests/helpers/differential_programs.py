@@ -263,16 +263,6 @@ of_a_tree.defvjp(
 )
 
 
-@jax.custom_batching.custom_vmap
-def batched(x):
-    return jnp.sin(x)
-
-
-@batched.def_vmap
-def _batched(axis_size, in_batched, x):
-    return jnp.cos(x), True
-
-
 def rule_in_a_loop(t, ids, w):
     def step(total, i):
         return (total + jnp.sum(tripled(t[i]) * w), None)
@@ -308,8 +298,8 @@ def rule_in_a_rule(t, ids, w):
     return jnp.sum(through_ref(tripled(odd(t[ids]))) * w)
 
 
-def rule_of_vmap(t, ids, w):
-    return jnp.sum(batched(t[ids]) * w)
+def rule_of_rows(t, ids, w):
+    return jnp.sum(jax.nn.softplus(jax.nn.relu(t[ids]) - 0.5) * w)
 
 
 def rule_that_takes_the_table(t, ids, w):
@@ -373,7 +363,7 @@ CUSTOM = {
             rule_of_two_results,
             rule_of_a_tree,
             rule_in_a_rule,
-            rule_of_vmap,
+            rule_of_rows,
             inner_gradient,
             inner_jvp,
             linear_solve,
