@@ -48,9 +48,7 @@ def train(value_and_grad, optimizer, params, batches, num_steps, held_out):
             compiled = step.lower(*now, batch).compile()
         taken.append(seconds(run, batch))
         if count % EVERY == 0:
-            values, state = now
-            if isinstance(state, osa.ExactAdamState):
-                values, _ = osa.flush(values, state)
+            values, _ = osa.flush(*now)
             loss = word2vec.mean_loss(values, held_out)
             points.append((count, sum(taken), loss))
     return points, [1e3 * x for x in taken]
