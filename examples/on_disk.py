@@ -97,12 +97,13 @@ def main():
             print(f"file: {size / 1e9:.1f} GB; memory of the process: {args.limit} GB")
             numbers = range(trainer.steps, trainer.steps + args.steps)
             batches = (draw(args.rows, number) for number in tqdm(numbers))
-            start = time.perf_counter()
-            losses = [float(value) for value in trainer.run(batches)]
-            seconds = time.perf_counter() - start
+            losses, marks = [], [time.perf_counter()]
+            for value in trainer.run(batches):
+                losses.append(float(value))
+                marks.append(time.perf_counter())
             trainer.checkpoint(folder / "run")
     few = max(1, len(losses) // 10)
-    print(f"{1e3 * seconds / args.steps:.1f} ms a step")
+    print(f"{1e3 * np.median(np.diff(marks)):.1f} ms a step")
     print(f"loss {np.mean(losses[:few]):.4f} -> {np.mean(losses[-few:]):.4f}")
     if args.folder:
         print(f"go on with --resume --folder {args.folder}")

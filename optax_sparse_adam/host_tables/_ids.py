@@ -1,6 +1,7 @@
 """Which rows a batch looks up: a small program, sliced out of the loss."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,16 +50,23 @@ class RowIds:
           static: Arguments by keyword that are not traced.
         """
         program, kept, _ = self._program(dense, args, static)
-        leaves = [*dense, *jax.tree.leaves(args)]
+        leaves = [*dense, *jax.tree.leaves((args[0], self._taken(args[1])))]
         given = [leaves[i] for i in kept]
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(leaves) is None:
             given = jax.device_put(given, _cpu())
         return list(program(*given))
 
+    def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: x for k, x in keywords.items() if takes_keyword(self._fun, k)}
+
     def _program(
         self, dense: Sequence[Any], args: Any, static: Mapping[str, Any]
     ) -> tuple[Any, list[int], bool]:
+        batch, keywords = args
+        # What the optimiser alone takes is nothing to the loss.
+        args = batch, self._taken(keywords)
+        static = self._taken(static)
         leaves, structure = jax.tree.flatten(args)
         avals = tuple((np.shape(x), jnp.result_type(x), _layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -127,6 +135,14 @@ class RowIds:
             return jaxpr_as_fun(closed)(*zeros, *others)
 
         return program, kept, any(i < num_dense for i in kept)
+
+
+def takes_keyword(fun: Callable[..., Any], name: str) -> bool:
+    try:
+        known = inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # one that Python cannot look into
+        return True
+    return name in known or any(x.kind == x.VAR_KEYWORD for x in known.values())
 
 
 def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:

@@ -221,6 +221,11 @@ class Pipeline:
             if len(own):
                 storage.put(own, records)
 
+    @property
+    def _state_of_rows(self) -> tuple[int, int]:
+        # Another run may be going on, step by step with this one.
+        return self.version, self.steps
+
     def step(self, args: Any, static: Mapping[str, Any]) -> Any:
         self.settle()
         self.version += 1
@@ -262,11 +267,11 @@ class Pipeline:
                         self._work, [*self._unstored], following, known
                     )
                     value = self.advance(batch, fetched, before)
-                    version, before = self.version, self._unstored[-1]
+                    known_as, before = self._state_of_rows, self._unstored[-1]
                     yield value
                     self.check_open()
                     fetched = future.result()
-                    if self.version != version:  # the caller has changed rows meanwhile
+                    if self._state_of_rows != known_as:  # changed by the caller
                         fetched = None
             finally:
                 self.settle()

@@ -7,6 +7,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -119,6 +120,36 @@ def test_a_keyboard_interrupt_loses_no_step(where, expected):
     values = expected[2][:done]  # the value of an interrupted step is lost
     values += [trainer.step(*batch) for batch in batches(done, 10)]
     assert_trained_alike(trainer, values, expected)
+
+
+@pytest.mark.slow
+def test_two_pipelines_in_turn(expected):
+    trainer = new_trainer()
+    ones = trainer.run(x for k in range(0, 10, 2) for x in batches(k, k + 1))
+    others = trainer.run(x for k in range(1, 10, 2) for x in batches(k, k + 1))
+    values = [next(run) for _ in range(5) for run in (ones, others)]
+    ones.close()
+    others.close()
+    assert_trained_alike(trainer, values, expected)
+
+
+@pytest.mark.slow
+def test_keywords_of_the_optimiser_are_nothing_to_the_loss():
+    def update(updates, state, params=None, *, scale=1.0, **extra):
+        del params, extra
+        return jax.tree.map(lambda x: x * scale, updates), state
+
+    init = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = optax.chain(osa.lazy(init), TX)
+    params = jax.tree.map(jnp.array, dict(zip(("table", "w"), begin(), strict=True)))
+    state, step = tx.init(params), osa.make_train_step(loss, tx)
+    trainer = new_trainer(tx)
+    for batch in batches(0, 3):
+        params, state, value = step(params, state, *batch, scale=0.5)
+        assert_identical(trainer.step(*batch, scale=0.5), value)
+    assert_trained_alike(trainer, [], (params, state, []))
+    with pytest.raises(TypeError, match="neither reads"):
+        trainer.step(*batch, nobody=1)
 
 
 @pytest.mark.slow
