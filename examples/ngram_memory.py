@@ -16,6 +16,11 @@ rest AdamW. Printed are the loss with and without the memory, and what a step co
 
 trains the table by `osa.exact_adamw` instead: the whole model then has the losses of
 dense AdamW, at a seventh of its time.
+
+    python examples/ngram_memory.py --host
+
+keeps the table in the host's memory, for devices that do not hold it, and with `--file`
+in a file (`optax_sparse_adam.host_tables`). Model, loss and optimiser are the same.
 """
 
 import os
@@ -42,6 +47,7 @@ try:
     from tqdm import tqdm
 
     import optax_sparse_adam as osa
+    from optax_sparse_adam import host_tables
 except ImportError as error:
     install = 'pip install ".[examples]"'
     sys.exit(
@@ -213,6 +219,34 @@ class Trainer:
         return memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
 
 
+class HostTrainer(Trainer):
+    """The same with the memory on the host: no array of its size is on the device."""
+
+    def __init__(self, model, make_optimizer, batch, file=None):
+        def new():
+            return model.init(jax.random.key(0), batch[:, :-1])["params"]
+
+        memory = jax.eval_shape(new)["memory"]["embedding"]
+        # XLA drops what is not returned. A new table is zeros, as that of the model.
+        params = jax.jit(lambda: {k: x for k, x in new().items() if k != "memory"})()
+        table = host_tables.HostTable(memory.shape, memory.dtype, file=file)
+        params["memory"] = {"embedding": table}
+        loss_fn, optimizer = make_loss(model), make_optimizer(params)
+        trainer = host_tables.HostTrainer(loss_fn, optimizer, params, sparse=is_memory)
+        evaluate = trainer.evaluate(loss_fn)
+        self.trainer, self.params, self.state = trainer, None, None
+        self.step = lambda params, state, batch: (None, None, trainer.step(batch))
+        self.loss = lambda params, state, batch: evaluate(batch)
+        self.seconds, self.losses, self.history = [], [], []
+
+    def megabytes(self):
+        """What the device has of parameters and state; the rest is not counted."""
+        rows = self.trainer.params["memory"]["embedding"].shape[:1]
+        leaves = jax.tree.leaves((self.trainer.params, self.trainer.state))
+        held = sum(x.nbytes for x in leaves if x.shape[:1] != rows)
+        return held / 1e6, float("nan")
+
+
 def picture(path, trainers, costs):
     figure = Figure(figsize=(11, 3.8), layout="constrained", dpi=120)
     losses, times, sizes = figure.subplots(1, 3, width_ratios=(3, 2, 2))
@@ -223,7 +257,7 @@ def picture(path, trainers, costs):
     losses.set(xlabel="steps", ylabel="bits per byte, held-out text")
     losses.legend()
     milliseconds, held, besides = zip(*costs.values(), strict=True)
-    together = np.array(held) + np.array(besides)
+    together = np.array(held) + np.nan_to_num(besides)
     for axes, values in ((times, milliseconds), (sizes, together)):
         bars = axes.barh(list(costs), values, color=colors)
         axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=2)
@@ -240,6 +274,8 @@ def main():
     add("--steps", type=int, default=400, help="for each model; default: 400")
     add("--rows", type=int, default=2_000_000, help="of the memory; default: 2,000,000")
     add("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
+    add("--host", action="store_true", help="keep the memory on the host")
+    add("--file", help="keep it in this new file")
     add("--dense-steps", type=int, default=10, help="of dense AdamW; default: 10")
     add("--plot", default="ngram_memory.png", help="default: ngram_memory.png")
     args = parser.parse_args()
@@ -268,7 +304,11 @@ def main():
     first = held_out[0][:BATCH]
     makers = {
         "without memory": lambda: Trainer(plain, adamw, first, row_sparse=False),
-        "with memory": lambda: Trainer(with_memory, parts, first),
+        "with memory": lambda: (
+            HostTrainer(with_memory, parts, first, args.file)
+            if args.host or args.file
+            else Trainer(with_memory, parts, first)
+        ),
         "dense AdamW": lambda: Trainer(with_memory, adamw, first, row_sparse=False),
     }
     lengths = dict.fromkeys(makers, args.steps)

@@ -70,3 +70,23 @@ def test_exact_adamw_has_the_losses_of_dense_adamw():
     assert dense.losses[-1] < dense.losses[0] - 1
     np.testing.assert_allclose(exact.losses, dense.losses, rtol=2e-3)
     np.testing.assert_allclose(exact.history, dense.history, rtol=2e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "exact_adamw"])
+def test_on_the_host_it_has_the_same_losses(optimizer, tmp_path):
+    """To the bits, but for what other flags of XLA's make of sums of other shapes."""
+    batch = np.random.default_rng(0).integers(256, size=(16, 65)).astype(np.int32)
+    text, rate = np.tile(batch[0], 3), optax.cosine_decay_schedule(1e-2, 20)
+
+    def make(params):
+        return ngram_memory.optimizer_of_parts(params, rate, optimizer)
+
+    model = ngram_memory.LanguageModel(ROWS)
+    plain = ngram_memory.Trainer(model, make, batch)
+    host = ngram_memory.HostTrainer(model, make, batch, tmp_path / "memory.bin")
+    for run in (plain, host):
+        run.train("test", text, [batch], num_steps=8)
+    np.testing.assert_allclose(host.losses, plain.losses, rtol=1e-5)
+    np.testing.assert_allclose(host.history, plain.history, rtol=1e-5)
+    assert host.megabytes()[0] < plain.megabytes()[0] - 0.3
+    host.trainer.close()
