@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._rows import gather_scatter
-from ._rows.coalesce import widen_indices
+from ._rows import update_table
 from ._rows.duplicates import segment_rows
+from ._rows.entries import widen_indices
 from ._rows.padding import in_bounds, pad_indices, padding_key
 
 # A tree, the table of each of its leaves, and new rows or leaves; `None`: as it is.
@@ -56,7 +56,7 @@ class Table(NamedTuple):
     def take(self, x: Any) -> Any:
         """The rows of an array of the table; padding reads any of them."""
         if not isinstance(x, np.ndarray):
-            return gather_scatter.take_rows(x, self._indices())
+            return update_table.take_rows(x, self._indices())
         if len(x) == 0:
             return np.zeros((len(self.ids), *x.shape[1:]), native_dtype(x))
         rows = np.asarray(x)[np.clip(self._known_ids(), 0, len(x) - 1)]
@@ -64,7 +64,7 @@ class Table(NamedTuple):
 
     def put(self, x: jax.Array, rows: Any) -> jax.Array:
         """The array of JAX with these rows."""
-        return gather_scatter.scatter_rows(x, self.distinct(), jnp.asarray(rows))
+        return update_table.put_rows(x, self.distinct(), jnp.asarray(rows))
 
     def place(self, x: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
         """Where in an array of NumPy which rows go; copies that share no memory."""

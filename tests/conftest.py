@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import math
 import os
 import re
 from pathlib import Path
@@ -11,9 +12,13 @@ from .helpers.versions import FAST_TO_COMPILE
 # On CPUs, also where there is a GPU; test_gpu.py asks for that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices, set before JAX starts; tests that need a mesh take what they need. So
-# the kernel is not used unless a test asks for it: see `backend`.
+# the kernel is not used unless a test asks for it: see `backend`. With one device, as
+# most users have it, all tests use the kernel, and those that need a mesh are skipped.
+os.environ.setdefault("OPTAX_SPARSE_ADAM_TEST_DEVICES", "8")
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count="
+    + os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"]
 )
 
 # Most of the suite's time is compiling. LLVM's optimizations are a fifth of that:
@@ -42,6 +47,8 @@ from optax_sparse_adam.native import _build, _calls, _library
 
 from .helpers.native import compile_once
 from .helpers.support import slow_but
+
+DEVICES = int(os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"])
 
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
@@ -155,6 +162,19 @@ def strict():
         yield
 
 
+@pytest.fixture(autouse=True)
+def of_these_devices(monkeypatch):
+    """Tests that need more devices than there are are skipped."""
+    make_mesh = jax.make_mesh
+
+    def make(shape, *args, **kwargs):
+        if math.prod(shape) > DEVICES:
+            pytest.skip(f"needs {math.prod(shape)} devices")
+        return make_mesh(shape, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "make_mesh", make)
+
+
 @pytest.fixture
 def as_optax_expects(strict):
     with jax.numpy_dtype_promotion("standard"):
@@ -215,13 +235,18 @@ def backend(request, monkeypatch):
     The kernel is made for processes with one CPU device. Here are eight, and it is used
     all the same: no program of such a test may be for several.
     """
+    if request.param == "plain" and DEVICES == 1:
+        jax.clear_caches()  # what was traced with it
+        monkeypatch.setattr(_calls, "available", lambda: False)
     if request.param == "kernel":
         if not _build.compiler():
             pytest.skip("there is no C++ compiler")
         request.getfixturevalue("cache")
         request.getfixturevalue("traced_with_the_kernel")
         monkeypatch.setattr(_calls, "available", lambda: True)
-    return request.param
+    yield request.param
+    if request.param == "plain" and DEVICES == 1:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.sharding import first_row
 from .._rows.canary import entries
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
-from .._rows.coalesce import coalesce, coalesced_bcoo, touched_rows
+from .._rows.coalesce import coalesce, touched_rows
+from .._rows.entries import coalesced_bcoo
 from .._rows.padding import in_bounds, mask_padding, pad_indices
 
 AxisName = str | tuple[str, ...]

@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf
-from .._rows.coalesce import coalesce, coalesced_bcoo
+from .._rows.coalesce import coalesce
+from .._rows.entries import coalesced_bcoo
 from .._rows.padding import in_bounds
 from .psum import AxisName, local_rows, psum, rows_per_device
 from .routing import make_route, plan_exchange, to_owners

@@ -11,8 +11,8 @@ from jax import lax
 from .._jax_extras.sharding import first_row
 from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.bags import as_array
-from .._rows.coalesce import accumulator_dtype
 from .._rows.duplicates import segment_rows, sum_duplicates
+from .._rows.entries import accumulator_dtype
 from .._rows.padding import pad_indices
 from .psum import AxisName, rows_per_device
 from .routing import (

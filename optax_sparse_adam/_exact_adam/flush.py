@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from .._jax_extras.sharding import reduced_like, without_reduced
-from .._rows.map_rows import Tables, map_all_rows
+from .._rows.map_rows import Tables
 from .._rows.stale import stale_states
+from .._rows.update_table import map_all_rows
 from .remaining_update import Constants
 from .rows import RowState, TableState, catch_up_rows, mark_updated, value_of
 from .schedule import hold_values

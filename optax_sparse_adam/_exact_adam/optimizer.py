@@ -22,12 +22,12 @@ from .._optimizers.hyperparameters import (
     floating_type,
 )
 from .._optimizers.update_rows import Updated, UpdateRows
-from .._rows.apply_updates import Update
 from .._rows.canary import is_read_at, lacks_clock, without_clock
 from .._rows.checks import is_bcoo, is_leaf, leaves_like, refuse_complex
-from .._rows.coalesce import accumulator_dtype
+from .._rows.entries import accumulator_dtype
 from .._rows.gather_scatter import gather_rows
 from .._rows.new_arrays import full_along
+from .._rows.row_ops import Update
 from .rows import (
     Betas,
     stale_arrays,

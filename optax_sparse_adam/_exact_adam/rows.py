@@ -11,12 +11,12 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._optimizers.rounding import nearest
-from .._rows.apply_updates import Update
 from .._rows.canary import as_update
-from .._rows.coalesce import accumulator_dtype
+from .._rows.entries import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
 from .._rows.map_rows import Tables
 from .._rows.padding import expand_like
+from .._rows.row_ops import Formula, Update
 from .._rows.update_table import update_table
 from ..native import _calls as native
 from .remaining_update import (
@@ -407,16 +407,15 @@ def update_touched_rows(
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *rows[:2])))
 
     def by_kernel(
-        grad: BCOO, tables: Tables, read: Tables, targets: Tables, *args: Any
+        grad: Any, tables: Tables, read: Tables, targets: Tables, *args: Any
     ) -> Any:
         *_, constants, _, of_step = args
         stale = _stale(RowState.of(*tables), of_step, constants)
         return native.exact_adam_rows(grad, stale, of_step.step, read, targets)
 
-    floats = rows.mu, rows.nu, *rows.log_decay, *read
-    is_float32 = all(x.dtype == jnp.float32 for x in floats)
+    row_fn = functools.partial(_update_rows, betas=betas)
     update, tables = update_table(
-        functools.partial(_update_rows, betas=betas),
+        Formula(row_fn, "exact_adam", by_kernel),
         grad,
         rows.arrays,
         before,
@@ -426,8 +425,7 @@ def update_touched_rows(
         arrays,
         dtype=dtype,
         read=read,
-        param=adds_to,
-        kernel=by_kernel if rows.last.ndim == 1 and is_float32 else None,
+        adds_to=adds_to,
     )
     return update._replace(change=as_update(update.change)), RowState.of(*tables)
 

@@ -11,8 +11,8 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.sharding import call_with_auto_axes
 from .._rows.bag_gradient import BagEntries
 from .._rows.canary import CanaryBCOO
-from .._rows.coalesce import accumulator_dtype, cast_entries
 from .._rows.duplicates import sum_duplicates
+from .._rows.entries import accumulator_dtype, open_gradient
 from .._rows.padding import pad_indices, row_bounds
 from .expressions import Table
 from .lookups import Promises
@@ -104,7 +104,7 @@ def _coalesced(
 ) -> tuple[jax.Array, jax.Array]:
     """The same sum with each row stored once; duplicates add up as in `coalesce`."""
     grad: Any = BCOO((values, indices), shape=shape)
-    grad = cast_entries(grad, accumulator_dtype(values.dtype))
+    grad = open_gradient(grad, accumulator_dtype(values.dtype))
     indices, sums, count = sum_duplicates(
         grad.indices, grad.data, shape, is_sorted=False
     )

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 
 from .._jax_extras.sharding import jit_on_mesh
-from .._rows.apply_updates import Update
 from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like, refuse_complex
-from .._rows.coalesce import accumulator_dtype
+from .._rows.entries import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
 from .._rows.map_rows import Tables
 from .._rows.new_arrays import full_along
+from .._rows.row_ops import Formula, Update
 from .._rows.update_table import update_table
 from ..native import _calls as native
 from .hyperparameters import (
@@ -92,9 +92,10 @@ def update_leaf(
         return formula(grad, tuple(x.astype(dtype) for x in rows), scalars)
 
     if is_bcoo(grad):
-        own = kernel and functools.partial(native.update_by_formula, kernel)
-        types: Any = {"dtype": dtype, "read": read, "param": adds_to, "kernel": own}
-        return update_table(wide_formula, grad, moments, scalars, **types)
+        call = kernel and functools.partial(native.update_by_formula, kernel)
+        own = Formula(wide_formula, kernel, call or None)
+        operands = own, grad, moments, scalars
+        return update_table(*operands, dtype=dtype, read=read, adds_to=adds_to)
     update, news = wide_formula(grad.astype(dtype), (*moments, *read), scalars)
     pairs = zip(news, moments, strict=True)
     return (

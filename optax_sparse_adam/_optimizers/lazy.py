@@ -9,15 +9,11 @@ import optax
 
 from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import Rows, accumulator_dtype, bcoo_of, touched_rows
-from .._rows.gather_scatter import (
-    gather_rows,
-    order_after_gather,
-    prevent_fusion,
-    scatter_rows,
-)
-from .._rows.map_rows import map_rows
+from .._rows.coalesce import touched_rows
+from .._rows.entries import Rows, accumulator_dtype, bcoo_of
+from .._rows.gather_scatter import order_after_gather, prevent_fusion
 from .._rows.padding import mask_padding
+from .._rows.update_table import map_rows, put_rows, take_rows
 from .by_leaf import DenseUpdate
 from .hyperparameters import check_transformation
 from .lazy_probe import TableSize, check_state, probe, shard_state_like
@@ -176,7 +172,9 @@ def lazy(
             i = owners[at]
             if i is None:
                 return x
-            return rows[i].data if at < num_grads else gather_rows(x, rows[i].indices)
+            if at < num_grads:
+                return rows[i].data
+            return mask_padding(take_rows(x, rows[i].indices), rows[i].indices, x.shape)
 
         compact = list(itertools.starmap(compacted, enumerate(arrays)))
         in_state = range(num_grads, num_results)
@@ -209,7 +207,7 @@ def lazy(
                 data = prevent_fusion(data)
                 made = (order_after_gather(compact[at], results[at]) for at in places)
                 pairs = zip(tables, made, strict=True)
-                news = tuple(scatter_rows(table, indices, new) for table, new in pairs)
+                news = tuple(put_rows(table, indices, new) for table, new in pairs)
             for at, new in zip(places, news, strict=True):
                 results[at] = new
             results[i] = None

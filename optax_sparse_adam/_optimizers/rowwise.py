@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._rows.coalesce import accumulator_dtype
+from .._rows.entries import accumulator_dtype
 from .._rows.map_rows import Tables
 from ..native import _calls as native
 from .by_leaf import Moment, all_but_last, by_leaf, update_leaf
@@ -70,16 +70,6 @@ def _adam(
     corrected = mu / scalars.correction1, nu / scalars.correction2
     scaled = _divide(*corrected, scalars.eps)
     return _update(scaled, rows[2:], scalars), (mu, nu)
-
-
-def _update_leaf(
-    formula: Any, kernel: Any, grad: Any, param: Any, moments: Tables, *args: Any
-) -> tuple[Any, Tables]:
-    """`update_leaf`, with the kernel for tables that have one number a row."""
-    single = [moments[-1]] if param is None else [moments[-1], param]
-    if moments[-1].ndim != 1 or any(x.dtype != jnp.float32 for x in single):
-        kernel = None
-    return update_leaf(formula, grad, param, moments, *args, kernel=kernel)
 
 
 def _reads_params(eps: Scalar, weight_decay: Scalar) -> str:
@@ -149,7 +139,7 @@ def _by_rss(
         "scale_by_rowwise_rss" if learning_rate is None else "rowwise_adagrad",
         ScaleByRowwiseRssState,
         {"sum_of_squares": Moment(all_but_last, accumulator_dtype, initial)},
-        functools.partial(_update_leaf, _rss, "rowwise_adagrad"),
+        functools.partial(update_leaf, _rss, kernel="rowwise_adagrad"),
         lambda scale, *_: native.RowwiseAdagradScalars(scale, *numbers),
         learning_rate,
         _reads_params(*numbers),
@@ -237,7 +227,7 @@ def _by_adam(
             "mu": Moment(dtype=floating_type(mu_dtype, "mu_dtype")),
             "nu": Moment(all_but_last, accumulator_dtype),
         },
-        functools.partial(_update_leaf, _adam, "rowwise_adam"),
+        functools.partial(update_leaf, _adam, kernel="rowwise_adam"),
         scalars,
         learning_rate,
         _reads_params(eps, weight_decay),

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from .._jax_extras.sharding import shard_columns_like
-from .._rows.apply_updates import Update
 from .._rows.checks import is_bcoo
-from .._rows.coalesce import accumulator_dtype, bcoo_of, touched_rows
+from .._rows.entries import Entries, accumulator_dtype, bcoo_of, open_gradient
 from .._rows.jit_with_bags import jit_with_bags
-from .._rows.map_rows import Tables, update_rows
+from .._rows.map_rows import Tables
 from .._rows.padding import in_bounds, mask_padding
+from .._rows.row_ops import RowOps, Update
+from .._rows.with_ops import with_ops
 from .by_leaf import Moment, by_leaf
 from .hyperparameters import (
     NUMBER,
@@ -103,7 +104,9 @@ def _update_leaf(
     """`by_leaf.update_leaf`, of all touched rows at once."""
     dtype, shape = step.size.dtype, grad.shape
 
-    def compute(grad: jax.Array, rows: Tables, num_rows: Any) -> tuple[Any, Tables]:
+    def compute(
+        grad: jax.Array, rows: Tables, step: AdafactorScalars, num_rows: Any
+    ) -> tuple[Any, Tables]:
         rows = tuple(x.astype(dtype) for x in rows)
         update, news = _adafactor(grad, rows, step, num_rows)
         pairs = zip(news, moments, strict=True)
@@ -111,7 +114,7 @@ def _update_leaf(
 
     if not is_bcoo(grad):
         num_rows = jnp.asarray(math.prod(shape[:1]))
-        update, news = compute(grad.astype(dtype), (*moments, param), num_rows)
+        update, news = compute(grad.astype(dtype), (*moments, param), step, num_rows)
         return Update(update.astype(grad.dtype)), news
     if grad.n_sparse > max(1, grad.ndim - 2):
         raise ValueError(
@@ -120,19 +123,31 @@ def _update_leaf(
             f"{shape}. Reshape the table to two axes, [num_rows, row_size], and look "
             "rows up by one id."
         )
-    indices, data, _ = touched_rows(grad, dtype)
     # All rows share the columns' average of a matrix.
     tables, shared = (moments[:1], moments[1:]) if len(shape) == 2 else (moments, ())
 
-    def of_rows(data: jax.Array, rows: Tables) -> tuple[Any, Tables]:
-        *olds, old = (mask_padding(x, indices, shape) for x in rows)
-        num_rows = jnp.sum(in_bounds(indices, shape))
-        update, news = compute(data, (*olds, *shared, old), num_rows)
-        update = mask_padding(update, indices, shape)
-        return (update, news[len(olds) :]), news[: len(olds)]
+    def update_rows(
+        ops: RowOps,
+        entries: Entries,
+        tables: Tables,
+        shared: Tables,
+        param: jax.Array,
+        step: AdafactorScalars,
+    ) -> Any:
+        indices, data, _ = ops.sum(entries)
 
-    data = shard_columns_like(param, data)
-    (update, means), news = update_rows(of_rows, data, indices, tables, (param,))
+        def of_rows(data: jax.Array, rows: Tables) -> tuple[Any, Tables]:
+            *olds, old = (mask_padding(x, indices, shape) for x in rows)
+            num_rows = jnp.sum(in_bounds(indices, shape))
+            update, news = compute(data, (*olds, *shared, old), step, num_rows)
+            update = mask_padding(update, indices, shape)
+            return (update, news[len(olds) :]), news[: len(olds)]
+
+        data = shard_columns_like(param, data)
+        return indices, *ops.update(of_rows, data, indices, tables, (param,))
+
+    operands = open_gradient(grad, dtype), tables, shared, param, step
+    indices, (update, means), news = with_ops(update_rows, *operands, sums=True)
     return Update(bcoo_of(grad, indices, update, is_sorted=True)), (*news, *means)
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import optax
 
-from .._rows.apply_updates import Update, add_to_param
+from .._rows.apply_updates import add_to_param
 from .._rows.checks import leaves_like
+from .._rows.row_ops import Update
 
 # The updates of all leaves, in the structure of the gradients, and the new state.
 Updated = tuple[Any, list[Update], Any]

@@ -25,11 +25,13 @@ Words, as all of the package uses them:
   `row_fn(data, rows_of_tables, *args)`.
 - block: as many touched rows as a CPU updates at a time; see `map_rows`.
 
-`canary` and `checks` say what counts as a gradient, and `coalesce` finds its touched
-rows, by `duplicates`. `map_rows` gathers, updates and scatters them, by
-`gather_scatter`. `update_table` updates one table by the formula of an optimiser,
-`apply_updates` adds that to the parameter, and `new_arrays` makes the arrays of a new
-state. `bags` has the public `embedding_bag`, and `bag_gradient` its gradient, expanded
-on demand. `stale` says what gradients need to know of rows that `exact_adam` has not
-brought up to date. All of them stand on `padding`.
+`canary` and `checks` say what counts as a gradient, and `entries` opens it, once.
+`row_ops` has the step of a table: how rows are summed (`duplicates`), taken and put
+(`gather_scatter`) and mapped (`map_rows`) by XLA; `kernel_ops` is the same by the
+kernel, and `with_ops` chooses one of them for a program. `update_table` updates a table
+by the formula of an optimiser, `apply_updates` adds that to the parameter, and
+`new_arrays` makes the arrays of a new state. `coalesce` is public. `bags` has the
+public `embedding_bag`, and `bag_gradient` the entries of its gradient by bags. `stale`
+says what gradients need to know of rows that `exact_adam` has not brought up to date.
+All of them stand on `padding`.
 """

@@ -1,51 +1,33 @@
 """`apply_updates`: adds updates to parameters, a row-sparse one to its rows only."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..native import _calls as native
-from ..native._on_cpu import on_cpu
 from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .coalesce import accumulator_dtype, replicate_entries, touched_rows
-from .gather_scatter import scatter_add_rows, scatter_rows, take_rows
+from .coalesce import touched_rows
+from .entries import accumulator_dtype, replicate_entries
+from .row_ops import RowOps
+from .with_ops import with_ops
 
 
 @jax.jit
 def add_update(param: jax.Array, update: Any) -> jax.Array:
     dtype = accumulator_dtype(param.dtype, update.dtype)
-    rows, unique = replicate_entries(update), update.unique_indices
+    rows, is_unique = replicate_entries(update), update.unique_indices
     indices, data = rows.indices, rows.data
     # A bfloat16 table: two updates of a row are added up first, and rounded once.
-    if param.dtype != dtype and not unique:
+    if param.dtype != dtype and not is_unique:
         indices, data, _ = touched_rows(update, dtype)
-        unique = True
+        is_unique = True
 
-    def by_xla(param: jax.Array, indices: jax.Array, data: jax.Array) -> jax.Array:
-        if param.dtype == dtype:
-            return scatter_add_rows(param, indices, data, unique=unique)
-        # A table of lower precision than the sums: add, then round once.
-        old = take_rows(param, indices).astype(dtype)
-        return scatter_rows(param, indices, old + data.astype(dtype))
+    def added(ops: RowOps, *operands: Any) -> jax.Array:
+        return ops.add(*operands, is_unique=is_unique)
 
-    # Only unique rows: two threads of the kernel must not add to one row.
-    if unique and native.supports_write(param, indices, data):
-        return on_cpu(native.add_rows, by_xla, param, indices, data)
-    return by_xla(param, indices, data)
-
-
-class Update(NamedTuple):
-    """What a step has made of a parameter: exactly one of both.
-
-    Attributes:
-      change: What is to be added to the parameter: an array, or a BCOO.
-      param: The parameter to which it was added.
-    """
-
-    change: Any = None
-    param: jax.Array | None = None
+    result: jax.Array = with_ops(added, param, indices, data)
+    return result
 
 
 def add_to_param(param: Any, update: Any) -> Any:

@@ -27,7 +27,7 @@ from .._jax_extras.sharding import mesh_of, partitions_of
 from .._jax_extras.sums_of_shards import sum_of_shards
 from ..native import _calls as native
 from ..native._on_cpu import on_cpu
-from .coalesce import accumulator_dtype
+from .entries import accumulator_dtype
 from .padding import expand_like, narrow_ids
 
 MODES = ("sum", "mean", "sqrtn", "max")

@@ -1,13 +1,13 @@
 """Sums of duplicates: entries of one row, a segment, are added up.
 
-Two methods, chosen when the program is compiled; the kernel (`native`) takes precedence
-where it is available:
+Two methods, by `Sums`; `RowOps` has the one of a platform, if not a kernel's:
 
-- A CPU sorts the ids alone, finds the row of each entry by binary search among them,
-  and scatter-adds every entry to its row.
-- Other devices sort the ids together with the positions of the entries, and add up
-  each segment in a segmented scan. On a GPU, atomic additions to one address wait for
-  each other, and their order, and with it the last bits, varies from run to run.
+- "search", of a CPU, sorts the ids alone, finds the row of each entry by binary search
+  among them, and scatter-adds every entry to its row.
+- "scan", of other devices, sorts the ids together with the positions of the entries,
+  and adds up each segment in a segmented scan. On a GPU, atomic additions to one
+  address wait for each other, and their order, and with it the last bits, varies from
+  run to run.
 
 For a table of 10 rows and the ids `[7, 3, -1, 7]` with the values `[a, b, c, d]`, the
 distinct rows are `[3, 7]`, `count` is 2, the segments of the entries are `[1, 0, 4, 1]`
@@ -16,7 +16,8 @@ distinct rows are `[3, 7]`, `count` is 2, the segments of the entries are `[1, 0
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ from .padding import expand_like, in_bounds, padding_key
 # How many entries a tile of the segmented scan has. XLA makes one GPU kernel of a
 # level, which reads each entry once from memory and this many times from the caches.
 _TILE = 8
+
+Sums = Literal["search", "scan"]
 
 # Distinct rows; for each entry its segment, or for each row its sum; how many rows.
 Segments = tuple[jax.Array, jax.Array, jax.Array]
@@ -62,20 +65,46 @@ def segment_rows(
       meaning; for each entry the segment that it is in, which is the place of its row
       among them, `nse` for padding; and how many rows they are.
     """
-    keys, segment, count = _segment_keys(_keys(indices, shape), is_sorted=is_sorted)
+    keys, segment, count = _of_platform(_segment_keys, _keys(indices, shape), is_sorted)
     return _indices_of(keys, shape[: indices.shape[1]]), segment, count
 
 
 def sum_duplicates(
-    indices: jax.Array, data: jax.Array, shape: tuple[int, ...], is_sorted: bool
+    indices: jax.Array,
+    data: jax.Array,
+    shape: tuple[int, ...],
+    is_sorted: bool,
+    by: Sums | None = None,
 ) -> Segments:
     """Adds up the entries of each row.
+
+    Args:
+      indices: `[nse, n_sparse]`.
+      data: `[nse, *row_shape]`.
+      shape: Of the table.
+      is_sorted: Whether the indices are in order.
+      by: The method; that of the platform, where nobody has chosen one.
 
     Returns:
       The distinct rows, as `segment_rows`; their sums, then zeros; and their number.
     """
-    keys, sums, count = _sum_keys(_keys(indices, shape), data, is_sorted=is_sorted)
+    args = _keys(indices, shape), data, is_sorted
+    found = _of_platform(_sum_keys, *args) if by is None else _sum_keys(by, *args)
+    keys, sums, count = found
     return _indices_of(keys, shape[: indices.shape[1]]), sums, count
+
+
+def _of_platform(function: Callable[..., Segments], *args: Any) -> Segments:
+    """`function(by, *args)` of the platform that a program is compiled for."""
+    *arrays, is_sorted = args
+
+    def by(method: Sums) -> Callable[..., Segments]:
+        return lambda *arrays: function(method, *arrays, is_sorted)
+
+    found: Segments = lax.platform_dependent(
+        *arrays, cpu=by("search"), default=by("scan")
+    )
+    return found
 
 
 def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -115,33 +144,26 @@ def _differs_from_next(keys: jax.Array) -> jax.Array:
     return jnp.any(keys[1:] != keys[:-1], axis=1)
 
 
-@functools.partial(jax.jit, static_argnames="is_sorted")
-def _segment_keys(keys: jax.Array, *, is_sorted: bool) -> Segments:
-    return lax.platform_dependent(
-        keys,
-        cpu=lambda keys: _segments_by_search(keys, is_sorted),
-        default=lambda keys: _segments_by_sort(keys, is_sorted),
-    )
+@functools.partial(jax.jit, static_argnames=("by", "is_sorted"))
+def _segment_keys(by: Sums, keys: jax.Array, is_sorted: bool) -> Segments:
+    segments = _segments_by_search if by == "search" else _segments_by_sort
+    return segments(keys, is_sorted)
 
 
-@functools.partial(jax.jit, static_argnames="is_sorted")
-def _sum_keys(keys: jax.Array, data: jax.Array, *, is_sorted: bool) -> Segments:
-    def by_search(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames=("by", "is_sorted"))
+def _sum_keys(by: Sums, keys: jax.Array, data: jax.Array, is_sorted: bool) -> Segments:
+    if by == "search":
         distinct, segment, count = _segments_by_search(keys, is_sorted)
         zeros = jnp.zeros_like(data)
         sums = scatter_add_rows(zeros, segment[:, None], data, unique=False)
         return distinct, sums, count
-
-    def by_scan(keys: jax.Array, data: jax.Array) -> tuple[jax.Array, ...]:
-        order = _sort_entries(keys, is_sorted)
-        ordered = data if is_sorted else take_rows(data, order.position[:, None])
-        # Its sum so far, at the last entry of a segment, is the sum of the segment.
-        sums = _segmented_scan(ordered, order.segment)
-        sums = take_rows(sums, order.last[:, None])
-        real = expand_like(jnp.arange(len(data), dtype=jnp.int32) < order.count, sums)
-        return order.distinct, jnp.where(real, sums, 0), order.count
-
-    return lax.platform_dependent(keys, data, cpu=by_search, default=by_scan)
+    order = _sort_entries(keys, is_sorted)
+    ordered = data if is_sorted else take_rows(data, order.position[:, None])
+    # Its sum so far, at the last entry of a segment, is the sum of the segment.
+    sums = _segmented_scan(ordered, order.segment)
+    sums = take_rows(sums, order.last[:, None])
+    real = expand_like(jnp.arange(len(data), dtype=jnp.int32) < order.count, sums)
+    return order.distinct, jnp.where(real, sums, 0), order.count
 
 
 def _segments_by_search(keys: jax.Array, is_sorted: bool) -> Segments:

@@ -1,9 +1,9 @@
-"""Gathers and scatters of rows by `[nse, n_sparse]` indices; see `padding`.
+"""Gathers and scatters of rows by `[nse, n_sparse]` indices, by XLA; see `padding`.
 
 They are `lax.gather` and `lax.scatter` with three additions: gathers and scatters of a
 single row are of two (see `append_padding`), Explicit mesh axes are left to
 the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
-(`unchecked`), because padding is out of bounds on purpose.
+(`unchecked`), because padding is out of bounds on purpose. `RowOps` are made of them.
 """
 
 import functools
@@ -16,8 +16,6 @@ from jax import lax
 
 from .._jax_extras.sharding import call_with_auto_axes
 from .._jax_extras.unchecked import unchecked
-from ..native import _calls as native
-from ..native._on_cpu import on_cpu
 from .padding import append_padding, mask_padding
 
 
@@ -45,18 +43,9 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         slice_sizes=(1,) * n_sparse + table.shape[n_sparse:],
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
-
-    def by_xla(table: jax.Array, indices: jax.Array) -> jax.Array:
-        axes = (None, *range(n_sparse, table.ndim))
-        read = unchecked(gather)
-        return call_with_auto_axes(read, table, indices, like=table, axes=axes)
-
-    def by_kernel(table: jax.Array, indices: jax.Array) -> jax.Array:
-        return native.look_up_rows(table, indices[:, 0], None)
-
-    if n_sparse == 1 and native.supports_lookup(table, indices):
-        return on_cpu(by_kernel, by_xla, table, indices)
-    return by_xla(table, indices)
+    axes = (None, *range(n_sparse, table.ndim))
+    read = unchecked(gather)
+    return call_with_auto_axes(read, table, indices, like=table, axes=axes)
 
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -91,41 +80,22 @@ def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.where(old > jnp.inf, old, rows.astype(old.dtype))
 
 
-def _cast_rows(rows: jax.Array, table: jax.Array) -> jax.Array:
+def cast_rows(rows: jax.Array, table: jax.Array) -> jax.Array:
     # PRNG keys reject `astype`, even to their own type.
     return rows if rows.dtype == table.dtype else rows.astype(table.dtype)
 
 
 def scatter_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
-    rows = prevent_fusion(_cast_rows(rows, table))
-
-    def by_xla(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        return _scatter(lax.scatter, table, indices, rows, unique=True)
-
-    if _writes_by_kernel(table, indices, rows):
-        return on_cpu(native.put_rows, by_xla, table, indices, rows)
-    return by_xla(table, indices, rows)
-
-
-def _writes_by_kernel(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
-    """Whether the kernel writes these rows, because XLA might widen the table.
-
-    Problem: a scatter into a bfloat16 table costs what the table costs. Cause: XLA for
-    CPUs has no scatter of this type in jaxlib 0.10, and converts the table to float32
-    and back; a gather in a loop has the table converted before the loop; and reading
-    the bits as integers copies them, too. Remedy: the kernel, where it is available.
-    Safe, because it writes the same rows. Test: `test_memory_of_a_step`. XLA is
-    in place, too, from the jaxlib on that is marked here. OLD_JAX: 0.11.2
-    """
-    return table.dtype == jnp.bfloat16 and native.supports_write(table, indices, rows)
+    rows = prevent_fusion(cast_rows(rows, table))
+    return _scatter(lax.scatter, table, indices, rows, unique=True)
 
 
 def scatter_add_rows(
     table: jax.Array, indices: jax.Array, rows: jax.Array, *, unique: bool
 ) -> jax.Array:
     """`table.at[indices].add(rows)`; padding is dropped."""
-    rows = _cast_rows(rows, table)
+    rows = cast_rows(rows, table)
     return _scatter(lax.scatter_add, table, indices, rows, unique=unique)
 
 

@@ -15,15 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.sharding import mesh_of, shard_columns_like
-from ..native._on_cpu import on_cpu
-from .coalesce import Rows
-from .gather_scatter import (
-    gather_rows,
-    order_after_gather,
-    prevent_fusion,
-    scatter_rows,
-    take_rows,
-)
+from .entries import Rows
+from .gather_scatter import gather_rows, scatter_rows
 from .padding import in_bounds, mask_padding, pad_indices
 
 Tables = tuple[jax.Array, ...]
@@ -35,34 +28,13 @@ RowFunction = Callable[..., tuple[jax.Array, Tables]]
 _BLOCK_BYTES = 1 << 18
 
 
-def update_rows(
-    row_fn: RowFunction,
-    data: Any,
-    indices: jax.Array,
-    tables: Tables,
-    read: Tables,
-    *args: Any,
-) -> tuple[Any, Tables]:
-    """Gathers rows, calls `row_fn(data, rows, *args)`, scatters rows; see `map_rows`.
-
-    Rows and results in padding slots have no meaning. The first result may be a tree.
-    """
-    rows = tuple(take_rows(table, indices) for table in (*tables, *read))
-    out, news = row_fn(data, rows, *args)
-    # Adan keeps the last gradient: its new rows need no old ones, which the update
-    # reads. Nothing but `order_after_gather` says then that these are gathered first.
-    made = map(order_after_gather, rows, news)
-    pairs = zip(tables, made, strict=True)
-    # The update is kept apart as well: it reads the table that it will be added to.
-    return prevent_fusion(out), tuple(scatter_rows(x, indices, new) for x, new in pairs)
-
-
-def map_rows(
+def in_one_pass(
+    ops: Any,
     row_fn: RowFunction,
     rows: Rows,
     tables: Tables,
+    read: Tables,
     *args: Any,
-    read: Tables = (),
 ) -> tuple[jax.Array, Tables]:
     """Gathers rows, calls `row_fn(data, rows_of_tables, *args)`, scatters rows.
 
@@ -73,56 +45,75 @@ def map_rows(
       The first result of `row_fn`, `[nse, *row_shape]` (zero where padding), and the
       tables with the touched rows replaced.
     """
-    shape = tables[0].shape
+    rows, shape = _laid_out(rows, (*tables, *read)), tables[0].shape
+    out, tables = ops.update(row_fn, rows.data, rows.indices, tables, read, *args)
+    return mask_padding(out, rows.indices, shape).astype(rows.data.dtype), tables
 
-    def one_pass(rows: Rows, tables: Tables, args: Any) -> tuple[jax.Array, Tables]:
-        out, tables = update_rows(row_fn, rows.data, rows.indices, tables, *args)
-        return mask_padding(out, rows.indices, shape).astype(rows.data.dtype), tables
 
-    def blocks(rows: Rows, tables: Tables, args: Any) -> Any:
-        # The C library maps and faults in temporary memory above 32 MB afresh at each
-        # call, which costs more than the arithmetic; a block stays in cache. Under
-        # vmap, each iteration would copy the tables: on_cpu then takes one_pass. Gather
-        # and scatter read and write the values, too, because XLA copies a whole buffer
-        # in each iteration that both slices and updates it.
-        nse, size = len(rows.data), _block_rows(rows.data)
-
-        # With 5 touched rows in 10 slots and blocks of 4: slots 0 to 3, then 4 to 7, of
-        # which 5 to 7 are padding. No block begins at slot 8.
-        def block(state: Any) -> Any:
-            start, data, tables = state
-            place = jnp.arange(size, dtype=jnp.int32)
-            slot = start + place
-            indices = gather_rows(rows.indices, slot[:, None])
-            # Padding is numbered by its place in the block: for a slot beyond nse,
-            # num_rows + slot might not fit the type. It stays distinct from the padding
-            # that was there, as slots of the last block are larger than any place.
-            indices = pad_indices(indices, slot < nse, place, shape)
-            part = take_rows(data, slot[:, None])
-            out, tables = update_rows(row_fn, part, indices, tables, *args)
-            # Padding keeps its zeros: dropped here, it needs no mask over the values.
-            target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
-            return start + size, scatter_rows(data, target[:, None], out), tables
-
-        state = jnp.zeros([], rows.count.dtype), rows.data, tables
-        return lax.while_loop(lambda state: state[0] < rows.count, block, state)[1:]
-
+def in_blocks(
+    ops: Any,
+    row_fn: RowFunction,
+    rows: Rows,
+    tables: Tables,
+    read: Tables,
+    *args: Any,
+) -> tuple[jax.Array, Tables]:
+    """`in_one_pass`, in a loop over blocks of rows where that is faster."""
     ndim = rows.indices.shape[1] + rows.data.ndim - 1
-    # The columns of the gradient lie as those of the first array that has columns; what
-    # has one scalar for each row, [num_rows], does not say.
-    with_columns = [x for x in (*tables, *read) if x.ndim == ndim]
-    for table in with_columns[:1]:
-        rows = rows._replace(data=shard_columns_like(table, rows.data))
-    args = (read, *args)
     # With a state of one number a row, as in row-wise Adagrad, one pass takes 5 to 20 %
     # less time.
     has_wide_state = any(x.ndim == ndim for x in tables)
-    if not has_wide_state or len(rows.data) <= _block_rows(rows.data):
-        return one_pass(rows, tables, args)
-    return on_cpu(blocks, one_pass, rows, tables, args)
+    nse, size = len(rows.data), _block_rows(rows.data)
+    if not has_wide_state or nse <= size:
+        return in_one_pass(ops, row_fn, rows, tables, read, *args)
+    rows, shape = _laid_out(rows, (*tables, *read)), tables[0].shape
+
+    # The C library maps and faults in temporary memory above 32 MB afresh at each call,
+    # which costs more than the arithmetic; a block stays in cache. Under vmap, each
+    # iteration would copy the tables: there is one pass then. Gather and scatter read
+    # and write the values, too, because XLA copies a whole buffer in each iteration
+    # that both slices and updates it.
+    # With 5 touched rows in 10 slots and blocks of 4: slots 0 to 3, then 4 to 7, of
+    # which 5 to 7 are padding. No block begins at slot 8.
+    def block(state: Any) -> Any:
+        start, data, tables = state
+        place = jnp.arange(size, dtype=jnp.int32)
+        slot = start + place
+        indices = gather_rows(rows.indices, slot[:, None])
+        # Padding is numbered by its place in the block: for a slot beyond nse, num_rows
+        # + slot might not fit the type. It stays distinct from the padding that was
+        # there, as slots of the last block are larger than any place.
+        indices = pad_indices(indices, slot < nse, place, shape)
+        part = ops.take(data, slot[:, None])
+        out, tables = ops.update(row_fn, part, indices, tables, read, *args)
+        # Padding keeps its zeros: dropped here, it needs no mask over the values.
+        target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
+        return start + size, scatter_rows(data, target[:, None], out), tables
+
+    state = jnp.zeros([], rows.count.dtype), rows.data, tables
+    return lax.while_loop(lambda state: state[0] < rows.count, block, state)[1:]
 
 
-def map_all_rows(function: Callable[..., Tables], tables: Tables, *args: Any) -> Tables:
+def _laid_out(rows: Rows, arrays: Tables) -> Rows:
+    """The rows, whose columns lie as those of the first array that has columns.
+
+    What has one scalar for each row, `[num_rows]`, does not say.
+    """
+    ndim = rows.indices.shape[1] + rows.data.ndim - 1
+    for table in [x for x in arrays if x.ndim == ndim][:1]:
+        rows = rows._replace(data=shard_columns_like(table, rows.data))
+    return rows
+
+
+def all_in_one_pass(
+    ops: Any, function: Callable[..., Tables], tables: Tables, *args: Any
+) -> Tables:
+    return function(tables, *args)
+
+
+def all_in_blocks(
+    ops: Any, function: Callable[..., Tables], tables: Tables, *args: Any
+) -> Tables:
     """`function(tables, *args)`, the new tables, in place.
 
     `function` must treat each row alone: on a CPU it sees them in blocks, because XLA
@@ -132,27 +123,21 @@ def map_all_rows(function: Callable[..., Tables], tables: Tables, *args: Any) ->
     """
     num_rows = len(tables[0]) if tables[0].ndim else 1
     size = _block_rows(tables[0]) if tables[0].ndim else 1
+    mesh = mesh_of(*tables)
+    if num_rows <= size or mesh.auto_axes or mesh.explicit_axes:
+        return function(tables, *args)
 
     def by_rows(_: Any, rows: Tables, *args: Any) -> tuple[Any, Tables]:
         return (), function(rows, *args)
 
-    def blocks(tables: Tables, args: Any) -> Tables:
-        def block(i: jax.Array, tables: Tables) -> Tables:
-            place = jnp.arange(size, dtype=jnp.int32)[:, None]
-            slot = i * size + place  # the last block may go beyond the table
-            indices = jnp.where(slot < num_rows, slot, num_rows + place)
-            return update_rows(by_rows, (), indices, tables, (), *args)[1]
+    def block(i: jax.Array, tables: Tables) -> Tables:
+        place = jnp.arange(size, dtype=jnp.int32)[:, None]
+        slot = i * size + place  # the last block may go beyond the table
+        indices = jnp.where(slot < num_rows, slot, num_rows + place)
+        news: Tables = ops.update(by_rows, (), indices, tables, (), *args)[1]
+        return news
 
-        return lax.fori_loop(0, -(-num_rows // size), block, tables)
-
-    def one_pass(tables: Tables, args: Any) -> Tables:
-        return function(tables, *args)
-
-    mesh = mesh_of(*tables)
-    if num_rows <= size or mesh.auto_axes or mesh.explicit_axes:
-        return one_pass(tables, args)
-    news: Tables = on_cpu(blocks, one_pass, tables, args)
-    return news
+    return lax.fori_loop(0, -(-num_rows // size), block, tables)
 
 
 def _block_rows(data: jax.Array) -> int:

@@ -79,7 +79,7 @@ def pad_indices(
     """Replaces the indices of slots that are not valid by `num_rows + slot`.
 
     `indices` are `[nse, n_sparse]`, `valid` and `slot`, which is distinct, `[nse]`. The
-    type of the indices must hold `num_rows + slot`; `coalesce.cast_entries` widens it.
+    type of the indices must hold `num_rows + slot`; `entries.open_gradient` widens it.
     """
     outside = row_bounds(shape, indices) + slot.astype(indices.dtype)[:, None]
     return jnp.where(valid[:, None], indices, outside)

@@ -1,5 +1,6 @@
-"""The update of one table: sums, gather, formula, scatter; or a kernel for all four."""
+"""Steps of one table, and rows of one table, by the operations of a platform."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,37 +8,36 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from ..native import _calls as native
-from ..native._on_cpu import on_cpu
-from .apply_updates import Update, add_update
-from .coalesce import Entries, bcoo_of, cast_entries, sum_entries
-from .map_rows import RowFunction, Tables, map_rows
+from .._jax_extras.sharding import mesh_of
+from .entries import Rows, bcoo_of, open_gradient
+from .map_rows import RowFunction, Tables
+from .row_ops import Formula, RowOps, Update
+from .with_ops import with_ops
 
 
 def update_table(
-    row_fn: RowFunction,
+    formula: Formula,
     grad: BCOO,
     tables: Tables,
     *args: Any,
     dtype: Any,
     read: Tables = (),
-    param: jax.Array | None = None,
-    kernel: Callable[..., Any] | None = None,
+    adds_to: jax.Array | None = None,
 ) -> tuple[Update, Tables]:
     """The update of the touched rows of a table, and the tables with their new rows.
 
-    `row_fn(data, rows, *args)` returns what to add to the rows of the parameter and the
-    new rows of `tables`; see `map_rows`. In slots of padding `data` is zero and the
-    rows are any rows: the results there are dropped.
+    In slots of padding the formula gets zeros and any rows: its results are dropped.
 
-    `kernel(grad, tables, read, targets, *args)` is the same in one call for a CPU, of a
-    gradient of type `dtype`, duplicates included. It returns the indices and the values
-    of the update, each row once, in any order, and the new tables. This is the place
-    where it is chosen, by the platform and by `supports_update`.
-
-    `param` is the parameter, if the update may be added to it. Where the kernel is
-    used, it is: the rows of the update are never written. It has the bits of
-    `apply_updates`.
+    Args:
+      formula: What is computed of each row.
+      grad: The gradient.
+      tables: The arrays of the state.
+      *args: What the formula takes besides.
+      dtype: The type that is computed in.
+      read: The parameter, if the formula reads it; its rows are behind those of the
+        tables.
+      adds_to: The parameter, if the update may be added to it at once, with the bits of
+        `apply_updates`.
 
     Raises:
       ValueError: If a row of the gradient is less than one of the tables.
@@ -48,31 +48,91 @@ def update_table(
             f"gradient with {grad.n_sparse} sparse axes for a table of shape "
             f"{grad.shape}. Look whole rows up, not their elements."
         )
-    wide = cast_entries(grad, dtype)
-
-    def by_rows(
-        entries: Entries, tables: Tables, read: Tables, targets: Tables, *args: Any
-    ) -> Any:
-        rows = sum_entries(entries)
-        data, tables = map_rows(row_fn, rows, tables, *args, read=read)
-        if not targets:
-            return (rows.indices, data), tables
-        update = bcoo_of(grad, rows.indices, data, is_sorted=True)
-        return add_update(*targets, update), tables
-
-    floats = [x for x in (*tables, *read) if jnp.issubdtype(x.dtype, jnp.floating)]
-    targets: Tables = ()
-    if kernel is not None and native.supports_update(wide, *floats):
-        # Updates of a smaller type are rounded before they are added. For a parameter
-        # of another shape `apply_updates` raises.
-        like = grad.shape, jnp.float32, jnp.float32
-        if param is not None and (param.shape, param.dtype, grad.dtype) == like:
-            targets = (param,) if native.supports_update(wide, param) else ()
-        operands = wide, tables, read, targets, *args
-        rows, tables = on_cpu(kernel, by_rows, *operands, keeps_order=False)
-    else:
-        rows, tables = by_rows(wide, tables, read, (), *args)
+    entries, targets = open_gradient(grad, dtype), _targets(adds_to, grad)
+    step = functools.partial(_step, formula)
+    operands = entries, tables, read, targets, *args
+    update, tables = with_ops(step, *operands, sums=True, maps=True, keeps_order=False)
     if targets:
-        return Update(param=rows), tables
-    # The kernel leaves each row in the slot of its first entry.
-    return Update(bcoo_of(grad, *rows, is_sorted=kernel is None)), tables
+        return update, tables
+    # A kernel leaves each row in the slot of its first entry.
+    is_sorted = formula.call is None
+    return Update(bcoo_of(grad, *update.change, is_sorted=is_sorted)), tables
+
+
+def _step(formula: Formula, ops: RowOps, *operands: Any) -> tuple[Update, Tables]:
+    return ops.step(formula, *operands)
+
+
+def _targets(param: jax.Array | None, grad: BCOO) -> Tables:
+    """The parameter, if an update of float32 may be added to it in the step.
+
+    Updates of a smaller type are rounded before they are added, and on a mesh they are
+    laid out. For a parameter of another shape `apply_updates` raises.
+    """
+    if param is None or not mesh_of(param, *jax.tree.leaves(grad)).empty:
+        return ()
+    like = grad.shape, jnp.float32, jnp.float32
+    return (param,) if (param.shape, param.dtype, grad.dtype) == like else ()
+
+
+def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """`RowOps.take`."""
+    rows: jax.Array = with_ops(_take, table, indices)
+    return rows
+
+
+def _take(ops: RowOps, table: jax.Array, indices: jax.Array) -> jax.Array:
+    return ops.take(table, indices)
+
+
+def put_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """`RowOps.put`."""
+    new: jax.Array = with_ops(_put, table, indices, rows)
+    return new
+
+
+def _put(
+    ops: RowOps, table: jax.Array, indices: jax.Array, rows: jax.Array
+) -> jax.Array:
+    return ops.put(table, indices, rows)
+
+
+def update_rows(
+    row_fn: RowFunction,
+    data: Any,
+    indices: jax.Array,
+    tables: Tables,
+    read: Tables,
+    *args: Any,
+) -> tuple[Any, Tables]:
+    """`RowOps.update` of all rows at once."""
+
+    def updated(ops: RowOps, *operands: Any) -> tuple[Any, Tables]:
+        return ops.update(row_fn, *operands)
+
+    found: tuple[Any, Tables]
+    found = with_ops(updated, data, indices, tables, read, *args)
+    return found
+
+
+def map_rows(
+    row_fn: RowFunction, rows: Rows, tables: Tables, *args: Any, read: Tables = ()
+) -> tuple[jax.Array, Tables]:
+    """`RowOps.map` of rows that are known."""
+
+    def mapped(ops: RowOps, *operands: Any) -> tuple[jax.Array, Tables]:
+        return ops.map(row_fn, *operands)
+
+    found: tuple[jax.Array, Tables]
+    found = with_ops(mapped, rows, tables, read, *args, maps=True)
+    return found
+
+
+def map_all_rows(function: Callable[..., Tables], tables: Tables, *args: Any) -> Tables:
+    """`RowOps.map_all`."""
+
+    def mapped(ops: RowOps, *operands: Any) -> Tables:
+        return ops.map_all(function, *operands)
+
+    news: Tables = with_ops(mapped, tables, *args, maps=True)
+    return news

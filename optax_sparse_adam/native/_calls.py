@@ -343,7 +343,7 @@ def _update_of(grad: Any) -> list[Any]:
     return [((grad.nse, 1), jnp.int32), rows]
 
 
-def sum_rows(grad: BCOO) -> Sums:
+def sum_rows(grad: Any) -> Sums:
     """Adds up duplicate rows.
 
     Returns:

@@ -21,7 +21,7 @@ from .._optimizers.hyperparameters import check_leaf
 from .._optimizers.sparse_adafactor import SparseAdafactorState, sparse_adafactor
 from .._optimizers.sparse_adam import AdamScalars, update_leaf_by_adam
 from .._rows.apply_updates import apply_updates
-from .._rows.coalesce import accumulator_dtype
+from .._rows.entries import accumulator_dtype
 from ._parameter import Gradient
 
 # A parameter and the arrays of its state, by their keys.

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows import coalesce, map_rows
+from optax_sparse_adam._rows import coalesce, map_rows, update_table
 
 from ..helpers.support import (
     TOLERANCE,
@@ -90,7 +90,7 @@ def test_padding_is_zero_whatever_the_formula_gives(nse):
     values, indices = random_entries(rng, shape, 1, nse)
     indices[::3] = -1
     rows = coalesce.touched_rows(bcoo(values, indices, shape), jnp.float32)
-    add_one = jax.jit(map_rows.map_rows, static_argnums=0)(
+    add_one = jax.jit(update_table.map_rows, static_argnums=0)(
         lambda data, tables: (data + 1, tuple(table + 1 for table in tables)),
         rows,
         (jnp.zeros(shape), jnp.ones(shape)),
@@ -110,7 +110,7 @@ def test_padding_of_the_last_block_does_not_wrap_around(monkeypatch):
     for ids in ([7, 249, 100, 30, 9], [249, 251, 7, 253, 8]):
         indices = jnp.asarray(ids, jnp.uint8)[:, None]
         values = jnp.where(indices[:, 0] < num_rows, data, 0)
-        _, (table,) = jax.jit(map_rows.map_rows, static_argnums=0)(
+        _, (table,) = jax.jit(update_table.map_rows, static_argnums=0)(
             lambda data, tables: (data, (tables[0] + 1,)),
             coalesce.Rows(indices, values, jnp.int32(5)),
             (jnp.zeros(num_rows),),

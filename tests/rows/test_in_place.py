@@ -14,7 +14,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import gather_scatter, map_rows
-from optax_sparse_adam._rows.map_rows import update_rows
+from optax_sparse_adam._rows.update_table import update_rows
 
 from ..helpers.support import (
     abstract_bcoo,

@@ -1,0 +1,161 @@
+"""How the rows of a table are summed, read, written and added: chosen once for a step.
+
+A step asks nothing of the platform. `with_ops` chooses at its top which `RowOps` a
+program uses, and all below it call their methods. Here they are those of XLA; a kernel
+is a class that replaces some (`kernel_ops`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from . import gather_scatter, map_rows
+from .duplicates import Sums
+from .entries import Entries, Rows, accumulator_dtype, sum_entries
+from .map_rows import RowFunction, Tables
+
+
+class Formula(NamedTuple):
+    """What is computed of each touched row.
+
+    Attributes:
+      rows: `rows(data, rows_of_tables, *args)`, what to add to the rows of the
+        parameter, and the new rows of the tables; see `map_rows`.
+      name: Its name in kernels, if it is there.
+      call: `call(entries, tables, read, targets, *args)`, its call of the kernel for
+        CPUs: indices and values of the update, each row once in any order, or where
+        `targets` holds the parameter, the new one; and the new tables.
+    """
+
+    rows: RowFunction
+    name: str | None = None
+    call: Callable[..., Any] | None = None
+
+
+class Update(NamedTuple):
+    """What a step has made of a parameter: exactly one of both.
+
+    Attributes:
+      change: What is to be added to the parameter: an array, a BCOO, or inside of a
+        step the rows of a table, `(indices, values)`.
+      param: The parameter to which it was added.
+    """
+
+    change: Any = None
+    param: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class RowOps:
+    """Those of XLA.
+
+    Attributes:
+      sums: How duplicates are added up; see `duplicates`.
+      in_blocks: Whether rows are updated in blocks, as on a CPU; see `map_rows`.
+    """
+
+    sums: Sums = "scan"
+    in_blocks: bool = False
+
+    def step(
+        self,
+        formula: Formula,
+        entries: Entries,
+        tables: Tables,
+        read: Tables,
+        targets: Tables,
+        *args: Any,
+    ) -> tuple[Update, Tables]:
+        """One table: adds entries up, looks rows up, computes, and writes them back.
+
+        This is the package in one function. `entries` are the derivatives with respect
+        to the rows that a loss has looked up.
+
+        Args:
+          formula: The dense transformation.
+          entries: The gradient, duplicates included.
+          tables: The arrays of the state, which get new rows.
+          read: What else the formula reads of the rows: the parameter, or nothing.
+          targets: The parameter, if the update is to be added to it, or nothing.
+          *args: What the formula takes besides.
+        """
+        rows = self.sum(entries)
+        change, tables = self.map(formula.rows, rows, tables, read, *args)
+        if not targets:
+            return Update((rows.indices, change)), tables
+        (param,) = targets
+        param = self.add(param, rows.indices, change, is_unique=True)
+        return Update(param=param), tables
+
+    def update(
+        self,
+        row_fn: RowFunction,
+        data: Any,
+        indices: jax.Array,
+        tables: Tables,
+        read: Tables,
+        *args: Any,
+    ) -> tuple[Any, Tables]:
+        """Looks rows up, calls `row_fn(data, rows, *args)`, and writes rows back.
+
+        Rows and results in padding slots have no meaning. The first result may be a
+        tree.
+        """
+        rows = tuple(self.take(table, indices) for table in (*tables, *read))
+        out, news = row_fn(data, rows, *args)
+        # Adan keeps the last gradient: its new rows need no old ones, which the update
+        # reads. Nothing but `order_after_gather` says then that these are gathered
+        # first.
+        made = map(gather_scatter.order_after_gather, rows, news)
+        pairs = zip(tables, made, strict=True)
+        written = tuple(self.put(table, indices, new) for table, new in pairs)
+        # The update is kept apart as well: it reads the table that it will be added to.
+        return gather_scatter.prevent_fusion(out), written
+
+    def sum(self, entries: Entries) -> Rows:
+        """The touched rows, duplicates added up."""
+        return sum_entries(entries, self.sums)
+
+    def take(self, table: jax.Array, indices: jax.Array) -> jax.Array:
+        """`table[indices]`; padding reads any row."""
+        return gather_scatter.take_rows(table, indices)
+
+    def put(self, table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+        """`table.at[indices].set(rows)` for unique indices; padding is dropped."""
+        return gather_scatter.scatter_rows(table, indices, rows)
+
+    def add(
+        self, table: jax.Array, indices: jax.Array, rows: jax.Array, *, is_unique: bool
+    ) -> jax.Array:
+        """`table.at[indices].add(rows)`; padding is dropped.
+
+        A table of lower precision than the sums needs unique indices: it is rounded
+        once.
+        """
+        dtype = accumulator_dtype(table.dtype, rows.dtype)
+        if table.dtype == dtype:
+            add = gather_scatter.scatter_add_rows
+            return add(table, indices, rows, unique=is_unique)
+        old = self.take(table, indices).astype(dtype)
+        return self.put(table, indices, old + rows.astype(dtype))
+
+    def map(
+        self,
+        row_fn: RowFunction,
+        rows: Rows,
+        tables: Tables,
+        read: Tables,
+        *args: Any,
+    ) -> tuple[jax.Array, Tables]:
+        """`update` of rows, each of which is treated alone; see `map_rows.map_rows`."""
+        own = map_rows.in_blocks if self.in_blocks else map_rows.in_one_pass
+        return own(self, row_fn, rows, tables, read, *args)
+
+    def map_all(
+        self, function: Callable[..., Tables], tables: Tables, *args: Any
+    ) -> Tables:
+        """`function(tables, *args)`, the new tables; see `map_rows.map_all_rows`."""
+        own = map_rows.all_in_blocks if self.in_blocks else map_rows.all_in_one_pass
+        return own(self, function, tables, *args)
