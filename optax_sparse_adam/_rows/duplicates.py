@@ -65,7 +65,9 @@ def segment_rows(
       meaning; for each entry the segment that it is in, which is the place of its row
       among them, `nse` for padding; and how many rows they are.
     """
-    keys, segment, count = _of_platform(_segment_keys, _keys(indices, shape), is_sorted)
+    keys, segment, count = _of_platform(
+        _segment_keys, _keys(indices, shape), is_sorted=is_sorted
+    )
     return _indices_of(keys, shape[: indices.shape[1]]), segment, count
 
 
@@ -88,15 +90,20 @@ def sum_duplicates(
     Returns:
       The distinct rows, as `segment_rows`; their sums, then zeros; and their number.
     """
-    args = _keys(indices, shape), data, is_sorted
-    found = _of_platform(_sum_keys, *args) if by is None else _sum_keys(by, *args)
+    keys = _keys(indices, shape)
+    if by is None:
+        found = _of_platform(_sum_keys, keys, data, is_sorted=is_sorted)
+    else:
+        found = _sum_keys(by, keys, data, is_sorted)
     keys, sums, count = found
     return _indices_of(keys, shape[: indices.shape[1]]), sums, count
 
 
-def _of_platform(function: Callable[..., Segments], *args: Any) -> Segments:
-    """`function(by, *args)` of the platform that a program is compiled for."""
-    *arrays, is_sorted = args
+@functools.partial(jax.jit, static_argnames=("function", "is_sorted"))
+def _of_platform(
+    function: Callable[..., Segments], *arrays: jax.Array, is_sorted: bool
+) -> Segments:
+    """`function(by, ...)` of the platform that a program is compiled for."""
 
     def by(method: Sums) -> Callable[..., Segments]:
         return lambda *arrays: function(method, *arrays, is_sorted)
