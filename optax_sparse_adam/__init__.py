@@ -26,6 +26,8 @@ from ._rows.frozen_lookup import frozen_lookup as frozen_lookup
 # Row-sparse arrays.
 from ._rows.apply_updates import apply_updates as apply_updates
 from ._rows.coalesce import coalesce as coalesce
+from ._rows.gradient_stats import GradientStats as GradientStats
+from ._rows.gradient_stats import gradient_stats as gradient_stats
 
 # Optimisers.
 from ._optimizers.sparse_adam import ScaleBySparseAdamState as ScaleBySparseAdamState

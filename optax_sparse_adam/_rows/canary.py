@@ -32,9 +32,16 @@ of gradients of two clocks, has `_CHANGED`, and is treated like a changed canary
 Known limits: what moves or exchanges entries moves their canary along; what orders or
 picks indices by their size, as `jnp.sort`, `cummax` or `jnp.maximum` of two gradients,
 leaves it as it is. (A canary that depends on its index would see that, but XLA folds
-only constants: 43 fusions in a step of `sparse_adam` in place of 33.) Functions of
-all arrays at once, such as `optax.global_norm`, count indices and canary as values:
-take that of `coalesce(g).data`. A BCOO made by hand has no canary and is believed.
+only constants: 43 fusions in a step of `sparse_adam` in place of 33.) A BCOO made by
+hand has no canary and is believed.
+
+Functions of all arrays at once, such as `optax.tree.norm`, would count indices and
+canary as values. So there is a fourth array, the guard, of a type that JAX does not
+promote with float32: what adds, compares or concatenates numbers of different arrays
+raises while tracing. A sum of the guard alone overflows to NaN, for who adds Python's
+numbers up.
+Known limits: a maximum of each array as a Python number has that of the indices; and
+what multiplies floating arrays by a float32 array meets the guard and raises.
 
 An array of PRNG keys as the canary would make arithmetic raise while tracing, but in
 JAX's words ("multiply does not accept dtypes float32, key<fry>"), also where the text
@@ -55,6 +62,7 @@ from .bag_gradient import BagEntries
 from .padding import last_indices
 
 _CANARY = 1_618_033_989
+_GUARD_TYPE, _GUARD = jnp.float8_e4m3fn, 448  # the largest: two of them add up to NaN
 _UPDATE, _CHANGED, _ANY = -1, -2, np.iinfo(np.int32).max
 _REMEDY = (
     "A transformation that does not know BCOO, such as optax.scale, has changed them "
@@ -72,6 +80,10 @@ def new_canary(indices: jax.Array, read_at: Any = None) -> jax.Array:
     return jnp.concatenate([canary, read_at], axis=-1)
 
 
+def new_guard(indices: jax.Array) -> jax.Array:
+    return jnp.full((*indices.shape[:-1], 2), _GUARD, _GUARD_TYPE)
+
+
 @jax.tree_util.register_pytree_node_class
 class CanaryBCOO(BCOO):
     """A BCOO with a canary, `int32` of shape `[*batch, nse, 1]`, behind its indices.
@@ -81,6 +93,7 @@ class CanaryBCOO(BCOO):
 
     Attributes:
       canary: The canary; where rows were read up to date, `[*batch, nse, 2]`.
+      guard: What no other array can be added to, `[*batch, nse, 2]`. Nobody reads it.
       stored_data: The values, whatever has been done to them.
       stored_indices: The indices, likewise.
       bags: The same entries, by bags; see `bag_gradient`. `None` for all others, and
@@ -91,6 +104,7 @@ class CanaryBCOO(BCOO):
     """
 
     canary: jax.Array
+    guard: jax.Array
     stored_indices: jax.Array
     bags: BagEntries | None = None
     _stored_data: jax.Array | None = None  # of bags, when it is asked for
@@ -100,11 +114,13 @@ class CanaryBCOO(BCOO):
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
         super().__init__(args, shape=shape, **flags)
         self.canary = new_canary(self.stored_indices, read_at)
+        self.guard = new_guard(self.stored_indices)
 
     @classmethod
     def of_bags(cls, bags: BagEntries, read_at: Any = None) -> "CanaryBCOO":
         obj = object.__new__(cls)
         obj.stored_indices, obj.canary = bags.indices, new_canary(bags.indices, read_at)
+        obj.guard = new_guard(bags.indices)
         obj.bags, obj.indices_sorted, obj.unique_indices = bags, False, False
         obj.shape = bags.shape
         return obj
@@ -169,15 +185,26 @@ class CanaryBCOO(BCOO):
         sizes = f"n_batch={self.n_batch}, {sizes}" if self.n_batch else sizes
         return f"BCOO({self.dtype}{shape}, {sizes})"
 
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        # NumPy would ask for one number after another: hours for a large table.
+        raise TypeError(
+            "A row-sparse gradient is no array of NumPy, got one of shape "
+            f"{self.shape}. To log it take optax_sparse_adam.gradient_stats(grads): "
+            "norms and numbers of touched rows. Its arrays are grad.data and "
+            "grad.indices, added up by optax_sparse_adam.coalesce(grad); "
+            "grad.todense() is as large as the table."
+        )
+
     def tree_flatten(self) -> tuple[Any, Any]:
         flags = (self.indices_sorted, self.unique_indices)
-        arrays = self.stored_data, self.stored_indices, self.canary
+        # The guard is next to the floats, with which it cannot be compared.
+        arrays = self.stored_data, self.guard, self.stored_indices, self.canary
         return arrays, (self._unbatched, *flags)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "CanaryBCOO":
         obj = object.__new__(cls)
-        obj.stored_data, obj.stored_indices, obj.canary = children
+        obj.stored_data, obj.guard, obj.stored_indices, obj.canary = children
         obj._is_seen = False
         obj._unbatched, obj.indices_sorted, obj.unique_indices = aux_data
         return obj

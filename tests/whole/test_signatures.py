@@ -17,6 +17,7 @@ SIGNATURES = {
     "indices_are_sorted=False, unique_indices=False)",
     osa.frozen_lookup: "(trained, ids, *, frozen, rows)",
     osa.coalesce: "(grad)",
+    osa.gradient_stats: "(grads)",
     osa.sparse_adam: "(learning_rate, b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None, "
     "maximize=False)",
     osa.scale_by_sparse_adam: "(b1=0.9, b2=0.999, eps=1e-08, *, mu_dtype=None)",
