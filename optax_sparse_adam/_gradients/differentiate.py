@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.errors import InconclusiveDimensionOperation
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params
 
 from .._jax_extras.jaxprs import name_and_params
@@ -154,7 +155,12 @@ def _plan(
             if not own:
                 continue
             rows = math.prod(jnp.shape(arrays[i])[: program.depths[i]])
-            if sum(_num_entries(x, arrays[i]) for x in own) > rows:
+            count = sum(_num_entries(x, arrays[i]) for x in own)
+            try:
+                is_whole = count > rows
+            except InconclusiveDimensionOperation:
+                raise ValueError(_unknown_size(path, count, rows)) from None
+            if is_whole:
                 program.whole_leaves.add(i)
         if before == (*able, program.depths, program.whole_leaves):
             return args, requests
@@ -191,7 +197,7 @@ def _of_all_devices(
     if entries.segments is not None and request.bags is not None:
         # Segments count within one call. A loop of 3 steps, each with 4 entries in 2
         # bags, has 12 entries and 6 bags: segment 1 of the last step is 1 + 2 * 2 = 5.
-        call = jnp.arange(len(entries.ids), dtype=jnp.int32)
+        call = jnp.arange(entries.ids.shape[0], dtype=jnp.int32)
         call = call // max(request.bags.entries, 1)
         segments = entries.segments + call * request.bags.bags
         entries = entries._replace(segments=segments)
@@ -281,6 +287,15 @@ def _some_element(x: jax.Array, place: jax.Array) -> jax.Array:
     if x.ndim and mesh_of(x).empty:
         x = lax.dynamic_slice(x, (place,) * x.ndim, (1,) * x.ndim)
     return _as_float(jnp.max(x))
+
+
+def _unknown_size(path: Any, count: Any, rows: int) -> str:
+    return (
+        f"A program with symbolic sizes looks up {count} of the {rows} rows of "
+        f"{leaf_name(path)}. Whether {count} may be more than {rows} decides about the "
+        "form of its gradient. Give the sizes numbers, or say it by a constraint of "
+        f'jax.export.symbolic_shape: constraints=["{count} <= {rows}"].'
+    )
 
 
 def _refusal(path: Any, use: tuple[str, str] | None) -> str:

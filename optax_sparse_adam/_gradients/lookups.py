@@ -87,8 +87,12 @@ class Lookup:
         of them may become one, and have room for distinct padding.
         """
         by_one_id = self.axes == (0,) and self.window == (1, *self.shape[1:])
-        has_room = sum(self.shape[:1]) + self.count < jnp.iinfo(jnp.int32).max
-        if not by_one_id or not has_room or self.params["mode"] == Mode.CLIP:
+        if not by_one_id or self.params["mode"] == Mode.CLIP:
+            return Promises()
+        # A number of ids that is not known, under `jax.export`, may be too large.
+        sizes = self.shape[0], self.count
+        has_room = all(isinstance(x, int) for x in sizes)
+        if not has_room or sum(sizes) >= jnp.iinfo(jnp.int32).max:
             return Promises()
         named = self.params["indices_are_sorted"], self.params["unique_indices"]
         return Promises(*map(bool, named))

@@ -127,11 +127,11 @@ def _gradient_of_bags(
     for entries, values in slices:
         own = entries.segments
         if own is None:
-            own = jnp.arange(len(values), dtype=jnp.int32)
+            own = jnp.arange(values.shape[0], dtype=jnp.int32)
         segments.append(own + first)
         ones = jnp.ones(own.shape, widest)
         weights.append(ones if entries.weights is None else entries.weights)
-        first += len(values)
+        first += values.shape[0]
     has_weights = any(x.weights is not None for x, _ in slices)
     bags = BagEntries(
         jnp.concatenate([x.astype(widest) for _, x in slices]),

@@ -360,7 +360,9 @@ def _constant(array: Any) -> Any:
     """
     if not isinstance(array, jax.Array | np.ndarray):  # a `jax.Ref`
         return array
-    if array.ndim < 2 or array.size * array.dtype.itemsize < _LARGE:
+    if array.ndim < 2 or not isinstance(array.size, int):  # symbolic: `jax.export`
+        return array
+    if array.size * array.dtype.itemsize < _LARGE:
         return array
     args: Any = array, np.zeros(1, np.int32)
     return table(Table(args[0])) if native.supports_lookup(*args) else array

@@ -131,13 +131,14 @@ def embedding_bag(
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
     flags = indices_are_sorted, unique_indices
     pooled = _pooled(table, ids, segments, weights, valid, num_bags, mode, flags)
-    if isinstance(offsets, jax.core.Tracer) and len(offsets) > 1:
+    if isinstance(offsets, jax.core.Tracer) and offsets.shape[0] != 1:
         # What would raise outside of a program is NaN inside.
         is_ascending = jnp.all(offsets[1:] >= offsets[:-1])
         if include_last_offset:
-            is_ascending &= offsets[-1] <= np.asarray(
-                min(len(ids), jnp.iinfo(offsets.dtype).max), offsets.dtype
-            )
+            end: Any = ids.shape[0]
+            if isinstance(end, int):  # else a symbolic size, of `jax.export`
+                end = np.asarray(min(end, jnp.iinfo(offsets.dtype).max), offsets.dtype)
+            is_ascending &= offsets[-1] <= end
         pooled = jnp.where(is_ascending, pooled, jnp.full_like(pooled, jnp.nan))
     return pooled
 
@@ -209,10 +210,16 @@ def _check(
         )
     if "weights" in arrays and arrays["weights"].shape != ids.shape:
         raise ValueError(f"embedding_bag takes a weight for each id, got {shapes}.")
-    if table.ndim == 0 or not len(table):
+    if table.ndim and not isinstance(table.shape[0], int):
+        raise ValueError(
+            "embedding_bag takes a table of a known number of rows, got the shape "
+            f"{table.shape}. jax.export may leave the sizes of ids free, not the "
+            "table's."
+        )
+    if table.ndim == 0 or not table.shape[0]:
         raise ValueError(f"embedding_bag takes a table of rows, got {table.shape}.")
     if num_segments is None:
-        return len(arrays.get("offsets", ids)) - bool(include_last_offset)
+        return arrays.get("offsets", ids).shape[0] - bool(include_last_offset)
     num_bags = operator.index(num_segments)
     if num_bags < 0:
         raise ValueError(f"num_segments must be at least 0, got {num_bags}.")
@@ -231,12 +238,12 @@ def _flatten(
 
     An id of no bag becomes padding of some bag. The weight of padding becomes zero.
     """
-    ids, segments = narrow_ids(ids, len(table)), segment_ids
+    ids, segments = narrow_ids(ids, table.shape[0]), segment_ids
     valid = (ids >= 0) & (ids < np.asarray(len(table), ids.dtype))
     if offsets is not None:
         # Offsets [0, 2] of three ids: [1, 0, 1] begin a bag, so the bags are [0, 0, 1].
-        begins = jnp.zeros([len(ids)], jnp.int32)
-        offsets = jnp.maximum(narrow_ids(offsets, len(ids)), 0)
+        begins = jnp.zeros([ids.shape[0]], jnp.int32)
+        offsets = jnp.maximum(narrow_ids(offsets, ids.shape[0]), 0)
         begins = begins.at[offsets].add(1, mode="drop")
         segments = jnp.cumsum(begins) - 1
     if segments is not None:
@@ -454,7 +461,7 @@ def _first_of_segments(
     seen: jax.Array, valid: jax.Array, segments: jax.Array, num_bags: int
 ) -> jax.Array:
     """The same for entries with segments."""
-    nse = len(segments)
+    nse = segments.shape[0]
     slots = jnp.arange(nse, dtype=jnp.int32)
     if nse > 1:
         # Problem: no entry is the largest, and value and gradient are zero. Cause:

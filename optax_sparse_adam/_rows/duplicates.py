@@ -124,6 +124,13 @@ def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
       `[nse, 1]`, the place of the row in the flattened table; or the indices
       themselves, `[nse, n_sparse]`, where the type does not hold that.
     """
+    if not isinstance(indices.shape[0], int):
+        raise ValueError(
+            "The entries of a row are added up, by coalesce and by every optimiser, in "
+            f"programs that know their number; got {indices.shape[0]} of them, a size "
+            "that jax.export leaves free. Export a program for each size of the batch. "
+            "A gradient itself, and evaluation, may have free sizes."
+        )
     # The row (2, 3) of a table of 4 x 5 rows has the key 2 * 5 + 3 = 13.
     sizes, keys = shape[: indices.shape[1]], indices
     if math.prod(sizes) <= jnp.iinfo(indices.dtype).max:

@@ -44,7 +44,8 @@ def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
 
     Ids out of bounds stay below or above all others, in the same order.
     """
-    is_large = size > jnp.iinfo(jnp.int32).max
+    # A symbolic size, of `jax.export`, is an int32 in the program.
+    is_large = isinstance(size, int) and size > jnp.iinfo(jnp.int32).max
     if ids.dtype == jnp.int32 or (is_large and ids.dtype in (jnp.uint32, jnp.int64)):
         return ids
     wide = jnp.int64 if is_large and ids.dtype.itemsize == 8 else jnp.int32

@@ -108,7 +108,9 @@ class Stale(NamedTuple):
 def _supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
     """Whether the kernel is there, and takes these types, on one device."""
     arrays = jax.tree.leaves((floats, ids, others))
-    return (
+    # A program of `jax.export` with symbolic sizes is for other processes, which may
+    # not have the kernel.
+    return all(isinstance(x.size, int) for x in arrays) and (
         all(x.dtype in _FLOATS for x in jax.tree.leaves(floats))
         and ids.dtype == jnp.int32
         and all(x.size > 0 for x in arrays)

@@ -1,0 +1,214 @@
+"""Programs of `jax.export` with free sizes: what works, and what says which are known.
+
+A program is exported once, and called at several sizes, against the program as it is.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import optax_sparse_adam as osa
+from optax_sparse_adam.native import _library
+
+from ..helpers.support import TOLERANCE, assert_close, slow_but
+
+ROWS, COLUMNS = 50, 4
+TABLE = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
+
+
+def ids(*shape):
+    ids = np.random.default_rng(sum(shape)).integers(0, ROWS, shape)
+    return jnp.asarray(ids, jnp.int32)
+
+
+def exported(fun, args, shapes, constraints=()):
+    """`fun` of arguments of these symbolic shapes, `""` for one that is known."""
+    scope = export.SymbolicScope(constraints)
+    leaves, treedef = jax.tree.flatten(args)
+    specs = [
+        jax.ShapeDtypeStruct(
+            export.symbolic_shape(shape, scope=scope) if shape else x.shape, x.dtype
+        )
+        for shape, x in zip(shapes, leaves, strict=True)
+    ]
+    return export.export(jax.jit(fun))(*treedef.unflatten(specs))
+
+
+def looked_up(table, ids):
+    return table[ids] * 2.0
+
+
+def entries(grad):
+    return grad.data, grad.indices
+
+
+def loss(table, ids):
+    return jnp.sum(jnp.sin(table[ids]))
+
+
+def loss_of_bags(table, ids):
+    return jnp.sum(osa.embedding_bag(table, ids) ** 2)
+
+
+def stale():
+    tx = osa.exact_adam(0.1)
+    table = jnp.asarray(TABLE)
+    step = osa.make_train_step(loss, tx)
+    table, state, _ = step(table, tx.init(table), ids(4))
+    table, state, _ = step(table, state, ids(5))
+    return table, state
+
+
+def read_stale(table, ids):
+    table, state = stale()
+    return osa.evaluate(looked_up, read=state)(table, ids)
+
+
+def with_mode(mode):
+    return lambda t, i: osa.embedding_bag(t, i, mode=mode)
+
+
+def with_offsets(t, i, offsets):
+    return osa.embedding_bag(t, i, offsets=offsets)
+
+
+def with_last_offset(t, i, offsets):
+    return osa.embedding_bag(t, i, offsets=offsets, include_last_offset=True)
+
+
+def with_weights(t, i, weights):
+    return osa.embedding_bag(t, i, weights=weights)
+
+
+def padded(b, n):
+    return (ids(b, n),)
+
+
+def flat(n):
+    return (ids(n),)
+
+
+def by_offsets(n, b):
+    return ids(n), jnp.asarray(np.arange(b) * n // b, jnp.int32)
+
+
+def weighted(b, n):
+    return ids(b, n), jnp.sin(jnp.arange(b * n, dtype=jnp.float32)).reshape(b, n)
+
+
+FEW, BAGS = ["b <= 50"], ["b * n <= 50"]
+# The function, its arguments but the table, their shapes, sizes, constraints.
+PROGRAMS = {
+    "sum": (with_mode("sum"), padded, ["b, n"], [(1, 3), (5, 2), (17, 8)]),
+    "mean": (with_mode("mean"), padded, ["b, n"], [(1, 3), (5, 2)]),
+    "sqrtn": (with_mode("sqrtn"), padded, ["b, n"], [(1, 3), (5, 2)]),
+    "max": (with_mode("max"), padded, ["b, n"], [(1, 3), (5, 2)]),
+    "length": (with_mode("sum"), padded, ["b, 3"], [(1, 3), (9, 3)]),
+    "offsets": (with_offsets, by_offsets, ["n", "b"], [(8, 3), (20, 5)]),
+    "last offset": (with_last_offset, by_offsets, ["n", "b"], [(8, 3), (20, 5)]),
+    "weights": (with_weights, weighted, ["b, n", "b, n"], [(1, 3), (5, 2)]),
+    "evaluate": (osa.evaluate(looked_up), flat, ["b"], [(1,), (64,)]),
+    "evaluate of pairs": (osa.evaluate(looked_up), padded, ["b, n"], [(1, 3), (5, 2)]),
+    "evaluate bags": (
+        osa.evaluate(with_mode("sum")),
+        padded,
+        ["b, n"],
+        [(1, 3), (5, 2)],
+    ),
+    "evaluate stale rows": (read_stale, flat, ["b"], [(1,), (64,)]),
+    "evaluate a function": (
+        osa.evaluate(lambda t, i: jnp.tanh(2 * t).at[i].get(mode="fill", fill_value=0)),
+        flat,
+        ["b"],
+        [(1,), (64,)],
+    ),
+    "gradient": (
+        lambda t, i: entries(osa.grad(loss)(t, i)),
+        flat,
+        ["b"],
+        [(1,), (40,)],
+        FEW,
+    ),
+    "gradient of bags": (
+        lambda t, i: entries(osa.grad(loss_of_bags)(t, i)),
+        padded,
+        ["b, n"],
+        [(1, 3), (5, 2)],
+        BAGS,
+    ),
+    "dense gradient of bags": (
+        lambda t, i: jax.grad(loss_of_bags)(t, i),
+        padded,
+        ["b, n"],
+        [(1, 3), (5, 2)],
+    ),
+}
+
+
+@jax.numpy_dtype_promotion("standard")  # a symbolic size is an int32 to JAX
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, "sum", "evaluate of pairs"))
+def test_called_at_several_sizes(name, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(_library, "available", lambda: False)
+    fun, make, shapes, sizes, *constraints = PROGRAMS[name]
+    table = jnp.asarray(TABLE)
+    program = exported(fun, (table, *make(*sizes[0])), ["", *shapes], *constraints)
+    for size in sizes:
+        args = table, *make(*size)
+        got, wanted = program.call(*args), fun(*args)
+        for one, other in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+            tol = TOLERANCE["float32"].numpy
+            assert_close(one, other, tol, magnitude=max(1.0, abs(other).max()))
+
+
+@pytest.mark.slow
+def test_round_trip():
+    pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
+    args = jnp.asarray(TABLE), ids(5, 2)
+    program = exported(with_mode("mean"), args, ["", "b, n"])
+    again = export.deserialize(program.serialize())
+    for shape in ((1, 3), (17, 8)):
+        args = args[0], ids(*shape)
+        np.testing.assert_array_equal(again.call(*args), program.call(*args))
+
+
+REFUSED = {
+    "whether there are more lookups than rows": (
+        lambda t, i: entries(osa.grad(loss)(t, i)),
+        ["", "b"],
+        (),
+        r'constraints=\["b <= 50"\]',
+    ),
+    "sums": (
+        lambda t, i: entries(osa.coalesce(osa.grad(loss)(t, i))),
+        ["", "b"],
+        FEW,
+        "added up.*got b of them",
+    ),
+    "updates": (
+        lambda t, i: entries(
+            osa.sparse_adam(0.1).update(
+                osa.grad(loss)(t, i), osa.sparse_adam(0.1).init(t)
+            )[0]
+        ),
+        ["", "b"],
+        FEW,
+        "added up.*got b of them",
+    ),
+    "rows": (
+        lambda t, i: osa.embedding_bag(t, i[:, None]),
+        ["v, 4", "b"],
+        (),
+        "a known number of rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_that_must_be_known(name):
+    fun, shapes, constraints, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        exported(fun, (jnp.asarray(TABLE), ids(4)), shapes, constraints)
