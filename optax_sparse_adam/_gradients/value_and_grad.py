@@ -1,5 +1,6 @@
 """`value_and_grad` and `grad` with row-sparse gradients for tables."""
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -193,7 +194,7 @@ def differentiated(
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         tables = current_tables(tree, read)
         are_stale = functools.partial(_are_stale, tree, read)
-        with jit_enabled():
+        with jit_enabled(), floating_point_errors():
             arrays, grads = evaluate_with_gradients(
                 closed, paths, wanted, tables, are_stale
             )
@@ -268,6 +269,27 @@ def jit_enabled() -> Any:
     gradient is there. Test: `tests/gradients/test_ways_to_run.py`.
     """
     return jax.disable_jit(False)
+
+
+@contextlib.contextmanager
+def floating_point_errors() -> Iterator[None]:
+    """What `jax.debug_nans` and `jax.debug_infs` find raises a `FloatingPointError`.
+
+    Problem: `except FloatingPointError` does not catch it where a `jit` is in the loss.
+    Cause: JAX tells what it finds in a `jit` by another exception, with no public name,
+    which `jax.jit` makes a FloatingPointError of, and the evaluation of a jaxpr not.
+    Remedy: so does this. Safe: nothing else has that name. Test:
+    `tests/gradients/test_debug_nans.py`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "InternalFloatingPointError":
+            raise
+        name, kind = (*error.args, "a value", "nan")[:2]
+        raise FloatingPointError(
+            f"invalid value ({kind}) encountered in {name}, of the loss or its gradient"
+        ) from error
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
