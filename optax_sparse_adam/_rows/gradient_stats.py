@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from .checks import check_bcoo, is_bcoo, is_leaf
-from .coalesce import accumulator_dtype, touched_rows
+from .coalesce import touched_rows
+from .entries import accumulator_dtype
 from .jit_with_bags import jit_with_bags
 from .padding import in_bounds
 
