@@ -576,7 +576,7 @@ def test_smallest_epsilon(b2):
             ValueError,
             "masked",
         ),
-        (lambda: osa.flush(1.0, optax.adam(0.1).init(1.0)), ValueError, "flush needs"),
+        (lambda: osa.flush(1.0, osa.exact_adam(0.1)), ValueError, "flush needs"),
         (
             lambda: osa.flush({}, osa.exact_adam(0.1).init(jnp.ones(2))),
             ValueError,
