@@ -9,6 +9,7 @@ from jax.experimental.sparse import BCOO
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import with_ops
 from optax_sparse_adam._rows.row_ops import RowOps, Update
+from optax_sparse_adam.native import _calls
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -35,12 +36,18 @@ class MadeUp(RowOps):
         return call(table, indices, rows)
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    jax.clear_caches()  # what was traced without it
-    monkeypatch.setitem(with_ops.KERNELS, "cuda", MadeUp)
+@pytest.fixture(autouse=True)
+def without_kernel_for_cpus(monkeypatch):
+    """A process that uses it leaves other platforms out."""
+    jax.clear_caches()  # what was traced with it
+    monkeypatch.setattr(_calls, "available", lambda: False)
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setitem(with_ops.KERNELS, "cuda", MadeUp)
 
 
 def programs(function, *args):
