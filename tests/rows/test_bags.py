@@ -340,7 +340,11 @@ BAD = {
     "table": ({"table": jnp.ones((4, 2), int)}, TypeError, "table of floating point"),
     "weights": ({"weights": jnp.ones((2, 3), int)}, TypeError, "weights of floating"),
     "shape of weights": ({"weights": jnp.ones(6)}, ValueError, "a weight for each id"),
-    "module": ({"table": object()}, TypeError, "table that is an array, got a object"),
+    "module": (
+        {"table": object()},
+        TypeError,
+        "an array of a type that JAX has, got a object",
+    ),
     "no rows": ({"table": jnp.ones((0, 2))}, ValueError, "a table of rows"),
     "no array": ({"ids": None}, TypeError, "of numbers, got a NoneType"),
     "mode": ({"mode": "median"}, ValueError, "has the modes"),
