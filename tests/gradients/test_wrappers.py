@@ -97,8 +97,8 @@ class Model(nnx.Module):
             setattr(self, name, nnx.Param(value))
 
 
-# Flax takes no state of another structure than before, gradients as they are, and labels
-# and masks of its own trees: `test_update_of_a_partition` has those.
+# Flax takes no state of another structure than before, gradients as they are, and
+# labels and masks of its own trees: `test_update_of_a_partition` has those.
 NOT_IN_FLAX = {"store", "partition", "partition and halve", "masked"}
 IN_FLAX = [x for x in ALL if x[0] not in NOT_IN_FLAX and not CASES[x[0]].sums]
 
