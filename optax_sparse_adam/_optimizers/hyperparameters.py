@@ -77,8 +77,8 @@ def check_leaf(grad: Any, like: Any) -> None:
         raise TypeError(
             "Gradients must be floating-point arrays, BCOO matrices or None, got "
             f"{jnp.result_type(grad)} of shape {jnp.shape(grad)}. Integer and complex "
-            "parameters cannot be trained. "
-            + remedy_of(jnp.result_type(grad), "Give None for integers.")
+            "parameters cannot be trained: "
+            + remedy_of(jnp.result_type(grad), "give None for integers.")
         )
     elif jnp.shape(grad) != jnp.shape(like):
         raise ValueError(

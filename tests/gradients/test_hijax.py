@@ -134,6 +134,7 @@ def refuses(types, gradient, how):
     return types == "ref" and gradient is BY_PARTS and not NEW_FLAX
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", slow_but(RUNS, RUNS[2], RUNS[4], is_one_value=True))
 def test_trained_as_with_ordinary_variables(run):
     if refuses(*run):

@@ -119,6 +119,7 @@ def test_whole_table_in_a_loop_and_after_it(stop):
     assert_close(grad, expected[1], 1e-5, magnitude=10.0)
 
 
+@pytest.mark.slow
 def test_every_shape_is_evaluated():
     def loss(p, ids):
         return sum(jnp.sum(x[ids] ** 2) for x in p.values())
@@ -182,6 +183,7 @@ def test_parts_of_a_tree(backend):
     assert not np.array_equal(params["a"], osa.flush(params, state)[0]["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", slow_but([P("x"), P("x", "y"), P()], P("x", "y")))
 def test_inside_shard_map(spec):
     """A model's own shard_map: the rows that are looked up are brought up to date."""
@@ -341,6 +343,7 @@ def test_derivatives_are_by_the_values(is_whole, backend):
             assert_close(found, expected, 1e-5, magnitude=10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "convert", slow_but([jax.device_get, jnp.asarray], jax.device_get)
 )

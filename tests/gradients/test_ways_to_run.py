@@ -132,6 +132,7 @@ FEW = [(loss, "eager", "disable_jit") for loss in ("rows", "bags", "bags, scan")
 FEW += [("bags", "jit", "disable_jit"), ("bags", "jaxpr", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "way", "setting"), slow_but(PAIRS, *FEW))
 def test_a_step(loss, way, setting):
     """Against JAX's dense gradient, at the rows that were looked up."""

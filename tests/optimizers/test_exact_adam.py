@@ -222,6 +222,7 @@ assert_trees_close = functools.partial(
 ADAMW = {"weight_decay": 0.1, "mask": lambda params: {n: n != "deep" for n in params}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", slow_but([mostly_rows, mixed], mixed))
 @pytest.mark.usefixtures("double")
 def test_kinds_of_gradients(kinds):
@@ -305,6 +306,7 @@ def scan_steps(tx, table, steps, row_of, is_dense=False):
     return jax.lax.scan(step, (table, tx.init(table)), numbers)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but(["float32", "float64"], "float32"))
 def test_long_rest(dtype):
     """After a few gradients, 10,000 steps without any."""

@@ -138,6 +138,7 @@ def test_overflow():
             assert_close(flushed, [[1.0, expected], [1.0, 1.0]], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -131,6 +131,7 @@ def test_read_of_another_state():
 LATER = r"made with the state of another step|of two of its steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look_up", [lambda t, i: t[i], osa.embedding_bag])
 def test_read_of_no_step_and_of_another(look_up):
     """A gradient function that was made before the loop, and gradients used twice."""
@@ -190,6 +191,7 @@ def test_nnx_without_read():
         optimizer.update(model, grads)
 
 
+@pytest.mark.slow
 def test_evaluation():
     """The rows as they are now, with and without a gradient, and by whole tables."""
     params, state = trained(osa.exact_adam(RATE))
@@ -238,6 +240,7 @@ def before_change(name):
     return trained(tx or osa.exact_adam(RATE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(CHANGES, "count", "schedule", "nesterov"))
 def test_changes_after_flush(name):
     tx, reference, count = CHANGES[name]
@@ -409,6 +412,7 @@ def test_what_is_around(name):
         gradient(start(), read=around(osa.exact_adam(RATE)).init(start()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["conditionally_mask", "conditionally_transform"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_steps_that_are_left_out(wrap, decay):

@@ -79,6 +79,7 @@ def test_sizes_are_refused(mask, way):
         step(tx.init(PARAMS), grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [w for w in WAYS if w != "inside of a cond"])
 @pytest.mark.parametrize("mask", BY_OTHERS)
 def test_others_are_those_of_the_table(mask, way):

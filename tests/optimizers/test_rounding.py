@@ -176,6 +176,7 @@ FLOAT8 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOAT8)
 def test_float8_tables(name):
     """JAX promotes float8 to no other type. The first step is the learning rate."""

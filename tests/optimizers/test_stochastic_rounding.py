@@ -140,6 +140,7 @@ def test_mixed_tree():
     assert_identical(after.inner_state.nu["low"], before.inner_state.nu["low"])
 
 
+@pytest.mark.slow
 def test_keys():
     """The same key, the same bits; another one, or another leaf, other bits."""
     one = jnp.full(SHAPE, 1.003, jnp.bfloat16)

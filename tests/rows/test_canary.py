@@ -282,6 +282,7 @@ def test_zeros_touch_nothing(make):
         assert len(np.unique(found)) == len(IDS)
 
 
+@pytest.mark.slow
 def test_axes_of_devices():
     """The canary is split, gathered and stacked as the indices are."""
     mesh = jax.make_mesh((3,), ("x",), (AxisType.Auto,))

@@ -164,6 +164,7 @@ def test_arrays_of_two_gradients():
     assert_close(dense(mixed), found, 1e-6, magnitude=30.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["0", "(0, 1)"])
 def test_a_batch_of_gradients(axes):
     """Refused, with what makes one gradient of it; which does."""

@@ -114,6 +114,7 @@ HOST_ARRAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "bags"])
 @pytest.mark.parametrize("name", HOST_ARRAYS)
 def test_no_array_of_numpy(name, kind):

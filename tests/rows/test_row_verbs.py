@@ -196,6 +196,7 @@ def test_a_clone_stays_one(name):
             params, state, _ = step(params, state, *ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 @jax.enable_x64(True)
 def test_rows_that_begin_again_are_those_of_dense_adamw(kind):

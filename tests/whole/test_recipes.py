@@ -53,6 +53,7 @@ def gradient(table, w, ids):
     return grad
 
 
+@pytest.mark.slow
 def test_micro_batches_have_one_gradient():
     names = recipe("Micro-batches")
     params, many_ids = names["init"](), np.array([[3, 7, 3], [7, 0, 1]])

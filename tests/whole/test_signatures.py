@@ -10,8 +10,10 @@ from optax_sparse_adam import torch_compat
 from ..helpers.optimizers import OPTIMIZERS
 
 SIGNATURES = {
-    osa.value_and_grad: "(fun, argnums=0, has_aux=False, *, sparse=None, read=None)",
-    osa.grad: "(fun, argnums=0, has_aux=False, *, sparse=None, read=None)",
+    osa.value_and_grad: "(fun, argnums=0, has_aux=False, holomorphic=False, "
+    "allow_int=False, *, sparse=None, read=None)",  # in the order of JAX's own
+    osa.grad: "(fun, argnums=0, has_aux=False, holomorphic=False, "
+    "allow_int=False, *, sparse=None, read=None)",
     osa.embedding_bag: "(table, ids, *, offsets=None, segment_ids=None, "
     "num_segments=None, weights=None, mode='sum', include_last_offset=False, "
     "indices_are_sorted=False, unique_indices=False)",
