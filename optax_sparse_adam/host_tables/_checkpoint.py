@@ -29,8 +29,13 @@ _ARCHIVE = "checkpoint.npz"
 
 
 def save(steps: Pipeline, folder: Path, fsync: bool) -> None:
-    """Makes a checkpoint of what has settled."""
+    """Makes a checkpoint of what has settled.
+
+    Raises:
+      FileExistsError: If the folder has a checkpoint of another run.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_others(folder, steps.own_checkpoints)
     name = uuid.uuid4().hex
     for k, storage in enumerate(steps.storages):
         if type(storage) is Memory:
@@ -45,6 +50,7 @@ def save(steps: Pipeline, folder: Path, fsync: bool) -> None:
     if steps.journal is not None:
         steps.journal.close()
     steps.journal, steps.checkpoint = journal, name
+    steps.own_checkpoints.add(name)
     for storage in steps.storages:
         if hasattr(storage, "set_checkpoint"):
             storage.set_checkpoint(steps.steps, name)
@@ -73,6 +79,21 @@ def load(steps: Pipeline, folder: Path) -> None:
     steps.dense = arrays[: steps.plan.num_dense]
     steps.rest = arrays[steps.plan.num_dense :]
     steps.steps, steps.checkpoint = about["step"], name
+    steps.own_checkpoints = {name}
+
+
+def _refuse_others(folder: Path, own: set[str]) -> None:
+    """Another run's journal would go with its checkpoint, and with it its files."""
+    path = folder / _ARCHIVE
+    if path.exists():
+        with np.load(path) as file:
+            name = json.loads(file["about"].tobytes())["name"]
+        if name not in own:
+            raise FileExistsError(
+                f"There is a checkpoint of another run in {folder}. Give this run a "
+                "folder of its own; or go on with the other one by "
+                "HostTrainer.restore; or delete the folder, if it is of no use."
+            )
 
 
 def _others(steps: Pipeline) -> list[tuple[str, Any]]:

@@ -90,6 +90,7 @@ class Pipeline:
         self.steps = self.version = 0
         self.journal: Journal | None = None
         self.checkpoint = ""
+        self.own_checkpoints = set[str]()  # of this run, in any folder
         self.is_open = True
         self._program, self._ids = program, ids
         self._value: Any = None

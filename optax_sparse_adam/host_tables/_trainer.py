@@ -162,6 +162,10 @@ class HostTrainer:
 
         Args:
           path: Of a folder, which is made if it is not there.
+
+        Raises:
+          FileExistsError: If the folder has a checkpoint of another run.
+          OSError: If a disk is full; the last checkpoint is as it was.
         """
         self._steps.check_open()
         self._steps.settle()

@@ -198,6 +198,24 @@ def test_an_older_checkpoint_of_the_same_file_is_refused(folder):
     restored_in(folder).close()
 
 
+def test_a_checkpoint_of_another_run_stays(folder):
+    """Its journal would go with it, and its file could not be brought back."""
+    with trainer_in(folder) as trainer:
+        trainer.step(*next(batches(0, 1)))
+        trainer.checkpoint(folder / "run")
+        before = np.array(trainer.params["table"])
+        trainer.step(*next(batches(1, 2)))
+    rows, w = begin()
+    with host.HostTrainer(loss, TX, host_params(rows, w)) as another:
+        with pytest.raises(FileExistsError, match="another run.*HostTrainer.restore"):
+            another.checkpoint(folder / "run")
+        another.checkpoint(folder / "one")
+        another.checkpoint(folder / "two")
+        another.checkpoint(folder / "one")  # its own
+    with restored_in(folder) as trainer:
+        assert_identical(np.array(trainer.params["table"]), before)
+
+
 @pytest.mark.slow
 def test_a_file_that_cannot_be_written(folder):
     with trainer_in(folder) as trainer:
