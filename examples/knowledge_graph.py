@@ -96,7 +96,7 @@ CELLS = [
         ]
     ),
 ]
-# WN18RR and others of `--data`: rate and weight of N3 by validation.
+# WN18RR and others of `--data`: a place to begin, no search was made.
 LARGE = Cell("", "ComplEx", "negatives", {}, columns=200, rate=2e-2, epochs=30)
 LARGE = LARGE._replace(batch=512, n3=1e-3)
 LARGE_NEGATIVES = 2048

@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_run_stays(folder):
         trainer.step(*next(batches(1, 2)))
     rows, w = begin()
     with host.HostTrainer(loss, TX, host_params(rows, w)) as another:
-        with pytest.raises(FileExistsError, match="another run.*HostTrainer.restore"):
+        with pytest.raises(FileExistsError, match=r"another run.*HostTrainer\.restore"):
             another.checkpoint(folder / "run")
         another.checkpoint(folder / "one")
         another.checkpoint(folder / "two")
