@@ -30,7 +30,7 @@ def by_platform(
         pass `keeps_order=False`, and values beside derivatives have its order.
       default: That of all other platforms.
       *args: Trees of arrays.
-      keeps_order: Whether the two functions of a platform order rows alike.
+      keeps_order: Whether the two functions of a platform order rows in the same way.
       only: The one platform for which programs are compiled, if that is known: what is
         for others is not traced.
     """

@@ -96,7 +96,7 @@ def resized(
         fill = -1 if name == "changed" else 0
         new[name] = np.pad(x, (0, more), constant_values=fill) if more else x
     size = len(given.get("gone", ()))
-    if size != len(like.get("gone", ())):  # the ring begins anew
+    if size != len(like.get("gone", ())):  # the ring begins again
         count = int(given["numbers"][GONE])
         places = np.arange(max(0, count - size), count) % size
         for name in ("gone", "gone_at"):
