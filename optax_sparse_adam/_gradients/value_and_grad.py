@@ -78,6 +78,8 @@ def value_and_grad(
     Under `checkify.index_checks`, lookups out of bounds are found as under `jax.grad`,
     by the kernel, too.
 
+    Inside of `jax.experimental.jet.jet`, which knows arrays only, gradients are dense.
+
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
     that are computed in it. Call it inside of `jax.jit`; outside, each call traces
     `fun` again.
@@ -191,6 +193,9 @@ def differentiated(
                 closed, to_result = trace(loss, args, places, has_loss=True)
         except _NoLoss:
             return reference(*args, **kwargs)
+        if _is_in_jet((*jax.tree.leaves(tree), *closed.consts)):
+            _refuse_in_jet(is_needed=_requires_sparse(sparse) or read is not None)
+            return reference(*args, **kwargs)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         tables = current_tables(tree, read)
         are_stale = functools.partial(_are_stale, tree, read)
@@ -290,6 +295,29 @@ def floating_point_errors() -> Iterator[None]:
         raise FloatingPointError(
             f"invalid value ({kind}) encountered in {name}, of the loss or its gradient"
         ) from error
+
+
+def _is_in_jet(values: Sequence[Any]) -> bool:
+    """Whether `jax.experimental.jet` differentiates what surrounds the call.
+
+    Problem: in `jet(osa.grad(loss), ...)` operations without a rule of `jet` raise a
+    KeyError, and so does its arithmetic on the ids and the guard of a row-sparse
+    gradient. Cause: `jet` makes a series of each array that a function returns, of
+    integers and float8, too. Remedy: gradients are dense there, as those of `jax.grad`;
+    its values are known by the name of their type, which is not public. Safe: nothing
+    else has that name, and where it changes, the KeyError is back. Test:
+    `tests/gradients/test_jet.py`.
+    """
+    return any(type(x).__name__ == "JetTracer" for x in values)
+
+
+def _refuse_in_jet(*, is_needed: bool) -> None:
+    if is_needed:
+        raise ValueError(
+            "Inside of jax.experimental.jet.jet gradients are dense, because it has no "
+            "series of row ids: there is no `read`, and `sparse` may require nothing. "
+            "Leave both out, and `flush` a state of exact_adam before."
+        )
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
