@@ -1,5 +1,6 @@
 """Any optax transformation, applied to the rows that a gradient holds."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -12,11 +13,18 @@ from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import touched_rows
 from .._rows.entries import Rows, accumulator_dtype, bcoo_of
 from .._rows.gather_scatter import order_after_gather, prevent_fusion
+from .._rows.map_rows import RowFunction, Tables
 from .._rows.padding import mask_padding
 from .._rows.update_table import map_rows, put_rows, take_rows
 from .by_leaf import DenseUpdate
 from .hyperparameters import check_transformation
-from .lazy_probe import TableSize, check_state, probe, shard_state_like
+from .lazy_probe import (
+    TableSize,
+    check_state,
+    probe,
+    shapes_of_none,
+    shard_state_like,
+)
 from .lazy_row_analysis import split_update
 
 
@@ -36,7 +44,9 @@ def _table_size(grad: Any, param: Any) -> TableSize | None:
 def _touched_rows(grad: Any, param: Any, n_sparse: int) -> Rows:
     """The touched rows of a gradient, in its type; none of `None`."""
     if grad is None:
-        none = jnp.zeros([0, *param.shape[1:]], param.dtype)
+        none = jnp.zeros(
+            [0, *param.shape[1:]], jax.dtypes.canonicalize_dtype(param.dtype)
+        )
         count = jnp.zeros([], jnp.int32)
         return Rows(jnp.zeros([0, n_sparse], jnp.int32), none, count)
     rows = touched_rows(grad, accumulator_dtype(grad.dtype))
@@ -44,6 +54,35 @@ def _touched_rows(grad: Any, param: Any, n_sparse: int) -> Rows:
     return rows._replace(
         data=data if param is None else shard_columns_like(param, data)
     )
+
+
+def _widened(table: jax.Array, result: jax.Array) -> jax.Array:
+    """An array of the state, in the type that the transformation makes it of.
+
+    A float32 gradient widens the momentum of a float16 parameter in optax, once. What
+    would be narrower stays as it is: other rows keep their bits.
+    """
+    dtypes = result.dtype, table.dtype
+    if all(jnp.issubdtype(x, jnp.floating) for x in dtypes):
+        new, old = (jnp.finfo(x).bits for x in dtypes)
+        return table.astype(result.dtype) if new > old else table
+    return table
+
+
+def _run_in_types(
+    row_fn: RowFunction,
+    dtypes: tuple[Any, ...],
+    data: jax.Array,
+    old: Tables,
+    *args: Any,
+) -> tuple[jax.Array, Tables]:
+    """A function of rows that were widened, of these in the types that they had."""
+    cast = [x.astype(t) for x, t in zip((data, *old), dtypes, strict=False)]
+    return row_fn(cast[0], (*cast[1:], *old[len(cast) - 1 :]), *args)
+
+
+def _either(x: Any, of_some: Any, of_none: Any) -> Any:
+    return of_none if x is None else of_some
 
 
 def lazy(
@@ -92,8 +131,11 @@ def lazy(
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the state of `inner`. `update`
-      returns a coalesced BCOO for a BCOO, `None` for `None`, which touches no row. It
-      raises `TypeError` and `ValueError` for gradients as `sparse_adam` does, and
+      returns a coalesced BCOO for a BCOO, `None` for `None`, which touches no row.
+      Updates and state have the types that `inner` gives them: float32 gradients of a
+      float16 table widen its momentum, as in optax. Parameters are needed where `inner`
+      reads them, and where a gradient is `None` and the state does not tell its shape.
+      It raises `TypeError` and `ValueError` for gradients as `sparse_adam` does, and
       `ValueError` for a state that is not made of rows, or a mask of sizes.
 
     Raises:
@@ -116,6 +158,7 @@ def lazy(
         return optax.GradientTransformationExtraArgs(inner.init, inner.update.of_rows)
     transformation = optax.with_extra_args_support(inner)
     known: dict[Any, list[int | None]] = {}
+    of_none: dict[Any, list[Any]] = {}
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
@@ -137,10 +180,14 @@ def lazy(
             param_leaves = leaves_like(treedef, params, "Parameters", "gradients")
         # Leaves that are updated by rows, by their places. Dense ones stay whole, and
         # pass through the same call of the inner transformation.
-        each = map(_table_size, grads, param_leaves)
+        shaped_like = param_leaves
+        if any(grad is None for grad in grads):
+            given = treedef, grads, param_leaves, leaves
+            found = shapes_of_none(transformation.init, *given, of_none)
+            shaped_like = [*map(_either, grads, param_leaves, found)]
+        each = map(_table_size, grads, shaped_like)
         sizes = {i: size for i, size in enumerate(each) if size is not None}
-        # Where a gradient is `None` and there are no parameters, `probe` raises.
-        if not sizes and (params is not None or None not in grads):
+        if not sizes:
             return transformation.update(updates, state, params, **extra_args)
         # One flat list: gradients, state, parameters. The results are updates and new
         # state, so that a result has the place of the array that it replaces.
@@ -161,11 +208,12 @@ def lazy(
         # Look the touched rows up, of gradients, state and parameters. `owners` says of
         # each array which table it has rows of. For table 0 and a bias under Adam:
         # gradients [0, None], count, mu, nu [None, 0, None, 0, None], params [0, None].
-        sought = treedef, arrays, sizes, extra_args
+        gradients = map(_either, grads, grads, shaped_like)
+        known_params = map(_either, shaped_like, param_leaves, itertools.repeat(None))
+        sought = treedef, [*gradients, *leaves, *known_params], sizes, extra_args
         owners = probe(transformation.init, update, *sought, known)
         rows = {
-            i: _touched_rows(grads[i], param_leaves[i], sizes[i].n_sparse)
-            for i in sizes
+            i: _touched_rows(grads[i], shaped_like[i], sizes[i].n_sparse) for i in sizes
         }
 
         def compacted(at: int, x: Any) -> Any:
@@ -174,6 +222,7 @@ def lazy(
                 return x
             if at < num_grads:
                 return rows[i].data
+            x = jnp.asarray(x)  # a parameter may be a number
             return mask_padding(take_rows(x, rows[i].indices), rows[i].indices, x.shape)
 
         compact = list(itertools.starmap(compacted, enumerate(arrays)))
@@ -192,14 +241,23 @@ def lazy(
             num_grads,
         )
         # Write them back.
-        for i, (indices, _, _) in rows.items():
+        for i, (indices, data, _) in rows.items():
             places = state_of[i]
-            tables = tuple(arrays[at] for at in places)
+            tables = tuple(_widened(arrays[at], results[at]) for at in places)
             if i in row_fns:
                 # `extra`: what all rows share, as a bias correction or a global norm.
                 row_fn, extra = row_fns[i]
                 read = () if params is None else (param_leaves[i],)
-                data, news = map_rows(row_fn, rows[i], tables, extra, read=read)
+                dtypes = data.dtype, *(compact[at].dtype for at in places)
+                # `data` is the buffer of the update as well.
+                if results[i].dtype != data.dtype:
+                    wide = accumulator_dtype(data.dtype, results[i].dtype)
+                    data = data.astype(wide)
+                if (data.dtype, *(x.dtype for x in tables)) != dtypes:
+                    row_fn = functools.partial(_run_in_types, row_fn, dtypes)
+                own = rows[i]._replace(data=data)
+                data, news = map_rows(row_fn, own, tables, extra, read=read)
+                data = data.astype(results[i].dtype)
             else:
                 # Padding is zeros in an update, also where the inner transformation
                 # adds something to every row, as noise.
@@ -212,7 +270,8 @@ def lazy(
                 results[at] = new
             results[i] = None
             if grads[i] is not None:
-                results[i] = bcoo_of(grads[i], indices, data, is_sorted=True)
+                args = grads[i], indices, data
+                results[i] = bcoo_of(*args, is_sorted=True, dtype=data.dtype)
         state = state_treedef.unflatten(results[num_grads:])
         return treedef.unflatten(results[:num_grads]), state
 

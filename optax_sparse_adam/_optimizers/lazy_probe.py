@@ -187,11 +187,6 @@ def find_owners(
     expected = [leaf.shape for leaf in jax.tree.leaves(states[0])]
     given = [leaf.shape for leaf in leaves]
     if given != expected:
-        if None in shapes:
-            raise ValueError(
-                "lazy needs the parameters where a gradient is None: only they tell "
-                "which rows to leave alone. Call update(updates, state, params)."
-            )
         raise ValueError(
             "lazy needs gradients of the shapes of the parameters; for such gradients "
             f"the inner state would hold arrays of shapes {expected}, but it holds "
@@ -199,6 +194,70 @@ def find_owners(
         )
     owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(owner, *states))
     return [None if i < 0 else i for i in owners]
+
+
+def shapes_of_none(
+    init: Callable[[Any], Any],
+    treedef: Any,
+    grads: list[Any],
+    params: list[Any],
+    leaves: list[Any],
+    known: dict[Any, Any],
+) -> list[Any]:
+    """The shapes of parameters whose gradient is `None`, where there is one.
+
+    `None` where there is none, and in the places of all other gradients. The state was
+    made for the parameters, and decides: what `update` is given may hold none of them,
+    or leaves that are not trained, if the transformation does not read them.
+
+    Args:
+      init: That of the transformation.
+      treedef: The structure of the gradients.
+      grads: The gradients.
+      params: The parameters, or `None` for each.
+      leaves: The arrays of the state.
+      known: Some earlier results.
+
+    Raises:
+      ValueError: If neither the parameters nor the state tell.
+    """
+    shapes, given = [*map(_shape_of, grads)], [leaf.shape for leaf in leaves]
+    missing = [i for i, x in enumerate(shapes) if x is None]
+    named = {i: _shape_of(x) for i in missing if _has_shape(x := params[i])}
+    key = treedef, str(shapes), str(named), str(given)
+    if key in known:
+        return known[key]
+
+    def new_shapes(found: dict[int, Any]) -> list[tuple[int, ...]]:
+        state = init, treedef.unflatten([found.get(i, x) for i, x in enumerate(shapes)])
+        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(*state))]
+
+    def guesses() -> Iterator[dict[int, Any]]:
+        yield named
+        yield {i: x for i, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        yield {}
+        # Vectors of sizes that nothing has stand for the parameters: where a new state
+        # holds [1009], the given one holds an array of the shape that is sought, or, if
+        # it has one number for each row, of its first axis: of several the longest.
+        used = {size for x in (*leaves, *shapes) if x is not None for size in x.shape}
+        unused = (size for size in itertools.count(1009) if size not in used)
+        found = {i: jax.ShapeDtypeStruct((next(unused),), jnp.float32) for i in missing}
+        made = new_shapes(found)
+        if len(made) == len(given):
+            for i, x in found.items():
+                own = [y for y, z in zip(leaves, made, strict=True) if z == x.shape]
+                found[i] = _shape_of(max(own, key=jnp.ndim)) if own else x
+        yield found
+
+    fits = (x for x in guesses() if new_shapes(x) == given)
+    found = next(fits, None)
+    if found is None and not named:
+        raise ValueError(
+            "lazy needs the parameters where a gradient is None and the state does not "
+            "tell their shapes. Call update(updates, state, params)."
+        )
+    own = [(named if found is None else found).get(i) for i in range(len(grads))]
+    return known.setdefault(key, own)
 
 
 def _check_same_operations(
@@ -272,6 +331,10 @@ def _resized(
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     return list(map(resized, shapes, owners))
+
+
+def _has_shape(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, int | float | complex)
 
 
 def _shape_of(x: Any) -> Any:

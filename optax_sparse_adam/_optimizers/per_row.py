@@ -105,9 +105,11 @@ def per_row(
         if all(grad is None for grad in grads):
             return updates, state
         olds = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
-        known = [o if g is None else g for g, o in zip(grads, olds, strict=True)]
-        if not any(x is None for x in known):  # else what state they have is unknown
-            check_state_shapes(init_fn, treedef.unflatten(known), state, "per_row")
+        # What state a leaf without a gradient has is unknown, where `params` holds
+        # leaves that are not trained.
+        has_all = not any(grad is None for grad in grads)
+        if has_all:
+            check_state_shapes(init_fn, updates, state, "per_row")
         update = functools.partial(inner.update, **extra_args)
         results = []
         for i, (grad, old) in enumerate(zip(grads, olds, strict=True)):
@@ -115,6 +117,9 @@ def per_row(
             if grad is None:  # rows that stay, or no parameter at all
                 results.append((None, alone))
             else:
+                if not has_all:
+                    init = _vmap_rows(inner.init, grad)
+                    check_state_shapes(init, grad, alone, "per_row")
                 results.append(_vmap_rows(update, grad)(grad, alone, old))
         updates = treedef.unflatten([update for update, _ in results])
         return updates, _merge_states(treedef, [state for _, state in results])

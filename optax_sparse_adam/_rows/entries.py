@@ -100,16 +100,22 @@ def sum_entries(grad: Entries, by: Sums | None = None) -> Rows:
 
 
 def bcoo_of(
-    grad: BCOO, indices: jax.Array, data: jax.Array, *, is_sorted: bool
+    grad: BCOO,
+    indices: jax.Array,
+    data: jax.Array,
+    *,
+    is_sorted: bool,
+    dtype: DTypeLike | None = None,
 ) -> BCOO:
     """A BCOO of these entries, each row once, of the shape and type of `grad`.
 
     `is_sorted` says whether they are in order where `grad` was not unique. The entries
-    of a gradient that is unique keep their order.
+    of a gradient that is unique keep their order. `dtype` is another type.
     """
     if grad.unique_indices:
         is_sorted = grad.indices_sorted
-    return coalesced_bcoo(grad, indices, data, grad.shape, is_sorted=is_sorted)
+    args = indices, data, grad.shape
+    return coalesced_bcoo(grad, *args, is_sorted=is_sorted, dtype=dtype)
 
 
 def coalesced_bcoo(
@@ -120,10 +126,11 @@ def coalesced_bcoo(
     *,
     is_sorted: bool = True,
     is_same: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> BCOO:
     """A BCOO of rows that occur once, of the type of `grad`; see `maker_of`."""
     flags = {"indices_sorted": is_sorted, "unique_indices": True}
-    args = data.astype(grad.dtype), indices
+    args = data.astype(grad.dtype if dtype is None else dtype), indices
     return maker_of(grad, is_same=is_same)(args, shape=shape, **flags)
 
 

@@ -118,16 +118,13 @@ def test_low_precision():
     assert_identical(state[0].trace[3], jnp.full(4, 1 + 2.0**-6, jnp.bfloat16))
 
 
-def test_parameters_that_are_needed():
-    """What a gradient is of is said by parameters, where its shape is another's."""
+def test_gradients_of_other_shapes():
     tx = osa.lazy(optax.adam(0.1))
     params = {"table": jnp.ones(SHAPE), "bias": jnp.ones(3)}
-    grad, short = (
-        bcoo(np.ones((1, 4), np.float32), [[0]], shape) for shape in (SHAPE, (8, 4))
-    )
-    for table, bias in ((short, params["bias"]), (grad, None), (None, None)):
+    short = bcoo(np.ones((1, 4), np.float32), [[0]], (8, 4))
+    for bias in params["bias"], None:
         with pytest.raises(ValueError, match=r"shapes of the parameters|Call update\("):
-            tx.update({"table": table, "bias": bias}, tx.init(params))
+            tx.update({"table": short, "bias": bias}, tx.init(params))
 
 
 def test_state_that_is_not_made_of_rows():
