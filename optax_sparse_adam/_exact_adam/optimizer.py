@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._jax_extras.huge_pages import use_huge_pages
 from .._jax_extras.sharding import jit_on_mesh
 from .._optimizers.by_leaf import all_but_last
 from .._optimizers.hyperparameters import (
@@ -224,6 +225,7 @@ def _exact_adam(
                     f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Leave it out "
                     "with optax.masked or optax.partition."
                 )
+        use_huge_pages(params)
         dtype = jnp.result_type(float)
         degree = fit(betas.b1, betas.b2, dtype)[1]
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._jax_extras.huge_pages import use_huge_pages
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like, refuse_complex
 from .._rows.entries import accumulator_dtype
@@ -162,6 +163,7 @@ def by_leaf(
     def init_fn(params: optax.Params) -> Any:
         for leaf in jax.tree.leaves(params):
             refuse_complex(leaf, title)
+        use_huge_pages(params)
         trees = {key: jax.tree.map(x.init, params) for key, x in moments.items()}
         return state_class(count=jnp.zeros([], jnp.int32), **trees)
 

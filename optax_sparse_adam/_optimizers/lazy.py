@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._jax_extras.huge_pages import use_huge_pages
 from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
 from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .._rows.coalesce import touched_rows
@@ -163,6 +164,7 @@ def lazy(
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
         check_state(state)
+        use_huge_pages((params, state))
         return shard_state_like(params, transformation, state)
 
     def update_fn(

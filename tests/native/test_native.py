@@ -6,7 +6,6 @@ functions are called directly, or it is said to be available.
 
 import functools
 import os
-import re
 import socket
 import unittest.mock
 from pathlib import Path
@@ -28,7 +27,13 @@ from optax_sparse_adam._rows.canary import copy_with
 from optax_sparse_adam._rows.entries import sum_entries
 from optax_sparse_adam.native import _calls, _library
 
-from ..helpers.native import calls_in, needs_compiler, python, sanitized
+from ..helpers.native import (
+    calls_in,
+    flags_of_memory,
+    needs_compiler,
+    python,
+    sanitized,
+)
 from ..helpers.support import (
     TOLERANCE,
     NumpyAdam,
@@ -306,17 +311,6 @@ def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "4626 wrong calls refused\n"
     assert not done.stderr
-
-
-def flags_of_memory(address):
-    """Those of the kernel of Linux for the mapping that holds this address."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    return []
 
 
 @needs_compiler
