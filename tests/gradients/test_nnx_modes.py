@@ -1,6 +1,7 @@
 """`flax_nnx.value_and_grad` and `grad` as `nnx` has them: modes, options, refusals."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +173,11 @@ def test_shared_variables_in_tree_mode():
     shared.again = shared.embed
     with pytest.raises(ValueError, match="aliasing"):
         flax_nnx.grad(mean_square, graph=False)(shared)
+
+
+def test_one_signature():
+    """`grad` takes what `value_and_grad` takes."""
+    signature = inspect.signature(flax_nnx.grad)
+    assert signature == inspect.signature(flax_nnx.value_and_grad)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparce'"):
+        flax_nnx.grad(mean_square, sparce=False)

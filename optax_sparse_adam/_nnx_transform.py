@@ -1,0 +1,286 @@
+"""`flax_nnx.value_and_grad` and `grad`: a module becomes arrays, and is put together.
+
+`transform` makes a function of trees of arrays of one of modules, differentiates it by
+rows, and sees that what the function did to its arguments happens to them.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ._gradients import value_and_grad as _sparse
+from ._gradients.arguments import is_mutable_variable
+
+# Names Flax's record of which object inside of the loss is which one outside.
+_CONTEXT = "optax_sparse_adam.flax_nnx"
+
+
+def transform(
+    name: str,
+    fun: Any,
+    *,
+    reduce_axes: Sequence[Any],
+    graph: bool | None,
+    graph_updates: bool | None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`value_and_grad` or `grad` of a function; without one a decorator."""
+    modes = {
+        "graph": _current(nnx.set_graph_mode, graph),
+        "graph_updates": _current(nnx.set_graph_updates, graph_updates),
+    }
+    if reduce_axes:
+        raise NotImplementedError(
+            f"flax_nnx.{name} has no `reduce_axes`, as nnx.{name} has none any more: "
+            f"got {reduce_axes!r}. Inside of shard_map, sum over devices by lax.psum."
+        )
+    if fun is None:
+        return functools.partial(transform, name, reduce_axes=(), **modes, **options)
+    _check(name, fun, options["argnums"], **modes)
+    both = _value_and_grad(fun, **modes, **options)
+    if name == "value_and_grad":
+        return both
+    return _sparse.without_value(both, options["has_aux"])
+
+
+def _current(context: Any, value: bool | None) -> bool:
+    return bool(context.current_value()) if value is None else value
+
+
+def _check(name: str, fun: Any, argnums: Any, graph: bool, graph_updates: bool) -> None:
+    """Refuses what `nnx` refuses when a function is made."""
+    inner = fun
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if inspect.ismethod(inner) and isinstance(inner.__self__, nnx.Module):
+        raise ValueError(
+            f"flax_nnx.{name} does not support bound methods. Use the decorator form "
+            f"@flax_nnx.{name} or call flax_nnx.{name}(MyClass.method)(instance, ...) "
+            "with the unbound method."
+        )
+    nnx.extract.check_prefix(argnums, "argnums", name, graph, graph_updates)
+
+
+def _value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    graph: bool,
+    graph_updates: bool,
+    read: Any,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    def by_rows(pure: Any, places: Any, **more: Any) -> Callable[..., Any]:
+        """`read` is an object, whose state is that of the call."""
+        options["read"] = state_of(read)
+        return _sparse.differentiated(pure, places, True, **options, **more)
+
+    if not (graph and graph_updates):
+        return _by_tree(fun, argnums, has_aux, graph, by_rows)
+
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        bound = inspect.signature(fun).bind(*args, **kwargs)  # model=... is positional
+        wrt = _wrt(argnums, len(bound.args))
+        prefix = tuple(map(wrt.get, range(len(bound.args))))
+        # A module becomes a tree of arrays, each shared variable in it once. `split_fn`
+        # puts what is differentiated in front: `NodeStates((params, rest))`.
+        inputs = nnx.to_tree(
+            (bound.args, bound.kwargs),
+            prefix=(prefix, None),
+            split_fn=_split,
+            ctxtag=_CONTEXT,
+        )
+        origins: list[int | None] = []
+        structure: Any = None
+
+        def pure(*first: Any) -> tuple[Any, Any]:
+            tree = _map_states(_with_first, inputs[0], first), inputs[1]
+            # Tracers that come out as they went in are known by their identity.
+            positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
+            args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
+            out = fun(*args, **kwargs)
+            value, aux = _pair(out) if has_aux else (out, None)
+            after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
+            # Only what `fun` has changed is returned: JAX would copy a table that a
+            # program returns as it was given.
+            # `origins`: for each leaf its position before `fun`, `None` for a new
+            # array.
+            nonlocal structure
+            leaves, structure = jax.tree.flatten(after)
+            origins[:] = [positions.get(id(x)) for x in leaves]
+            return value, [x for x in leaves if id(x) not in positions]
+
+        places = tuple(wrt) if isinstance(argnums, Sequence) else min(wrt)
+        first = _map_states(_first, inputs[0])
+        (value, changed), grads = by_rows(pure, places)(*first)
+        before, rest = jax.tree.leaves(inputs), iter(changed)
+        leaves = [next(rest) if i is None else before[i] for i in origins]
+        # This is also what updates the arguments.
+        _, aux = nnx.from_tree(
+            jax.tree.unflatten(structure, leaves), ctxtag=_CONTEXT, is_inner=False
+        )
+        return ((value, aux) if has_aux else value), grads
+
+    by_graph = nnx.update_context(_CONTEXT)(value_and_grad_fun)
+
+    @functools.wraps(fun)
+    def with_ordinary_variables(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        given = args, kwargs
+        if not any(map(_is_mutable, nnx.iter_graph(given))):
+            return by_graph(*args, **kwargs)
+        # JAX makes no gradient of a mutable variable, and in a compiled program Flax's
+        # layers and transforms do not take them (flax 0.12).
+        types = {"hijax": False, "ref": False}
+        ordinary = nnx.with_vars(given, **types, allow_duplicates=True)
+        graphdef, state = nnx.split(ordinary)
+        before = jax.tree.leaves(state)  # kept alive, to be known by their identity
+        result = by_graph(*ordinary[0], **ordinary[1])
+        new_graphdef, _ = nnx.split(ordinary)
+        if new_graphdef != graphdef:
+            raise TypeError(
+                "The loss has changed the structure of a module with mutable variables "
+                "(`hijax=True` or `ref=True`), which would be lost. Let it only set "
+                "variables, or pass a module of ordinary ones, `nnx.with_vars(model, "
+                "hijax=False, ref=False)`."
+            )
+        known = set(map(id, before))
+        news = dict(nnx.iter_graph(ordinary))
+        for path, node in nnx.iter_graph(given):
+            if _is_mutable((path, node)):
+                new = news[path].get_raw_value()
+                if any(id(x) not in known for x in jax.tree.leaves(new)):
+                    _write(node, new)
+        return result
+
+    return with_ordinary_variables
+
+
+def _by_tree(
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    graph: bool,
+    by_rows: Callable[..., Any],
+) -> Callable[..., tuple[Any, Any]]:
+    """The mode of `nnx` in which modules are trees, by its own functions for that."""
+    tree: Any = nnx.extract
+
+    @functools.wraps(fun, updated=())
+    def pure(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = jax.tree.map(lambda x: x, (args, kwargs))
+        current, snapshot = tree.snapshot(tree.labeled(args=args, kwargs=kwargs))
+        if graph:
+            args, kwargs = tree.from_tree2((args, kwargs))
+        out = fun(*args, **kwargs)
+        if graph:
+            out = tree.to_tree2(out)
+        tree.check_no_aliases("grad", **current, out=out, check=["out"])
+        value, aux = _pair(out) if has_aux else (out, None)
+        return value, (tree.get_updates(current, snapshot), aux)
+
+    @functools.wraps(fun, updated=())
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if graph:
+            chosen = argnums if isinstance(argnums, Sequence) else (argnums,)
+            prefix = tuple(i in chosen for i in range(len(args)))
+            args, kwargs = tree.to_tree2((args, kwargs), prefix=(prefix, False))
+        variables = tree.check_no_aliases("grad", args=args, kwargs=kwargs)
+        both = by_rows(pure, argnums, check=lambda tree: None)
+        (value, (updates, aux)), grads = both(*args, **kwargs)
+        if graph:
+            grads, aux = tree.from_tree2((grads, aux))
+        tree.apply_updates(variables, updates)
+        return ((value, aux) if has_aux else value), grads
+
+    return value_and_grad_fun
+
+
+def _is_mutable(item: tuple[Any, Any]) -> bool:
+    """Whether a node of a graph, with its path, is a mutable variable."""
+    node = item[1]
+    return isinstance(node, nnx.Variable) and (is_mutable_variable(node) or node.ref)
+
+
+def _write(variable: Any, value: Any) -> None:
+    """Writes into the mutable array of a variable, which whoever shares it sees."""
+    raw = variable.get_raw_value()
+    if nnx.variablelib.is_array_ref(raw):
+        raw[...] = value
+    else:
+        variable.set_raw_value(value)
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            "With `has_aux=True` the function must return a pair `(loss, aux)`, got "
+            f"{type(out).__name__}."
+        )
+    return out
+
+
+def state_of(read: Any) -> Any:
+    """The arrays of an optimiser's state."""
+    return nnx.as_pure(getattr(read, "opt_state", read))
+
+
+def _wrt(argnums: Any, num_args: int) -> dict[int, nnx.DiffState]:
+    """Positions of the arguments to differentiate, in order, and their filters."""
+    wrt: dict[int, nnx.DiffState] = {}
+    for argnum in argnums if isinstance(argnums, Sequence) else (argnums,):
+        if not isinstance(argnum, nnx.DiffState):
+            argnum = nnx.DiffState(argnum, nnx.Param)
+        position = operator.index(argnum.argnum)
+        if not -num_args <= position < num_args:
+            raise TypeError(
+                f"`argnums` must be of positional arguments: got {position}, where "
+                f"the function was called with {num_args} of them."
+            )
+        position %= num_args
+        if position in wrt:
+            raise ValueError(
+                f"`argnums` must name each argument once: {position} is repeated. "
+                "`nnx.DiffState(i, nnx.Any(...))` takes more than one filter."
+            )
+        # Filters are compared where arguments share variables; positions are not to be.
+        wrt[position] = nnx.DiffState(-1, argnum.filter)
+    return wrt
+
+
+def _split(ctx: nnx.SplitContext, path: Any, wrt: Any, node: Any) -> nnx.NodeStates:
+    """`(what is differentiated, the rest)`, or one state of all."""
+    if wrt is None:
+        return nnx.NodeStates.from_split(*ctx.split(node))
+    if isinstance(node, nnx.Variable):  # is differentiated, whatever its type
+        return nnx.NodeStates.from_split(*ctx.split(node), nnx.State({}))
+    return nnx.NodeStates.from_split(*ctx.split(node, wrt.filter, ...))
+
+
+def _map_states(function: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(
+        function, *trees, is_leaf=lambda x: isinstance(x, nnx.NodeStates)
+    )
+
+
+def _first(x: Any) -> Any:
+    return x.states[0] if isinstance(x, nnx.NodeStates) else x
+
+
+def _with_first(x: Any, value: Any) -> Any:
+    if isinstance(x, nnx.NodeStates):
+        return x.replace(states=(value, *x.states[1:]))
+    return value
+
+
+def _objects(tree: Any) -> Any:
+    """The tree without leaves that `fun` cannot change."""
+
+    def is_object(x: Any) -> bool:
+        return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
+
+    return jax.tree.map(lambda x: x if is_object(x) else None, tree, is_leaf=is_object)
