@@ -53,7 +53,8 @@ class RowOps:
 
     Attributes:
       sums: How duplicates are added up; see `duplicates`.
-      in_blocks: Whether rows are updated in blocks, as on a CPU; see `map_rows`.
+      in_blocks: Whether rows are updated in blocks, and read in parts, as on a CPU; see
+        `map_rows` and `gather_scatter.take_rows`.
     """
 
     sums: Sums = "scan"
@@ -120,7 +121,7 @@ class RowOps:
 
     def take(self, table: jax.Array, indices: jax.Array) -> jax.Array:
         """`table[indices]`; padding reads any row."""
-        return gather_scatter.take_rows(table, indices)
+        return gather_scatter.take_rows(table, indices, in_parts=self.in_blocks)
 
     def put(self, table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         """`table.at[indices].set(rows)` for unique indices; padding is dropped."""

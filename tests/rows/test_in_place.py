@@ -4,6 +4,7 @@ Programs are compiled for shapes alone; nothing of the size of the tables is all
 but for the test of a table with more than 2**31 elements.
 """
 
+import functools
 import re
 
 import jax
@@ -89,6 +90,26 @@ def assert_is_of_the_entries(temporary, nse, n_sparse=1, itemsize=4, is_applied=
     if jax.default_backend() != "cpu":
         limit = 2 * TALL  # test_compilers.py says how much a step holds there
     assert temporary <= limit, f"{temporary} bytes, more than {limit}"
+
+
+def test_rows_in_parts():
+    """A CPU reads each old row once, 16 columns at a time; their bits are the same."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("of XLA for CPUs")
+    read = jax.jit(functools.partial(gather_scatter.take_rows, in_parts=True))
+    ids = jnp.asarray([[7], [0], [29], [7]])
+    for columns in (32, 40, 64):
+        table = jax.random.normal(jax.random.key(0), (30, columns))
+        table = table.at[0].set(-0.0).at[7, :2].set(jnp.asarray([jnp.nan, jnp.inf]))
+        bits = [np.asarray(x).view("int32") for x in (read(table, ids), table)]
+        np.testing.assert_array_equal(bits[0], bits[1][ids[:, 0]])
+    widths = []
+    for columns in (64, 128):  # the longer loop is not unrolled, and is left alone
+        grad = abstract_bcoo((100_000, columns), 4096)
+        text = compiled((100_000, columns), grad).as_text()
+        # Of a table, or of rows of the gradient.
+        widths.append(re.findall(r" gather\(.*slice_sizes=\{1,(\d\d+)\}", text))
+    assert widths == [["16"] * 12, ["128"] * 3]  # the gradient, `mu` and `nu`
 
 
 BFLOAT16 = pytest.param(
