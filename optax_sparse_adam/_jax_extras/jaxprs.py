@@ -13,8 +13,10 @@ from jax.extend.core import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    Primitive,
     Var,
     jaxpr_as_fun,
+    primitives,
 )
 
 from .varying_axes import bind
@@ -32,6 +34,8 @@ _NAMES = (
     "stop_gradient sub tan tanh xor"
 )
 ELEMENTWISE = frozenset(_NAMES.split())
+# Of these, the ones that `jax.extend.core.primitives` leaves out.
+_NOT_PUBLIC = frozenset({"add_any"})
 
 # The parameter of a primitive that says how many rows it makes.
 # For an update that was traced with 8 rows and is run on blocks of 4, these two make
@@ -72,12 +76,33 @@ def name_and_params(eqn: JaxprEqn) -> tuple[str, dict[str, Any]]:
     An object of hijax is a parameter of the equation, and its type has the name.
     """
     if eqn.primitive.name != "call_hi_primitive":
-        return eqn.primitive.name, eqn.params
+        return _name_of(eqn.primitive), eqn.params
     made = eqn.params["_prim"]
     name, params = type(made).__name__, getattr(made, "params", {})
+    if not type(made).__module__.startswith("jax."):
+        return _foreign(name), params
     if name == "CustomJVPTraced":
         params = {**params, "call_jaxpr": params["traced"].jaxpr}
     return _OBJECTS.get(name, name), params
+
+
+def _name_of(primitive: Primitive) -> str:
+    """The name, by which rules know a primitive of JAX; no rule knows another one's.
+
+    A library may give its primitive a name that one of JAX's has, such as `round` for
+    one whose derivative is not zero.
+    """
+    name = primitive.name
+    own = getattr(primitives, f"{name}_p", None)
+    if own is None:
+        is_own = name not in ELEMENTWISE or name in _NOT_PUBLIC
+    else:
+        is_own = own is primitive
+    return name if is_own else _foreign(name)
+
+
+def _foreign(name: str) -> str:
+    return f"{name} (not JAX's)"
 
 
 def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -143,7 +168,7 @@ class FlatJaxpr:
             # The ids of `jit(sin)(x) * 2.0`: 0 is x, 1 the sine, inside of the `jit`
             # and outside, 2 the literal, 3 the product. There are two equations, `sin`
             # and `mul`.
-            if eqn.primitive.name == "jit":
+            if name_and_params(eqn)[0] == "jit":
                 results = self._inline(eqn.params["jaxpr"], operands)
             else:
                 position = len(self.equations)

@@ -30,7 +30,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, run_equations
+from .._jax_extras.jaxprs import (
+    ELEMENTWISE,
+    Equation,
+    FlatJaxpr,
+    name_and_params,
+    run_equations,
+)
 from .._rows.map_rows import RowFunction, Tables
 
 _UNIFORM = -1  # in place of the index of a table
@@ -70,7 +76,7 @@ def _is_broadcast(kind: int | None, shape: tuple[int, ...]) -> bool:
 
 def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
     """The kind of the result, given those of the operands."""
-    name, params = eqn.primitive.name, eqn.params
+    name, params = name_and_params(eqn)
     if name not in _KEEPS_ROWS:
         return None
     avals: list[Any] = [atom.aval for atom in (eqn.outvars[0], *eqn.invars)]
@@ -101,7 +107,7 @@ def _classify(program: FlatJaxpr, inputs: dict[int, _Value]) -> dict[int, _Value
     for eqn, operands, results in program.equations:
         args = [values[value_id] for value_id in operands]
         # Broadcasting an opaque scalar gives a value with all rows equal.
-        is_new = eqn.primitive.name == "broadcast_in_dim"
+        is_new = name_and_params(eqn)[0] == "broadcast_in_dim"
         if not is_new and all(arg is opaque for arg in args):
             continue
         reads = _NO_TABLES.union(*(arg.reads for arg in args))
