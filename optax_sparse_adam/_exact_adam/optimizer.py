@@ -139,6 +139,8 @@ def _check_place(grad: Any, param: Any, path: Any) -> Any:
     for other in getattr(grad, "read_of", ()):
         if other is param or param is None:
             continue
+        if jnp.shape(other) != jnp.shape(param):
+            continue  # the gradient is that of a shard, by `local_rows`
         if not isinstance(other, jax.core.Tracer) and jnp.asarray(other).is_deleted():
             continue  # it was donated, and nothing is known of it
         old, new = (gather_rows(jnp.asarray(x), grad.indices) for x in (other, param))

@@ -3,7 +3,7 @@
 from jax.experimental.sparse import BCOO
 from jax.typing import DTypeLike
 
-from .canary import entries
+from .canary import CanaryBCOO, entries
 from .checks import check_bcoo, is_bcoo
 from .entries import (
     Entries,
@@ -85,4 +85,7 @@ def coalesce(grad: BCOO) -> BCOO:
             f"coalesce takes a BCOO, got {type(grad).__name__}. A dense gradient has "
             "no duplicates; of a tree, coalesce each BCOO."
         )
-    return _coalesce(check_bcoo(grad))
+    found: BCOO = _coalesce(check_bcoo(grad))
+    if isinstance(found, CanaryBCOO) and isinstance(grad, CanaryBCOO):
+        found.read_of = grad.read_of  # which `jit` has dropped
+    return found

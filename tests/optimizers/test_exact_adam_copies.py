@@ -56,6 +56,13 @@ COPIES = {
     "of before": lambda grad, t, old: grad(old),
     "quantized": lambda grad, t, old: grad(jnp.round(8 * t) / 8),
     "clean and adversarial": lambda grad, t, old: grad(t) + grad(t + 0.1),
+    "coalesced": lambda grad, t, old: osa.coalesce(grad(t + 0.1)),
+    "noise": lambda grad, t, old: grad(t + 0.1 * jnp.sin(9 * t)),
+    "rows of a norm": lambda grad, t, old: grad(
+        t / jnp.linalg.norm(t, axis=1, keepdims=True)
+    ),
+    "turned": lambda grad, t, old: grad(t[::-1]),
+    "mean of two": lambda grad, t, old: (grad(t + 0.1) + grad(t - 0.1)) / 2,
     "a row-sparse shift": lambda grad, t, old: grad(osa.apply_updates(t, grad(t))),
     "clipped": lambda grad, t, old: osa.lazy(optax.clip_by_global_norm(1.0)).update(
         grad(t + 0.1), (optax.EmptyState(),), t
