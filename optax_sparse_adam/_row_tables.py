@@ -29,6 +29,8 @@ from ._rows.padding import in_bounds, pad_indices, padding_key
 Writes = Sequence[tuple[Any, list["Table | None"], list[Any]]]
 
 
+# Numbers of a state that are clocks, also where they are floats.
+_CLOCKS = ("count", "step", "steps", "t")
 # Integers of a state that are no clocks: what begins again at zero, in those of optax,
 # and what need not grow, in that of `exact_adam`.
 _NO_CLOCKS = (
@@ -329,6 +331,14 @@ def _check(verb: str, name: str, x: Any, table: Table | None, new: Any) -> None:
         )
 
 
+def _is_clock(name: str, x: Any, kind: Any) -> bool:
+    if jnp.issubdtype(kind, np.signedinteger):
+        return name not in _NO_CLOCKS
+    # A raw key of random numbers is a vector of `uint32`; a rate or a loss is a float.
+    is_count = jnp.issubdtype(kind, np.unsignedinteger) or name in _CLOCKS
+    return np.ndim(x) == 0 and is_count and name not in _NO_CLOCKS
+
+
 def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
     """Whether rows are of an earlier step than the tables, by what the state counts.
 
@@ -340,7 +350,7 @@ def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
     for (path, old), new, table in zip(paths, states, owners, strict=True):
         name = getattr(path[-1], "name", getattr(path[-1], "key", "")) if path else ""
         _, kind = shape_of("put_rows", old)
-        is_clock = jnp.issubdtype(kind, np.signedinteger) and name not in _NO_CLOCKS
+        is_clock = _is_clock(name, old, kind)
         if table is None and new is not None and is_clock:
             pairs.append((old, new))
     if not pairs:

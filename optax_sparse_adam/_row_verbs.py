@@ -182,9 +182,10 @@ def put_rows(
     the later step. After a step on the rows it comes from them. Rows that are put back
     some steps after they were taken set no clock back: where a count of `row_state` is
     smaller than that of `state`, and none is larger, only the rows are written, and a
-    row has rested meanwhile; under `exact_adam` it has moved on. A state that counts
-    nothing, as that of `optax.trace`, cannot tell: put `None` in the place of leaves
-    of `rows` and `row_state` that shall stay as they are.
+    row has rested meanwhile; under `exact_adam` it has moved on. Counts are integers
+    that count up, and what is called `count`, `step`, `steps` or `t`. A state without
+    them, as that of `optax.trace`, cannot tell: put `None` in the place of leaves of
+    `rows` and `row_state` that shall stay as they are.
 
     Arrays of NumPy are written in place. Those of JAX are copied, unless `params` and
     `state` are donated under `jit`. All that can be refused is refused, and all rows

@@ -234,6 +234,34 @@ def test_counts_that_begin_again(name):
     assert 0 in np.array(counts, float)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["uint32", "uint8", "int8", "float32"])
+def test_counts_of_other_types(dtype):
+    """A state of a user's own, whose momentum counts nothing."""
+    inner = osa.lazy(optax.trace(0.9))
+
+    def init(params):
+        return {"steps": jnp.zeros([], dtype), "inner": inner.init(params)}
+
+    def update(grads, state, params=None):
+        updates, new = inner.update(grads, state["inner"], params)
+        return updates, {"steps": state["steps"] + jnp.ones([], dtype), "inner": new}
+
+    tx = optax.GradientTransformation(init, update)
+    step = osa.make_train_step(loss, tx)
+    early = osa.take_rows(tx, *begin(tx), IDS)
+    *late, _ = step(*begin(tx), np.array([5, 6]), np.float32(1))
+    w = np.asarray(late[0]["w"])
+    params, state = osa.put_rows(tx, *late, IDS, *early)
+    assert int(state["steps"]) == 1
+    np.testing.assert_array_equal(params["w"], w)
+    *later, _ = step(*osa.take_rows(tx, params, state, IDS), np.array([0]), 2.0)
+    w = np.asarray(later[0]["w"])
+    params, state = osa.put_rows(tx, params, state, IDS, *later)
+    assert int(state["steps"]) == 2
+    np.testing.assert_array_equal(params["w"], w)
+
+
 def test_what_is_whole_may_be_left_out():
     tx = osa.lazy(optax.trace(0.9))  # which counts nothing
     params, state = begin(tx)
