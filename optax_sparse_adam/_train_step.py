@@ -4,7 +4,7 @@ import contextlib
 import dis
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -119,7 +119,8 @@ def make_train_step(
         asked = {name: given[name] for name in names if name in given}
         traced = _traced(apply, grads, asked)
         if _are_computed(traced):
-            raise TypeError(_DENSE_ONLY + "It would scale indices with the values.")
+            words = _DENSE_ONLY.format(name="make_train_step")
+            raise TypeError(words + "It would scale indices with the values.")
         for name in names:
             if not _is_read(traced, name):
                 raise TypeError(
@@ -132,13 +133,18 @@ def make_train_step(
 
 
 _DENSE_ONLY = (
-    "make_train_step gives row-sparse gradients to the optimiser, and this one, or a "
+    "{name} gives row-sparse gradients to the optimiser, and this one, or a "
     "part of it, takes dense ones only. For dense Adam's numbers take exact_adam or "
     "exact_adamw. To update the rows of the batch only, put that part inside lazy: "
     "lazy(optax.adam(1e-3)), or optax.chain(lazy(optax.clip_by_global_norm(1.0)), "
     "sparse_adam(1e-3)). Labels and masks that are functions see gradients; pass their "
     "trees: optax.partition(parts, labels(params)). For dense gradients, at the "
     "tables' price, pass sparse=False. "
+)
+_SUMMED_ONLY = (
+    "{name} gives row-sparse gradients to the optimiser as they are, and this one, or "
+    "a part of it, takes those whose duplicates are added up, which have the structure "
+    "of their updates: pass osa.coalesce of each of them. "
 )
 # What arithmetic on all arrays of a tree does to the canary of a BCOO.
 _ARITHMETIC = {"add", "mul", "sub", "neg", "sign", "div", "max", "min", "clamp"}
@@ -226,16 +232,52 @@ def _traced(
     except Exception as error:
         if not _sparse_leaves(grads) or _is_raised_by_user(error.__traceback__):
             raise
-        reason = error
         with contextlib.suppress(Exception):
             return trace(jax.tree.map(_summed, grads, is_leaf=is_bcoo))
-        dense = jax.tree.map(_dense_like, grads, is_leaf=is_bcoo)
-        with contextlib.suppress(Exception):
-            jax.eval_shape(apply, dense, asked)
-            reason = TypeError(f"{_DENSE_ONLY}It raised: {error}")
-        if reason is error:
+        with refused_by_form("make_train_step", apply, grads, asked, is_step=True):
             raise
-        raise reason from error
+
+
+@contextlib.contextmanager
+def refused_by_form(
+    name: str,
+    update: Callable[..., Any],
+    grads: Any,
+    *args: Any,
+    is_step: bool = False,
+) -> Iterator[None]:
+    """What is raised for row-sparse gradients says so, where others would be taken.
+
+    What a user raises is left as it is, and so is what `exact_adam` raises of gradients
+    without `read=`: while it is traced it takes dense ones.
+
+    Args:
+      name: The function that the user called.
+      update: `update(grads, *args)`, which is traced with gradients of other forms.
+      grads: The gradients.
+      *args: What else it takes.
+      is_step: Whether it is called by `make_train_step`, which has tried gradients
+        whose duplicates are added up. Elsewhere what this package raises of indices
+        that were changed is left as it is, too.
+    """
+    try:
+        yield
+    except Exception as error:
+        of_user = _is_raised_by_user(error.__traceback__)
+        module = _raised_in(error.__traceback__)
+        ours = "optax_sparse_adam._exact_adam" if is_step else "optax_sparse_adam"
+        of_us = module.startswith(ours)
+        if of_user or of_us or not _sparse_leaves(grads):
+            raise
+        forms = () if is_step else ((_summed, _SUMMED_ONLY),)
+        for form, words in (*forms, (_dense_like, _DENSE_ONLY)):
+            other = jax.tree.map(form, grads, is_leaf=is_bcoo)
+            try:
+                jax.eval_shape(update, other, *args)
+            except Exception:  # nor does it take these
+                continue
+            raise TypeError(f"{words.format(name=name)}It raised: {error}") from error
+        raise
 
 
 def _evaluated(traced: _Traced, asked: dict[str, Any]) -> Any:
@@ -258,13 +300,19 @@ def _is_raised_by_user(traceback: TracebackType | None) -> bool:
     What JAX and optax raise, and what Python raises where an operation fails, may come
     of the form of the gradients.
     """
+    return _raised_in(traceback).partition(".")[0] not in ("", *_LIBRARIES)
+
+
+def _raised_in(traceback: TracebackType | None) -> str:
+    """The module of a `raise` or an `assert`; empty where an operation has failed."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
-        return False
+        return ""
     code = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
-    module = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    return dis.opname[code] in ("RAISE_VARARGS", "RERAISE") and module not in _LIBRARIES
+    if dis.opname[code] not in ("RAISE_VARARGS", "RERAISE"):
+        return ""
+    return str(traceback.tb_frame.f_globals.get("__name__", ""))
 
 
 # Those whose errors may say that they do not know row-sparse gradients.

@@ -37,7 +37,7 @@ from ._exact_adam import flush as _flush
 from ._gradients.value_and_grad import Sparse
 from ._nnx_transform import state_of, transform
 from ._rows.checks import is_bcoo
-from ._train_step import update_params
+from ._train_step import refused_by_form, update_params
 
 Argnum = int | nnx.DiffState
 _P = ParamSpec("_P")
@@ -208,7 +208,8 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
       **extra: What else the transformation takes, as its loss by `value=`.
 
     Raises:
-      TypeError: If a gradient is not what the optimiser takes.
+      TypeError: If a gradient is not what the optimiser takes, such as a row-sparse one
+        that a part of it takes for dense.
       ValueError: Likewise.
 
     Examples:
@@ -224,9 +225,14 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
     params, pure = nnx.as_pure(nnx.state(model, optimizer.wrt)), _gradients(grads)
     state = state_of(optimizer)
     extra = nnx.as_pure(extra)
-    params, state, _ = update_params(optimizer.tx, pure, state, params, **extra)
-    nnx.update(model, params)
-    nnx.update(optimizer.opt_state, nnx.state(state))
+
+    def updated(grads: Any) -> tuple[Any, Any]:
+        return update_params(optimizer.tx, grads, state, params, **extra)[:2]
+
+    with refused_by_form("flax_nnx.update", updated, pure):
+        new_params, new_state = updated(pure)
+    nnx.update(model, new_params)
+    nnx.update(optimizer.opt_state, nnx.state(new_state))
     optimizer.step[...] += 1
 
 
