@@ -3,6 +3,8 @@
 `make_train_step` and `flax_nnx.update` against the same steps by hand, bit for bit.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +15,11 @@ from flax import nnx
 import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
+from ..helpers.more_wrappers import FORMS, OF_OPTAX
 from ..helpers.support import assert_identical, slow_but
-from ..helpers.wrappers import CASES, Seen, after, before, halve, on_rows
+from ..helpers.wrappers import CASES as FIRST
+from ..helpers.wrappers import Seen, after, before, halve, on_rows
+from ..helpers.wrappers_of_users import OF_USERS
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -23,9 +28,14 @@ INNER = {
     "rowwise_adagrad": lambda: osa.rowwise_adagrad(0.1),
     "exact_adam": lambda: osa.exact_adam(0.1),
 }
+CASES = FIRST | FORMS | OF_OPTAX | OF_USERS
 # Exact Adam refuses a state behind its own, as of what changes its updates.
 AROUND_EXACT = ["nothing", "extra args", "chain of one", "log before", "slots"]
-ALL = [(x, inner) for x in CASES for inner in ("sparse_adam", "rowwise_adagrad")]
+AROUND_EXACT += [x for x in FORMS if not CASES[x].changes and not CASES[x].sums]
+AROUND_EXACT.remove("leaves of the state")  # in which nobody finds it
+AROUND_EXACT += ["identity in front", "coalesced gradients"]
+ALL = [(x, "sparse_adam") for x in CASES]
+ALL += [(x, "rowwise_adagrad") for x in FIRST]
 ALL += [(x, "exact_adam") for x in AROUND_EXACT]
 CORE = [("halve", "sparse_adam"), ("log", "rowwise_adagrad")]
 CORE += [("apply_if_finite", "sparse_adam"), ("update wrapped", "sparse_adam")]
@@ -47,47 +57,47 @@ def made(wrapper, inner):
     return CASES[wrapper].wrapper(INNER[inner](), seen), seen
 
 
-def gradient(case, inner, loss, params, state, ids):
-    read = state if inner == "exact_adam" else None
-    _, grads = osa.value_and_grad(loss, read=read)(params, ids)
-    return on_rows(osa.coalesce, grads) if case.sums else grads
-
-
 def marks(seen):
     jax.effects_barrier()
     return [seen.traces, len(seen.values), *map(np.sum, seen.values)]
 
 
+def extra_of(case, value):
+    return {"value": value} if case.value else {}
+
+
+@functools.cache
+def by_hand(wrapper, inner, backend):
+    """Parameters, state and marks after some steps."""
+    case, (tx, seen) = CASES[wrapper], made(wrapper, inner)
+
+    @jax.jit
+    def step(params, state, ids):
+        read = state if inner == "exact_adam" else None
+        value, grads = osa.value_and_grad(loss, read=read)(params, ids)
+        grads = on_rows(osa.coalesce, grads) if case.sums else grads
+        updates, state = tx.update(grads, state, params, **extra_of(case, value))
+        return osa.apply_updates(params, updates), state
+
+    params = start()
+    state = tx.init(params)
+    for ids in IDS:
+        params, state = step(params, state, ids)
+    return params, state, marks(seen)
+
+
 @pytest.mark.parametrize(("wrapper", "inner"), slow_but(ALL, *CORE))
 def test_a_step_is_that_by_hand(wrapper, inner, backend):
-    case = CASES[wrapper]
-
-    def by_hand(tx):
-        @jax.jit
-        def step(params, state, ids):
-            grads = gradient(case, inner, loss, params, state, ids)
-            updates, state = tx.update(grads, state, params)
-            return osa.apply_updates(params, updates), state
-
-        return step
-
-    def make_train_step(tx):
-        step = osa.make_train_step(loss, tx)
-        return lambda params, state, ids: step(params, state, ids)[:2]
-
-    results, all_marks = [], []
-    for make in (by_hand, make_train_step):
-        tx, seen = made(wrapper, inner)
-        params = start()
-        state, step = tx.init(params), make(tx)
-        for ids in IDS:
-            params, state = step(params, state, ids)
-        results.append((params, state))
-        all_marks.append(marks(seen))
-    assert_identical(*results)
-    expected, found = all_marks
+    tx, seen = made(wrapper, inner)
+    params = start()
+    state, step = tx.init(params), osa.make_train_step(loss, tx)
+    for ids in IDS:
+        params, state, _ = step(params, state, ids)
+    *trees, expected = by_hand(wrapper, inner, backend)
+    assert_identical((params, state), tuple(trees))
+    found = marks(seen)
     # Python code runs for each form of the gradients that is tried.
-    assert found[0] == expected[0] * (1 + case.sums)
+    assert found[0] == expected[0] * (1 + CASES[wrapper].sums)
     np.testing.assert_array_equal(found[1:], expected[1:])
 
 
@@ -100,13 +110,14 @@ class Model(nnx.Module):
 # Flax takes no state of another structure than before, gradients as they are, and
 # labels and masks of its own trees: `test_update_of_a_partition` has those.
 NOT_IN_FLAX = {"store", "partition", "partition and halve", "masked"}
-IN_FLAX = [x for x in ALL if x[0] not in NOT_IN_FLAX and not CASES[x[0]].sums]
+NOT_IN_FLAX |= {x for x in CASES if CASES[x].sums or not CASES[x].in_flax}
+IN_FLAX = [x for x in ALL if x[0] not in NOT_IN_FLAX]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrapper", "inner"), IN_FLAX)
 def test_flax_nnx_update_is_that_by_hand(wrapper, inner, backend):
-    tx, seen = made(wrapper, inner)
+    case, (tx, seen) = CASES[wrapper], made(wrapper, inner)
     model = Model()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -116,26 +127,16 @@ def test_flax_nnx_update_is_that_by_hand(wrapper, inner, backend):
             return loss({"table": model.table[...], "w": model.w[...]}, ids)
 
         read = optimizer if inner == "exact_adam" else None
-        grads = flax_nnx.grad(of_model, read=read)(model)
-        flax_nnx.update(optimizer, model, grads)
+        value, grads = flax_nnx.value_and_grad(of_model, read=read)(model)
+        flax_nnx.update(optimizer, model, grads, **extra_of(case, value))
 
-    other, other_seen = made(wrapper, inner)
-
-    @jax.jit
-    def by_hand(params, state, ids):
-        grads = gradient(CASES[wrapper], inner, loss, params, state, ids)
-        updates, state = other.update(grads, state, params)
-        return osa.apply_updates(params, updates), state
-
-    params = start()
-    state = other.init(params)
     for ids in IDS:
         step(model, optimizer, ids)
-        params, state = by_hand(params, state, ids)
+    params, state, expected = by_hand(wrapper, inner, backend)
     assert_identical(nnx.to_pure_dict(nnx.state(model)), params)
     found = jax.tree.leaves(nnx.as_pure(optimizer.opt_state))
     assert_identical(found, jax.tree.leaves(state))
-    found, expected = marks(seen), marks(other_seen)
+    found = marks(seen)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1:], expected[1:])
 
@@ -191,6 +192,14 @@ def test_what_a_user_raises_is_raised_once(tx, error):
         osa.make_train_step(loss, tx)(start(), tx.init(start()), IDS[0])
     assert info.value.args == ("rows are not for me",)
     assert seen.traces == 1
+
+
+@pytest.mark.slow
+def test_a_state_of_exact_adam_that_nobody_finds():
+    """Gradients are made without it, and the error says so."""
+    tx, _ = made("leaves of the state", "exact_adam")
+    with pytest.raises(ValueError, match="exact_adam needs gradients that are made"):
+        osa.make_train_step(loss, tx)(start(), tx.init(start()), IDS[0])
 
 
 def test_error_of_a_schedule_is_raised_once():

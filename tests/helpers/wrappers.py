@@ -329,12 +329,20 @@ def named_chain(tx, seen):
 class Case(NamedTuple):
     """A wrapper, and whether it takes gradients whose duplicates are added up.
 
-    `changes` says that updates are changed, which those of exact Adam must not be.
+    `changes` says that updates are changed, which those of exact Adam must not be;
+    `value` that it asks for the loss; `in_flax` that Flax takes it (it takes no state
+    whose structure changes, and labels and masks of its own trees only).
     """
 
     wrapper: object
     changes: bool = False
     sums: bool = False
+    value: bool = False
+    in_flax: bool = True
+
+
+def changing(wrapper, **fields):
+    return Case(wrapper, **({"changes": True} | fields))
 
 
 def zero(params):
