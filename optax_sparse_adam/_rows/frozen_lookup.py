@@ -49,8 +49,9 @@ def frozen_lookup(
     Raises:
       TypeError: If `ids` or `rows` are not integers, or a table is not of floating
         point.
-      ValueError: If the shapes do not fit, or `rows` is not ascending. In a compiled
-        program that does not know `rows` the result is NaN.
+      ValueError: If the shapes do not fit, or `rows` is not ascending, or holds ids of
+        more than 32 bits. In a compiled program that does not know `rows` the result
+        is NaN.
 
     Examples:
       >>> import jax
@@ -74,9 +75,9 @@ def frozen_lookup(
     trained, frozen = jnp.asarray(trained), lax.stop_gradient(jnp.asarray(frozen))
     given, ids, rows = rows, as_array(ids, _NAME), as_array(rows, _NAME)
     _check(trained, ids, frozen, rows)
-    is_ascending = _is_ascending(given, rows)
     num_rows = len(frozen)
     ids, rows = narrow_ids(ids, num_rows), narrow_ids(rows, num_rows)
+    is_ascending = _is_ascending(given, rows)
     place = jnp.searchsorted(rows, ids)
     is_trained = (_read(rows, place, fill=-1) == ids) & (ids >= 0)
     is_frozen = ~is_trained & (ids >= 0) & (ids < num_rows)
@@ -121,13 +122,24 @@ def _check(trained: Any, ids: Any, frozen: Any, rows: Any) -> None:
 
 
 def _is_ascending(given: Any, rows: jax.Array) -> Any:
-    """Whether each of these ids is there once, in order: raises where it is known."""
+    """Whether each of these ids is there once, in order: raises where it is known.
+
+    The last number of their type stands for all ids above it (`narrow_ids`).
+    """
+    last = jnp.iinfo(rows.dtype).max
     if isinstance(rows, jax.core.Tracer) and isinstance(given, jax.core.Tracer):
-        return jnp.all(rows[1:] > rows[:-1]) & jnp.all(rows[:1] >= 0)
+        is_held = jnp.all(rows[:1] >= 0) & jnp.all(rows[-1:] < last)
+        return jnp.all(rows[1:] > rows[:-1]) & is_held
     known = np.asarray(given)
     if not ((known[1:] > known[:-1]).all() and (known[:1] >= 0).all()):
         raise ValueError(
             f"{_NAME} takes `rows` in ascending order, each there once and none "
             "negative, as np.unique returns them; got others."
+        )
+    if not (known[-1:] < last).all():
+        raise ValueError(
+            f"{_NAME} takes `rows` below {last}, got {known[-1]}. Number the trained "
+            "rows as rows of the table, or behind it; for keys of 64 bits there is "
+            "optax_sparse_adam.Vocabulary."
         )
     return True

@@ -98,6 +98,24 @@ def test_bags(dtype):
 
 
 @pytest.mark.parametrize("dtype", FAR)
+def test_frozen_lookup(dtype):
+    """Ids that no 32 bits hold are padding, and no rows that are trained."""
+    frozen, rows = jnp.arange(10.0)[:, None], np.array([2, 10], dtype)
+    look_up = functools.partial(osa.frozen_lookup, jnp.full((2, 1), 99.0))
+    ids = np.array([7, 2, 10, *FAR[dtype]], dtype)
+    found = look_up(ids, frozen=frozen, rows=rows)[:, 0]
+    np.testing.assert_array_equal(found, [7, 99, 99] + [0] * len(FAR[dtype]))
+    far = np.array([2, 2**32 + 3], dtype)
+    function = functools.partial(look_up, frozen=frozen, rows=far)
+    for way in (function, jax.jit(function)):
+        with pytest.raises(ValueError, match="takes `rows` below 2147483647"):
+            way(ids)
+    given = jnp.array([2, 2**32 - 1], jnp.uint32)
+    found = jax.jit(look_up)(ids[:3], frozen=frozen, rows=given)
+    assert np.isnan(found).all()
+
+
+@pytest.mark.parametrize("dtype", FAR)
 @pytest.mark.parametrize("capacity", [None, 4])
 def test_lookups_on_a_mesh(dtype, capacity):
     """As `table[ids]` has them: the nearest row, or counted from the end."""
