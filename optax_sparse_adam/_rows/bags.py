@@ -95,8 +95,8 @@ def embedding_bag(
     Raises:
       TypeError: If ids are not integers, or table or weights not floating point.
       ValueError: If shapes do not fit, forms are mixed, or the mode is unknown; if
-        offsets do not ascend, or the last bag ends behind the ids, where a compiled
-        program makes NaN of all bags.
+        offsets are negative or do not ascend, or the last bag ends behind the ids,
+        where a compiled program makes NaN of all bags.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -131,9 +131,9 @@ def embedding_bag(
     ids, segments, weights, valid = _flatten(table, ids, num_bags, **arrays)
     flags = indices_are_sorted, unique_indices
     pooled = _pooled(table, ids, segments, weights, valid, num_bags, mode, flags)
-    if isinstance(offsets, jax.core.Tracer) and offsets.shape[0] != 1:
+    if isinstance(offsets, jax.core.Tracer):
         # What would raise outside of a program is NaN inside.
-        is_ascending = jnp.all(offsets[1:] >= offsets[:-1])
+        is_ascending = jnp.all(offsets[1:] >= offsets[:-1]) & (offsets[0] >= 0)
         if include_last_offset:
             end: Any = ids.shape[0]
             if isinstance(end, int):  # else a symbolic size, of `jax.export`

@@ -544,7 +544,8 @@ def test_wide_ids_of_numpy(dtype):
         with pytest.raises(ValueError, match="ascending"):
             jax.jit(lambda table: bag(table, ids, offsets=offsets))(table)  # noqa: B023
     begins = jax.jit(lambda begins: bag(table, ids, offsets=begins))
-    assert begins(jnp.array([-1, 0])).tolist() == [[0], [7]]
+    for offsets in ([-1, 0], [-1]):  # what raises is NaN in a program
+        assert np.isnan(begins(jnp.array(offsets))).all()
 
 
 def test_low_precision_is_rounded_once():
