@@ -1,17 +1,17 @@
 """Checkpoints: a folder from which a run goes on, killed at whatever moment.
 
-    checkpoint.npz      what is no row: dense parameters, counts, their moments
-    journal-<name>      what rows in files were, and no longer are: see `_journal`
-    rows-<name>-<k>     the rows of table k, if it is in memory
+    checkpoint.npz      what is no row: dense parameters, counts, their moments;
+                        and the rows of tables in memory
+    journal-<name>      what rows elsewhere were, and no longer are: see `_journal`
 
 A new checkpoint exists from the moment at which `checkpoint.npz` is replaced: it names
 the journal that belongs to it, which is there before, and empty. A file of rows names
 the checkpoint that its journal goes back to, so that it is not taken for another one's.
 """
 
-import itertools
 import json
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 
 from ._journal import Journal, entries
 from ._pipeline import Pipeline
+from ._records import refuse_other
 from ._table import Memory
 
 _ARCHIVE = "checkpoint.npz"
@@ -35,115 +36,120 @@ def save(steps: Pipeline, folder: Path, fsync: bool) -> None:
       FileExistsError: If the folder has a checkpoint of another run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _refuse_others(folder, steps.own_checkpoints)
+    # Another run's journal would go with its checkpoint, and with it its files.
+    if _name_in(folder) not in {None, *steps.own_checkpoints}:
+        raise FileExistsError(
+            f"There is a checkpoint of another run in {folder}. Give this run a folder "
+            "of its own; or go on with the other one by HostTrainer.restore; or delete "
+            "the folder, if it is of no use."
+        )
     name = uuid.uuid4().hex
-    for k, storage in enumerate(steps.storages):
-        if type(storage) is Memory:
-            _write_rows(_rows_path(folder, name, k), storage.records)
-        elif hasattr(storage, "flush"):
+    for storage in steps.storages:
+        if hasattr(storage, "flush"):
             storage.flush()
     sizes = [x.shape[0] for x in steps.plan.tables.values()]
-    journal = Journal(_journal_path(folder, name), sizes, fsync)
+    journal = Journal(folder / f"journal-{name}", sizes, fsync)
     about = {"name": name, "before": steps.checkpoint, "step": steps.steps}
-    _write_archive(folder, _others(steps), about | {"tables": _fields(steps)})
-    # From here on it is the checkpoint.
-    if steps.journal is not None:
-        steps.journal.close()
-    steps.journal, steps.checkpoint = journal, name
-    steps.own_checkpoints.add(name)
+    useless: Journal | None = journal
+    try:
+        _write_archive(folder, _arrays(steps), about | _expected(steps))
+    finally:
+        # It is the checkpoint if the archive is there, whatever has interrupted this.
+        # The journal before goes, in whatever folder: what changes is no more in it.
+        if _name_in(folder) == name:
+            useless, steps.journal, steps.checkpoint = steps.journal, journal, name
+            steps.own_checkpoints.add(name)
+        if useless is not None:
+            useless.remove()
     for storage in steps.storages:
         if hasattr(storage, "set_checkpoint"):
             storage.set_checkpoint(steps.steps, name)
-    for old in [*folder.glob("journal-*"), *folder.glob("rows-*")]:
-        if name not in old.name:
+    for old in folder.iterdir():  # what a process that was killed has left
+        if old != journal.path and re.fullmatch("journal-[0-9a-f]{32}", old.name):
             old.unlink()
 
 
 def load(steps: Pipeline, folder: Path) -> None:
     """Takes a trainer whose storages are open back to a checkpoint."""
-    arrays, about = _read_archive(folder, _others(steps), _fields(steps))
-    name, tables = about["name"], steps.plan.tables.values()
-    for k, (table, storage) in enumerate(zip(tables, steps.storages, strict=True)):
-        if type(storage) is Memory:
-            _read_rows(_rows_path(folder, name, k), storage.records)
+    path = folder / _ARCHIVE
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
+    with np.load(path) as file:
+        about = _about(file)
+        refuse_other(
+            f"{path} is of other parameters, or of another optimiser",
+            *(about, _expected(steps)),
+        )
+        held = [file[f"array{k}"] for k in range(len(about["arrays"]))]
+    name, journal = about["name"], folder / f"journal-{about['name']}"
+    for storage, table in zip(steps.storages, steps.plan.tables.values(), strict=True):
         found = getattr(storage, "header", {}).get("checkpoint")
         # The one before, if the process was killed before the file said the new one.
-        if found not in (None, name, about["before"]):
+        is_other = found not in (None, name, about["before"])
+        if is_other or (type(storage) is not Memory and not journal.exists()):
             raise ValueError(
-                f"The file of {table.name} has changed since the checkpoint in "
-                f"{folder}, by a run whose journal is elsewhere: restore the last "
-                "checkpoint that was made with this file."
+                f"What keeps the rows of {table.name} has changed since the checkpoint "
+                f"in {folder}, by a run whose journal is elsewhere: restore the last "
+                "checkpoint that was made with it."
             )
-    for k, rows, records in entries(_journal_path(folder, name), steps.plan.layouts):
-        steps.storages[k].put(rows, records)
-    steps.dense = arrays[: steps.plan.num_dense]
-    steps.rest = arrays[steps.plan.num_dense :]
+    if journal.exists():
+        for k, rows, records in entries(journal, steps.plan.layouts):
+            steps.storages[k].put(rows, records)
+    likes = [x for _, x in _arrays(steps)]
+    read = [_of_bytes(x, like) for x, like in zip(held, likes, strict=True)]
+    steps.others = read[: len(steps.others)]
+    for storage, records in zip(
+        _memories(steps), read[len(steps.others) :], strict=True
+    ):
+        storage.records = records
     steps.steps, steps.checkpoint = about["step"], name
     steps.own_checkpoints = {name}
 
 
-def _refuse_others(folder: Path, own: set[str]) -> None:
-    """Another run's journal would go with its checkpoint, and with it its files."""
-    path = folder / _ARCHIVE
-    if path.exists():
-        with np.load(path) as file:
-            name = json.loads(file["about"].tobytes())["name"]
-        if name not in own:
-            raise FileExistsError(
-                f"There is a checkpoint of another run in {folder}. Give this run a "
-                "folder of its own; or go on with the other one by "
-                "HostTrainer.restore; or delete the folder, if it is of no use."
-            )
+def _memories(steps: Pipeline) -> list[Memory]:
+    return [x for x in steps.storages if type(x) is Memory]
 
 
-def _others(steps: Pipeline) -> list[tuple[str, Any]]:
-    """What is no row, by name."""
-    return [*zip(steps.plan.names, [*steps.dense, *steps.rest], strict=True)]
+def _arrays(steps: Pipeline) -> list[tuple[str, Any]]:
+    """What the archive holds, by name."""
+    names = [*steps.plan.names, *("rows" for _ in _memories(steps))]
+    arrays = [*steps.others, *(x.records for x in _memories(steps))]
+    return [*zip(names, arrays, strict=True)]
 
 
-def _fields(steps: Pipeline) -> list[Any]:
-    return [[x.described() for x in layout.fields] for layout in steps.plan.layouts]
+def _expected(steps: Pipeline) -> dict[str, Any]:
+    """What the archive of a checkpoint of such a trainer says of itself."""
+    arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in _arrays(steps)]
+    return {"tables": [x.described for x in steps.plan.layouts], "arrays": arrays}
 
 
-def _journal_path(folder: Path, checkpoint: str) -> Path:
-    return folder / f"journal-{checkpoint}"
+def _name_in(folder: Path) -> str | None:
+    """Of the checkpoint that a folder has, if there is one."""
+    if not (folder / _ARCHIVE).exists():
+        return None
+    with np.load(folder / _ARCHIVE) as file:
+        name: str = _about(file)["name"]
+    return name
 
 
-def _rows_path(folder: Path, checkpoint: str, table: int) -> Path:
-    return folder / f"rows-{checkpoint}-{table}"
-
-
-def _write_rows(path: Path, records: np.ndarray) -> None:
-    with path.open("wb") as file:
-        records.tofile(file)
-        _to_disk(file)
-
-
-def _read_rows(path: Path, records: np.ndarray) -> None:
-    if path.stat().st_size != records.nbytes:
-        raise ValueError(f"{path} does not hold {records.nbytes:,} bytes of rows.")
-    with path.open("rb") as file:
-        file.readinto(records.data.cast("B"))
+def _about(file: Any) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads(file["about"].tobytes())
+    return about
 
 
 def _write_archive(
     folder: Path, arrays: Sequence[tuple[str, Any]], about: dict[str, Any]
 ) -> None:
-    """Replaces the archive of a folder, at once.
-
-    Args:
-      folder: Of the checkpoint.
-      arrays: With their names.
-      about: What else a checkpoint says of itself.
-    """
-    held = [_as_bytes(x) for _, x in arrays]
-    about = about | {"arrays": _described(arrays)}
+    """Replaces the archive of a folder, at once."""
     new = folder / (_ARCHIVE + ".new")
     with new.open("wb") as file:
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        named: dict[str, Any] = {f"array{k}": x for k, x in enumerate(held)}
+        # Types that NumPy does not know, such as bfloat16, are bytes in a file.
+        held = (np.ascontiguousarray(_data(x)).reshape(-1) for _, x in arrays)
+        named: Any = {f"array{k}": x.view(np.uint8) for k, x in enumerate(held)}
         np.savez(file, about=text, **named)
-        _to_disk(file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(new, folder / _ARCHIVE)
     try:
         directory = os.open(folder, os.O_RDONLY)
@@ -155,63 +161,17 @@ def _write_archive(
         os.close(directory)
 
 
-def _read_archive(
-    folder: Path, expected: Sequence[tuple[str, Any]], fields: Sequence[Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arrays, like those expected and where these are, and what else is said.
-
-    Raises:
-      FileNotFoundError: If there is no checkpoint.
-      ValueError: If it is another optimiser's, or another model's.
-    """
-    path = folder / _ARCHIVE
-    if not path.exists():
-        raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
-    with np.load(path) as file:
-        about = json.loads(file["about"].tobytes())
-        held = [file[f"array{k}"] for k in range(len(about["arrays"]))]
-    found = [*about["arrays"], *itertools.chain(*about["tables"])]
-    wanted = [*_described(expected), *itertools.chain(*fields)]
-    for one, other in zip(found, wanted, strict=False):
-        if one != other:
-            raise ValueError(
-                f"{path} is of other parameters, or of another optimiser: it holds "
-                f"{one}, and expected is {other}."
-            )
-    if len(found) != len(wanted):
-        more = (found[len(wanted) :] or wanted[len(found) :])[0]
-        where = "is in it only" if len(found) > len(wanted) else "is not in it"
-        raise ValueError(
-            f"{path} is of other parameters, or of another optimiser: {more} {where}."
-        )
-    pairs = zip(held, expected, strict=True)
-    return [_of_bytes(x, like) for x, (_, like) in pairs], about
-
-
-def _described(arrays: Sequence[tuple[str, Any]]) -> list[Any]:
-    return [[name, list(np.shape(x)), str(x.dtype)] for name, x in arrays]
-
-
-def _as_bytes(x: Any) -> np.ndarray:
-    # Types that NumPy does not know, such as bfloat16, are bytes in a file.
-    array = np.ascontiguousarray(_data_of(x))
-    return array.reshape(-1).view(np.uint8)
-
-
 def _of_bytes(held: np.ndarray, like: Any) -> Any:
-    data = _data_of(like)
+    """An array like another one, and where that one is."""
+    data = _data(like)
     value: Any = held.view(data.dtype).reshape(data.shape)
+    if isinstance(like, np.ndarray):
+        return value
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     return jax.device_put(value, like.sharding)
 
 
-def _data_of(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
-
-
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _data(x: Any) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)

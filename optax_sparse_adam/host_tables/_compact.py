@@ -20,7 +20,7 @@ over tables and their ids; all of them raise.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -287,7 +287,7 @@ def evaluate_compact(
     ]
     closed, to_result = trace(fun, (tree.unflatten(whole), *args), (0,))
     if not effects:
-        closed = ClosedJaxpr(without_effects(closed.jaxpr), closed.consts)
+        closed = ClosedJaxpr(_without_shown(closed.jaxpr), closed.consts)
     values, rows = list(leaves), dict(zip(tables, uniques, strict=True))
     for i, (_, shape, dtype) in tables.items():
         source: Any = CompactTable(leaves[i], rows[i])
@@ -323,44 +323,31 @@ def evaluate_compact(
     return to_result([jnp.asarray(x) for x in results]), joined, lines
 
 
-def without_effects(jaxpr: Jaxpr) -> Jaxpr:
+def _without_shown(jaxpr: Jaxpr) -> Jaxpr:
     """A program without what only shows values, as `jax.debug.print` does.
 
     The ids are computed apart from the step, which shows what the user wants to see.
     """
-    eqns = [_without_effects(x) for x in jaxpr.eqns if not _only_shows(x)]
-    gone = _effects(jaxpr.eqns) - _effects(eqns)
-    return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - gone)
-
-
-def _without_effects(eqn: JaxprEqn) -> JaxprEqn:
-    """The same for an equation with programs inside."""
-    before: list[Jaxpr] = []
-    after: list[Jaxpr] = []
 
     def inner(x: Any) -> Any:
-        if isinstance(x, tuple | list):
-            return type(x)(map(inner, x)) if type(x) in (tuple, list) else x
+        if type(x) in (tuple, list):
+            return type(x)(map(inner, x))
         if isinstance(x, ClosedJaxpr):
             return ClosedJaxpr(inner(x.jaxpr), x.consts)
-        if not isinstance(x, Jaxpr):
-            return x
-        before.append(x)
-        after.append(without_effects(x))
-        return after[-1]
+        return _without_shown(x) if isinstance(x, Jaxpr) else x
 
-    if not eqn.effects:
-        return eqn
-    params = {name: inner(x) for name, x in eqn.params.items()}
-    gone = _effects(before) - _effects(after)
-    return eqn.replace(params=params, effects=eqn.effects - gone)
-
-
-def _only_shows(eqn: JaxprEqn) -> bool:
-    # JAX has no public names for these types.
-    names = {type(effect).__name__ for effect in eqn.effects}
-    return names in ({"DebugEffect"}, {"OrderedDebugEffect"}) and not eqn.outvars
+    eqns = []
+    for eqn in jaxpr.eqns:
+        left = _other_effects(eqn)
+        if left == eqn.effects:
+            eqns.append(eqn)
+        elif left or eqn.outvars:
+            params = {name: inner(x) for name, x in eqn.params.items()}
+            eqns.append(eqn.replace(params=params, effects=left))
+    return jaxpr.replace(eqns=eqns, effects=_other_effects(jaxpr))
 
 
-def _effects(programs: Iterable[Any]) -> set[Any]:
-    return {effect for x in programs for effect in x.effects}
+def _other_effects(program: Jaxpr | JaxprEqn) -> set[Any]:
+    """Effects other than to show values. JAX has no public names for their types."""
+    shows = "DebugEffect", "OrderedDebugEffect"
+    return {x for x in program.effects if type(x).__name__ not in shows}

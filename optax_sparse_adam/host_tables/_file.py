@@ -11,12 +11,13 @@ import errno
 import json
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ._records import WORD, Layout
+from ._records import WORD, Layout, refuse_other
 from ._table import Memory
 
 try:
@@ -44,12 +45,14 @@ class File(Memory):
       budget: Bytes that the process may hold, pages of files included, or `None`.
     """
 
-    def __init__(self, path: Path, name: str, rows: int, layout: Layout):
-        self.path, self.budget = path, None
+    def __init__(
+        self, path: Path, name: str, rows: int, layout: Layout, budget: float | None
+    ):
+        self.path, self.budget = path, budget
         self._new = path.with_name(path.name + ".new")
         self._record, self._words = layout.record, layout.words
-        fields = [x.described() for x in layout.fields]
-        self._expected = {"version": _VERSION, "rows": rows, "fields": fields}
+        about = {"version": _VERSION, "rows": rows, "fields": layout.described}
+        self._expected: dict[str, Any] = about
         self._name, self._shape = name, (rows, layout.words)
         self.header: dict[str, Any] = {}
         self._file: Any = None
@@ -57,29 +60,32 @@ class File(Memory):
 
     # Begin and open.
 
-    def create(self) -> None:
-        """A new file under another name, until `finish`."""
-        if self.path.exists():
-            raise FileExistsError(
-                f"HostTrainer begins the table {self._name} in the file {self.path}, "
-                "which exists. HostTrainer.restore goes on from a checkpoint; remove "
-                "the file to begin anew."
-            )
+    def begin(self, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
+        """Makes the file, under another name until it is whole."""
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
         self._file = os.fdopen(os.open(self._new, flags, 0o666), "r+b", buffering=0)
         self._lock()
-        self._file.truncate(0)  # what was begun and not finished
-        self.header = self._expected | {"step": 0, "checkpoint": ""}
-        text = json.dumps(self.header)
-        self._start = -(-(len(_MAGIC) + len(text) + 512) // _PAGE) * _PAGE
-        self._file.truncate(self._start + self._shape[0] * self._words * WORD)
-        self._write_header()
-
-    def append(self, first: int, records: np.ndarray) -> None:
-        self._write(self._start + first * self._words * WORD, records)
-
-    def finish(self) -> None:
-        os.replace(self._new, self.path)
+        try:
+            # Now nobody else makes it.
+            if self.path.exists():
+                raise FileExistsError(
+                    f"HostTrainer begins the table {self._name} in the file "
+                    f"{self.path}, which exists. HostTrainer.restore goes on from a "
+                    "checkpoint; remove the file to begin anew."
+                )
+            self._file.truncate(0)  # what was begun and not finished
+            self.header = self._expected | {"step": 0, "checkpoint": ""}
+            text = json.dumps(self.header)
+            self._start = -(-(len(_MAGIC) + len(text) + 512) // _PAGE) * _PAGE
+            self._file.truncate(self._start + self._shape[0] * self._words * WORD)
+            self._write_header()
+            # Not by the mapping: where the disk is full, this raises.
+            for first, records in pieces:
+                self._write(self._start + first * self._words * WORD, records)
+            os.replace(self._new, self.path)
+        except BaseException:
+            self._new.unlink(missing_ok=True)
+            raise
         self._map()
 
     def open(self) -> None:
@@ -106,12 +112,10 @@ class File(Memory):
             raise ValueError(f"{self.path} is no file of a HostTable.")
         self.header = json.loads(text)
         self._start = self.header["start"]
-        for key, expected in self._expected.items():
-            if self.header[key] != expected:
-                raise ValueError(
-                    f"{self.path} does not hold {self._name} with this optimiser: "
-                    f"{key} {_difference(self.header[key], expected)}."
-                )
+        refuse_other(
+            f"{self.path} does not hold {self._name} with this optimiser",
+            *(self.header, self._expected),
+        )
         size = self._start + self._shape[0] * self._words * WORD
         if os.fstat(self._file.fileno()).st_size != size:
             raise ValueError(f"{self.path} was cut: it should have {size:,} bytes.")
@@ -245,16 +249,6 @@ class File(Memory):
                 "rows are kept, and written by the next call for which there is room",
                 str(self.path),
             )
-
-
-def _difference(found: Any, expected: Any) -> str:
-    """What two descriptions differ in, first."""
-    if isinstance(found, list):
-        pairs = [(x, y) for x, y in zip(found, expected, strict=False) if x != y]
-        if not pairs:
-            pairs = [(found[len(expected) :], expected[len(found) :])]
-        found, expected = pairs[0]
-    return f"are {found!r} in the file, and {expected!r} here"
 
 
 def _disk_reads() -> int:

@@ -1,5 +1,6 @@
 """Which rows a batch looks up: a small program, sliced out of the loss."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,75 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ._compact import Whole, evaluate_compact
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch whose ids are being computed.
+
+    Attributes:
+      args: The batch, and arguments by keyword that are traced.
+      static: Arguments by keyword that are not.
+      name: For errors.
+      ids: Of each table, `[n]` with duplicates, as `_compact` says.
+      needs_params: Whether ids depend on parameters; then those of a later step do not
+        exist.
+      tables: What is looked up.
+      lines: Where, for each of them.
+      target: Where rows go: a device, or all of the batch's mesh.
+    """
+
+    args: tuple[tuple[Any, ...], dict[str, Any]]
+    static: Mapping[str, Any]
+    name: str
+    ids: list[jax.Array]
+    needs_params: bool
+    tables: Sequence[Whole]
+    lines: Mapping[str, set[str]]
+    target: Any
+
+    @functools.cached_property
+    def distinct(self) -> list[np.ndarray]:
+        """The ids of each table, ascending, each once; some may be out of bounds."""
+        return [_distinct(np.asarray(x)) for x in self.ids]
+
+    def rows(self) -> list[np.ndarray]:
+        """The rows that are looked up, ascending, each once.
+
+        Raises:
+          IndexError: If an id is out of bounds where the lookup promises that none is.
+        """
+        rows = []
+        for ids, whole in zip(self.distinct, self.tables, strict=True):
+            size = whole.shape[0]
+            if len(ids) and (ids[0] < 0 or ids[-1] > size):
+                places = ", ".join(sorted(self.lines.get(whole.name, ())))
+                # Those above the number of rows are one more than they are.
+                row = int(ids[0]) - size if ids[0] < 0 else int(ids[-1]) - 1
+                raise IndexError(
+                    f"{self.name} looks up row {row} of {whole.name}, which has "
+                    f"{size:,} rows, at {places}. Give rows from 0 to {size - 1:,}; "
+                    "where an id may be out of bounds, say so by "
+                    'table.at[ids].get(mode="fill") or mode="clip".'
+                )
+            rows.append(inside(ids, size))
+        return rows
+
+
+def _distinct(ids: np.ndarray) -> np.ndarray:
+    ids = np.sort(ids)
+    is_new = np.ones(len(ids), bool)
+    np.not_equal(ids[1:], ids[:-1], out=is_new[1:])
+    return ids[is_new]
+
+
+def inside(ids: np.ndarray, size: int) -> np.ndarray:
+    """Those of ascending ids that are rows."""
+    first, last = np.searchsorted(ids, [0, size])
+    return ids[first:last]
 
 
 class RowIds:
@@ -21,59 +88,59 @@ class RowIds:
     What the function computes beside ids is no part of the program, and arguments that
     ids do not depend on are not sent there. On an accelerator it would also wait for
     the step before.
-
-    Attributes:
-      lines: Of each table, by its name: where it is looked up. Known after a call.
     """
 
     def __init__(
         self, fun: Callable[..., Any], tables: Mapping[int, Whole], treedef: Any
     ):
-        self.lines: dict[str, set[str]] = {}
+        self._lines: dict[str, set[str]] = {}  # where tables are looked up
         self._fun, self._tables, self._treedef = fun, tables, treedef
-        self._programs: dict[Any, tuple[Any, list[int], bool]] = {}
-
-    def needs_params(
-        self, dense: Sequence[Any], args: Any, static: Mapping[str, Any]
-    ) -> bool:
-        """Whether ids depend on parameters; then those of a later step do not exist."""
-        return self._program(dense, args, static)[2]
+        self._programs: dict[Any, tuple[Any, list[int]]] = {}
 
     def __call__(
-        self, dense: Sequence[Any], args: Any, static: Mapping[str, Any]
-    ) -> list[jax.Array]:
-        """The ids of each table, `[n]` with duplicates, as `_compact` says.
+        self, dense: Sequence[Any], args: Any, static: Mapping[str, Any], name: str
+    ) -> Batch:
+        """Begins to compute the ids of a batch.
 
         Args:
           dense: The leaves of the parameters that are no tables.
           args: Further arguments: a tuple, and a dictionary of those by keyword.
           static: Arguments by keyword that are not traced.
+          name: Of the batch, for errors.
+
+        Raises:
+          IndexError: If ids are computed of integers that JAX would take for others.
         """
-        program, kept, _ = self._program(dense, args, static)
-        leaves = [*dense, *jax.tree.leaves((args[0], self._taken(args[1])))]
-        given = [leaves[i] for i in kept]
-        # What lies on a mesh stays there, and runs there.
-        if jax.default_backend() != "cpu" and mesh_around(leaves) is None:
-            given = jax.device_put(given, _cpu())
-        return list(program(*given))
-
-    def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: x for k, x in keywords.items() if takes_keyword(self._fun, k)}
-
-    def _program(
-        self, dense: Sequence[Any], args: Any, static: Mapping[str, Any]
-    ) -> tuple[Any, list[int], bool]:
-        batch, keywords = args
         # What the optimiser alone takes is nothing to the loss.
-        args = batch, self._taken(keywords)
-        static = self._taken(static)
-        leaves, structure = jax.tree.flatten(args)
+        known = args[0], self._taken(args[1])
+        leaves, structure = jax.tree.flatten(known)
+        own = self._taken(static)
         avals = tuple((np.shape(x), jnp.result_type(x), _layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        key = structure, avals, tuple(sorted(static.items())), x64
+        key = structure, avals, tuple(sorted(own.items())), x64
         if key not in self._programs:
-            self._programs[key] = self._trace(dense, leaves, structure, static)
-        return self._programs[key]
+            self._programs[key] = self._trace(dense, leaves, structure, own)
+        program, kept = self._programs[key]
+        values = [*dense, *leaves]
+        given = [values[i] for i in kept]
+        for x in given:
+            _refuse_other_numbers(x, name)
+        # What lies on a mesh stays there, and runs there.
+        if jax.default_backend() != "cpu" and mesh_around(values) is None:
+            given = jax.device_put(given, jax.local_devices(backend="cpu")[0])
+        return Batch(
+            *(args, static, name, list(program(*given))),
+            needs_params=any(i < len(dense) for i in kept),
+            tables=list(self._tables.values()),
+            lines=self._lines,
+            target=target_of([*dense, *jax.tree.leaves(args)]),
+        )
+
+    def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        known = _parameters(self._fun) if keywords else {}
+        if known is None or any(x.kind == x.VAR_KEYWORD for x in known.values()):
+            return dict(keywords)
+        return {k: x for k, x in keywords.items() if k in known}
 
     def _trace(
         self,
@@ -81,7 +148,8 @@ class RowIds:
         leaves: list[Any],
         structure: Any,
         static: Mapping[str, Any],
-    ) -> tuple[Any, list[int], bool]:
+    ) -> tuple[Any, list[int]]:
+        """The program, and which of dense parameters and batch it reads."""
         count, num_dense = len(self._tables), len(dense)
 
         def ids(rows: list[Any], *others: Any) -> list[jax.Array]:
@@ -97,30 +165,27 @@ class RowIds:
                 fun, self._tables, params, none, args, effects=False
             )
             for name, own_lines in lines.items():
-                self.lines.setdefault(name, set()).update(own_lines)
+                self._lines.setdefault(name, set()).update(own_lines)
             return found
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
             for x in self._tables.values()
         ]
-        values = [*dense, *leaves]
         shapes = [
             jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=_layout(x))
-            for x in values
+            for x in [*dense, *leaves]
         ]
         closed = jax.make_jaxpr(ids)(rows, *shapes)
-        names = list(self._tables.values())
         reads = kept_arguments(jaxpr_as_fun(closed), [*rows, *shapes])
-        for i in sorted(set(reads) & set(range(count))):
-            places = ", ".join(sorted(self.lines.get(names[i].name, ())))
-            raise ValueError(
-                "Rows of tables in host memory are fetched before the function runs, "
-                f"so ids must not depend on rows, but some depend on {names[i].name}, "
-                f"which is looked up at {places}. Compute ids from the batch; or, in "
-                "two calls, evaluate first and look up then."
-            )
-        kept = [i - count for i in reads if i >= count]
+        for i, table in enumerate(self._tables.values()):
+            if i in reads:
+                places = ", ".join(sorted(self._lines.get(table.name, ())))
+                raise ValueError(
+                    "Rows of tables in host memory are fetched before the function "
+                    + _why_not(closed.jaxpr.eqns).format(table=table.name, at=places)
+                )
+        kept = [i - count for i in reads]
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if _is_key(x) and i not in kept]
 
@@ -134,21 +199,67 @@ class RowIds:
             zeros = [jnp.zeros(x.shape, x.dtype) for x in rows]
             return jaxpr_as_fun(closed)(*zeros, *others)
 
-        return program, kept, any(i < num_dense for i in kept)
+        return program, kept
 
 
-def takes_keyword(fun: Callable[..., Any], name: str) -> bool:
+def _why_not(eqns: Sequence[Any]) -> str:
+    """Why a program of ids reads rows."""
+    effects = {type(effect).__name__ for eqn in eqns for effect in eqn.effects}
+    if effects & {"InternalMutableArrayEffect", "WriteEffect"}:  # without public names
+        return (
+            "runs, so it must be seen which ids it computes without them. Here a "
+            "mutable array (`jax.new_ref`) is written, and what is written is not "
+            "followed: ids may depend on rows of {table}, which is looked up at {at}. "
+            "Return what is computed of rows, or carry it through the loop, in place "
+            "of writing it to a mutable array."
+        )
+    return (
+        "runs, so ids must not depend on rows, but some depend on {table}, which is "
+        "looked up at {at}. Compute ids from the batch; or, in two calls, evaluate "
+        "first and look up then."
+    )
+
+
+def _parameters(fun: Callable[..., Any]) -> Mapping[str, Any] | None:
+    """Of a function, or `None` of one that Python cannot look into."""
     try:
-        known = inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # one that Python cannot look into
-        return True
-    return name in known or any(x.kind == x.VAR_KEYWORD for x in known.values())
+        return inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def split_keywords(
+    fun: Callable[..., Any], keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those that `make_train_step` traces, and those that it does not: see there."""
+    known = (_parameters(fun) if keywords else None) or {}
+    static = {
+        name: x
+        for name, x in keywords.items()
+        if name in known and isinstance(known[name].default, bool | str)
+    }
+    return {k: x for k, x in keywords.items() if k not in static}, static
 
 
 def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     """Which arguments a function reads, after its dead code is removed."""
     exported = jax.export.export(jax.jit(fun), platforms=["cpu"])
     return list(exported(*args).module_kept_var_idx)
+
+
+def _refuse_other_numbers(x: Any, batch: str) -> None:
+    """JAX takes 2**32 + 5 for 5 where an array of NumPy is wider than its integers."""
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu":
+        return
+    held: Any = jax.dtypes.canonicalize_dtype(x.dtype)
+    if held.itemsize < x.dtype.itemsize and np.any(x.astype(held) != x):
+        own = int(np.asarray(x)[x.astype(held) != x].flat[0])
+        raise IndexError(
+            f"{batch} has the integer {own}, of which rows are computed, and which JAX "
+            f"takes for {np.asarray(own, x.dtype).astype(held)}, as it computes in "
+            f"{held} unless jax_enable_x64 is set. Give rows that {held} holds; for "
+            f"a hash of numbers that it does not hold, say .astype(np.{held}) first."
+        )
 
 
 def _layout(x: Any) -> Any:
@@ -169,34 +280,14 @@ def mesh_around(leaves: Sequence[Any]) -> Any:
     return None if jax.sharding.get_mesh().empty else jax.sharding.get_mesh()
 
 
+def target_of(leaves: Sequence[Any]) -> Any:
+    """Where rows go: to all devices of a mesh, or to the device of the parameters."""
+    if (mesh := mesh_around(leaves)) is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    one = arrays[0] if arrays else jnp.zeros(())
+    return SingleDeviceSharding(next(iter(one.devices())))
+
+
 def _is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
-
-
-def _cpu() -> Any:
-    return jax.local_devices(backend="cpu")[0]
-
-
-def unique_rows(
-    ids: np.ndarray, whole: Whole, lines: Mapping[str, set[str]], batch: str
-) -> np.ndarray:
-    """The rows that a batch looks up, ascending, each once.
-
-    Raises:
-      IndexError: If an id is out of bounds where the lookup promises that none is.
-    """
-    ids, size = np.sort(ids), whole.shape[0]
-    if len(ids) and (ids[0] < 0 or ids[-1] > size):
-        places = ", ".join(sorted(lines.get(whole.name, ())))
-        # Those above the number of rows are one more than they are.
-        row = int(ids[0]) - size if ids[0] < 0 else int(ids[-1]) - 1
-        raise IndexError(
-            f"{batch} looks up row {row} of {whole.name}, which has {size:,} "
-            f"rows, at {places}. Give rows from 0 to "
-            f"{size - 1:,}; where an id may be out of bounds, say so by "
-            'table.at[ids].get(mode="fill") or mode="clip".'
-        )
-    is_new = np.ones(len(ids), bool)
-    np.not_equal(ids[1:], ids[:-1], out=is_new[1:])
-    ids = ids[is_new]
-    return ids[ids < size]

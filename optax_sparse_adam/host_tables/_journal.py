@@ -27,9 +27,13 @@ class Journal:
       path: Of a new file.
       sizes: How many rows each table has.
       fsync: Whether `commit` waits for the disk.
+
+    Attributes:
+      path: The file.
     """
 
     def __init__(self, path: Path, sizes: Sequence[int], fsync: bool):
+        self.path = path
         self._file = path.open("wb", buffering=0)
         self._fsync, self._end = fsync, 0
         # One bit a row: 37 MB for 300 million rows.
@@ -62,6 +66,11 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+
+    def remove(self) -> None:
+        """Ends the journal of a checkpoint to which rows can no longer go back."""
+        self.close()
+        self.path.unlink(missing_ok=True)
 
 
 def entries(

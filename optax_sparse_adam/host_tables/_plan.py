@@ -9,8 +9,8 @@ Which arrays of the state have rows is asked of `tx.init`, as the row verbs do.
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,11 +22,11 @@ from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.lazy_probe import TableSize, find_owners
 from .._train_step import make_train_step
 from ._compact import evaluate_compact
-from ._ids import RowIds
+from ._ids import RowIds, split_keywords
 from ._records import WORD, Layout
-from ._table import tables_among
+from ._table import HostTable, tables_among
 
-_CHUNK = 1 << 24  # bytes of rows that are begun or mapped at once
+CHUNK = 1 << 24  # bytes of rows that are begun or mapped at once
 
 
 def compact(fun: Callable[..., Any], params: Any) -> Callable[..., Any]:
@@ -98,133 +98,124 @@ def row_ids(fun: Callable[..., Any], params: Any) -> Callable[..., list[jax.Arra
     def ids(params: Any, *args: Any, **keywords: Any) -> list[jax.Array]:
         leaves = treedef.flatten_up_to(params)
         dense = [x for i, x in enumerate(leaves) if i not in tables]
-        static = static_keywords(fun, keywords)
-        traced = {k: x for k, x in keywords.items() if k not in static}
-        return found(dense, (args, traced), static)
+        traced, static = split_keywords(fun, keywords)
+        return found(dense, (args, traced), static, "The batch").ids
 
     return ids
-
-
-def static_keywords(
-    fun: Callable[..., Any], keywords: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Those that `make_train_step` does not trace: see there."""
-    try:
-        known = inspect.signature(fun).parameters
-    except (TypeError, ValueError):
-        return {}
-    defaults = {name: x.default for name, x in known.items()}
-    flags = (name for name in keywords if isinstance(defaults.get(name), bool | str))
-    return {name: keywords[name] for name in flags}
 
 
 class Plan:
     """The parameters and the state of a trainer: which parts of them are rows.
 
     Attributes:
-      hosts: The `HostTable`s, by the index of their leaf.
-      tables: What is known of each, likewise.
-      layouts: The records of each table, in the same order.
-      names: Of what is no row: the dense parameters, and the rest of the state.
-      fields: For each table and array of it a name, for the user's trees.
+      hosts: The `HostTable`s.
+      tables: What is known of each, by the index of its leaf in the parameters.
+      layouts: The records of each, in the same order.
+      treedef: Of the parameters.
+      dense: The parameters that are no tables, as they were given.
+      names: Of what is no row: the other parameters, then the rest of the state.
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
         check_transformation(tx, "HostTrainer")
         self.tx = tx
-        self.hosts, self.tables, self.treedef = tables_among(params)
-        if not self.hosts:
+        hosts, self.tables, self.treedef = tables_among(params)
+        self.hosts = list(hosts.values())
+        if not hosts:
             raise ValueError(
                 "HostTrainer needs a HostTable among the parameters; for parameters "
                 "on the device there is make_train_step."
             )
+        _refuse_shared(hosts, self.tables)
         pairs = jax.tree_util.tree_leaves_with_path(params)
         shapes = [jax.ShapeDtypeStruct(np.shape(x), _type_of(x)) for _, x in pairs]
         state = jax.eval_shape(tx.init, self.treedef.unflatten(shapes))
-        self.state_treedef: Any = jax.tree.structure(state)
         leaves = jax.tree_util.tree_leaves_with_path(state)
         sizes = {i: TableSize(x.shape, 1, 0) for i, x in self.tables.items()}
-        # For each array of the state the table whose rows it holds, if any.
-        self.owners = find_owners(
+        owners = find_owners(
             *(tx.init, self.treedef, sizes, shapes, [x for _, x in leaves]),
             "HostTrainer",
         )
-        names = [f"state{jax.tree_util.keystr(path)}" for path, _ in leaves]
-        fields = {i: [(x.name, x.shape[1:], x.dtype)] for i, x in self.tables.items()}
-        for (_, x), owner, name in zip(leaves, self.owners, names, strict=True):
-            if owner is not None:
-                fields[owner].append((name, x.shape[1:], x.dtype))
-        self.layouts = [Layout(x) for x in fields.values()]
-        dense = [
-            f"params{jax.tree_util.keystr(path)}"
-            for i, (path, _) in enumerate(pairs)
-            if i not in self.tables
+        self.dense = [x for i, (_, x) in enumerate(pairs) if i not in hosts]
+        self.num_dense = len(self.dense)
+        # For each array of parameters and state the table whose rows it holds, if any.
+        of_params = (i if i in hosts else None for i in range(len(pairs)))
+        places: dict[int | None, int] = {i: k for k, i in enumerate(hosts)}
+        self._owners = [places.get(i) for i in (*of_params, *owners)]
+        self._structure: Any = jax.tree.structure(
+            (self.treedef.unflatten(shapes), state)
+        )
+        self.names: list[str] = []
+        fields: list[list[Any]] = [[] for _ in hosts]
+        named = [
+            ("params", path, x) for (path, _), x in zip(pairs, shapes, strict=True)
         ]
-        self.num_dense = len(dense)
-        owned = zip(names, self.owners, strict=True)
-        self.names = [*dense, *(name for name, owner in owned if owner is None)]
+        named += [("state", path, x) for path, x in leaves]
+        for (tree, path, x), k in zip(named, self._owners, strict=True):
+            name = jax.tree_util.keystr(path)
+            if k is None:
+                self.names.append(tree + name)
+            else:
+                # The first one is the parameter, which has the table's name.
+                name = tree + name if fields[k] else [*self.tables.values()][k].name
+                fields[k].append((name, x.shape[1:], x.dtype))
+        self.layouts = [Layout(x) for x in fields]
 
-    # Between the user's trees and lists: dense parameters, the rest of the state, and
-    # for each table its arrays, as its layout says.
+    # Between the user's trees and lists: what is no row, and for each table its arrays,
+    # as its layout says.
 
-    def join(
-        self, dense: Sequence[Any], rest: Sequence[Any], arrays: Sequence[Sequence[Any]]
-    ) -> tuple[Any, Any]:
+    def join(self, others: Iterable[Any], arrays: Iterable[Iterable[Any]]) -> Any:
         """Parameters and state."""
-        of_tables = dict(zip(self.tables, map(iter, arrays), strict=True))
-        others, left = iter(dense), iter(rest)
-        params = [
-            next(of_tables[i]) if i in of_tables else next(others)
-            for i in range(self.treedef.num_leaves)
-        ]
-        state = [next(left if i is None else of_tables[i]) for i in self.owners]
-        return self.treedef.unflatten(params), self.state_treedef.unflatten(state)
+        left, own = iter(others), [*map(iter, arrays)]
+        return self._structure.unflatten(
+            next(left if k is None else own[k]) for k in self._owners
+        )
 
-    def split(self, params: Any, state: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    def split(self, params: Any, state: Any) -> tuple[list[Any], list[list[Any]]]:
         """The inverse of `join`."""
-        leaves = self.treedef.flatten_up_to(params)
-        arrays = {i: [leaves[i]] for i in self.tables}
-        rest: list[Any] = []
-        own = self.state_treedef.flatten_up_to(state)
-        for x, owner in zip(own, self.owners, strict=True):
-            (rest if owner is None else arrays[owner]).append(x)
-        dense = [x for i, x in enumerate(leaves) if i not in self.tables]
-        return dense, rest, list(arrays.values())
+        others: list[Any] = []
+        arrays: list[list[Any]] = [[] for _ in self.layouts]
+        leaves = self._structure.flatten_up_to((params, state))
+        for x, k in zip(leaves, self._owners, strict=True):
+            (others if k is None else arrays[k]).append(x)
+        return others, arrays
 
-    def of_records(
-        self, dense: Sequence[Any], rest: Sequence[Any], words: Sequence[jax.Array]
-    ) -> tuple[Any, Any]:
+    def of_records(self, others: Sequence[Any], words: Sequence[jax.Array]) -> Any:
         pairs = zip(self.layouts, words, strict=True)
-        return self.join(dense, rest, [layout.cut(x) for layout, x in pairs])
+        return self.join(others, [layout.cut(x) for layout, x in pairs])
 
-    def to_records(self, params: Any, state: Any) -> tuple[list[Any], list[Any], Any]:
-        dense, rest, arrays = self.split(params, state)
+    def to_records(self, params: Any, state: Any) -> tuple[list[Any], list[jax.Array]]:
+        others, arrays = self.split(params, state)
         pairs = zip(self.layouts, arrays, strict=True)
-        return dense, rest, [layout.join(x) for layout, x in pairs]
+        return others, [layout.join(x) for layout, x in pairs]
 
     # The beginning.
 
-    def init_rest(self, dense: Sequence[Any]) -> list[Any]:
-        """What is no row in the state of `tx.init`."""
-        params = self._params(dense, {})
-        # A training step donates it, and two arrays of a state may be one.
-        return [jnp.array(x) for x in self.split(params, self.tx.init(params))[1]]
+    def begin(self, dense: Sequence[Any], rows: Mapping[int, Any]) -> Any:
+        """`split` of parameters with these rows of some tables, and their new state."""
+        left = iter(dense)
+        params = self.treedef.unflatten(
+            rows.get(i, jnp.zeros((2, *self.tables[i].shape[1:]), self.tables[i].dtype))
+            if i in self.tables
+            else next(left)
+            for i in range(self.treedef.num_leaves)
+        )
+        return self.split(params, self.tx.init(params))
 
     def init_records(
-        self, index: int, dense: Sequence[Any], *, skips_zeros: bool
+        self, k: int, dense: Sequence[Any], *, skips_zeros: bool
     ) -> Iterator[tuple[int, np.ndarray]]:
         """The records of a new table in pieces, each with its first row.
 
         Where all of them are zeros, nothing, if that may be skipped.
         """
-        host, place = self.hosts[index], [*self.tables].index(index)
-        layout, total = self.layouts[place], host.shape[0]
-        size = max(2, min(total, _CHUNK // (layout.words * WORD)))
+        host, layout, index = self.hosts[k], self.layouts[k], [*self.tables][k]
+        total = host.shape[0]
+        size = max(2, min(total, CHUNK // (layout.words * WORD)))
 
         @jax.jit
         def arrays(dense: Sequence[Any], rows: jax.Array) -> list[Any]:
-            params = self._params(dense, {index: rows})
-            return list(self.split(params, self.tx.init(params))[2][place])
+            return list(self.begin(dense, {index: rows})[1][k])
 
         rows = np.zeros((size, *host.shape[1:]), host.dtype)
         if host.init is None:
@@ -245,24 +236,16 @@ class Plan:
                 records = layout.pack(arrays(dense, rows), count)
             yield first, records[:count]
 
-    def _params(self, dense: Sequence[Any], rows: Mapping[int, Any]) -> Any:
-        few = {i: jnp.zeros((2, *x.shape[1:]), x.dtype) for i, x in self.tables.items()}
-        of_tables, others = few | dict(rows), iter(dense)
-        return self.treedef.unflatten(
-            of_tables[i] if i in of_tables else next(others)
-            for i in range(self.treedef.num_leaves)
-        )
-
     # Programs.
 
     def step(self, loss: Callable[..., Any], params: Any, **options: Any) -> Any:
-        """`step(static, dense, rest, words, rows, args)`, compiled and donated."""
+        """`step(static, others, words, rows, args)`, compiled and donated."""
         inner = make_train_step(compact(loss, params), self.tx, **options)
 
-        @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
-        def step(static: Any, dense: Any, rest: Any, words: Any, rows: Any, args: Any):  # type: ignore[no-untyped-def]
+        @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+        def step(static: Any, others: Any, words: Any, rows: Any, args: Any) -> Any:
             batch, keywords = args
-            params, state = self.of_records(dense, rest, words)
+            params, state = self.of_records(others, words)
             new = inner(params, state, rows, *batch, **keywords, **dict(static))
             return *self.to_records(*new[:2]), new[2]
 
@@ -270,29 +253,37 @@ class Plan:
 
 
 @jax.jit
-def place(
-    words: Sequence[jax.Array],
-    rows: Sequence[jax.Array],
-    before: Sequence[tuple[jax.Array, jax.Array]] | None,
-) -> list[jax.Array]:
-    """Records that came from the host, padded to K, and the newer ones among them.
+def place(words: jax.Array, rows: jax.Array, newer: Any = None) -> jax.Array:
+    """Records of a table that came from the host, padded to K, and the newer ones.
 
     Args:
-      words: `[k, words]` of each table.
+      words: `[k, words]`.
       rows: `[K]`, their numbers, padded.
-      before: Rows and records of the step before, which were not yet in host memory
+      newer: Numbers and records of the step before, which were not yet in host memory
         when these were fetched.
     """
-    placed = []
-    for i, (x, own) in enumerate(zip(words, rows, strict=True)):
-        x = jnp.pad(x, ((0, len(own) - len(x)), (0, 0)))
-        if before is not None:
-            known, newer = before[i]
-            at = jnp.minimum(jnp.searchsorted(known, own), len(known) - 1)
-            is_newer = known[at] == own  # padding may take padding
-            x = jnp.where(is_newer[:, None], newer[at], x)
-        placed.append(x)
-    return placed
+    words = jnp.pad(words, ((0, len(rows) - len(words)), (0, 0)))
+    if newer is None:
+        return words
+    known, records = newer
+    at = jnp.minimum(jnp.searchsorted(known, rows), len(known) - 1)
+    is_newer = known[at] == rows  # padding may take padding
+    return jnp.where(is_newer[:, None], records[at], words)
+
+
+def _refuse_shared(hosts: Mapping[int, HostTable], tables: Mapping[int, Any]) -> None:
+    """Two tables in one file, or in one storage, would overwrite each other."""
+    seen: dict[Any, str] = {}
+    for i, host in hosts.items():
+        place: Any = None if host.storage is None else id(host.storage)
+        if host.file is not None:
+            place = Path(host.file).resolve()
+        if place is not None and place in seen:
+            raise ValueError(
+                f"Each table needs a file or a storage of its own; {seen[place]} and "
+                f"{tables[i].name} have the same one."
+            )
+        seen[place] = tables[i].name
 
 
 def _type_of(x: Any) -> Any:

@@ -8,7 +8,8 @@ begins at a word.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -46,10 +47,6 @@ class Field(NamedTuple):
     def place(self) -> slice:
         return slice(self.first, self.first + self.words)
 
-    def described(self) -> list[Any]:
-        """As a header says it."""
-        return [self.name, list(self.shape), str(self.dtype)]
-
 
 class Layout:
     """The fields of a record.
@@ -66,6 +63,11 @@ class Layout:
             field = Field(name, tuple(shape), np.dtype(dtype), self.words)
             self.fields.append(field)
             self.words += field.words
+
+    @property
+    def described(self) -> list[Any]:
+        """The fields as a header says them."""
+        return [[x.name, list(x.shape), str(x.dtype)] for x in self.fields]
 
     @property
     def record(self) -> np.dtype[Any]:
@@ -91,6 +93,22 @@ class Layout:
         for number, x in enumerate(arrays):
             self.view(records, number)[...] = np.asarray(x)[:count]
         return records
+
+
+def refuse_other(
+    words: str, found: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    """Raises if a header says something else, with the first difference."""
+    for key, here in expected.items():
+        there = found[key]
+        if there == here:
+            continue
+        if isinstance(here, list):
+            pairs = [*zip_longest(there, here)]
+            there, here = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ValueError(
+            f"{words}: {key} are {there!r} in the file, and {here!r} here."
+        )
 
 
 def _to_words(x: jax.Array) -> jax.Array:

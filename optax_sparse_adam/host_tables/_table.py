@@ -1,8 +1,9 @@
 """`HostTable`, a leaf of the parameters, and where its rows are kept."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -73,6 +74,8 @@ class HostTable:
             raise ValueError(
                 f"HostTable needs a shape (rows, *row) of integers, got {self.shape!r}."
             )
+        if 0 in shape[1:]:
+            raise ValueError(f"HostTable has rows of at least one number, got {shape}.")
         if not 0 < shape[0] <= _MOST_ROWS:
             raise ValueError(
                 f"HostTable has at least one row and at most {_MOST_ROWS:,}, as ids "
@@ -147,12 +150,37 @@ class Memory:
         values = np.ascontiguousarray(records).view(self._record)[:, 0]
         np.put(self._rows, rows, values, mode="clip")
 
-    def append(self, first: int, records: np.ndarray) -> None:
-        """Begins rows from `first` on."""
-        self.records[first : first + len(records)] = records
+    def begin(self, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
+        """Begins the rows: records, and the number of the first one, in pieces."""
+        for first, records in pieces:
+            self.records[first : first + len(records)] = records
 
     def close(self) -> None:
         pass
+
+
+def new_storage(
+    host: HostTable, name: str, layout: Layout, budget: float | None
+) -> Any:
+    """Where a table is kept, neither begun nor opened."""
+    if host.storage is not None:
+        return host.storage
+    if host.file is None:
+        return Memory(host.shape[0], layout)
+    from ._file import File  # needs POSIX
+
+    return File(Path(host.file), name, host.shape[0], layout, budget)
+
+
+def views_of(storage: Any, layout: Layout, whole: Whole) -> list[Any]:
+    """What the user sees of each field: arrays that are read-only."""
+    numbers = range(len(layout.fields))
+    if not isinstance(storage, Memory):
+        return [View(storage, layout, n, whole.shape[0]) for n in numbers]
+    views = [layout.view(storage.records, n) for n in numbers]
+    for x in views:
+        x.flags.writeable = False
+    return views
 
 
 class View:
@@ -167,9 +195,17 @@ class View:
         return self.shape[0]
 
     def __getitem__(self, ids: Any) -> np.ndarray:
-        rows = np.arange(len(self))[ids]
-        unique, places = np.unique(rows, return_inverse=True)
-        taken: np.ndarray = self._take(unique)[places.reshape(np.shape(rows))]
+        size = len(self)
+        # Of a slice without an array of all rows.
+        rows = np.asarray(range(size)[ids] if isinstance(ids, slice) else ids)
+        rows = np.arange(size)[rows] if rows.dtype == bool else rows
+        if not rows.size:
+            return np.zeros((*rows.shape, *self.shape[1:]), self.dtype)
+        is_integer = rows.dtype.kind in "iu" and not isinstance(ids, tuple)
+        if not is_integer or rows.min() < -size or rows.max() >= size:
+            raise IndexError(f"Rows are integers from 0 to {size - 1:,}, got {ids!r}.")
+        unique, places = np.unique(rows.astype(int) % size, return_inverse=True)
+        taken: np.ndarray = self._take(unique)[places.reshape(rows.shape)]
         return taken
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:

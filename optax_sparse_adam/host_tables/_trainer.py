@@ -9,18 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._gradients.evaluate import evaluate
 from .._gradients.value_and_grad import Sparse
-from .._rows.stale import contains_stale
+from ._between import evaluated, map_rows, reset
 from ._checkpoint import load, save
-from ._ids import RowIds, kept_arguments
+from ._ids import split_keywords
 from ._pipeline import Pipeline
-from ._plan import Plan, compact, static_keywords
-from ._records import WORD
-from ._reset import reset
-from ._table import HostTable, Memory, View
-
-_CHUNK = 1 << 24  # bytes of rows that `map_rows` has on the device
+from ._table import Memory, new_storage, views_of
 
 
 class HostTrainer:
@@ -57,13 +51,15 @@ class HostTrainer:
       ValueError: If there is no `HostTable`; if two have one file or one storage; if
         the state of `tx` has rows along another axis. By steps, with the user's line,
         for a loss that uses all of a table, or whose ids depend on rows.
-      IndexError: By a step, for an id out of bounds, before anything is changed.
+      IndexError: By a step, before anything is changed, for an id out of bounds, or
+        for an integer of NumPy that JAX would take for another one.
       FileExistsError: If a file is there already: `restore` opens it.
       BlockingIOError: If another trainer has the file.
       OSError: If a disk is full. What could not be written is kept, and written by the
         next call for which there is room.
       MemoryError: If the process holds more than the budget without pages of files.
       NotImplementedError: In one of several processes.
+      RuntimeError: By any use in a process that was forked.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
@@ -92,67 +88,46 @@ class HostTrainer:
         fsync: bool = False,
         progress: Callable[[Iterable[Any]], Iterable[Any]] | None = None,
     ):
-        self._begin(loss, tx, params, has_aux, sparse, budget, fsync)
-        try:
-            for k, index in enumerate(self._plan.tables):
-                storage = self._new_storage(k)
-                pieces: Any = self._plan.init_records(
-                    index, self._steps.dense, skips_zeros=isinstance(storage, Memory)
-                )
-                for first, records in progress(pieces) if progress else pieces:
-                    if isinstance(storage, Memory):
-                        storage.append(first, records)
-                    else:
-                        storage.put(np.arange(first, first + len(records)), records)
-                if hasattr(storage, "finish"):
-                    storage.finish()
-            self._steps.rest = self._plan.init_rest(self._steps.dense)
-        except BaseException:
-            self.close()
-            raise
+        def begin(steps: Pipeline, k: int, storage: Any) -> None:
+            in_memory = isinstance(storage, Memory)  # or in a file
+            pieces: Any = steps.plan.init_records(k, steps.dense, skips_zeros=in_memory)
+            pieces = pieces if progress is None else progress(pieces)
+            if in_memory:
+                storage.begin(pieces)
+                return
+            for first, records in pieces:
+                storage.put(np.arange(first, first + len(records)), records)
 
-    def _begin(
+        options = {"has_aux": has_aux, "sparse": sparse}
+        self._start(Pipeline(loss, tx, params, **options), begin, budget, fsync)
+
+    def _start(
         self,
-        loss: Callable[..., Any],
-        tx: Any,
-        params: Any,
-        has_aux: bool,
-        sparse: Sparse,
+        steps: Pipeline,
+        begin: Callable[[Pipeline, int, Any], None],
         budget: float | None,
         fsync: bool,
+        path: Path | None = None,
     ) -> None:
-        if jax.process_count() > 1:
-            raise NotImplementedError(
-                f"HostTrainer runs in one process, and here are {jax.process_count()}. "
-                "The page on large tables names what there is for several."
-            )
-        self._plan = plan = Plan(tx, params)
-        _refuse_shared(plan)
-        self._loss, self._params = loss, params
-        self._budget, self._fsync = budget, fsync
-        leaves = [x for x in jax.tree.leaves(params) if not isinstance(x, HostTable)]
-        program = plan.step(loss, params, has_aux=has_aux, sparse=sparse)
-        ids = RowIds(loss, plan.tables, plan.treedef)
-        # Steps donate the arrays, which are the caller's.
-        self._steps = Pipeline(plan, program, ids, [jnp.array(x) for x in leaves])
-
-    def _new_storage(self, k: int, *, exists: bool = False) -> Any:
-        """The storage of a table, begun or opened."""
-        index = [*self._plan.tables][k]
-        host, table = self._plan.hosts[index], self._plan.tables[index]
-        layout = self._plan.layouts[k]
-        storage: Any = host.storage
-        if storage is None and host.file is None:
-            storage = Memory(host.shape[0], layout)
-        elif storage is None:
-            from ._file import File  # needs POSIX
-
-            storage = File(Path(host.file), table.name, host.shape[0], layout)  # type: ignore[arg-type]
-            self._steps.storages[k] = storage  # to be closed
-            storage.open() if exists else storage.create()
-            storage.budget = self._budget
-        self._steps.storages[k] = storage
-        return storage
+        """Begins a run, or goes on with that of a checkpoint."""
+        self._steps, self._fsync = steps, fsync
+        plan = steps.plan
+        try:
+            # A training step donates it, and two arrays of a state may be one.
+            rest = plan.begin(steps.dense, {})[0][plan.num_dense :]
+            steps.others += [jnp.array(x) for x in rest]
+            for k, (host, table) in enumerate(
+                zip(plan.hosts, plan.tables.values(), strict=True)
+            ):
+                storage = new_storage(host, table.name, plan.layouts[k], budget)
+                steps.storages.append(storage)
+                begin(steps, k, storage)
+            if path is not None:
+                load(steps, path)
+                save(steps, path, fsync)
+        except BaseException:
+            steps.close_files()
+            raise
 
     def checkpoint(self, path: Any) -> None:
         """Makes a checkpoint, in place of an earlier one if there is one.
@@ -167,7 +142,7 @@ class HostTrainer:
           FileExistsError: If the folder has a checkpoint of another run.
           OSError: If a disk is full; the last checkpoint is as it was.
         """
-        self._steps.check_open()
+        self._steps.check()
         self._steps.settle()
         save(self._steps, Path(path), self._fsync)
 
@@ -203,21 +178,18 @@ class HostTrainer:
         Raises:
           FileNotFoundError: If there is no checkpoint, or a file of it is missing.
           PermissionError: If a file cannot be written.
-          ValueError: If it is one of other parameters or of another optimiser, or a
-            file of rows belongs to another checkpoint.
+          ValueError: If it is one of other parameters or of another optimiser, or rows
+            that are not in memory have changed since a later checkpoint.
           BlockingIOError: If another trainer has a file.
         """
+
+        def opened(steps: Pipeline, k: int, storage: Any) -> None:
+            if hasattr(storage, "open"):
+                storage.open()
+
         self = cls.__new__(cls)
-        self._begin(loss, tx, params, has_aux, sparse, budget, fsync)
-        try:
-            self._steps.rest = self._plan.init_rest(self._steps.dense)
-            for k in range(len(self._plan.layouts)):
-                self._new_storage(k, exists=True)
-            load(self._steps, Path(path))
-            save(self._steps, Path(path), fsync)
-        except BaseException:
-            self._close_files()
-            raise
+        steps = Pipeline(loss, tx, params, has_aux=has_aux, sparse=sparse)
+        self._start(steps, opened, budget, fsync, Path(path))
         return self
 
     @property
@@ -235,15 +207,17 @@ class HostTrainer:
         Returns:
           The loss, or a pair of it and `aux`.
         """
-        self._steps.check_open()
-        return self._steps.step(*_with_static(self._loss, batch, keywords))
+        self._steps.check(changes=True)
+        traced, static = split_keywords(self._steps.loss, keywords)
+        return self._steps.step((batch, traced), static)
 
     def run(self, batches: Iterable[Any], *, ahead: int = 4) -> Iterator[Any]:
         """Does a step for each batch, as a pipeline, and yields its value.
 
-        A batch is drawn while the step before it is running. What the iterable raises,
-        and what is wrong with a batch, is raised when all steps before are done.
-        Between two values the trainer may be used for anything, such as `checkpoint`.
+        A batch is drawn before the step of the one before it is done. What the iterable
+        raises, and what is wrong with a batch, is raised when all steps before are
+        done. Between two values the trainer may be used for anything; by the iterable,
+        to read it and to make checkpoints.
 
         Args:
           batches: Tuples of what the loss takes beside the parameters; what is no tuple
@@ -253,8 +227,11 @@ class HostTrainer:
 
         Yields:
           The loss, or a pair of it and `aux`.
+
+        Raises:
+          RuntimeError: If the iterable changes the trainer.
         """
-        self._steps.check_open()
+        self._steps.check()
         return self._steps.run(batches, max(0, ahead))
 
     def evaluate(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,33 +245,7 @@ class HostTrainer:
         Returns:
           A function of the further arguments. Keep it: it is compiled once.
         """
-        tables, few = self._plan.tables, compact(fun, self._params)
-        ids = RowIds(fun, tables, self._plan.treedef)
-
-        def on_rows(
-            static: Any, dense: Any, rest: Any, words: Any, rows: Any, args: Any
-        ) -> Any:
-            params, state = self._plan.of_records(dense, rest, words)
-            read = state if contains_stale(state) else None
-            batch, keywords = args
-            bound = evaluate(few, read=read)
-            return bound(params, rows, *batch, **keywords, **dict(static))
-
-        program = jax.jit(on_rows, static_argnums=0)
-
-        def evaluated(*args: Any, **keywords: Any) -> Any:
-            self._steps.check_open()
-            steps = self._steps
-            steps.settle()
-            traced, static = _with_static(fun, args, keywords)
-            batch = steps.ask(ids, traced, static, "The batch of evaluate")
-            rows = steps.padded_rows(batch)
-            return program(
-                tuple(sorted(static.items())),
-                *(steps.dense, steps.rest, rows.words, rows.padded, traced),
-            )
-
-        return evaluated
+        return evaluated(self._steps, fun)
 
     def map_rows(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """`params, state = function(params, state)`, by chunks of rows.
@@ -309,54 +260,10 @@ class HostTrainer:
 
         Raises:
           ValueError: Before anything is changed, if what is no row depends on rows in
-            the result, or has another shape or type.
+            the result, or has another shape or type. What is raised later, such as a
+            KeyboardInterrupt, leaves some rows as they were.
         """
-        self._steps.check_open()
-        steps, plan = self._steps, self._plan
-        steps.settle()
-        words = max(layout.words for layout in plan.layouts)
-        most = max(x.shape[0] for x in plan.tables.values())
-        size = min(most, max(1, _CHUNK // (words * WORD)))
-
-        def mapped(words: Any, dense: Any, rest: Any) -> Any:
-            return plan.to_records(*function(*plan.of_records(dense, rest, words)))
-
-        shapes = [
-            jax.ShapeDtypeStruct((size, x.words), jnp.uint32) for x in plan.layouts
-        ]
-        given = shapes, steps.dense, steps.rest
-        trees = jax.eval_shape(
-            lambda words, dense, rest: plan.of_records(dense, rest, words), *given
-        )
-        if jax.eval_shape(function, *trees) != trees:
-            raise ValueError(
-                "map_rows needs a function that returns parameters and state in the "
-                "shapes and types that it gets."
-            )
-        flat, structure = jax.tree.flatten(given)
-
-        def others(*leaves: Any) -> Any:
-            return mapped(*jax.tree.unflatten(structure, leaves))[:2]
-
-        if any(i < len(shapes) for i in kept_arguments(others, flat)):
-            raise ValueError(
-                "map_rows needs a function that treats each row alone; in the result "
-                "of this one, arrays that are no rows depend on rows, of which it sees "
-                "some at a time."
-            )
-        program, result = jax.jit(mapped), None
-        steps.version += 1
-        for first in range(0, most, size):
-            rows = [
-                np.arange(first, min(first + size, x.shape[0]))
-                for x in plan.tables.values()
-            ]
-            records = steps.take(rows, size)
-            result = program(records, steps.dense, steps.rest)
-            arrays = zip(result[2], rows, strict=True)
-            steps.store(rows, [np.asarray(x)[: len(own)] for x, own in arrays])
-        assert result is not None
-        steps.dense, steps.rest = result[:2]
+        map_rows(self._steps, function)
 
     def reset_rows(self, ids: Any, rows: Any) -> None:
         """Resets rows to new values, and their state to that of `tx.init`.
@@ -375,7 +282,6 @@ class HostTrainer:
           ValueError: For ids in another tree, of an array that is no `HostTable`, or
             that name a row twice; for rows of another shape.
         """
-        self._steps.check_open()
         reset(self._steps, ids, rows)
 
     # What the user reads.
@@ -394,47 +300,25 @@ class HostTrainer:
         return self._trees()[1]
 
     def _trees(self) -> Any:
-        self._steps.check_open()
-        steps = self._steps
+        steps, layouts = self._steps, self._steps.plan.layouts
+        steps.check()
         steps.settle()
-
-        def copied(x: Any) -> Any:
-            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            return jnp.array(x) if is_key else np.array(x)
-
-        arrays = [self._views(k) for k in range(len(self._plan.layouts))]
-        return self._plan.join(
-            [copied(x) for x in steps.dense], [copied(x) for x in steps.rest], arrays
-        )
-
-    def _views(self, k: int) -> list[Any]:
-        storage, layout = self._steps.storages[k], self._plan.layouts[k]
-        numbers = range(len(layout.fields))
-        if not isinstance(storage, Memory):
-            rows = [*self._plan.tables.values()][k].shape[0]
-            return [View(storage, layout, n, rows) for n in numbers]
-        views = [layout.view(storage.records, n) for n in numbers]
-        for x in views:
-            x.flags.writeable = False
-        return views
+        pairs = zip(steps.storages, layouts, steps.plan.tables.values(), strict=True)
+        views = [views_of(*pair) for pair in pairs]
+        return steps.plan.join(map(_copied, steps.others), views)
 
     # The end.
 
     def close(self) -> None:
         """Writes what is pending, and gives files back. May be called twice."""
-        if self._steps.is_open:
-            self._steps.is_open = False
+        steps = self._steps
+        if steps.is_open and not steps.is_of_another_process:
+            steps.check(changes=True)
+            steps.is_open = False
             try:
-                self._steps.settle()
+                steps.settle()
             finally:
-                self._close_files()
-
-    def _close_files(self) -> None:
-        if self._steps.journal is not None:
-            self._steps.journal.close()
-        for x in self._steps.storages:
-            if isinstance(x, Memory):
-                x.close()
+                steps.close_files()
 
     def __enter__(self) -> "HostTrainer":
         return self
@@ -443,27 +327,6 @@ class HostTrainer:
         self.close()
 
 
-def _refuse_shared(plan: Plan) -> None:
-    """Two tables in one file, or in one storage, would overwrite each other."""
-    seen: dict[Any, str] = {}
-    for i, host in plan.hosts.items():
-        if host.file is not None:
-            key: Any = Path(host.file).resolve()
-        elif host.storage is not None:
-            key = id(host.storage)
-        else:
-            continue
-        if key in seen:
-            raise ValueError(
-                f"Each table needs a file or a storage of its own; {seen[key]} and "
-                f"{plan.tables[i].name} have the same one."
-            )
-        seen[key] = plan.tables[i].name
-
-
-def _with_static(
-    fun: Callable[..., Any], batch: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    static = static_keywords(fun, keywords)
-    traced = {name: x for name, x in keywords.items() if name not in static}
-    return (batch, traced), static
+def _copied(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.array(x) if is_key else np.array(x)

@@ -39,6 +39,19 @@ def host_params(rows, w, **where):
     return {"table": table, "w": jnp.asarray(w)}
 
 
+class Dictionary:
+    """A storage of one's own, that knows nothing of tables."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def take(self, rows):
+        return np.stack([self.rows[row] for row in rows.tolist()])
+
+    def put(self, rows, records):
+        self.rows.update(zip(rows.tolist(), records.copy(), strict=True))
+
+
 def train_in_memory(loss, tx, params, batches, **options):
     """Parameters, state and values; arrays of NumPy are copied to the device."""
     params = jax.tree.map(jnp.array, params)

@@ -17,6 +17,7 @@ from ..helpers.examples import load_example
 from ..helpers.host_tables import (
     DIM,
     ROWS,
+    Dictionary,
     arrays,
     assert_trained_alike,
     batches,
@@ -115,19 +116,6 @@ def test_checkpoints_of_tables_elsewhere(folder, what, name):
         assert_trained_alike(trainer, values, known)
 
 
-class Dictionary:
-    """A storage of one's own, that knows nothing of tables."""
-
-    def __init__(self):
-        self.rows = {}
-
-    def take(self, rows):
-        return np.stack([self.rows[row] for row in rows.tolist()])
-
-    def put(self, rows, records):
-        self.rows.update(zip(rows.tolist(), records.copy(), strict=True))
-
-
 @pytest.mark.slow
 def test_a_table_in_lmdb(folder):
     """The recipe of docs/large_tables.md."""
@@ -183,19 +171,6 @@ def test_what_is_refused(folder):
     (folder / "table.bin").unlink()
     with pytest.raises(FileNotFoundError, match="opens the file of"):
         restored_in(folder)
-
-
-@pytest.mark.slow
-def test_an_older_checkpoint_of_the_same_file_is_refused(folder):
-    with trainer_in(folder) as trainer:
-        trainer.checkpoint(folder / "old")
-        trainer.step(*next(batches(0, 1)))
-        trainer.checkpoint(folder / "run")
-        trainer.step(*next(batches(1, 2)))
-        trainer.checkpoint(folder / "run")
-    with pytest.raises(ValueError, match="has changed since the checkpoint"):
-        host.HostTrainer.restore(folder / "old", loss, TX, params_in(folder))
-    restored_in(folder).close()
 
 
 def test_a_checkpoint_of_another_run_stays(folder):

@@ -237,6 +237,7 @@ def test_a_vmap_over_tables_and_ids_is_refused():
     [
         (lambda: host.HostTable(()), ValueError, "shape"),
         (lambda: host.HostTable((0, 3)), ValueError, "at least one row"),
+        (lambda: host.HostTable((5, 0)), ValueError, "at least one number"),
         (lambda: host.HostTable((2**31 - 1, 3)), ValueError, "ids are int32"),
         (lambda: host.HostTable((2**31, 3)), ValueError, "2,147,483,648"),
         (lambda: host.HostTable((5, 3), np.int32), TypeError, "floating"),
@@ -321,9 +322,9 @@ def test_evaluate_and_map_rows(name):
 
 @pytest.mark.slow
 def test_map_rows_by_chunks_and_what_it_refuses(monkeypatch):
-    from optax_sparse_adam.host_tables import _trainer
+    from optax_sparse_adam.host_tables import _between
 
-    monkeypatch.setattr(_trainer, "_CHUNK", 7 * 3 * DIM * 4)  # 7 rows at once
+    monkeypatch.setattr(_between, "CHUNK", 7 * 3 * DIM * 4)  # 7 rows at once
     rows, w = begin()
     small = host.HostTable((5, 3), init=lambda a, b: np.ones((b - a, 3)))
     trainer = host.HostTrainer(loss, TX, host_params(rows, w) | {"small": small})

@@ -16,7 +16,7 @@ ABOVE = ["_gradients", "_collectives", "torch_compat"]  # on rows, and not on ea
 MAY_IMPORT = {name: LAYERS[: i + 1] for i, name in enumerate(LAYERS)}
 MAY_IMPORT |= {name: [*LAYERS[:3], name] for name in ABOVE}
 MAY_IMPORT["_vocabulary"] = ["_vocabulary"]  # on the host, in NumPy
-BESIDE = ["_train_step", "_row_verbs", "_gradients", "host_tables"]
+BESIDE = ["_train_step", "_row_verbs", "_row_tables", "_gradients", "host_tables"]
 MAY_IMPORT["host_tables"] = [*LAYERS, *BESIDE]  # imported by nothing
 MAY_IMPORT["torch_compat"] = [*LAYERS[:4], "torch_compat"]
 

@@ -1,0 +1,377 @@
+"""What goes wrong around a trainer: its batches, its ids, its storage, its process."""
+
+import os
+import subprocess
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables import _pipeline
+from optax_sparse_adam.host_tables._records import Layout
+from optax_sparse_adam.host_tables._table import View
+
+from ..helpers.host_tables import (
+    DIM,
+    ROWS,
+    Dictionary,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import assert_identical, program_environment
+
+pytestmark = pytest.mark.slow
+
+TX = osa.sparse_adam(1e-2)
+
+
+def new_trainer(fun=loss, **where):
+    return host.HostTrainer(fun, TX, host_params(*begin(), **where))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    rows, w = begin()
+    return train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 6))
+
+
+# Batches.
+
+
+def test_none_is_a_batch_as_any_other():
+    def fun(params, ids):
+        ids = jnp.arange(3) if ids is None else ids
+        return jnp.sum(params["table"][ids] ** 2) + jnp.sum(params["w"])
+
+    rows, w = begin()
+    made = [(None,), (np.array([7, 1]),), (None,)]
+    known = train_in_memory(fun, TX, {"table": rows, "w": w}, made)
+    trainer = new_trainer(fun)
+    values = list(trainer.run([None, np.array([7, 1]), None]))
+    assert_trained_alike(trainer, values, known)
+
+
+CHANGES = {
+    "step": lambda trainer: trainer.step(*next(batches(9, 10))),
+    "run": lambda trainer: list(trainer.run(batches(9, 10))),
+    "map_rows": lambda trainer: trainer.map_rows(lambda *trees: trees),
+    "reset_rows": lambda trainer: trainer.reset_rows(
+        {"table": np.array([1]), "w": None},
+        {"table": np.zeros((1, DIM), np.float32), "w": None},
+    ),
+    "close": lambda trainer: trainer.close(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_batches_may_not_change_the_trainer(what, expected):
+    """They are drawn ahead: rows that are fetched already would come back as before."""
+    trainer, values = new_trainer(), []
+
+    def drawn():
+        for number, batch in enumerate(batches(0, 6)):
+            if number == 4:
+                CHANGES[what](trainer)
+            yield batch
+
+    with pytest.raises(RuntimeError, match=r"may read the trainer.*not change it"):
+        values.extend(trainer.run(drawn()))
+    assert len(values) == trainer.steps == 4
+    values += list(trainer.run(batches(4, 6)))
+    assert_trained_alike(trainer, values, expected)
+
+
+def test_batches_may_read_the_trainer_and_save_it(tmp_path, expected):
+    trainer = new_trainer(file=tmp_path / "table.bin")
+    looked_up = trainer.evaluate(lambda params, ids: params["table"][ids])
+    seen = []
+
+    def drawn():
+        for batch in batches(0, 6):
+            rows = looked_up(batch[0])
+            assert_identical(np.asarray(rows), trainer.params["table"][batch[0]])
+            trainer.checkpoint(tmp_path / "run")
+            seen.append(trainer.steps)
+            yield batch
+
+    values = list(trainer.run(drawn()))
+    assert_trained_alike(trainer, values, expected)
+    trainer.close()
+    params = host_params(*begin(), file=tmp_path / "table.bin")
+    with host.HostTrainer.restore(tmp_path / "run", loss, TX, params) as trainer:
+        assert trainer.steps == seen[-1]
+        values = [*expected[2][: seen[-1]], *trainer.run(batches(seen[-1], 6))]
+        assert_trained_alike(trainer, values, expected)
+
+
+# Ids.
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+@pytest.mark.parametrize("row", [2**32 + 5, 2**40, 2**33])
+def test_ids_that_jax_takes_for_others_are_refused(dtype, row):
+    """Without 64-bit types JAX looks up row 5 for 2**32 + 5."""
+
+    def fun(params, ids, y):
+        return loss(params, ids, y.astype(jnp.float32))
+
+    trainer = new_trainer(fun)
+    ids, y = next(batches(0, 1))
+    ids = ids.astype(dtype)
+    before = np.array(trainer.params["table"])
+    trainer.step(ids, y)
+    ids[3] = row
+    after = np.array(trainer.params["table"])
+    assert np.any(before != after)
+    evaluate = trainer.evaluate(fun)
+    for call in (trainer.step, lambda *x: list(trainer.run([x])), evaluate):
+        with pytest.raises(IndexError, match=rf"atch.* has the integer {row}, of"):
+            call(ids, y)
+    with pytest.raises(IndexError, match=r"The batch has the integer.*jax_enable_x64"):
+        host.row_ids(fun, host_params(*begin()))(trainer.params, ids, y)
+    assert_identical(np.array(trainer.params["table"]), after)
+    # Numbers of which no ids are computed are the loss's own.
+    trainer.step(ids.astype(np.int32) % ROWS, np.full(len(ids), row))
+
+
+def _at_once(params, ids, ref):
+    ref[0] += jnp.sum(params["table"][ids])
+
+
+def _in_a_loop(params, ids, ref):
+    def body(total, row):
+        ref[1] = ref[1] + jnp.sum(params["table"][row] ** 2)
+        return total, None
+
+    lax.scan(body, 0, ids)
+
+
+def _in_a_branch(params, ids, ref):
+    def branch():
+        ref[2] = jnp.sum(params["table"][ids])
+
+    lax.cond(ids[0] > 3, branch, lambda: None)
+
+
+@pytest.mark.parametrize("writes", [_at_once, _in_a_loop, _in_a_branch])
+def test_rows_that_are_written_to_a_mutable_array_are_refused(writes):
+    def fun(params, ids):
+        ref = jax.new_ref(jnp.zeros(3))
+        writes(params, ids, ref)
+        return ref[...].sum()
+
+    trainer = new_trainer(fun)
+    words = r"(?s)mutable array .*ids may depend on rows of \['table'\].*test_misuse.py"
+    with pytest.raises(ValueError, match=words):
+        trainer.step(np.array([1, 2, 3]))
+
+
+def test_a_mutable_array_of_ids_is_read():
+    def fun(params, ids, y):
+        ref = jax.new_ref(ids)
+        ref[0] = 7
+        return loss(params, ref[...], y)
+
+    rows, w = begin()
+    known = train_in_memory(fun, TX, {"table": rows, "w": w}, batches(0, 3))
+    trainer = new_trainer(fun)
+    assert_trained_alike(trainer, list(trainer.run(batches(0, 3))), known)
+
+
+# Where rows are.
+
+
+def test_only_real_rows_travel_to_an_accelerator(monkeypatch):
+    """The way to an accelerator, on a CPU that says that it is none."""
+    sent, fetch = [], _pipeline.Pipeline.fetch
+
+    def fetched(self, batch):
+        rows = fetch(self, batch)
+        each = zip(rows.unique, rows.words, rows.padded, strict=True)
+        sent.extend((len(own), len(x), len(numbers)) for own, x, numbers in each)
+        return rows
+
+    monkeypatch.setattr(_pipeline, "_is_on_cpu", lambda _: False)
+    monkeypatch.setattr(_pipeline.Pipeline, "fetch", fetched)
+    rows, w = begin()
+    other = rows[:40, :3].astype(jnp.bfloat16)
+
+    def fun(params, ids, y):
+        few = params["other"][ids[:9] % 40].astype(jnp.float32)
+        return loss(params, ids, y) + jnp.mean(few**2)
+
+    tx = osa.exact_adam(1e-2)
+    plain = {"table": rows, "w": w, "other": other}
+    known = train_in_memory(fun, tx, plain, batches(0, 8))
+    table = host.HostTable(other.shape, "bfloat16", init=lambda a, b: other[a:b])
+    trainer = host.HostTrainer(fun, tx, host_params(rows, w) | {"other": table})
+    values = list(trainer.run(batches(0, 4)))
+    values += [trainer.step(*batch) for batch in batches(4, 6)]
+    values += list(trainer.run(batches(6, 8)))
+    assert_trained_alike(trainer, values, known)
+    found = trainer.evaluate(lambda params, ids: params["table"][ids])(np.arange(50))
+    trainer.map_rows(osa.flush)
+    assert_identical(np.asarray(found), trainer.params["table"][:50])
+    assert all(own <= x <= size for own, x, size in sent)
+    assert all(x < own + max(1, size // 8) for own, x, size in sent if own)
+    assert sum(x < size for _, x, size in sent) > len(sent) // 2
+
+
+def test_views_of_a_storage_take_what_is_asked_for():
+    rows, _ = begin()
+    with new_trainer(storage=Dictionary()) as trainer:
+        view = trainer.params["table"]
+        mask = np.arange(ROWS) % 7 == 0
+        lists = (3, -1, np.int64(4), np.uint8(200), [3, 3, 1], [], [-1, 0], mask)
+        for ids in (*lists, slice(5, 9), slice(None, None, -7), [[1, 2], [3, -300]]):
+            assert_identical(np.asarray(view[ids]), rows[ids])
+        for ids in (ROWS, -ROWS - 1, [1, ROWS], [1.0], (1, 2)):
+            with pytest.raises(IndexError, match="Rows are integers from 0 to 299"):
+                view[ids]
+    layout = Layout([("table", (DIM,), np.float32)])
+    view = View(Zeros(), layout, 0, 200_000_000)
+    tracemalloc.start()
+    assert [len(view[[5, -1]]), len(view[7]), len(view[-9:])] == [2, DIM, 9]
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+class Zeros:
+    def take(self, rows):
+        return np.zeros((len(rows), DIM), np.uint32)
+
+
+def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path):
+    def init(first, last):
+        with pytest.raises(BlockingIOError, match="Another HostTrainer"):
+            new_trainer(file=tmp_path / "table.bin")
+        raise RuntimeError("no rows")
+
+    table = host.HostTable((ROWS, DIM), file=tmp_path / "table.bin", init=init)
+    with pytest.raises(RuntimeError, match="no rows"):
+        host.HostTrainer(loss, TX, {"table": table, "w": begin()[1]})
+    assert list(tmp_path.iterdir()) == []
+    new_trainer(file=tmp_path / "table.bin").close()
+
+
+# Checkpoints.
+
+
+def test_a_checkpoint_removes_its_own_files_only(tmp_path):
+    mine = [tmp_path / name for name in ("rows-1", "journal-of-mine", "table.bin")]
+    for path in mine[:2]:
+        path.write_text("mine")
+    with new_trainer(file=mine[2]) as trainer:
+        for batch in batches(0, 3):
+            trainer.step(*batch)
+            trainer.checkpoint(tmp_path)
+    left = {x.name for x in tmp_path.iterdir()} - {x.name for x in mine}
+    assert [x.split("-")[0] for x in sorted(left)] == ["checkpoint.npz", "journal"]
+    assert mine[0].read_text() == mine[1].read_text() == "mine"
+
+
+@pytest.mark.parametrize("what", ["file", "storage", "memory"])
+def test_an_older_checkpoint_of_the_same_rows(tmp_path, what, expected):
+    """Refused where rows have changed since, whose journal is in another folder."""
+    places = {"file": tmp_path / "table.bin", "storage": Dictionary()}
+    params = host_params(*begin(), **{k: x for k, x in places.items() if k == what})
+    with host.HostTrainer(loss, TX, params) as trainer:
+        for number, folder in enumerate(["old", "run", "run"]):
+            trainer.step(*next(batches(number, number + 1)))
+            trainer.checkpoint(tmp_path / folder)
+        trainer.step(*next(batches(3, 4)))
+    restore = host.HostTrainer.restore
+    if what != "memory":
+        with pytest.raises(ValueError, match="has changed since the checkpoint"):
+            restore(tmp_path / "old", loss, TX, params)
+    first = "old" if what == "memory" else "run"
+    with restore(tmp_path / first, loss, TX, params) as trainer:
+        assert trainer.steps == (1 if what == "memory" else 3)
+        list(trainer.run(batches(trainer.steps, 6)))
+        assert_trained_alike(trainer, expected[2], expected)
+
+
+def test_an_interrupt_while_a_checkpoint_is_made(tmp_path, monkeypatch, expected):
+    """Its archive is there already: what changes from now on is in its journal."""
+    trainer = new_trainer(file=tmp_path / "table.bin")
+    trainer.step(*next(batches(0, 1)))
+    trainer.checkpoint(tmp_path / "run")
+    trainer.step(*next(batches(1, 2)))
+    fsync = os.fsync
+
+    def interrupted(file):
+        if isinstance(file, int) and os.path.isdir(f"/proc/self/fd/{file}"):
+            raise KeyboardInterrupt
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.checkpoint(tmp_path / "run")
+    monkeypatch.undo()
+    list(trainer.run(batches(2, 5)))
+    trainer.close()
+    params = host_params(*begin(), file=tmp_path / "table.bin")
+    with host.HostTrainer.restore(tmp_path / "run", loss, TX, params) as trainer:
+        list(trainer.run(batches(trainer.steps, 6)))
+        assert_trained_alike(trainer, expected[2], expected)
+
+
+# Processes.
+
+FORK = """
+import os, sys, warnings
+import numpy as np
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from tests.helpers.host_tables import *
+
+warnings.simplefilter("ignore")
+rows, w = begin()
+tx = osa.sparse_adam(1e-2)
+params = host_params(rows, w, file=sys.argv[1])
+try:
+    with host.HostTrainer(loss, tx, params) as trainer:
+        run = trainer.run(batches(0, 6))
+        values = [next(run), next(run)]
+        if (child := os.fork()) == 0:
+            for use in (lambda: next(run), lambda: trainer.checkpoint("x")):
+                try:
+                    use()
+                except RuntimeError as error:
+                    assert "of the process that forked this one" in str(error)
+                    print("refused", flush=True)
+            raise SystemExit  # which leaves `with`
+        os.waitpid(child, 0)
+        try:
+            host.HostTrainer.restore("none", loss, tx, params)
+        except BlockingIOError:
+            print("locked")
+        values += list(run)
+        known = train_in_memory(loss, tx, {"table": rows, "w": w}, batches(0, 6))
+        assert_trained_alike(trainer, values, known)
+except SystemExit:
+    os._exit(0)  # JAX cannot end a process that was forked
+"""
+
+
+def test_a_fork_leaves_the_trainer_alone(tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, str(tmp_path / "table.bin")],
+        cwd=root,
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused", "refused", "locked"]
