@@ -13,9 +13,7 @@ have the same sign in a hidden list.
 """
 
 import argparse
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 try:
@@ -26,8 +24,8 @@ try:
     import optax_sparse_adam as osa
     from optax_sparse_adam import host_tables as host
 except ImportError as error:
-    install = 'pip install ".[examples]"'
-    sys.exit(f"on_disk.py needs {error.name}, which is not installed; run {install}")
+    text = f"on_disk.py needs {error.name}, which is not installed; run "
+    raise SystemExit(text + 'pip install ".[examples]"') from None
 
 DIM, IDS = 64, 8192  # numbers in a row, lookups in a step
 
@@ -43,15 +41,14 @@ def limit_memory(limit):
 
 
 def random_rows(first, last):
-    rng = np.random.default_rng(first)
-    return 0.1 * rng.standard_normal((last - first, DIM), np.float32)
+    return np.random.default_rng(first).normal(0, 0.1, (last - first, DIM))
 
 
 def draw(rows, number):
     """The batch of a step: pairs of ids by Zipf's law, and whether they agree."""
     rng = np.random.default_rng(number)
-    ids = (float(rows) ** rng.random(IDS)).astype(np.int64) - 1
-    ids = ids * 7919 % rows  # frequent rows are not neighbours
+    # Frequent rows are not neighbours.
+    ids = ((float(rows) ** rng.random(IDS)).astype(np.int64) - 1) * 7919 % rows
     agree = (ids[: IDS // 2] % 5 < 2) == (ids[IDS // 2 :] % 5 < 2)
     return ids.astype(np.int32), np.where(agree, 1, -1).astype(np.float32)
 
@@ -70,11 +67,7 @@ def new_trainer(folder, rows, limit, resume=False):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--rows", type=int, default=2_000_000, help="of the table (default: 2000000)")
     add("--steps", type=int, default=300, help="default: 300")
@@ -82,31 +75,20 @@ def main():
     add("--resume", action="store_true", help="go on with the files of --folder")
     add("--limit", type=float, default=1.0, help="GB of memory (default: 1)")
     args = parser.parse_args()
-    if args.resume and not args.folder:
-        parser.error("--resume needs the --folder of the files")
-    if args.rows < 1000 or args.steps < 1:
-        parser.error("--rows must be at least 1000, and --steps at least 1")
-
-    limit = int(args.limit * 1e9)
-    limit_memory(limit)
+    if args.rows < 1 or args.steps < 1 or (args.resume and not args.folder):
+        parser.error("--rows and --steps are at least 1, and --resume needs --folder")
+    limit_memory(limit := int(args.limit * 1e9))
     with tempfile.TemporaryDirectory() as new:
         folder = Path(args.folder or new)
         folder.mkdir(parents=True, exist_ok=True)
         with new_trainer(folder, args.rows, limit, args.resume) as trainer:
-            size = (folder / "table.bin").stat().st_size
-            print(f"file: {size / 1e9:.1f} GB; memory of the process: {args.limit} GB")
+            size = (folder / "table.bin").stat().st_size / 1e9
+            print(f"file: {size:.1f} GB; memory of the process: {args.limit} GB")
             numbers = range(trainer.steps, trainer.steps + args.steps)
             batches = (draw(args.rows, number) for number in tqdm(numbers))
-            losses, marks = [], [time.perf_counter()]
-            for value in trainer.run(batches):
-                losses.append(float(value))
-                marks.append(time.perf_counter())
+            losses = [float(value) for value in trainer.run(batches)]
             trainer.checkpoint(folder / "run")
-    few = max(1, len(losses) // 10)
-    print(f"{1e3 * np.median(np.diff(marks)):.1f} ms a step")
-    print(f"loss {np.mean(losses[:few]):.4f} -> {np.mean(losses[-few:]):.4f}")
-    if args.folder:
-        print(f"go on with --resume --folder {args.folder}")
+    print(f"loss {np.mean(losses[:30]):.4f} -> {np.mean(losses[-30:]):.4f}")
 
 
 if __name__ == "__main__":
