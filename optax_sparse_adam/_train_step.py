@@ -13,6 +13,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from ._gradients.value_and_grad import Sparse, value_and_grad
+from ._optimizers.attempt import attempt
 from ._optimizers.hyperparameters import check_transformation
 from ._optimizers.update_rows import UpdateRows
 from ._rows.apply_updates import apply_updates
@@ -227,15 +228,17 @@ def _traced(
         names = [name for name in sorted(asked) for _ in jax.tree.leaves(asked[name])]
         return _Traced(jaxpr, jax.tree.structure(results), names)
 
-    try:
-        return trace(grads)
-    except Exception as error:
-        if not _sparse_leaves(grads) or _is_raised_by_user(error.__traceback__):
-            raise
-        with contextlib.suppress(Exception):
-            return trace(jax.tree.map(_summed, grads, is_leaf=is_bcoo))
-        with refused_by_form("make_train_step", apply, grads, asked, is_step=True):
-            raise
+    found, error = attempt(trace, grads)
+    if error is None:
+        return found
+    if not _sparse_leaves(grads) or _is_raised_by_user(error.__traceback__):
+        raise error
+    summed = functools.partial(jax.tree.map, _summed, is_leaf=is_bcoo)
+    found, other = attempt(lambda: trace(summed(grads)))
+    if other is None:
+        return found
+    with refused_by_form("make_train_step", apply, grads, asked, is_step=True):
+        raise error
 
 
 @contextlib.contextmanager
@@ -272,11 +275,9 @@ def refused_by_form(
         forms = () if is_step else ((_summed, _SUMMED_ONLY),)
         for form, words in (*forms, (_dense_like, _DENSE_ONLY)):
             other = jax.tree.map(form, grads, is_leaf=is_bcoo)
-            try:
-                jax.eval_shape(update, other, *args)
-            except Exception:  # nor does it take these
-                continue
-            raise TypeError(f"{words.format(name=name)}It raised: {error}") from error
+            if attempt(jax.eval_shape, update, other, *args)[1] is None:
+                words = words.format(name=name)
+                raise TypeError(f"{words}It raised: {error}") from error
         raise
 
 

@@ -24,6 +24,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._jax_extras.sharding import mesh_of, shard_axes_like
+from .attempt import attempt
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
@@ -270,15 +271,15 @@ def _check_same_operations(
     rows = {i: table.num_rows for i, table in tables.items()}
     # Two rows for none: of arrays without elements JAX computes less.
     few = {i: table.nse or min(2, table.num_rows) for i, table in tables.items()}
-    try:
-        expected = _operations(update, _resized(shapes, owners, tables, rows))
-    except Exception:  # of no table, so there is nothing that it ought to do
+    whole = _resized(shapes, owners, tables, rows)
+    expected, error = attempt(_operations, update, whole)
+    if error is not None:  # it takes no tables, so there is nothing to compare with
         return
     largest = tables[max(rows, key=lambda i: rows[i])]
     # The mask of the module's example: (mul, add) of the table, nothing of few rows.
-    try:
-        found = _operations(update, _resized(shapes, owners, tables, few))
-    except Exception as error:
+    touched = _resized(shapes, owners, tables, few)
+    found, error = attempt(_operations, update, touched)
+    if error is not None:
         raise _size_error(largest.num_rows, largest.nse, error) from error
     if found != expected:
         raise _size_error(largest.num_rows, largest.nse)
