@@ -18,42 +18,18 @@ from .._optimizers.hyperparameters import (
     check_at_least,
     check_betas,
     check_eps,
-    check_leaf,
     check_state_class,
     floating_type,
 )
 from .._optimizers.update_rows import Updated, UpdateRows
-from .._rows.canary import is_read_at, lacks_clock, without_clock
-from .._rows.checks import is_bcoo, is_leaf, leaves_like, refuse_complex
+from .._rows.checks import refuse_complex
 from .._rows.entries import accumulator_dtype
-from .._rows.gather_scatter import gather_rows
 from .._rows.new_arrays import full_along
-from .._rows.row_ops import Update
-from .rows import (
-    Betas,
-    stale_arrays,
-    step_arrays,
-    update_touched_rows,
-    update_whole,
-)
-from .schedule import (
-    Schedule,
-    checked_constants,
-    constants_of,
-    decay_of,
-    fit,
-    hold_values,
-    is_continued,
-    largest_decay,
-    outlook,
-    take_step,
-)
-from .state import (
-    ExactAdamState,
-    replaced,
-    rows_by_parameter,
-    table_states,
-)
+from .leaves import Leaves
+from .schedule import Schedule, constants_of, fit, largest_decay
+from .state import ExactAdamState, replaced
+from .step import Betas
+from .update import look_ahead, update_leaves
 
 
 def _schedule(value: Any, name: str) -> Schedule:
@@ -114,71 +90,6 @@ def _check_decay(state: ExactAdamState, own: str) -> None:
         )
 
 
-def _check_read(grad: Any, path: Any, clock: jax.Array) -> Any:
-    """Whether the gradient was made with `read=` of this state, as far as is known."""
-    is_read = is_read_at(grad, clock) if not lacks_clock(grad) else False
-    if not isinstance(is_read, jax.core.Tracer) and not is_read:
-        name = jax.tree_util.keystr(path) or "the table"
-        made = "without" if lacks_clock(grad) else "with the state of another step"
-        raise ValueError(
-            "exact_adam needs gradients that are made with read=, at the rows as dense "
-            f"Adam has them; got one of {name} made {made}. Call "
-            "value_and_grad(loss, read=state) with the state of the optimiser in "
-            "each step, or let make_train_step do so."
-        )
-    return is_read
-
-
-def _check_place(grad: Any, param: Any, path: Any) -> Any:
-    """Whether its rows were read of these parameters, as far as is known.
-
-    Those of a copy are brought up to date as if they were these: an average of stored
-    rows is none of values, and what was added to a row decays with it.
-    """
-    is_right: Any = True
-    for other in getattr(grad, "read_of", ()):
-        if other is param or param is None:
-            continue
-        if jnp.shape(other) != jnp.shape(param):
-            continue  # the gradient is that of a shard, by `local_rows`
-        if not isinstance(other, jax.core.Tracer) and jnp.asarray(other).is_deleted():
-            continue  # it was donated, and nothing is known of it
-        old, new = (gather_rows(jnp.asarray(x), grad.indices) for x in (other, param))
-        new = new.astype(old.dtype)  # as those of a copy of lower precision
-        is_right &= jnp.all((old == new) | (jnp.isnan(old) & jnp.isnan(new)))
-    if not isinstance(is_right, jax.core.Tracer) and not is_right:
-        name = jax.tree_util.keystr(path) or "the table"
-        raise ValueError(
-            "exact_adam needs gradients that are taken at the parameters that it "
-            f"updates; got one of {name} taken at others, as of a perturbed copy or "
-            "an average. Perturb the rows that the loss has looked up instead: see "
-            "docs/exact_adam.md."
-        )
-    return is_right
-
-
-def _check_continued(is_right: jax.Array) -> jax.Array:
-    if not isinstance(is_right, jax.core.Tracer) and not is_right.all():
-        raise ValueError(
-            "exact_adam needs the schedule and the count by which its state has moved "
-            "stale rows; got a state of another learning rate, weight decay, nesterov "
-            "or count. Call params, state = flush(params, state) before any of them "
-            "changes: after it, all of them may."
-        )
-    return is_right
-
-
-def _check_clock(clock: jax.Array) -> jax.Array:
-    has_room = clock < jnp.iinfo(clock.dtype).max
-    if not isinstance(has_room, jax.core.Tracer) and not has_room:
-        raise ValueError(
-            "exact_adam dates rows by a clock of 32 bits, and this state has made "
-            "2**31 - 1 updates. Call params, state = flush(params, state), make a new "
-            "state by init, and give it mu, nu and count of the old one."
-        )
-    return has_room
-
-
 def _exact_adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: float,
@@ -211,8 +122,8 @@ def _exact_adam(
     fit(betas.b1, betas.b2, np.dtype("float32"))  # raises where there is none
 
     def decaying(params: optax.Params) -> Any:
-        if decay is None or mask is None:
-            return jax.tree.map(lambda _: decay is not None, params)
+        if mask is None:
+            return jax.tree.map(lambda _: True, params)
         marks = mask(params) if callable(mask) else mask
         return jax.tree.map(
             lambda mark, part: jax.tree.map(lambda _: bool(mark), part), marks, params
@@ -264,109 +175,18 @@ def _exact_adam(
     ) -> Updated:
         check_state_class(state, ExactAdamState, own)
         _check_decay(state, own)
-        state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
-        treedef: Any
-        paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_leaf)
-        grads = [grad for _, grad in paths]
-        olds: list[Any] = [None] * len(grads)
-        marks = [decay is not None] * len(grads)
-        if params is not None:
-            olds = leaves_like(treedef, params, "Parameters", "gradients")
-            marks = treedef.flatten_up_to(decaying(params))
-        elif decay is not None:
+        if decay is not None and params is None:
             raise ValueError(
                 "exact_adamw needs the parameters, which decay. Call "
                 "update(updates, state, params)."
             )
-        nus = leaves_like(treedef, state.nu, "The moments", "gradients")
-        known = [nu if old is None else old for old, nu in zip(olds, nus, strict=True)]
-        shapes = [None if x is None else jnp.shape(x) for x in known]
-        rows = rows_by_parameter(state, shapes, treedef)
-        # In the order of the state's arrays: where parameter 0 is masked, place 0 is
-        # parameter 1.
-        decays = np.array([marks[i] for i in rows], bool)
-        constants = checked_constants(state, betas)
-        view = outlook(state.count, rate, decay, betas, constants.eps.dtype)
-        # In a program a wrong state cannot raise. It makes NaN: `eps` of what is read,
-        # the learning rate of what is written, the remaining updates of all that comes
-        # later.
-        is_own = jnp.isfinite(constants.eps)
-        rate_now = jnp.where(is_own, view.now.rate, jnp.nan)
-        view = view._replace(now=view.now._replace(rate=rate_now))
-        is_right = _check_continued(is_continued(state, view, decays, betas))
-        is_right &= _check_clock(state.clock)
-        constants = constants._replace(eps=jnp.where(is_right, constants.eps, jnp.nan))
-        # After `flush`, `count` may have been set by hand, and `origin` follows it.
-        before = table_states(state)
-        origin = state.count - state.clock
-        after = take_step(before._replace(origin=origin), constants, view, decays)
-        remaining = jnp.where(is_right[:, None, None], after.remaining, jnp.nan)
-        count = optax.safe_increment(state.count)  # which may stand still
-        after = after._replace(remaining=remaining, origin=count - after.clock)
-        # Rows of a parameter with a dense gradient hold their value, before and after.
-        is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
-        after = hold_values(after, np.array(is_dense, bool))
-        is_read = [True] * len(rows)
-        for place, i in enumerate(rows):
-            if grads[i] is not None:
-                check_leaf(grads[i], rows[i].nu)
-                if is_bcoo(grads[i]):
-                    is_read[place] = _check_read(grads[i], paths[i][0], state.clock)
-                    is_read[place] &= _check_place(grads[i], olds[i], paths[i][0])
-        eps = jnp.where(jnp.stack(is_read), constants.eps, jnp.nan)
-        constants, step = constants._replace(eps=eps), view.now
-        if decay is not None:
-            step = step._replace(log_decay=decay_of(step, decays))
-        states = before.with_polynomials(), after.with_polynomials()
-        # As the lookups have it, so that XLA computes it once. What is not of this
-        # optimiser is NaN by what `step_arrays` adds.
-        arrays = stale_arrays(states[0], state.constants)
-        arrays = step_arrays(arrays, states[1], constants, step, betas)
-        made = [*map(Update, grads)]
-        whole = []
-        for place, i in enumerate(rows):
-            if is_dense[place]:
-                whole.append(i)
-            if not is_bcoo(grads[i]):
-                continue
-            read: Any = ()
-            own_step = step
-            if step.log_decay is not None:
-                read = (olds[i],)
-                own_step = step._replace(log_decay=step.log_decay[place])
-            own_constants = constants._replace(eps=constants.eps[place])
-            args = (*(x.at(place) for x in states), own_constants, own_step)
-            made[i], rows[i] = update_touched_rows(
-                without_clock(grads[i]),
-                read,
-                rows[i],
-                *args,
-                arrays.at(place),
-                olds[i] if adds_to_params else None,
-                betas=betas,
-            )
-        if whole:
-            places = np.flatnonzero(is_dense).tolist()
-            names = [jax.tree_util.keystr(paths[i][0]) for i in whole]
-            is_stale = state.refuse_stale(dict(zip(places, names, strict=True)))
-            # One rate for all: XLA would compute those of all in the fusion of each.
-            own_rate = jnp.where(is_stale, jnp.nan, view.now.rate)
-            news = update_whole(
-                [grads[i] for i in whole],
-                [olds[i] for i in whole],
-                [rows[i] for i in whole],
-                own_rate,
-                state.count,
-                after.clock,
-                view.now.weight_decay,
-                betas=betas,
-                decays=tuple(decays[places].tolist()),
-            )
-            for i, change, new in zip(whole, *news, strict=True):
-                made[i], rows[i] = Update(change), new
-        state = replaced(state, [*rows.values()], after)
-        count = optax.safe_increment(state.count)
-        return treedef, made, state._replace(count=count)
+        state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
+        marks = None if decay is None else decaying(params)
+        leaves = Leaves.of(updates, state, params, marks)
+        outset = look_ahead(leaves, state, rate, decay, betas)
+        made, rows = update_leaves(leaves, outset, betas, adds_to_params=adds_to_params)
+        new = replaced(state, rows, outset.after)
+        return leaves.treedef, made, new._replace(count=outset.next_count)
 
     update = UpdateRows(update_fn)
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update)

@@ -23,8 +23,8 @@ from .remaining_update import (
     nodes,
     sum_at_nodes,
 )
-from .rows import Betas, Step, TableState
-from .state import ExactAdamState, table_states
+from .rows import TableState
+from .step import Betas, Step
 
 Schedule = Callable[[jax.Array], Any]
 
@@ -33,10 +33,6 @@ _TOLERANCE = {4: 5e-8, 8: 1e-13}
 _MOST_NODES = 64
 _LARGEST = 1e3  # of an update to come, in the larger of 1 and the next one
 _PAST = 16  # steps of the past that tell how large a schedule is
-# By how much a remaining update may differ from the stored one: relative to it, and to
-# the largest learning rate, near whose zero a schedule in float32 has not the same bits
-# in any two programs.
-_SAME, _SAME_TO_LARGEST = 2e-5, 1e-5
 
 
 class Outlook(NamedTuple):
@@ -56,7 +52,7 @@ class Outlook(NamedTuple):
     largest: jax.Array
 
 
-def _mean(b1: float, b2: float) -> float:
+def mean_ahead(b1: float, b2: float) -> float:
     """How many steps ahead the updates lie on average, weighted by their size."""
     return 1 / (1 - b1 / math.sqrt(b2))
 
@@ -91,7 +87,7 @@ def fit(b1: float, b2: float, dtype: Any) -> tuple[int, int, bool]:
     """
     most_ahead = horizon(b1, b2, dtype)
     # The default betas have a mean of 10; the best is 10 steps ahead, with 10 nodes.
-    leads = (round(_mean(b1, b2) * factor) for factor in (0.5, 1, 1.5, 2, 3, 4, 6))
+    leads = (round(mean_ahead(b1, b2) * factor) for factor in (0.5, 1, 1.5, 2, 3, 4, 6))
     fits = [
         (lead, degree, uses_roots)
         for lead in sorted({min(max(1, lead), most_ahead) for lead in leads})
@@ -229,51 +225,6 @@ def constants_of(betas: Betas, dtype: Any) -> Constants:
         eps=jnp.full([], betas.eps, dtype),
         lead=jnp.full([], lead, jnp.int32),
     )
-
-
-def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
-    """The constants of a state; NaN where they are not those of this optimiser.
-
-    Raises:
-      ValueError: If that is known at once: outside of `jit`, or by the shapes.
-    """
-    found = state.constants
-    dtype = jax.dtypes.canonicalize_dtype(found.eps.dtype)
-    own = constants_of(betas, dtype)
-    # As close as two machines compute a logarithm.
-    given, wanted = (jnp.stack(x[:3]).astype(dtype) for x in (found, own))
-    is_same = jnp.all(abs(given - wanted) <= jnp.asarray(1e-5, dtype) * abs(wanted))
-    is_same &= found.lead == own.lead
-    degree = fit(betas.b1, betas.b2, dtype)[1]
-    is_traced = isinstance(is_same, jax.core.Tracer)
-    if state.remaining.shape[-1] != degree or not (is_traced or is_same):
-        raise ValueError(
-            "exact_adam needs a state that was made with its own b1, b2 and eps, by "
-            "which stale rows have moved; got that of others. Only the learning rate "
-            "and the weight decay may change, after flush(params, state), but not "
-            "jax_enable_x64. Make a new state by init."
-        )
-    return type(own)(*found)._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
-
-
-def is_continued(
-    state: ExactAdamState, view: Outlook, decays: np.ndarray, betas: Betas
-) -> jax.Array:
-    """For each parameter, whether its stale rows may be moved on by these schedules.
-
-    They are stored by the remaining update that they had, which must be that of now.
-    It is true of a parameter all of whose rows hold values, as after `flush`.
-    """
-    clock, origin, until, remaining, *_ = table_states(state)
-    stored, now = remaining[:, 1], view.before[decays.astype(int)]
-    # `stored` and `now` are [parameters, nodes]. Their values are about the learning
-    # rate times `_mean`, to which the second limit is relative.
-    limit = _SAME * jnp.max(jnp.abs(now), axis=1)
-    limit += _SAME_TO_LARGEST * _mean(betas.b1, betas.b2) * view.largest
-    is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
-    is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
-    is_same &= state.count == clock + origin
-    return (until <= clock) & (is_same | (until == clock))
 
 
 def take_step(

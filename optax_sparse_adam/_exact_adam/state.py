@@ -9,8 +9,10 @@ import numpy as np
 import optax
 
 from .._rows.stale import class_names, contains_stale
+from .kernel_arrays import stale_arrays
 from .remaining_update import Constants
-from .rows import RowState, StaleTable, TableState, stale_arrays
+from .rows import RowState, TableState
+from .stale_table import StaleTable
 
 
 class ExactAdamState(NamedTuple):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.jaxprs import named_in_jaxprs
-from ..native import _calls as native
+from .._rows.kernel_reads import reader_of_rows
 from ..native._on_cpu import on_cpu
 from .expressions import Expression, Leaf, Table, inject, operands_first, table
 from .lookups import Lookup, Mode
@@ -126,8 +126,6 @@ def look_up_by_kernel(
 
 
 def _kernel(source: Table, indices: jax.Array) -> Callable[..., jax.Array] | None:
-    """`native.look_up_rows` of this table, if the kernel takes it."""
-    if source.stale is not None:
-        return source.stale.kernel(source.array, indices)
-    takes = native.supports_lookup(source.array, indices)
-    return native.look_up_rows if takes else None
+    """The kernel's lookup in this table, if it takes it."""
+    stale = None if source.stale is None else source.stale.for_kernel()
+    return reader_of_rows(source.array, indices, stale)

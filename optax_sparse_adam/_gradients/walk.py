@@ -43,7 +43,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import evaluate_eqn, name_and_params
-from ..native import _calls as native
+from .._rows.kernel_reads import reader_of_rows
 from .backward_slice import BackwardSlice
 from .expressions import Expression, Leaf, Table, table
 from .lookups import Lookup, Promises
@@ -365,7 +365,7 @@ def _constant(array: Any) -> Any:
     if array.size * array.dtype.itemsize < _LARGE:
         return array
     args: Any = array, np.zeros(1, np.int32)
-    return table(Table(args[0])) if native.supports_lookup(*args) else array
+    return array if reader_of_rows(*args) is None else table(Table(args[0]))
 
 
 def _variables(*atoms: Any) -> list[Any]:

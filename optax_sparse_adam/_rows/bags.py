@@ -25,9 +25,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.jaxprs import named_in_jaxprs
 from .._jax_extras.sharding import mesh_of, partitions_of
 from .._jax_extras.sums_of_shards import sum_of_shards
-from ..native import _calls as native
 from ..native._on_cpu import on_cpu
 from .entries import accumulator_dtype
+from .kernel_reads import reader_of_bags
 from .padding import expand_like, narrow_ids
 
 MODES = ("sum", "mean", "sqrtn", "max")
@@ -372,8 +372,8 @@ def bag_lookup(
 ) -> jax.Array:
     """`sum_bags` without derivatives and `vmap`."""
     pool = functools.partial(_pool, num_bags)
-    if native.supports_bags(table, ids):
-        read = functools.partial(native.read_bags, num_bags)
+    read = reader_of_bags(table, ids, num_bags)
+    if read is not None:
         sums: jax.Array = on_cpu(read, pool, table, ids, segments, weights)
         return sums
     tree: Any

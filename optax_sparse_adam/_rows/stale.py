@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..native._calls import Stale
+
 
 class StaleRows(Protocol):
     """What brings the rows of one table up to date; a pytree."""
@@ -27,10 +29,8 @@ class StaleRows(Protocol):
     ) -> jax.Array:
         """As they are now, of rows as stored, which `take` picks of the table."""
 
-    def kernel(
-        self, table: jax.Array, ids: jax.Array
-    ) -> Callable[[jax.Array, jax.Array, float | None], jax.Array] | None:
-        """`native.look_up_rows` of values, if the kernel takes these arrays."""
+    def for_kernel(self) -> Stale:
+        """The same for a lookup by the kernel, if it takes the arrays."""
 
     def map(self, function: Callable[[Any, bool], Any]) -> "StaleRows":
         """Applies `function(array, has_rows)` to all arrays."""

@@ -138,38 +138,35 @@ def _indices(grad: Any) -> jax.Array:
     return indices
 
 
-def supports_lookup(table: jax.Array, ids: jax.Array) -> bool:
-    """Whether the kernel reads these rows, and faster than XLA."""
+def supports_lookup(
+    table: jax.Array,
+    ids: jax.Array,
+    stale: Stale | None = None,
+    *,
+    in_bags: bool = False,
+) -> bool:
+    """Whether the kernel reads these rows, and faster than XLA.
+
+    Stale ones and those of bags at any width: in plain JAX, rows are gathered from
+    three tables or more, or written before they are added up.
+    """
+    if stale is not None:
+        mu, nu, last, *decays = stale.tables
+        floats = (table, mu, nu, *decays)
+        return (
+            all(x.dtype == jnp.float32 for x in floats)
+            and last.dtype == jnp.int32
+            and last.ndim == 1
+            and _supports(floats, ids, last)
+        )
     # OLD_JAX: 0.11.2. XLA may widen a bfloat16 table, out of the loop that reads it.
     is_slow = math.prod(table.shape[1:]) in _READ_WIDTHS or table.dtype == jnp.bfloat16
-    return is_slow and _supports(table, ids)
-
-
-def supports_bags(table: jax.Array, ids: jax.Array) -> bool:
-    """Whether the kernel reads bags of this table."""
-    return _supports(table, ids)
+    return (in_bags or is_slow) and _supports(table, ids)
 
 
 def supports_write(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
     """Whether the kernel writes these rows."""
     return indices.shape[1] == 1 and _supports((table, rows), indices)
-
-
-def supports_stale_lookup(
-    table: jax.Array, tables: tuple[jax.Array, ...], ids: jax.Array
-) -> bool:
-    """Whether the kernel takes these for `look_up_stale_rows`.
-
-    At any width: in plain JAX, rows are gathered from three tables or more.
-    """
-    mu, nu, last, *decays = tables
-    floats = (table, mu, nu, *decays)
-    return (
-        all(x.dtype == jnp.float32 for x in floats)
-        and last.dtype == jnp.int32
-        and last.ndim == 1
-        and _supports(floats, ids, last)
-    )
 
 
 def supports_zeros(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:

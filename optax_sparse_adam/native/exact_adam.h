@@ -207,7 +207,7 @@ struct ExactAdamScalars {
   Remaining after;
 };
 
-// The step of `_update_rows` of `_exact_adam/rows.py`. The rows are `mu`, `nu`, `last`,
+// The step of `_update_rows` of `_exact_adam/step.py`. The rows are `mu`, `nu`, `last`,
 // and if values decay both of `log_decay`, and the table.
 INLINE void ExactAdam(const void* scalars, int64_t width, float* __restrict__ grad,
                       float* const* state) {

@@ -1,0 +1,217 @@
+"""What is wrong in a step of `exact_adam`: it raises, or in a program becomes NaN.
+
+A compiled program cannot raise. Each check raises where its fault is known, and else
+says what it has found; `as_nan` and `later_as_nan` make NaN of all that was found,
+before any row is touched.
+
+| wrong | NaN | found by |
+|---|---|---|
+| `b1`, `b2`, `eps` or types of another state | rows, all reads | `checked_constants` |
+| another schedule or count, without `flush` | rows, later reads | `_is_continued` |
+| a clock of 2**31 - 1 updates | rows, later reads | `_has_room` |
+| a gradient without `read=`, or of another step | its rows | `_is_read` |
+| a gradient at a copy of the parameters | its rows | `_is_at` |
+| a dense gradient of stale rows | the parameter | `ExactAdamState.refuse_stale` |
+
+Three more are found where they are computed: a changed update (`_rows/canary.py`), a
+row that is later than its table (`rows.catch_up_rows`), and schedules without an end or
+with too much weight decay (`schedule.outlook`). All are in docs/exact_adam.md.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._optimizers.hyperparameters import check_leaf
+from .._rows.canary import is_read_at, lacks_clock
+from .._rows.checks import is_bcoo
+from .._rows.gather_scatter import gather_rows
+from .leaves import Leaves
+from .remaining_update import Constants
+from .rows import TableState
+from .schedule import Outlook, constants_of, fit, mean_ahead
+from .state import ExactAdamState, table_states
+from .step import Betas
+
+# By how much a remaining update may differ from the stored one: relative to it, and to
+# the largest learning rate, near whose zero a schedule in float32 has not the same bits
+# in any two programs.
+_SAME, _SAME_TO_LARGEST = 2e-5, 1e-5
+
+
+class Findings(NamedTuple):
+    """What is right and wrong in a step, as far as a program knows; see above.
+
+    Attributes:
+      is_own: Whether the state has the constants of this optimiser, a scalar.
+      is_continued: Whether stale rows may be moved on, for each parameter.
+      is_read: Whether a gradient is of now and of here, for each parameter.
+      is_stale: Whether a parameter with a dense gradient has stale rows, a scalar.
+    """
+
+    is_own: jax.Array
+    is_continued: jax.Array
+    is_read: jax.Array
+    is_stale: Any
+
+
+def check_step(
+    leaves: Leaves,
+    state: ExactAdamState,
+    constants: Constants,
+    view: Outlook,
+    betas: Betas,
+) -> Findings:
+    """All checks of a step but that of its constants.
+
+    Raises:
+      TypeError: If a gradient is none of its parameter.
+      ValueError: If something is known to be wrong.
+    """
+    is_continued = _is_continued(state, view, leaves.decays, betas)
+    is_continued &= _has_room(state.clock)
+    is_read: list[Any] = [True] * len(leaves.rows)
+    for place, (i, rows) in enumerate(leaves.rows.items()):
+        grad, name = leaves.grads[i], leaves.names[i]
+        if grad is not None:
+            check_leaf(grad, rows.nu)
+        if is_bcoo(grad):
+            is_read[place] = _is_read(grad, name, state.clock)
+            is_read[place] &= _is_at(grad, name, leaves.params[i])
+    names = leaves.dense_names()
+    return Findings(
+        is_own=jnp.isfinite(constants.eps),
+        is_continued=is_continued,
+        is_read=jnp.stack(is_read),
+        is_stale=state.refuse_stale(names) if names else False,
+    )
+
+
+def as_nan(
+    found: Findings, constants: Constants, rate: jax.Array
+) -> tuple[Constants, Constants, jax.Array]:
+    """What a step computes with, NaN where it is wrong.
+
+    Returns:
+      The constants of what is read later, and those of the update, whose `eps` have one
+      for each parameter; and the learning rate of parameters with dense gradients.
+    """
+    eps = jnp.where(found.is_continued, constants.eps, jnp.nan)
+    own_eps = jnp.where(found.is_read, eps, jnp.nan)
+    rate = jnp.where(found.is_own, rate, jnp.nan)
+    rate = jnp.where(found.is_stale, jnp.nan, rate)
+    return constants._replace(eps=eps), constants._replace(eps=own_eps), rate
+
+
+def later_as_nan(found: Findings, after: TableState) -> TableState:
+    """The state after a step, of which comes all that is read later; NaN likewise."""
+    is_right = found.is_continued[:, None, None]
+    return after._replace(remaining=jnp.where(is_right, after.remaining, jnp.nan))
+
+
+def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
+    """The constants of a state; NaN where they are not those of this optimiser.
+
+    Raises:
+      ValueError: If that is known at once: outside of `jit`, or by the shapes.
+    """
+    found = state.constants
+    dtype = jax.dtypes.canonicalize_dtype(found.eps.dtype)
+    own = constants_of(betas, dtype)
+    # As close as two machines compute a logarithm.
+    given, wanted = (jnp.stack(x[:3]).astype(dtype) for x in (found, own))
+    is_same = jnp.all(abs(given - wanted) <= jnp.asarray(1e-5, dtype) * abs(wanted))
+    is_same &= found.lead == own.lead
+    degree = fit(betas.b1, betas.b2, dtype)[1]
+    is_traced = isinstance(is_same, jax.core.Tracer)
+    if state.remaining.shape[-1] != degree or not (is_traced or is_same):
+        raise ValueError(
+            "exact_adam needs a state that was made with its own b1, b2 and eps, by "
+            "which stale rows have moved; got that of others. Only the learning rate "
+            "and the weight decay may change, after flush(params, state), but not "
+            "jax_enable_x64. Make a new state by init."
+        )
+    return type(own)(*found)._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
+
+
+def _is_continued(
+    state: ExactAdamState, view: Outlook, decays: np.ndarray, betas: Betas
+) -> jax.Array:
+    """For each parameter, whether its stale rows may be moved on by these schedules.
+
+    They are stored by the remaining update that they had, which must be that of now.
+    It is true of a parameter all of whose rows hold values, as after `flush`.
+    """
+    clock, origin, until, remaining, *_ = table_states(state)
+    stored, now = remaining[:, 1], view.before[decays.astype(int)]
+    # `stored` and `now` are [parameters, nodes]. Their values are about the learning
+    # rate times `mean_ahead`, to which the second limit is relative.
+    limit = _SAME * jnp.max(jnp.abs(now), axis=1)
+    limit += _SAME_TO_LARGEST * mean_ahead(betas.b1, betas.b2) * view.largest
+    is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
+    is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
+    is_same &= state.count == clock + origin
+    is_right: jax.Array = (until <= clock) & (is_same | (until == clock))
+    if not isinstance(is_right, jax.core.Tracer) and not is_right.all():
+        raise ValueError(
+            "exact_adam needs the schedule and the count by which its state has moved "
+            "stale rows; got a state of another learning rate, weight decay, nesterov "
+            "or count. Call params, state = flush(params, state) before any of them "
+            "changes: after it, all of them may."
+        )
+    return is_right
+
+
+def _has_room(clock: jax.Array) -> jax.Array:
+    """Whether the clock can count one more update."""
+    has_room = clock < jnp.iinfo(clock.dtype).max
+    if not isinstance(has_room, jax.core.Tracer) and not has_room:
+        raise ValueError(
+            "exact_adam dates rows by a clock of 32 bits, and this state has made "
+            "2**31 - 1 updates. Call params, state = flush(params, state), make a new "
+            "state by init, and give it mu, nu and count of the old one."
+        )
+    return has_room
+
+
+def _is_read(grad: Any, name: str, clock: jax.Array) -> Any:
+    """Whether a gradient was made with `read=` of this state."""
+    is_read = is_read_at(grad, clock) if not lacks_clock(grad) else False
+    if not isinstance(is_read, jax.core.Tracer) and not is_read:
+        made = "without" if lacks_clock(grad) else "with the state of another step"
+        raise ValueError(
+            "exact_adam needs gradients that are made with read=, at the rows as dense "
+            f"Adam has them; got one of {name or 'the table'} made {made}. Call "
+            "value_and_grad(loss, read=state) with the state of the optimiser in "
+            "each step, or let make_train_step do so."
+        )
+    return is_read
+
+
+def _is_at(grad: Any, name: str, param: Any) -> Any:
+    """Whether the rows of a gradient were read of these parameters.
+
+    Those of a copy are brought up to date as if they were these: an average of stored
+    rows is none of values, and what was added to a row decays with it.
+    """
+    is_right: Any = True
+    for other in getattr(grad, "read_of", ()):
+        if other is param or param is None:
+            continue
+        if jnp.shape(other) != jnp.shape(param):
+            continue  # the gradient is that of a shard, by `local_rows`
+        if not isinstance(other, jax.core.Tracer) and jnp.asarray(other).is_deleted():
+            continue  # it was donated, and nothing is known of it
+        old, new = (gather_rows(jnp.asarray(x), grad.indices) for x in (other, param))
+        new = new.astype(old.dtype)  # as those of a copy of lower precision
+        is_right &= jnp.all((old == new) | (jnp.isnan(old) & jnp.isnan(new)))
+    if not isinstance(is_right, jax.core.Tracer) and not is_right:
+        raise ValueError(
+            "exact_adam needs gradients that are taken at the parameters that it "
+            f"updates; got one of {name or 'the table'} taken at others, as of a "
+            "perturbed copy or an average. Perturb the rows that the loss has looked "
+            "up instead: see docs/exact_adam.md."
+        )
+    return is_right
