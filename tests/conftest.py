@@ -46,7 +46,7 @@ import pytest
 from optax_sparse_adam.native import _build, _calls, _library
 
 from .helpers.native import compile_once
-from .helpers.support import slow_but
+from .helpers.support import need_devices, slow_but
 
 DEVICES = int(os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"])
 
@@ -164,12 +164,11 @@ def strict():
 
 @pytest.fixture(autouse=True)
 def of_these_devices(monkeypatch):
-    """Tests that need more devices than there are are skipped."""
+    """Tests that make a mesh of more devices than there are are skipped."""
     make_mesh = jax.make_mesh
 
     def make(shape, *args, **kwargs):
-        if math.prod(shape) > DEVICES:
-            pytest.skip(f"needs {math.prod(shape)} devices")
+        need_devices(math.prod(shape))
         return make_mesh(shape, *args, **kwargs)
 
     monkeypatch.setattr(jax, "make_mesh", make)

@@ -19,6 +19,7 @@ from ..helpers.mesh import MESHES
 from ..helpers.support import (
     assert_identical,
     bcoo,
+    need_devices,
     random_entries,
     row_sums,
     slow_but,
@@ -215,6 +216,7 @@ def loss(params, ids):
 
 def test_pmap():
     """Data-parallel training, the parameters on every device."""
+    need_devices(8)
     tx = osa.sparse_adam(0.01)
 
     @partial(jax.pmap, axis_name="d")

@@ -27,6 +27,12 @@ def slow_but(cases, *core, is_one_value=False):
     ]
 
 
+def need_devices(number):
+    """Skips the test where there are fewer: see `conftest.py`."""
+    if number > jax.device_count():
+        pytest.skip(f"needs {number} devices")
+
+
 class Tolerance(NamedTuple):
     """How far two results may be apart, relative to a magnitude (see `Magnitude`)."""
 

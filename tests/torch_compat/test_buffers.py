@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_sparse_adam.torch_compat import Adafactor, Adam, Parameter, SparseAdam
 
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, need_devices
 from .test_programs import (
     OURS,
     dense_steps,
@@ -272,6 +272,7 @@ def test_a_step_that_fails_changes_no_array():
 
 
 def test_sharded_parameters_stay_sharded():
+    need_devices(2)
     mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
     sharding = NamedSharding(mesh, PartitionSpec("rows"))
     alone = table(OURS)
@@ -287,6 +288,7 @@ def test_sharded_parameters_stay_sharded():
 
 
 def test_a_group_on_several_devices():
+    need_devices(3)
     alone, *params = (table(OURS) for _ in range(4))
     for param, device in zip(params, jax.devices()[1:3] * 2, strict=False):
         param.data = jax.device_put(param.data, device)

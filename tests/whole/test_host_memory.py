@@ -12,7 +12,7 @@ from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, need_devices
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,7 @@ def batch(step):
 
 def test_table_on_the_host_and_rows_on_the_accelerator():
     """The rows of the batch travel, nothing else, and the table stays in place."""
+    need_devices(2)
     host, accelerator = jax.devices()[:2]
     lookup = jax.jit(lambda table, ids: table[ids])
     loss_and_grads = jax.jit(jax.value_and_grad(loss_of_rows, argnums=(0, 1)))
