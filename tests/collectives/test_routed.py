@@ -56,7 +56,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, *list(LAYOUTS)[::2]))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, *list(LAYOUTS)[:1]))
 def test_is_lookup_of_the_whole_table(name):
     """Rows bit for bit; the gradient to the last bit too, as its sums are exact."""
     sizes, names, axis_name, check_vma, kwargs, stored = LAYOUTS[name]

@@ -191,7 +191,7 @@ def of_one_device(table, own, same, ids, function, spec):
 
 
 @pytest.mark.parametrize("check_vma", slow_but([True, False], True))
-@pytest.mark.parametrize(("name", "spec"), slow_but(CASES, *CASES[::4]), ids=str)
+@pytest.mark.parametrize(("name", "spec"), slow_but(CASES, *CASES[::8]), ids=str)
 def test_function_of_a_table_inside_shard_map(name, spec, check_vma):
     """Each device computes it of the rows that it looks up."""
     rng = np.random.default_rng(0)

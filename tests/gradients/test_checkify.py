@@ -60,7 +60,7 @@ LOOKUPS_TWICE = [
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    slow_but(LOOKUPS_TWICE, ("many", "plain"), ("scan", "plain"), ("many", "kernel")),
+    slow_but(LOOKUPS_TWICE, ("scan", "plain"), ("many", "kernel")),
     indirect=["backend"],
 )
 def test_lookups(name, backend):

@@ -91,8 +91,6 @@ LOOKUPS_TWICE = [
     ("name", "backend"),
     slow_but(
         LOOKUPS_TWICE,
-        ("scalar", "plain"),
-        ("many", "plain"),
         ("scan over single ids", "plain"),
         ("constant and many", "kernel"),
     ),
@@ -148,10 +146,14 @@ STEPS = {
     "checkpoint": ("sparse_adam", checkpointed, (7,), {"t": (), "u": ()}),
     "stack of tables": ("sparse_adam", stack_of_tables, (2, 7), {"t": (2,)}),
 }
-CORE = "sparse_adam", "sparse_adafactor", *list(STEPS)[len(OPTIMIZERS) :]
+STEPS_TWICE = [(name, way) for name in STEPS for way in ("plain", "kernel")]
+CORE = [(name, "plain") for name in ("sparse_adam", "weighted bags", "checkpoint")]
+CORE += [(name, "kernel") for name in ("sparse_adafactor", "stack of tables")]
 
 
-@pytest.mark.parametrize("name", slow_but(STEPS, *CORE))
+@pytest.mark.parametrize(
+    ("name", "backend"), slow_but(STEPS_TWICE, *CORE), indirect=["backend"]
+)
 def test_steps(name, backend):
     optimizer, loss, ids, tables = STEPS[name]
     assert_small(temporary(loss, OPTIMIZERS[optimizer], ids, **tables))

@@ -188,7 +188,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-@pytest.mark.parametrize("name", slow_but(CASES, *list(CASES)[::3]))
+@pytest.mark.parametrize("name", slow_but(CASES, *list(CASES)[::5]))
 def test_same_as_nnx(name):
     """Value, gradients, `aux`, and all that the loss does to its arguments."""
     function, kwargs, make, tables = CASES[name]

@@ -71,7 +71,19 @@ def trained_table(rows=6, width=3):
     return trained(lambda t, ids: square(t[ids], weights), table, *zip(batches))
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[1:10:8], *NAMES[12::12]))
+# The kernel reads rows, however they are looked up: each kind of lookup in one way,
+# and those of the core in both.
+WAYS = ("plain", "kernel") * len(NAMES)
+USES = list(zip(NAMES, WAYS, strict=False))
+USES += list(zip((NAMES[1], NAMES[9]), WAYS, strict=False))
+FEW = (USES[1], (NAMES[9], "plain"), *USES[12::12])
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but(dict.fromkeys([*USES, *FEW]), *FEW),
+    indirect=["backend"],
+)
 def test_every_use(name, backend):
     """Each kind of lookup sees the flushed table; what is used as a whole holds it."""
     case = CASES[name]
@@ -152,6 +164,9 @@ def test_nothing_is_read():
     assert_close(grad, jax.grad(loss, has_aux=True)(flushed, ids)[0], 1e-6)
 
 
+@pytest.mark.parametrize(
+    "backend", slow_but(["plain", "kernel"], "plain"), indirect=True
+)
 def test_parts_of_a_tree(backend):
     """States anywhere in a tree, of some parameters; several arguments."""
     labels = {"a": "exact", "b": "other", "c": "decayed"}
@@ -259,8 +274,20 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(STATES, "sparse_adam", "partition"))
-@pytest.mark.parametrize("sparse", slow_but([None, False], None))
+# Each state with both kinds of gradients, one of which asks for the kernel.
+OF_STATES = [
+    (name, sparse, way)
+    for name in STATES
+    for sparse, way in ((None, "kernel"), (False, "plain"))
+]
+OF_STATES.append(("sparse_adam", None, "plain"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sparse", "backend"),
+    slow_but(OF_STATES, OF_STATES[-1], ("partition", None, "kernel")),
+    indirect=["backend"],
+)
 def test_states_without_stale_rows(name, sparse, backend):
     """Of any optimiser: nothing is brought up to date, and the program is the same."""
 
@@ -317,6 +344,9 @@ def of_rows(table, ids):
 
 
 @pytest.mark.parametrize("is_whole", slow_but([False, True], True))
+@pytest.mark.parametrize(
+    "backend", slow_but(["plain", "kernel"], "kernel"), indirect=True
+)
 def test_derivatives_are_by_the_values(is_whole, backend):
     """Not by what is stored, which decays: those of the flushed table."""
 

@@ -94,7 +94,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", slow_but(WRAPPERS, *list(WRAPPERS)[::2]))
 def test_gradients_are_row_sparse(name):
     """Whatever the transformation is made of; SparseAdam in NumPy says the numbers."""
     params, expected = trained(WRAPPERS[name]), numpy_sparse_adam()
@@ -104,7 +104,7 @@ def test_gradients_are_row_sparse(name):
     assert_identical(params["table"][untouched], start()["table"][untouched])
 
 
-@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("is_finite", slow_but([True, False], True))
 def test_apply_if_finite(is_finite):
     def scaled(params, ids, factor):
         return loss(params, ids) * factor
@@ -117,7 +117,18 @@ def test_apply_if_finite(is_finite):
     assert changed.tolist() == ([3, 7] if is_finite else [])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+PARTS = [(name, way) for name in OPTIMIZERS for way in ("plain", "kernel")]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but(
+        PARTS,
+        *((name, "plain") for name in ("lazy", "exact_adamw")),
+        *((name, "kernel") for name in ("sparse_adam", "rowwise_adam", "exact_adam")),
+    ),
+    indirect=["backend"],
+)
 def test_step_is_that_of_its_parts(name, backend):
     """Bit for bit, though the kernel adds updates to the tables itself."""
     tx = OPTIMIZERS[name].make(RATE)

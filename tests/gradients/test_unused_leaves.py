@@ -44,15 +44,19 @@ def counts(state):
     return [int(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
 
 
+RESTS = [(name, way) for name in OPTIMIZERS for way in ("plain", "kernel")]
+RESTS = [(name, osa.apply_updates, way) for name, way in RESTS]
+RESTS.append(("sparse_adam", optax.apply_updates, "plain"))
+
+
 @pytest.mark.parametrize(
-    ("name", "apply"),
+    ("name", "apply", "backend"),
     slow_but(
-        [
-            *((name, osa.apply_updates) for name in OPTIMIZERS),
-            ("sparse_adam", optax.apply_updates),
-        ],
-        *((name, osa.apply_updates) for name in ("sparse_adam", "lazy")),
+        RESTS,
+        ("lazy", osa.apply_updates, "plain"),
+        ("sparse_adam", osa.apply_updates, "kernel"),
     ),
+    indirect=["backend"],
 )
 def test_rests(name, apply, backend):
     optimizer, rows = OPTIMIZERS[name], 200_003

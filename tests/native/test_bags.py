@@ -53,7 +53,7 @@ def in_float64(table, ids, segments, weights, num_bags):
 
 
 @needs_compiler
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(problems())
 def test_reading(cache, problem):
     table, ids, segments, weights, num_bags = problem
@@ -65,7 +65,7 @@ def test_reading(cache, problem):
 
 
 @needs_compiler
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(problems(), st.sampled_from([1, 12_345]))
 def test_gradients(cache, problem, num_rows):
     """The sums of rows, bit for bit those of the expanded gradient."""

@@ -66,7 +66,6 @@ def train(tx, width):
     ("name", "width"),
     slow_but(
         [("adamw", 1), ("adam", 4), ("adamw", 16), *((n, 70) for n in OPTIMIZERS)],
-        ("adam", 4),
         ("nadam", 70),
     ),
 )

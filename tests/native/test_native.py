@@ -69,7 +69,7 @@ def gradients(draw):
 
 
 @needs_compiler
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(gradients())
 def test_sums_are_those_of_the_plain_path(cache, grad):
     assert_identical(jax.jit(sums)(grad), jax.jit(sum_entries)(grad), "sums")
@@ -151,7 +151,7 @@ def by_both(monkeypatch, step, *args):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["adam", "exact_adam"])
+@pytest.mark.parametrize("name", slow_but(["adam", "exact_adam"], "adam"))
 def test_unique_rows(cache, monkeypatch, name):
     """Rows that a transformation before has added up, padding among them: in place."""
     rng = np.random.default_rng(0)
@@ -220,9 +220,14 @@ ROWWISE = {
 }
 
 
+ROWWISE_CASES = [(name, width) for name in ROWWISE for width in (3, 64)]
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", slow_but(ROWWISE, "adagrad, decay", "adam, low mu"))
-@pytest.mark.parametrize("width", [3, 64])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    slow_but(ROWWISE_CASES, ("adam, low mu", 3)),
+)
 def test_rowwise(cache, monkeypatch, name, width):
     """The numbers of the plain path; gradients of rows and of bags."""
     rng, tx = np.random.default_rng(0), ROWWISE[name]
@@ -408,7 +413,9 @@ USES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    "name", slow_but(USES, *(x for x in USES if x not in ("update", "exact_adam")))
+)
 def test_where_it_is_called(kernel, name, monkeypatch):
     step, kwargs, expected = USES[name]
     assert calls_in(step(**kwargs).lower().as_text()) == expected
@@ -600,6 +607,7 @@ assert not available()  # other processes may hold parts of the tables
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_tracing_starts_no_backend(cache):
     with socket.socket() as free:

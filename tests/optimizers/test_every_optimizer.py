@@ -27,7 +27,7 @@ CASES = [(shape, rows) for shape in SHAPES for rows in (SOME, ALL)]
 @pytest.mark.parametrize(
     ("shape", "rows"), slow_but(CASES, ((13, 2, 5), SOME)), ids=str
 )
-@pytest.mark.parametrize("name", FINAL)
+@pytest.mark.parametrize("name", slow_but(FINAL, "lazy", "rowwise_adam"))
 def test_touched_rows_are_a_table(name, shape, rows):
     """With all rows touched: row-sparse gradients do what dense ones do."""
     tx = FINAL[name].make(0.1)
@@ -39,7 +39,7 @@ def test_touched_rows_are_a_table(name, shape, rows):
 
 
 @pytest.mark.parametrize("nse", slow_but([0, 3], 3))
-@pytest.mark.parametrize("name", FINAL)
+@pytest.mark.parametrize("name", slow_but(FINAL, "sparse_adam", "sparse_adafactor"))
 def test_nothing_touched(name, nse):
     """Only counts move on, whatever the values of padding are."""
     shape, rng, tx = (9, 4), np.random.default_rng(0), FINAL[name].make(0.1)
@@ -84,7 +84,9 @@ def test_a_table_that_grows(name):
     assert jnp.all(actual[-1] < 1)
 
 
-@pytest.mark.parametrize("name", sorted({*FINAL} - {"per_row"}))
+@pytest.mark.parametrize(
+    "name", slow_but(sorted({*FINAL} - {"per_row"}), "sparse_adam", "rowwise_adagrad")
+)
 def test_sparse_axes(name):
     """The rows of two axes are those of one axis with their numbers."""
     shape, flat = (4, 3, 2, 5), (12, 2, 5)

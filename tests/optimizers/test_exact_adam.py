@@ -87,7 +87,7 @@ OPTIMIZERS = {
 
 
 @functools.cache
-def results(name, which, dtype, size, backend):
+def results(name, which, dtype, size, backend=None):
     with jax.enable_x64(dtype == "float64"):
         run = compiled(name, which, dtype, backend)
         table, targets, ids, noise = problem()
@@ -104,27 +104,36 @@ def compiled(name, which, dtype, backend):
     return jax.jit(functools.partial(train, tx, *functions))
 
 
-@pytest.mark.parametrize("size", slow_but([1.0, 1e-4, 1e-7], 1.0, 1e-7))
-@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "adamw"))
+RUNS = [
+    (name, size, way)
+    for name in OPTIMIZERS
+    for size in (1.0, 1e-4, 1e-7)
+    for way in ("plain", "kernel")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "backend"),
+    slow_but(RUNS, ("adamw", 1.0, "plain")),
+    indirect=["backend"],
+)
 def test_against_dense(name, size, backend):
     """After 1,000 steps, and at each read in between.
 
     In float64 to 1e-10. In float32, the dense run's own rounding is measured against
     the dense run in float64, and allowed.
     """
-    expected = results(name, "dense", "float64", size, backend)
+    expected = results(name, "dense", "float64", size)
     for actual, wanted in zip(
         results(name, "exact", "float64", size, backend), expected, strict=True
     ):
         assert_close(actual, wanted, 1e-10, magnitude=1.0)
     dense, exact = (
-        [
-            a - b
-            for a, b in zip(
-                results(name, kind, "float32", size, backend), expected, strict=True
-            )
-        ]
-        for kind in ("dense", "exact")
+        [a - b for a, b in zip(found, expected, strict=True)]
+        for found in (
+            results(name, "dense", "float32", size),
+            results(name, "exact", "float32", size, backend),
+        )
     )
     for a, b, what in zip(exact, dense, ("table", "reads"), strict=True):
         for measure in (lambda x: np.abs(x).max(), np.std):
@@ -329,6 +338,9 @@ def test_long_rest(dtype):
     assert_close(actual[0], expected[0], tol, magnitude=1.0)
 
 
+@pytest.mark.parametrize(
+    "backend", slow_but(["plain", "kernel"], "kernel"), indirect=True
+)
 def test_decay_of_a_long_training(backend):
     """Its sum is kept in two floats: one would lose a part of what a step adds."""
     decay = {"learning_rate": 0.48, "weight_decay": 0.1}
@@ -356,6 +368,7 @@ def flax_loss(model, ids):
     return jnp.mean(jnp.sin(model(ids)) ** 2)
 
 
+@pytest.mark.slow
 def test_nnx_optimizer():
     """A donated step of Flax NNX, which keeps its states in its own containers."""
 
@@ -495,12 +508,15 @@ def test_low_precision():
 
 @pytest.mark.parametrize(
     ("mu_dtype", "nu_dtype", "scale"),
-    [
-        ("bfloat16", "float32", 1.0),
+    slow_but(
+        [
+            ("bfloat16", "float32", 1.0),
+            ("bfloat16", "bfloat16", 1.0),
+            ("float16", "float32", 1e-4),  # which float16 has as subnormal numbers
+            ("float32", "float16", 0.1),
+        ],
         ("bfloat16", "bfloat16", 1.0),
-        ("float16", "float32", 1e-4),  # most of which float16 has as subnormal numbers
-        ("float32", "float16", 0.1),
-    ],
+    ),
 )
 def test_rounded_moments(mu_dtype, nu_dtype, scale):
     """Rows that are touched in every step: the moments' rounding moves none of them."""
@@ -526,7 +542,9 @@ def test_rounded_moments(mu_dtype, nu_dtype, scale):
         assert_close(flush(table, state)[0], expected, 1e-6, magnitude=10.0)
 
 
-@pytest.mark.parametrize("changed", [{"b1": 0.8}, {"b2": 0.99}, {"eps": 1e-7}])
+@pytest.mark.parametrize(
+    "changed", slow_but([{"b1": 0.8}, {"b2": 0.99}, {"eps": 1e-7}], {"b2": 0.99})
+)
 def test_state_of_other_constants(changed):
     """Other decay rates or another epsilon raise; the learning rate may change."""
     table = jnp.ones((3, 4))
@@ -542,7 +560,7 @@ def test_state_of_other_constants(changed):
         assert np.isnan(update.data).all()
 
 
-@pytest.mark.parametrize("b2", [0.95, 0.999, 0.9999])
+@pytest.mark.parametrize("b2", slow_but([0.95, 0.999, 0.9999], 0.999))
 def test_smallest_epsilon(b2):
     tx = osa.exact_adam(0.1, b2=b2, eps=1e-36 / np.sqrt(1 - b2))
     table, step = jnp.ones((3, 4)), jax.jit(tx.update)

@@ -85,35 +85,51 @@ def gradient(params, **kwargs):
     return jax.jit(osa.grad(loss, **kwargs))(params, batches(1)[0])
 
 
+def of_table(change):
+    return lambda grads: {**grads, "table": change(grads["table"])}
+
+
+GRADIENT_CHANGES = {
+    "nothing": lambda grads: grads,
+    "coalesce": of_table(osa.coalesce),
+    "scale": of_table(lambda grad: 0.5 * grad),
+    "sum_duplicates": of_table(lambda grad: grad.sum_duplicates(nse=4)),
+    "astype": of_table(lambda grad: grad.astype("float32")),
+    "jit": of_table(jax.jit(lambda grad: grad)),
+    "lazy": lambda g: osa.lazy(optax.clip(1.0)).update(g, optax.EmptyState())[0],
+}
+OPTIMIZER_AROUND = {
+    "nothing": lambda tx: tx,
+    "chain": lambda tx: optax.chain(osa.lazy(optax.clip(1.0)), tx),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
+    ),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=3),
+}
+# What is around is passed through before a gradient is looked at: each with each change
+# of the core, and all changes without.
+WITHOUT_READ = [("nothing", change) for change in GRADIENT_CHANGES]
+WITHOUT_READ += [
+    (around, change)
+    for around in list(OPTIMIZER_AROUND)[1:]
+    for change in ("nothing", "lazy")
+]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda grads: grads,
-        lambda grads: {**grads, "table": osa.coalesce(grads["table"])},
-        lambda grads: {**grads, "table": 0.5 * grads["table"]},
-        lambda grads: {**grads, "table": grads["table"].sum_duplicates(nse=4)},
-        lambda grads: {**grads, "table": grads["table"].astype("float32")},
-        lambda grads: {**grads, "table": jax.jit(lambda x: x)(grads["table"])},
-        lambda grads: osa.lazy(optax.clip(1.0)).update(grads, optax.EmptyState())[0],
-    ],
-)
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda tx: tx,
-        _SLOW(lambda tx: optax.chain(osa.lazy(optax.clip(1.0)), tx)),
-        lambda tx: optax.partition(
-            {"a": tx, "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
-        ),
-        _SLOW(lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=3)),
-    ],
+    ("around", "change"),
+    slow_but(
+        WITHOUT_READ,
+        *(("nothing", change) for change in ("nothing", "coalesce", "lazy")),
+        ("partition", "nothing"),
+    ),
 )
 def test_gradients_without_read(around, change):
-    params, tx = start(), around(osa.exact_adam(RATE))
+    params, tx = start(), OPTIMIZER_AROUND[around](osa.exact_adam(RATE))
     state = tx.init(params)
     update = functools.partial(jax.eval_shape, tx.update)
     with pytest.raises(ValueError, match=r"made with read=.*'table'.*without"):
-        update(change(gradient(params)), state, params)
+        update(GRADIENT_CHANGES[change](gradient(params)), state, params)
     grads = gradient(params, read=state)
     update({**grads, "table": osa.coalesce(grads["table"])}, state, params)
 
@@ -256,7 +272,7 @@ def test_changes_after_flush(name):
     assert_trees(osa.flush(actual, state)[0], wanted)
 
 
-@pytest.mark.parametrize("name", slow_but(CHANGES, "count", "rate", "one percent"))
+@pytest.mark.parametrize("name", slow_but(CHANGES, "count", "one percent"))
 def test_changes_without_flush(name):
     """NaN in a program, for all to see; an error outside."""
     tx, _, count = CHANGES[name]
@@ -275,7 +291,7 @@ def test_changes_without_flush(name):
     assert np.isfinite(values).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", _SLOW("float64")])
 def test_rows_later_than_their_table(dtype):
     """A state restored in part has rows from after its clock; the kernel in float32."""
     tx, params, ids = osa.exact_adam(RATE), start(), batches(12)
@@ -288,17 +304,31 @@ def test_rows_later_than_their_table(dtype):
     assert np.isnan(read(params, state)).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", _SLOW("float64")])
-@pytest.mark.parametrize("way", [jax.jit, _SLOW(lambda f: f)])
+SCHEDULES = [
+    optax.warmup_cosine_decay_schedule(0.0, RATE, 50, 400),
+    optax.polynomial_schedule(RATE, 0.0, 0.5, 400),
+    optax.exponential_decay(RATE, 10, 0.5),
+    lambda count: RATE * (1 - count / 400) ** 0.9,
+    lambda count: jnp.where(count % 100 < 50, RATE, 1e-7 * RATE),
+]
+
+
+def eagerly(function):
+    return function
+
+
+# Each schedule in each type, and in each way.
+STAYING = [
+    pair
+    for one, other, schedule in zip(
+        (jax.jit, eagerly) * 3, (eagerly, jax.jit) * 3, SCHEDULES, strict=False
+    )
+    for pair in ((schedule, one, "float64"), (schedule, other, "float32"))
+]
+
+
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        _SLOW(optax.warmup_cosine_decay_schedule(0.0, RATE, 50, 400)),
-        _SLOW(optax.polynomial_schedule(RATE, 0.0, 0.5, 400)),
-        _SLOW(optax.exponential_decay(RATE, 10, 0.5)),
-        lambda count: RATE * (1 - count / 400) ** 0.9,
-        _SLOW(lambda count: jnp.where(count % 100 < 50, RATE, 1e-7 * RATE)),
-    ],
+    ("schedule", "way", "dtype"), slow_but(STAYING, (SCHEDULES[3], jax.jit, "float32"))
 )
 def test_schedules_that_stay(dtype, schedule, way):
     """Nothing changes, in a step and in its parts: no false alarm."""
@@ -322,7 +352,7 @@ def test_schedules_that_stay(dtype, schedule, way):
 
 
 @pytest.mark.parametrize("name", ["mu", "nu", "last", "log_decay"])
-@pytest.mark.parametrize("size", [ROWS - 1, ROWS + 5])
+@pytest.mark.parametrize("size", [ROWS - 1, _SLOW(ROWS + 5)])
 def test_states_of_another_height(name, size):
     tx, params = osa.exact_adamw(RATE), start()
     state, other = tx.init(params), tx.init(start(size))
@@ -441,7 +471,7 @@ def test_steps_that_are_left_out(wrap, decay):
 # 7. Labels, schedules, states of others.
 
 
-@pytest.mark.parametrize("kind", ["partition", "masked"])
+@pytest.mark.parametrize("kind", ["partition", _SLOW("masked")])
 def test_prefix_labels(kind):
     """One label for a branch of the parameters."""
 
@@ -502,8 +532,18 @@ DENSE_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", DENSE_GRADIENTS)
-@pytest.mark.parametrize("make", [osa.exact_adam, osa.exact_adamw])
+# How a gradient is made dense is nothing to the optimiser: each way for one of them.
+DENSE_CASES = [
+    (osa.exact_adam, "jax.grad"),
+    (osa.exact_adamw, "todense"),
+    (osa.exact_adam, "sparse"),
+    (osa.exact_adamw, "tied weights"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), slow_but(DENSE_CASES, DENSE_CASES[0], DENSE_CASES[3])
+)
 def test_dense_gradient_of_a_stale_table(make, name):
     """Raises, and in a program is NaN; behind a flush it is that of dense Adam."""
     tx, reference = make(0.1), getattr(optax, make.__name__[6:])(0.1)

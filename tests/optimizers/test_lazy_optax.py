@@ -109,10 +109,7 @@ contrib.simplified_ademamix contrib.split_real_and_imaginary
 """
 
 # One for each form of state: none, moments, a scalar, a key, a column, nested, masked.
-FORMS = """
-apply_if_finite chain contrib.prodigy freeze inject_hyperparams lamb noisy_sgd partition
-polyak_sgd sgd sm3
-"""
+FORMS = "chain contrib.prodigy freeze lamb noisy_sgd partition sm3"
 
 # The same, but that their `init` measures the whole table.
 MEASURES = {"scale_by_distance_over_gradients": ()}

@@ -12,7 +12,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam._rows import map_rows
 
 from ..helpers.blocks import at_once, lower
-from ..helpers.support import TOLERANCE, assert_close, bcoo
+from ..helpers.support import TOLERANCE, assert_close, bcoo, slow_but
 
 # As many rows as columns, which a proof by shapes alone would confuse.
 SIDE = 6
@@ -204,7 +204,7 @@ TWO = {
 }
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", slow_but(TWO, *list(TWO)[::2]))
 def test_two_tables(name):
     function, in_blocks = TWO[name]
     grads = {"a": gradient(), "b": gradient(seed=3)}

@@ -27,11 +27,15 @@ BLOCK = map_rows._block_rows(jnp.zeros([1, 512]))
 
 @pytest.mark.parametrize(
     ("nse", "distinct"),
-    [
-        *((nse, 1000) for nse in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK)),
-        # All rows in the first block with 3; nothing but padding with 0.
+    slow_but(
+        [
+            *((nse, 1000) for nse in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK)),
+            # All rows in the first block with 3; nothing but padding with 0.
+            *((5 * BLOCK + 7, distinct) for distinct in (1000, 3, 0)),
+        ],
+        (BLOCK + 1, 1000),
         *((5 * BLOCK + 7, distinct) for distinct in (1000, 3, 0)),
-    ],
+    ),
 )
 def test_blocks(nse, distinct):
     """More rows than the loop takes at once, with duplicates in different blocks."""
@@ -170,7 +174,9 @@ def test_mixed_precision():
     assert osa.apply_updates(low, updates).dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(
+    "shape", slow_but([(), (1,), (1, 1)], (1, 1), is_one_value=True)
+)
 @pytest.mark.parametrize("make", [osa.sparse_adam, osa.sparse_adafactor])
 def test_learning_rates_of_one_element(make, shape):
     """As in torch, they are numbers, and change no shape."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import TOLERANCE, Magnitude, bcoo, random_entries
+from ..helpers.support import TOLERANCE, Magnitude, bcoo, random_entries, slow_but
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("backend")]
@@ -87,16 +87,25 @@ HYPERS = [
 ]
 
 
+WAYS = ("plain", "kernel")
 # In float64 each number of axes once: shapes and types are independent of each other,
 # and the hyperparameters below take all types.
 AXES = [(n_sparse, n_dense) for n_sparse in (1, 2, 3) for n_dense in (0, 1, 2)]
-AXES = [(*axes, "float32") for axes in AXES] + [
-    (*axes, "float64-x64") for axes in ((1, 2), (2, 0), (3, 1))
+AXES = [(*axes, "float32", "plain") for axes in AXES] + [
+    (*axes, "float64-x64", "plain") for axes in ((1, 2), (2, 0), (3, 1))
+]
+# The kernel takes float32 and one sparse axis; and does not take others.
+AXES += [
+    *((1, n_dense, "float32", "kernel") for n_dense in (0, 1, 2)),
+    (2, 1, "float32", "kernel"),
+    (1, 2, "float64-x64", "kernel"),
 ]
 
 
-@pytest.mark.parametrize(("n_sparse", "n_dense", "dtype"), AXES, indirect=["dtype"])
-def test_shapes(dtype, n_sparse, n_dense):
+@pytest.mark.parametrize(
+    ("n_sparse", "n_dense", "dtype", "backend"), AXES, indirect=["dtype", "backend"]
+)
+def test_shapes(dtype, n_sparse, n_dense, backend):
     number = 3 * (n_sparse - 1) + n_dense
     rng = np.random.default_rng(number)
     shape = (7, 3, 2)[:n_sparse] + (5, 2)[:n_dense]
@@ -107,8 +116,22 @@ def test_shapes(dtype, n_sparse, n_dense):
     check(start_table(rng, shape, dtype), steps, HYPERS[number % len(HYPERS)])
 
 
-@pytest.mark.parametrize("hyper", [HYPERS[0], HYPERS[4], HYPERS[5]], ids=str)
-def test_compiled(dtype, hyper):
+# Each type with and without the kernel, and with each of three hyperparameters.
+DTYPES = ("float32", "float32-x64", "float64-x64")
+COMPILED = [
+    (dtype, WAYS[(number + other) % 2], hyper)
+    for number, dtype in enumerate(DTYPES)
+    for other, hyper in enumerate((HYPERS[0], HYPERS[4], HYPERS[5]))
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend", "hyper"),
+    slow_but(COMPILED, *COMPILED[:2]),
+    indirect=["dtype", "backend"],
+    ids=str,
+)
+def test_compiled(dtype, hyper, backend):
     """Under `jit` the moments are averaged in their tables; `b1` and `b2` are known."""
     rng = np.random.default_rng(1)
     steps = [random_entries(rng, (7, 5), 1, 16, dtype) for _ in range(20)]
@@ -125,10 +148,22 @@ def optimized():
     jax.clear_caches()
 
 
+FOR_USERS = [
+    (dtype, WAYS[(number + other) % 2], hyper)
+    for number, dtype in enumerate(DTYPES)
+    for other, hyper in enumerate(HYPERS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("hyper", HYPERS, ids=str)
-def test_compiled_for_users(dtype, hyper, optimized):
-    test_compiled(dtype, hyper)
+@pytest.mark.parametrize(
+    ("dtype", "backend", "hyper"),
+    FOR_USERS,
+    indirect=["dtype", "backend"],
+    ids=str,
+)
+def test_compiled_for_users(dtype, hyper, backend, optimized):
+    test_compiled(dtype, hyper, backend)
 
 
 betas = st.sampled_from([0.0, 0.5, 0.9, 0.999]) | st.floats(0.5, 0.9999)

@@ -335,7 +335,6 @@ def test_changed_before_it_is_sent():
     slow_but(
         [osa.sparse_adam, osa.exact_adam, lambda r: osa.lazy(optax.adam(r))],
         osa.sparse_adam,
-        osa.exact_adam,
     ),
 )
 def test_costs_nothing_in_a_program(make):

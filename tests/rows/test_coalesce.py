@@ -53,7 +53,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     "dtype", slow_but(["float32", "float64-x64"], "float32"), indirect=True
 )
-@pytest.mark.parametrize(("n_sparse", "shape"), SHAPES)
+@pytest.mark.parametrize(("n_sparse", "shape"), slow_but(SHAPES, *SHAPES[::3]))
 def test_coalesce(dtype, n_sparse, shape):
     rng = np.random.default_rng(0)
     sizes = (0, 1, 40) if dtype == "float32" else (40,)
@@ -192,7 +192,7 @@ LARGE_SHAPES = [
 
 @pytest.mark.parametrize(
     ("shape", "n_sparse", "index_type", "result_type", "is_x64"),
-    slow_but(LARGE_SHAPES, *LARGE_SHAPES[:14:2], LARGE_SHAPES[-1]),
+    slow_but(LARGE_SHAPES, *LARGE_SHAPES[:14:4], LARGE_SHAPES[-1]),
 )
 def test_large_shapes(shape, n_sparse, index_type, result_type, is_x64):
     """Tables that are too large to exist: row numbers must not wrap around."""

@@ -109,7 +109,17 @@ def run(tx, params, state, frozen, batches):
     return params, state
 
 
-@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "sparse_adam"))
+# With the kernel, those that use it.
+WITH_KERNEL = ("sparse_adam", "rowwise_adam", "rowwise_adagrad", "exact_adamw")
+TWICE = [(name, "plain") for name in OPTIMIZERS if name not in WITH_KERNEL[1:]]
+TWICE += [(name, "kernel") for name in WITH_KERNEL]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but(TWICE, ("sparse_adam", "kernel")),
+    indirect=["backend"],
+)
 def test_from_the_start(name, backend):
     """The numbers of the optimiser, or of dense Adam, on the table of trained rows."""
     params = {"table": trained_rows(), "w": jnp.ones(WIDTH)}
@@ -176,7 +186,7 @@ def by_hand(params, state, change):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "backend"), TWICE, indirect=["backend"])
 def test_in_mid_run_and_back(name, backend):
     """Frozen after some steps, and trained again later; at each time by hand as well.
 
@@ -314,9 +324,18 @@ def one_after_the_other(tx):
     return optax.chain(zero, optax.masked(tx, is_trained))
 
 
-@pytest.mark.parametrize("way", slow_but([of_parts, selective, one_after_the_other]))
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("gradient", ["none", "zeros", "its own"])
+# Each optimiser with each gradient, and in each way.
+GRADIENTS = ("none", "zeros", "its own")
+FREEZING = (of_parts, selective, one_after_the_other)
+WHOLE = [
+    (name, gradient, FREEZING[(number + other) % 3])
+    for number, name in enumerate(OPTIMIZERS)
+    for other, gradient in enumerate(GRADIENTS)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gradient", "way"), WHOLE)
 def test_a_whole_table(way, name, gradient):
     """Frozen by optax: bit for bit, in steps, when it is read, and by `flush`."""
     tx = way(OPTIMIZERS[name].make(RATE))

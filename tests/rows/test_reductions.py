@@ -134,7 +134,7 @@ def test_no_tensor_of_torch(function):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("way", ["eager", "jit"])
+@pytest.mark.parametrize("way", slow_but(["eager", "jit"], "jit"))
 def test_stats(kind, way):
     """Against JAX's dense gradient."""
 

@@ -107,8 +107,14 @@ def train_with_a_journey(tx, kind, places=IDS, dtype=np.float32):
     return whole
 
 
-@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "jit"))
-@pytest.mark.parametrize("name", slow_but(LAZY, "sparse_adam"))
+# Each optimiser with rows on the host, and with those of a program or outside.
+IN_PROGRAMS = list(zip(LAZY, ("jit", "jax") * len(LAZY), strict=False))
+ON_HOST = [(name, "numpy") for name in LAZY]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), slow_but(IN_PROGRAMS + ON_HOST, IN_PROGRAMS[0])
+)
 def test_a_row_that_was_away_has_rested(name, kind):
     """Beside a run in which it lay in the table, untouched: rows, state, count, `w`."""
     tx = LAZY[name]()
@@ -148,9 +154,15 @@ class DenseAdam:
         self.table -= rate * update
 
 
-@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "numpy"))
-@pytest.mark.parametrize("places", slow_but([[3, 4], [1, 0]], [1, 0]))
-@pytest.mark.parametrize("name", slow_but(EXACT, "exact_adamw"))
+# Each optimiser with each kind of rows, at both places.
+DATES = [
+    (name, ([1, 0], [3, 4])[(number + other) % 2], kind)
+    for number, name in enumerate(("exact_adamw", "exact_adam"))
+    for other, kind in enumerate(("numpy", "jit", "jax"))
+]
+
+
+@pytest.mark.parametrize(("name", "places", "kind"), slow_but(DATES, DATES[0]))
 @jax.enable_x64(True)
 def test_dates_of_stale_rows_are_absolute(name, places, kind):
     """A row that is away goes on with its momentum and decay, as in dense Adam."""
@@ -173,8 +185,9 @@ def test_dates_of_stale_rows_are_absolute(name, places, kind):
     )
 
 
-@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "numpy"))
-@pytest.mark.parametrize("name", slow_but(LAZY, "partition"))
+@pytest.mark.parametrize(
+    ("name", "kind"), slow_but(IN_PROGRAMS + ON_HOST, ("partition", "numpy"))
+)
 def test_a_later_step_moves_the_count_on(name, kind):
     """What the page teaches: take, step, put; with several steps between, too."""
     tx = LAZY[name]()
@@ -195,7 +208,7 @@ def test_a_later_step_moves_the_count_on(name, kind):
     jax.tree.map(check, tuple(whole), tuple(expected))
 
 
-@pytest.mark.parametrize("kind", ["jax", "jit"])
+@pytest.mark.parametrize("kind", slow_but(["jax", "jit"], "jit"))
 def test_random_keys(kind):
     """The key of the later step, as all that rows share."""
     tx = osa.lazy(osa.stochastic_rounding(optax.adam(0.1), 0))
@@ -298,11 +311,15 @@ def other_rows(tx, params, state):
     return (params, state), osa.take_rows(tx, *other, IDS)
 
 
-@pytest.mark.parametrize("kind", slow_but(["jax", "jit", "numpy"], "jit"))
-@pytest.mark.parametrize("name", slow_but(EXACT, "exact_adam"))
-@pytest.mark.parametrize(
-    "way", slow_but([flushed_rows, flushed_table, dense_step, other_rows], flushed_rows)
-)
+# Each way with each kind of rows, and with both optimisers.
+BETWEEN = [
+    (way, list(EXACT)[(number + other) % 2], kind)
+    for number, way in enumerate((flushed_rows, flushed_table, dense_step, other_rows))
+    for other, kind in enumerate(("jit", "jax", "numpy"))
+]
+
+
+@pytest.mark.parametrize(("way", "name", "kind"), slow_but(BETWEEN, BETWEEN[0]))
 def test_a_flush_between(way, name, kind):
     """What is stored of a row means another number: refused, or NaN in a program."""
     tx = EXACT[name]()
@@ -332,10 +349,15 @@ def test_first_rows_after_a_flush():
     np.testing.assert_array_equal(values["table"][3:5], rows[0]["table"])
 
 
-@pytest.mark.parametrize("verb", [osa.take_rows, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", slow_but(LAZY | EXACT, "sparse_adam"))
-@pytest.mark.parametrize("kind", ["jax", "numpy"])
-def test_two_batches_taken_before_a_step(kind, name, verb):
+# Each optimiser with rows on the host and on the device, in a program or outside.
+TWICE = [("numpy", name) for name in LAZY | EXACT]
+TWICE += list(zip(("jit", "jax") * len(TWICE), LAZY | EXACT, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), slow_but(TWICE, ("numpy", "sparse_adam"), ("jit", "sparse_adam"))
+)
+def test_two_batches_taken_before_a_step(kind, name):
     """A step donates what it is given: neither the other batch nor the originals."""
     tx = (LAZY | EXACT)[name]()
     step = osa.make_train_step(loss, tx)
@@ -344,7 +366,7 @@ def test_two_batches_taken_before_a_step(kind, name, verb):
         on_host = jax.tree.map(lambda x: np.array(x) if np.ndim(x) == 2 else x, state)
         params, state = params | {"table": np.array(params["table"])}, on_host
     take = functools.partial(osa.take_rows, tx)
-    if verb is jax.jit and kind == "jax":
+    if kind == "jit":
         take = jax.jit(take)
     batch = {"table": np.array([7, 8]), "w": None}
     before = jax.tree.map(np.array, (params, state))
@@ -370,9 +392,10 @@ def test_two_batches_taken_before_a_step(kind, name, verb):
     jax.tree.map(np.asarray, (of_a, of_b))
 
 
-@pytest.mark.parametrize(
-    "ids", [[5, 3, 5, 12, 3, -1, 5], [3, 3, 5, 5, 5, 7, 12], [4, 4]]
-)
+REPEATED = [[5, 3, 5, 12, 3, -1, 5], [3, 3, 5, 5, 5, 7, 12], [4, 4]]
+
+
+@pytest.mark.parametrize("ids", slow_but(REPEATED, REPEATED[0]))
 def test_ids_that_are_repeated_in_a_program(ids):
     """The last entry of a row is written: its values with its own moments, everywhere.
 

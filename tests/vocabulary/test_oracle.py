@@ -151,7 +151,7 @@ def test_streams(score, sorted_rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES, ids=lambda x: getattr(x, "__name__", x))
 def test_thousands_of_streams(score, sorted_rows):
-    for seed in range(250):
+    for seed in range(150):
         rng = np.random.default_rng(seed)
         rows = 1 + int(1000 ** rng.random()) if seed % 25 else 1001
         min_hits, ttl = rng.choice([1, 1, 2, 5]), rng.choice([None, None, 2, 10, 35])

@@ -15,12 +15,15 @@ import jax
 import pytest
 
 from ..helpers.compiler_program import IDS, WIDTH, cases, traced
-from ..helpers.support import program_environment
+from ..helpers.support import program_environment, slow_but
 
 HEIGHTS = (1_000_000, 8_000_000)
 
 
-@pytest.mark.parametrize("name", cases())
+CORE = "sparse_adam", "exact_adamw", "sparse_adafactor", "bfloat16"
+
+
+@pytest.mark.parametrize("name", slow_but(cases(), *CORE))
 def test_lowered_for_a_gpu(name):
     """What JAX hands to the compiler; this needs no plugin."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -68,6 +68,7 @@ def test_micro_batches_have_one_gradient():
         np.testing.assert_allclose(grad.todense(), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_micro_batches_in_nnx_hand_statistics_on():
     names = recipe("Micro-batches")
     model = names["NormModel"](nnx.Rngs(0))
