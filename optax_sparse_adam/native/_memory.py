@@ -37,7 +37,8 @@ def keep_memory() -> bool:
     the arithmetic: it is so from 65,536 ids of 128 columns on, or from 131,072 of 64.
     Call this once, before the first step; it helps with the kernel and without. The
     process then keeps as much memory as it has ever held for a moment (arrays of 1 GB
-    and more excepted).
+    and more excepted), tables that are gone too: programs held up to 22 % more at
+    the end, and one that had deleted its tables nine times as much. It is no default.
 
     It is a setting of the whole process, as `MALLOC_ARENA_MAX=1` in its environment is:
     all threads share one heap, and wait for each other where they allocate memory at
