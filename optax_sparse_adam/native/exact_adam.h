@@ -144,6 +144,40 @@ struct Clock {
   }
 };
 
+// Where in its result a lookup has a row already: the ids of a batch are of fewer rows,
+// and to copy one takes a fraction of bringing it up to date. Two rows may want one place,
+// which then has the later one. All threads share the places.
+class Written {
+ public:
+  explicit Written(int64_t size) {
+    while (bits_ < kMostBits && int64_t(1) << bits_ < size) ++bits_;
+    places_.reset(new std::atomic<uint64_t>[int64_t(1) << bits_]());
+  }
+
+  // The slot of a row, or -1.
+  INLINE int64_t Find(int64_t row) const {
+    const uint64_t found = Place(row).load(std::memory_order_acquire);
+    return found >> 32 == uint64_t(row) + 1 ? int64_t(uint32_t(found)) : -1;
+  }
+
+  // Says that a slot has the row, which has been written there.
+  INLINE void Add(int64_t row, int64_t slot) const {
+    if (slot > std::numeric_limits<uint32_t>::max()) return;
+    const uint64_t own = (uint64_t(row) + 1) << 32 | uint64_t(slot);
+    Place(row).store(own, std::memory_order_release);
+  }
+
+ private:
+  static constexpr int kMostBits = 15;  // 256 kB
+
+  INLINE std::atomic<uint64_t>& Place(int64_t row) const {
+    return places_[uint32_t(row) * uint32_t(2654435769) >> (32 - bits_)];
+  }
+
+  int bits_ = 6;
+  std::unique_ptr<std::atomic<uint64_t>[]> places_;
+};
+
 // The rows of these ids as they are now; see `CopyRows` for ids outside of the table.
 struct StaleLookup {
   Clock clock;
@@ -155,13 +189,15 @@ struct StaleLookup {
   bool clamps;
   float fill;
   float* out;
+  const Written& written;
 
   INLINE int64_t Row(int64_t k) const {
     return std::clamp<int64_t>(ids[k], 0, num_rows - 1);
   }
 
   INLINE void Fetch(int64_t k) const {
-    const int64_t row = Row(k), bytes = width * sizeof(float);
+    const int64_t row = Row(k), bytes = width * sizeof(float), slot = written.Find(row);
+    if (slot >= 0) return Prefetch<false>(out + slot * width, bytes);
     Prefetch<false>(table + row * width, bytes);
     if (high != nullptr) __builtin_prefetch(high + row), __builtin_prefetch(low + row);
     if (clock.HasArrived(last[row])) return;
@@ -169,7 +205,18 @@ struct StaleLookup {
     Prefetch<false>(nu + row * width, bytes);
   }
 
-  INLINE void Read(int64_t row, float* __restrict__ to) const {
+  INLINE void Read(int64_t k) const {
+    const int64_t row = Row(k), slot = written.Find(row);
+    float* const to = out + k * width;
+    if (slot >= 0) {
+      std::memcpy(to, out + slot * width, width * sizeof(float));
+      return;
+    }
+    BringUpToDate(row, to);
+    written.Add(row, k);
+  }
+
+  INLINE void BringUpToDate(int64_t row, float* __restrict__ to) const {
     const float* value = table + row * width;
     const bool decays = high != nullptr;
     const float decay = decays ? std::exp(clock.LogDecay(high[row], low[row])) : 1.0f;
@@ -192,11 +239,10 @@ INLINE void ReadStaleRows(const StaleLookup& lookup, int64_t begin, int64_t end)
     if (k + 2 * kAhead < end) __builtin_prefetch(lookup.last + lookup.Row(k + 2 * kAhead));
     if (k + kAhead >= begin && k + kAhead < end) lookup.Fetch(k + kAhead);
     if (k < begin) continue;
-    float* to = lookup.out + k * lookup.width;
     if (!lookup.clamps && lookup.Row(k) != lookup.ids[k]) {
-      std::fill_n(to, lookup.width, lookup.fill);
+      std::fill_n(lookup.out + k * lookup.width, lookup.width, lookup.fill);
     } else {
-      lookup.Read(lookup.Row(k), to);
+      lookup.Read(k);
     }
   }
 }

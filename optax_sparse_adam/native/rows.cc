@@ -196,12 +196,13 @@ ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view 
   const uint32_t bits = fill;
   float value;
   std::memcpy(&value, &bits, sizeof(value));
+  const Written written(size);
   const StaleLookup lookup{stale.Now(uses_roots, decays), static_cast<float*>(table.data),
                            mu, nu, last, high, low, ids, num_rows, width, clamps, value,
-                           static_cast<float*>(out)};
+                           static_cast<float*>(out), written};
   AdviseHugePages(out, size * width * sizeof(float));
   const auto read = FASTEST(ReadStaleRows);
-  Parallel(pool, size, 2048,
+  Parallel(pool, size, 512,
            [&](int64_t begin, int64_t end) { read(lookup, begin, end); });
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
