@@ -61,7 +61,7 @@ def check_types(name, dtype, grad_dtype, mu_dtype):
     lifted = osa.lazy(tx).update
     found = two_steps(jax.jit(lifted), state, params, grad)
     assert found[0] == expected
-    assert jax.eval_shape(lifted, grad, state, params)[0].dtype == expected[0][0][0]
+    assert jax.eval_shape(lifted, grad, state, params)[0].dtype.name == expected[0][0]
     # XLA rounds less often in a program: a unit of the lowest type.
     used = [x for x in (dtype, grad_dtype, mu_dtype) if x]
     tol = 4 * float(max(jnp.finfo(x).eps for x in used))
@@ -88,7 +88,7 @@ def test_types_of_adam(types):
 @pytest.mark.parametrize("name", INNER)
 def test_types_of_optax(name):
     takes_type = name not in ("adagrad", "rmsprop")
-    for case in MIXED:
+    for case in MIXED if name == "adam" else MIXED[::3]:
         if takes_type or case[2] is None:
             check_types(name, *case)
 
