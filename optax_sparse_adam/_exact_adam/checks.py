@@ -6,12 +6,12 @@ before any row is touched.
 
 | wrong | NaN | found by |
 |---|---|---|
-| `b1`, `b2`, `eps` or types of another state | rows, all reads | `checked_constants` |
+| `b1`, `b2`, `eps` or types of another state | updates, all reads | `checked_constants` |
 | another schedule or count, without `flush` | rows, later reads | `_is_continued` |
 | a clock of 2**31 - 1 updates | rows, later reads | `_has_room` |
 | a gradient without `read=`, or of another step | its rows | `_is_read` |
 | a gradient at a copy of the parameters | its rows | `_is_at` |
-| a dense gradient of stale rows | the parameter | `ExactAdamState.refuse_stale` |
+| a dense gradient of stale rows | all dense updates | `ExactAdamState.refuse_stale` |
 
 Three more are found where they are computed: a changed update (`_rows/canary.py`), a
 row that is later than its table (`rows.catch_up_rows`), and schedules without an end or
