@@ -6,7 +6,7 @@ before any row is touched.
 
 | wrong | NaN | found by |
 |---|---|---|
-| `b1`, `b2`, `eps` or types of another state | updates, all reads | `checked_constants` |
+| `b1`, `b2`, `eps`, types of another state | updates, reads | `checked_constants` |
 | another schedule or count, without `flush` | rows, later reads | `_is_continued` |
 | a clock of 2**31 - 1 updates | rows, later reads | `_has_room` |
 | a gradient without `read=`, or of another step | its rows | `_is_read` |
