@@ -7,7 +7,8 @@ leads from each group to another, and the ends of a triple are drawn by Zipf's l
 contestant trains for the same seconds of steps, in a process of its own, one after the
 other: dense `optax.adam`, three optimisers of this package by `make_train_step`, and
 torch's SparseAdam. Printed are the milliseconds of a step, its temporary memory, and
-the MRR of 4,096 held-out triples, whose true end is ranked among 99 random entities.
+the MRR of 4,096 held-out triples, whose true end is ranked among 99 random entities;
+the first and the last are drawn, too.
 """
 
 import argparse
@@ -18,13 +19,25 @@ import time
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import ranking
 
 COLUMNS, BATCH, NEGATIVES, RELATIONS, GROUPS = 128, 1024, 512, 8, 1000
 RATE = 2e-2
 NAMES = ["optax.adam, dense", "exact_adam", "sparse_adam", "rowwise_adagrad"]
 NAMES += ["torch SparseAdam"]
+
+
+def until(seconds, taken, name):
+    """Iterates until the steps, whose times are in `taken`, took so many seconds."""
+    line = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(desc=f"{name:20}", total=seconds, bar_format=line, leave=False) as bar:
+        while len(taken) < 5 or sum(taken) < seconds:  # the first two are warming up
+            yield
+            bar.update(min(sum(taken), seconds) - bar.n)
 
 
 class Graph:
@@ -97,7 +110,7 @@ def in_jax(name, graph, seconds):
     compiled = step.lower(params, state, *batch).compile()
     memory = compiled.memory_analysis().temp_size_in_bytes
     taken = []
-    while len(taken) < 5 or sum(taken) < seconds:  # the first two are warming up
+    for _ in until(seconds, taken, name):
         batch = tuple(np.asarray(x, np.int32) for x in graph.batch(rng))
         began = time.perf_counter()
         params, state, _ = jax.block_until_ready(compiled(params, state, *batch))
@@ -135,7 +148,7 @@ def in_torch(graph, seconds):
     both = [*entity.parameters(), *relation.parameters()]
     optimizer, rng = torch.optim.SparseAdam(both, lr=RATE), np.random.default_rng(2)
     taken = []
-    while len(taken) < 5 or sum(taken) < seconds:  # the first two are warming up
+    for _ in until(seconds, taken, NAMES[-1]):
         triples, others = map(torch.from_numpy, graph.batch(rng))
         began = time.perf_counter()
         optimizer.zero_grad()
@@ -157,6 +170,7 @@ def main():
     add("--rows", type=int, default=5_000_000, help="a multiple of 1,000")
     add("--seconds", type=float, default=30, help="of steps, of each contestant")
     add("--only", default="", help="names with these words")
+    add("--plot", default="large_graph.png", help="default: large_graph.png")
     add("--work", metavar="NAME", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -172,22 +186,29 @@ def main():
     heads = ("median ms", "quartiles", "steps", "temporary", "MRR")
     line = "{:>14}{:>18}{:>14}{:>14}{:>14}".format(*heads)
     print(f"{'':20}{line}")
+    panels = {"milliseconds a step": {}, f"MRR after {args.seconds:g} s of steps": {}}
     for name in NAMES:
         if args.only not in name:
             continue
         command = [sys.executable, __file__, "--work", name, "--rows", str(args.rows)]
         command += ["--seconds", str(args.seconds)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # The bar is in what is passed on, standard error.
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            print(f"{name:20}  left out: {done.stderr.strip().splitlines()[-1:]}")
+            print(f"{name:20}  left out: it ended with {done.returncode}")
             continue
         taken, memory, value = json.loads(done.stdout.splitlines()[-1])
         low, middle, high = np.percentile(1e3 * np.array(taken[2:]), [25, 50, 75])
         told = f"{memory / 1e6:,.0f} MB" if memory is not None else "-"
         spread = f"{low:.1f} to {high:.1f}"
         print(
-            f"{name:20}{middle:14.1f}{spread:>18}{len(taken):14,}{told:>14}{value:14.4f}"
+            f"{name:20}{middle:14.1f}{spread:>18}{len(taken):14,}{told:>14}{value:14.4f}",
+            flush=True,
         )
+        for panel, number in zip(panels.values(), (middle, value), strict=True):
+            panel[name] = number
+    ranking.draw_bars(args.plot, panels, log=["milliseconds a step"])
+    print(f"\nmilliseconds and MRR: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ The same text, dimensions, window, subsampling, negatives and epochs: those of
 The vectors are compared by wordsim353 and simlex999: Spearman's correlation of the
 cosines with what people say, on the pairs whose words are in the text. A word a second
 is a word of the text, before subsampling, and the clock holds what a training needs
-again and again: batches and steps, no compilation and no vocabulary.
+again and again: batches and steps, no compilation and no vocabulary. A picture of
+both is drawn as well.
 """
 
 import argparse
@@ -38,6 +39,8 @@ THREADS = 2
 def by_gensim(pieces, counts, epochs, seed):
     """Vectors, and the seconds of the training."""
     from gensim.models import Word2Vec
+    from gensim.models.callbacks import CallbackAny2Vec
+    from tqdm import tqdm
     from word2vec import DIM, NEGATIVES, SAMPLE, WINDOW
 
     sentences = [[str(i) for i in piece] for piece in pieces]
@@ -52,9 +55,17 @@ def by_gensim(pieces, counts, epochs, seed):
         seed=seed,
     )
     model.build_vocab(sentences)
-    began = time.perf_counter()
-    model.train(sentences, total_examples=len(sentences), epochs=epochs)
-    seconds = time.perf_counter() - began
+    bar = tqdm(desc=f"{'gensim':14}", total=epochs, unit=" epochs", leave=False)
+
+    class Progress(CallbackAny2Vec):
+        def on_epoch_end(self, model):
+            bar.update()
+
+    options = {"total_examples": len(sentences), "epochs": epochs}
+    with bar:
+        began = time.perf_counter()
+        model.train(sentences, **options, callbacks=[Progress()])
+        seconds = time.perf_counter() - began
     return np.stack([model.wv[str(i)] for i in range(len(counts))]), seconds
 
 
@@ -62,6 +73,7 @@ def by_ours(name, pieces, counts, epochs, seed):
     """Vectors, and the seconds of batches and steps."""
     import jax
     import word2vec
+    from tqdm import tqdm
 
     import optax_sparse_adam as osa
 
@@ -78,7 +90,9 @@ def by_ours(name, pieces, counts, epochs, seed):
     batches = grams.train(pieces, rng)
     step(*jax.tree.map(jax.numpy.copy, (params, state)), *next(batches))  # compiles
     began = time.perf_counter()
-    for batch in itertools.islice(batches, num_steps):
+    batches = itertools.islice(batches, num_steps)
+    lines = {"desc": f"{name:14}", "total": num_steps, "unit": " steps"}
+    for batch in tqdm(batches, **lines, leave=False, mininterval=1):
         params, state, _ = step(params, state, *batch)
     jax.block_until_ready(params)
     seconds = time.perf_counter() - began
@@ -121,12 +135,14 @@ def main():
     add("--text", type=Path, help="a file or folder; default: the standard library")
     add("--epochs", type=int, default=5, help="default: 5, gensim's")
     add("--seeds", type=int, default=1, help="default: 1")
+    add("--plot", default="words.png", help="default: words.png")
     add("--work", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         name, seed, file = args.work
         return work(name, args.text, args.epochs, int(seed), file)
 
+    import ranking
     from wheels import read_lines
     from word2vec import read_corpus
 
@@ -135,6 +151,7 @@ def main():
     said = {key: read_lines("gensim", path) for key, path in PAIRS.items()}
     print(f"{len(tokens):,} words of {len(words):,} kinds, {args.epochs} epochs")
     print(f"{'':14}{'seconds':>9}{'words/s':>11}" + "".join(f"{x:>20}" for x in PAIRS))
+    found = {title: {} for title in ("words a second", *PAIRS)}  # of each seed
     environment = {"OMP_NUM_THREADS": str(THREADS)}
     for seed, name in itertools.product(range(args.seeds), ["gensim", *OURS]):
         with tempfile.TemporaryDirectory() as folder:
@@ -143,13 +160,22 @@ def main():
             command += ["--text", str(args.text)] if args.text else []
             command += ["--work", name, str(seed), str(file)]
             subprocess.run(command, check=True, env=os.environ | environment)
-            with np.load(file) as found:
-                vectors, seconds = found["vectors"], float(found["seconds"])
-        line = f"{name:14}{seconds:9.1f}{args.epochs * len(tokens) / seconds:11,.0f}"
-        for lines in said.values():
+            with np.load(file) as trained:
+                vectors, seconds = trained["vectors"], float(trained["seconds"])
+        speed = args.epochs * len(tokens) / seconds
+        line = f"{name:14}{seconds:9.1f}{speed:11,.0f}"
+        found["words a second"].setdefault(name, []).append(speed)
+        for key, lines in said.items():
             value, pairs = similarity(vectors, number, lines)
             line += f"{value:9.3f} ({pairs:4} pairs)"
+            found[key].setdefault(name, []).append(value)
         print(line, flush=True)
+    means = {
+        title: {name: float(np.mean(x)) for name, x in values.items()}
+        for title, values in found.items()
+    }
+    ranking.draw_bars(args.plot, means)
+    print(f"\nwords a second and correlations: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ others. Two ways to train, on two graphs that the wheel of PyKEEN carries (`whee
   PyKEEN publishes a benchmark of it (Ali et al., 2020, https://arxiv.org/abs/2006.13365).
 - *1-N*: all entities are scored, each by its own label (Dettmers et al., 2018,
   https://arxiv.org/abs/1707.01476). The settings are those of a table of Dice
-  embeddings (https://github.com/dice-group/dice-embeddings).
+  embeddings (https://github.com/dice-group/dice-embeddings), with a layer norm (Ba et
+  al., 2016, https://arxiv.org/abs/1607.06450) of heads and of relations.
 
 ComplEx (Trouillon et al., 2016, https://arxiv.org/abs/1606.06357) has complex vectors:
 here, as everywhere with this library, *one real table of twice the columns*. TransE
@@ -72,6 +73,7 @@ class Cell(NamedTuple):
     chooses: bool = True  # the epoch by validation; else the last one
     n3: float = 0.0  # cubes of the batch's rows, Lacroix et al.
     inverses: bool = True  # a relation's inverse has a vector of its own
+    norm: bool = False  # a layer norm of heads and of relations
 
     def __str__(self):
         return f"{self.data}, {self.model}, {self.way}"
@@ -79,9 +81,10 @@ class Cell(NamedTuple):
 
 # PyKEEN's are the best of a search over settings, TransE's that of two losses (0.8517
 # by the other). Ours: a softmax, the rate that was tried first, and for TransE the
-# better of two scales. The table of Dice embeddings is of binary cross entropies.
+# better of two scales. The table of Dice embeddings is of binary cross entropies
+# and layer norms.
 DICE_SETTINGS = {"source": DICE, "columns": 32, "rate": 0.1, "epochs": 256}
-DICE_SETTINGS |= {"batch": 1024, "chooses": False}
+DICE_SETTINGS |= {"batch": 1024, "chooses": False, "norm": True}
 CELLS = [
     Cell("kinships", "ComplEx", "negatives", {"hits@10": 0.9777}),
     Cell("kinships", "DistMult", "negatives", {"hits@10": 0.8627}, inverses=False),
@@ -197,15 +200,33 @@ def init_params(graph, cell, rng):
         return jnp.array(scale * rng.normal(size=(rows, columns)), jnp.float32)
 
     relations = (1 + cell.inverses) * len(graph.relations)
-    return {"entity": normal(len(graph.entities)), "relation": normal(relations)}
+    params = {"entity": normal(len(graph.entities)), "relation": normal(relations)}
+    if cell.norm:
+        one = {"scale": jnp.ones(columns), "shift": jnp.zeros(columns)}
+        params |= {"head norm": one, "relation norm": jax.tree.map(jnp.copy, one)}
+    return params
+
+
+def make_query(cell):
+    """A function of heads and relations: what is scored with entities."""
+    to_query, _ = MODELS[cell.model]
+
+    def norm(rows, by):
+        return jax.nn.standardize(rows, epsilon=1e-5) * by["scale"] + by["shift"]
+
+    def query_of(params, head, relation):
+        heads, relations = params["entity"][head], relation_of(params, relation)
+        if cell.norm:
+            heads = norm(heads, params["head norm"])
+            relations = norm(relations, params["relation norm"])
+        return to_query(heads, relations)
+
+    return query_of
 
 
 def make_loss(cell):
     """The loss of a cell; every row of a table that it reads, it looks up."""
-    to_query, score = MODELS[cell.model]
-
-    def query_of(params, head, relation):
-        return to_query(params["entity"][head], relation_of(params, relation))
+    query_of, (_, score) = make_query(cell), MODELS[cell.model]
 
     def of_negatives(params, triples, others):
         """The surprise of the true end among others, by a softmax of their scores."""
@@ -254,13 +275,12 @@ def epoch_of(cell, graph, rng):
 # --- training ---
 
 
-def make_scores(model):
-    to_query, score = MODELS[model]
+def make_scores(cell):
+    query_of, (_, score) = make_query(cell), MODELS[cell.model]
 
     @jax.jit
     def scores(params, head, relation):
-        query = to_query(params["entity"][head], relation_of(params, relation))
-        return score(query, params["entity"])
+        return score(query_of(params, head, relation), params["entity"])
 
     return scores
 
@@ -291,7 +311,7 @@ def train(name, cell, graph, seed, bar=None):
     sparse, optimizer = OPTIMIZERS[name]
     tx, rng = optimizer(cell.rate), np.random.default_rng(seed)
     params = init_params(graph, cell, rng)
-    state, scores = tx.init(params), make_scores(cell.model)
+    state, scores = tx.init(params), make_scores(cell)
     step = osa.make_train_step(make_loss(cell), tx, sparse=sparse)
     best, curve, losses, clock, steps = None, [], [], 0.0, 0
     every = max(1, cell.epochs // 12) if cell.chooses else cell.epochs

@@ -78,3 +78,16 @@ def draw(path, curves, ylabel):
     axes[1].set(xlabel="seconds of steps")
     axes[1].legend()
     figure.savefig(path, format="png")
+
+
+def draw_bars(path, panels, log=()):
+    """A picture of numbers side by side: `panels[title][name]`; `log` names titles."""
+    figure = Figure(figsize=(5 * len(panels), 3), layout="constrained", dpi=120)
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, values) in zip(every, panels.items(), strict=True):
+        bars = axes.barh(list(values), list(values.values()), color="#0b6e4f")
+        axes.bar_label(bars, fmt="%.3g", padding=3)
+        axes.set(xlabel=title, xscale="log" if title in log else "linear")
+        axes.margins(x=0.2)
+    every[0].invert_yaxis()  # the first one on top
+    figure.savefig(path, format="png")
