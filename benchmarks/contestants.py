@@ -19,10 +19,12 @@ import optax_sparse_adam as osa
 DENSE, TORCH = "optax.adam, dense", "torch SparseAdam"
 PHASES = ("update", "step")
 RATE = 1e-3
+BY_HAND = "_by_hand"  # ends the name of an optimiser whose step is not make_train_step
 
 
 def make_optimizer(name):
     """One of this package, or `lazy_X`: `osa.lazy` of an optimiser X of optax."""
+    name = name.removesuffix(BY_HAND)
     if name.startswith("lazy_"):
         return osa.lazy(getattr(optax, name.removeprefix("lazy_"))(RATE))
     return getattr(osa, name)(RATE)
@@ -41,12 +43,19 @@ def update_step(tx):
     return update
 
 
-def training_step(tx, sparse):
+def training_step(tx, sparse, by_hand):
     """Lookup, loss, backward, update, on row-sparse or on dense gradients."""
 
     def model(table, ids, weights):
         return loss(table[ids], weights, jax.nn.softplus, jnp.mean)
 
+    def step(table, state, ids, weights):
+        value, grad = osa.value_and_grad(model, read=state)(table, ids, weights)
+        updates, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, updates), state, value
+
+    if by_hand:
+        return step
     return osa.make_train_step(model, tx, sparse=None if sparse else False)
 
 
@@ -56,10 +65,11 @@ class InJax:
     def __init__(self, name, problem):
         self.name, self.problem, self.sparse = name, problem, name != DENSE
         self.tx = make_optimizer(name) if self.sparse else optax.adam(RATE)
-        self.phases = PHASES if self.sparse else ("step",)
+        by_hand = name.endswith(BY_HAND)
+        self.phases = PHASES if self.sparse and not by_hand else ("step",)
         functions = {
             "update": update_step(self.tx),
-            "step": training_step(self.tx, self.sparse),
+            "step": training_step(self.tx, self.sparse, by_hand),
         }
         table = jax.ShapeDtypeStruct((problem.rows, problem.dim), problem.dtype)
         state = jax.eval_shape(self.tx.init, table)

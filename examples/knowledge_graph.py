@@ -81,8 +81,8 @@ class Cell(NamedTuple):
 
 # PyKEEN's are the best of a search over settings, TransE's that of two losses (0.8517
 # by the other). Ours: a softmax, the rate that was tried first, and for TransE the
-# better of two scales. The table of Dice embeddings is of binary cross entropies
-# and layer norms.
+# better of two scales. The settings of Dice embeddings are those of their
+# command: binary cross entropies, and layer norms.
 DICE_SETTINGS = {"source": DICE, "columns": 32, "rate": 0.1, "epochs": 256}
 DICE_SETTINGS |= {"batch": 1024, "chooses": False, "norm": True}
 CELLS = [

@@ -130,10 +130,13 @@ def test_quality():
     assert stdout.endswith("all as they should be\n")
 
 
-def test_large_graph():
-    """Everybody trains; what is ranked is what was held out."""
+def test_large_graph(tmp_path):
+    """Everybody trains; what is ranked is what was held out; both are drawn."""
     pytest.importorskip("tqdm")
-    stdout = printed("large_graph.py", "--rows", "3000", "--seconds", "0.2")
+    plot = tmp_path / "graph.png"
+    size = ["--rows", "3000", "--seconds", "0.2", "--plot", str(plot)]
+    stdout = printed("large_graph.py", *size)
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n")
     rows = re.findall(r"^(.{20}) +([\d.]+) .* (0\.\d{4})$", stdout, re.MULTILINE)
     assert [name.strip() for name, *_ in rows] == large_graph.NAMES, stdout
     assert all(float(mrr) > 0.04 for *_, mrr in rows)  # by chance: 0.052
