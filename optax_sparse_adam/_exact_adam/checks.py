@@ -4,18 +4,10 @@ A compiled program cannot raise. Each check raises where its fault is known, and
 says what it has found; `as_nan` and `later_as_nan` make NaN of all that was found,
 before any row is touched.
 
-| wrong | NaN | found by |
-|---|---|---|
-| `b1`, `b2`, `eps`, types of another state | updates, reads | `checked_constants` |
-| another schedule or count, without `flush` | rows, later reads | `_is_continued` |
-| a clock of 2**31 - 1 updates | rows, later reads | `_has_room` |
-| a gradient without `read=`, or of another step | its rows | `_is_read` |
-| a gradient at a copy of the parameters | its rows | `_is_at` |
-| a dense gradient of stale rows | all dense updates | `ExactAdamState.refuse_stale` |
-
-Three more are found where they are computed: a changed update (`_rows/canary.py`), a
-row that is later than its table (`rows.catch_up_rows`), and schedules without an end or
-with too much weight decay (`schedule.outlook`). All are in docs/exact_adam.md.
+What each finds, what becomes NaN, and what is found elsewhere (rows that are put or
+later than their table, changed updates, schedules without an end) is one table in
+docs/exact_adam.md, "What becomes NaN". What shapes tell raises in a program, too: a
+gradient made without `read=`, and a state with another number of nodes.
 """
 
 from typing import Any, NamedTuple
