@@ -14,10 +14,15 @@ from .kernel_reads import reader_of_rows
 from .map_rows import Tables
 from .row_ops import Formula, RowOps, Update
 
-# What the kernel updates has one number a row as its last moment, of float32, or is of
-# float32 as a whole; other formulas also have moments and parameters of bfloat16.
-_SINGLE = {"rowwise_adagrad", "rowwise_adam"}
-_FLOAT32 = {"exact_adam"}
+# What each formula takes of the kernel's types: "low", moments of float32 or bfloat16;
+# "single", one number a row of float32 as its last moment, and a parameter that it
+# reads of float32; "float32", all of float32 but the dates of rows.
+_TAKES = {
+    "adam": "low",
+    "exact_adam": "float32",
+    "rowwise_adagrad": "single",
+    "rowwise_adam": "single",
+}
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -49,13 +54,14 @@ def _takes_step(
 ) -> bool:
     if formula.call is None:
         return False
-    if formula.name in _SINGLE:
+    assert formula.name is not None
+    kind = _TAKES[formula.name]
+    own, is_single = tuple[jax.Array, ...](), True
+    if kind == "single":
         own, is_single = (tables[-1], *read), tables[-1].ndim == 1
-    elif formula.name in _FLOAT32:
+    elif kind == "float32":
         own = tuple(x for x in (*tables, *read) if x.dtype != jnp.int32)
         is_single = all(x.ndim == 1 for x in tables if x.dtype == jnp.int32)
-    else:
-        own, is_single = (), True
     floats = [x for x in (*tables, *read, *targets) if x.dtype != jnp.int32]
     return (
         is_single

@@ -188,7 +188,9 @@ int64_t Update::Run(ffi::ThreadPool& pool) const {
   return count;
 }
 
-// The formulas; their scalars are those of `_calls.py`, in their order.
+// The formulas. Their scalars are those of a NamedTuple in Python, in its order:
+// `AdamScalars` in `_optimizers/sparse_adam.py`, the others in `_calls.py`. That of
+// `exact_adam` is in `exact_adam.h`.
 
 // `sparse_adam`.
 struct AdamScalars {

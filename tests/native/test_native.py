@@ -6,6 +6,7 @@ functions are called directly, or it is said to be available.
 
 import functools
 import os
+import re
 import socket
 import unittest.mock
 from pathlib import Path
@@ -22,11 +23,12 @@ from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._optimizers import sparse_adam
-from optax_sparse_adam._rows import coalesce
+from optax_sparse_adam._rows import coalesce, kernel_ops
 from optax_sparse_adam._rows.canary import copy_with
 from optax_sparse_adam._rows.entries import sum_entries
 from optax_sparse_adam.native import _calls, _library
 
+from ..helpers import kernel_cases
 from ..helpers.native import (
     calls_in,
     flags_of_memory,
@@ -316,6 +318,20 @@ def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "4626 wrong calls refused\n"
     assert not done.stderr
+
+
+def test_every_formula_is_everywhere():
+    """In C++, in the types that a step asks for, and in the calls with wrong arrays."""
+    source = (Path(_calls.__file__).parent / "rows.cc").read_text()
+    table = source[source.index("const Known all[]") :]
+    table = table[: table.index("};")]
+    in_cpp = re.findall(r'\{"(\w+)"', table)
+    called = [
+        name.split()[1]
+        for name, operands, _ in kernel_cases.specifications()
+        if any(x.name == "values" for x in operands)
+    ]
+    assert sorted(in_cpp) == sorted(called) == sorted(["sum", *kernel_ops._TAKES])
 
 
 @needs_compiler
