@@ -55,7 +55,7 @@ from optax_sparse_adam._gradients.expressions import (
 )
 from optax_sparse_adam._gradients.lookups import Lookup, Promises, lookup_of_rows
 from optax_sparse_adam._gradients.reading import look_up
-from optax_sparse_adam._gradients.row_slices import Entries, RowSlices, to_bcoo
+from optax_sparse_adam._gradients.row_slices import LookupEntries, RowSlices, to_bcoo
 from optax_sparse_adam._gradients.walk import (
     Bags,
     Program,
@@ -75,13 +75,15 @@ from optax_sparse_adam._rows.padding import expand_like, row_bounds
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def logged(key: str, x: Any, entries: Entries, probe: jax.Array) -> Any:
+def logged(key: str, x: Any, entries: LookupEntries, probe: jax.Array) -> Any:
     """`x`; logs the entries and the cotangent of `x`, which has no other derivative."""
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def logged_on_the_way(key: str, x: Any, entries: Entries, probe: jax.Array) -> Any:
+def logged_on_the_way(
+    key: str, x: Any, entries: LookupEntries, probe: jax.Array
+) -> Any:
     """`x` with its derivative; logs the entries."""
     return x
 
@@ -92,17 +94,17 @@ def watched(leaves: dict[str, Any], probe: jax.Array) -> Any:
     return leaves
 
 
-def _keep(key: str, x: Any, entries: Entries, probe: jax.Array) -> Any:
+def _keep(key: str, x: Any, entries: LookupEntries, probe: jax.Array) -> Any:
     # A branch that is not taken logs zeros, which are no ids then.
     ids = vary_like(entries.ids + 1, x)
     return x, entries._replace(ids=ids)
 
 
-def _log(key: str, entries: Entries, cotangent: jax.Array) -> Any:
+def _log(key: str, entries: LookupEntries, cotangent: jax.Array) -> Any:
     return (None, None, None), {key: (entries, cotangent)}
 
 
-def _log_ids(key: str, entries: Entries, cotangent: jax.Array) -> Any:
+def _log_ids(key: str, entries: LookupEntries, cotangent: jax.Array) -> Any:
     return (cotangent, None, None), {key: (entries, None)}
 
 
@@ -188,7 +190,7 @@ class LogWalk(Walk):
         depths[leaf.index] = min(depth, depths.get(leaf.index, depth))
         return self.known.depths.get(leaf.index, depth)
 
-    def log(self, request: Request, x: Any, entries: Entries) -> Any:
+    def log(self, request: Request, x: Any, entries: LookupEntries) -> Any:
         """`x`, logged under a key that the same lookup of another branch has, too."""
         x = vary(x, request.axes)
         if self.is_inner:
@@ -208,7 +210,7 @@ class LogWalk(Walk):
         deltas = {}
         for leaf in value.leaves:
             depth = self.depth_of(leaf, lookup.depth)
-            entries = Entries(lookup.rows(depth))
+            entries = LookupEntries(lookup.rows(depth))
             request = Request(leaf, value.shape, lookup.count, depth, axes)
             request = request._replace(
                 constant=lookup.constant, promises=lookup.promises
@@ -248,7 +250,7 @@ def bag_lookup(walk: LogWalk, eqn: Any, value: Any, *operands: Any) -> Any:
         if leaf.index in walk.known.whole:
             whole = on_mesh_of_context(walk.whole(leaf))
             read = sum_bags(num_bags, whole, ids, segments, weights)
-            delta = walk.log(request, read, Entries(lookup.rows(1)))
+            delta = walk.log(request, read, LookupEntries(lookup.rows(1)))
         else:
             bags = Bags(ids.size, num_bags, out.dtype, weights is not None)
             request = request._replace(count=num_bags, is_whole=False, bags=bags)
@@ -256,7 +258,7 @@ def bag_lookup(walk: LogWalk, eqn: Any, value: Any, *operands: Any) -> Any:
             own = bag if segments is None else segments
             of_ids = None if weights is None else lax.stop_gradient(weights.ravel())
             zeros = jnp.zeros(out.shape, out.dtype)
-            delta = walk.log(request, zeros, Entries(lookup.rows(1), own, of_ids))
+            delta = walk.log(request, zeros, LookupEntries(lookup.rows(1), own, of_ids))
         sums = inject(sums, on_mesh_of_context(delta).astype(sums.dtype))
     return [sums]
 
@@ -548,7 +550,9 @@ def _flat(log: Any, request: Request) -> RowSlices:
     ids = entries.ids.reshape(-1, request.depth)
     is_padding = jnp.all(ids == 0, axis=1, keepdims=True)
     ids = jnp.where(is_padding, row_bounds(request.shape, ids), ids - 1)
-    flat = Entries(ids, *(None if x is None else x.reshape(-1) for x in entries[1:]))
+    flat = LookupEntries(
+        ids, *(None if x is None else x.reshape(-1) for x in entries[1:])
+    )
     if values is None:  # of a leaf whose gradient is a whole array
         return flat, jnp.zeros((len(ids), 0), request.leaf.dtype)
     return flat, values.reshape(-1, *request.delta.shape[1:])
@@ -570,7 +574,7 @@ def _merged(log: Any, request: Request) -> Any:
     ]
     if request.bags is not None and len({x.ids.size for x, _ in own}) > 1:
         raise NotImplementedError("branches with bags of unequal sizes")
-    return Entries(*sums[:3]), sums[3]
+    return LookupEntries(*sums[:3]), sums[3]
 
 
 def _sum_of_padded(arrays: Sequence[Any], rank: int, calls: int) -> Any:

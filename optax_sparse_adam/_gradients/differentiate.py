@@ -27,7 +27,7 @@ from .expressions import (
     table,
 )
 from .lookups import Promises
-from .row_slices import Entries, RowSlices, to_bcoo
+from .row_slices import LookupEntries, RowSlices, to_bcoo
 from .rules import RULES
 from .walk import Program, Request, Walk
 
@@ -183,7 +183,7 @@ def _num_entries(request: Request, leaf: Any) -> int:
 
 
 def _of_all_devices(
-    request: Request, leaf: Any, entries: Entries, values: jax.Array
+    request: Request, leaf: Any, entries: LookupEntries, values: jax.Array
 ) -> RowSlices:
     """The gradient of the rows of one lookup; inside of `shard_map`, of all devices."""
     slices = entries, values

@@ -18,7 +18,7 @@ from .expressions import Table
 from .lookups import Promises
 
 
-class Entries(NamedTuple):
+class LookupEntries(NamedTuple):
     """The rows that a lookup reads, one for each row of values; or for bags, more.
 
     Attributes:
@@ -32,7 +32,7 @@ class Entries(NamedTuple):
     weights: jax.Array | None = None
 
 
-RowSlices = tuple[Entries, jax.Array]
+RowSlices = tuple[LookupEntries, jax.Array]
 
 
 def to_bcoo(

@@ -148,7 +148,9 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
     return _look_up(walk, eqn, value, lookup)
 
 
-def _look_up_by_kernel(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Results:
+def _look_up_of_second_gradient(
+    walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any
+) -> Results:
     """The kernel's lookup, in a gradient of a gradient, as the gather it stands for."""
     if len(rest) != 1 or not isinstance(value, Expression):
         return NotImplemented
@@ -164,7 +166,7 @@ def _look_up_by_kernel(walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any) -> Res
 
 # Functions under `jit` that are lookups as a whole, by their name.
 LOOKUP_FUNCTIONS: dict[str, Rule] = {
-    name_in_jaxprs("look_up_by_kernel"): _look_up_by_kernel,
+    name_in_jaxprs("look_up_by_kernel"): _look_up_of_second_gradient,
     name_in_jaxprs("bag_lookup"): bag_lookup,
 }
 

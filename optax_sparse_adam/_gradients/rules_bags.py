@@ -19,7 +19,7 @@ from .._rows.bags import add_up, sum_bags
 from .expressions import Expression, inject
 from .lookups import lookup_of_rows
 from .reading import look_up
-from .row_slices import Entries
+from .row_slices import LookupEntries
 from .walk import Bags, Request, Results, Walk, on_mesh_of_context
 
 
@@ -64,14 +64,14 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     else:
         sums = add_up(num_bags, look_up(value, lookup, None), segments, weights)
     for request, delta in zip(requests, of_bags, strict=True):
-        entries = Entries(lookup.rows(1))
+        entries = LookupEntries(lookup.rows(1))
         if request.is_whole:
             whole = on_mesh_of_context(walk.whole_deltas[request.leaf])
             delta = sum_bags(num_bags, whole, ids, segments, weights)
         else:
             # For ids [2, 3]: [0, 0, 0, 1, 1, 1].
             bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]
-            entries = Entries(
+            entries = LookupEntries(
                 entries.ids,
                 bag if segments is None else segments,
                 None if weights is None else weights.ravel(),

@@ -26,7 +26,7 @@ from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, scan_sizes
 from .expressions import Expression, arrays_among, merge
 from .lookups import Promises
-from .row_slices import Entries
+from .row_slices import LookupEntries
 from .walk import Request, Results, Walk
 
 
@@ -204,10 +204,10 @@ def _shared(
     return keys, shared
 
 
-def _padded(found: Entries | None, request: Request) -> Entries:
+def _padded(found: LookupEntries | None, request: Request) -> LookupEntries:
     """The entries of a branch, and ids out of bounds up to those of the request."""
     size, bags = request.num_entries, request.bags
-    empty = Entries(
+    empty = LookupEntries(
         jnp.zeros((0, request.depth), jnp.int32),
         None if bags is None else jnp.zeros(0, jnp.int32),
         jnp.zeros(0, bags.dtype) if bags is not None and bags.has_weights else None,

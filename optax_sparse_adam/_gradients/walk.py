@@ -47,7 +47,7 @@ from .._rows.kernel_reads import reader_of_rows
 from .backward_slice import BackwardSlice
 from .expressions import Expression, Leaf, Table, table
 from .lookups import Lookup, Promises
-from .row_slices import Entries
+from .row_slices import LookupEntries
 
 Results = Any  # what a rule returns: a list, or NotImplemented
 Rule = Callable[..., Results]
@@ -148,7 +148,7 @@ class Walk:
         self.program = program
         self.whole_deltas = whole or {}
         self.requests: list[Request] = []
-        self.entries: list[Entries] = []
+        self.entries: list[LookupEntries] = []
         self._deltas = deltas
         self._memo: dict[Any, jax.Array] = {}  # of this trace alone
 
@@ -189,7 +189,7 @@ class Walk:
         deltas: Sequence[jax.Array],
         keep: Sequence[int] | None = None,
         whole: Mapping[Leaf, jax.Array] | None = None,
-    ) -> tuple[list[Any], list[Entries]]:
+    ) -> tuple[list[Any], list[LookupEntries]]:
         """The results of a jaxpr in a function that JAX traces by itself, as arrays.
 
         Those of the indices `keep`, if there are any; and the entries of all deltas.
@@ -326,7 +326,7 @@ class Walk:
         deltas = self.request(requests)
         if self.is_plan or not requests:
             return None
-        self.entries += [Entries(lookup.rows(x.depth)) for x in requests]
+        self.entries += [LookupEntries(lookup.rows(x.depth)) for x in requests]
         return {
             # The transpose of this gather scatters into the one delta of the leaf.
             x.leaf: lookup.read(on_mesh_of_context(self.whole_deltas[x.leaf]))

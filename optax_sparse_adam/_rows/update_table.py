@@ -97,24 +97,6 @@ def _put(
     return ops.put(table, indices, rows)
 
 
-def update_rows(
-    row_fn: RowFunction,
-    data: Any,
-    indices: jax.Array,
-    tables: Tables,
-    read: Tables,
-    *args: Any,
-) -> tuple[Any, Tables]:
-    """`RowOps.update` of all rows at once."""
-
-    def updated(ops: RowOps, *operands: Any) -> tuple[Any, Tables]:
-        return ops.update(row_fn, *operands)
-
-    found: tuple[Any, Tables]
-    found = with_ops(updated, data, indices, tables, read, *args)
-    return found
-
-
 def map_rows(
     row_fn: RowFunction, rows: Rows, tables: Tables, *args: Any, read: Tables = ()
 ) -> tuple[jax.Array, Tables]:

@@ -45,7 +45,7 @@ from .._gradients.lookups import (
     lookup_of_slice,
     reads_rows,
 )
-from .._gradients.row_slices import Entries
+from .._gradients.row_slices import LookupEntries
 from .._gradients.value_and_grad import trace
 from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_context
 from .._jax_extras.jaxprs import name_in_jaxprs
@@ -160,7 +160,7 @@ def _read(value: Expression, lookup: Lookup) -> jax.Array:
     return lookup.read_and_fill(read)
 
 
-def _entries(lookup: Lookup) -> Entries:
+def _entries(lookup: Lookup) -> LookupEntries:
     """The ids of a lookup; the number of rows where it is known to read none.
 
     In place of an id that is out of bounds against a promise: the id below zero, or
@@ -171,7 +171,7 @@ def _entries(lookup: Lookup) -> Entries:
         own = lookup._columns([0])
         above = jnp.minimum(own, _LARGEST_ID - 1) + 1
         rows = jnp.where(own < 0, own, jnp.where(own >= size, above, own))
-    return Entries(rows)
+    return LookupEntries(rows)
 
 
 def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> None:

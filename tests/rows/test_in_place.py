@@ -15,7 +15,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import gather_scatter, map_rows
-from optax_sparse_adam._rows.update_table import update_rows
+from optax_sparse_adam._rows.with_ops import with_ops
 
 from ..helpers.support import (
     abstract_bcoo,
@@ -183,11 +183,14 @@ def test_old_rows_of_another_table():
         first, second = rows
         return 2 * data, (first + data, second + first)
 
+    def updated(ops, *operands):
+        return ops.update(function, *operands)
+
     table = jax.ShapeDtypeStruct((1_000_000, 4), "float32")
     data = jax.ShapeDtypeStruct((50, 4), "float32")
     indices = jax.ShapeDtypeStruct((50, 1), "int32")
     step = jax.jit(
-        lambda tables, *args: update_rows(function, *args, tables, ()), donate_argnums=0
+        lambda tables, *args: with_ops(updated, *args, tables, ()), donate_argnums=0
     )
     memory = compile_for_users(step.lower((table, table), data, indices))
     assert memory.memory_analysis().temp_size_in_bytes < 20_000
