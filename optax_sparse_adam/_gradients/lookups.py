@@ -46,7 +46,8 @@ class Lookup:
       params: Those of `lax.gather`.
       indices: `[..., k]`; in a plan only their type and shape.
       constant: The row, for a lookup of one at a constant index.
-      sharding: Of the result of a slice over Explicit mesh axes that split the table.
+      sharding: Of the result, where Explicit mesh axes leave it open: of a slice of a
+        table that they split, and of the rows of bags.
     """
 
     shape: tuple[int, ...]
@@ -124,7 +125,8 @@ class Lookup:
             # A gather over split axes needs to be told how its result lies; the type of
             # a slice says it. Axes of length 1 that stand for all columns are whole.
             spec = partitions_of(self.sharding.spec)
-            pairs = zip(spec, self.out[:1] + sizes[1:], self.out, strict=True)
+            batch = len(self.out) - len(self.dims.offset_dims)
+            pairs = zip(spec, self.out[:batch] + sizes[1:], self.out, strict=True)
             whole = PartitionSpec(*(x if n == m else None for x, n, m in pairs))
             gather: Any = jax.sharding.auto_axes(
                 functools.partial(lax.gather, **params),
@@ -234,7 +236,9 @@ def reads_rows(lookup: Lookup) -> bool:
     return 0 < lookup.depth < len(lookup.shape) + (not is_batched)
 
 
-def lookup_of_rows(shape: tuple[int, ...], ids: Any) -> Lookup:
+def lookup_of_rows(
+    shape: tuple[int, ...], ids: Any, sharding: NamedSharding | None = None
+) -> Lookup:
     """`table.at[ids].get(mode="fill", fill_value=0)`, no id from the end."""
     rank = len(ids.shape)
     numbers = lax.GatherDimensionNumbers(
@@ -246,7 +250,8 @@ def lookup_of_rows(shape: tuple[int, ...], ids: Any) -> Lookup:
     indices: Any = jax.ShapeDtypeStruct((*ids.shape, 1), ids.dtype)
     if isinstance(ids, jax.Array):  # in a plan only its type
         indices = ids[..., None]
-    return Lookup(shape, (*ids.shape, *shape[1:]), params, indices)
+    out = (*ids.shape, *shape[1:])
+    return Lookup(shape, out, params, indices, sharding=sharding)
 
 
 def lookup_of_slice(

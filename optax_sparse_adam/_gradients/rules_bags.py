@@ -13,7 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
+from .._jax_extras.sharding import partitions_of
 from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bags import add_up, sum_bags
 from .expressions import Expression, inject
@@ -36,9 +38,13 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     num_bags, axes = out.shape[0], axes_of_type(out)
     ids, *rest = (walk.as_array(eqn, x) for x in operands)
     ids = ids_type if walk.is_plan else jnp.asarray(ids)
+    # Else rows are read, as `_rows.bags._take` reads them: of all ids everywhere.
+    is_sum = value.is_table and value.source is not None and value.source.stale is None
+    if not (is_sum or walk.is_plan):
+        ids, *rest = map(on_mesh_of_context, (ids, *rest))
     segments = rest.pop(0) if is_flat else None
     weights = rest[0] if rest else None
-    lookup = lookup_of_rows(value.shape, ids)
+    lookup = lookup_of_rows(value.shape, ids, _sharding_of_rows(out, ids_type.ndim))
     if value.source is None:
         # The derivative of a nonlinear function differs from row to row of a bag.
         deltas = walk.request_for(lookup, value, axes)
@@ -58,7 +64,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         walk.program.reread.update(x.index for x in value.leaves)
     if walk.is_plan:
         return [None]
-    if value.is_table and value.source.stale is None:
+    if is_sum:
         table = jnp.asarray(value.source.array)
         sums = sum_bags(num_bags, table, ids, segments, weights)
     else:
@@ -80,3 +86,10 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         delta = on_mesh_of_context(delta)
         sums = inject(sums, delta.astype(sums.dtype))
     return [sums]
+
+
+def _sharding_of_rows(sums: Any, ndim: int) -> NamedSharding | None:
+    """Over Explicit axes, how the rows lie of which these are the sums: by columns."""
+    mesh, spec = sums.sharding.mesh, partitions_of(sums.sharding.spec)
+    rows = PartitionSpec(*[None] * ndim, *spec[1:])
+    return NamedSharding(mesh, rows) if mesh.explicit_axes else None

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import named_in_jaxprs
-from .._jax_extras.sharding import mesh_of, partitions_of
+from .._jax_extras.sharding import call_with_auto_axes, mesh_of, partitions_of
 from .._jax_extras.sums_of_shards import sum_of_shards
 from ..native._on_cpu import on_cpu
 from .entries import accumulator_dtype
@@ -155,7 +155,11 @@ def _pooled(
 ) -> jax.Array:
     dtype = table.dtype
     if mode == "max" and ids.size:
-        return _max(_take(table, ids, flags), segments, valid, num_bags)
+        rows = _take(table, ids, flags)
+        entries = (valid,) if segments is None else (valid, segments)
+        largest = functools.partial(_max, num_bags)
+        axes = (None, *range(ids.ndim, rows.ndim))
+        return call_with_auto_axes(largest, rows, *entries, like=rows, axes=axes)
     if any(flags):  # nothing to add up for a row: an ordinary lookup hands them on
         sums = add_up(num_bags, _take(table, ids, flags), segments, weights)
     else:
@@ -419,14 +423,16 @@ def add_up(
         values = values * expand_like(weights, values)
     if segments is None:
         return jnp.sum(values, axis=1)
-    return jax.ops.segment_sum(values, segments, num_bags)
+    add: Any = functools.partial(jax.ops.segment_sum, num_segments=num_bags)
+    axes = (None, *range(1, values.ndim))
+    return call_with_auto_axes(add, values, segments, like=values, axes=axes)
 
 
 def _max(
-    rows: jax.Array,
-    segments: jax.Array | None,
-    valid: jax.Array,
     num_bags: int,
+    rows: jax.Array,
+    valid: jax.Array,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """The largest number of each bag and column, which is that of one row.
 

@@ -1,5 +1,6 @@
 """Bags of ids under `jit` of sharded tables: sums travel, and no rows."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,7 +41,11 @@ def _expected(ids, weights):
 
 
 def _put(mesh, *pairs):
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+    return [_put_one(mesh, *pair) for pair in pairs]
+
+
+def _put_one(mesh, x, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,3 +167,65 @@ def test_a_step(axis_type, is_flat):
     for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert_close(one, other, 1e-6, magnitude=max(1.0, np.abs(other).max()))
     assert_close(expected[2], (_expected(IDS, WEIGHTS) ** 2).sum(), 1e-6)
+
+
+# How a stale table and the bags lie on a mesh of (4, 2) Explicit axes.
+STALE = {
+    "rows, columns": (P("x", "y"), P()),
+    "rows, bags": (P("x", None), P("x", None)),
+    "bags": (P(), P("x", None)),
+}
+
+
+def stale_step(tx, params, state, ids):
+    """A step of exact Adam on bags of each kind."""
+
+    def loss(params):
+        table, weights = params["table"], params["weights"]
+        flat = {"offsets": 16 * jnp.arange(8)}
+        kinds = [(ids, weights, {}), (ids.ravel(), weights.ravel(), flat)]
+        pools = []
+        for of_bags, by, form in kinds:
+            for mode in ("sum", "mean"):
+                form |= {"mode": mode}
+                pools.append(osa.embedding_bag(table, of_bags, **form))
+                pools.append(osa.embedding_bag(table, of_bags, weights=by, **form))
+            pools.append(osa.embedding_bag(table, of_bags, **form | {"mode": "max"}))
+        pools.append(osa.embedding_bag(jnp.tanh(table), ids))
+        return sum(jnp.sum(jnp.sin(pool)) for pool in pools), pools
+
+    fun = osa.value_and_grad(loss, has_aux=True, read=state)
+    (_, pools), grads = fun(params)
+    updates, state = tx.update(grads, state, params)
+    return osa.apply_updates(params, updates), state, pools
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", STALE)
+def test_stale_rows_over_explicit_axes(layout):
+    """Those of one device, of rows that a step has passed over."""
+    of_table, of_ids = STALE[layout]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Explicit,) * 2)
+    groups = {
+        "table": osa.exact_adam(0.1, eps=0.1),
+        "weights": osa.lazy(optax.sgd(0.1)),
+    }
+    tx = optax.partition(groups, {name: name for name in groups})
+    batches = IDS, np.full_like(IDS, 3), IDS[::-1].copy()
+
+    def run(table, weights, put):
+        params = {"table": table, "weights": weights}
+        state, found = tx.init(params), []
+        step = jax.jit(functools.partial(stale_step, tx))
+        for ids in batches:
+            params, state, pools = step(params, state, put(ids, of_ids))
+            found.append(pools)
+        return *params.values(), found
+
+    positive = np.abs(WEIGHTS) + 1
+    expected = run(jnp.array(TABLE), jnp.array(positive), lambda x, _: x)
+    with jax.set_mesh(mesh):
+        put = functools.partial(_put_one, mesh)
+        actual = run(put(TABLE, of_table), put(positive, of_ids), put)
+    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_close(one, other, 1e-5, magnitude=max(1.0, np.abs(other).max()))
