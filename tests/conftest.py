@@ -261,6 +261,15 @@ def kernel(cache, monkeypatch):
     jax.clear_caches()  # what was traced without it
 
 
+@pytest.fixture
+def without_kernel(monkeypatch):
+    """Programs are XLA's alone, also in a process of one device."""
+    monkeypatch.setattr(_calls, "available", lambda: False)
+    jax.clear_caches()  # inner functions that have been traced with it
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def traced_with_the_kernel():
     """What was traced without it is traced anew; these tests are the last of a file."""

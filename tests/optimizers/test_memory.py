@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
+from optax_sparse_adam.native import available
 
 from ..helpers.optimizers import OPTIMIZERS
 from ..helpers.support import (
@@ -134,4 +135,6 @@ def test_memory_of_reading_and_flushing():
     reading = jax.jit(reading_step(tx), donate_argnums=(0, 1))
     assert_in_place(reading, (table, state, ids), 10 * 1024 * WIDTH * 4)
     flushing = jax.jit(osa.flush, donate_argnums=(0, 1))
-    assert_in_place(flushing, (table, state), 5 * 1024 * WIDTH * 4)
+    # Rows that the kernel reads lie in memory; XLA computes with them as it reads them.
+    blocks = 6 if available() else 5
+    assert_in_place(flushing, (table, state), blocks * 1024 * WIDTH * 4)
