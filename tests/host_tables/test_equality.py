@@ -78,8 +78,6 @@ def test_low_precision(name, dtype, as_optax_expects):
     rows, w = begin((ROWS, 7), dtype)  # an odd width: two numbers lie in a word
     rounded = osa.lazy(osa.stochastic_rounding(optax.adam(1e-2), jax.random.key(3)))
     tx = rounded if name == "rounded" else MAKERS[name](1e-2)
-    if (name, dtype) == ("rounded", "float16"):
-        pytest.skip("stochastic_rounding is for bfloat16")
 
     def cast(params, ids, y):
         table = params["table"].astype(jnp.float32)
