@@ -1,6 +1,6 @@
 """Word vectors beside gensim's Word2Vec, which is C: quality, and words a second.
 
-    pip install gensim            # 4.4.0; its wheel has both sets of pairs of words
+    pip install -e ".[examples]" gensim   # 4.4.0; its wheel has both sets of pairs
     python benchmarks/words.py [--text FOLDER] [--epochs 5]
 
 The same text, dimensions, window, subsampling, negatives and epochs: those of
