@@ -86,7 +86,8 @@ def draw_bars(path, panels, log=()):
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, values) in zip(every, panels.items(), strict=True):
         bars = axes.barh(list(values), list(values.values()), color="#0b6e4f")
-        axes.bar_label(bars, fmt="%.3g", padding=3)
+        label = "{:,.0f}" if max(values.values()) >= 100 else "{:.3g}"
+        axes.bar_label(bars, fmt=label, padding=3)
         axes.set(xlabel=title, xscale="log" if title in log else "linear")
         axes.margins(x=0.2)
     every[0].invert_yaxis()  # the first one on top
