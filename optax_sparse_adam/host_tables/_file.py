@@ -71,7 +71,7 @@ class File(Memory):
                 raise FileExistsError(
                     f"HostTrainer begins the table {self._name} in the file "
                     f"{self.path}, which exists. HostTrainer.restore goes on from a "
-                    "checkpoint; remove the file to begin anew."
+                    "checkpoint; remove the file to begin again."
                 )
             self._file.truncate(0)  # what was begun and not finished
             self.header = self._expected | {"step": 0, "checkpoint": ""}

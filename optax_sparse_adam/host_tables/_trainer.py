@@ -173,7 +173,7 @@ class HostTrainer:
           fsync: As for `HostTrainer`.
 
         Returns:
-          The trainer; the checkpoint is made anew.
+          The trainer; the checkpoint is written again.
 
         Raises:
           FileNotFoundError: If there is no checkpoint, or a file of it is missing.

@@ -43,7 +43,7 @@ older jaxlib the kernel may have to be compiled by the command.
 `OPTAX_SPARSE_ADAM_NATIVE=0` in the environment turns it off, while installing or in a
 process. It is read when a program is traced, and what JAX has traced it keeps, parts of
 other programs among them: to change it after the first step, in `os.environ`, call
-`jax.clear_caches()` next, and all is traced anew. Turn it off to compile ahead for
+`jax.clear_caches()` next, and all is traced again. Turn it off to compile ahead for
 another platform, too: a process that uses the kernel and has CPUs only
 (`JAX_PLATFORMS=cpu`, or no package for other platforms) leaves all for others out,
 which halves the time of tracing. Compiled for a GPU such a program raises: `No

@@ -16,21 +16,11 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
 from ..helpers.support import slow_but
-from ..helpers.wrappers import Seen, after, in_chain, log_norm
+from ..helpers.wrappers import Seen, after, in_chain, log_norm, loss, start
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
 IDS = np.array([3, 7, 3])
-
-
-def start():
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.normal(size=(12, 3)), jnp.float32)
-    return {"table": table, "w": jnp.ones(3)}
-
-
-def loss(params, ids):
-    return jnp.sum(jnp.sin(params["table"][ids] @ params["w"]))
 
 
 def behind(part):

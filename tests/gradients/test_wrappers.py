@@ -6,7 +6,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,7 +17,7 @@ from optax_sparse_adam import flax_nnx
 from ..helpers.more_wrappers import FORMS, OF_OPTAX
 from ..helpers.support import assert_identical, slow_but
 from ..helpers.wrappers import CASES as FIRST
-from ..helpers.wrappers import Seen, after, before, halve, on_rows
+from ..helpers.wrappers import Seen, after, before, halve, loss, on_rows, start
 from ..helpers.wrappers_of_users import OF_USERS
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
@@ -43,16 +42,6 @@ ALL += [(x, "exact_adam") for x in AROUND_EXACT]
 CORE = [("halve", "sparse_adam"), ("log", "rowwise_adagrad")]
 CORE += [("apply_if_finite", "sparse_adam"), ("update wrapped", "sparse_adam")]
 IDS = [np.array([3, 7, 3]), np.array([5, 7, 9])]
-
-
-def start():
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.normal(size=(12, 3)), jnp.float32)
-    return {"table": table, "w": jnp.ones(3)}
-
-
-def loss(params, ids):
-    return jnp.sum(jnp.sin(params["table"][ids] @ params["w"]))
 
 
 def made(wrapper, inner):

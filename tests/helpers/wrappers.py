@@ -17,6 +17,17 @@ from jax.experimental.sparse import BCOO
 import optax_sparse_adam as osa
 
 
+def start():
+    """The parameters of a model with a table."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(12, 3)), jnp.float32)
+    return {"table": table, "w": jnp.ones(3)}
+
+
+def loss(params, ids):
+    return jnp.sum(jnp.sin(params["table"][ids] @ params["w"]))
+
+
 class Seen:
     """What a wrapper has seen, outside of the program."""
 
