@@ -25,7 +25,7 @@ from .remaining_update import Constants
 from .rows import TableState
 from .schedule import Outlook, constants_of, fit, mean_ahead
 from .state import ExactAdamState, table_states
-from .step import Betas
+from .step import Betas, Step
 
 # By how much a remaining update may differ from the stored one: relative to it, and to
 # the largest learning rate, near whose zero a schedule in float32 has not the same bits
@@ -62,6 +62,7 @@ def check_step(
       TypeError: If a gradient is none of its parameter.
       ValueError: If something is known to be wrong.
     """
+    _refuse_rates(view.now, state.count)
     is_continued = _is_continued(state, view, leaves.decays, betas)
     is_continued &= _has_room(state.clock)
     is_read: list[Any] = [True] * len(leaves.rows)
@@ -154,6 +155,20 @@ def _is_continued(
             "changes: after it, all of them may."
         )
     return is_right
+
+
+def _refuse_rates(now: Step, count: jax.Array) -> None:
+    """Says of what a schedule gives for this step that it is no number, if known."""
+    values = {"learning_rate": now.rate, "weight_decay": now.weight_decay}
+    for name, value in values.items():
+        if value is None or isinstance(value, jax.core.Tracer) or jnp.isfinite(value):
+            continue
+        raise ValueError(
+            f"exact_adam needs a finite {name} at each step that is made; got {value} "
+            f"at step {count} (count of its state). Let the schedule be finite for all "
+            "steps of the training; or call params, state = flush(params, state) and "
+            "go on with another one."
+        )
 
 
 def _has_room(clock: jax.Array) -> jax.Array:

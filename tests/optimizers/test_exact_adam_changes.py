@@ -183,6 +183,21 @@ def test_the_end_of_a_schedule_that_does_not_end_training():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
+def test_a_schedule_that_is_no_number_at_this_step(name, steps):
+    """The message names the schedule and the step, and speaks of no other state."""
+    schedules = {"learning_rate": 0.1, "weight_decay": 0.1}
+    schedules[name] = lambda count: jnp.where(count == steps, jnp.nan, 0.1)
+    tx = osa.exact_adamw(**schedules)
+    table, state = runner(tx, True)(start(), tx.init(start()), batches(steps))[0]
+    grad = osa.grad(lambda table: jnp.sum(table[jnp.array([1, 2])]), read=state)(table)
+    with pytest.raises(ValueError, match=f"finite {name} .*; got nan at step {steps} "):
+        tx.update(grad, state, table)
+    assert np.isnan(jax.jit(tx.update)(grad, state, table)[0].data).all()
+
+
+@pytest.mark.slow
 def test_rows_of_a_table_that_is_not_trained_here():
     """As `docs/exact_adam.md` reads them, of a table with a state of its own."""
     tx, ids = osa.exact_adam(0.1), jnp.array([3, 7, 3])
