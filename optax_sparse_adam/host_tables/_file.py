@@ -34,6 +34,11 @@ _VERSION = 1
 _PAGE = 4096
 # Rows between two looks at the process's memory: 64 MB, where each maps 64 kB.
 _BLOCK = 1024
+# Rows come from the disk if more than one in 64 was waited for: asking for a page takes
+# microseconds, waiting for one a tenth of a millisecond or more.
+_WAITED = 64
+# Batches that are asked for in advance until one is not, which shows how it is now.
+_COLD_FOR = 16
 
 
 class File(Memory):
@@ -56,7 +61,7 @@ class File(Memory):
         self._name, self._shape = name, (rows, layout.words)
         self.header: dict[str, Any] = {}
         self._file: Any = None
-        self._faults: int | None = None
+        self._cold_for = 0  # so many batches more
 
     # Begin and open.
 
@@ -167,16 +172,22 @@ class File(Memory):
 
     @property
     def is_cold(self) -> bool:
-        """Whether the last rows that were taken came from the disk."""
-        return self._faults is not None
+        """Whether rows come from the disk, as far as is known.
+
+        Nobody waits for rows that were asked for in advance, so that waiting for none
+        says nothing: it is measured again after some batches, by one not asked for.
+        """
+        return self._cold_for > 0
 
     def take_into(self, rows: np.ndarray, out: np.ndarray) -> None:
-        if self._faults is not None:  # the last batch waited for the disk
-            self.advise(rows)
+        self.advise(rows)
         before = _disk_reads()
         for part in self._parts(len(rows)):
             super().take_into(rows[part], out[part])
-        self._faults = (_disk_reads() - before) or None
+        if (_disk_reads() - before) * _WAITED > len(rows):
+            self._cold_for = _COLD_FOR
+        else:
+            self._cold_for = max(0, self._cold_for - 1)
 
     def put(self, rows: np.ndarray, records: np.ndarray) -> None:
         self._check_room(len(rows))
@@ -188,7 +199,7 @@ class File(Memory):
 
         Only where rows have come from the disk: for pages in memory a call is waste.
         """
-        if self._faults is None or not hasattr(os, "posix_fadvise"):
+        if not self.is_cold or not hasattr(os, "posix_fadvise"):
             return
         size, fd = self._words * WORD, self._file.fileno()
         first = (self._start + rows.astype(np.int64) * size) // _PAGE
