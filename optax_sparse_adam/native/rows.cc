@@ -45,6 +45,8 @@ void CopyRows(ffi::ThreadPool& pool, const void* from, const int32_t* index, int
   });
 }
 
+constexpr int64_t kMostColumns = 64;  // of a sum in registers
+
 // The weighted sum of the rows of each bag, in their order.
 template <typename T>
 struct BagLookup {
@@ -72,18 +74,39 @@ struct BagLookup {
   }
 };
 
+// Columns [first, first + count) of the sum of entries [begin, end). Where the compiler
+// knows how many columns they are, it keeps their sums in registers.
+template <int64_t kCount, typename T>
+INLINE void SumColumns(const BagLookup<T>& bags, int64_t begin, int64_t end, int64_t first,
+                       int64_t count, float* __restrict__ out) {
+  constexpr int64_t kAhead = 64;  // rows to fetch ahead
+  if (kCount > 0) count = kCount;
+  float sums[kMostColumns] = {};
+  for (int64_t k = begin; k < end; ++k) {
+    if (k + kAhead < bags.nse) {
+      const T* next = bags.source.Find(bags.Slot(k + kAhead));
+      if (next != nullptr) Prefetch<false>(next + first, count * sizeof(T));
+    }
+    const T* __restrict__ row = bags.source.Find(bags.Slot(k));
+    if (row == nullptr) continue;  // padding
+    const float weight = bags.source.Weight(bags.Slot(k));
+    for (int64_t j = 0; j < count; ++j) sums[j] += weight * Load(row[first + j]);
+  }
+  std::copy_n(sums, count, out + first);
+}
+
 template <typename T>
 INLINE void ReadBags(const BagLookup<T>& bags, int64_t begin, int64_t end) {
-  constexpr int64_t kAhead = 48;  // rows to fetch ahead
-  const Source<T> source = bags.source;
+  const int64_t width = bags.source.width;
   int64_t k = bags.End(begin - 1);
   for (int64_t bag = begin; bag < end; ++bag) {
-    float* sum = bags.out + bag * source.width;
-    std::fill_n(sum, source.width, 0.0f);
-    for (const int64_t last = bags.End(bag); k < last; ++k) {
-      if (k + kAhead < bags.nse) source.Fetch(bags.Slot(k + kAhead));
-      source.template AddTo<false>(sum, bags.Slot(k));
-    }
+    float* const out = bags.out + bag * width;
+    const int64_t last = bags.End(bag);
+    int64_t j = 0;
+    for (; j + 64 <= width; j += 64) SumColumns<64>(bags, k, last, j, 64, out);
+    for (; j + 32 <= width; j += 32) SumColumns<32>(bags, k, last, j, 32, out);
+    if (j < width) SumColumns<0>(bags, k, last, j, width - j, out);
+    k = last;
   }
 }
 

@@ -19,22 +19,28 @@ struct Source {
   const float* weights;
   float outside;
 
-  INLINE void Fetch(int64_t k) const {
+  // The row of entry k, or null.
+  INLINE const T* Find(int64_t k) const {
     const int64_t row = at == nullptr ? k : at[k];
-    if (row < 0 || row >= size) return;
-    Prefetch<false>(values + row * width, width * sizeof(T));
+    return row < 0 || row >= size ? nullptr : values + row * width;
+  }
+
+  INLINE float Weight(int64_t k) const { return weights == nullptr ? 1.0f : weights[k]; }
+
+  INLINE void Fetch(int64_t k) const {
+    const T* row = Find(k);
+    if (row != nullptr) Prefetch<false>(row, width * sizeof(T));
   }
 
   // Adds entry k to a sum, or begins one with it: from zero, so that there is no -0.0.
   template <bool kBegins>
   INLINE void AddTo(float* __restrict__ sum, int64_t k) const {
-    const int64_t row = at == nullptr ? k : at[k];
-    const float weight = weights == nullptr ? 1.0f : weights[k];
-    if (row < 0 || row >= size) {
+    const T* __restrict__ value = Find(k);
+    if (value == nullptr) {
       for (int64_t j = 0; j < width; ++j) sum[j] = (kBegins ? 0.0f : sum[j]) + outside;
       return;
     }
-    const T* __restrict__ value = values + row * width;
+    const float weight = Weight(k);
     for (int64_t j = 0; j < width; ++j) {
       sum[j] = (kBegins ? 0.0f : sum[j]) + weight * Load(value[j]);
     }
