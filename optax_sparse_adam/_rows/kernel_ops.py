@@ -1,6 +1,7 @@
 """`RowOps` by the kernel for CPUs, where it knows the types; else by XLA."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -75,7 +76,10 @@ def _takes_sum(entries: Entries) -> bool:
 
 
 def _takes_take(table: jax.Array, indices: jax.Array) -> bool:
-    return indices.shape[1] == 1 and reader_of_rows(table, indices) is not None
+    # A step holds few rows at once: those that XLA vectorizes it may read in place.
+    is_slow = math.prod(table.shape[1:]) < 80 or table.dtype == jnp.bfloat16
+    is_row = is_slow and indices.shape[1] == 1
+    return is_row and reader_of_rows(table, indices) is not None
 
 
 def _takes_put(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:

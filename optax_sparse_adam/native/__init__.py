@@ -22,8 +22,9 @@ On CPUs it is used by default, in processes that have one CPU device and have no
 - The sums of `embedding_bag`, and all of these steps from the gradients of its bags.
 - The step of `exact_adam` and lookups with `read=state`, all of float32, in tables of
   at most two axes.
-- Other lookups inside of `value_and_grad` and `grad`, of whole rows of 17 to 79 float32
-  by one id each: XLA copies such rows one number at a time.
+- Other lookups inside of `value_and_grad` and `grad`, of whole rows of 17 float32 and
+  more by one id each: XLA copies those of 17 to 79 one number at a time, and memory for
+  more than 32 MB of rows it takes from the system in small pages.
 - Rows of bfloat16 tables and moments, for every optimiser and lookup: XLA for CPUs
   widens the whole of them (before jaxlib 0.11.2).
 - Arrays of zeros of 4 MiB or more that `init` of this library's optimisers makes: in

@@ -24,9 +24,12 @@ _cast_p = primitives.convert_element_type_p
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 RowUpdate = tuple[jax.Array, jax.Array]  # their indices, and values
 
-# The kernel reads rows of these widths faster than XLA, three to four times at 64: XLA
-# unrolls its loop over a row, and vectorizes it only if it is longer.
-_READ_WIDTHS = range(17, 80)
+# From so many columns on the kernel reads rows. At 64 it takes a third or a quarter of
+# XLA's time: XLA unrolls its loop over a row, and vectorizes it only from 80 on. Longer
+# ones it reads as fast, but where they are more than 32 MB a step takes a fifth to a
+# third less time, as the kernel asks for huge pages in what it writes (`frame.h`).
+# Narrow ones XLA reads where they are used, and does not store.
+_FEWEST_COLUMNS = 17
 _FLOATS = ("float32", "bfloat16")  # of tables and moments that the kernel updates
 _CLEARED = ("float32", "bfloat16", "float16", "float64", "int32")
 _FLAGS = {"read": ("uses_roots", "decays"), "update": ("uses_roots", "decays", "adds")}
@@ -160,8 +163,9 @@ def supports_lookup(
             and _supports(floats, ids, last)
         )
     # OLD_JAX: 0.11.2. XLA may widen a bfloat16 table, out of the loop that reads it.
-    is_slow = math.prod(table.shape[1:]) in _READ_WIDTHS or table.dtype == jnp.bfloat16
-    return (in_bags or is_slow) and _supports(table, ids)
+    width, is_low = math.prod(table.shape[1:]), table.dtype == jnp.bfloat16
+    takes = in_bags or is_low or width >= _FEWEST_COLUMNS
+    return takes and _supports(table, ids)
 
 
 def supports_write(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:

@@ -35,6 +35,8 @@ def keep_memory() -> bool:
     A step holds its gradient and its update for a moment. What is above 32 MB glibc
     maps afresh in each step, and Linux clears it page by page, which takes longer than
     the arithmetic: it is so from 65,536 ids of 128 columns on, or from 131,072 of 64.
+    (Rows that the kernel looks up, and what takes their place, are in huge pages. A
+    model's other arrays are not.)
     Call this once, before the first step; it helps with the kernel and without. The
     process then keeps as much memory as it has ever held for a moment (arrays of 1 GB
     and more excepted), tables that are gone too: programs held up to 22 % more at

@@ -25,19 +25,20 @@ ffi::Error Invalid(const std::string& message) {
 template <typename T>
 void CopyRows(ffi::ThreadPool& pool, const void* from, const int32_t* index, int64_t size,
               int64_t num_rows, int64_t width, bool clamps, T fill, void* to) {
-  constexpr int64_t kAhead = 8;  // rows to fetch ahead
+  const int64_t row_bytes = width * sizeof(T);
+  // Rows to fetch ahead, and in a part: few, if they are long.
+  const int64_t ahead = std::clamp<int64_t>(4096 / row_bytes, 1, 8);
+  const int64_t grain = std::clamp<int64_t>((128 << 10) / row_bytes, 1, 256);
   const T* table = static_cast<const T*>(from);
   T* out = static_cast<T*>(to);
   const auto row = [&](int64_t k) {
     return std::clamp<int64_t>(index[k], 0, num_rows - 1);
   };
-  Parallel(pool, size, 256, [&](int64_t begin, int64_t end) {
+  Parallel(pool, size, grain, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      if (k + kAhead < size) {
-        Prefetch<false>(table + row(k + kAhead) * width, width * sizeof(T));
-      }
+      if (k + ahead < size) Prefetch<false>(table + row(k + ahead) * width, row_bytes);
       if (clamps || row(k) == index[k]) {
-        std::memcpy(out + k * width, table + row(k) * width, width * sizeof(T));
+        std::memcpy(out + k * width, table + row(k) * width, row_bytes);
       } else {
         std::fill_n(out + k * width, width, fill);
       }

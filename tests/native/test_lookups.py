@@ -100,6 +100,8 @@ READ = {
     "row with an axis of one": (without_first_axis, (1, 20), FAR[1, 1:2]),
     "in parts": (take("clip"), (64,), MANY),
     "in parts, filled": (take("fill"), (64,), MANY),
+    "wide": (take("fill"), (200,), MANY),
+    "very wide": (take("fill"), (40_000,), FAR),
 }
 READ = {name: (read, special(*row), ids) for name, (read, row, ids) in READ.items()}
 
@@ -128,7 +130,6 @@ def test_rows_are_those_of_jax():
 
 NOT_USED = {
     "narrow": (take(), table(16), IDS),
-    "wide": (take(), table(80), IDS),
     "float16": (take(), table(64, dtype="float16"), IDS),
     "uint8": (take(), table(64), IDS[:3].astype("uint8")),
     "no ids": (take(), table(64), IDS[:0]),
