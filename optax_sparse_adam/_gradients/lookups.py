@@ -218,7 +218,10 @@ class Lookup:
         return [self.shape[axis] - self.window[axis] for axis in self.axes]
 
     def _columns(self, axes: Iterable[int]) -> jax.Array:
-        return self._starts[:, np.asarray([self.axes.index(x) for x in axes], int)]
+        places = [self.axes.index(x) for x in axes]
+        if places == [*range(len(self.axes))]:  # as of `table[ids]`
+            return self._starts
+        return self._starts[:, np.asarray(places, int)]
 
     def _is_inside(self) -> jax.Array:
         """Whether each index starts a window that lies in the table."""
