@@ -62,7 +62,9 @@ class BagEntries:
     @property
     def data(self) -> jax.Array:
         """One row for each entry."""
-        rows = self.values.at[self.segments].get(mode="fill", fill_value=jnp.nan)
+        rows = self.values.at[self.segments].get(
+            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+        )
         if self.weights is not None:
             rows = rows * expand_like(self.weights, rows)
         return rows.astype(self.dtype)

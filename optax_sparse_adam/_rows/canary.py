@@ -57,6 +57,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
+from jax.extend.core import get_opaque_trace_state
 
 from .bag_gradient import BagEntries
 from .padding import last_indices
@@ -108,6 +109,7 @@ class CanaryBCOO(BCOO):
     stored_indices: jax.Array
     bags: BagEntries | None = None
     _stored_data: jax.Array | None = None  # of bags, when it is asked for
+    _made_in: Any = None  # the program that bags are of, if they are of one
     read_of: tuple[Any, ...] = ()
     _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
 
@@ -123,6 +125,8 @@ class CanaryBCOO(BCOO):
         obj.guard = new_guard(bags.indices)
         obj.bags, obj.indices_sorted, obj.unique_indices = bags, False, False
         obj.shape = bags.shape
+        if isinstance(bags.values, jax.core.Tracer):
+            obj._made_in = get_opaque_trace_state()
         return obj
 
     @property
@@ -130,8 +134,10 @@ class CanaryBCOO(BCOO):
         if self._stored_data is not None or self.bags is None:
             return self._stored_data
         data = self.bags.data
-        # Within a program these are its own, also of bags that were there before it.
-        if not isinstance(data, jax.core.Tracer):
+        # `jax.jit` asks more than once for what it returns. In another program, such as
+        # the body of a loop, these are that program's own, and are not kept.
+        is_own = self._made_in == get_opaque_trace_state()
+        if is_own or not isinstance(data, jax.core.Tracer):
             self._stored_data = data
         return data
 

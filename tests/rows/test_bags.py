@@ -715,3 +715,40 @@ def test_expanded_in_a_program_and_after_it():
     inside = jax.jit(lambda: grad.data)()
     assert_identical(grad.data, inside)
     assert not isinstance(grad.data, jax.core.Tracer)
+
+
+def test_expanded_once_in_the_program_that_made_it():
+    """`jax.jit` asks for the arrays of a result more than once."""
+    table, ids, *_ = numbers()
+    grad = jax.jit(osa.grad(lambda t: jnp.sum(bag(t, ids) ** 2)))
+    jaxpr = grad.trace(table).jaxpr.jaxpr
+    kind = jaxpr.outvars[0].aval.shape, "gather"
+    made = [(eqn.outvars[0].aval.shape, eqn.primitive.name) for eqn in jaxpr.eqns]
+    assert made.count(kind) == 1, made
+
+
+@pytest.mark.parametrize(
+    "way", slow_but(["scan", "cond", "jit", "checkpoint", "vmap"], "scan")
+)
+def test_expanded_in_a_program_inside(way):
+    """What a part of a program expands is not the gradient's, outside of that part."""
+    table, ids, *_ = numbers()
+
+    @jax.jit
+    def both(table):
+        grad = osa.grad(lambda t: jnp.sum(bag(t, ids) ** 2))(table)
+        inside = {
+            "scan": lambda: lax.scan(lambda c, _: (c, grad.data), 0, None, 1)[1][0],
+            "cond": lambda: lax.cond(
+                table[0, 0] < 9, lambda: grad.data, lambda: -grad.data
+            ),
+            "jit": lambda: jax.jit(lambda: grad.data)(),
+            "checkpoint": lambda: jax.checkpoint(lambda: grad.data)(),
+            "vmap": lambda: jax.vmap(lambda x: x * grad.data)(jnp.ones(1))[0],
+        }[way]()
+        return inside, grad.data, grad
+
+    with jax.checking_leaks():
+        inside, data, grad = both(table)
+    assert_identical(inside, data)
+    assert_identical(grad.data, data)
