@@ -115,7 +115,8 @@ def make_train_step(
 
         names = keywords.keys() - own.keys()
         config: Any = jax.config  # not all of it has types in every version
-        if config.jax_disable_jit:  # there is no program to ask
+        # There is no program to ask; or an optimiser of rows, whose forms are known.
+        if config.jax_disable_jit or (type(tx.update) is UpdateRows and not names):
             return *apply(grads, {})[0], value
         asked = {name: given[name] for name in names if name in given}
         traced = _traced(apply, grads, asked)

@@ -337,3 +337,12 @@ def test_usual_steps_are_traced_once():
 
     trained(optax.GradientTransformation(INNER.init, update))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["rowwise_adam", "exact_adam"])
+def test_an_optimizer_of_rows_says_what_is_wrong(name):
+    """It is not said to take dense gradients only, as one of optax would be."""
+    tx, table = getattr(osa, name)(RATE), start()["table"]
+    step = osa.make_train_step(lambda t, i, j: jnp.sum(t[i, j] ** 2), tx)
+    with pytest.raises(ValueError, match="Look whole rows up"):
+        step(table, tx.init(table), IDS[0], np.array([0, 1, 0]))
