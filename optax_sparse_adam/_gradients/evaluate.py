@@ -10,7 +10,8 @@ from .arguments import check_argnums
 from .expressions import Table, as_jax, is_array, table
 from .nested_reads import reading
 from .rules import RULES
-from .value_and_grad import as_places, current_tables, jit_enabled, trace
+from .tracing import as_places, jit_enabled, trace
+from .value_and_grad import current_tables
 from .walk import Program, Walk
 
 Result = TypeVar("Result")

@@ -1,15 +1,13 @@
 """`value_and_grad` and `grad` with row-sparse gradients for tables."""
 
-import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, valid_jaxtype
+from jax.extend.core import valid_jaxtype
 
 from .._rows.canary import CanaryBCOO
 from .._rows.stale import StaleState, stale_states
@@ -23,10 +21,10 @@ from .arguments import (
 from .differentiate import evaluate_with_gradients
 from .expressions import Table, is_array
 from .nested_reads import is_read_around, reading
+from .tracing import as_places, floating_point_errors, jit_enabled, trace
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # None | bool | tree of bool | Callable[[KeyPath, Any], bool]
-_ARRAY = object()
 
 
 def value_and_grad(
@@ -264,39 +262,6 @@ class _NoLoss(Exception):
     """Raised where JAX would not differentiate what a function returns."""
 
 
-def jit_enabled() -> Any:
-    """`fun` is traced as ever under `jax.disable_jit`.
-
-    Problem: under `jax.disable_jit` gradients of `embedding_bag` are dense, and an
-    optimiser of rows moves every row. Cause: a walk knows some lookups by the name of
-    their `jit`, and the jaxpr has none. Remedy: `fun` is traced with `jit`, since what
-    it computes are tracers in either case. Safe: the user's setting is back when the
-    gradient is there. Test: `tests/gradients/test_ways_to_run.py`.
-    """
-    return jax.disable_jit(False)
-
-
-@contextlib.contextmanager
-def floating_point_errors() -> Iterator[None]:
-    """What `jax.debug_nans` and `jax.debug_infs` find raises a `FloatingPointError`.
-
-    Problem: `except FloatingPointError` does not catch it where a `jit` is in the loss.
-    Cause: JAX tells what it finds in a `jit` by another exception, with no public name,
-    which `jax.jit` makes a FloatingPointError of, and the evaluation of a jaxpr not.
-    Remedy: so does this. Safe: nothing else has that name. Test:
-    `tests/gradients/test_debug_nans.py`.
-    """
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ != "InternalFloatingPointError":
-            raise
-        name, kind = (*error.args, "a value", "nan")[:2]
-        raise FloatingPointError(
-            f"invalid value ({kind}) encountered in {name}, of the loss or its gradient"
-        ) from error
-
-
 def _is_in_jet(values: Sequence[Any]) -> bool:
     """Whether `jax.experimental.jet` differentiates what surrounds the call.
 
@@ -318,50 +283,6 @@ def _refuse_in_jet(*, is_needed: bool) -> None:
             "series of row ids: there is no `read`, and `sparse` may require nothing. "
             "Leave both out, and `flush` a state of exact_adam before."
         )
-
-
-def as_places(argnums: Any) -> tuple[int, ...]:
-    places = argnums if isinstance(argnums, Sequence) else (argnums,)
-    return tuple(map(operator.index, places))
-
-
-def trace(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    places: Sequence[int],
-    *,
-    has_loss: bool = False,
-) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any]]:
-    """The jaxpr of a function of some of its arguments, and what undoes its flattening.
-
-    The results of `fun` may be anything: the arrays among them leave through the jaxpr,
-    and a loss, the first of them, even if it is a Python number. The second function
-    makes the result of `fun` of those of the jaxpr.
-    """
-    structure: Any = None
-    outputs: list[Any] = []
-
-    def traced(*chosen: Any) -> list[Any]:
-        values = list(args)
-        for place, value in zip(places, chosen, strict=True):
-            values[place] = value
-        nonlocal structure
-        leaves, structure = jax.tree.flatten(fun(*values))
-        is_array = [isinstance(x, jax.Array) for x in leaves]
-        if has_loss:
-            is_array[0] = True
-        pairs = list(zip(leaves, is_array, strict=True))
-        # For `(loss, {"n": 3, "x": x})`: `[_ARRAY, 3, _ARRAY]`, and the jaxpr returns
-        # two arrays. What is no array, such as a string, cannot leave through a jaxpr.
-        outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
-        return [x for x, flag in pairs if flag]
-
-    def to_result(arrays: Sequence[Any]) -> Any:
-        rest = iter(arrays)
-        results = [next(rest) if x is _ARRAY else x for x in outputs]
-        return jax.tree.unflatten(structure, results)
-
-    return jax.make_jaxpr(traced)(*(args[place] for place in places)), to_result
 
 
 def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:

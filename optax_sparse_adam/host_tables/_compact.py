@@ -46,7 +46,7 @@ from .._gradients.lookups import (
     reads_rows,
 )
 from .._gradients.row_slices import LookupEntries
-from .._gradients.value_and_grad import trace
+from .._gradients.tracing import trace
 from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_context
 from .._jax_extras.jaxprs import name_in_jaxprs
 from .._jax_extras.varying_axes import axes_of_type
