@@ -35,14 +35,15 @@ def evaluated(steps: Pipeline, fun: Callable[..., Any]) -> Callable[..., Any]:
     program = jax.jit(on_rows, static_argnums=0)
 
     def on_tables(*args: Any, **keywords: Any) -> Any:
-        steps.check()
-        steps.settle()
-        traced, static = split_keywords(fun, keywords)
-        given = args, traced
-        rows = steps.fetch(ids(steps.dense, given, static, "The batch of evaluate"))
-        words = [*map(place, rows.words, rows.padded)]
-        named = tuple(sorted(static.items()))
-        return program(named, steps.others, words, rows.padded, given)
+        with steps.alone():
+            steps.check()
+            steps.settle()
+            traced, static = split_keywords(fun, keywords)
+            given = args, traced
+            rows = steps.fetch(ids(steps.dense, given, static, "The batch of evaluate"))
+            words = [*map(place, rows.words, rows.padded)]
+            named = tuple(sorted(static.items()))
+            return program(named, steps.others, words, rows.padded, given)
 
     return on_tables
 

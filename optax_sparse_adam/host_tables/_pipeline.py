@@ -12,9 +12,11 @@ they are written, and every call begins by writing what is there.
 """
 
 import collections
+import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -80,6 +82,7 @@ class Pipeline:
         self._program = self.plan.step(loss, params, **options)
         self._ids = RowIds(loss, self.plan.tables, self.plan.treedef)
         self._process = os.getpid()
+        self._lock = threading.RLock()
         self._is_drawing = False
         self._value: Any = None
         self._future: Future[Any] | None = None
@@ -109,6 +112,13 @@ class Pipeline:
                 "but not change it. Change it between two values of run; or draw a "
                 "batch by yourself, and pass it to HostTrainer.step."
             )
+
+    def alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Waits for what other threads do with this trainer, and then lets them wait.
+
+        After a fork nothing: the thread that has the lock may not be there.
+        """
+        return contextlib.nullcontext() if self.is_of_another_process else self._lock
 
     @property
     def is_of_another_process(self) -> bool:
@@ -187,6 +197,20 @@ class Pipeline:
         return value
 
     def run(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
+        """See `HostTrainer.run`. Between two values other threads have their turn."""
+        values, end = self._run(batches, ahead), object()
+        try:
+            while True:
+                with self.alone():
+                    value = next(values, end)
+                if value is end:
+                    return
+                yield value
+        finally:
+            with self.alone():
+                values.close()
+
+    def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
         source, asked = iter(batches), collections.deque[Batch]()
         ended: list[Exception | None] = []  # what the iterator has raised
         fetched: Rows | None = None
@@ -195,6 +219,8 @@ class Pipeline:
         def ask(count: int) -> None:
             while len(asked) < count and not ended:
                 self._is_drawing = True
+                # What the batches may do, other threads may, for which they may wait.
+                self._lock.release()
                 try:
                     batch = next(source)
                 except StopIteration:
@@ -204,6 +230,7 @@ class Pipeline:
                     ended.append(error)
                     return
                 finally:
+                    self._lock.acquire()
                     self._is_drawing = False
                 args = batch if isinstance(batch, tuple) else (batch,)
                 name = f"Batch {self.steps + len(asked) + is_running}"
