@@ -9,13 +9,16 @@ the journal that belongs to it, which is there before, and empty. A file of rows
 the checkpoint that its journal goes back to, so that it is not taken for another one's.
 """
 
+import contextlib
 import json
 import os
 import re
 import uuid
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, is_zipfile
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +77,7 @@ def load(steps: Pipeline, folder: Path) -> None:
     path = folder / _ARCHIVE
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
-    with np.load(path) as file:
+    with _read(path) as file:
         about = _about(file)
         refuse_other(
             f"{path} is of other parameters, or of another optimiser",
@@ -127,9 +130,28 @@ def _name_in(folder: Path) -> str | None:
     """Of the checkpoint that a folder has, if there is one."""
     if not (folder / _ARCHIVE).exists():
         return None
-    with np.load(folder / _ARCHIVE) as file:
+    with _read(folder / _ARCHIVE) as file:
         name: str = _about(file)["name"]
     return name
+
+
+@contextlib.contextmanager
+def _read(path: Path) -> Iterator[Any]:
+    """The arrays of an archive.
+
+    Raises:
+      ValueError: If it is none, or damaged.
+    """
+    try:
+        if not is_zipfile(path):
+            raise BadZipFile("File is not a zip file")
+        with np.load(path) as file:
+            yield file
+    except (BadZipFile, EOFError, KeyError, zlib.error) as error:
+        raise ValueError(
+            f"{path} is no checkpoint of a HostTrainer, or was damaged: {error}. "
+            "Delete the folder, if it is of no use, or take another one."
+        ) from None
 
 
 def _about(file: Any) -> dict[str, Any]:

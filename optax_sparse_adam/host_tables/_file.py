@@ -68,7 +68,15 @@ class File(Memory):
     def begin(self, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
         """Makes the file, under another name until it is whole."""
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-        self._file = os.fdopen(os.open(self._new, flags, 0o666), "r+b", buffering=0)
+        try:
+            number = os.open(self._new, flags, 0o666)
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"HostTrainer makes a file for {self._name}, but: {error.strerror}",
+                str(self.path),
+            ) from None
+        self._file = os.fdopen(number, "r+b", buffering=0)
         self._lock()
         try:
             # Now nobody else makes it.
@@ -115,8 +123,13 @@ class File(Memory):
         text = head[len(_MAGIC) :].partition(b"\0")[0]
         if not head.startswith(_MAGIC):
             raise ValueError(f"{self.path} is no file of a HostTable.")
-        self.header = json.loads(text)
-        self._start = self.header["start"]
+        try:
+            self.header = json.loads(text)
+            self._start = self.header["start"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{self.path} was damaged: what it says of its rows cannot be read."
+            ) from None
         refuse_other(
             f"{self.path} does not hold {self._name} with this optimiser",
             *(self.header, self._expected),
@@ -213,7 +226,20 @@ class File(Memory):
             os.posix_fadvise(fd, start * _PAGE, length, os.POSIX_FADV_WILLNEED)
 
     def flush(self) -> None:
-        """Waits until the disk has all that was written."""
+        """Waits until the disk has all that was written.
+
+        Raises:
+          FileNotFoundError: If the file is not at its path, from where it is restored.
+        """
+        own = os.fstat(self._file.fileno())
+        if not self.path.exists() or not os.path.samestat(own, self.path.stat()):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"HostTrainer cannot make a checkpoint: the file of {self._name} has "
+                "been deleted, moved or replaced, and nobody could restore it. Its "
+                "rows are there until this process ends: trainer.params has them",
+                str(self.path),
+            )
         self._mmap.flush()
 
     def _parts(self, count: int) -> Any:

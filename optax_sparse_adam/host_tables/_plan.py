@@ -232,6 +232,13 @@ class Plan:
                         f"{given.shape} for the rows from {first} to before "
                         f"{first + count}, of the shape {(count, *host.shape[1:])}."
                     )
+                if given.dtype.kind not in "biuf" and not jnp.issubdtype(
+                    given.dtype, jnp.floating
+                ):
+                    raise TypeError(
+                        f"`init` of {self.tables[index].name} returned numbers of the "
+                        f"type {given.dtype}; the table has {host.dtype}."
+                    )
                 rows[:count] = given.astype(host.dtype)
                 records = layout.pack(arrays(dense, rows), count)
             yield first, records[:count]

@@ -96,6 +96,8 @@ class HostTable:
             )
         if self.file is not None and self.storage is not None:
             raise ValueError("HostTable takes `file` or `storage`, got both.")
+        if self.file is not None and not Path(self.file).name:
+            raise ValueError(f"HostTable needs the path of a file, got {self.file!r}.")
         object.__setattr__(self, "shape", tuple(map(int, shape)))
         object.__setattr__(self, "dtype", dtype)
 
@@ -169,7 +171,8 @@ def new_storage(
         return Memory(host.shape[0], layout)
     from ._file import File  # needs POSIX
 
-    return File(Path(host.file), name, host.shape[0], layout, budget)
+    # Absolute, as the process may go to another folder.
+    return File(Path(host.file).absolute(), name, host.shape[0], layout, budget)
 
 
 def views_of(storage: Any, layout: Layout, whole: Whole) -> list[Any]:

@@ -32,7 +32,8 @@ class HostTrainer:
     same bits. After a failure of the machine that is so only with `fsync=True`, at the
     price of one wait for the disk in each step.
 
-    A trainer is used by one thread. Close it, or use it by `with`, to give its files
+    Several threads may use it, each call after the other: one may make checkpoints, or
+    evaluate, while another one trains. Close it, or use it by `with`, to give its files
     back. A KeyboardInterrupt loses no step that has been done.
 
     Args:
@@ -140,11 +141,14 @@ class HostTrainer:
 
         Raises:
           FileExistsError: If the folder has a checkpoint of another run.
+          FileNotFoundError: If the file of a table is no more at its path.
+          ValueError: If the folder has a checkpoint that cannot be read.
           OSError: If a disk is full; the last checkpoint is as it was.
         """
-        self._steps.check()
-        self._steps.settle()
-        save(self._steps, Path(path), self._fsync)
+        with self._steps.alone():
+            self._steps.check()
+            self._steps.settle()
+            save(self._steps, Path(path).absolute(), self._fsync)
 
     @classmethod
     def restore(
@@ -178,8 +182,9 @@ class HostTrainer:
         Raises:
           FileNotFoundError: If there is no checkpoint, or a file of it is missing.
           PermissionError: If a file cannot be written.
-          ValueError: If it is one of other parameters or of another optimiser, or rows
-            that are not in memory have changed since a later checkpoint.
+          ValueError: If it is one of other parameters or of another optimiser, or
+            damaged, or rows that are not in memory have changed since a later
+            checkpoint.
           BlockingIOError: If another trainer has a file.
         """
 
@@ -189,7 +194,7 @@ class HostTrainer:
 
         self = cls.__new__(cls)
         steps = Pipeline(loss, tx, params, has_aux=has_aux, sparse=sparse)
-        self._start(steps, opened, budget, fsync, Path(path))
+        self._start(steps, opened, budget, fsync, Path(path).absolute())
         return self
 
     @property
@@ -207,9 +212,10 @@ class HostTrainer:
         Returns:
           The loss, or a pair of it and `aux`.
         """
-        self._steps.check(changes=True)
-        traced, static = split_keywords(self._steps.loss, keywords)
-        return self._steps.step((batch, traced), static)
+        with self._steps.alone():
+            self._steps.check(changes=True)
+            traced, static = split_keywords(self._steps.loss, keywords)
+            return self._steps.step((batch, traced), static)
 
     def run(self, batches: Iterable[Any], *, ahead: int = 4) -> Iterator[Any]:
         """Does a step for each batch, as a pipeline, and yields its value.
@@ -263,7 +269,8 @@ class HostTrainer:
             the result, or has another shape or type. What is raised later, such as a
             KeyboardInterrupt, leaves some rows as they were.
         """
-        map_rows(self._steps, function)
+        with self._steps.alone():
+            map_rows(self._steps, function)
 
     def reset_rows(self, ids: Any, rows: Any) -> None:
         """Resets rows to new values, and their state to that of `tx.init`.
@@ -282,7 +289,8 @@ class HostTrainer:
           ValueError: For ids in another tree, of an array that is no `HostTable`, or
             that name a row twice; for rows of another shape.
         """
-        reset(self._steps, ids, rows)
+        with self._steps.alone():
+            reset(self._steps, ids, rows)
 
     # What the user reads.
 
@@ -301,18 +309,23 @@ class HostTrainer:
 
     def _trees(self) -> Any:
         steps, layouts = self._steps, self._steps.plan.layouts
-        steps.check()
-        steps.settle()
-        pairs = zip(steps.storages, layouts, steps.plan.tables.values(), strict=True)
-        views = [views_of(*pair) for pair in pairs]
-        return steps.plan.join(map(_copied, steps.others), views)
+        with steps.alone():
+            steps.check()
+            steps.settle()
+            pairs = zip(
+                steps.storages, layouts, steps.plan.tables.values(), strict=True
+            )
+            views = [views_of(*pair) for pair in pairs]
+            return steps.plan.join(map(_copied, steps.others), views)
 
     # The end.
 
     def close(self) -> None:
         """Writes what is pending, and gives files back. May be called twice."""
         steps = self._steps
-        if steps.is_open and not steps.is_of_another_process:
+        with steps.alone():
+            if not steps.is_open or steps.is_of_another_process:
+                return
             steps.check(changes=True)
             steps.is_open = False
             try:
