@@ -61,23 +61,23 @@ def style(axes, lines, by_ids):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(path, run):
-    """Two panels, update and step, of problems that differ in ids or rows only."""
+def draw(path, run, phases=PHASES):
+    """A panel for each phase, of problems that differ in ids or rows only."""
     by_ids = is_by_ids(run)
-    canvas = Figure(figsize=(9.5, 4.4), layout="constrained", dpi=150)
-    panels = canvas.subplots(1, 2, sharey=True)
+    canvas = Figure(figsize=(9.5, 3.9), layout="constrained", dpi=150)
+    panels = canvas.subplots(1, len(phases), sharey=True, squeeze=False)[0]
     unit = "microseconds per id" if by_ids else "ms"
     panels[0].set_ylabel(f"{unit}, median and quartiles")
     problem = run["results"][0]["problem"]
     kind = f"rows of {problem['dim']} {problem['dtype']}"
     if not by_ids:
         kind = f"{problem['ids']:,} Zipf ids, {kind}"
-    for axes, phase in zip(panels, PHASES, strict=True):
+    for axes, phase in zip(panels, phases, strict=True):
         lines = series(run, phase, by_ids)
         draw_times(axes, lines)
         style(axes, lines, by_ids)
         axes.set_title(f"{TITLES[phase]}\n{kind}", fontsize=10, loc="left")
-    # The step has all names; optax's dense step is in no update.
+    # The step, the last one, has all names; optax's dense step is in no update.
     handles = axes.get_legend_handles_labels()
     canvas.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
     there = run["environment"]

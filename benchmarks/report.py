@@ -1,6 +1,7 @@
 """The tables of a run, and of files that are kept.
 
-    python benchmarks/report.py FILE.json [FILE.json ...] [--only WORDS] [--plot PNG]
+    python benchmarks/report.py FILE.json [FILE.json ...] [--only WORDS]
+        [--plot PNG [--phase PHASE]]
 
 Files of the same problems, with the kernel and without it, say, make one table, with
 the times of torch and of dense optax of the first. README.md holds these tables.
@@ -167,6 +168,8 @@ def main():
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE.json")
     parser.add_argument("--only", default="", help="sizes with these words in them")
     parser.add_argument("--plot", type=Path, help="draw the first file")
+    text = "draw this phase only"
+    parser.add_argument("--phase", choices=PHASES, nargs=1, default=PHASES, help=text)
     args = parser.parse_args()
     runs = [load(path) for path in args.files]
     for run in runs:
@@ -178,7 +181,7 @@ def main():
     if args.plot:
         from plot import draw  # needs matplotlib
 
-        draw(args.plot, runs[0])
+        draw(args.plot, runs[0], args.phase)
 
 
 if __name__ == "__main__":

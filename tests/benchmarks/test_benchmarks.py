@@ -61,7 +61,10 @@ def test_steps(tmp_path):
     assert names == [*both, ("step", DENSE)]
     table = stdout[stdout.index("| update") :].partition("\n\n")[0]
     assert table in printed("report.py", file, "--only", "k x 8", "--plot", plot)
-    assert Path(plot).read_bytes().startswith(b"\x89PNG\r\n")
+    both = Path(plot).read_bytes()
+    printed("report.py", file, "--plot", plot, "--phase", "step")
+    assert Path(plot).read_bytes() != both
+    assert both.startswith(b"\x89PNG\r\n")
 
 
 @pytest.mark.parametrize(
