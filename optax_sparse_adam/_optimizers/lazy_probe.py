@@ -341,7 +341,9 @@ def _has_shape(x: Any) -> bool:
 def _shape_of(x: Any) -> Any:
     if x is None:
         return None
+    # A NumPy array of 64-bit numbers has the type that it gets as an array of JAX.
     dtype = jnp.result_type(x) if jnp.isscalar(x) else x.dtype
+    dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 

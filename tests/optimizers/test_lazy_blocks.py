@@ -220,7 +220,10 @@ def test_memory_of_many_tables(monkeypatch):
     assert len(taken) == number
     temporary = compile_for_users(lowered).memory_analysis().temp_size_in_bytes
     gradients = number * nse * width * 4
-    assert temporary <= 3.5 * gradients, f"{temporary}, more than 3.5 * {gradients}"
+    # From 0.12 on XLA stores the columns that a CPU reads in parts, and then lays them
+    # together: one more, of as many rows as are updated at once.
+    most = 3.5 if jax.__version_info__ < (0, 12) else 5
+    assert temporary <= most * gradients, f"{temporary}, more than {most} * {gradients}"
 
 
 def test_small_gradients(monkeypatch):
