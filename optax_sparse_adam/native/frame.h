@@ -124,18 +124,22 @@ INLINE void Store(float x, Bfloat16* to) {
   to->bits = x == x ? rounded : (bits >> 16) | 0x40;  // NaN stays NaN
 }
 
+// Which cache to fetch to, as the compiler numbers them.
+enum Cache { kSecondCache = 2, kFirstCache = 3 };
+
 // Fetches a row of so many bytes before it is read, or written: to the second cache, as
 // few lines can be on their way to the first one, and an AMD EPYC waits where they would be
-// more. Steps took 0.76 to 0.97 of their time. Always inline, as are all that only fetch:
-// GCC 12 takes such a function for one without effects, and drops its calls.
-template <bool kWrites>
+// more. Steps took 0.76 to 0.97 of their time. Who fetches far ahead may fetch a row again,
+// shortly before it is used, from there to the first cache. Always inline, as are all that
+// only fetch: GCC 12 takes such a function for one without effects, and drops its calls.
+template <bool kWrites, Cache kCache = kSecondCache>
 INLINE void Prefetch(const void* row, int64_t bytes) {
   const char* line = static_cast<const char*>(row);
   int64_t j = 0;
   for (; j + 256 <= bytes; j += 256) {
-    for (int64_t i = 0; i < 256; i += 64) __builtin_prefetch(line + j + i, kWrites, 2);
+    for (int64_t i = 0; i < 256; i += 64) __builtin_prefetch(line + j + i, kWrites, kCache);
   }
-  for (; j < bytes; j += 64) __builtin_prefetch(line + j, kWrites, 2);
+  for (; j < bytes; j += 64) __builtin_prefetch(line + j, kWrites, kCache);
 }
 
 // Asks for huge pages in a buffer that the kernel is the first to write. What is larger

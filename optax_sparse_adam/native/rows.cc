@@ -80,17 +80,16 @@ struct BagLookup {
 template <int64_t kCount, typename T>
 INLINE void SumColumns(const BagLookup<T>& bags, int64_t begin, int64_t end, int64_t first,
                        int64_t count, float* __restrict__ out) {
-  constexpr int64_t kAhead = 64;  // rows to fetch ahead
   if (kCount > 0) count = kCount;
+  const Source<T>& rows = bags.source;
   float sums[kMostColumns] = {};
   for (int64_t k = begin; k < end; ++k) {
-    if (k + kAhead < bags.nse) {
-      const T* next = bags.source.Find(bags.Slot(k + kAhead));
-      if (next != nullptr) Prefetch<false>(next + first, count * sizeof(T));
-    }
-    const T* __restrict__ row = bags.source.Find(bags.Slot(k));
+    const int64_t far = k + 64, near = k + 8;  // ahead
+    if (far < bags.nse) rows.template Fetch<kSecondCache>(bags.Slot(far), first, count);
+    if (near < bags.nse) rows.template Fetch<kFirstCache>(bags.Slot(near), first, count);
+    const T* __restrict__ row = rows.Find(bags.Slot(k));
     if (row == nullptr) continue;  // padding
-    const float weight = bags.source.Weight(bags.Slot(k));
+    const float weight = rows.Weight(bags.Slot(k));
     for (int64_t j = 0; j < count; ++j) sums[j] += weight * Load(row[first + j]);
   }
   std::copy_n(sums, count, out + first);

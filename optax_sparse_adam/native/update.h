@@ -27,9 +27,11 @@ struct Source {
 
   INLINE float Weight(int64_t k) const { return weights == nullptr ? 1.0f : weights[k]; }
 
-  INLINE void Fetch(int64_t k) const {
+  // Fetches some columns of it.
+  template <Cache kCache>
+  INLINE void Fetch(int64_t k, int64_t first, int64_t count) const {
     const T* row = Find(k);
-    if (row != nullptr) Prefetch<false>(row, width * sizeof(T));
+    if (row != nullptr) Prefetch<false, kCache>(row + first, count * sizeof(T));
   }
 
   // Adds entry k to a sum, or begins one with it: from zero, so that there is no -0.0.
@@ -78,7 +80,6 @@ struct Update {
 
 INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_t end,
                        int64_t place) {
-  constexpr int64_t kAhead = 8;  // entries to fetch ahead
   const Entry* const entries = update.entries;
   const Source<float> source = update.source;
   const int64_t width = source.width;
@@ -86,15 +87,21 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
   const auto is_first = [entries](int64_t i) {
     return i == 0 || entries[i].row != entries[i - 1].row;
   };
-  const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
+  const auto fetch_to = [&](auto cache, int64_t i) __attribute__((always_inline)) {
+    constexpr Cache kCache = decltype(cache)::value;
     if (i >= size) return;
-    source.Fetch(entries[i].slot);
+    source.template Fetch<kCache>(entries[i].slot, 0, width);
     if (!is_first(i)) return;
     for (int t = 0; t < update.num_tables; ++t) {
       const Table& table = update.state[t];
-      Prefetch<true>(table.Row(entries[i].row), table.RowBytes());
+      Prefetch<true, kCache>(table.Row(entries[i].row), table.RowBytes());
     }
-    if (adds) Prefetch<true>(update.target.Row(entries[i].row), width * sizeof(float));
+    if (!adds) return;
+    Prefetch<true, kCache>(update.target.Row(entries[i].row), width * sizeof(float));
+  };
+  const auto fetch_behind = [&](int64_t i) __attribute__((always_inline)) {
+    fetch_to(std::integral_constant<Cache, kSecondCache>(), i + 32);
+    fetch_to(std::integral_constant<Cache, kFirstCache>(), i + 4);
   };
   std::vector<float> wide((update.num_tables + 1) * width);  // rows of bfloat16, a sum
   float* rows[kMostTables] = {};
@@ -105,7 +112,7 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
     const int64_t to = in_place ? first.slot : place++;
     float* const sum = adds ? wide.data() + update.num_tables * width
                             : update.out + to * width;
-    fetch(i + kAhead);
+    fetch_behind(i);
     if (in_place) {
       for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
     } else {
@@ -113,7 +120,7 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
     }
     if (!adds) update.indices[to] = int32_t(first.row);
     for (++i; i < size && entries[i].row == first.row; ++i) {
-      fetch(i + kAhead);
+      fetch_behind(i);
       const int64_t slot = entries[i].slot;
       source.template AddTo<false>(sum, slot);
       if (!in_place) continue;
