@@ -14,74 +14,118 @@ constexpr int64_t kMostNodes = 64;  // of a polynomial
 constexpr int64_t kPowers = 64;     // of the betas that are computed once
 constexpr float kLargest = std::numeric_limits<float>::max();
 
-// Eight numbers of a row at a time, the last ones filled up with zeros: a loop over the
-// numbers of a narrow row takes longer to begin than to run.
-// All that has them is inline, so that they are never passed in one way or the other.
-#pragma GCC diagnostic ignored "-Wpsabi"
-using Eight = float __attribute__((vector_size(32)));
+// Numbers of a row from its place `at` on: as many as a `Floats` has, or of four `n`,
+// filled up with zeros. These go through registers: what is put together in memory cannot
+// be read as a whole until all of it has arrived there.
+template <typename Floats>
+struct Part {
+  static constexpr int64_t kSize = sizeof(Floats) / sizeof(float);
+  int64_t at, n;
 
-template <bool kStores, typename Row>
-INLINE void Copy(Eight& x, Row* row, int64_t n) {
-  char* own = reinterpret_cast<char*>(&x);
-  auto* other = reinterpret_cast<std::conditional_t<kStores, char*, const char*>>(row);
-  const auto copy = [&](auto bytes) __attribute__((always_inline)) {
-    if constexpr (kStores) std::memcpy(other, own, bytes());
-    if constexpr (!kStores) std::memcpy(own, other, bytes());
-    own += bytes(), other += bytes();
-  };
-  if (n >= 8) return copy(std::integral_constant<int, 32>());
-  if (n & 4) copy(std::integral_constant<int, 16>());
-  if (n & 2) copy(std::integral_constant<int, 8>());
-  if (n & 1) copy(std::integral_constant<int, 4>());
+  INLINE Floats Load(const float* row) const {
+    Floats x = {};
+    if (n == kSize) {
+      std::memcpy(&x, row + at, sizeof(x));
+    } else if constexpr (kSize == 4) {
+      x = Floats{row[at], n > 1 ? row[at + 1] : 0.0f, n > 2 ? row[at + 2] : 0.0f, 0.0f};
+    }
+    return x;
+  }
+
+  INLINE void Store(Floats x, float* row) const {
+    if (n == kSize) {
+      std::memcpy(row + at, &x, sizeof(x));
+    } else if constexpr (kSize == 4) {
+      row[at] = x[0];
+      if (n > 1) row[at + 1] = x[1];
+      if (n > 2) row[at + 2] = x[2];
+    }
+  }
+};
+
+// Calls `body` for all parts of a row.
+template <typename Wide, typename Body>
+INLINE void ByParts(int64_t width, const Body& body) {
+  int64_t j = 0;
+  if constexpr (sizeof(Wide) > sizeof(Eight)) {
+    for (; j + 16 <= width; j += 16) body(Part<Wide>{j, 16});
+  }
+  for (; j + 8 <= width; j += 8) body(Part<Eight>{j, 8});
+  for (; j < width; j += 4) body(Part<Four>{j, std::min<int64_t>(4, width - j)});
 }
 
-INLINE Eight LoadEight(const float* row, int64_t n) {
-  Eight x = {};
-  Copy<false>(x, row, n);
-  return x;
-}
-
-INLINE void StoreEight(Eight x, float* row, int64_t n) { Copy<true>(x, row, n); }
-
-INLINE Eight Sqrt(Eight x) {
-  float roots[8];
+template <typename Floats>
+INLINE Floats Sqrt(Floats x) {
+  constexpr int n = sizeof(x) / 4;
+  float roots[n];
   std::memcpy(roots, &x, sizeof(x));
-  for (int i = 0; i < 8; ++i) roots[i] = std::sqrt(roots[i]);
+  for (int i = 0; i < n; ++i) roots[i] = std::sqrt(roots[i]);
   std::memcpy(&x, roots, sizeof(x));
   return x;
 }
 
 // The remaining update of rows: `remaining_update` of `_exact_adam/remaining_update.py`.
 struct Remaining {
-  const float* coefficients;  // of the powers of z
-  int64_t size;               // those that are not zero
+  // Of the powers of z, each sixteen times, which takes no instruction to repeat. Behind
+  // those that are not zero are zeros.
+  std::array<Sixteen, kMostNodes + 2> coefficients = {};
+  int64_t size;  // those that are not zero
   float centre;
   bool uses_roots;  // z is that of sqrt(s) and sqrt(c)
 
-  Remaining(const float* coefficients, int64_t degree, float centre, bool uses_roots)
-      : coefficients(coefficients), size(degree), centre(centre), uses_roots(uses_roots) {
-    while (size > 1 && coefficients[size - 1] == 0) --size;
+  Remaining(const float* numbers, int64_t degree, float centre, bool uses_roots)
+      : size(degree), centre(centre), uses_roots(uses_roots) {
+    while (size > 1 && numbers[size - 1] == 0) --size;
+    for (int64_t k = 0; k < size; ++k) coefficients[k] += numbers[k];
   }
 
-  bool IsZero() const { return size == 1 && coefficients[0] == 0; }
+  bool IsZero() const { return size == 1 && coefficients[0][0] == 0; }
 
-  INLINE Eight operator()(Eight mu, Eight root) const {
-    const Eight inverse = 1.0f / (root + centre);
-    Eight z = 1.0f - 2.0f * centre * inverse;
-    if (uses_roots) {
+  // Pairs of an even power and an odd one, at least two.
+  int64_t Pairs() const { return std::max<int64_t>(2, (size + 1) / 2); }
+
+  // Of so many pairs, and not of roots; with 0 pairs, of any.
+  template <int kPairs, typename Floats>
+  INLINE Floats Of(Floats mu, Floats root) const {
+    const Floats inverse = 1.0f / (root + centre);
+    Floats z = 1.0f - 2.0f * centre * inverse;
+    if (kPairs == 0 && uses_roots) {
       const float half = std::sqrt(centre);
       z = 1.0f - 2.0f * half / (Sqrt(root) + half);
     }
     // Even and odd powers apart: two chains take half the time of one.
-    const Eight square = z * z;
-    Eight even = {}, odd = {};
-    for (int64_t k = (size - 1) / 2 * 2; k >= 0; k -= 2) {
-      even = even * square + coefficients[k];
-      odd = odd * square + (k + 1 < size ? coefficients[k + 1] : 0.0f);
+    const Floats square = z * z;
+    const int64_t last = 2 * (kPairs > 0 ? kPairs : Pairs()) - 2;
+    Floats even = At<Floats>(last), odd = At<Floats>(last + 1);
+    for (int64_t k = last - 2; k >= 0; k -= 2) {
+      even = even * square + At<Floats>(k);
+      odd = odd * square + At<Floats>(k + 1);
     }
     return mu * inverse * (even + z * odd);
   }
+
+ private:
+  template <typename Floats>
+  INLINE Floats At(int64_t k) const {
+    Floats x;
+    std::memcpy(&x, &coefficients[k], sizeof(x));
+    return x;
+  }
 };
+
+// Calls `body` with a constant number of pairs, so that the loop over them is unrolled: 3
+// in most steps, 5 in the first fifty and for rows that hold values, with the default
+// betas. Those that a polynomial does not have are zeros, which change no number.
+template <typename Body>
+INLINE void WithPairs(int64_t pairs, bool uses_roots, const Body& body) {
+  if (uses_roots || pairs > 5) {
+    body(std::integral_constant<int, 0>());
+  } else if (pairs > 3) {
+    body(std::integral_constant<int, 5>());
+  } else {
+    body(std::integral_constant<int, 3>());
+  }
+}
 
 // `StaleScalars` and `StepScalars` of `_calls.py`.
 struct StaleScalars {
@@ -205,6 +249,7 @@ struct StaleLookup {
     Prefetch<false>(nu + row * width, bytes);
   }
 
+  template <typename Wide>
   INLINE void Read(int64_t k) const {
     const int64_t row = Row(k), slot = written.Find(row);
     float* const to = out + k * width;
@@ -212,27 +257,34 @@ struct StaleLookup {
       std::memcpy(to, out + slot * width, width * sizeof(float));
       return;
     }
-    BringUpToDate(row, to);
+    BringUpToDate<Wide>(row, to);
     written.Add(row, k);
   }
 
+  template <typename Wide>
   INLINE void BringUpToDate(int64_t row, float* __restrict__ to) const {
-    const float* value = table + row * width;
+    const float* __restrict__ value = table + row * width;
     const bool decays = high != nullptr;
     const float decay = decays ? std::exp(clock.LogDecay(high[row], low[row])) : 1.0f;
-    for (int64_t j = 0; j < width; ++j) to[j] = decay * value[j];
-    if (clock.HasArrived(last[row])) return;
-    const Clock::Row now = clock.Find(last[row]);
-    for (int64_t j = 0; j < width; j += 8) {
-      const int64_t place = row * width + j, n = width - j;
-      const Eight root = Sqrt(LoadEight(nu + place, n));
-      const Eight by =
-          (*now.remaining)(now.sign * LoadEight(mu + place, n), now.root * root);
-      StoreEight(LoadEight(to + j, n) + by, to + j, n);
+    if (clock.HasArrived(last[row])) {
+      for (int64_t j = 0; j < width; ++j) to[j] = decay * value[j];
+      return;
     }
+    const Clock::Row now = clock.Find(last[row]);
+    const float* __restrict__ m = mu + row * width;
+    const float* __restrict__ v = nu + row * width;
+    WithPairs(now.remaining->Pairs(), now.remaining->uses_roots, [&](auto pairs) INLINED {
+      ByParts<Wide>(width, [&](auto part) INLINED {
+        const auto root = now.root * Sqrt(part.Load(v));
+        const auto by =
+            now.remaining->template Of<pairs()>(now.sign * part.Load(m), root);
+        part.Store(decay * part.Load(value) + by, to);
+      });
+    });
   }
 };
 
+template <typename Wide>
 INLINE void ReadStaleRows(const StaleLookup& lookup, int64_t begin, int64_t end) {
   constexpr int64_t kAhead = 8;  // rows to fetch ahead; what tells which, twice as far
   for (int64_t k = begin - 2 * kAhead; k < end; ++k) {
@@ -242,7 +294,7 @@ INLINE void ReadStaleRows(const StaleLookup& lookup, int64_t begin, int64_t end)
     if (!lookup.clamps && lookup.Row(k) != lookup.ids[k]) {
       std::fill_n(lookup.out + k * lookup.width, lookup.width, lookup.fill);
     } else {
-      lookup.Read(k);
+      lookup.Read<Wide>(k);
     }
   }
 }
@@ -255,35 +307,44 @@ struct ExactAdamScalars {
 
 // The step of `_update_rows` of `_exact_adam/step.py`. The rows are `mu`, `nu`, `last`,
 // and if values decay both of `log_decay`, and the table.
+template <typename Wide>
 INLINE void ExactAdam(const void* scalars, int64_t width, float* __restrict__ grad,
                       float* const* state) {
-  const auto& [clock, step, after] = *static_cast<const ExactAdamScalars*>(scalars);
+  const auto& all = *static_cast<const ExactAdamScalars*>(scalars);
+  const Clock& clock = all.clock;
+  const Remaining& after = all.after;
+  const StepScalars step = all.step;  // a copy, which no row that is written can be
   int32_t& last = *reinterpret_cast<int32_t*>(state[2]);
   const Clock::Row now = clock.Find(last);
   float decay = 1.0f, loss = 0.0f;
-  if (clock.decays) {
+  const bool decays = clock.decays;
+  if (decays) {
     decay = std::exp(step.log_decay);
     loss = std::expm1(clock.LogDecay(*state[3], *state[4]) + step.log_decay);
   }
-  for (int64_t j = 0; j < width; j += 8) {
-    const int64_t n = width - j;
-    const Eight g = LoadEight(grad + j, n), mu = LoadEight(state[0] + j, n);
-    const Eight nu = LoadEight(state[1] + j, n);
-    Eight by = (*now.remaining)(now.sign * mu, now.root * Sqrt(nu));
-    const Eight m = mu * now.power1, v = nu * now.power2 * now.power2;
-    // Infinity stays, and is not subtracted from itself.
-    const Eight finite = v < kLargest ? v : Eight{} + kLargest;
-    const Eight new_mu = m + step.one_minus_b1 * (g - m);
-    const Eight new_nu = v + step.one_minus_b2 * (g * g - finite);
-    const Eight root = Sqrt(new_nu);
-    if (clock.decays) by = decay * by + loss * LoadEight(state[5] + j, n);
-    const Eight move = step.size * new_mu + step.grad_size * g;
-    StoreEight(new_mu, state[0] + j, n);
-    StoreEight(new_nu, state[1] + j, n);
-    StoreEight(by - move / (root + step.eps) - after(new_mu, root), grad + j, n);
-  }
+  float *const mus = state[0], *const nus = state[1];
+  const float* const values = state[5];
+  const int64_t most = std::max(now.remaining->Pairs(), after.Pairs());
+  WithPairs(most, after.uses_roots, [&](auto pairs) INLINED {
+    ByParts<Wide>(width, [&](auto part) INLINED {
+      const auto g = part.Load(grad), mu = part.Load(mus), nu = part.Load(nus);
+      auto by = now.remaining->template Of<pairs()>(now.sign * mu, now.root * Sqrt(nu));
+      const auto m = mu * now.power1, v = nu * now.power2 * now.power2;
+      // Infinity stays, and is not subtracted from itself.
+      const auto finite = v < kLargest ? v : decltype(g){} + kLargest;
+      const auto new_mu = m + step.one_minus_b1 * (g - m);
+      const auto new_nu = v + step.one_minus_b2 * (g * g - finite);
+      const auto root = Sqrt(new_nu);
+      if (decays) by = decay * by + loss * part.Load(values);
+      const auto move = step.size * new_mu + step.grad_size * g;
+      part.Store(new_mu, mus);
+      part.Store(new_nu, nus);
+      const auto rest = after.template Of<pairs()>(new_mu, root);
+      part.Store(by - move / (root + step.eps) - rest, grad);
+    });
+  });
   last = std::min(clock.now, std::numeric_limits<int32_t>::max() - 1) + 1;
-  if (clock.decays) *state[3] = step.decay_high, *state[4] = step.decay_low;
+  if (decays) *state[3] = step.decay_high, *state[4] = step.decay_low;
 }
 
 }  // namespace

@@ -30,15 +30,36 @@ namespace ffi = xla::ffi;
 // What goes over the numbers of rows is compiled for AVX2 as well, which most CPUs have
 // and the flags do not ask for: `FASTEST(function)` is the one for this CPU, with all that
 // is inline in it. The same numbers: no multiplication is contracted with an addition.
+// `FASTEST_OF(function)` is for what computes more than it waits for its rows:
+// `function<Sixteen>` on a CPU with AVX-512, else `function<Eight>`.
 #define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of lambdas
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_AVX2 __builtin_cpu_supports("avx2")
+#define HAS_AVX512 (__builtin_cpu_supports("avx512f") && HAS_AVX2)
 #define FOR_AVX2 __attribute__((target("avx2"), flatten))
+#define FOR_AVX512 __attribute__((target("avx2,avx512f"), flatten))
 #else
 #define HAS_AVX2 false
+#define HAS_AVX512 false
 #define FOR_AVX2 __attribute__((flatten))
+#define FOR_AVX512 __attribute__((flatten))
 #endif
 #define FASTEST(function) Choose<function>(function)
+#define FASTEST_OF(function) \
+  (HAS_AVX512 ? Widest<function<Sixteen>>(function<Sixteen>) : FASTEST(function<Eight>))
+
+// Numbers of a row side by side. All that has them is inline, so that they are never
+// passed in one way or the other.
+#pragma GCC diagnostic ignored "-Wpsabi"
+using Four = float __attribute__((vector_size(16)));
+using Eight = float __attribute__((vector_size(32)));
+using Sixteen = float __attribute__((vector_size(64)));
+
+template <auto kFunction, typename... Args>
+FOR_AVX512 void InAvx512(Args... args) {
+  kFunction(args...);
+}
 
 template <auto kFunction, typename... Args>
 FOR_AVX2 void InAvx2(Args... args) {
@@ -53,6 +74,11 @@ __attribute__((flatten)) void Plainly(Args... args) {
 template <auto kFunction, typename... Args>
 auto Choose(void (*)(Args...)) {
   return HAS_AVX2 ? InAvx2<kFunction, Args...> : Plainly<kFunction, Args...>;
+}
+
+template <auto kFunction, typename... Args>
+auto Widest(void (*)(Args...)) {
+  return InAvx512<kFunction, Args...>;
 }
 
 // Calls `body(begin, end)` on parts of [0, size), here and on the free threads of the

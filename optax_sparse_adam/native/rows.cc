@@ -224,7 +224,7 @@ ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view 
                            mu, nu, last, high, low, ids, num_rows, width, clamps, value,
                            static_cast<float*>(out), written};
   AdviseHugePages(out, size * width * sizeof(float));
-  const auto read = FASTEST(ReadStaleRows);
+  const auto read = FASTEST_OF(ReadStaleRows);
   Parallel(pool, size, 512,
            [&](int64_t begin, int64_t end) { read(lookup, begin, end); });
   return ffi::Error::Success();
@@ -335,7 +335,7 @@ const Known* Find(std::string_view name) {
   static const Known all[] = {
       {"sum", "", "", 0, nullptr},
       {"adam", "rr", "", 5, FASTEST(Adam)},
-      {"exact_adam", "ffi", "sst", 9, FASTEST(ExactAdam)},
+      {"exact_adam", "ffi", "sst", 9, FASTEST_OF(ExactAdam)},
       {"rowwise_adagrad", "s", "t", 3, FASTEST(RowwiseAdagrad)},
       {"rowwise_adam", "rs", "t", 9, FASTEST(RowwiseAdam)},
   };

@@ -90,6 +90,38 @@ def test_numbers_of_the_plain_path(cache, monkeypatch, name, width):
             assert_identical(a, b)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "z of roots"])
+def test_a_column_is_the_same_at_any_width(cache, monkeypatch, name):
+    """In parts of 16, 8 and 4 numbers, and among the last ones of a row."""
+    monkeypatch.setattr(_calls, "available", lambda: True)
+    jax.clear_caches()  # what was traced with another answer
+    rng = np.random.default_rng(0)
+    table, weights = rng.standard_normal((2, ROWS, 48), "float32")
+    batches = jnp.asarray(rng.integers(0, ROWS, (STEPS, 9)), "int32")
+
+    def trained(width):
+        def loss(table, ids):
+            return jnp.sum(jnp.asarray(weights[:1, :width]) * table[ids])
+
+        def step(carry, ids):
+            table, state = carry
+            grad = osa.grad(loss, read=state)(table, ids)
+            updates, state = tx.update(grad, state, table)
+            return (osa.apply_updates(table, updates), state), None
+
+        tx, own = OPTIMIZERS[name](), jnp.asarray(table[:, :width])
+        train = jax.jit(lambda x: jax.lax.scan(step, (x, tx.init(x)), batches)[0])
+        assert "update exact_adam" in calls_in(train.lower(own).as_text())
+        table_then, state = train(own)
+        return table_then, state.mu, state.nu
+
+    widest = trained(48)
+    for width in (1, 2, 7, 13, 28):
+        for narrow, wide in zip(trained(width), widest, strict=True):
+            assert_identical(narrow, wide[:, :width])
+
+
 def stale_rows(tables, step, decay=0.0, polynomials=((0, 0), (1, 0.5)), of_roots=False):
     """Rows of a state, of which none holds a value, and scalars of some schedule."""
     scalars = _calls.StaleScalars(-0.1, -5e-4, 1e-9, 2e-9, decay, 0.0)
