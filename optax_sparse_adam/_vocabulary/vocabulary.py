@@ -5,7 +5,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,61 +24,10 @@ from .contents import (
     spread,
 )
 from .order import Score
+from .results import Assignment, ChangedRows, Rows
 from .store import Changes
 
 _UNDO = 8  # batches that `undo` can take back
-
-
-class Rows(np.ndarray):
-    """Rows of a table, `[n]` int32: an array of NumPy that can be padded."""
-
-    def padded(self, least: int) -> np.ndarray:
-        """The rows, and -1 after them, which is padding for `reset_rows`.
-
-        Args:
-          least: The shortest length. A longer one is this times 2, 4, 8, ..., so that a
-            compiled function meets few shapes.
-        """
-        if least < 1:
-            raise ValueError(f"padded needs a length of at least 1, got {least}.")
-        size = least
-        while size < len(self):
-            size *= 2
-        return np.pad(np.asarray(self), (0, size - len(self)), constant_values=-1)
-
-
-class Assignment(NamedTuple):
-    """What `Vocabulary.assign` has done.
-
-    Attributes:
-      rows: int32, in the shape of the keys: the row of each.
-      fresh: `[n]`, int32: rows that have a new key, in the order in which these keys
-        first come in the batch. Values and state of such a row are nobody's, or those
-        of a key that has gone: begin it again. `fresh.padded(64)` has one of few
-        lengths: 64, 128, 256, ...; the rest is -1, padding for `reset_rows`.
-      evicted: `[m]`, int64 or uint64: keys that have lost their row (of strings, their
-        hashes). First those that were not there for `ttl` steps, by row; then those
-        that had to make room, by score and row.
-    """
-
-    rows: np.ndarray
-    fresh: Rows
-    evicted: np.ndarray
-
-
-class ChangedRows(NamedTuple):
-    """What `Vocabulary.changed_since` has found.
-
-    Attributes:
-      keys: `[n]`, int64 or uint64: keys that have got their row since then, by row.
-      rows: `[n]`, int32: these rows.
-      gone: `[m]`: keys that have lost their row since then and have none now, each
-        once, in the order in which they went: tombstones.
-    """
-
-    keys: np.ndarray
-    rows: np.ndarray
-    gone: np.ndarray
 
 
 @jax.tree_util.register_pytree_with_keys_class
