@@ -2,7 +2,7 @@
 
 A compiled program cannot raise. Each check raises where its fault is known, and else
 says what it has found; `as_nan` and `later_as_nan` make NaN of all that was found,
-before any row is touched.
+before any row is touched. (A rate that is no number makes NaN by itself.)
 
 What each finds, what becomes NaN, and what is found elsewhere (rows that are put or
 later than their table, changed updates, schedules without an end) is one table in

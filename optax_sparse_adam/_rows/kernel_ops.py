@@ -76,7 +76,8 @@ def _takes_sum(entries: Entries) -> bool:
 
 
 def _takes_take(table: jax.Array, indices: jax.Array) -> bool:
-    # A step holds few rows at once: those that XLA vectorizes it may read in place.
+    # A step holds few rows at once: those that XLA vectorizes it may read in place. (A
+    # loss holds them all: there the kernel reads these, too; see `native._calls`.)
     is_slow = math.prod(table.shape[1:]) < 80 or table.dtype == jnp.bfloat16
     is_row = is_slow and indices.shape[1] == 1
     return is_row and reader_of_rows(table, indices) is not None
@@ -99,7 +100,8 @@ def _takes_add(
 class KernelOps(RowOps):
     """Sums and steps in one call, and rows that XLA reads or writes slowly.
 
-    Which operands the kernel takes is asked by `_where`, and nowhere else in a step.
+    Which operands the kernel takes is asked by `_where`, and nowhere else in an update.
+    Of lookups in a loss, `kernel_reads` asks it.
     """
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""Lookups by the kernel for CPUs: whether it takes one is asked here, and only here."""
+"""Lookups by the kernel for CPUs: which types it takes is asked here, and only here.
+
+Which gathers are such lookups, `_gradients/reading.py` says.
+"""
 
 import functools
 from collections.abc import Callable

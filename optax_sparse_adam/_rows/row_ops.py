@@ -1,8 +1,8 @@
-"""How the rows of a table are summed, read, written and added: chosen once for a step.
+"""How the rows of a table are summed, read, written and added: chosen once for a table.
 
-A step asks nothing of the platform. `with_ops` chooses at its top which `RowOps` a
-program uses, and all below it call their methods. Here they are those of XLA; a kernel
-is a class that replaces some (`kernel_ops`).
+The step of a table asks nothing of the platform. `with_ops` chooses at its top which
+`RowOps` it uses, and all below it call their methods. Here they are those of XLA; a
+kernel is a class that replaces some (`kernel_ops`).
 """
 
 from collections.abc import Callable
@@ -71,8 +71,8 @@ class RowOps:
     ) -> tuple[Update, Tables]:
         """One table: adds entries up, looks rows up, computes, and writes them back.
 
-        This is the package in one function. `entries` are the derivatives with respect
-        to the rows that a loss has looked up.
+        `entries` are the derivatives with respect to the rows that a loss has looked
+        up. `map` is `update`, of all rows at once or in blocks.
 
         Args:
           formula: The dense transformation.

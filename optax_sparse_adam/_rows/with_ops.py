@@ -1,4 +1,4 @@
-"""Which operations on rows a program uses: asked once, at the top of a step."""
+"""Which operations on rows a program uses: asked once for each table in a step."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
