@@ -57,6 +57,7 @@ def take_rows(
 
 
 _PART = 16  # columns
+VECTORIZED = 80  # columns from which on XLA for CPUs copies a row as vectors
 
 
 def _is_slow(table: jax.Array, indices: jax.Array) -> bool:
@@ -71,7 +72,7 @@ def _is_slow(table: jax.Array, indices: jax.Array) -> bool:
     At 24 columns and fewer, and where they are no multiple of 8, nothing is gained.
     Test: `test_rows_in_parts`, and the times of `benchmarks/steps.py` in plain JAX.
     """
-    is_between = 24 < table.shape[-1] < 80 and table.shape[-1] % 8 == 0
+    is_between = 24 < table.shape[-1] < VECTORIZED and table.shape[-1] % 8 == 0
     is_row = table.ndim == 2 and indices.shape[1] == 1
     is_known = table.dtype == jnp.float32 and mesh_of(table, indices).empty
     return is_between and is_row and is_known

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..native import _calls as native
 from .entries import Entries, Rows
+from .gather_scatter import VECTORIZED
 from .kernel_reads import reader_of_rows
 from .map_rows import Tables
 from .row_ops import Formula, RowOps, Update
@@ -78,7 +79,7 @@ def _takes_sum(entries: Entries) -> bool:
 def _takes_take(table: jax.Array, indices: jax.Array) -> bool:
     # A step holds few rows at once: those that XLA vectorizes it may read in place. (A
     # loss holds them all: there the kernel reads these, too; see `native._calls`.)
-    is_slow = math.prod(table.shape[1:]) < 80 or table.dtype == jnp.bfloat16
+    is_slow = math.prod(table.shape[1:]) < VECTORIZED or table.dtype == jnp.bfloat16
     is_row = is_slow and indices.shape[1] == 1
     return is_row and reader_of_rows(table, indices) is not None
 
