@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._rows.padding import expand_like
 from ..native import _calls as native
 from .kernel_arrays import KernelArrays, kernel_stale
 from .remaining_update import Constants
@@ -27,14 +26,23 @@ class StaleTable(NamedTuple):
     def clock(self) -> jax.Array:
         return self.state.clock
 
-    def values(
-        self, rows: jax.Array, take: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array:
-        # A vector's state has an axis of length 1 in the place of the last one.
-        own = jax.tree.map(lambda x: take(expand_like(x, self.rows.nu)), self.rows)
-        return values_of_rows(rows, own, self.state, self.constants)
+    @property
+    def tables(self) -> tuple[jax.Array, ...]:
+        return self.rows.arrays
 
-    def for_kernel(self) -> native.Stale:
+    @property
+    def shared(self) -> tuple[TableState, Constants]:
+        return self.state, self.constants
+
+    @staticmethod
+    def value_of(
+        row: jax.Array,
+        rows_of_tables: tuple[jax.Array, ...],
+        shared: tuple[TableState, Constants],
+    ) -> jax.Array:
+        return values_of_rows(row, RowState.of(*rows_of_tables), *shared)
+
+    def for_cpu(self) -> native.Stale:
         return kernel_stale(self.rows, self.arrays, self.constants)
 
     def map(self, function: Callable[[Any, bool], Any]) -> "StaleTable":

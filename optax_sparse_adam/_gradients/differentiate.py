@@ -15,11 +15,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params
 from .._jax_extras.jaxprs import name_and_params
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
+from .._rows.source import Source
 from .arguments import leaf_name
 from .backward_slice import BackwardSlice
 from .expressions import (
     Expression,
-    Table,
     arrays_among,
     as_jax,
     is_array,
@@ -36,7 +36,7 @@ def evaluate_with_gradients(
     closed: ClosedJaxpr,
     paths: list[Any],
     wanted: list[bool | None],
-    tables: list[Table],
+    tables: list[Source],
     are_stale: Callable[[list[int]], Any],
 ) -> tuple[list[Any], list[Any]]:
     """The results of the jaxpr, and the derivative of the first one by each leaf.
@@ -115,7 +115,7 @@ def _plan(
     program: Program,
     closed: ClosedJaxpr,
     paths: list[Any],
-    tables: list[Table],
+    tables: list[Source],
     wanted: list[bool | None],
 ) -> tuple[list[Any], list[Request]]:
     """Expressions for leaves whose gradients are row-sparse, else arrays; and requests.

@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
+from .._rows.source import Source
 from .arguments import check_argnums
-from .expressions import Table, as_jax, is_array, table
+from .expressions import as_jax, is_array, table
 from .nested_reads import reading
 from .rules import RULES
 from .tracing import as_places, jit_enabled, trace
@@ -87,7 +88,7 @@ def evaluate(
     return evaluated
 
 
-def _looked_up(source: Table) -> Any:
+def _looked_up(source: Source) -> Any:
     """An expression, or the array as it is now where nothing can be looked up."""
     array = source.array
     if not is_array(array):

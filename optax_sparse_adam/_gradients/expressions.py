@@ -11,45 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import ShapedArray
 
-from .._jax_extras.sharding import mesh_of, reduced_like, without_reduced
-from .._jax_extras.varying_axes import vary_like
-from .._rows.stale import StaleRows
+from .._jax_extras.inject import inject
+from .._rows.source import Source, Take
 
 _UNKNOWN: Any = None
-Take = Callable[[jax.Array], jax.Array]  # picks some elements of an array
-
-
-# `rows + delta` would do, but for an addition where XLA does not see that the delta is
-# zero, as in loops, and for rows of -0.0. Symbolic zeros: a table is no argument of
-# what JAX differentiates, so the tangent of its rows is one, and nothing is added.
-@jax.custom_jvp
-def _inject(rows: jax.Array, delta: jax.Array) -> jax.Array:
-    return rows
-
-
-def _inject_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    present = [
-        x for x in tangents if not isinstance(x, jax.custom_derivatives.SymbolicZero)
-    ]
-    return primals[0], sum(present[1:], start=present[0])
-
-
-_inject.defjvp(_inject_jvp, symbolic_zeros=True)
-
-
-def inject(rows: jax.Array, delta: jax.Array) -> jax.Array:
-    """`rows`, with the derivative of `rows + delta`.
-
-    `delta` is zero. Nothing is added to the rows: whoever differentiates with respect
-    to `delta` differentiates with respect to the rows at this place of the program.
-    """
-    mesh = mesh_of(rows)
-    if mesh.explicit_axes:  # tangents of one sum have one layout
-        delta = jax.reshard(delta, jax.typeof(rows).sharding)
-    return _inject(rows, vary_like(delta, rows))
 
 
 def is_array(x: Any) -> bool:
@@ -62,36 +29,6 @@ def is_array(x: Any) -> bool:
 
 def as_jax(x: Any) -> Any:
     return jnp.asarray(x) if is_array(x) else x
-
-
-class Table(NamedTuple):
-    """The arrays of a table. Rows of a stale one are brought up to date when read.
-
-    Attributes:
-      array: The table as it is stored.
-      stale: What brings its rows up to date, if anything has to.
-    """
-
-    array: jax.Array
-    stale: StaleRows | None = None
-
-    @property
-    def clock(self) -> jax.Array | None:
-        return None if self.stale is None else self.stale.clock
-
-    def values(self, take: Take) -> jax.Array:
-        """`take` of the table as it is now."""
-        rows = take(jnp.asarray(self.array))
-        if self.stale is None:
-            return rows
-        # Derivatives are those by the values; what is stored decays on the way to them.
-        values = self.stale.values(without_reduced(rows), take)
-        return _inject(lax.stop_gradient(reduced_like(values, rows)), rows)
-
-    def map(self, function: Callable[[Any, bool], Any]) -> "Table":
-        """Applies `function(array, has_rows)` to all arrays."""
-        array = function(self.array, True)
-        return Table(array, None if self.stale is None else self.stale.map(function))
 
 
 class Leaf(NamedTuple):
@@ -125,7 +62,7 @@ class Expression:
     function: Callable[..., jax.Array]
     operands: tuple[Any, ...]
     leaves: tuple[Leaf, ...] = ()
-    source: Table | None = None
+    source: Source | None = None
 
     @property
     def kind(self) -> Any:
@@ -135,7 +72,7 @@ class Expression:
         """
         # `2 * t` and `tanh(t)` are of one kind: a loop that is entered with each of
         # them is planned once.
-        source = None if self.source is None else Table(_UNKNOWN)
+        source = None if self.source is None else Source(_UNKNOWN)
         function = _identity if self.function is _identity else None
         return self.shape, self.dtype, function, (), self.leaves, source
 
@@ -183,7 +120,7 @@ def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def table(source: Table, leaf: int | None = None) -> Expression:
+def table(source: Source, leaf: int | None = None) -> Expression:
     """A table; without the index of a leaf it has no derivative."""
     shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
     leaves = () if leaf is None else (Leaf(leaf, dtype),)

@@ -23,10 +23,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.sharding import mesh_of, partitions_of
+from .._jax_extras.sharding import partitions_of
+from .._rows.gather_scatter import gather_windows
 from .._rows.padding import narrow_ids, pad_indices, row_bounds
-
-Mode = lax.GatherScatterMode
+from .._rows.source import ZEROS, Bounds, Mode
 
 
 class Promises(NamedTuple):
@@ -134,14 +134,24 @@ class Lookup:
                 out_sharding=NamedSharding(self.sharding.mesh, whole),
             )
             return jnp.asarray(gather(array, self.indices))
-        batched = self.dims.operand_batching_dims
-        if self.count != 1 or batched or mesh_of(array, self.indices).explicit_axes:
-            return lax.gather(array, self.indices, **params)
-        # Two equal lookups, stacked: one more axis in front of those of the window.
-        offsets = tuple(1 + axis for axis in self.dims.offset_dims)
-        twice = self.dims._replace(offset_dims=offsets)
-        params |= {"dimension_numbers": twice, "unique_indices": False}
-        return lax.gather(array, jnp.stack([self.indices] * 2), **params)[0]
+        return gather_windows(array, self.indices, **params)
+
+    @property
+    def bounds_of_rows(self) -> Bounds | None:
+        """Of a lookup that is `table[row_ids]`, axes in this order; else `None`."""
+        axes, batch = self.dims.start_index_map, self.indices.ndim - 1
+        # A scalar id under `vmap` indexes all axes; clamped, the others begin at zero.
+        is_whole = self.window == (1, *self.shape[1:]) and 0 in axes
+        is_whole = is_whole and (len(axes) == 1 or not self.is_filled)
+        if not is_whole or self.dims.offset_dims != tuple(range(batch, len(self.out))):
+            return None
+        names = "mode", "fill_value", "indices_are_sorted", "unique_indices"
+        return Bounds(*(self.params[name] for name in names))
+
+    @property
+    def row_ids(self) -> jax.Array:
+        """The row of each index, as it is given."""
+        return self.indices[..., self.dims.start_index_map.index(0)]
 
     def read_and_fill(self, read: Callable[["Lookup"], jax.Array]) -> jax.Array:
         """`read(clamped lookup)`, with the fill value where an index is out of bounds.
@@ -240,16 +250,19 @@ def reads_rows(lookup: Lookup) -> bool:
 
 
 def lookup_of_rows(
-    shape: tuple[int, ...], ids: Any, sharding: NamedSharding | None = None
+    shape: tuple[int, ...],
+    ids: Any,
+    bounds: Bounds = ZEROS,
+    sharding: NamedSharding | None = None,
 ) -> Lookup:
-    """`table.at[ids].get(mode="fill", fill_value=0)`, no id from the end."""
+    """`table[ids]`, no id from the end; by default zeros are out of bounds."""
     rank = len(ids.shape)
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(rank, rank + len(shape) - 1)),
         collapsed_slice_dims=(0,),
         start_index_map=(0,),
     )
-    params = _params(numbers, (1, *shape[1:]), Mode.FILL_OR_DROP, 0)
+    params = _params(numbers, (1, *shape[1:]), bounds)
     indices: Any = jax.ShapeDtypeStruct((*ids.shape, 1), ids.dtype)
     if isinstance(ids, jax.Array):  # in a plan only its type
         indices = ids[..., None]
@@ -278,7 +291,7 @@ def lookup_of_slice(
         collapsed_slice_dims=(0,),
         start_index_map=tuple(range(len(window))),
     )
-    params = _params(numbers, (1, *window[1:]), Mode.PROMISE_IN_BOUNDS, None)
+    params = _params(numbers, (1, *window[1:]), Bounds())
     indices: Any = jax.ShapeDtypeStruct((window[0], len(window)), jnp.int32)
     if starts is not None:
         starts = starts or [*map(jnp.uint32, eqn.params["start_indices"])]
@@ -289,10 +302,10 @@ def lookup_of_slice(
     return Lookup(shape, window, params, indices, constant, sharding)
 
 
-def _params(numbers: Any, sizes: Any, mode: Any, fill: Any) -> dict[str, Any]:
-    flags = {"unique_indices": False, "indices_are_sorted": False}
-    names = {"dimension_numbers": numbers, "slice_sizes": sizes, "mode": mode}
-    return {**names, **flags, "fill_value": fill}
+def _params(numbers: Any, sizes: Any, bounds: Bounds) -> dict[str, Any]:
+    names = "mode", "fill_value", "indices_are_sorted", "unique_indices"
+    of_bounds = dict(zip(names, bounds, strict=True))
+    return {"dimension_numbers": numbers, "slice_sizes": sizes, **of_bounds}
 
 
 def _indices_of_slice(

@@ -14,7 +14,7 @@ from .._rows.canary import CanaryBCOO
 from .._rows.duplicates import sum_duplicates
 from .._rows.entries import accumulator_dtype, open_gradient
 from .._rows.padding import pad_indices, row_bounds
-from .expressions import Table
+from .._rows.source import Source
 from .lookups import Promises
 
 
@@ -38,7 +38,7 @@ RowSlices = tuple[LookupEntries, jax.Array]
 def to_bcoo(
     slices: Sequence[RowSlices],
     totals: Sequence[jax.Array],
-    source: Table,
+    source: Source,
     depth: int,
     promises: Promises,
 ) -> BCOO:

@@ -16,9 +16,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.jaxprs import ELEMENTWISE, bind_eqn, name_and_params, name_in_jaxprs
+from .._jax_extras.jaxprs import (
+    ELEMENTWISE,
+    bind_eqn,
+    call_of,
+    calls_only,
+    name_and_params,
+)
 from .._jax_extras.sharding import partitions_of
+from .._jax_extras.unchecked import show_bounds
 from .._jax_extras.varying_axes import axes_of_type, bind, vary
+from .._rows import lookups
+from .._rows.source import Bounds, Source
 from . import rules_calls, rules_shard_map
 from .backward_slice import CALLS, as_closed
 from .expressions import (
@@ -30,9 +39,9 @@ from .expressions import (
     merge,
     operands_first,
 )
-from .lookups import Lookup, lookup_of_slice, reads_rows
-from .reading import look_up, show_bounds
-from .rules_bags import bag_lookup
+from .lookups import Lookup, lookup_of_rows, lookup_of_slice, reads_rows
+from .reading import look_up
+from .rules_bags import look_up_bags
 from .walk import Results, Rule, Walk
 
 
@@ -148,32 +157,31 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
     return _look_up(walk, eqn, value, lookup)
 
 
-def _look_up_of_second_gradient(
-    walk: Walk, eqn: JaxprEqn, value: Any, *rest: Any
+def _look_up_rows(
+    walk: Walk, eqn: JaxprEqn, bounds: Bounds, source: Source, ids: Any
 ) -> Results:
-    """The kernel's lookup, in a gradient of a gradient, as the gather it stands for."""
-    if len(rest) != 1 or not isinstance(value, Expression):
+    """A kernel's lookup, in a gradient of a gradient."""
+    value = source.array
+    if not isinstance(value, Expression) or source.stale is not None:
         return NotImplemented
-    eqns = eqn.params["jaxpr"].jaxpr.eqns
-    bounds = next(x for x in eqns if x.primitive.name == "gather")  # `show_bounds`
-    params = bounds.params | {"slice_sizes": (1, *value.shape[1:])}
     aval: Any = eqn.invars[1].aval
-    indices = aval if walk.is_plan else rest[0]
-    return _look_up(
-        walk, eqn, value, Lookup(value.shape, _out(eqn).shape, params, indices)
-    )
+    indices = aval if walk.is_plan else ids
+    return _look_up(walk, eqn, value, lookup_of_rows(value.shape, indices, bounds))
 
 
-# Functions under `jit` that are lookups as a whole, by their name.
-LOOKUP_FUNCTIONS: dict[str, Rule] = {
-    name_in_jaxprs("look_up_by_kernel"): _look_up_of_second_gradient,
-    name_in_jaxprs("bag_lookup"): bag_lookup,
+# The functions that are lookups as a whole: `rule(walk, eqn, params, *args)`, with what
+# the function was called with.
+LOOKUPS: dict[Any, Rule] = {
+    lookups.look_up: _look_up_rows,
+    lookups.look_up_bags: look_up_bags,
 }
 
 
 def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    rule = LOOKUP_FUNCTIONS.get(eqn.params["name"])
-    results = NotImplemented if rule is None else rule(walk, eqn, *args)
+    call, results = call_of(eqn), NotImplemented
+    if call is not None and call.function in LOOKUPS:
+        rule = LOOKUPS[call.function]
+        results = rule(walk, eqn, call.params, *call.tree.unflatten(args))
     if results is NotImplemented:
         results = rules_calls.call(walk, eqn, *args)
     return results
@@ -181,10 +189,9 @@ def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
 def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     body = as_closed(name_and_params(eqn)[1]["call_jaxpr"])
-    names = [inner.params.get("name") for inner in body.jaxpr.eqns]
-    # The derivative of `sum_bags` is that of the `bag_lookup` inside of it.
+    # The derivative of `sum_bags` is that of the `look_up_bags` inside of it.
     is_whole = len(body.jaxpr.invars) == len(args)  # with nothing closed over
-    if is_whole and names == [name_in_jaxprs("sum_bags")]:
+    if is_whole and calls_only(body.jaxpr, lookups.look_up_bags):
         return walk.evaluate(body, args)
     return NotImplemented
 

@@ -1,6 +1,6 @@
 """The rule of a walk for bags of ids: one delta for each bag.
 
-`osa.embedding_bag(table, ids)` is, in a jaxpr, a call of `bag_lookup`: its sums are
+`osa.embedding_bag(table, ids)` is, in a jaxpr, a call of `look_up_bags`: its sums are
 linear in the table, so the gradient of a bag's sum says that of all its rows:
 
     sums = inject(sum_bags(table, ids, segments, weights), delta)     delta [bags, D]
@@ -11,40 +11,54 @@ one call; a loop or a mesh has many calls, and `Request.bags` says how long each
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.sharding import partitions_of
+from .._jax_extras.inject import inject
+from .._jax_extras.sharding import mesh_of, partitions_of
 from .._jax_extras.varying_axes import axes_of_type
-from .._rows.bags import add_up, sum_bags
-from .expressions import Expression, inject
+from .._rows.bag_sums import add_up
+from .._rows.lookups import sum_bags
+from .._rows.source import Source
+from .expressions import Expression
 from .lookups import lookup_of_rows
 from .reading import look_up
 from .row_slices import LookupEntries
 from .walk import Bags, Request, Results, Walk, on_mesh_of_context
 
 
-def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results:
-    """A lookup of bags in a table, or in a function of tables, for each row of a bag.
-
-    The operands are ids; where these are a vector, segments; and weights, if any.
-    """
-    if not isinstance(value, Expression):
+def look_up_bags(
+    walk: Walk,
+    eqn: JaxprEqn,
+    num_bags: int,
+    source: Source,
+    ids: Any,
+    segments: Any,
+    weights: Any,
+) -> Results:
+    """A lookup of bags in a table, or of each row in a function of tables."""
+    value = source.array
+    if not isinstance(value, Expression) or source.stale is not None:
         return NotImplemented
     out: Any = eqn.outvars[0].aval
     ids_type: Any = eqn.invars[1].aval
-    is_flat = ids_type.ndim == 1
-    num_bags, axes = out.shape[0], axes_of_type(out)
-    ids, *rest = (walk.as_array(eqn, x) for x in operands)
+    axes, is_flat = axes_of_type(out), ids_type.ndim == 1
+    has_weights = len(eqn.invars) > 2 + is_flat  # which in a plan are not known
+    ids, segments, weights = (
+        None if x is None else walk.as_array(eqn, x) for x in (ids, segments, weights)
+    )
     ids = ids_type if walk.is_plan else jnp.asarray(ids)
-    # Else rows are read, as `_rows.bags._take` reads them: of all ids everywhere.
-    is_sum = value.is_table and value.source is not None and value.source.stale is None
+    # Else rows are read, as `_rows.bag_sums.take` reads them: of all ids everywhere.
+    is_sum = _is_read_by_bags(value, weights)
     if not (is_sum or walk.is_plan):
-        ids, *rest = map(on_mesh_of_context, (ids, *rest))
-    segments = rest.pop(0) if is_flat else None
-    weights = rest[0] if rest else None
-    lookup = lookup_of_rows(value.shape, ids, _sharding_of_rows(out, ids_type.ndim))
+        ids, segments, weights = jax.tree.map(
+            on_mesh_of_context, (ids, segments, weights)
+        )
+    lookup = lookup_of_rows(
+        value.shape, ids, sharding=_sharding_of_rows(out, ids_type.ndim)
+    )
     if value.source is None:
         # The derivative of a nonlinear function differs from row to row of a bag.
         deltas = walk.request_for(lookup, value, axes)
@@ -56,7 +70,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         depth, size = walk.depth_of(leaf, 1), ids_type.size
         request = Request(leaf, value.shape, size, depth, axes, is_whole=True)
         if leaf.index not in walk.program.whole_leaves:
-            bags = Bags(size, num_bags, out.dtype, len(operands) > 1 + is_flat)
+            bags = Bags(size, num_bags, out.dtype, has_weights)
             request = request._replace(count=num_bags, is_whole=False, bags=bags)
         requests.append(request)
     of_bags = walk.request(requests)
@@ -65,7 +79,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
     if walk.is_plan:
         return [None]
     if is_sum:
-        table = jnp.asarray(value.source.array)
+        table = value.source._replace(array=jnp.asarray(value.source.array))
         sums = sum_bags(num_bags, table, ids, segments, weights)
     else:
         sums = add_up(num_bags, look_up(value, lookup, None), segments, weights)
@@ -73,7 +87,7 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         entries = LookupEntries(lookup.rows(1))
         if request.is_whole:
             whole = on_mesh_of_context(walk.whole_deltas[request.leaf])
-            delta = sum_bags(num_bags, whole, ids, segments, weights)
+            delta = sum_bags(num_bags, Source(whole), ids, segments, weights)
         else:
             # For ids [2, 3]: [0, 0, 0, 1, 1, 1].
             bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]
@@ -86,6 +100,19 @@ def bag_lookup(walk: Walk, eqn: JaxprEqn, value: Any, *operands: Any) -> Results
         delta = on_mesh_of_context(delta)
         sums = inject(sums, delta.astype(sums.dtype))
     return [sums]
+
+
+def _is_read_by_bags(value: Expression, weights: Any) -> bool:
+    """Whether rows are added up as they are read, and stored nowhere.
+
+    Stale ones are stored where there are weights, whose gradient reads them: they are
+    brought up to date once.
+    """
+    if not value.is_table or value.source is None:
+        return False
+    is_stale = value.source.stale is not None
+    mesh = mesh_of(*jax.tree.leaves(value.source)) if is_stale else None
+    return mesh is None or (weights is None and mesh.empty)
 
 
 def _sharding_of_rows(sums: Any, ndim: int) -> NamedSharding | None:

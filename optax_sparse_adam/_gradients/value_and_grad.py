@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import valid_jaxtype
 
 from .._rows.canary import CanaryBCOO
+from .._rows.source import Source
 from .._rows.stale import StaleState, stale_states
 from .arguments import (
     check_argnums,
@@ -19,7 +20,7 @@ from .arguments import (
     refuse_new_state,
 )
 from .differentiate import evaluate_with_gradients
-from .expressions import Table, is_array
+from .expressions import is_array
 from .nested_reads import is_read_around, reading
 from .tracing import as_places, floating_point_errors, jit_enabled, trace
 
@@ -333,13 +334,13 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
     return is_array(result) and jnp.shape(result) == () and _is_real(result)
 
 
-def current_tables(tree: Any, read: Any) -> list[Table]:
+def current_tables(tree: Any, read: Any) -> list[Source]:
     """The leaves; stale where the state `read` has to bring them up to date."""
     leaves = jax.tree.leaves(tree)
-    tables = [Table(x) for x in leaves]
+    tables = [Source(x) for x in leaves]
     for _, rows in _stale_rows(tree, read):
         for i, (_, stale) in rows.items():
-            tables[i] = Table(jnp.asarray(leaves[i]), stale)
+            tables[i] = Source(jnp.asarray(leaves[i]), stale)
     return tables
 
 

@@ -43,9 +43,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.jaxprs import evaluate_eqn, name_and_params
-from .._rows.kernel_reads import reader_of_rows
+from .._rows.lookups import reads_by_kernel
+from .._rows.source import Bounds, Source
 from .backward_slice import BackwardSlice
-from .expressions import Expression, Leaf, Table, table
+from .expressions import Expression, Leaf, table
 from .lookups import Lookup, Promises
 from .row_slices import LookupEntries
 
@@ -364,8 +365,9 @@ def _constant(array: Any) -> Any:
         return array
     if array.size * array.dtype.itemsize < _LARGE:
         return array
-    args: Any = array, np.zeros(1, np.int32)
-    return array if reader_of_rows(*args) is None else table(Table(args[0]))
+    source, ids = Source(array), np.zeros(1, np.int32)  # type: ignore[arg-type]
+    is_read_alike = reads_by_kernel(source, ids, Bounds())  # type: ignore[arg-type]
+    return table(source) if is_read_alike else array
 
 
 def _variables(*atoms: Any) -> list[Any]:

@@ -4,9 +4,13 @@
 applies an elementwise one to operands of other shapes, such as some rows of a table.
 """
 
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
+import jax
+import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -55,19 +59,72 @@ _DEBUG_INFO = DebugInfo("optax_sparse_adam", "equation", None, None)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def name_in_jaxprs(name: str) -> str:
-    """The name of a `jit` of a function of this package, which no other function has.
+class KnownCall(NamedTuple):
+    """A call of a function that is `known_in_jaxprs`.
 
-    A `jit` in a jaxpr says of its function no more than the name, and a user may have a
-    `bag_lookup`, too.
+    Attributes:
+      function: As its module has it.
+      params: Its static argument.
+      tree: The structure of its other arguments.
+      ndims: The number of axes of each of their arrays.
     """
-    return f"optax_sparse_adam_{name}"
+
+    function: Callable[..., Any]
+    params: Any
+    tree: Any
+    ndims: tuple[int, ...]
 
 
-def named_in_jaxprs(function: Function) -> Function:
-    """A function whose `jit` can be recognised in a jaxpr."""
-    function.__name__ = name_in_jaxprs(function.__name__)
-    return function
+_KNOWN: dict[str, KnownCall] = {}
+
+
+def known_in_jaxprs(function: Function) -> Function:
+    """`jax.jit` of `function(params, *args)`, which `call_of` finds in a jaxpr.
+
+    A `jit` in a jaxpr says of its function no more than the name, and a user may have
+    one of the same name. So each of these has a name of this package for each way in
+    which it is called. `params` is static, hashable, and has a `repr` that is the same
+    in each process: the name is a part of the key of JAX's compilation cache.
+    """
+
+    @functools.cache
+    def compiled(known: KnownCall) -> Callable[..., Any]:
+        def body(*args: Any) -> Any:
+            return function(known.params, *args)
+
+        text = repr((known.params, str(known.tree), known.ndims))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        name = f"optax_sparse_adam_{function.__name__}_{digest}"
+        assert _KNOWN.setdefault(name, known) == known, name
+        body.__name__ = name
+        return jax.jit(body)
+
+    @functools.wraps(function)
+    def call(params: Any, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        known = KnownCall(call, params, tree, tuple(map(np.ndim, leaves)))
+        return compiled(known)(*args)
+
+    return cast(Function, call)
+
+
+def call_of(eqn: JaxprEqn) -> KnownCall | None:
+    """What an equation calls, if that is known, and called as it was written.
+
+    After `vmap` or a derivative an equation keeps the name and has other operands: who
+    meets it looks into its jaxpr.
+    """
+    known = _KNOWN.get(eqn.params.get("name", ""))
+    avals: list[Any] = [x.aval for x in eqn.invars]
+    ndims = tuple(x.ndim for x in avals)
+    is_same = known is not None and ndims == known.ndims and len(eqn.outvars) == 1
+    return known if is_same else None
+
+
+def calls_only(jaxpr: Jaxpr, function: Callable[..., Any]) -> bool:
+    """Whether a jaxpr is one call of a known function, even after a `vmap`."""
+    known = [_KNOWN.get(eqn.params.get("name", "")) for eqn in jaxpr.eqns]
+    return [x and x.function for x in known] == [function]
 
 
 def name_and_params(eqn: JaxprEqn) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ loops, branches and functions with derivatives of their own, but no function wit
 `tests/gradients/test_checkify.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,3 +45,25 @@ def unchecked(
     values = call if keeps_order else unchecked(other)
     call.defjvp(lambda x, dx: (values(*x), jax.jvp(other, x, dx)[1]))
     return call
+
+
+def show_bounds(
+    gather: Callable[..., Any],
+    table: Any,
+    indices: Sequence[Any],
+    params: dict[str, Any],
+) -> None:
+    """Reads nothing at these indices, for `checkify.index_checks` to check them.
+
+    checkify has a rule for a gather and for a dynamic_slice, and sees neither what a
+    kernel reads nor that an index has been clamped. A slice without columns has the
+    same bounds, and XLA drops it. (tests/gradients/test_checkify.py)
+    """
+    collapsed: Sequence[int] = ()
+    if "dimension_numbers" in params:
+        collapsed = params["dimension_numbers"].collapsed_slice_dims
+    sizes = tuple(
+        size if axis == 0 or axis in collapsed else 0
+        for axis, size in enumerate(params["slice_sizes"])
+    )
+    gather(table, *indices, **params | {"slice_sizes": sizes})

@@ -21,17 +21,20 @@ Words, as all of the package uses them:
   is known when a program runs.
 - segment: the place of an entry's row among the touched rows.
 - compact: holding the touched rows only, `[nse, *row_shape]` in place of a whole table.
+- source: what a lookup reads: a table, and where rows of it are stale, what brings them
+  up to date.
 - row function: what is computed between gather and scatter,
   `row_fn(data, rows_of_tables, *args)`.
 - block: as many touched rows as a CPU updates at a time; see `map_rows`.
 
 `canary` and `checks` say what counts as a gradient, and `entries` opens it, once.
 `row_ops` has the step of a table: how rows are summed (`duplicates`), taken and put
-(`gather_scatter`) and mapped (`map_rows`) by XLA; `kernel_ops` is the same by the
-kernel, and `with_ops` chooses one of them for a program. `update_table` updates a table
-by the formula of an optimiser, `apply_updates` adds that to the parameter, and
+(`gather_scatter`) and mapped (`map_rows`) by XLA, and the lookups of a loss, in a
+`source`; `kernel_ops` is the same by the kernel, and `with_ops` chooses one of them for
+a program. `lookups` has the two lookups that gradients know. `update_table` updates a
+table by the formula of an optimiser, `apply_updates` adds that to the parameter, and
 `new_arrays` makes the arrays of a new state. `coalesce` is public. `bags` has the
-public `embedding_bag`, and `bag_gradient` the entries of its gradient by bags. `stale`
-says what gradients need to know of rows that `exact_adam` has not brought up to date.
-All of them stand on `padding`.
+public `embedding_bag`, `bag_sums` what XLA computes of it, and `bag_gradient` the
+entries of its gradient by bags. `stale` says what gradients need to know of rows that
+`exact_adam` has not brought up to date. All of them stand on `padding`.
 """

@@ -4,8 +4,8 @@ For a table of the rows `[r0, r1, r2, r3]`, the bags `[[0, 3], [3, -1]]` are `r0
 and `r3`; -1 is padding. As ids in a row they are `ids = [0, 3, 3]` with
 `segments = [0, 0, 1]`, the bag of each entry.
 
-`sum_bags` is one lookup to `value_and_grad`: a bag's row is a sum, so that the gradient
-of the table needs no more than the gradient of each bag, `[B, D]` (`BagEntries`). The
+`lookups.sum_bags` is one lookup to `value_and_grad`: a bag's row is a sum, so that the
+gradient of the table needs no more than that of each bag, `[B, D]` (`BagEntries`). The
 rows themselves, `[N, D]`, are nowhere: the kernel adds them up as it reads them, and
 XLA fuses the gather with the sum. Mean and sqrtn are that sum, divided. Max keeps the
 rows, whose gradient goes to the first of the largest.
@@ -19,16 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.jaxprs import named_in_jaxprs
-from .._jax_extras.sharding import call_with_auto_axes, mesh_of, partitions_of
-from .._jax_extras.sums_of_shards import sum_of_shards
-from ..native._on_cpu import on_cpu
+from .._jax_extras.sharding import call_with_auto_axes
+from .bag_sums import add_up, take
 from .entries import accumulator_dtype
-from .kernel_reads import reader_of_bags
+from .lookups import sum_bags
 from .padding import expand_like, narrow_ids
+from .source import Source
 
 MODES = ("sum", "mean", "sqrtn", "max")
 _FORMS = (
@@ -155,15 +152,15 @@ def _pooled(
 ) -> jax.Array:
     dtype = table.dtype
     if mode == "max" and ids.size:
-        rows = _take(table, ids, flags)
+        rows = take(table, ids, flags)
         entries = (valid,) if segments is None else (valid, segments)
         largest = functools.partial(_max, num_bags)
         axes = (None, *range(ids.ndim, rows.ndim))
         return call_with_auto_axes(largest, rows, *entries, like=rows, axes=axes)
     if any(flags):  # nothing to add up for a row: an ordinary lookup hands them on
-        sums = add_up(num_bags, _take(table, ids, flags), segments, weights)
+        sums = add_up(num_bags, take(table, ids, flags), segments, weights)
     else:
-        sums = sum_bags(num_bags, table, ids, segments, weights)
+        sums = sum_bags(num_bags, Source(table), ids, segments, weights)
     if mode in ("sum", "max"):
         return sums.astype(dtype)
     counted = valid.astype(sums.dtype) if weights is None else weights
@@ -287,145 +284,6 @@ def as_array(x: Any, name: str = "embedding_bag") -> jax.Array:
             held = jnp.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
             x = np.clip(x, held.min, held.max)
     return jnp.asarray(x)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=0)
-@named_in_jaxprs
-def sum_bags(
-    num_bags: int,
-    table: jax.Array,
-    ids: jax.Array,
-    segments: jax.Array | None,
-    weights: jax.Array | None,
-) -> jax.Array:
-    """`sum_j weights_j * table[ids_j]` of each bag, `[num_bags, *row_shape]`.
-
-    Its derivative is that of `_pool`, taken only for what is differentiated: XLA would
-    compute that of all weights for nothing. Under `vmap`, bags of many batches are one
-    lookup. `value_and_grad` knows this function and `bag_lookup` by their names, which
-    `named_in_jaxprs` makes.
-
-    Args:
-      num_bags: The number of bags.
-      table: `[num_rows, *row_shape]`.
-      ids: `[num_bags, length]`, or `[entries]` with segments. Out of bounds: padding.
-      segments: `[entries]`, the bag of each id, or `None`.
-      weights: Of the shape of `ids`, or `None` for ones.
-    """
-    tree: Any
-    args, tree = jax.tree.flatten((table, ids, segments, weights))
-
-    @jax.custom_batching.custom_vmap
-    def call(*args: jax.Array) -> jax.Array:
-        return bag_lookup(*tree.unflatten(args), num_bags=num_bags)
-
-    @call.def_vmap
-    def many(
-        size: int, batched: list[bool], *args: jax.Array
-    ) -> tuple[jax.Array, bool]:
-        if batched[0]:  # many tables
-            axes = tuple(0 if x else None for x in batched)
-            each = jax.vmap(lambda *args: _pool(num_bags, *tree.unflatten(args)), axes)
-            return each(*args), True
-        # Bags of one table: so many more of them.
-        rest = [
-            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-            for x, is_batched in zip(args[1:], batched[1:], strict=True)
-        ]
-        table, ids, segments, weights = tree.unflatten([args[0], *rest])
-        if segments is not None:
-            # Three batches of 4 bags are 12 bags: bag 1 of batch 2 is 2 * 4 + 1 = 9. A
-            # segment out of bounds becomes 12, as 4 would be a bag of the next batch.
-            inside = (segments >= 0) & (segments < num_bags)
-            first = jnp.arange(size, dtype=segments.dtype)[:, None] * num_bags
-            segments = jnp.where(inside, segments + first, size * num_bags)
-        merged = jax.tree.map(
-            lambda x: x.reshape(size * x.shape[1], *x.shape[2:]),
-            (ids, segments, weights),
-        )
-        sums = sum_bags(size * num_bags, table, *merged)
-        return sums.reshape(size, num_bags, *sums.shape[1:]), True
-
-    sums: jax.Array = call(*args)
-    return sums
-
-
-@functools.partial(sum_bags.defjvp, symbolic_zeros=True)
-def _sum_bags_jvp(num_bags: int, primals: Any, tangents: Any) -> Any:
-    table, ids, segments, weights = primals
-    d_table, _, _, d_weights = tangents
-    sums = sum_bags(num_bags, table, ids, segments, weights)
-    change = jnp.zeros_like(sums)
-    if not isinstance(d_table, SymbolicZero):
-        change = change + _pool(num_bags, d_table, ids, segments, weights)
-    if weights is not None and not isinstance(d_weights, SymbolicZero):
-        change = change + _pool(num_bags, table, ids, segments, d_weights)
-    return sums, change
-
-
-@functools.partial(jax.jit, static_argnames="num_bags")
-@named_in_jaxprs
-def bag_lookup(
-    table: jax.Array,
-    ids: jax.Array,
-    segments: jax.Array | None,
-    weights: jax.Array | None,
-    *,
-    num_bags: int,
-) -> jax.Array:
-    """`sum_bags` without derivatives and `vmap`."""
-    pool = functools.partial(_pool, num_bags)
-    read = reader_of_bags(table, ids, num_bags)
-    if read is not None:
-        sums: jax.Array = on_cpu(read, pool, table, ids, segments, weights)
-        return sums
-    tree: Any
-    entries, tree = jax.tree.flatten((ids, segments, weights))
-    return sum_of_shards(
-        lambda table, *entries: pool(table, *tree.unflatten(entries)), table, *entries
-    )
-
-
-def _pool(num_bags: int, table: jax.Array, ids: jax.Array, *args: Any) -> jax.Array:
-    """`sum_bags` in plain JAX."""
-    return add_up(num_bags, _take(table, ids), *args)
-
-
-def _take(
-    table: jax.Array, ids: jax.Array, flags: tuple[bool, bool] = (False, False)
-) -> jax.Array:
-    """`table[ids]`, zeros for padding; on Explicit mesh axes, of all ids everywhere."""
-    out = None
-    if (mesh := mesh_of(table, ids)).explicit_axes:
-        columns = partitions_of(jax.typeof(table).sharding.spec)[1:]
-        spec = PartitionSpec(*(None for _ in ids.shape), *columns)
-        out = NamedSharding(mesh, spec)
-    return table.at[ids].get(
-        mode="fill",
-        fill_value=0,
-        wrap_negative_indices=False,
-        out_sharding=out,
-        indices_are_sorted=flags[0],
-        unique_indices=flags[1],
-    )
-
-
-def add_up(
-    num_bags: int,
-    values: jax.Array,
-    segments: jax.Array | None,
-    weights: jax.Array | None = None,
-) -> jax.Array:
-    """The weighted sum of the values of each bag, `[num_bags, ...]`."""
-    values = values.astype(accumulator_dtype(values.dtype))
-    if weights is not None:
-        values = values * expand_like(weights, values)
-    if segments is None:
-        return jnp.sum(values, axis=1)
-    add: Any = functools.partial(jax.ops.segment_sum, num_segments=num_bags)
-    axes = (None, *range(1, values.ndim))
-    return call_with_auto_axes(add, values, segments, like=values, axes=axes)
 
 
 def _max(

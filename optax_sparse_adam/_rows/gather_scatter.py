@@ -7,16 +7,19 @@ the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._jax_extras.sharding import call_with_auto_axes, mesh_of
 from .._jax_extras.unchecked import unchecked
-from .padding import append_padding, mask_padding
+from .padding import append_padding, expand_like, mask_padding, narrow_ids
+from .source import Bounds
 
 
 def _dimensions(table: jax.Array, n_sparse: int) -> tuple[Any, Any]:
@@ -88,6 +91,51 @@ def _take_part(table: jax.Array, indices: jax.Array, start: int) -> jax.Array:
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
     return unchecked(gather)(table, place)
+
+
+def look_up_rows(table: jax.Array, ids: jax.Array, bounds: Bounds) -> jax.Array:
+    """`table[ids]` as a loss has it, `[*ids.shape, *table.shape[1:]]`.
+
+    Visible to `checkify`, as the bounds are the user's.
+    """
+    rank, row_shape = ids.ndim, table.shape[1:]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(rank, rank + len(row_shape))),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
+    )
+    return gather_windows(
+        table,
+        ids[..., None],
+        dimension_numbers=numbers,
+        slice_sizes=(1, *row_shape),
+        mode=bounds.mode,
+        fill_value=bounds.fill,
+        indices_are_sorted=bounds.is_sorted,
+        unique_indices=bounds.is_unique,
+    )
+
+
+def gather_windows(array: jax.Array, indices: jax.Array, **params: Any) -> jax.Array:
+    """`lax.gather`, of at least two windows: see `take_rows`."""
+    numbers = params["dimension_numbers"]
+    is_one = math.prod(indices.shape[:-1]) == 1 and not numbers.operand_batching_dims
+    if not is_one or mesh_of(array, indices).explicit_axes:
+        return lax.gather(array, indices, **params)
+    # Two equal lookups, stacked: one more axis in front of those of the window.
+    offsets = tuple(1 + axis for axis in numbers.offset_dims)
+    twice = numbers._replace(offset_dims=offsets)
+    params |= {"dimension_numbers": twice, "unique_indices": False}
+    return lax.gather(array, jnp.stack([indices] * 2), **params)[0]
+
+
+def fill_outside(
+    rows: jax.Array, ids: jax.Array, num_rows: int, fill: float
+) -> jax.Array:
+    """Looked-up rows, and a value in the place of each whose id is out of bounds."""
+    ids = narrow_ids(ids, num_rows)
+    inside = (ids >= 0) & (ids < np.asarray(num_rows, ids.dtype))
+    return jnp.where(expand_like(inside, rows), rows, jnp.asarray(fill, rows.dtype))
 
 
 def gather_rows(table: jax.Array, indices: jax.Array) -> jax.Array:

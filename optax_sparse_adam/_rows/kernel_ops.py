@@ -1,10 +1,8 @@
 """`RowOps` by the kernel for CPUs, where it knows the types; else by XLA."""
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,9 @@ import jax.numpy as jnp
 from ..native import _calls as native
 from .entries import Entries, Rows
 from .gather_scatter import VECTORIZED
-from .kernel_reads import reader_of_rows
 from .map_rows import Tables
-from .row_ops import Formula, RowOps, Update
+from .row_ops import Formula, RowOps, Update, where
+from .source import Bounds, Source
 
 # What each formula takes of the kernel's types: "low", moments of float32 or bfloat16;
 # "single", one number a row of float32 as its last moment, and a parameter that it
@@ -27,23 +25,12 @@ _TAKES = {
 }
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _where(takes: Callable[..., bool]) -> Callable[[Method], Method]:
-    """A method by the kernel where it takes the operands; else that of `RowOps`."""
-
-    def of(method: Method) -> Method:
-        by_xla = getattr(RowOps, method.__name__)
-
-        @functools.wraps(method)
-        def either(self: Any, *operands: Any, **flags: Any) -> Any:
-            own = method if takes(*operands, **flags) else by_xla
-            return own(self, *operands, **flags)
-
-        return cast(Method, either)
-
-    return of
+# From so many columns on the kernel reads rows. At 64 it takes a third or a quarter of
+# XLA's time: XLA unrolls its loop over a row, and vectorizes it only from 80 on. Longer
+# ones it reads as fast, but where they are more than 32 MB a step takes a fifth to a
+# third less time, as the kernel asks for huge pages in what it writes (`frame.h`).
+# Narrow ones XLA reads where they are used, and does not store.
+_FEWEST_COLUMNS = 17
 
 
 def _takes_step(
@@ -68,12 +55,57 @@ def _takes_step(
     return (
         is_single
         and all(x.dtype == jnp.float32 for x in own)
-        and native.supports_update(entries, *floats)
+        and _takes_entries(entries, *floats)
     )
 
 
 def _takes_sum(entries: Entries) -> bool:
-    return not entries.unique_indices and native.supports_update(entries)
+    return not entries.unique_indices and _takes_entries(entries)
+
+
+def _takes_entries(entries: Any, *tables: jax.Array) -> bool:
+    return (
+        entries.dtype == jnp.float32
+        and entries.n_sparse == 1
+        and entries.nse > 0
+        and math.prod(entries.shape) > 0
+        and native.supports(tables, native.indices_of(entries), entries)
+    )
+
+
+def _takes_look_up(source: Source, ids: jax.Array, *, bounds: Bounds) -> bool:
+    table, is_stale = source.array, source.stale is not None
+    # OLD_JAX: 0.11.2. XLA may widen a bfloat16 table, before a loop that reads it.
+    is_low = table.dtype == jnp.bfloat16
+    is_wide = math.prod(table.shape[1:]) >= _FEWEST_COLUMNS
+    return (is_stale or is_low or is_wide) and _takes_source(source, ids)
+
+
+def _takes_bags(
+    source: Source,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    num_bags: int,
+) -> bool:
+    return _takes_source(source, ids)
+
+
+def _takes_source(source: Source, ids: jax.Array) -> bool:
+    """Stale rows, and those of bags, at any width.
+
+    XLA gathers them from three tables or more, or writes them before it adds them up.
+    """
+    table, stale = source
+    if stale is None:
+        floats, dates, is_single = [table], [], True
+    else:
+        mu, nu, last, *decays = stale.tables
+        floats, dates = [table, mu, nu, *decays], [last]
+        is_single = all(x.dtype == jnp.float32 for x in floats)
+        is_single = is_single and last.dtype == jnp.int32 and last.ndim == 1
+    return is_single and native.supports(floats, ids, dates)
 
 
 def _takes_take(table: jax.Array, indices: jax.Array) -> bool:
@@ -81,28 +113,28 @@ def _takes_take(table: jax.Array, indices: jax.Array) -> bool:
     # loss holds them all: there the kernel reads these, too; see `native._calls`.)
     is_slow = math.prod(table.shape[1:]) < VECTORIZED or table.dtype == jnp.bfloat16
     is_row = is_slow and indices.shape[1] == 1
-    return is_row and reader_of_rows(table, indices) is not None
+    return is_row and _takes_look_up(Source(table), indices, bounds=Bounds())
 
 
 def _takes_put(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
     # The rows get the type of the table.
     is_low = table.dtype == jnp.bfloat16
-    return is_low and native.supports_write(table, indices, table)
+    return is_low and _takes_add(table, indices, table, is_unique=True)
 
 
 def _takes_add(
     table: jax.Array, indices: jax.Array, rows: jax.Array, *, is_unique: bool
 ) -> bool:
     # Only unique rows: two threads of the kernel must not add to one row.
-    return is_unique and native.supports_write(table, indices, rows)
+    is_row = is_unique and indices.shape[1] == 1
+    return is_row and native.supports((table, rows), indices)
 
 
 @dataclass(frozen=True)
 class KernelOps(RowOps):
-    """Sums and steps in one call, and rows that XLA reads or writes slowly.
+    """Sums, steps and lookups in one call, and rows that XLA reads or writes slowly.
 
-    Which operands the kernel takes is asked by `_where`, and nowhere else in an update.
-    Of lookups in a loss, `kernel_reads` asks it.
+    Which operands the kernel takes say the functions `_takes_*`, and nothing else.
     """
 
     @staticmethod
@@ -110,7 +142,7 @@ class KernelOps(RowOps):
         """Whether the kernel may be used in this process."""
         return native.available()
 
-    @_where(_takes_step)
+    @where(_takes_step)
     def step(
         self,
         formula: Formula,
@@ -124,15 +156,15 @@ class KernelOps(RowOps):
         found, tables = call(entries, tables, read, targets, *args)
         return (Update(param=found) if targets else Update(found)), tables
 
-    @_where(_takes_sum)
+    @where(_takes_sum)
     def sum(self, entries: Entries) -> Rows:
         return Rows(*native.sum_rows(entries))
 
-    @_where(_takes_take)
+    @where(_takes_take)
     def take(self, table: jax.Array, indices: jax.Array) -> jax.Array:
         return native.look_up_rows(table, indices[:, 0], None)
 
-    @_where(_takes_put)
+    @where(_takes_put)
     def put(self, table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         """Of bfloat16, because XLA might widen the table.
 
@@ -146,8 +178,32 @@ class KernelOps(RowOps):
         """
         return native.put_rows(table, indices, rows.astype(table.dtype))
 
-    @_where(_takes_add)
+    @where(_takes_add)
     def add(
         self, table: jax.Array, indices: jax.Array, rows: jax.Array, *, is_unique: bool
     ) -> jax.Array:
         return native.add_rows(table, indices, rows)
+
+    @where(_takes_look_up)
+    def look_up(self, source: Source, ids: jax.Array, *, bounds: Bounds) -> jax.Array:
+        table, stale = source
+        if stale is None:
+            return native.look_up_rows(table, ids, bounds.fill)
+        return native.look_up_stale_rows(table, stale.for_cpu(), ids, bounds.fill)
+
+    @where(_takes_bags)
+    def look_up_bags(
+        self,
+        source: Source,
+        ids: jax.Array,
+        segments: jax.Array | None,
+        weights: jax.Array | None,
+        *,
+        num_bags: int,
+    ) -> jax.Array:
+        table, stale = source
+        if stale is None:
+            return native.read_bags(table, ids, segments, weights, num_bags)
+        # Rows by the kernel, their sums by XLA.
+        operands = source, ids, segments, weights
+        return super().look_up_bags(*operands, num_bags=num_bags)

@@ -1,20 +1,26 @@
 """How the rows of a table are summed, read, written and added: chosen once for a table.
 
-The step of a table asks nothing of the platform. `with_ops` chooses at its top which
-`RowOps` it uses, and all below it call their methods. Here they are those of XLA; a
-kernel is a class that replaces some (`kernel_ops`).
+Neither the step of a table nor a lookup asks for the platform. `with_ops` chooses at
+its top which `RowOps` it uses, and all below it call their methods. Here they are those
+of XLA; a kernel is a class that replaces some (`kernel_ops`), each of them `where` it
+takes the operands.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 
-from . import gather_scatter, map_rows
+from .._jax_extras.sums_of_shards import sum_of_shards
+from . import bag_sums, gather_scatter, map_rows
 from .duplicates import Sums
 from .entries import Entries, Rows, accumulator_dtype, sum_entries
 from .map_rows import RowFunction, Tables
+from .source import ZEROS, Bounds, Mode, Source
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Formula(NamedTuple):
@@ -47,6 +53,23 @@ class Update(NamedTuple):
     param: jax.Array | None = None
 
 
+def where(takes: Callable[..., bool]) -> Callable[[Method], Method]:
+    """A method of a kernel where it takes the operands; else that of `RowOps`."""
+
+    def of(method: Method) -> Method:
+        by_xla = getattr(RowOps, method.__name__)
+
+        @functools.wraps(method)
+        def either(self: Any, *operands: Any, **flags: Any) -> Any:
+            chosen = method if takes(*operands, **flags) else by_xla
+            return chosen(self, *operands, **flags)
+
+        either.takes = takes  # type: ignore[attr-defined]
+        return cast(Method, either)
+
+    return of
+
+
 @dataclass(frozen=True)
 class RowOps:
     """Those of XLA.
@@ -59,6 +82,15 @@ class RowOps:
 
     sums: Sums = "scan"
     in_blocks: bool = False
+
+    @classmethod
+    def replaces(cls, method: str, *operands: Any, **flags: Any) -> bool:
+        """Whether this is a kernel with this method, and takes these operands."""
+        function = getattr(cls, method)
+        if function is getattr(RowOps, method):
+            return False
+        takes = getattr(function, "takes", None)
+        return takes is None or bool(takes(*operands, **flags))
 
     def step(
         self,
@@ -153,6 +185,66 @@ class RowOps:
         """`update` of rows, each of which is treated alone; see `map_rows.map_rows`."""
         own = map_rows.in_blocks if self.in_blocks else map_rows.in_one_pass
         return own(self, row_fn, rows, tables, read, *args)
+
+    def look_up(self, source: Source, ids: jax.Array, *, bounds: Bounds) -> jax.Array:
+        """`table[ids]` in a loss: rows of a table, or of a stale one as they are now.
+
+        Under `vmap` and derivatives this one is used, not that of a kernel. A kernel
+        gets the arrays as they are; `source` says how stale rows are brought up to
+        date.
+
+        Args:
+          source: A table `[num_rows, *row_shape]`, and what brings its rows up to date.
+          ids: Of any shape, and of any type of integers. None counts from the end.
+          bounds: What an id out of bounds reads: `bounds.fill`, or where that is `None`
+            the row next to it.
+
+        Returns:
+          `[*ids.shape, *row_shape]`, in the type of the table.
+        """
+        if source.stale is None:
+            return gather_scatter.look_up_rows(source.array, ids, bounds)
+        look_up = gather_scatter.look_up_rows
+        if bounds.fill is None:
+            return source.values(lambda x: look_up(x, ids, bounds))
+        clamped = bounds._replace(mode=Mode.CLIP, fill=None)
+        rows = source.values(lambda x: look_up(x, ids, clamped))
+        return gather_scatter.fill_outside(rows, ids, len(source.array), bounds.fill)
+
+    def look_up_bags(
+        self,
+        source: Source,
+        ids: jax.Array,
+        segments: jax.Array | None,
+        weights: jax.Array | None,
+        *,
+        num_bags: int,
+    ) -> jax.Array:
+        """`sum_j weights_j * table[ids_j]` of each bag, `[num_bags, *row_shape]`.
+
+        In the type of the table, but float32 at least. A kernel gets the arrays as they
+        are: each bag is to be added up as its rows are read.
+
+        Args:
+          source: As in `look_up`.
+          ids: `[num_bags, length]`, or `[entries]` with segments. Out of bounds:
+            padding, of which nothing is added.
+          segments: `[entries]`, the bag of each id, in bounds and in any order; or
+            `None`.
+          weights: Of the shape of `ids`, and of the type of the result; or `None` for
+            ones.
+          num_bags: Their number.
+        """
+        if source.stale is not None:
+            rows = self.look_up(source, ids, bounds=ZEROS)
+            return bag_sums.add_up(num_bags, rows, segments, weights)
+        tree: Any
+        entries, tree = jax.tree.flatten((ids, segments, weights))
+
+        def pool(table: jax.Array, *entries: jax.Array) -> jax.Array:
+            return bag_sums.pool(num_bags, table, *tree.unflatten(entries))
+
+        return sum_of_shards(pool, source.array, *entries)
 
     def map_all(
         self, function: Callable[..., Tables], tables: Tables, *args: Any

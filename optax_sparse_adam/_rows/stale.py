@@ -24,13 +24,28 @@ class StaleRows(Protocol):
     def clock(self) -> jax.Array:
         """The time that they are brought up to, which a gradient carries."""
 
-    def values(
-        self, rows: jax.Array, take: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array:
-        """As they are now, of rows as stored, which `take` picks of the table."""
+    @property
+    def tables(self) -> tuple[jax.Array, ...]:
+        """Arrays with a row for each row of the table, or a number: `[num_rows]`."""
 
-    def for_kernel(self) -> Stale:
-        """The same for a lookup by the kernel, if it takes the arrays."""
+    @property
+    def shared(self) -> Any:
+        """What all rows have in common: a tree of arrays."""
+
+    @staticmethod
+    def value_of(
+        row: jax.Array, rows_of_tables: tuple[jax.Array, ...], shared: Any
+    ) -> jax.Array:
+        """Rows as they are now, of those that are stored; each is treated alone.
+
+        As `Formula.rows`: a function of the rows `[..., *row_shape]`, of those of
+        `tables`, `[..., *row_shape]` or one number each, `[...]` or with axes of length
+        1 behind, and of `shared`. The result has the type of the rows. It is traceable
+        with one row, so that a kernel can be made of it.
+        """
+
+    def for_cpu(self) -> Stale:
+        """All of it as the arrays of the kernel for CPUs (`native`)."""
 
     def map(self, function: Callable[[Any, bool], Any]) -> "StaleRows":
         """Applies `function(array, has_rows)` to all arrays."""

@@ -1,4 +1,4 @@
-"""Which operations on rows a program uses: asked once for each table in a step."""
+"""Which operations on rows a program uses: asked once for a step, or for a lookup."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -8,12 +8,28 @@ import jax
 
 from .._jax_extras.by_platform import by_platform
 from .._jax_extras.sharding import mesh_of
-from ..native._on_cpu import only_platform
+from ..native import _library
 from .kernel_ops import KernelOps
 from .row_ops import RowOps
 
 # For a platform its kernel: a class of `RowOps` with `available()`.
 KERNELS: dict[str, Any] = {"cpu": KernelOps}
+
+
+def kernels_for(
+    method: str | None = None, *operands: Any, **flags: Any
+) -> tuple[str, ...]:
+    """The platforms that have a kernel in this process.
+
+    With a method of `RowOps`, those whose kernel replaces it for these operands, if
+    they are on one device.
+    """
+    there = (name for name, kernel in KERNELS.items() if kernel.available())
+    if method is None:
+        return tuple(there)
+    if not mesh_of(*jax.tree.leaves(operands)).empty:
+        return ()
+    return tuple(x for x in there if KERNELS[x].replaces(method, *operands, **flags))
 
 
 def with_ops(
@@ -22,12 +38,14 @@ def with_ops(
     sums: bool = False,
     maps: bool = False,
     keeps_order: bool = True,
+    kernels: tuple[str, ...] | None = None,
 ) -> Any:
     """`function(ops, *args)`, with the operations of the platform of the program.
 
-    The only fork of what updates rows, and never nested: by the platform that a program
-    is compiled for, and by whether it has a kernel. Under `vmap` and differentiation a
-    CPU, too, takes one pass by XLA (see `by_platform`). On a mesh there are no kernels.
+    The only fork of what updates or looks up rows, and never nested: by the platform
+    that a program is compiled for, and by whether it has a kernel. Under `vmap` and
+    differentiation a CPU, too, takes one pass by XLA (see `by_platform`). On a mesh
+    there are no kernels.
 
     Args:
       function: What is done, called for each platform. Outside of a program it is
@@ -36,9 +54,10 @@ def with_ops(
       sums: Whether it adds entries up.
       maps: Whether it maps a function over rows, which a CPU does in blocks.
       keeps_order: Whether rows have an order that does not depend on `ops`.
+      kernels: The platforms whose kernels are asked; by default all that are there.
     """
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-    there = tuple(name for name, kernel in KERNELS.items() if kernel.available())
+    there = kernels_for() if kernels is None else kernels
     call = _with_ops if is_traced else _compiled
     return call(function, there, (sums, maps, keeps_order), args)
 
@@ -65,8 +84,19 @@ def _with_ops(
         base = bases.get(platform, others)
         if ops != others:
             special[platform] = of(ops), None if ops == base else of(base)
-    only = only_platform()
+    only = _only_platform()
     return by_platform(special, of(others), *args, keeps_order=keeps_order, only=only)
+
+
+def _only_platform() -> str | None:
+    """The one platform that this process compiles for, if that is known.
+
+    Half of a step's tracing is that of other platforms. A process that uses the kernel
+    and has CPUs only leaves it out, where nothing asks for it: its programs compile for
+    no other platform, as a call of the kernel in them says. With
+    `OPTAX_SPARSE_ADAM_NATIVE=0` they do.
+    """
+    return "cpu" if KERNELS["cpu"].available() and _library.has_cpus_only() else None
 
 
 _compiled = jax.jit(_with_ops, static_argnums=(0, 1, 2))

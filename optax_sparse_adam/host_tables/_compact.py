@@ -34,13 +34,11 @@ from .._gradients.backward_slice import BackwardSlice
 from .._gradients.expressions import (
     Expression,
     Leaf,
-    Table,
     operands_first,
     table,
 )
 from .._gradients.lookups import (
     Lookup,
-    Mode,
     lookup_of_rows,
     lookup_of_slice,
     reads_rows,
@@ -48,9 +46,11 @@ from .._gradients.lookups import (
 from .._gradients.row_slices import LookupEntries
 from .._gradients.tracing import trace
 from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_context
-from .._jax_extras.jaxprs import name_in_jaxprs
+from .._jax_extras.jaxprs import call_of
 from .._jax_extras.varying_axes import axes_of_type
-from .._rows.bags import add_up, sum_bags
+from .._rows.bag_sums import add_up
+from .._rows.lookups import look_up_bags, sum_bags
+from .._rows.source import Mode, Source
 
 _LARGEST_ID = 2**31 - 1
 
@@ -223,8 +223,9 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
 
 
 def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    is_bag = eqn.params["name"] == name_in_jaxprs("bag_lookup")
-    if is_bag and args and isinstance(args[0], Expression):
+    call = call_of(eqn)
+    is_bag = call is not None and call.function is look_up_bags
+    if is_bag and isinstance(args[0], Expression):
         return _bag_lookup(walk, eqn, *args)
     return rules.RULES["jit"](walk, eqn, *args)
 
@@ -245,7 +246,7 @@ def _bag_lookup(
         return [add_up(num_bags, _read(value, lookup), segments, weights)]
     source: Any = value.source
     places = _places(lookup, source).reshape(ids.shape)
-    return [sum_bags(num_bags, source.array, places, segments, weights)]
+    return [sum_bags(num_bags, Source(source.array), places, segments, weights)]
 
 
 RULES = rules.RULES | {
@@ -293,7 +294,7 @@ def evaluate_compact(
         source: Any = CompactTable(leaves[i], rows[i])
         leaf = (Leaf(i, jnp.dtype(dtype)),)  # of tables of integers, too
         values[i] = dataclasses.replace(
-            table(Table(leaves[i])), shape=shape, leaves=leaf, source=source
+            table(Source(leaves[i])), shape=shape, leaves=leaf, source=source
         )
     program = _Program(RULES, _EveryUse(), tables=tables)
     requests, _ = Walk(program).plan(closed, values)

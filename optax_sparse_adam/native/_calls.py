@@ -24,16 +24,8 @@ _cast_p = primitives.convert_element_type_p
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 RowUpdate = tuple[jax.Array, jax.Array]  # their indices, and values
 
-# From so many columns on the kernel reads rows. At 64 it takes a third or a quarter of
-# XLA's time: XLA unrolls its loop over a row, and vectorizes it only from 80 on. Longer
-# ones it reads as fast, but where they are more than 32 MB a step takes a fifth to a
-# third less time, as the kernel asks for huge pages in what it writes (`frame.h`).
-# Narrow ones XLA reads where they are used, and does not store.
-_FEWEST_COLUMNS = 17
 _FLOATS = ("float32", "bfloat16")  # of tables and moments that the kernel updates
-_CLEARED = ("float32", "bfloat16", "float16", "float64", "int32")
 _FLAGS = {"read": ("uses_roots", "decays"), "update": ("uses_roots", "decays", "adds")}
-_HUGE_PAGES = 4 << 20  # bytes that have a page of 2 MB inside, wherever they begin
 
 
 class StaleScalars(NamedTuple):
@@ -108,8 +100,11 @@ class Stale(NamedTuple):
     place: jax.Array
 
 
-def _supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
-    """Whether the kernel is there, and takes these types, on one device."""
+def supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
+    """Whether the kernel is there, and takes these types, on one device.
+
+    While tracing. What else each of the calls below needs says `_rows.kernel_ops`.
+    """
     arrays = jax.tree.leaves((floats, ids, others))
     # A program of `jax.export` with symbolic sizes is for other processes, which may
     # not have the kernel.
@@ -118,83 +113,6 @@ def _supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
         and ids.dtype == jnp.int32
         and all(x.size > 0 for x in arrays)
         and mesh_of(*arrays).empty
-        and available()
-    )
-
-
-def supports_update(grad: Any, *tables: jax.Array) -> bool:
-    """Whether the kernel updates these tables; while tracing, as all below."""
-    return (
-        grad.dtype == jnp.float32
-        and grad.n_sparse == 1
-        and grad.nse > 0
-        and math.prod(grad.shape) > 0
-        and _supports(tables, _indices(grad))
-        and mesh_of(*jax.tree.leaves(grad)).empty
-    )
-
-
-def _indices(grad: Any) -> jax.Array:
-    """Those of a gradient that `canary` has seen."""
-    name = "stored_indices" if hasattr(grad, "stored_indices") else "indices"
-    indices: jax.Array = getattr(grad, name)
-    return indices
-
-
-def supports_lookup(
-    table: jax.Array,
-    ids: jax.Array,
-    stale: Stale | None = None,
-    *,
-    in_bags: bool = False,
-) -> bool:
-    """Whether the kernel reads these rows, and faster than XLA.
-
-    Stale ones and those of bags at any width: in plain JAX, rows are gathered from
-    three tables or more, or written before they are added up.
-    """
-    if stale is not None:
-        mu, nu, last, *decays = stale.tables
-        floats = (table, mu, nu, *decays)
-        return (
-            all(x.dtype == jnp.float32 for x in floats)
-            and last.dtype == jnp.int32
-            and last.ndim == 1
-            and _supports(floats, ids, last)
-        )
-    # OLD_JAX: 0.11.2. XLA may widen a bfloat16 table, out of the loop that reads it.
-    width, is_low = math.prod(table.shape[1:]), table.dtype == jnp.bfloat16
-    takes = in_bags or is_low or width >= _FEWEST_COLUMNS
-    return takes and _supports(table, ids)
-
-
-def supports_write(table: jax.Array, indices: jax.Array, rows: jax.Array) -> bool:
-    """Whether the kernel writes these rows."""
-    return indices.shape[1] == 1 and _supports((table, rows), indices)
-
-
-def supports_zeros(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether the kernel is there and makes these zeros, on the device of `param`.
-
-    A step goes to some rows of a state, and to others in the next one. The processor
-    remembers the places of more memory by pages of 2 MB than by those of 4 kB, which
-    XLA's own arrays have: a step of 8,192 ids of 1M x 64 takes an eighth less, one of
-    65,536 a twentieth.
-
-    Not inside of a program, which XLA would keep from merging equal arrays, and from
-    dropping those that are not used.
-    """
-    if not isinstance(param, jax.Array) or isinstance(param, jax.core.Tracer):
-        return False
-    devices: Any = param.sharding.device_set
-    device, *others = devices
-    return (
-        str(dtype) in _CLEARED
-        and math.prod(shape) * dtype.itemsize >= _HUGE_PAGES
-        and device.platform == "cpu"
-        and not others
-        and param.sharding.memory_kind in (None, device.default_memory().kind)
-        and mesh_of(param).empty
         and available()
     )
 
@@ -280,13 +198,13 @@ def look_up_stale_rows(
 
 
 def read_bags(
-    num_bags: int,
     table: jax.Array,
     ids: jax.Array,
     segments: jax.Array | None,
     weights: jax.Array | None,
+    num_bags: int,
 ) -> jax.Array:
-    """`bags.sum_bags`, `[num_bags, *row_shape]` in float32."""
+    """`RowOps.look_up_bags`, `[num_bags, *row_shape]` in float32."""
     weights = None if weights is None else weights.ravel()
     (sums,) = _call(
         "read bags",
@@ -309,6 +227,13 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return cleared
 
 
+def indices_of(grad: Any) -> jax.Array:
+    """Those of a gradient that `canary` has seen."""
+    name = "stored_indices" if hasattr(grad, "stored_indices") else "indices"
+    indices: jax.Array = getattr(grad, name)
+    return indices
+
+
 def _update(
     formula: str,
     grad: Any,
@@ -327,7 +252,7 @@ def _update(
         values, weights = grad.values, grad.weights
     # A call of its own: tables that are looked up by the same ids share it.
     like = (grad.nse, 2), jnp.int32
-    (order,) = _call("update order", grad.shape[:1], [_indices(grad)], [like])
+    (order,) = _call("update order", grad.shape[:1], [indices_of(grad)], [like])
     entries = [order, values, _ids_or_none(segments), weights]
     return _call(
         f"update {formula}", grad.shape, [*entries, *operands], results, **flags

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows import bags, coalesce
+from optax_sparse_adam._rows import bag_sums, coalesce
 from optax_sparse_adam._rows.bag_gradient import BagEntries
 from optax_sparse_adam._rows.entries import sum_entries
+from optax_sparse_adam._rows.lookups import sum_bags
+from optax_sparse_adam._rows.source import Source
 from optax_sparse_adam.native import _calls
 
 from ..helpers.native import calls_in, needs_compiler
@@ -58,7 +60,7 @@ def in_float64(table, ids, segments, weights, num_bags):
 def test_reading(cache, problem):
     table, ids, segments, weights, num_bags = problem
     args = table, ids, segments, weights
-    actual = jax.jit(lambda *args: _calls.read_bags(num_bags, *args))(*args)
+    actual = jax.jit(lambda *args: _calls.read_bags(*args, num_bags))(*args)
     expected, magnitude = in_float64(*problem)
     tol = TOLERANCE["float32"].sum * max(ids.shape)
     assert_close(actual, expected, tol, magnitude=magnitude)
@@ -122,13 +124,13 @@ def test_derivatives_of_sums_by_the_kernel(kernel):
 
     def function(sums):
         def loss(table, weights):
-            return jnp.sum(jnp.tanh(sums(3, table, ids, None, weights)))
+            return jnp.sum(jnp.tanh(sums(table, ids, None, weights)))
 
         return jax.jit(jax.vmap(jax.value_and_grad(loss, (0, 1)), (None, 0)))
 
     batch = jnp.stack([weights, 2 * weights])
-    actual = function(bags.sum_bags)(table, batch)
-    expected = function(bags._pool)(table, batch)
+    actual = function(lambda t, *args: sum_bags(3, Source(t), *args))(table, batch)
+    expected = function(lambda t, *args: bag_sums.pool(3, t, *args))(table, batch)
     for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert_close(a, e, 1e-5, magnitude=np.abs(e).max())
 

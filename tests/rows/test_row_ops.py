@@ -1,15 +1,21 @@
 """A kernel for another platform is one class and one registration."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._gradients import value_and_grad
 from optax_sparse_adam._rows import with_ops
-from optax_sparse_adam._rows.row_ops import RowOps, Update
+from optax_sparse_adam._rows.row_ops import RowOps, Update, where
 from optax_sparse_adam.native import _calls
+
+from ..helpers.support import assert_close
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -34,6 +40,23 @@ class MadeUp(RowOps):
     def add(self, table, indices, rows, *, is_unique):
         call = jax.ffi.ffi_call("made_up.add", jax.typeof(table))
         return call(table, indices, rows)
+
+    @where(lambda source, ids, *, bounds: source.stale is not None)
+    def look_up(self, source, ids, *, bounds):
+        """Stale rows in one kernel, which is made of the formula of a single row."""
+        array, stale = source
+        row, *rows = (x[0] for x in (array, *stale.tables))
+        formula = functools.partial(stale.value_of, shared=stale.shared)
+        assert jax.eval_shape(formula, row, tuple(rows)).shape == row.shape
+        result = jax.ShapeDtypeStruct((*ids.shape, *row.shape), row.dtype)
+        call = jax.ffi.ffi_call("made_up.read", result)
+        return call(array, *stale.tables, *jax.tree.leaves(stale.shared), ids)
+
+    def look_up_bags(self, source, ids, segments, weights, *, num_bags):
+        row_shape = source.array.shape[1:]
+        result = jax.ShapeDtypeStruct((num_bags, *row_shape), jnp.float32)
+        operands = jax.tree.leaves((source, ids, segments, weights))
+        return jax.ffi.ffi_call("made_up.bags", result)(*operands)
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +105,71 @@ def test_kernel_of_a_third_platform(registered, tx, calls):
         assert found == (calls if platform == "cuda" else [])
 
 
+IDS = jnp.array([[3, 7, -1], [2, 3, 25]])
+
+
+def of_rows(table, ids=IDS):
+    return jnp.sum(table[ids] ** 2)
+
+
+def of_bags(table, ids=IDS):
+    return jnp.sum(osa.embedding_bag(table, ids) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_stale", "calls"),
+    [
+        (of_rows, False, []),  # the kernel leaves it to XLA: no fork
+        (of_rows, True, ["read"]),
+        (of_bags, False, ["bags"]),
+        (of_bags, True, ["bags"]),
+    ],
+)
+def test_lookups_of_a_third_platform(registered, loss, is_stale, calls):
+    """A kernel replaces two methods, and meets nothing else of a gradient."""
+    state = osa.exact_adam(0.1).init(TABLE) if is_stale else None
+    for take in (osa.grad, osa.evaluate):
+        function = take(loss, read=state)
+        for platform, text in programs(function, TABLE).items():
+            found = [x for x in ("read", "bags") if f"made_up.{x}" in text]
+            assert found == (calls if platform == "cuda" else [])
+
+
+def test_what_a_kernel_reads_of_a_stale_table(monkeypatch):
+    """One row, by the formula that it prints, is that of XLA's lookup."""
+    rng = np.random.default_rng(0)
+    tx, table = osa.exact_adamw(0.1), jnp.asarray(rng.standard_normal((20, 4)))
+    state = tx.init(table)
+    for row in (3, 7, 3):
+        grad = BCOO((jnp.ones((1, 4)), jnp.array([[row]])), shape=(20, 4))
+        update, state = tx.update(grad, state, table)
+        table = osa.apply_updates(table, update)
+    sources = []
+
+    class Watching(MadeUp):
+        @where(lambda source, ids, *, bounds: sources.append(source))
+        def look_up(self, source, ids, *, bounds):
+            raise AssertionError("declined")
+
+    monkeypatch.setitem(with_ops.KERNELS, "cuda", Watching)
+    expected = osa.evaluate(lambda t: t[IDS], read=state)(table)
+    assert sources
+
+    def one_by_one(table, ids):
+        array, stale = value_and_grad.current_tables(table, state)[0]
+
+        def of(i):
+            rows = tuple(x[i] for x in stale.tables)
+            return stale.value_of(array[i], rows, stale.shared)
+
+        return jnp.stack([of(i) for i in ids])
+
+    ids = np.clip(np.where(IDS < 0, IDS + 20, IDS), 0, 19).ravel()
+    actual = one_by_one(table, ids).reshape(2, 3, 4)
+    assert_close(actual, expected, 1e-6)
+    assert np.abs(actual - table[ids].reshape(2, 3, 4)).max() > 0.01  # they were stale
+
+
 def test_no_kernel_under_vmap_and_derivatives(registered):
     """They would have no rule for it."""
     tx = osa.sparse_adam(0.1)
@@ -97,8 +185,9 @@ def test_no_kernel_under_vmap_and_derivatives(registered):
         assert "made_up" not in programs(function, *batch)["cuda"]
 
 
-def test_operations_are_chosen_once_for_a_step(monkeypatch):
-    """At the top, for a leaf: nothing below asks for the platform again."""
+@pytest.fixture
+def forks(monkeypatch):
+    """The platforms of each fork; there is none in another."""
     asked, inside = [], []
     original = with_ops.by_platform
 
@@ -123,6 +212,30 @@ def test_operations_are_chosen_once_for_a_step(monkeypatch):
         return original(special, guarded(default), *args, **kwargs)
 
     monkeypatch.setattr(with_ops, "by_platform", counted)
+    jax.clear_caches()
+    return asked
+
+
+def test_operations_are_chosen_once_for_a_lookup(forks, registered):
+    """Each lookup in one place; where no kernel takes it, in none."""
+    table = jnp.ones((23, 5))  # of a shape that was not traced yet
+    state = osa.exact_adam(0.1).init(table)
+    for loss, read, expected in (
+        (of_rows, None, 0),
+        (of_rows, state, 1),
+        (of_bags, None, 1),
+        (of_bags, state, 1),
+    ):
+        forks.clear()
+        program = jax.make_jaxpr(osa.grad(loss, read=read))(table, IDS)
+        assert str(program).count("platform_index") == expected
+        assert forks in ([{"cuda"}] * n for n in (expected, expected + 1)), (
+            "a bag of the loss, as JAX traces it, is there before that of the gradient"
+        )
+
+
+def test_operations_are_chosen_once_for_a_step(forks):
+    """At the top, for a leaf: nothing below asks for the platform again."""
     for make in (osa.sparse_adam, osa.rowwise_adagrad, osa.sparse_adafactor):
         tx, table = make(0.1), jnp.ones((23, 5))  # of a shape that was not traced yet
         grad = BCOO((jnp.ones((3, 5)), GRAD.indices), shape=(23, 5))
@@ -131,7 +244,7 @@ def test_operations_are_chosen_once_for_a_step(monkeypatch):
             update, state = tx.update(grad, state, table)
             return osa.apply_updates(table, update), state
 
-        asked.clear()
+        forks.clear()
         jax.clear_caches()
         jax.make_jaxpr(step)(grad, tx.init(table), table)
-        assert asked == [{"cpu"}, set()]  # the step, and the addition
+        assert forks == [{"cpu"}, set()]  # the step, and the addition

@@ -1,0 +1,150 @@
+"""Lookups in a loss: the two functions that `value_and_grad` knows as a whole.
+
+`look_up` reads rows, where a kernel does it (`kernels_for`); `sum_bags` reads and adds
+up the rows of bags. Both choose their `RowOps` here, once, and are `known_in_jaxprs`: a
+walk over a program, as that of a gradient in a loss, finds their static arguments and
+operands by `call_of`, and `LOOKUPS` in `_gradients/rules.py` holds their rules.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .._jax_extras.jaxprs import known_in_jaxprs
+from .._jax_extras.unchecked import show_bounds
+from . import bag_sums
+from .row_ops import RowOps
+from .source import Bounds, Source
+from .with_ops import kernels_for, with_ops
+
+
+def reads_by_kernel(source: Source, ids: jax.Array, bounds: Bounds) -> bool:
+    """Whether `look_up` is faster than a gather of XLA: a kernel reads these rows."""
+    return bool(kernels_for("look_up", source, ids, bounds=bounds))
+
+
+@known_in_jaxprs
+def look_up(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
+    """`RowOps.look_up`, `[*ids.shape, *row_shape]`."""
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(ids.ndim, ids.ndim + source.array.ndim - 1)),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
+    )
+    params = {
+        "dimension_numbers": numbers,
+        "slice_sizes": (1, *source.array.shape[1:]),
+        "mode": bounds.mode,
+        "fill_value": bounds.fill,
+    }
+    show_bounds(lax.gather, source.array, [ids[..., None]], params)
+
+    def read(ops: RowOps, source: Source, ids: jax.Array) -> jax.Array:
+        return ops.look_up(source, ids, bounds=bounds)
+
+    kernels = kernels_for("look_up", source, ids, bounds=bounds)
+    rows: jax.Array = with_ops(read, source, ids, kernels=kernels)
+    return rows
+
+
+@known_in_jaxprs
+def look_up_bags(
+    num_bags: int,
+    source: Source,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """`sum_bags` without derivatives."""
+    tree: Any
+    leaves, tree = jax.tree.flatten((source, ids, segments, weights))
+
+    @jax.custom_batching.custom_vmap
+    def call(*leaves: jax.Array) -> jax.Array:
+        operands: Any = tree.unflatten(leaves)
+
+        def read(ops: RowOps, *operands: Any) -> jax.Array:
+            return ops.look_up_bags(*operands, num_bags=num_bags)
+
+        kernels = kernels_for("look_up_bags", *operands, num_bags=num_bags)
+        sums: jax.Array = with_ops(read, *operands, kernels=kernels)
+        return sums
+
+    @call.def_vmap
+    def many(
+        size: int, batched: list[bool], *leaves: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        of_source, *_ = tree.unflatten(batched)
+        if any(jax.tree.leaves(of_source)):  # many tables
+            axes = tuple(0 if x else None for x in batched)
+
+            def one(*leaves: jax.Array) -> jax.Array:
+                return RowOps().look_up_bags(*tree.unflatten(leaves), num_bags=num_bags)
+
+            return jax.vmap(one, axes)(*leaves), True
+        # Bags of one table: so many more of them.
+        each = [
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip(leaves, batched, strict=True)
+        ]
+        source, *_ = tree.unflatten(leaves)
+        _, ids, segments, weights = tree.unflatten(each)
+        if segments is not None:
+            # Three batches of 4 bags are 12 bags: bag 1 of batch 2 is 2 * 4 + 1 = 9. A
+            # segment out of bounds becomes 12, as 4 would be a bag of the next batch.
+            inside = (segments >= 0) & (segments < num_bags)
+            first = jnp.arange(size, dtype=segments.dtype)[:, None] * num_bags
+            segments = jnp.where(inside, segments + first, size * num_bags)
+        merged = jax.tree.map(
+            lambda x: x.reshape(size * x.shape[1], *x.shape[2:]),
+            (ids, segments, weights),
+        )
+        sums = sum_bags(size * num_bags, source, *merged)
+        return sums.reshape(size, num_bags, *sums.shape[1:]), True
+
+    sums: jax.Array = call(*leaves)
+    return sums
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def sum_bags(
+    num_bags: int,
+    source: Source,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """`sum_j weights_j * table[ids_j]` of each bag, `[num_bags, *row_shape]`.
+
+    Its derivative is that of XLA's sum, taken only for what is differentiated: XLA
+    would compute that of all weights for nothing. Under `vmap`, bags of many batches
+    are one lookup.
+
+    Args:
+      num_bags: The number of bags.
+      source: A table `[num_rows, *row_shape]`; derivatives are those by its values.
+      ids: `[num_bags, length]`, or `[entries]` with segments. Out of bounds: padding.
+      segments: `[entries]`, the bag of each id, or `None`.
+      weights: Of the shape of `ids`, or `None` for ones.
+    """
+    sums: jax.Array = look_up_bags(num_bags, source, ids, segments, weights)
+    return sums
+
+
+@functools.partial(sum_bags.defjvp, symbolic_zeros=True)
+def _sum_bags_jvp(num_bags: int, primals: Any, tangents: Any) -> Any:
+    source, ids, segments, weights = primals
+    d_source, _, _, d_weights = tangents
+    sums = sum_bags(num_bags, source, ids, segments, weights)
+    change = jnp.zeros_like(sums)
+    if not isinstance(d_source.array, SymbolicZero):
+        d_table = d_source.array
+        change = change + bag_sums.pool(num_bags, d_table, ids, segments, weights)
+    if weights is not None and not isinstance(d_weights, SymbolicZero):
+        operands = source, ids, segments, d_weights
+        change = change + RowOps().look_up_bags(*operands, num_bags=num_bags)
+    return sums, change
