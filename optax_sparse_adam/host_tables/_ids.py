@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .._jax_extras.cpu_device import cpu_device
 from ._compact import Whole, evaluate_compact
 
 
@@ -127,7 +128,7 @@ class RowIds:
             _refuse_other_numbers(x, name)
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
-            given = jax.device_put(given, jax.local_devices(backend="cpu")[0])
+            given = jax.device_put(given, cpu_device())
         return Batch(
             *(args, static, name, list(program(*given))),
             needs_params=any(i < len(dense) for i in kept),

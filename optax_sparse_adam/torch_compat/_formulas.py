@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._jax_extras.cpu_device import cpu_device
 from .._optimizers.hyperparameters import check_leaf
 from .._optimizers.sparse_adafactor import SparseAdafactorState, sparse_adafactor
 from .._optimizers.sparse_adam import AdamScalars, update_leaf_by_adam
@@ -58,7 +59,7 @@ def learning_rate(group: Group, count: int) -> Any:
     if not callable(lr):
         return scalar(lr)
     # On a CPU: on an accelerator it would wait for all steps that are queued there.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(cpu_device()):
         return float(lr(count))
 
 

@@ -227,6 +227,27 @@ def test_only_real_rows_travel_to_an_accelerator(monkeypatch):
     assert sum(x < size for _, x, size in sent) > len(sent) // 2
 
 
+def test_ids_where_jax_has_no_cpu(monkeypatch):
+    """`JAX_PLATFORMS=cuda` leaves the CPU out, which then computes no ids."""
+    local_devices = jax.local_devices
+
+    def devices(*args, backend=None, **kwargs):
+        assert backend != "cpu", "JAX raises there"
+        return local_devices(*args, backend=backend, **kwargs)
+
+    rows, w = begin()
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 3))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", devices)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cuda")
+    try:
+        trainer = host.HostTrainer(loss, TX, host_params(rows, w))
+        assert_trained_alike(trainer, list(trainer.run(batches(0, 3))), known)
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
 def test_views_of_a_storage_take_what_is_asked_for():
     rows, _ = begin()
     with new_trainer(storage=Dictionary()) as trainer:
