@@ -43,6 +43,7 @@ import hypothesis
 import jax
 import pytest
 
+from optax_sparse_adam._rows.with_ops import KERNELS
 from optax_sparse_adam.native import _build, _calls, _library
 
 from .helpers.native import compile_once
@@ -238,8 +239,13 @@ def backend(request, monkeypatch):
     """The test runs in plain JAX, and again with the kernel.
 
     The kernel is made for processes with one CPU device. Here are eight, and it is used
-    all the same: no program of such a test may be for several.
+    all the same: no program of such a test may be for several. On a GPU it is that for
+    GPUs, where there is one.
     """
+    if jax.default_backend() != "cpu":
+        _switch_gpu_kernel(request.param == "kernel", monkeypatch)
+        yield request.param
+        return
     if request.param == "plain" and DEVICES == 1:
         jax.clear_caches()  # what was traced with it
         monkeypatch.setattr(_calls, "available", lambda: False)
@@ -254,6 +260,20 @@ def backend(request, monkeypatch):
         jax.clear_caches()
 
 
+def _switch_gpu_kernel(on, monkeypatch):
+    """The switch of the kernel for GPUs; what was traced with the other is dropped."""
+    monkeypatch.setenv("OPTAX_SPARSE_ADAM_GPU_KERNEL", str(int(on)))
+    kernel = KERNELS.get("cuda")
+    if on and (kernel is None or not kernel.available()):
+        pytest.skip("no kernel for this GPU")
+    if _switch_gpu_kernel.is_on != on:
+        _switch_gpu_kernel.is_on = on
+        jax.clear_caches()
+
+
+_switch_gpu_kernel.is_on = False
+
+
 @pytest.fixture
 def kernel(cache, monkeypatch):
     """It is used as in a process of one device."""
@@ -264,6 +284,8 @@ def kernel(cache, monkeypatch):
 @pytest.fixture
 def without_kernel(monkeypatch):
     """Programs are XLA's alone, also in a process of one device."""
+    if jax.default_backend() != "cpu":
+        _switch_gpu_kernel(False, monkeypatch)
     monkeypatch.setattr(_calls, "available", lambda: False)
     jax.clear_caches()  # inner functions that have been traced with it
     yield

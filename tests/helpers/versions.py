@@ -12,5 +12,7 @@ FAST_TO_COMPILE = (
 )
 # XLA widens bfloat16 on CPUs: each scatter converts the whole table.
 WIDENS_BFLOAT16 = JAXLIB < (0, 11)
+# XLA for GPUs copies each table that passes through a conditional.
+COPIES_BRANCHES = JAXLIB < (0, 11)
 # XLA's CPU compiler compiles one formula alike for arrays of different shapes.
 SAME_BITS_FOR_ALL_SHAPES = JAXLIB < (0, 12)

@@ -90,11 +90,15 @@ def test_memory(name):
     assert_in_place(step_of(tx), arguments, operands * 1024 * (WIDTH + 1) * 4)
 
 
-def assert_in_place(step, arguments, limit):
-    """A table so tall that two bits for each row were more than allowed."""
+def assert_in_place(step, arguments, limit, row_bytes=0, copied=0):
+    """A table so tall that two bits for each row were more than allowed.
+
+    Unless `row_bytes` are, for each row; `copied` are bytes that are not in place.
+    """
     assert limit < TALL / 4
+    limit += row_bytes * TALL
     memory = compile_for_users(step.lower(*arguments)).memory_analysis()
-    assert memory.alias_size_in_bytes == size(arguments[:2])
+    assert memory.alias_size_in_bytes == size(arguments[:2]) - copied
     temporary = memory.temp_size_in_bytes
     assert temporary <= limit, f"{temporary} bytes, more than {limit}"
 
@@ -128,7 +132,7 @@ def reading_step(tx):
 
 
 def test_memory_of_reading_and_flushing():
-    """In place, too; a flush in blocks of rows."""
+    """In place, too; a flush in blocks of rows on a CPU."""
     tx = OPTIMIZERS["exact_adamw"].make(0.1)
     table, state, _ = abstract(tx, TALL)
     ids = jax.ShapeDtypeStruct((1024,), "int32")
@@ -137,4 +141,9 @@ def test_memory_of_reading_and_flushing():
     flushing = jax.jit(osa.flush, donate_argnums=(0, 1))
     # Rows that the kernel reads lie in memory; XLA computes with them as it reads them.
     blocks = 6 if available() else 5
-    assert_in_place(flushing, (table, state), blocks * 1024 * WIDTH * 4)
+    options = {}
+    if jax.default_backend() != "cpu":
+        # There all rows are flushed at once: in place, with five numbers of each row
+        # and a byte that are computed first; and a number of all rows is a constant.
+        options = {"row_bytes": 21, "copied": 4}
+    assert_in_place(flushing, (table, state), blocks * 1024 * WIDTH * 4, **options)

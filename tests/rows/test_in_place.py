@@ -26,7 +26,7 @@ from ..helpers.support import (
     compile_for_users,
     slow_but,
 )
-from ..helpers.versions import WIDENS_BFLOAT16
+from ..helpers.versions import COPIES_BRANCHES, WIDENS_BFLOAT16
 
 TALL = 30_000_000  # with 64 columns just below 2**31 numbers
 
@@ -86,10 +86,14 @@ def assert_is_of_the_entries(temporary, nse, n_sparse=1, itemsize=4, is_applied=
     sums = (is_applied + (itemsize < 4)) * nse * row
     ids = nse * n_sparse * 4
     block = min(nse * row, map_rows._BLOCK_BYTES)
-    limit = sums + 8 * ids + 5 * block
-    assert limit < 2 * TALL
+    limit, much = sums + 8 * ids + 5 * block, 2 * TALL
     if jax.default_backend() != "cpu":
-        limit = 2 * TALL  # test_compilers.py says how much a step holds there
+        # There the formula is one fusion of all entries: it gathers the old rows, and
+        # writes the update and both moments, three arrays of all entries beside their
+        # sums. Measured on an H100: 4.20 of the gradient (float64 4.17), in rows of
+        # float32 where it is narrower. No array of four bytes a row is among them.
+        limit, much = int(4.25 * nse * row), 5 * TALL
+    assert limit < much
     assert temporary <= limit, f"{temporary} bytes, more than {limit}"
 
 
@@ -135,12 +139,21 @@ def test_memory_of_other_types(dtype, nse):
     assert_is_of_the_entries(memory.temp_size_in_bytes, nse, itemsize=itemsize)
 
 
+APPLY_IF_FINITE = pytest.param(
+    optax.apply_if_finite(osa.sparse_adam(0.1), 3),
+    marks=pytest.mark.xfail(
+        COPIES_BRANCHES and jax.default_backend() != "cpu",
+        reason="XLA for GPUs copied each table that passed through a conditional",
+    ),
+)
+
+
 @pytest.mark.parametrize(
     "tx",
     [
         osa.sparse_adam(optax.linear_schedule(0.1, 0.0, 10), maximize=True),
         optax.inject_hyperparams(osa.sparse_adam)(0.1, b1=0.5),
-        optax.apply_if_finite(osa.sparse_adam(0.1), 3),
+        APPLY_IF_FINITE,
     ],
     ids=["schedule", "inject", "apply_if_finite"],
 )

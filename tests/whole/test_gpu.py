@@ -1,7 +1,7 @@
 """Numbers, memory, gradients and the shim on a GPU; skipped where there is none.
 
-The other tests run on CPU devices everywhere (see conftest.py). Those named here, which
-need one device only, run once more in a process in which JAX chooses the GPU.
+The other tests run on CPU devices everywhere (see conftest.py). Those of gpu_selection,
+which need one device only, run once more in processes in which JAX chooses the GPU.
 """
 
 import importlib.util
@@ -13,24 +13,9 @@ from pathlib import Path
 
 import pytest
 
-_TESTS = Path(__file__).parents[1]
-_FILES = (
-    "optimizers/test_sparse_adam_parity.py",
-    "optimizers/test_sparse_adam.py",
-    "optimizers/test_sparse_adam_inputs.py",
-    "rows/test_coalesce.py",
-    "rows/test_in_place.py",
-    "rows/test_apply_updates.py",
-    "optimizers/test_lazy.py",
-    "optimizers/test_memory.py",
-    "optimizers/test_rowwise.py",
-    "gradients/test_value_and_grad.py",
-    "gradients/test_cost.py",
-    "torch_compat/test_steps.py",
-    "torch_compat/test_checkpoints.py",
-)
+from ..helpers import gpu_selection
 
-
+_ROOT = Path(__file__).parents[2]
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 # Of the driver; of the device, which some containers show alone; of Windows under WSL.
 _DRIVERS = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
@@ -50,26 +35,26 @@ pytestmark = [
 ]
 
 
-def run(*command):
+def run(module):
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=os.environ | {"JAX_PLATFORMS": "cuda,cpu"},
+        [sys.executable, "-m", f"tests.helpers.{module}"],
+        cwd=_ROOT,
+        env=gpu_selection.environment(),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-5000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("file", _FILES)
-def test_file(file):
-    run("-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", _TESTS / file)
+def test_selection():
+    assert " passed" in run("gpu_selection")
 
 
 def test_a_step_holds_what_the_batch_needs_and_repeats():
     """Peak memory at two heights; the bits of two runs on batches with duplicates."""
-    small, large = json.loads(run(_TESTS / "helpers" / "gpu_program.py"))
+    small, large = json.loads(run("gpu_program"))
     above, above_large = small["above the tables"], large["above the tables"]
     assert abs(above_large - above) <= 0.01 * above  # buffers are packed anew
     # Sums and three operands of 8,192 x 64 float32 each, ids, and what is rounded up.

@@ -1,0 +1,59 @@
+"""The tests that run once more on a GPU, in workers that share it.
+
+    python -m tests.helpers.gpu_selection [WORKERS] [PYTEST OPTIONS...]
+
+`tests/whole/test_gpu.py` runs this, and so does `benchmarks/gpu.py`. Most of the time
+is compiling, on the host: 107 s in 14 workers beside an H100, where a process for each
+file, one after the other, did not end within 170 s.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+# Numbers, memory, gradients and the shim, of one device.
+FILES = (
+    "gradients/test_value_and_grad.py",
+    "gradients/test_cost.py",
+    "optimizers/test_sparse_adam_parity.py",
+    "optimizers/test_sparse_adam.py",
+    "optimizers/test_sparse_adam_inputs.py",
+    "optimizers/test_lazy.py",
+    "optimizers/test_memory.py",
+    "optimizers/test_rowwise.py",
+    "rows/test_coalesce.py",
+    "rows/test_in_place.py",
+    "rows/test_apply_updates.py",
+    "torch_compat/test_steps.py",
+    "torch_compat/test_checkpoints.py",
+)
+
+
+def num_workers():
+    """Two cores are left to the drivers; each worker takes half a GB of the GPU."""
+    return max(1, min(14, (os.cpu_count() or 1) - 2))
+
+
+def command(workers, *options):
+    """The call of pytest, in one process if there is one worker."""
+    # By files, as conftest.py has them, the longest file would take as long as it does
+    # alone. So a worker that has no tests left takes some of the others'.
+    spread = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+    options = [*spread, "-q", "-m", "", "-p", "no:cacheprovider", *options]
+    return [sys.executable, "-m", "pytest", *options, *(str(TESTS / x) for x in FILES)]
+
+
+def environment():
+    """A GPU for JAX, of which each worker takes what it needs, when it needs it."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cuda,cpu",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+if __name__ == "__main__":
+    workers = int(sys.argv[1]) if len(sys.argv) > 1 else num_workers()
+    args = command(workers, *sys.argv[2:])
+    os.chdir(TESTS.parent)
+    os.execve(args[0], args, environment())
