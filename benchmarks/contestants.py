@@ -1,9 +1,9 @@
 """Who is measured: our optimisers, the dense step of optax, and torch.
 
-A contestant has a `name`, the `phases` that it takes part in, and the `memory` in
-bytes that it needs while it runs. `start(batches)` takes that memory, `run(phase,
-batch)` runs one update or step and waits until it is done, `stop()` gives the memory
-back. `table()` is the table.
+A contestant has a `name`, the `phases` that it takes part in, the `memory` in bytes
+that it needs while it runs, and `row_bytes`, those of one row of its table and its
+state. `start(batches)` takes that memory, `run(phase, batch)` runs one update or step
+and waits until it is done, `stop()` gives the memory back. `table()` is the table.
 """
 
 import jax
@@ -78,6 +78,8 @@ class InJax:
             "update": jax.ShapeDtypeStruct((problem.ids, problem.dim), problem.dtype),
             "step": jax.ShapeDtypeStruct((problem.dim,), problem.dtype),
         }
+        arrays = jax.tree.leaves((table, state))
+        self.row_bytes = sum(x.size * x.dtype.itemsize for x in arrays) // problem.rows
         self.compiled = {}
         for phase in self.phases:
             jitted = jax.jit(functions[phase], donate_argnums=(0, 1))
@@ -140,6 +142,7 @@ class InTorch:
         self.device = "cuda" if platform == "gpu" else "cpu"
         self.dtype = getattr(torch, problem.dtype)
         row_bytes = problem.dim * self.dtype.itemsize
+        self.row_bytes = 3 * row_bytes  # the table and two moments
         # Table and two moments. An update holds the gradient, its coalesced copy and
         # intermediate results of SparseAdam, at most eight times [ids, dim] in all.
         self.memory = (3 * problem.rows + 8 * problem.ids) * row_bytes

@@ -7,6 +7,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from optax_sparse_adam.native import available
 
@@ -57,6 +58,24 @@ def describe():
         "python": platform.python_version(),
         "versions": {x.name: x.version for x in distributions() if x.name in PACKAGES},
     }
+
+
+COPIED_BYTES = 1 << 28  # more than any cache holds
+
+
+def bytes_a_second():
+    """What the memory moves now: an array is read and written in place, by all cores.
+
+    The best of five, as others can only slow it down.
+    """
+    scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
+    x = jax.block_until_ready(scale(jnp.ones(COPIED_BYTES // 4, jnp.float32)))
+    taken = []
+    for _ in range(5):
+        began = time.perf_counter()
+        x = jax.block_until_ready(scale(x))
+        taken.append(time.perf_counter() - began)
+    return 2 * COPIED_BYTES / min(taken)
 
 
 class OtherPrograms:

@@ -9,8 +9,9 @@ the times of torch and of dense optax of the first. README.md holds these tables
 A run is what `steps.py --json` writes: `environment` (see `machine.describe`),
 `options`, `others` (see `machine.OtherPrograms`) and `results`. Each of these has a
 `problem`, the rows `touched`, the `groups` that took turns, who was `skipped` and why,
-`others`, and `measurements`: `phase`, `name`, `memory_bytes`, and the `seconds` of each
-round.
+`others`, the `bytes_a_second` that the machine's memory moved before or after, and
+`measurements`: `phase`, `name`, `memory_bytes`, the `least_bytes` that memory must
+move, and the `seconds` of each round. (Files of November 2026 lack both bytes.)
 """
 
 import argparse
@@ -150,12 +151,19 @@ def distrust(run, result):
 
 def remarks(run, result):
     """What the table does not say: doubts, rounds, memory."""
-    yield f"  {Problem(**result['problem'])}: {result['touched']:,} rows touched"
+    line = f"  {Problem(**result['problem'])}: {result['touched']:,} rows touched"
+    if "bytes_a_second" in result:
+        line += f"; memory moves {result['bytes_a_second'] / 1e9:.1f} GB/s"
+    yield line
     if why := distrust(run, result):
         yield f"  NOT TO BE TRUSTED: {why}"
     for m in result["measurements"]:
         rounds, memory = len(m["seconds"]), f"{m['memory_bytes'] / 1e9:.3g} GB"
-        yield f"  {m['phase']}, {m['name']}: {rounds} rounds, {memory}"
+        line = f"  {m['phase']}, {m['name']}: {rounds} rounds, {memory}"
+        if "least_bytes" in m:
+            least = m["least_bytes"] / result["bytes_a_second"]
+            line += f", {share(np.median(m['seconds']) / least)} of what memory allows"
+        yield line
     if len(result["groups"]) > 1:
         parts = "; then ".join(", ".join(group) for group in result["groups"])
         yield f"  too large to take turns all together: {parts}"

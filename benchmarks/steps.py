@@ -20,9 +20,10 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+import jax.numpy as jnp
 import report
 from contestants import DENSE, InJax, InTorch, load_torch
-from machine import OtherPrograms, describe, free_bytes, is_busy
+from machine import OtherPrograms, bytes_a_second, describe, free_bytes, is_busy
 from problem import DRAWS, Problem, draw
 from turns import Turns, groups
 
@@ -73,6 +74,18 @@ def problems(args):
     return [Problem(*size, args.dtype, args.draw) for size in sizes]
 
 
+def least_bytes(contestant, phase, problem, touched):
+    """What memory must move: each touched row of table and state, there and back.
+
+    An update also reads its gradient. What a step makes between its lookup and its
+    update may stay in the caches, and counts nothing.
+    """
+    rows = problem.rows if contestant.name == DENSE else touched
+    width = jnp.dtype(problem.dtype).itemsize * problem.dim
+    gradient = problem.ids * width if phase == "update" else 0
+    return 2 * rows * contestant.row_bytes + gradient
+
+
 def measure(args, problem, torch):
     contestants = [InJax(name, problem) for name in dict.fromkeys(args.optimizer)]
     if torch is not None:
@@ -81,7 +94,7 @@ def measure(args, problem, torch):
         contestants.append(InJax(DENSE, problem))
     together, skipped = groups(contestants, free_bytes())
     measurements, batches = [], draw(problem)
-    others = OtherPrograms()
+    others, bandwidth = OtherPrograms(), bytes_a_second()
     for group in together:
         turns = Turns(group, batches)
         turns.run(args.repeats)
@@ -92,6 +105,7 @@ def measure(args, problem, torch):
                 "phase": phase,
                 "name": contestant.name,
                 "memory_bytes": contestant.memory,
+                "least_bytes": least_bytes(contestant, phase, problem, batches.touched),
                 "seconds": seconds,
             }
             for contestant in group
@@ -104,6 +118,7 @@ def measure(args, problem, torch):
         "groups": [[contestant.name for contestant in group] for group in together],
         "skipped": skipped,
         "others": others.cores(),
+        "bytes_a_second": max(bandwidth, bytes_a_second()),
         "measurements": measurements,
     }
 
