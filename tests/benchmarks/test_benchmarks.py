@@ -59,6 +59,14 @@ def test_steps(tmp_path):
         (phase, name) for name in ("sparse_adam", TORCH) for phase in ("update", "step")
     ]
     assert names == [*both, ("step", DENSE)]
+    # Table and two moments of 8 float32, read and written; 64 rows of a gradient.
+    touched = 2 * result["touched"] * 3 * 32
+    least = [touched + 64 * 32, touched] * 2 + [2 * 3000 * 3 * 32]
+    assert [m["least_bytes"] for m in result["measurements"]] == [
+        # The state's count is rounded away: four bytes in 3,000 rows.
+        *least
+    ]
+    assert stdout.count("of what memory allows") == len(names)
     table = stdout[stdout.index("| update") :].partition("\n\n")[0]
     assert table in printed("report.py", file, "--only", "k x 8", "--plot", plot)
     both = Path(plot).read_bytes()
