@@ -9,6 +9,7 @@
 #include "buffers.h"
 #include "exact_adam.h"
 #include "frame.h"
+#include "records.h"
 #include "update.h"
 
 namespace {
@@ -470,5 +471,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(update_rows, UpdateRows,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     zeros, Zeros, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<ffi::AnyBuffer>());
+
+// Called through ctypes by `_records.py`, which checks all that it passes.
+extern "C" void take_records(const char* table, const int64_t* rows, char* out,
+                             int64_t size, int64_t bytes, int64_t threads) {
+  CopyInThreads(table, rows, out, nullptr, size, bytes, threads);
+}
+
+extern "C" void put_records(char* table, const int64_t* rows, const char* records,
+                            int64_t size, int64_t bytes, int64_t threads) {
+  CopyInThreads(records, nullptr, table, rows, size, bytes, threads);
+}
 
 #pragma GCC visibility pop
