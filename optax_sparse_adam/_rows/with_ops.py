@@ -9,11 +9,12 @@ import jax
 from .._jax_extras.by_platform import by_platform
 from .._jax_extras.sharding import mesh_of
 from ..native import _library
+from .cuda_kernel import CudaKernel
 from .kernel_ops import KernelOps
 from .row_ops import RowOps
 
 # For a platform its kernel: a class of `RowOps` with `available()`.
-KERNELS: dict[str, Any] = {"cpu": KernelOps}
+KERNELS: dict[str, Any] = {"cpu": KernelOps, "cuda": CudaKernel}
 
 
 def kernels_for(

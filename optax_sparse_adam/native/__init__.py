@@ -56,6 +56,7 @@ program have the kernel and call `available()` first, pass to `jax.export.export
 ("optax_sparse_adam.read", "optax_sparse_adam.update", "optax_sparse_adam.zeros")]`.
 """
 
+from ._gpu import gpu_status as gpu_status
 from ._library import available as available
 from ._library import build as build
 from ._library import status as status

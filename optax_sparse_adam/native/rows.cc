@@ -9,6 +9,7 @@
 #include "buffers.h"
 #include "exact_adam.h"
 #include "frame.h"
+#include "gpu.h"
 #include "records.h"
 #include "update.h"
 

@@ -1,0 +1,197 @@
+"""The CUDA source of a formula: `rows.cu`, and what is printed into it."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._cuda_printer import Program, Value, computed_type, stored_type
+
+_FOLDER = Path(__file__).parent
+
+
+class Tuning(NamedTuple):
+    """What changes the time of a kernel, and nothing else.
+
+    Attributes:
+      ahead: Entries whose values a warp has asked for; a power of two.
+      fetch: Entries ahead of which the rows of tables are asked for; 0 for not.
+      warps: In a block.
+      last_warps: In the single block that a small list takes.
+      threads: Of a block at most, of which the compiler makes the number of registers.
+      few: Entries up to which a chunk has `small` of them, else `large`.
+      small: At least; a power of two.
+      large: At most 32.
+      last: Entries from which on a list takes a single block.
+      ranked: Entries up to which they are sorted by counting, not by XLA.
+      options: For the compiler.
+    """
+
+    ahead: int = 8
+    fetch: int = 8
+    warps: int = 4
+    last_warps: int = 16
+    threads: int = 512
+    few: int = 1 << 16
+    small: int = 8
+    large: int = 32
+    last: int = 2048
+    ranked: int = 16384
+    options: tuple[str, ...] = ()
+
+
+class Array(NamedTuple):
+    """A table, in memory.
+
+    Attributes:
+      dtype: Its type.
+      is_wide: Whether it has all columns, or one number a row.
+    """
+
+    dtype: Any
+    is_wide: bool
+
+    @property
+    def c_type(self) -> str:
+        return stored_type(self.dtype)
+
+
+class Kernel(NamedTuple):
+    """What a source is made of.
+
+    Attributes:
+      columns: Numbers of a row.
+      tables: Arrays that get new rows.
+      read: Arrays that are read.
+      out: Type of what is written at each place, if anything is.
+      data: Type of the values that come in, if any do.
+      reduces: Whether entries are summed, or are rows that occur once.
+      by_place: Whether keys are places of rows.
+      in_bags: Whether entries have segments.
+      weighted: Whether entries have weights.
+    """
+
+    columns: int
+    tables: tuple[Array, ...] = ()
+    read: tuple[Array, ...] = ()
+    out: Any = None
+    data: Any = None
+    reduces: bool = False
+    by_place: bool = False
+    in_bags: bool = False
+    weighted: bool = False
+
+
+def columns_of_lane(columns: int) -> tuple[int, int]:
+    """How many columns a lane reads at once, and how many it has."""
+    each = [(-(-columns // (32 * n)) * n, -n) for n in (1, 2, 4) if columns % n == 0]
+    count, at_once = min(each)
+    return -at_once, count
+
+
+@cache
+def text_of(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def packed(shared: Sequence[jax.Array]) -> tuple[list[jax.Array], list[str], list[str]]:
+    """What all rows share as few arrays: numbers of a type are one.
+
+    Returns: the arrays, their parameters, and the statements that read `s0`, `s1`, ...
+    """
+    groups: dict[str, list[jax.Array]] = {}
+    arrays: list[jax.Array] = []
+    params, lines = [], []
+    for i, x in enumerate(shared):
+        name = jnp.dtype(x.dtype).name
+        if x.size > 1:
+            kind = stored_type(x.dtype)
+            params.append(f"const {kind}* shared{i}_")
+            arrays.append(x.reshape(-1))
+            own = computed_type(x.dtype)
+            lines.append(f"{own} s{i}[V]; load_row(s{i}, shared{i}_, 0, lane);")
+            continue
+        kind, dtype = {"int32": ("int", jnp.int32), "bool": ("int", jnp.int32)}.get(
+            name,
+            ("unsigned", jnp.uint32) if name == "uint32" else ("float", jnp.float32),
+        )
+        group = groups.setdefault(kind, [])
+        read = f"{kind}s_[{len(group)}]"
+        lines.append(f"const {'bool' if name == 'bool' else kind} s{i} = {read};")
+        group.append(x.reshape(()).astype(dtype))
+    for kind, group in groups.items():
+        params.append(f"const {kind}* {kind}s_")
+        arrays.append(jnp.stack(group))
+    return arrays, params, lines
+
+
+def _store(name: str, row: str, value: Value) -> str:
+    return f"store_row({name}, {row}, lane, [&](int j) {{ return {value.element}; }});"
+
+
+def source_of(
+    kernel: Kernel, program: Program, tuning: Tuning
+) -> tuple[str, list[jax.Array]]:
+    """The source, and the arrays of `program.shared` as the kernel takes them.
+
+    Its parameters are, in this order, those that `rows_kernel` has in `rows.cu`, and
+    then the output, the shared arrays, the tables and what is read besides.
+    """
+    shared, shared_params, shared_lines = packed(program.shared)
+    params = [*shared_params]
+    if kernel.out is not None:
+        params.insert(0, f"{stored_type(kernel.out)}* out")
+    body, fetches = [], []
+    for kind, group in (("t", kernel.tables), ("r", kernel.read)):
+        for i, array in enumerate(group):
+            name, const = f"{kind}{i}", "const " if kind == "r" else ""
+            params.append(f"{const}{array.c_type}* {name}_")
+            own = computed_type(array.dtype)
+            if array.is_wide:
+                body.append(f"{own} {name}[V]; load_row({name}, {name}_, row, lane);")
+                fetches.append(f"fetch_row({name}_, fetched);")
+            else:
+                body.append(f"const {own} {name} = get({name}_[row]);")
+    body += shared_lines + program.lines
+    results = [value for value, _ in program.results]
+    if kernel.out is not None:
+        body.append(_store("out", "place", results.pop(0)))
+    if any(not array.is_wide for array in kernel.tables):
+        body.append("__syncwarp();  // all lanes read the number that one writes")
+    for i, (array, value) in enumerate(zip(kernel.tables, results, strict=True)):
+        if value == Value(f"t{i}", array.is_wide):
+            continue  # as it was
+        if array.is_wide:
+            body.append(_store(f"t{i}_", "row", value))
+        else:
+            body.append(f"if (lane == 0) put(t{i}_[row], {value.element});")
+    at_once, _ = columns_of_lane(kernel.columns)
+    names = [param.split()[-1] for param in params]
+    fetch = " ".join(fetches) if fetches else "(void)fetched;"
+    macros = {
+        "DIM": kernel.columns,
+        "VEC": at_once,
+        "AHEAD": tuning.ahead,
+        "FETCH": tuning.fetch if fetches else 0,
+        "THREADS": tuning.threads,
+        "PARAMS": "".join(f", {param}" for param in params),
+        "ARGS": "".join(f", {name}" for name in names),
+        "FETCH_ROWS(row)": f"const Int fetched = row; {fetch}",
+        "PLACES": int(kernel.by_place),
+        "BAGS": int(kernel.in_bags),
+        "WEIGHTS": int(kernel.weighted),
+    }
+    if kernel.data is not None:
+        macros["DATA"] = stored_type(kernel.data)
+    if kernel.out is not None:
+        macros["OUT"] = stored_type(kernel.out)
+    if kernel.reduces:
+        macros["REDUCE"] = 1
+    head = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    text = text_of("rows.cu").replace(
+        "  FORMULA\n", "".join(f"  {line}\n" for line in body)
+    )
+    return head + text, shared
