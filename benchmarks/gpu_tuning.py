@@ -30,6 +30,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import native
 from optax_sparse_adam._rows import with_ops
 from optax_sparse_adam._rows.cuda_ops import CudaOps
+from optax_sparse_adam._rows.kernel_ops import KernelOps
 from optax_sparse_adam.native import _cuda, _library
 from optax_sparse_adam.native._cuda_source import Tuning
 
@@ -73,7 +74,9 @@ if PLATFORM == "cpu":  # to try this program
 
 def use(tuning=None):
     """The kernel with this tuning; `None`: XLA."""
-    with_ops.KERNELS.pop(PLATFORM, None)
+    with_ops.KERNELS.pop("cuda", None)
+    if PLATFORM == "cpu":
+        with_ops.KERNELS["cpu"] = KernelOps
     if tuning is not None:
         with_ops.KERNELS[PLATFORM] = type("Tuned", (CudaOps,), {"tuning": tuning})
     jax.clear_caches()
@@ -298,6 +301,7 @@ def large():
     options = [
         ("fetch", [0, 4, 16, 24]),
         ("ahead", [4, 16]),
+        ("streams", [1, 2, 3]),
         ("warps", [1, 2, 8]),
         ("options", [("--maxrregcount=48",), ("--maxrregcount=40",)]),
         ("large", [16, 24]),
@@ -310,11 +314,12 @@ def large():
             measured(update, Tuning(), ids, label + ", as it is")
     profiled(update, best, zipf, "zipf, best")
     del update
-    bags(best)
     few()
+    steps(best, ["sparse_adam", "rowwise_adagrad"], True, ["sparse_adam"])
+    steps(best, ["sparse_adam", "exact_adam", "lazy(adamw)"], False, ["exact_adam"])
     exact = Update("exact_adam", rows, width, n)
     options = [
-        ("fetch", [0, 4, 16]),
+        ("fetch", [0, 16]),
         (
             "options",
             [("--maxrregcount=64",), ("--prec-div=false", "--prec-sqrt=false")],
@@ -326,10 +331,12 @@ def large():
 
 
 @guarded
-def bags(tuning):
-    rows, width, n = (10_000_000, 128, 1 << 20) if not SMALL else (3000, 16, 2000)
-    ids = ids_of("zipf", n, rows).reshape(-1, 16)
-    for name in ("sparse_adam", "rowwise_adagrad"):
+def steps(tuning, names, in_bags, shows=()):
+    """Steps of `make_train_step`, and the kernels of some."""
+    rows, width, n = (10_000_000, 128, 1 << 20) if not SMALL else (3000, 16, 320)
+    ids = ids_of("zipf", n, rows)
+    ids = ids.reshape(-1, 16) if in_bags else ids
+    for name in names:
         use(tuning)
         tx = OPTIMIZERS[name]()
         weights = jnp.asarray(
@@ -338,7 +345,9 @@ def bags(tuning):
         params = {"t": jnp.ones((rows, width)), "w": weights}
 
         def loss(params, ids):
-            x = osa.embedding_bag(params["t"], ids, mode="sum")
+            x = params["t"][ids]
+            if in_bags:
+                x = osa.embedding_bag(params["t"], ids, mode="sum")
             return jnp.mean(jax.nn.softplus(x @ params["w"]))
 
         step, state = osa.make_train_step(loss, tx), tx.init(params)
@@ -350,8 +359,23 @@ def bags(tuning):
             jax.block_until_ready((params, value))
             if i:
                 best = min(best, (time.perf_counter() - begin) / 15 * 1e3)
-        say(f"{best:7.3f} ms a step in bags of 16: {name}", dict(_cuda._reasons) or "")
-        del params, state
+        kind = "in bags of 16" if in_bags else "of rows"
+        say(f"{best:7.3f} ms a step {kind}: {name}", dict(_cuda._reasons) or "")
+        if name in shows:
+            held = [params, state]
+
+            def run(step=step, held=held):
+                for _ in range(3):
+                    held[0], held[1], value = step(*held, ids)
+                jax.block_until_ready(value)
+
+            total, lines = profile_of(run, 3)
+            say(f"{total:7.1f} us of kernels")
+            for line in lines[:10]:
+                say(line)
+            params, state = held
+            del held, run
+        del params, state, step
 
 
 @guarded

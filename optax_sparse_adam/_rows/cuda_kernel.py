@@ -18,6 +18,13 @@ class CudaKernel:
 
         return _cuda.available()
 
+    @staticmethod
+    def replaces(method: str, *operands: Any, **flags: Any) -> bool:
+        """As `RowOps.replaces`."""
+        from .cuda_ops import CudaOps
+
+        return CudaOps.replaces(method, *operands, **flags)
+
     def __new__(cls, **attributes: Any) -> RowOps:  # type: ignore[misc]
         from .cuda_ops import CudaOps
 

@@ -28,8 +28,9 @@ from ..native._cuda_source import (
 from .bag_gradient import BagEntries
 from .entries import Entries, Rows, accumulator_dtype
 from .map_rows import RowFunction, Tables
-from .padding import in_bounds, pad_indices, padding_key
-from .row_ops import Formula, RowOps, Update
+from .padding import in_bounds, narrow_ids, pad_indices, padding_key
+from .row_ops import Formula, RowOps, Update, where
+from .source import Bounds, Source
 
 _MOST = 2**31 - 1  # keys and places are numbers of 32 bits
 _MOST_COLUMNS = 1024
@@ -148,6 +149,23 @@ class _Sorted(NamedTuple):
             rows_of=rows,
             count=jnp.sum(last, dtype=jnp.int32),
         )
+
+
+def _takes_look_up(source: Source, ids: jax.Array, *, bounds: Bounds) -> bool:
+    # Rows that are as they are stored XLA looks up as fast.
+    return source.stale is not None and math.prod(source.array.shape) * ids.size > 0
+
+
+def _takes_look_up_bags(
+    source: Source,
+    ids: jax.Array,
+    segments: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    num_bags: int,
+) -> bool:
+    is_there = math.prod(source.array.shape) * ids.size > 0
+    return source.stale is not None and segments is None and is_there
 
 
 @dataclass(frozen=True)
@@ -346,6 +364,55 @@ class CudaOps(RowOps):
         )
         return (change.reshape(data.shape) if has_data else ()), shaped
 
+    @where(_takes_look_up)
+    @_or_by_xla
+    def look_up(self, source: Source, ids: jax.Array, *, bounds: Bounds) -> jax.Array:
+        num_rows, flat = len(source.array), narrow_ids(ids, _MOST).reshape(-1)
+        if bounds.fill is None:
+            flat = jnp.clip(flat, 0, num_rows - 1)
+        layout, program, read = self._stale(source)
+        kernel = _kernel((), read, layout, source.array.dtype)
+        kernel = kernel._replace(fill=0.0 if bounds.fill is None else bounds.fill)
+        called = kernel, program, [flat], (), read
+        (rows,) = self._each_row(*called, (len(flat), layout.rows), len(flat))
+        return rows.reshape(*ids.shape, *source.array.shape[1:])
+
+    @where(_takes_look_up_bags)
+    @_or_by_xla
+    def look_up_bags(
+        self,
+        source: Source,
+        ids: jax.Array,
+        segments: jax.Array | None,
+        weights: jax.Array | None,
+        *,
+        num_bags: int,
+    ) -> jax.Array:
+        layout, program, read = self._stale(source)
+        kernel = _kernel((), read, layout, jnp.float32)
+        kernel = kernel._replace(pools=True, weighted=weights is not None)
+        in_front = [narrow_ids(ids, _MOST).reshape(-1)]
+        if weights is not None:
+            in_front.append(weights.reshape(-1).astype(jnp.float32))
+        numbers = num_bags, ids.shape[1], layout.rows
+        (sums,) = self._each_row(kernel, program, in_front, (), read, numbers, num_bags)
+        return sums.reshape(num_bags, *source.array.shape[1:])
+
+    def _stale(self, source: Source) -> tuple[_Layout, Program, Tables]:
+        """What brings the rows of a stale table up to date."""
+        stale, table = source.stale, source.array
+        assert stale is not None
+        layout = _Layout.of(table.shape, 1)
+        read = table, *stale.tables
+        names = [f"r{i}" for i in range(len(read))]
+
+        def function(rows: Sequence[jax.Array], shared: Any) -> list[jax.Array]:
+            return [stale.value_of(rows[0], tuple(rows[1:]), shared)]
+
+        shapes = _row_shapes(names, list(map(layout.array, read)), layout)
+        program = print_formula(function, shapes, layout.columns, (stale.shared,))
+        return layout, program, tuple(map(layout.flat, read))
+
     def _sorted(self, entries: Entries, layout: _Layout) -> _Sorted:
         keys, valid = layout.keys(entries.indices)
         ordered = self._order(keys, valid, layout.rows, entries.indices_sorted)
@@ -423,13 +490,24 @@ class CudaOps(RowOps):
         if data is not None:
             kernel = kernel._replace(data=data.dtype)
             in_front.append(data)
-        warps = self.tuning.warps
-        blocks = -(-len(keys) // warps)
-        launches = ((blocks, 32 * warps, 0, len(keys), layout.rows),)
-        results = []
-        if out is not None:
-            shape = len(keys), layout.columns
-            results.append(jax.ShapeDtypeStruct(shape, out))
+        numbers, size = (len(keys), layout.rows), len(keys)
+        return self._each_row(kernel, program, in_front, tables, read, numbers, size)
+
+    def _each_row(
+        self,
+        kernel: Kernel,
+        program: Program,
+        in_front: list[jax.Array],
+        tables: Tables,
+        read: Tables,
+        numbers: tuple[int, ...],
+        size: int,
+    ) -> list[Any]:
+        """A kernel with a warp for each of `size` results."""
+        warps, results = self.tuning.warps, []
+        if kernel.out is not None:
+            results.append(jax.ShapeDtypeStruct((size, kernel.columns), kernel.out))
+        launches = ((-(-size // warps), 32 * warps, 0, *numbers),)
         return self._call(kernel, program, in_front, tables, read, results, launches)
 
     def _call(

@@ -19,6 +19,8 @@ class Tuning(NamedTuple):
     Attributes:
       ahead: Entries whose values a warp has asked for; a power of two.
       fetch: Entries ahead of which the rows of tables are asked for; 0 for not.
+      streams: 1 where rows are read so that they leave the caches first, 2 where they
+        are written so, 3 for both.
       warps: In a block.
       last_warps: In the single block that a small list takes.
       threads: Of a block at most, of which the compiler makes the number of registers.
@@ -32,6 +34,7 @@ class Tuning(NamedTuple):
 
     ahead: int = 8
     fetch: int = 8
+    streams: int = 0
     warps: int = 4
     last_warps: int = 16
     threads: int = 512
@@ -72,6 +75,8 @@ class Kernel(NamedTuple):
       by_place: Whether keys are places of rows.
       in_bags: Whether entries have segments.
       weighted: Whether entries have weights.
+      pools: Whether rows of bags are added up as they are read.
+      fill: What is put out where a key is no row.
     """
 
     columns: int
@@ -83,6 +88,8 @@ class Kernel(NamedTuple):
     by_place: bool = False
     in_bags: bool = False
     weighted: bool = False
+    pools: bool = False
+    fill: float = 0.0
 
 
 def columns_of_lane(columns: int) -> tuple[int, int]:
@@ -155,9 +162,12 @@ def source_of(
                 fetches.append(f"fetch_row({name}_, fetched);")
             else:
                 body.append(f"const {own} {name} = get({name}_[row]);")
+                fetches.append(f"fetch_number({name}_, fetched);")
     body += shared_lines + program.lines
     results = [value for value, _ in program.results]
-    if kernel.out is not None:
+    if kernel.pools:
+        body.append(f"FOR g[j] += weight * {results.pop(0).element};")
+    elif kernel.out is not None:
         body.append(_store("out", "place", results.pop(0)))
     if any(not array.is_wide for array in kernel.tables):
         body.append("__syncwarp();  // all lanes read the number that one writes")
@@ -176,6 +186,7 @@ def source_of(
         "VEC": at_once,
         "AHEAD": tuning.ahead,
         "FETCH": tuning.fetch if fetches else 0,
+        "STREAMS": tuning.streams,
         "THREADS": tuning.threads,
         "PARAMS": "".join(f", {param}" for param in params),
         "ARGS": "".join(f", {name}" for name in names),
@@ -188,8 +199,9 @@ def source_of(
         macros["DATA"] = stored_type(kernel.data)
     if kernel.out is not None:
         macros["OUT"] = stored_type(kernel.out)
-    if kernel.reduces:
-        macros["REDUCE"] = 1
+        macros["FILL"] = "NAN_" if kernel.fill != kernel.fill else f"{kernel.fill!r}f"
+    if kernel.reduces or kernel.pools:
+        macros["REDUCE" if kernel.reduces else "POOL"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     text = text_of("rows.cu").replace(
         "  FORMULA\n", "".join(f"  {line}\n" for line in body)

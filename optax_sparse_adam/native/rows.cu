@@ -166,11 +166,30 @@ template <class T> INLINE T all_min(T x) {
 INLINE int col(int lane, int j) { return (j / VEC) * (32 * VEC) + lane * VEC + j % VEC; }
 template <class T> struct alignas(sizeof(T) * VEC) Pack { T x[VEC]; };
 
+// With STREAMS & 1 rows are read, with & 2 written so that they leave the caches first.
+template <class P> INLINE P load_pack(const P* from) {
+#ifdef __CUDA_ARCH__
+  union { P pack; uint4 x4; uint2 x2; unsigned x1; } u;
+  if constexpr ((STREAMS & 1) && sizeof(P) == 16) { u.x4 = __ldcs(reinterpret_cast<const uint4*>(from)); return u.pack; }
+  if constexpr ((STREAMS & 1) && sizeof(P) == 8) { u.x2 = __ldcs(reinterpret_cast<const uint2*>(from)); return u.pack; }
+#endif
+  return *from;
+}
+template <class P> INLINE void store_pack(P* to, P pack) {
+#ifdef __CUDA_ARCH__
+  union { P pack; uint4 x4; uint2 x2; unsigned x1; } u;
+  u.pack = pack;
+  if constexpr ((STREAMS & 2) && sizeof(P) == 16) { __stcs(reinterpret_cast<uint4*>(to), u.x4); return; }
+  if constexpr ((STREAMS & 2) && sizeof(P) == 8) { __stcs(reinterpret_cast<uint2*>(to), u.x2); return; }
+#endif
+  *to = pack;
+}
+
 template <class T, class U> INLINE void load_row(U* to, const T* base, Int row, int lane) {
 #pragma unroll
   for (int k = 0; k < V; k += VEC) {
     if (col(lane, k) < DIM) {
-      const Pack<T> a = *reinterpret_cast<const Pack<T>*>(base + row * DIM + col(lane, k));
+      const Pack<T> a = load_pack(reinterpret_cast<const Pack<T>*>(base + row * DIM + col(lane, k)));
 #pragma unroll
       for (int i = 0; i < VEC; ++i) to[k + i] = get(a.x[i]);
     } else {
@@ -186,7 +205,7 @@ template <class T, class F> INLINE void store_row(T* base, Int row, int lane, F 
       Pack<T> a;
 #pragma unroll
       for (int i = 0; i < VEC; ++i) put(a.x[i], from(k + i));
-      *reinterpret_cast<Pack<T>*>(base + row * DIM + col(lane, k)) = a;
+      store_pack(reinterpret_cast<Pack<T>*>(base + row * DIM + col(lane, k)), a);
     }
   }
 }
@@ -204,6 +223,12 @@ template <class T> INLINE void fetch_row(const T* base, Int row) {
 #endif
 #pragma unroll 4
   for (int at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + at));
+#endif
+}
+
+template <class T> INLINE void fetch_number(const T* base, Int row) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(base + row));
 #endif
 }
 
@@ -230,9 +255,10 @@ INLINE void wait_for_copies() {
 #endif
 }
 
-// ---- The formula of a row: `g` is its gradient, `place` where its change goes.
+// ---- The formula of a row: `g` is its gradient, `place` where its change goes. Of bags
+// `g` is their sum so far, to which it adds the row, times `weight`.
 
-INLINE void formula(Int row, Int place, int lane, const float* g PARAMS) {
+INLINE void formula(Int row, Int place, int lane, float* g, float weight PARAMS) {
   FORMULA
 }
 
@@ -350,7 +376,7 @@ INLINE void reduce_chunk(const List& list, Int c, int chunk, int lane, Pack<floa
     if (key != next || i + 1 == limit) {
       if (is_row(key)) {
         if (in_head || key == next) store_row(new_data, slot + 2 * c + !in_head, lane, [&](int j) { return sum[j]; });
-        else formula(ROW_OF(key), key, lane, sum ARGS);
+        else formula(ROW_OF(key), key, lane, sum, 1.0f ARGS);
       }
       in_head = false;
       FOR sum[j] = 0;
@@ -396,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
 #endif
   while (true) {
     if (from >= 0) list = {new_keys + from, new_places + from, new_data, nullptr, nullptr, list.size};
-    const Int chunks = (list.size + chunk - 1) / chunk;
+    const Int chunks = (unsigned)(list.size + chunk - 1) / (unsigned)chunk;
 #pragma unroll 1
     for (Int c = (Int)blockIdx.x * warps + warp; c < chunks; c += (Int)gridDim.x * warps) {
 #ifdef OUT
@@ -414,8 +440,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
     to += list.size;
   }
 }
+#elif defined(POOL)
+// ---- Bags of rows that are computed as they are read: a warp for each.
+
+extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
+    const int* keys
+#if WEIGHTS
+    , const float* weights
+#endif
+    PARAMS, Int size, Int length, Int rows) {
+  const int lane = threadIdx.x & 31;
+  const Int bag = (Int)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (bag >= size) return;
+  float sum[V];
+  FOR sum[j] = 0;
+  for (Int from = bag * length; from < (bag + 1) * length; from += 32) {
+    const int count = (int)((bag + 1) * length - from < 32 ? (bag + 1) * length - from : 32);
+    const int own = lane < count ? keys[from + lane] : -1;
+    float weight = 1;
+#if WEIGHTS
+    if (lane < count) weight = weights[from + lane];
+#endif
+#if FETCH
+    if (lane < FETCH && own >= 0 && own < rows) { FETCH_ROWS(own); }
+#endif
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+#if FETCH
+      if (lane == i + FETCH && own >= 0 && own < rows) { FETCH_ROWS(own); }
+#endif
+      const int key = __shfl_sync(ALL, own, i);
+      const float w = __shfl_sync(ALL, weight, i);
+      if (key >= 0 && key < rows) formula(key, 0, lane, sum, w ARGS);
+    }
+  }
+  store_row(out, bag, lane, [&](int j) { return sum[j]; });
+}
 #else
-// ---- Rows that occur once: a warp for each.
+// ---- Rows that occur once, or are read only: a warp for each.
 
 extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
     const int* keys
@@ -432,11 +494,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
 #ifdef DATA
     load_row(g, data, i, lane);
 #endif
-    formula(key, i, lane, g ARGS);
+    formula(key, i, lane, g, 1.0f ARGS);
     return;
   }
 #ifdef OUT
-  store_row(out, i, lane, [](int) { return 0.0f; });
+  store_row(out, i, lane, [](int) { return FILL; });
 #endif
 }
 #endif
