@@ -83,7 +83,7 @@ def look_up_bags(
             axes = tuple(0 if x else None for x in batched)
 
             def one(*leaves: jax.Array) -> jax.Array:
-                return RowOps().look_up_bags(*tree.unflatten(leaves), num_bags=num_bags)
+                return _pool(num_bags, *tree.unflatten(leaves))
 
             return jax.vmap(one, axes)(*leaves), True
         # Bags of one table: so many more of them.
@@ -108,6 +108,13 @@ def look_up_bags(
 
     sums: jax.Array = call(*leaves)
     return sums
+
+
+def _pool(num_bags: int, source: Source, *entries: Any) -> jax.Array:
+    """`look_up_bags` with derivatives and `vmap`, which on a mesh it has not."""
+    if source.stale is None:
+        return bag_sums.pool(num_bags, source.array, *entries)
+    return RowOps().look_up_bags(source, *entries, num_bags=num_bags)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -143,8 +150,7 @@ def _sum_bags_jvp(num_bags: int, primals: Any, tangents: Any) -> Any:
     change = jnp.zeros_like(sums)
     if not isinstance(d_source.array, SymbolicZero):
         d_table = d_source.array
-        change = change + bag_sums.pool(num_bags, d_table, ids, segments, weights)
+        change = change + _pool(num_bags, Source(d_table), ids, segments, weights)
     if weights is not None and not isinstance(d_weights, SymbolicZero):
-        operands = source, ids, segments, d_weights
-        change = change + RowOps().look_up_bags(*operands, num_bags=num_bags)
+        change = change + _pool(num_bags, source, ids, segments, d_weights)
     return sums, change
