@@ -56,7 +56,12 @@ def different(rng, rows, size):
     return lambda: rng.choice(rows, size, replace=False).astype(np.int32)
 
 
-DRAWS = {draw.__name__: draw for draw in (zipf, uniform, different)}
+def half_on_one_row(rng, rows, size):
+    draw, row = uniform(rng, rows, size), rng.integers(rows)
+    return lambda: np.where(np.arange(size) % 2, row, draw()).astype(np.int32)
+
+
+DRAWS = {draw.__name__: draw for draw in (zipf, uniform, different, half_on_one_row)}
 
 
 def draw(problem, seed=0):

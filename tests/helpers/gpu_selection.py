@@ -1,6 +1,6 @@
 """The tests that run once more on a GPU, in workers that share it.
 
-    python -m tests.helpers.gpu_selection [WORKERS] [PYTEST OPTIONS...]
+    python -m tests.helpers.gpu_selection [OPTIONS OF PYTEST...]
 
 `tests/whole/test_gpu.py` runs this, and so does `benchmarks/gpu.py`. Most of the time
 is compiling, on the host: 107 s in 14 workers beside an H100, where a process for each
@@ -35,12 +35,12 @@ def num_workers():
     return max(1, min(14, (os.cpu_count() or 1) - 2))
 
 
-def command(workers, *options):
-    """The call of pytest, in one process if there is one worker."""
+def command(*options):
+    """The call of pytest."""
     # By files, as conftest.py has them, the longest file would take as long as it does
     # alone. So a worker that has no tests left takes some of the others'.
-    spread = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-    options = [*spread, "-q", "-m", "", "-p", "no:cacheprovider", *options]
+    spread = "-n", str(num_workers()), "--dist", "worksteal"
+    options = *spread, "-q", "-m", "", "-p", "no:cacheprovider", *options
     return [sys.executable, "-m", "pytest", *options, *(str(TESTS / x) for x in FILES)]
 
 
@@ -53,7 +53,6 @@ def environment():
 
 
 if __name__ == "__main__":
-    workers = int(sys.argv[1]) if len(sys.argv) > 1 else num_workers()
-    args = command(workers, *sys.argv[2:])
+    args = command(*sys.argv[1:])
     os.chdir(TESTS.parent)
     os.execve(args[0], args, environment())
