@@ -135,7 +135,7 @@ def difference(a, b):
         if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
             x, y = (np.asarray(z.astype(jnp.float32)) for z in (x, y))
             far = np.abs(x - y) / (1 + np.abs(x))
-            far[np.isnan(x) & np.isnan(y)] = 0
+            far = np.where(np.isnan(x) & np.isnan(y), 0, far)
             worst = max(worst, float(np.max(np.where(np.isnan(far), np.inf, far))))
     return worst
 
