@@ -82,9 +82,11 @@ ffi::Error function_of(std::string_view cubin, std::string_view key, std::string
 
 // Before a program runs: loading while other kernels run may wait for these for ever.
 // Where that is not possible yet, the call itself loads it.
-ffi::Error prepare(std::string_view cubin, std::string_view key, std::string_view name) {
+ffi::Error prepare(ffi::Dictionary attributes) {
+  const auto text = [&](std::string_view name) { return attributes.get<std::string_view>(name); };
+  const auto cubin = text("cubin"), key = text("key"), name = text("name");
   Pointer function;
-  (void)function_of(cubin, key, name, &function);
+  if (cubin && key && name) (void)function_of(*cubin, *key, *name, &function);
   return ffi::Error::Success();
 }
 
@@ -128,10 +130,7 @@ ffi::Error launch(Pointer stream, ffi::RemainingArgs args, ffi::RemainingRets re
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(prepare_gpu, gpu::prepare,
-                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
-                                  .Attr<std::string_view>("cubin")
-                                  .Attr<std::string_view>("key")
-                                  .Attr<std::string_view>("name"));
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(launch_gpu, gpu::launch,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<gpu::Pointer>>()
