@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.sharding import call_with_auto_axes
+from .._jax_extras.sharding import call_with_auto_axes, layout_of
 from .._rows.bag_gradient import BagEntries
 from .._rows.canary import CanaryBCOO
 from .._rows.duplicates import sum_duplicates
@@ -60,7 +60,9 @@ def to_bcoo(
         indices, values = _every_row(indices, total, depth)
         promises = Promises(unique_indices=True)
     elif any(x.segments is not None for x, _ in slices):
-        return _gradient_of_bags(slices, shape, dtype, widest, read_at)
+        grad = _gradient_of_bags(slices, shape, dtype, widest, read_at)
+        grad.layout = layout_of(source.array)
+        return grad
     else:
         rows = [x.astype(widest) for _, x in slices]
         values = _joined(rows, (0, *shape[depth:]), widest)
@@ -70,7 +72,9 @@ def to_bcoo(
             indices, values = _coalesced(indices, values, shape)
             promises = Promises(unique_indices=True)
     args = values.astype(dtype), indices
-    return CanaryBCOO(args, shape=shape, read_at=read_at, **promises._asdict())
+    grad = CanaryBCOO(args, shape=shape, read_at=read_at, **promises._asdict())
+    grad.layout = layout_of(source.array)
+    return grad
 
 
 def _joined(arrays: Sequence[jax.Array], empty: tuple[int, ...], dtype: Any) -> Any:

@@ -27,6 +27,15 @@ def mesh_of(*arrays: Any) -> AbstractMesh:
     return jax.sharding.get_abstract_mesh() if found is None else found
 
 
+def layout_of(x: jax.Array) -> NamedSharding | None:
+    """How an array lies on Explicit mesh axes, if any of them splits it."""
+    sharding = jax.typeof(x).sharding
+    spec = partitions_of(sharding.spec)
+    if not any(spec) or not sharding.mesh.explicit_axes:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
 def mesh_axes(axis: Any) -> tuple[str, ...]:
     """The mesh axes that split an axis, from its entry in a `PartitionSpec`."""
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

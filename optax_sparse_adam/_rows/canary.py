@@ -50,6 +50,7 @@ below names the remedy; and what is harmless would raise, too: `np.asarray` and
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 from jax.extend.core import get_opaque_trace_state
+from jax.sharding import NamedSharding
 
 from .bag_gradient import BagEntries
 from .padding import last_indices
@@ -102,6 +104,8 @@ class CanaryBCOO(BCOO):
       read_of: The tables whose rows were read up to date for it, as they were given:
         for an optimiser that is given others. `()` for all others, and for what came
         out of a function of trees.
+      layout: How the table lies on Explicit mesh axes, if they split it, as the type of
+        its dense gradient says; its entries are on all devices.
     """
 
     canary: jax.Array
@@ -111,6 +115,7 @@ class CanaryBCOO(BCOO):
     _stored_data: jax.Array | None = None  # of bags, when it is asked for
     _made_in: Any = None  # the program that bags are of, if they are of one
     read_of: tuple[Any, ...] = ()
+    layout: NamedSharding | None = None
     _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
 
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
@@ -201,18 +206,30 @@ class CanaryBCOO(BCOO):
             "grad.todense() is as large as the table."
         )
 
+    def todense(self) -> jax.Array:
+        """The gradient as an array, laid out as JAX's would be."""
+        grad = copy_with(BCOO, self, self.data, self.indices)
+        function: Any = BCOO.todense
+        if self.layout is not None and not self.n_batch:
+            axes = self.layout.mesh.explicit_axes
+            function = jax.sharding.auto_axes(
+                function, axes=axes, out_sharding=self.layout
+            )
+        dense: jax.Array = function(grad)
+        return dense
+
     def tree_flatten(self) -> tuple[Any, Any]:
         flags = (self.indices_sorted, self.unique_indices)
         # The guard is next to the floats, with which it cannot be compared.
         arrays = self.stored_data, self.guard, self.stored_indices, self.canary
-        return arrays, (self._unbatched, *flags)
+        return arrays, (self._unbatched, *flags, self.layout)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "CanaryBCOO":
         obj = object.__new__(cls)
         obj.stored_data, obj.guard, obj.stored_indices, obj.canary = children
         obj._is_seen = False
-        obj._unbatched, obj.indices_sorted, obj.unique_indices = aux_data
+        obj._unbatched, obj.indices_sorted, obj.unique_indices, obj.layout = aux_data
         return obj
 
 
@@ -304,8 +321,9 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     own = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
     if not own:
         return BCOO
+    layout = own[0].layout
     if any(map(lacks_clock, own)):
-        return CanaryBCOO
+        return functools.partial(_laid_out, layout)
     columns = [_clocks(grad) for grad in own]
     # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum is
     # `_CHANGED`. So is all that is made of an update, as `_UPDATE` is negative, but its
@@ -319,11 +337,17 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     read_of = tuple(table for grad in own for table in grad.read_of)
 
     def make(args: Any, **kwargs: Any) -> CanaryBCOO:
-        grad = CanaryBCOO(args, read_at=read_at, **kwargs)
+        grad = _laid_out(layout, args, read_at=read_at, **kwargs)
         grad.read_of = read_of
         return grad
 
     return make
+
+
+def _laid_out(layout: NamedSharding | None, *args: Any, **kwargs: Any) -> CanaryBCOO:
+    grad = CanaryBCOO(*args, **kwargs)
+    grad.layout = layout
+    return grad
 
 
 def as_update(update: Any) -> Any:

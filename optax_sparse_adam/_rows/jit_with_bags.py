@@ -4,11 +4,13 @@ To `jax.jit` of a user, as to any function of trees, a gradient of bags is one r
 values for each entry (see `bag_gradient`), and its bags are lost.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import NamedSharding
 
 from .bag_gradient import BagEntries
 from .canary import CanaryBCOO
@@ -32,23 +34,29 @@ def jit_with_bags(function: Callable[..., T], **options: Any) -> Callable[..., T
     return call
 
 
-class _Bags(tuple[BagEntries, jax.Array]):
-    """The bags of a gradient, and its canary."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("bags", "canary"),
+    meta_fields=("layout",),
+)
+@dataclasses.dataclass(frozen=True)
+class _Bags:
+    """What is kept of a gradient of bags."""
 
-
-jax.tree_util.register_pytree_node(_Bags, lambda x: (x, None), lambda _, x: _Bags(x))
+    bags: BagEntries
+    canary: jax.Array
+    layout: NamedSharding | None
 
 
 def _closed(x: Any) -> Any:
     if isinstance(x, CanaryBCOO) and x.bags is not None:
-        return _Bags((x.bags, x.canary))
+        return _Bags(x.bags, x.canary, x.layout)
     return x
 
 
 def _opened(x: Any) -> Any:
     if isinstance(x, _Bags):
-        bags, canary = x
-        grad = CanaryBCOO.of_bags(bags)
-        grad.canary = canary
+        grad = CanaryBCOO.of_bags(x.bags)
+        grad.canary, grad.layout = x.canary, x.layout
         return grad
     return x
