@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
@@ -95,7 +96,9 @@ def known_in_jaxprs(function: Function) -> Function:
         text = repr((known.params, str(known.tree), known.ndims))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         name = f"optax_sparse_adam_{function.__name__}_{digest}"
-        assert _KNOWN.setdefault(name, known) == known, name
+        # A symbolic size, of `jax.export`, has the text of one of another scope.
+        while _KNOWN.setdefault(name, known) != known:
+            name += "_"
         body.__name__ = name
         return jax.jit(body)
 
@@ -163,7 +166,19 @@ def _foreign(name: str) -> str:
 
 
 def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """JAX evaluates the equation, and keeps its name and its source line."""
+    """JAX evaluates the equation, and keeps its name and its source line.
+
+    Problem: a loss under `jit` that makes an empty mutable array (`jax.empty_ref`)
+    raises `NotImplementedError` where its gradient is under none. Cause: we evaluate
+    equations one by one, and JAX has no rule for this one outside of a program. Remedy:
+    a mutable array of zeros. Safe, as nothing is said of the values of an empty one.
+    Test: `test_empty_ref` in `tests/gradients/test_walk.py`.
+    """
+    if eqn.primitive.name == "empty_ref":
+        held: Any = eqn.params["ty"]
+        layout = held.sharding if held.sharding.mesh.explicit_axes else None
+        zeros = jnp.zeros(held.shape, held.dtype, device=layout)
+        return [jax.new_ref(zeros, memory_space=eqn.params["memory_space"])]
     # `mul x x` reads one variable twice, and the new jaxpr has it once. A literal is a
     # part of the equation.
     atoms = zip(eqn.invars, args, strict=True)

@@ -88,6 +88,28 @@ def test_function_of_a_table_into_shard_map(spec, check_vma):
     assert_same(grads[1], expected[1], 64)
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_empty_ref(in_loop):
+    """JAX has a rule for it inside of a program only."""
+
+    def of_rows(table, ids):
+        ref = jax.empty_ref(jax.ShapeDtypeStruct((3, 4), jnp.float32))
+        ref[...] = table[ids]
+        return jnp.sum(ref[...] ** 3)
+
+    @jax.jit
+    def loss(table, ids):
+        if not in_loop:
+            return of_rows(table, ids[0])
+        return lax.scan(lambda c, i: (c + of_rows(table, i), None), 0.0, ids)[0]
+
+    ids = jnp.array([[3, 1, 3], [0, 1, 2]])
+    expected = jax.jit(jax.grad(loss))(TABLE, ids)
+    for way in (lambda f: f, jax.jit):
+        assert_same(way(osa.grad(loss))(TABLE, ids), expected)
+        assert_same(way(osa.evaluate(loss))(TABLE, ids), jax.jit(loss)(TABLE, ids))
+
+
 def test_evaluated_without_derivatives():
     """The same results, with nothing injected."""
 
