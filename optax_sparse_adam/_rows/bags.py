@@ -327,7 +327,7 @@ def _first_of_segments(
     """The same for entries with segments."""
     nse = segments.shape[0]
     slots = jnp.arange(nse, dtype=jnp.int32)
-    if nse > 1:
+    if not (isinstance(nse, int) and nse <= 1):  # one, or a size that is left free
         # Problem: no entry is the largest, and value and gradient are zero. Cause:
         # where rows are computed, as stale ones are, XLA computes them once for the
         # largest and once for the comparison, and may round differently. Remedy: a

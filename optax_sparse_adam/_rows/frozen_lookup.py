@@ -16,8 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from .._jax_extras.sharding import (
+    call_with_auto_axes,
+    mesh_axes,
+    mesh_of,
+    partitions_of,
+)
 from .bags import as_array
 from .padding import expand_like, narrow_ids
 
@@ -44,14 +51,15 @@ def frozen_lookup(
         behind the frozen table, as new tokens do: `np.arange(50_257, 50_267)`.
 
     Returns:
-      The rows, `[*ids.shape, ...]`, in the type of `trained`.
+      The rows, `[*ids.shape, ...]`, in the type of `trained`. Over Explicit mesh axes
+      they lie as `ids` do, and along columns as `trained`, but for axes that split ids.
 
     Raises:
       TypeError: If `ids` or `rows` are not integers, or a table is not of floating
         point.
-      ValueError: If the shapes do not fit, or `rows` is not ascending, or holds ids of
-        more than 32 bits. In a compiled program that does not know `rows` the result
-        is NaN.
+      ValueError: If the shapes do not fit, `jax.export` leaves the number of trained
+        rows free, or `rows` is not ascending, or holds ids of more than 32 bits. In a
+        compiled program that does not know `rows` the result is NaN.
 
     Examples:
       >>> import jax
@@ -75,24 +83,55 @@ def frozen_lookup(
     trained, frozen = jnp.asarray(trained), lax.stop_gradient(jnp.asarray(frozen))
     given, ids, rows = rows, as_array(ids, _NAME), as_array(rows, _NAME)
     _check(trained, ids, frozen, rows)
-    num_rows = len(frozen)
-    ids, rows = narrow_ids(ids, num_rows), narrow_ids(rows, num_rows)
+    size = frozen.shape[0]
+    ids, rows = narrow_ids(ids, size), narrow_ids(rows, size)
     is_ascending = _is_ascending(given, rows)
-    place = jnp.searchsorted(rows, ids)
+    columns = _columns_beside(ids, trained)
+    place = _places(rows, ids)
     is_trained = (_read(rows, place, fill=-1) == ids) & (ids >= 0)
-    is_frozen = ~is_trained & (ids >= 0) & (ids < num_rows)
     # Each id is out of bounds of the table that it is not of: reads zeros there, and is
     # padding in its gradient.
-    learned = _read(trained, jnp.where(is_trained, place, len(trained)))
-    fixed = _read(frozen, jnp.where(is_frozen, ids, num_rows)).astype(learned.dtype)
+    is_frozen = ~is_trained & (ids >= 0)
+    learned = _read(trained, _where(is_trained, place), columns)
+    fixed = _read(frozen, _where(is_frozen, ids), columns).astype(learned.dtype)
     result = jnp.where(expand_like(is_trained, learned), learned, fixed)
     return result if is_ascending is True else jnp.where(is_ascending, result, jnp.nan)
 
 
-def _read(table: jax.Array, ids: jax.Array, fill: int = 0) -> jax.Array:
-    if not len(table):  # of which JAX reads nothing
+def _places(rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """Where each id stands among the rows, or would."""
+    search: Any = jnp.searchsorted
+    return call_with_auto_axes(search, rows, ids, like=ids, axes=range(ids.ndim))
+
+
+def _where(flags: jax.Array, ids: jax.Array) -> jax.Array:
+    """The ids, and elsewhere one that is out of bounds of every table."""
+    return jnp.where(flags, ids, np.asarray(jnp.iinfo(ids.dtype).max, ids.dtype))
+
+
+def _columns_beside(ids: jax.Array, table: jax.Array) -> tuple[Any, ...]:
+    """How rows lie on Explicit mesh axes: as the columns of a table do.
+
+    But for the axes that split the ids, each of which splits one axis only.
+    """
+    used = {x for axis in _partitions(ids) for x in mesh_axes(axis)}
+    columns = _partitions(table)[1:]
+    return tuple(None if used & {*mesh_axes(axis)} else axis for axis in columns)
+
+
+def _partitions(x: jax.Array) -> tuple[Any, ...]:
+    return partitions_of(jax.typeof(x).sharding.spec)
+
+
+def _read(
+    table: jax.Array, ids: jax.Array, columns: tuple[Any, ...] = (), fill: int = 0
+) -> jax.Array:
+    if isinstance(table.shape[0], int) and not len(table):  # JAX reads nothing of it
         return jnp.full((*ids.shape, *table.shape[1:]), fill, table.dtype)
-    rows: jax.Array = table.at[ids].get(mode="fill", fill_value=fill)
+    mesh, out = mesh_of(table, ids), None
+    if mesh.explicit_axes:
+        out = NamedSharding(mesh, PartitionSpec(*_partitions(ids), *columns))
+    rows: jax.Array = table.at[ids].get(mode="fill", fill_value=fill, out_sharding=out)
     return rows
 
 
@@ -113,6 +152,11 @@ def _check(trained: Any, ids: Any, frozen: Any, rows: Any) -> None:
         raise ValueError(
             f"{_NAME} takes tables whose rows have one shape, got {trained.shape} for "
             f"`trained` and {frozen.shape} for `frozen`."
+        )
+    if not isinstance(trained.shape[0], int):
+        raise ValueError(
+            f"{_NAME} takes a known number of trained rows, got {trained.shape} for "
+            "`trained`. jax.export may leave the sizes of `ids` and `frozen` free."
         )
     if rows.shape != trained.shape[:1]:
         raise ValueError(

@@ -94,17 +94,60 @@ def by_offsets(n, b):
     return ids(n), jnp.asarray(np.arange(b) * n // b, jnp.int32)
 
 
+def by_segments(n):
+    return ids(n), jnp.asarray(np.arange(n) // 3 % 5, jnp.int32)
+
+
+def largest(t, i, segments):
+    return osa.embedding_bag(t, i, segment_ids=segments, num_segments=5, mode="max")
+
+
+TRAINED = np.array([2, 7, 90])
+
+
+def beside_frozen(frozen, i, trained):
+    return osa.frozen_lookup(trained, i, frozen=frozen, rows=TRAINED)
+
+
+def gradient_beside_frozen(frozen, i, trained):
+    def loss(trained):
+        return jnp.sum(jnp.sin(beside_frozen(frozen, i, trained)))
+
+    return entries(osa.grad(loss)(trained))
+
+
+def beside_trained(n):
+    return jnp.arange(n, dtype=jnp.int32) % 10 - 1, jnp.ones((3, COLUMNS))
+
+
 def weighted(b, n):
     return ids(b, n), jnp.sin(jnp.arange(b * n, dtype=jnp.float32)).reshape(b, n)
 
 
-FEW, BAGS = ["b <= 50"], ["b * n <= 50"]
+FEW, BAGS, SEGMENTS = ["b <= 50"], ["b * n <= 50"], ["n <= 50"]
+CORE = "sum", "mean", "largest", "frozen", "evaluate of pairs"
 # The function, its arguments but the table, their shapes, sizes, constraints.
 PROGRAMS = {
     "sum": (with_mode("sum"), padded, ["b, n"], [(1, 3), (5, 2), (17, 8)]),
     "mean": (with_mode("mean"), padded, ["b, n"], [(1, 3), (5, 2)]),
     "sqrtn": (with_mode("sqrtn"), padded, ["b, n"], [(1, 3), (5, 2)]),
     "max": (with_mode("max"), padded, ["b, n"], [(1, 3), (5, 2)]),
+    "largest": (largest, by_segments, ["n", "n"], [(1,), (20,), (17,)]),
+    "gradient of the largest": (
+        lambda t, *bags: entries(osa.grad(lambda t: jnp.sum(largest(t, *bags)))(t)),
+        by_segments,
+        ["n", "n"],
+        [(1,), (20,)],
+        SEGMENTS,
+    ),
+    "frozen": (beside_frozen, beside_trained, ["n", ""], [(3,), (20,)]),
+    "gradient beside frozen": (
+        gradient_beside_frozen,
+        beside_trained,
+        ["n", ""],
+        [(1,), (3,)],
+        ["n <= 3"],
+    ),
     "length": (with_mode("sum"), padded, ["b, 3"], [(1, 3), (9, 3)]),
     "offsets": (with_offsets, by_offsets, ["n", "b"], [(8, 3), (20, 5)]),
     "last offset": (with_last_offset, by_offsets, ["n", "b"], [(8, 3), (20, 5)]),
@@ -149,13 +192,16 @@ PROGRAMS = {
 
 @jax.numpy_dtype_promotion("standard")  # a symbolic size is an int32 to JAX
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_but(PROGRAMS, "sum", "evaluate of pairs"))
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, *CORE))
 def test_called_at_several_sizes(name, native, monkeypatch):
     if not native:
         monkeypatch.setattr(_library, "available", lambda: False)
     fun, make, shapes, sizes, *constraints = PROGRAMS[name]
     table = jnp.asarray(TABLE)
-    program = exported(fun, (table, *make(*sizes[0])), ["", *shapes], *constraints)
+    of_table = "v, 4" if "frozen" in name else ""
+    program = exported(
+        fun, (table, *make(*sizes[0])), [of_table, *shapes], *constraints
+    )
     for size in sizes:
         args = table, *make(*size)
         got, wanted = program.call(*args), fun(*args)
@@ -203,6 +249,12 @@ REFUSED = {
         ["v, 4", "b"],
         (),
         "a known number of rows",
+    ),
+    "trained rows": (
+        lambda t, i: osa.frozen_lookup(t, i, frozen=jnp.ones((9, COLUMNS)), rows=i),
+        ["v, 4", "v"],
+        (),
+        "a known number of trained rows",
     ),
 }
 

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
 
 from ..helpers.optimizers import FINAL, OPTIMIZERS
-from ..helpers.support import assert_close, slow_but, to_dense
+from ..helpers.support import assert_close, need_devices, slow_but, to_dense
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -269,6 +271,46 @@ def test_all_or_none_are_frozen(is_last):
         read = osa.grad(lambda t: loss(t, frozen)[0], read=tx.init(trained))
         update, _ = tx.update(read(trained), tx.init(trained), trained)
         assert not np.array_equal(osa.apply_updates(trained, update), trained)
+
+
+SPECS = [P(), P("x"), P(None, "y"), P("x", "y")]
+
+
+OF_IDS = [P(), P("x"), P("y"), P("x", "y")]
+
+
+@pytest.mark.parametrize("of_ids", slow_but(OF_IDS, P(), P("y")), ids=str)
+@pytest.mark.parametrize("of_table", slow_but(SPECS, P(), P("x", "y")), ids=str)
+def test_over_explicit_axes(of_table, of_ids):
+    """The result lies as the ids do, and along columns as the trained table."""
+    need_devices(8)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Explicit,) * 2)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(-2, 12, (8, 2))
+    trained, frozen = rng.integers(1, 9, (4, 4)), rng.integers(1, 9, (NUM_ROWS, 4))
+    args = trained.astype(np.float32), frozen.astype(np.float32), ids
+
+    def look_up(trained, frozen, ids):
+        return osa.frozen_lookup(trained, ids, frozen=frozen, rows=ROWS)
+
+    def loss(*args):
+        return jnp.sum(look_up(*args) ** 2)
+
+    expected, gradient = look_up(*args), to_dense(osa.grad(loss)(*args))
+    specs = of_table, of_table, of_ids
+    with jax.set_mesh(mesh):
+        put = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(args, specs, strict=True)
+        ]
+        for way in (lambda f: f, jax.jit):
+            found = way(look_up)(*put)
+            rows, second = (*of_ids, None, None)[:2]
+            column = None if "y" in of_ids else (*of_table, None, None)[1]
+            assert found.sharding.spec == P(rows, second, column)
+            np.testing.assert_array_equal(found, expected)
+            grad = way(osa.grad(loss))(*put)
+            np.testing.assert_array_equal(to_dense(grad), gradient)
 
 
 def test_rows_that_are_not_in_order():
