@@ -187,7 +187,7 @@ def update_params(
     """
     update: Any = tx.update
     if type(update) is UpdateRows:
-        return *update.add_to_params(grads, state, params), None
+        return *update.add_to_params(grads, state, params, **extra), None
     updates, state = update(grads, state, params, **extra)
     return apply_updates(params, updates), state, updates
 

@@ -172,7 +172,9 @@ def _exact_adam(
         params: optax.Params | None,
         *,
         adds_to_params: bool,
+        **extra_args: Any,
     ) -> Updated:
+        del extra_args
         check_state_class(state, ExactAdamState, own)
         _check_decay(state, own)
         if decay is not None and params is None:

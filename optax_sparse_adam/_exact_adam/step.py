@@ -13,6 +13,7 @@ from .._optimizers.rounding import nearest
 from .._rows.canary import as_update
 from .._rows.entries import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
+from .._rows.kernel_ops import CALLS, Call
 from .._rows.map_rows import Tables
 from .._rows.row_ops import Formula, Update
 from .._rows.update_table import update_table
@@ -127,6 +128,17 @@ def _update_rows(
     return change, (mu, nu, *mark_updated(rows, after))
 
 
+def _by_kernel(
+    entries: Any, tables: Tables, read: Tables, targets: Tables, *args: Any
+) -> Any:
+    *_, constants, _, arrays = args
+    stale = kernel_stale(RowState.of(*tables), arrays, constants)
+    return native.exact_adam_rows(entries, stale, arrays.step, read, targets)
+
+
+CALLS["exact_adam"] = Call(_by_kernel, "float32")
+
+
 @functools.partial(jit_with_bags, static_argnames="betas")
 def update_touched_rows(
     grad: BCOO,
@@ -143,17 +155,9 @@ def update_touched_rows(
 ) -> tuple[Update, RowState]:
     """One leaf with a row-sparse gradient; reads and writes its touched rows."""
     dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in (*read, *rows[:2])))
-
-    def by_kernel(
-        grad: Any, tables: Tables, read: Tables, targets: Tables, *args: Any
-    ) -> Any:
-        *_, constants, _, of_step = args
-        stale = kernel_stale(RowState.of(*tables), of_step, constants)
-        return native.exact_adam_rows(grad, stale, of_step.step, read, targets)
-
     row_fn = functools.partial(_update_rows, betas=betas)
     update, tables = update_table(
-        Formula(row_fn, "exact_adam", by_kernel),
+        Formula(row_fn, "exact_adam"),
         grad,
         rows.arrays,
         before,

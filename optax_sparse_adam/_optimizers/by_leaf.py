@@ -24,7 +24,6 @@ from .._rows.map_rows import Tables
 from .._rows.new_arrays import full_along
 from .._rows.row_ops import Formula, Update
 from .._rows.update_table import update_table
-from ..native import _calls as native
 from .hyperparameters import (
     check_at_least,
     check_leaf,
@@ -93,9 +92,7 @@ def update_leaf(
         return formula(grad, tuple(x.astype(dtype) for x in rows), scalars)
 
     if is_bcoo(grad):
-        call = kernel and functools.partial(native.update_by_formula, kernel)
-        own = Formula(wide_formula, kernel, call or None)
-        operands = own, grad, moments, scalars
+        operands = Formula(wide_formula, kernel), grad, moments, scalars
         return update_table(*operands, dtype=dtype, read=read, adds_to=adds_to)
     update, news = wide_formula(grad.astype(dtype), (*moments, *read), scalars)
     pairs = zip(news, moments, strict=True)
@@ -173,7 +170,9 @@ def by_leaf(
         params: optax.Params | None,
         *,
         adds_to_params: bool,
+        **extra_args: Any,
     ) -> Updated:
+        del extra_args
         if reads_params and params is None:
             raise ValueError(
                 f"{reads_params}, got none. Call update(updates, state, params)."

@@ -1,89 +1,131 @@
-"""Any optax transformation, applied to the rows that a gradient holds."""
+"""Any optax transformation, applied to the rows that a gradient holds.
+
+`_update_tables` is the one idea of this package as a function: look rows up, update
+them as a dense tree is updated, write them back.
+"""
 
 import functools
-import itertools
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from .._jax_extras.huge_pages import use_huge_pages
-from .._jax_extras.sharding import jit_on_mesh, shard_columns_like
-from .._rows.checks import check_bcoo, is_bcoo, is_leaf, leaves_like
-from .._rows.coalesce import touched_rows
-from .._rows.entries import Rows, accumulator_dtype, bcoo_of
-from .._rows.gather_scatter import order_after_gather, prevent_fusion
-from .._rows.map_rows import RowFunction, Tables
-from .._rows.padding import mask_padding
-from .._rows.update_table import map_rows, put_rows, take_rows
+from .._jax_extras.sharding import jit_on_mesh
+from .._rows.checks import check_bcoo, is_bcoo
+from .._rows.entries import Rows
+from .._rows.row_ops import Update
 from .by_leaf import DenseUpdate
 from .hyperparameters import check_transformation
-from .lazy_probe import (
-    TableSize,
-    check_state,
-    probe,
-    shapes_of_none,
-    shard_state_like,
-)
+from .lazy_leaves import Leaves, OfTable, Trees
+from .lazy_probe import Probe, TableSize, check_state, shard_state_like
 from .lazy_row_analysis import split_update
+from .lazy_tables import compact_shapes, look_up, step, sum_rows, write
+from .update_rows import Updated, UpdateRows
 
 
-def _table_size(grad: Any, param: Any) -> TableSize | None:
-    """How many rows a parameter has, if `lazy` updates some of them only.
+def _shaped_like(
+    probe: Probe, trees: Trees, leaves: Leaves[Any]
+) -> tuple[Leaves[Any], Leaves[Any]]:
+    """The leaves, with the parameter, or its shape, in the place of no gradient.
+
+    Then the same without those parameters that the state was not made for.
+    """
+    if all(grad is not None for grad in leaves.grads):
+        return leaves, leaves
+    shapes = probe.shapes_of_none(trees, leaves)
+    pairs = zip(leaves.grads, shapes, strict=True)
+    grads = [shape if grad is None else grad for grad, shape in pairs]
+    pairs = zip(leaves.params, grads, strict=True)
+    params = [None if grad is None else param for param, grad in pairs]
+    leaves = leaves._replace(grads=grads)
+    return leaves, leaves._replace(params=params)
+
+
+def _table_sizes(leaves: Leaves[Any], shaped_like: Leaves[Any]) -> dict[int, TableSize]:
+    """Of each leaf of which some rows are updated, by its place, how many it has.
 
     None of them where the gradient is `None`: the parameter stays as it is.
     """
-    if is_bcoo(grad):
-        check_bcoo(grad, None if param is None else jnp.shape(param))
-        return TableSize(grad.shape, grad.n_sparse, grad.nse)
-    if grad is None and param is not None:
-        return TableSize(param.shape, min(1, param.ndim), 0)
+    sizes = {}
+    triples = zip(leaves.grads, shaped_like.grads, leaves.params, strict=True)
+    for i, (grad, like, param) in enumerate(triples):
+        if is_bcoo(grad):
+            check_bcoo(grad, None if param is None else jnp.shape(param))
+            sizes[i] = TableSize(grad.shape, grad.n_sparse, grad.nse)
+        elif grad is None and like is not None:
+            sizes[i] = TableSize(like.shape, min(1, like.ndim), 0)
+    return sizes
+
+
+def _update_tables(
+    update: Callable[[Leaves[Any]], Leaves[Any]],
+    leaves: Leaves[Any],
+    owners: Leaves[int | None],
+    places: list[int],
+    *,
+    adds_to_params: bool,
+) -> Leaves[Any]:
+    """Looks the touched rows up, updates them, and writes them back.
+
+    Args:
+      update: The dense update of all leaves. It is called once, as a norm is one over
+        all tables.
+      leaves: Gradients, state and parameters.
+      owners: The tables whose rows they hold.
+      places: These tables, by their places among the gradients.
+      adds_to_params: Whether updates may be added to the parameters.
+
+    Returns:
+      Of each gradient an `Update`, and the new state.
+    """
+    tables = {i: leaves.of_table(i, owners) for i in places}
+    shapes, compact, rest = (leaves.map(_none) for _ in range(3))
+    rows: dict[int, Rows] = {}
+    olds: dict[int, OfTable[Any]] = {}
+
+    # Look up. What is provably computed of each row alone needs no rows yet.
+    may_be_split = set()
+    for i, table in tables.items():
+        shape = compact_shapes(table)
+        if shape is None:
+            rows[i], olds[i] = look_up(table)
+            compact.put(i, owners, olds[i])
+        else:
+            shapes.put(i, owners, shape)
+            may_be_split.add(i)
+    compact = compact.map(_either, leaves)
+    split = split_update(lambda x: update(x.map(_either, compact)), shapes, owners)
+    for i in sorted(may_be_split):
+        if i in split.summed:
+            rows[i] = sum_rows(tables[i].grad)
+            rest.grads[i] = rows[i].data.astype(tables[i].grad.dtype)
+        elif i not in split.formulas:
+            rows[i], olds[i] = look_up(tables[i])
+            rest.put(i, owners, olds[i])
+
+    # Update: what is not of rows, or of those that depend on each other.
+    results, shared = split.rest(rest)
+    made = Leaves([*map(Update, results.grads)], [*results.state], results.params)
+
+    # Write back.
+    for i, table in tables.items():
+        if i in split.formulas:
+            args = table, rows.get(i), split.shapes.of_table(i, owners), shared[i]
+            new = step(split.formulas[i], *args, adds_to_param=adds_to_params)
+        else:
+            new = write(table, rows[i], olds[i], results.of_table(i, owners))
+        made.put(i, owners, new)
+    return made
+
+
+def _none(x: Any) -> Any:
     return None
 
 
-def _touched_rows(grad: Any, param: Any, n_sparse: int) -> Rows:
-    """The touched rows of a gradient, in its type; none of `None`."""
-    if grad is None:
-        none = jnp.zeros(
-            [0, *param.shape[1:]], jax.dtypes.canonicalize_dtype(param.dtype)
-        )
-        count = jnp.zeros([], jnp.int32)
-        return Rows(jnp.zeros([0, n_sparse], jnp.int32), none, count)
-    rows = touched_rows(grad, accumulator_dtype(grad.dtype))
-    data = rows.data.astype(grad.dtype)
-    return rows._replace(
-        data=data if param is None else shard_columns_like(param, data)
-    )
-
-
-def _widened(table: jax.Array, result: jax.Array) -> jax.Array:
-    """An array of the state, in the type that the transformation makes it of.
-
-    A float32 gradient widens the momentum of a float16 parameter in optax, once. What
-    would be narrower stays as it is: other rows keep their bits.
-    """
-    dtypes = result.dtype, table.dtype
-    if all(jnp.issubdtype(x, jnp.floating) for x in dtypes):
-        new, old = (jnp.finfo(x).bits for x in dtypes)
-        return table.astype(result.dtype) if new > old else table
-    return table
-
-
-def _run_in_types(
-    row_fn: RowFunction,
-    dtypes: tuple[Any, ...],
-    data: jax.Array,
-    old: Tables,
-    *args: Any,
-) -> tuple[jax.Array, Tables]:
-    """A function of rows that were widened, of these in the types that they had."""
-    cast = [x.astype(t) for x, t in zip((data, *old), dtypes, strict=False)]
-    return row_fn(cast[0], (*cast[1:], *old[len(cast) - 1 :]), *args)
-
-
-def _either(x: Any, of_some: Any, of_none: Any) -> Any:
-    return of_none if x is None else of_some
+def _either(x: Any, other: Any) -> Any:
+    return other if x is None else x
 
 
 def lazy(
@@ -158,8 +200,7 @@ def lazy(
     if type(inner.update) is DenseUpdate:  # of a formula, so there is nothing to find
         return optax.GradientTransformationExtraArgs(inner.init, inner.update.of_rows)
     transformation = optax.with_extra_args_support(inner)
-    known: dict[Any, list[int | None]] = {}
-    of_none: dict[Any, list[Any]] = {}
+    probe = Probe(transformation.init)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
@@ -170,111 +211,24 @@ def lazy(
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
-        params: optax.Params | None = None,
+        params: optax.Params | None,
+        *,
+        adds_to_params: bool,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        treedef: Any
-        state_treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        leaves, state_treedef = jax.tree.flatten(state)
-        param_leaves: list[Any] = [None] * len(grads)
-        if params is not None:
-            param_leaves = leaves_like(treedef, params, "Parameters", "gradients")
-        # Leaves that are updated by rows, by their places. Dense ones stay whole, and
-        # pass through the same call of the inner transformation.
-        shaped_like = param_leaves
-        if any(grad is None for grad in grads):
-            given = treedef, grads, param_leaves, leaves
-            found = shapes_of_none(transformation.init, *given, of_none)
-            shaped_like = [*map(_either, grads, param_leaves, found)]
-        each = map(_table_size, grads, shaped_like)
-        sizes = {i: size for i, size in enumerate(each) if size is not None}
-        if not sizes:
-            return transformation.update(updates, state, params, **extra_args)
-        # One flat list: gradients, state, parameters. The results are updates and new
-        # state, so that a result has the place of the array that it replaces.
-        arrays = [*grads, *leaves, *param_leaves]
-        num_grads, num_results = len(grads), len(grads) + len(leaves)
+    ) -> Updated:
+        trees, leaves = Trees.of(updates, state, params)
+        update = functools.partial(trees.update, transformation, extra_args)
+        shaped, of_state = _shaped_like(probe, trees, leaves)
+        tables = _table_sizes(leaves, shaped)
+        if tables:
+            owners = probe.owners(update, trees, of_state, tables, extra_args)
+            args = update, shaped, owners, [*tables]
+            results = _update_tables(*args, adds_to_params=adds_to_params)
+        else:
+            results = update(leaves)
+            results = results._replace(grads=[*map(Update, results.grads)])
+        return trees.grads, results.grads, trees.state.unflatten(results.state)
 
-        def update(arrays: list[Any]) -> list[Any]:
-            """An ordinary dense update, of whole arrays or of touched rows."""
-            updates, state = transformation.update(
-                treedef.unflatten(arrays[:num_grads]),
-                state_treedef.unflatten(arrays[num_grads:num_results]),
-                None if params is None else treedef.unflatten(arrays[num_results:]),
-                **extra_args,
-            )
-            flat = state_treedef.flatten_up_to(state)
-            return [*treedef.flatten_up_to(updates), *flat]
-
-        # Look the touched rows up, of gradients, state and parameters. `owners` says of
-        # each array which table it has rows of. For table 0 and a bias under Adam:
-        # gradients [0, None], count, mu, nu [None, 0, None, 0, None], params [0, None].
-        gradients = map(_either, grads, grads, shaped_like)
-        known_params = map(_either, shaped_like, param_leaves, itertools.repeat(None))
-        sought = treedef, [*gradients, *leaves, *known_params], sizes, extra_args
-        owners = probe(transformation.init, update, *sought, known)
-        rows = {
-            i: _touched_rows(grads[i], shaped_like[i], sizes[i].n_sparse) for i in sizes
-        }
-
-        def compacted(at: int, x: Any) -> Any:
-            i = owners[at]
-            if i is None:
-                return x
-            if at < num_grads:
-                return rows[i].data
-            x = jnp.asarray(x)  # a parameter may be a number
-            return mask_padding(take_rows(x, rows[i].indices), rows[i].indices, x.shape)
-
-        compact = list(itertools.starmap(compacted, enumerate(arrays)))
-        in_state = range(num_grads, num_results)
-        state_of = {i: [at for at in in_state if owners[at] == i] for i in rows}
-        # Update them. All tables go through one call of the inner transformation, as a
-        # norm is one over all of them. Where it provably treats each row alone, XLA
-        # drops these results, and `map_rows` computes the rows in blocks.
-        # Outside of a program each loop over blocks would be compiled again.
-        traced = [i for i in rows if isinstance(rows[i].data, jax.core.Tracer)]
-        alone = {i for i in traced if rows[i].data.size and state_of[i]}
-        results, row_fns = split_update(
-            lambda some: update([some.get(at, x) for at, x in enumerate(compact)]),
-            {at: compact[at] for at, i in enumerate(owners) if i in alone},
-            owners,
-            num_grads,
-        )
-        # Write them back.
-        for i, (indices, data, _) in rows.items():
-            places = state_of[i]
-            tables = tuple(_widened(arrays[at], results[at]) for at in places)
-            if i in row_fns:
-                # `extra`: what all rows share, as a bias correction or a global norm.
-                row_fn, extra = row_fns[i]
-                read = () if params is None else (param_leaves[i],)
-                dtypes = data.dtype, *(compact[at].dtype for at in places)
-                # `data` is the buffer of the update as well.
-                if results[i].dtype != data.dtype:
-                    wide = accumulator_dtype(data.dtype, results[i].dtype)
-                    data = data.astype(wide)
-                if (data.dtype, *(x.dtype for x in tables)) != dtypes:
-                    row_fn = functools.partial(_run_in_types, row_fn, dtypes)
-                own = rows[i]._replace(data=data)
-                data, news = map_rows(row_fn, own, tables, extra, read=read)
-                data = data.astype(results[i].dtype)
-            else:
-                # Padding is zeros in an update, also where the inner transformation
-                # adds something to every row, as noise.
-                data = mask_padding(results[i], indices, sizes[i].shape)
-                data = prevent_fusion(data)
-                made = (order_after_gather(compact[at], results[at]) for at in places)
-                pairs = zip(tables, made, strict=True)
-                news = tuple(put_rows(table, indices, new) for table, new in pairs)
-            for at, new in zip(places, news, strict=True):
-                results[at] = new
-            results[i] = None
-            if grads[i] is not None:
-                args = grads[i], indices, data
-                results[i] = bcoo_of(*args, is_sorted=True, dtype=data.dtype)
-        state = state_treedef.unflatten(results[num_grads:])
-        return treedef.unflatten(results[:num_grads]), state
-
-    return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update_fn)
+    return optax.GradientTransformationExtraArgs(
+        jit_on_mesh(init_fn), UpdateRows(update_fn)
+    )

@@ -1,6 +1,6 @@
 """Which arrays of an optax state hold rows of a table, and what `lazy` refuses.
 
-Nothing but the transformation can tell. `probe` traces it for tables with other numbers
+Nothing but the transformation can tell. `Probe` traces it for tables with other numbers
 of rows, without memory or computation, and compares. An array of the state whose first
 axis follows the number of rows of a table holds its rows. And a mask or a label may be
 a function of the parameters: inside `lazy` it is called with the touched rows, and one
@@ -13,9 +13,10 @@ by size would choose other leaves than for the table, but has then other operati
 Known limit: choices between leaves for which the same operations are done.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._jax_extras.sharding import mesh_of, shard_axes_like
 from .attempt import attempt
+from .lazy_leaves import Leaves, Trees, shape_of
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
@@ -67,7 +69,7 @@ def check_state(state: Any) -> None:
     jax.tree.leaves(state, is_leaf=check)
 
 
-# Results of `probe` that a transformation keeps.
+# Results that a transformation keeps.
 _MOST_KNOWN = 32
 
 
@@ -89,43 +91,136 @@ class TableSize(NamedTuple):
         return math.prod(self.shape[: self.n_sparse])
 
 
-def probe(
-    init: Callable[[Any], Any],
-    update: Callable[[list[Any]], Any],
-    treedef: Any,
-    arrays: list[Any],
-    tables: dict[int, TableSize],
-    extra_args: dict[str, Any],
-    known: dict[Any, list[int | None]],
-) -> list[int | None]:
-    """Which parameter's rows each array holds, by the parameter's place, if any.
+class Probe:
+    """What is found out about a transformation by tracing it, and kept.
 
-    `init` and `update` are those of the inner transformation; `arrays` the arguments of
-    `update`: gradients, then state, then parameters, of which only shapes and types
-    matter, a parameter's in place of no gradient; `extra_args` what `update` takes
-    beside them. `known` holds some earlier results.
-
-    Raises:
-      ValueError: For a state that does not fit these gradients, or that `lazy` cannot
-        read by rows, or an update that depends on the number of rows.
+    Outside of `jit` each step asks, with the same shapes.
     """
-    shapes, count = [*map(_shape_of, arrays)], treedef.num_leaves
-    for i in range(count):
-        shapes[i] = shapes[i - count] if shapes[i] is None else shapes[i]
-    # Outside of `jit` each step comes here, with the same shapes.
-    key = treedef, str(shapes), tuple(tables.items()), _kind_of(extra_args)
-    if key not in known:
-        if len(known) >= _MOST_KNOWN:  # a new function in each step has a new key
-            del known[next(iter(known))]
-        params, leaves = shapes[:count], shapes[count : len(shapes) - count]
-        own = [i if i in tables else None for i in range(count)]
-        read = [
-            None if x is None else i for i, x in zip(own, shapes[-count:], strict=True)
-        ]
-        owners = [*own, *find_owners(init, treedef, tables, params, leaves), *read]
-        _check_same_operations(update, shapes, owners, tables)
-        known[key] = owners
-    return known[key]
+
+    def __init__(self, init: Callable[[Any], Any]):
+        self._init = init
+        self._owners: dict[Any, Leaves[int | None]] = {}
+        self._params: dict[Any, list[Any]] = {}
+
+    def owners(
+        self,
+        update: Callable[[Leaves[Any]], Leaves[Any]],
+        trees: Trees,
+        leaves: Leaves[Any],
+        tables: dict[int, TableSize],
+        extra_args: dict[str, Any],
+    ) -> Leaves[int | None]:
+        """Which table's rows each leaf holds, if any.
+
+        Args:
+          update: `Trees.update` of the transformation.
+          trees: The structures.
+          leaves: Its arguments, of which only shapes and types matter; in the place of
+            no gradient the parameter's.
+          tables: The tables.
+          extra_args: What `update` takes beside them.
+
+        Raises:
+          ValueError: For a state that does not fit these gradients, or that `lazy`
+            cannot read by rows, or an update that depends on the number of rows.
+        """
+        shapes = leaves.map(shape_of)
+        key = trees.grads, str(shapes), tuple(tables.items()), _kind_of(extra_args)
+        if key not in self._owners:
+            _make_room(self._owners)
+            of_grads = [i if i in tables else None for i in range(len(shapes.grads))]
+            pairs = zip(of_grads, shapes.params, strict=True)
+            owners = Leaves(
+                of_grads,
+                find_owners(
+                    self._init, trees.grads, tables, shapes.grads, shapes.state
+                ),
+                [None if x is None else i for i, x in pairs],
+            )
+            _check_same_operations(update, shapes, owners, tables)
+            self._owners[key] = owners
+        return self._owners[key]
+
+    def shapes_of_none(self, trees: Trees, leaves: Leaves[Any]) -> list[Any]:
+        """The shapes of parameters whose gradient is `None`, where there is one.
+
+        `None` where there is none, and in the places of all other gradients. The state
+        was made for the parameters, and decides: what `update` is given may hold none
+        of them, or leaves that are not trained, if the transformation does not read
+        them.
+
+        Raises:
+          ValueError: If neither the parameters nor the state tell.
+        """
+        grads, state = [*map(shape_of, leaves.grads)], [x.shape for x in leaves.state]
+        missing = [i for i, x in enumerate(grads) if x is None]
+        params = leaves.params
+        named = {i: shape_of(x) for i in missing if _has_shape(x := params[i])}
+        key = trees.grads, str(grads), str(named), str(state)
+        if key not in self._params:
+            _make_room(self._params)
+            shapes = self._shapes_of(trees.grads, grads, named, leaves.state)
+            if shapes is None and not named:
+                raise ValueError(
+                    "lazy needs the parameters where a gradient is None and the state "
+                    "does not tell their shapes. Call update(updates, state, params)."
+                )
+            shapes = named if shapes is None else shapes
+            self._params[key] = [shapes.get(i) for i in range(len(grads))]
+        return self._params[key]
+
+    def _shapes_of(
+        self,
+        treedef: Any,
+        grads: list[Any],
+        named: dict[int, Any],
+        state: list[Any],
+    ) -> dict[int, Any] | None:
+        """Shapes in the places of no gradients, of which a state is like this one."""
+        expected = [x.shape for x in state]
+
+        def new_shapes(shapes: dict[int, Any]) -> list[tuple[int, ...]]:
+            params = treedef.unflatten([shapes.get(i, x) for i, x in enumerate(grads)])
+            return [
+                x.shape for x in jax.tree.leaves(jax.eval_shape(self._init, params))
+            ]
+
+        def guesses() -> Iterator[dict[int, Any]]:
+            yield named
+            is_real = {
+                i: x for i, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)
+            }
+            yield is_real
+            yield {}
+            # Vectors of sizes that nothing has stand for the parameters: where a new
+            # state holds [1009], the given one holds an array of the shape that is
+            # sought, or, if it has one number for each row, of its first axis: of
+            # several the longest.
+            unused = _unused_sizes([*state, *grads])
+            missing = [i for i, x in enumerate(grads) if x is None]
+            vectors = {
+                i: jax.ShapeDtypeStruct((next(unused),), jnp.float32) for i in missing
+            }
+            shapes, made = dict(vectors), new_shapes(vectors)
+            if len(made) == len(expected):
+                for i, vector in vectors.items():
+                    pairs = zip(state, made, strict=True)
+                    rows = [x for x, shape in pairs if shape == vector.shape]
+                    shapes[i] = shape_of(max(rows, key=jnp.ndim)) if rows else vector
+            yield shapes
+
+        return next((x for x in guesses() if new_shapes(x) == expected), None)
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    if len(kept) >= _MOST_KNOWN:  # a new function in each step has a new key
+        del kept[next(iter(kept))]
+
+
+def _unused_sizes(arrays: list[Any]) -> Iterator[int]:
+    """Sizes that no axis of these arrays has."""
+    used = {size for x in arrays if x is not None for size in x.shape}
+    return (size for size in itertools.count(1009) if size not in used)
 
 
 def _kind_of(extra_args: dict[str, Any]) -> Any:
@@ -149,22 +244,30 @@ def find_owners(
     leaves: list[Any],
     name: str = "lazy",
 ) -> list[int | None]:
-    """`probe` of `init`, for parameters and a state of these shapes.
+    """Which table's rows each array of a state holds, by the table's place, if any.
 
-    `name` says in errors who needs it.
+    Args:
+      init: That of the transformation.
+      treedef: The structure of the parameters.
+      tables: The tables among them.
+      shapes: Shapes and types of the parameters.
+      leaves: The arrays of the state.
+      name: Who needs it, for errors.
+
+    Raises:
+      ValueError: For a state of other shapes, or whose rows lie along another axis.
     """
     # Sizes that no parameter has: a [1000, 4] table is traced as [1009, 4]. What is
     # then [1009, 4] or [1009] in the state holds its rows; a count, [], does not.
     # Two tables of equal sizes, [1000, 4] both, are traced as [1009, 4] and [1010, 4],
     # so that an array of the state follows one of them.
-    used = {size for shape in shapes if shape is not None for size in shape.shape}
-    unused = (size for size in itertools.count(1009) if size not in used)
+    unused = _unused_sizes(shapes)
     sizes = {i: next(unused) for i in tables}
-    others = _resized(shapes, range(len(shapes)), tables, sizes)
+    resized = [_resized(x, i, tables, sizes) for i, x in enumerate(shapes)]
 
-    def owner(path: Any, leaf: Any, other: Any) -> int:
+    def owner(path: Any, leaf: Any, other: Any) -> int | None:
         if leaf.shape == other.shape:
-            return -1
+            return None
         for i, table in tables.items():
             # With n_sparse == 2, the sizes [30, 40] became one, [1009]. Only an array
             # with both in front has a row for each index.
@@ -180,108 +283,50 @@ def find_owners(
             "parameters."
         )
 
-    states = [jax.eval_shape(init, treedef.unflatten(x)) for x in (shapes, others)]
-    kinds: list[Any] = list(map(jax.tree.structure, states))
-    if kinds[0] != kinds[1]:
+    state, other = (
+        jax.eval_shape(init, treedef.unflatten(x)) for x in (shapes, resized)
+    )
+    structures: list[Any] = [*map(jax.tree.structure, (state, other))]
+    if structures[0] != structures[1]:
         some = next(iter(tables))
         raise _size_error(tables[some].num_rows, sizes[some])
-    expected = [leaf.shape for leaf in jax.tree.leaves(states[0])]
-    given = [leaf.shape for leaf in leaves]
-    if given != expected:
+    pairs = jax.tree_util.tree_leaves_with_path(state)
+    expected = [leaf.shape for _, leaf in pairs]
+    got = [leaf.shape for leaf in leaves]
+    if got != expected:
         raise ValueError(
             "lazy needs gradients of the shapes of the parameters; for such gradients "
             f"the inner state would hold arrays of shapes {expected}, but it holds "
-            f"{given}."
+            f"{got}."
         )
-    owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(owner, *states))
-    return [None if i < 0 else i for i in owners]
-
-
-def shapes_of_none(
-    init: Callable[[Any], Any],
-    treedef: Any,
-    grads: list[Any],
-    params: list[Any],
-    leaves: list[Any],
-    known: dict[Any, Any],
-) -> list[Any]:
-    """The shapes of parameters whose gradient is `None`, where there is one.
-
-    `None` where there is none, and in the places of all other gradients. The state was
-    made for the parameters, and decides: what `update` is given may hold none of them,
-    or leaves that are not trained, if the transformation does not read them.
-
-    Args:
-      init: That of the transformation.
-      treedef: The structure of the gradients.
-      grads: The gradients.
-      params: The parameters, or `None` for each.
-      leaves: The arrays of the state.
-      known: Some earlier results.
-
-    Raises:
-      ValueError: If neither the parameters nor the state tell.
-    """
-    shapes, given = [*map(_shape_of, grads)], [leaf.shape for leaf in leaves]
-    missing = [i for i, x in enumerate(shapes) if x is None]
-    named = {i: _shape_of(x) for i in missing if _has_shape(x := params[i])}
-    key = treedef, str(shapes), str(named), str(given)
-    if key in known:
-        return known[key]
-
-    def new_shapes(found: dict[int, Any]) -> list[tuple[int, ...]]:
-        state = init, treedef.unflatten([found.get(i, x) for i, x in enumerate(shapes)])
-        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(*state))]
-
-    def guesses() -> Iterator[dict[int, Any]]:
-        yield named
-        yield {i: x for i, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-        yield {}
-        # Vectors of sizes that nothing has stand for the parameters: where a new state
-        # holds [1009], the given one holds an array of the shape that is sought, or, if
-        # it has one number for each row, of its first axis: of several the longest.
-        used = {size for x in (*leaves, *shapes) if x is not None for size in x.shape}
-        unused = (size for size in itertools.count(1009) if size not in used)
-        found = {i: jax.ShapeDtypeStruct((next(unused),), jnp.float32) for i in missing}
-        made = new_shapes(found)
-        if len(made) == len(given):
-            for i, x in found.items():
-                own = [y for y, z in zip(leaves, made, strict=True) if z == x.shape]
-                found[i] = _shape_of(max(own, key=jnp.ndim)) if own else x
-        yield found
-
-    fits = (x for x in guesses() if new_shapes(x) == given)
-    found = next(fits, None)
-    if found is None and not named:
-        raise ValueError(
-            "lazy needs the parameters where a gradient is None and the state does not "
-            "tell their shapes. Call update(updates, state, params)."
-        )
-    own = [(named if found is None else found).get(i) for i in range(len(grads))]
-    return known.setdefault(key, own)
+    triples = zip(pairs, jax.tree.leaves(other), strict=True)
+    return [owner(*pair, leaf) for pair, leaf in triples]
 
 
 def _check_same_operations(
-    update: Callable[[list[Any]], Any],
-    shapes: list[Any],
-    owners: list[int | None],
+    update: Callable[[Leaves[Any]], Any],
+    shapes: Leaves[Any],
+    owners: Leaves[int | None],
     tables: dict[int, TableSize],
 ) -> None:
     """Raises unless an update does to the touched rows what it does to a table."""
+
+    def operations(num_rows: dict[int, int]) -> list[Any]:
+        resized = functools.partial(_resized, tables=tables, num_rows=num_rows)
+        return _operations(update, shapes.map(resized, owners))
+
     rows = {i: table.num_rows for i, table in tables.items()}
     # Two rows for none: of arrays without elements JAX computes less.
     few = {i: table.nse or min(2, table.num_rows) for i, table in tables.items()}
-    whole = _resized(shapes, owners, tables, rows)
-    expected, error = attempt(_operations, update, whole)
+    expected, error = attempt(operations, rows)
     if error is not None:  # it takes no tables, so there is nothing to compare with
         return
     largest = tables[max(rows, key=lambda i: rows[i])]
     # The mask of the module's example: (mul, add) of the table, nothing of few rows.
-    touched = _resized(shapes, owners, tables, few)
-    found, error = attempt(_operations, update, touched)
+    of_few, error = attempt(operations, few)
     if error is not None:
         raise _size_error(largest.num_rows, largest.nse, error) from error
-    if found != expected:
+    if of_few != expected:
         raise _size_error(largest.num_rows, largest.nse)
 
 
@@ -318,33 +363,17 @@ def _size_error(rows: int, nse: Any, cause: Any = None) -> ValueError:
 
 
 def _resized(
-    shapes: list[Any],
-    owners: Iterable[int | None],
-    tables: dict[int, TableSize],
-    num_rows: dict[int, int],
-) -> list[Any]:
-    """The shapes, of which those with rows of a table have so many, along one axis."""
-
-    def resized(x: Any, i: Any) -> Any:
-        if x is None or i not in num_rows:
-            return x
-        shape = (num_rows[i], *x.shape[tables[i].n_sparse :])
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    return list(map(resized, shapes, owners))
+    x: Any, owner: int | None, tables: dict[int, TableSize], num_rows: dict[int, int]
+) -> Any:
+    """A shape; if it is of rows of a table, with so many of these, along one axis."""
+    if x is None or owner is None or owner not in num_rows:
+        return x
+    shape = (num_rows[owner], *x.shape[tables[owner].n_sparse :])
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _has_shape(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, int | float | complex)
-
-
-def _shape_of(x: Any) -> Any:
-    if x is None:
-        return None
-    # A NumPy array of 64-bit numbers has the type that it gets as an array of JAX.
-    dtype = jnp.result_type(x) if jnp.isscalar(x) else x.dtype
-    dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
 def shard_state_like(
@@ -357,7 +386,7 @@ def shard_state_like(
     leaves, structure = jax.tree.flatten(state)
     if mesh_of(*arrays).empty:
         return state
-    shapes, held = ([*map(_shape_of, some)] for some in (arrays, leaves))
+    shapes, held = ([*map(shape_of, some)] for some in (arrays, leaves))
     tables = {i: TableSize(x.shape, 1, 0) for i, x in enumerate(shapes) if x.shape}
     try:
         owners = find_owners(inner.init, treedef, tables, shapes, held)

@@ -22,22 +22,21 @@ once. An operation without a rule makes its results opaque: a missing rule costs
 and never changes a value.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from .._jax_extras.jaxprs import (
     ELEMENTWISE,
-    Equation,
     FlatJaxpr,
     name_and_params,
     run_equations,
 )
-from .._rows.map_rows import RowFunction, Tables
+from .lazy_leaves import Leaves, OfTable
+from .row_formula import RowFormula
 
 _UNIFORM = -1  # in place of the index of a table
 _NO_TABLES: frozenset[int] = frozenset()
@@ -119,94 +118,140 @@ def _classify(program: FlatJaxpr, inputs: dict[int, _Value]) -> dict[int, _Value
     return values
 
 
+class Split(NamedTuple):
+    """An update of compact trees, apart as far as it provably treats each row alone.
+
+    Attributes:
+      shapes: Shapes and types of its results.
+      formulas: For each table whose rows are treated alone, what is computed of each.
+      summed: Those of these tables whose gradients something else reads than their own
+        rows, as a global norm does.
+      rest: `rest(rows)`, of the rows of all other tables and of the gradients of those
+        in `summed`: all other results, and for each formula what its rows share.
+    """
+
+    shapes: Leaves[Any]
+    formulas: dict[int, RowFormula]
+    summed: set[int]
+    rest: Callable[[Leaves[Any]], tuple[Leaves[Any], dict[int, list[jax.Array]]]]
+
+
 def split_update(
-    update: Callable[[dict[int, jax.Array]], list[Any]],
-    rows: dict[int, jax.Array],
-    owners: list[int | None],
-    num_grads: int,
-) -> tuple[list[Any], dict[int, tuple[RowFunction, list[jax.Array]]]]:
-    """Splits an update as far as it provably treats each row alone.
+    update: Callable[[Leaves[Any]], Leaves[Any]],
+    rows: Leaves[Any],
+    owners: Leaves[int | None],
+) -> Split:
+    """Traces an update, and splits it.
 
     Args:
-      update: Returns new arrays in the order of `owners`, but not for the last ones,
-        the parameters.
-      rows: Its argument: compact arrays of tables, by their places in `owners`.
-      owners: For each array, gradients first, the table whose rows it has, or `None`.
-      num_grads: How many of them are gradients; the rows of all others are gathered.
-
-    Returns:
-      The results of the update; and for each table that is updated row by row its
-      function for `map_rows`, with the values that this takes besides rows. The results
-      of such a table are not used, and then XLA computes nothing for them.
+      update: A function of compact arrays of tables.
+      rows: Shapes and types of these arrays, `None` for all other leaves.
+      owners: The table whose rows a leaf holds.
     """
-    if not rows:
-        return update(rows), {}
-    compiled = jax.jit(update)  # of which JAX keeps the jaxpr for the second call
-    closed = jax.make_jaxpr(compiled)(rows)
-    results = compiled(rows)
-    if closed.effects:  # they happen once, and in order
-        return results, {}
+    if not jax.tree.leaves(rows):
+        return Split(rows, {}, set(), lambda rows: (update(rows), {}))
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)(rows)
     program = FlatJaxpr(closed)
-    value_of = dict(zip(rows, program.inputs, strict=True))
-    treedef: Any = jax.tree.structure(results)
-    results_at = treedef.unflatten(program.outputs)
-    places: dict[Any, list[int]] = {}
-    known = {}
-    for at, value_id in value_of.items():
-        i: Any = owners[at]
-        places.setdefault(i, []).append(at)
-        known[value_id] = _Value(i, _NO_TABLES if at < num_grads else frozenset([i]))
-    values = _classify(program, known)
+    of_rows: Any = jax.tree.structure(rows)
+    of_results: Any = jax.tree.structure(shapes)
+    inputs: Leaves[Any] = of_rows.unflatten(program.inputs)
+    outputs: Leaves[Any] = of_results.unflatten(program.outputs)
+    tables = [i for i, x in enumerate(rows.grads) if x is not None]
+    if closed.effects:  # they happen once, and in order
+        tables = []
+    olds = {i: inputs.of_table(i, owners) for i in tables}
+    news = {i: outputs.of_table(i, owners) for i in tables}
+    values = _classify(program, _of_inputs(inputs, owners))
 
     def is_by_row(i: int) -> bool:
-        """Whether all results of this table are rows, like those that they replace."""
+        """Whether all results of a table are rows of it, like those they replace."""
+        pairs = (x.of_table(i, owners) for x in (shapes, rows))
         return all(
-            isinstance(results_at[at], int)
-            and values[results_at[at]].kind in (i, _UNIFORM)
-            and values[results_at[at]].is_by_row
-            and results[at].shape == rows[at].shape
-            for at in places[i]
-            if at < len(results)
+            isinstance(value_id, int)
+            and values[value_id].kind in (i, _UNIFORM)
+            and values[value_id].is_by_row
+            and new.shape == old.shape
+            for value_id, new, old in zip(*map(_rows, (news[i], *pairs)), strict=True)
         )
 
+    alone = set(filter(is_by_row, tables))
     # A table is updated by itself unless something else reads its gathered rows: the
     # result of another table, or one that is not of rows.
-    by_row = set(filter(is_by_row, places))
-    # The parameters, last in `owners`, have no results.
-    pairs = zip(results_at, owners, strict=False)
-    others = [result for result, i in pairs if i not in by_row]
-    read = (values[value_id].reads for value_id in jax.tree.leaves(others))
-    row_fns: dict[int, RowFunction] = {}
-    extra_at = {}
-    for i in sorted(by_row.difference(*read)):
-        outputs = [results_at[at] for at in places[i] if at < len(results)]
-        # From the new rows back to rows, which blocks gather, and to opaque values,
-        # which are computed once: in Adam the bias corrections.
-        equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
-        extra_at[i] = [n for n in starts if values[n].kind is None]
-        inputs = [*(value_of[at] for at in places[i]), *extra_at[i]]
-        given = equations, program.literals, inputs, outputs
-        row_fns[i] = functools.partial(_run_at_rows, *given)
-    # These equations are traced a second time, as the results contain them, too. XLA
-    # merges equal operations.
-    equations, _ = program.slice(jax.tree.leaves(extra_at))
-    known_rows = {value_of[at]: x for at, x in rows.items()}
-    env = run_equations(equations, program.literals | program.consts | known_rows)
-    extra = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), extra_at)
-    return results, {i: (row_fns[i], extra[i]) for i in row_fns}
+    rest = jax.tree.leaves(_without(alone, outputs, owners))
+    alone = alone.difference(*(values[value_id].reads for value_id in rest))
+    formulas, shared = {}, {}
+    for i in sorted(alone):
+        dtypes = [x.dtype for x in _rows(rows.of_table(i, owners))]
+        formulas[i], shared[i] = _formula(program, olds[i], news[i], dtypes, values)
+    wanted = _without(alone, outputs, owners), shared
+    equations, starts = program.slice(jax.tree.leaves(wanted))
+
+    def run(rows: Leaves[Any]) -> tuple[Leaves[Any], dict[int, list[jax.Array]]]:
+        if not alone:
+            results = jaxpr_as_fun(closed)(*jax.tree.leaves(rows))
+            return of_results.unflatten(results), {}
+        # The equations of what rows share are traced a second time, as those of rows
+        # may contain them, too. XLA merges equal operations.
+        arrays = _by_id(inputs, rows)
+        env = run_equations(equations, program.literals | program.consts | arrays)
+        made: tuple[Leaves[Any], dict[int, list[jax.Array]]]
+        made = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), wanted)
+        return made
+
+    summed = {i for i in alone if olds[i].grad in starts}
+    return Split(shapes, formulas, summed, run)
 
 
-def _run_at_rows(
-    equations: list[Equation],
-    literals: dict[int, Any],
-    inputs: list[int],
-    outputs: list[int],
-    data: jax.Array,
-    old: Tables,
-    extra: list[Any],
-) -> tuple[jax.Array, Tables]:
-    """The row function of a table, from the equations that compute its results."""
-    given = zip(inputs, (data, *old, *extra), strict=True)
-    env = run_equations(equations, literals | dict(given), len(data))
-    update, *new = (env[value_id] for value_id in outputs)
-    return update, tuple(new)
+def _rows(of_table: OfTable[Any]) -> list[Any]:
+    return [of_table.grad, *of_table.state]
+
+
+def _by_id(inputs: Leaves[Any], xs: Leaves[Any]) -> dict[int, Any]:
+    """What there is for each compact array, by the id of its value."""
+    return {
+        value_id: x
+        for columns in zip(inputs, xs, strict=True)
+        for value_id, x in zip(*columns, strict=True)
+        if value_id is not None and x is not None
+    }
+
+
+def _of_inputs(inputs: Leaves[Any], owners: Leaves[int | None]) -> dict[int, _Value]:
+    """What is known of the compact arrays: all but gradients are gathered."""
+    gathered = owners.map(lambda i: _Value(i, frozenset([i] if i is not None else [])))
+    grads = [*map(_Value, owners.grads)]
+    return _by_id(inputs, gathered._replace(grads=grads))
+
+
+def _without(
+    tables: set[int], outputs: Leaves[Any], owners: Leaves[int | None]
+) -> Leaves[Any]:
+    """The results but those of some tables."""
+
+    def other(x: Any, owner: int | None) -> Any:
+        return None if owner in tables else x
+
+    return outputs.map(other, owners)
+
+
+def _formula(
+    program: FlatJaxpr,
+    olds: OfTable[Any],
+    news: OfTable[Any],
+    dtypes: list[Any],
+    values: dict[int, _Value],
+) -> tuple[RowFormula, list[int]]:
+    """What is computed of the rows of a table, and of which values beside them.
+
+    From the new rows back to rows, which are looked up, and to opaque values, which
+    are computed once: in Adam the bias corrections.
+    """
+    outputs = _rows(news)
+    equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
+    shared = [n for n in starts if values[n].kind is None]
+    reads_param = olds.param in starts
+    inputs = [*_rows(olds), *[olds.param] * reads_param, *shared]
+    formula = RowFormula(
+        equations, program.literals, inputs, outputs, dtypes, reads_param=reads_param
+    )
+    return formula, shared

@@ -103,14 +103,16 @@ def _update_leaf(
 ) -> tuple[Update, Tables]:
     """`by_leaf.update_leaf`, of all touched rows at once."""
     dtype, shape = step.size.dtype, grad.shape
+    # JAX keeps `compute` with the program, so that it must hold no array of it.
+    dtypes = [x.dtype for x in moments]
 
     def compute(
         grad: jax.Array, rows: Tables, step: AdafactorScalars, num_rows: Any
     ) -> tuple[Any, Tables]:
         rows = tuple(x.astype(dtype) for x in rows)
         update, news = _adafactor(grad, rows, step, num_rows)
-        pairs = zip(news, moments, strict=True)
-        return update, tuple(new.astype(old.dtype) for new, old in pairs)
+        pairs = zip(news, dtypes, strict=True)
+        return update, tuple(new.astype(low) for new, low in pairs)
 
     if not is_bcoo(grad):
         num_rows = jnp.asarray(math.prod(shape[:1]))

@@ -14,7 +14,7 @@ Updated = tuple[Any, list[Update], Any]
 
 
 class UpdateRows:
-    """The `update` of an optimiser of rows: `lazy(by_leaf(...))`, and exact Adam.
+    """The `update` of an optimiser of rows: what `lazy` makes, and exact Adam.
 
     `make_train_step` and `flax_nnx.update` know it by its type: where `tx.update` is
     one, nothing stands between the optimiser and the addition that could see an update,
@@ -35,30 +35,38 @@ class UpdateRows:
     ) -> tuple[optax.Updates, optax.OptState]:
         """The updates and the new state, as the optimiser says.
 
-        Takes any further argument by keyword, and reads none of them.
+        Takes any further argument by keyword: for what is inside of `lazy`.
         """
-        treedef, made, new = self._update(updates, state, params, adds_to_params=False)
+        args = updates, state, params
+        treedef, made, new = self._update(*args, adds_to_params=False, **extra_args)
         return treedef.unflatten([x.change for x in made]), new
 
     def add_to_params(
-        self, updates: optax.Updates, state: optax.OptState, params: optax.Params
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        **extra_args: Any,
     ) -> tuple[optax.Params, optax.OptState]:
         """The new parameters and the new state: `update`, then `apply_updates`.
 
-        With the same bits. The kernel for CPUs adds row-sparse updates to tables while
-        it computes them, where it knows the types: float32 and one sparse axis, in a
-        process with one device. All other updates are computed first, and then added.
+        With the same bits. Float32 updates of rows are added in the step of their
+        table, by the kernel for CPUs while it computes them, where it knows the types:
+        float32 and one sparse axis, in a process with one device. All other updates are
+        computed first, and then added.
 
         Args:
           updates: The gradients, as `update` takes them.
           state: The state.
           params: The parameters. Under `jit` donate them, and the state.
+          **extra_args: As `update` takes them.
 
         Raises:
           TypeError: As `update` and `apply_updates` do.
           ValueError: Likewise.
         """
-        treedef, made, new = self._update(updates, state, params, adds_to_params=True)
+        args = updates, state, params
+        treedef, made, new = self._update(*args, adds_to_params=True, **extra_args)
         olds = leaves_like(treedef, params, "Parameters", "gradients")
         pairs = zip(olds, made, strict=True)
         news = [add_to_param(old, x.change) if x.param is None else x.param

@@ -4,6 +4,8 @@
 is below the optimisers knows `Entries` and `Rows`; `bcoo_of` makes an update of rows.
 """
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +18,6 @@ from .bag_gradient import BagEntries
 from .canary import CanaryBCOO, copy_with, entries, maker_of
 from .duplicates import Sums, sum_duplicates
 from .padding import expand_like, in_bounds, pad_indices
-
-# A gradient that is open: no canary is to be looked at, all devices have all entries,
-# the values are of the type that is computed in, and the indices hold padding.
-Entries = BCOO | BagEntries
 
 
 class Rows(NamedTuple):
@@ -35,6 +33,34 @@ class Rows(NamedTuple):
     indices: jax.Array
     data: jax.Array
     count: jax.Array  # type: ignore[assignment]  # tuple has a method count
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("shape",)
+)
+@dataclasses.dataclass(frozen=True)
+class SummedEntries:
+    """The entries of a gradient that were added up before: its touched rows.
+
+    Attributes:
+      rows: Those rows.
+      shape: Of the table.
+    """
+
+    rows: Rows
+    shape: tuple[int, ...]
+
+    indices_sorted, unique_indices = False, True
+    indices = property(lambda self: self.rows.indices)
+    data = property(lambda self: self.rows.data)
+    dtype = property(lambda self: self.rows.data.dtype)
+    nse = property(lambda self: len(self.rows.indices))
+    n_sparse = property(lambda self: self.rows.indices.shape[1])
+
+
+# A gradient that is open: no canary is to be looked at, all devices have all entries,
+# the values are of the type that is computed in, and the indices hold padding.
+Entries = BCOO | BagEntries | SummedEntries
 
 
 def widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -84,6 +110,8 @@ def sum_entries(grad: Entries, by: Sums | None = None) -> Rows:
     A gradient with the flag `unique_indices` is not checked: nothing is summed or
     sorted, and its entries keep their order.
     """
+    if isinstance(grad, SummedEntries):
+        return grad.rows
     indices, data = grad.indices, grad.data
     slot = jnp.arange(grad.nse, dtype=jnp.int32)
     if grad.unique_indices or grad.nse == 0:

@@ -1,8 +1,10 @@
 """`RowOps` by the kernel for CPUs, where it knows the types; else by XLA."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,32 @@ from .map_rows import Tables
 from .row_ops import Formula, RowOps, Update, where
 from .source import Bounds, Source
 
-# What each formula takes of the kernel's types: "low", moments of float32 or bfloat16;
-# "single", one number a row of float32 as its last moment, and a parameter that it
-# reads of float32; "float32", all of float32 but the dates of rows.
-_TAKES = {
-    "adam": "low",
-    "exact_adam": "float32",
-    "rowwise_adagrad": "single",
-    "rowwise_adam": "single",
+
+class Call(NamedTuple):
+    """A formula in the kernel.
+
+    Attributes:
+      call: `call(entries, tables, read, targets, *args)`: indices and values of the
+        update, each row once in any order, or where `targets` holds the parameter, the
+        new one; and the new tables.
+      takes: Which of the kernel's types: "low", moments of float32 or bfloat16;
+        "single", one number a row of float32 as its last moment, and a parameter that
+        it reads of float32; "float32", all of float32 but the dates of rows.
+    """
+
+    call: Callable[..., Any]
+    takes: Literal["low", "single", "float32"]
+
+
+def _by_formula(name: str) -> Callable[..., Any]:
+    return functools.partial(native.update_by_formula, name)
+
+
+# The formulas by their names. That of exact Adam is added in `_exact_adam/step.py`.
+CALLS = {
+    "adam": Call(_by_formula("adam"), "low"),
+    "rowwise_adagrad": Call(_by_formula("rowwise_adagrad"), "single"),
+    "rowwise_adam": Call(_by_formula("rowwise_adam"), "single"),
 }
 
 
@@ -41,20 +61,19 @@ def _takes_step(
     targets: Tables,
     *args: Any,
 ) -> bool:
-    if formula.call is None:
+    if formula.name not in CALLS:
         return False
-    assert formula.name is not None
-    kind = _TAKES[formula.name]
-    own, is_single = tuple[jax.Array, ...](), True
+    kind = CALLS[formula.name].takes
+    wide, is_single = tuple[jax.Array, ...](), True
     if kind == "single":
-        own, is_single = (tables[-1], *read), tables[-1].ndim == 1
+        wide, is_single = (tables[-1], *read), tables[-1].ndim == 1
     elif kind == "float32":
-        own = tuple(x for x in (*tables, *read) if x.dtype != jnp.int32)
+        wide = tuple(x for x in (*tables, *read) if x.dtype != jnp.int32)
         is_single = all(x.ndim == 1 for x in tables if x.dtype == jnp.int32)
     floats = [x for x in (*tables, *read, *targets) if x.dtype != jnp.int32]
     return (
         is_single
-        and all(x.dtype == jnp.float32 for x in own)
+        and all(x.dtype == jnp.float32 for x in wide)
         and _takes_entries(entries, *floats)
     )
 
@@ -152,9 +171,10 @@ class KernelOps(RowOps):
         targets: Tables,
         *args: Any,
     ) -> tuple[Update, Tables]:
-        call: Any = formula.call
-        found, tables = call(entries, tables, read, targets, *args)
-        return (Update(param=found) if targets else Update(found)), tables
+        assert formula.name is not None
+        call = CALLS[formula.name].call
+        new, tables = call(entries, tables, read, targets, *args)
+        return (Update(param=new) if targets else Update(new)), tables
 
     @where(_takes_sum)
     def sum(self, entries: Entries) -> Rows:

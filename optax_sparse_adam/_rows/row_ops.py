@@ -28,16 +28,14 @@ class Formula(NamedTuple):
 
     Attributes:
       rows: `rows(data, rows_of_tables, *args)`, what to add to the rows of the
-        parameter, and the new rows of the tables; see `map_rows`.
-      name: Its name in kernels, if it is there.
-      call: `call(entries, tables, read, targets, *args)`, its call of the kernel for
-        CPUs: indices and values of the update, each row once in any order, or where
-        `targets` holds the parameter, the new one; and the new tables.
+        parameter, and the new rows of the tables; see `map_rows`. It treats each row
+        alone, and takes any number of them.
+      name: By which a kernel knows it. The step of a formula with a name leaves the
+        rows of an update in any order; that of another one in ascending order.
     """
 
     rows: RowFunction
     name: str | None = None
-    call: Callable[..., Any] | None = None
 
 
 class Update(NamedTuple):
@@ -104,7 +102,8 @@ class RowOps:
         """One table: adds entries up, looks rows up, computes, and writes them back.
 
         `entries` are the derivatives with respect to the rows that a loss has looked
-        up. `map` is `update`, of all rows at once or in blocks.
+        up, or `SummedEntries`, if something else has needed their sums. `map` is
+        `update`, of all rows at once or in blocks.
 
         Args:
           formula: The dense transformation.

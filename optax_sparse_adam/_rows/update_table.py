@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import mesh_of
-from .entries import Rows, bcoo_of, open_gradient
-from .map_rows import RowFunction, Tables
+from .entries import Entries, Rows, SummedEntries, bcoo_of, open_gradient
+from .map_rows import Tables
 from .row_ops import Formula, RowOps, Update
 from .with_ops import with_ops
 
@@ -23,6 +23,8 @@ def update_table(
     dtype: Any,
     read: Tables = (),
     adds_to: jax.Array | None = None,
+    rows: Rows | None = None,
+    update_dtype: Any = None,
 ) -> tuple[Update, Tables]:
     """The update of the touched rows of a table, and the tables with their new rows.
 
@@ -38,6 +40,8 @@ def update_table(
         tables.
       adds_to: The parameter, if the update may be added to it at once, with the bits of
         `apply_updates`.
+      rows: The touched rows of the gradient, if it was added up before.
+      update_dtype: The type of the update, if it is not the gradient's.
 
     Raises:
       ValueError: If a row of the gradient is less than one of the tables.
@@ -48,15 +52,21 @@ def update_table(
             f"gradient with {grad.n_sparse} sparse axes for a table of shape "
             f"{grad.shape}. Look whole rows up, not their elements."
         )
-    entries, targets = open_gradient(grad, dtype), _targets(adds_to, grad)
+    entries: Entries
+    if rows is None:
+        entries = open_gradient(grad, dtype)
+    else:
+        rows = rows._replace(data=rows.data.astype(dtype))
+        entries = SummedEntries(rows, grad.shape)
+    targets = _targets(adds_to, grad)
     step = functools.partial(_step, formula)
     operands = entries, tables, read, targets, *args
     update, tables = with_ops(step, *operands, sums=True, maps=True, keeps_order=False)
     if targets:
         return update, tables
-    # A kernel leaves each row in the slot of its first entry.
-    is_sorted = formula.call is None
-    return Update(bcoo_of(grad, *update.change, is_sorted=is_sorted)), tables
+    is_sorted = formula.name is None
+    change = bcoo_of(grad, *update.change, is_sorted=is_sorted, dtype=update_dtype)
+    return Update(change), tables
 
 
 def _step(formula: Formula, ops: RowOps, *operands: Any) -> tuple[Update, Tables]:
@@ -95,19 +105,6 @@ def _put(
     ops: RowOps, table: jax.Array, indices: jax.Array, rows: jax.Array
 ) -> jax.Array:
     return ops.put(table, indices, rows)
-
-
-def map_rows(
-    row_fn: RowFunction, rows: Rows, tables: Tables, *args: Any, read: Tables = ()
-) -> tuple[jax.Array, Tables]:
-    """`RowOps.map` of rows that are known."""
-
-    def mapped(ops: RowOps, *operands: Any) -> tuple[jax.Array, Tables]:
-        return ops.map(row_fn, *operands)
-
-    found: tuple[jax.Array, Tables]
-    found = with_ops(mapped, rows, tables, read, *args, maps=True)
-    return found
 
 
 def map_all_rows(function: Callable[..., Tables], tables: Tables, *args: Any) -> Tables:

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows import coalesce, map_rows, update_table
+from optax_sparse_adam._rows import coalesce, map_rows
+from optax_sparse_adam._rows.with_ops import with_ops
 
 from ..helpers.support import (
     TOLERANCE,
@@ -87,6 +88,15 @@ def test_believed_order_in_blocks():
     assert_identical(*tables)
 
 
+def mapped(row_fn, *args):
+    """`RowOps.map` of the operations of this platform."""
+
+    def function(ops, rows, tables):
+        return ops.map(row_fn, rows, tables, ())
+
+    return jax.jit(lambda *args: with_ops(function, *args, maps=True))(*args)
+
+
 @pytest.mark.parametrize("nse", [10, 2 * BLOCK + 10])
 def test_padding_is_zero_whatever_the_formula_gives(nse):
     rng = np.random.default_rng(0)
@@ -94,7 +104,7 @@ def test_padding_is_zero_whatever_the_formula_gives(nse):
     values, indices = random_entries(rng, shape, 1, nse)
     indices[::3] = -1
     rows = coalesce.touched_rows(bcoo(values, indices, shape), jnp.float32)
-    add_one = jax.jit(update_table.map_rows, static_argnums=0)(
+    add_one = mapped(
         lambda data, tables: (data + 1, tuple(table + 1 for table in tables)),
         rows,
         (jnp.zeros(shape), jnp.ones(shape)),
@@ -114,7 +124,7 @@ def test_padding_of_the_last_block_does_not_wrap_around(monkeypatch):
     for ids in ([7, 249, 100, 30, 9], [249, 251, 7, 253, 8]):
         indices = jnp.asarray(ids, jnp.uint8)[:, None]
         values = jnp.where(indices[:, 0] < num_rows, data, 0)
-        _, (table,) = jax.jit(update_table.map_rows, static_argnums=0)(
+        _, (table,) = mapped(
             lambda data, tables: (data, (tables[0] + 1,)),
             coalesce.Rows(indices, values, jnp.int32(5)),
             (jnp.zeros(num_rows),),

@@ -28,6 +28,20 @@ class MadeUp(RowOps):
         return True
 
     def step(self, formula, entries, tables, read, targets, *args):
+        if formula.name is None:  # such as `lazy` finds: any, of one row at a time
+            one = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+                   for x in (entries.data, *tables, *read)]  # fmt: skip
+            data, *rows = one
+            change, news = jax.eval_shape(formula.rows, data, tuple(rows), *args)
+            assert [x.shape for x in (change, *news)] == [x.shape for x in one[:3]]
+            call = jax.ffi.ffi_call("made_up.any", [jax.typeof(x) for x in tables])
+            change, tables = entries.data, tuple(call(*tables, *targets))
+            return (
+                Update(param=targets[0])
+                if targets
+                else Update((entries.indices, change)),
+                tables,
+            )
         if formula.name != "adam" or targets:
             return super().step(formula, entries, tables, read, targets, *args)
         operands = entries.indices, entries.data, *tables, *args[0]
@@ -82,6 +96,7 @@ def programs(function, *args):
     }
 
 
+CLIPPED = osa.lazy(optax.chain(optax.clip_by_global_norm(9.0), optax.adamw(0.1)))
 TABLE = jnp.ones((20, 4))
 GRAD = BCOO((jnp.ones((3, 4)), jnp.array([[3], [7], [3]])), shape=(20, 4))
 
@@ -90,10 +105,13 @@ GRAD = BCOO((jnp.ones((3, 4)), jnp.array([[3], [7], [3]])), shape=(20, 4))
     ("tx", "calls"),
     [
         (osa.sparse_adam(0.1), ["adam", "add"]),
-        (osa.lazy(optax.adam(0.1)), ["add"]),
+        (osa.lazy(optax.adam(0.1)), ["any", "add"]),
+        (osa.lazy(optax.chain(optax.clip(9.0), optax.adamw(0.1))), ["any", "add"]),
+        (CLIPPED, ["any", "add"]),
+        (osa.lazy(optax.lamb(0.1)), ["add"]),  # reads all rows before it updates one
         (osa.exact_adam(0.1), ["add"]),
     ],
-    ids=["sparse_adam", "lazy", "exact_adam"],
+    ids=["sparse_adam", "lazy", "of the rows", "of a norm", "lamb", "exact_adam"],
 )
 def test_kernel_of_a_third_platform(registered, tx, calls):
     def step(grad, state, table):
@@ -101,8 +119,8 @@ def test_kernel_of_a_third_platform(registered, tx, calls):
         return osa.apply_updates(table, update), state
 
     for platform, text in programs(step, GRAD, tx.init(TABLE), TABLE).items():
-        found = [x for x in ("adam", "add") if f"made_up.{x}" in text]
-        assert found == (calls if platform == "cuda" else [])
+        called = [x for x in ("adam", "any", "add") if f"made_up.{x}" in text]
+        assert called == (calls if platform == "cuda" else [])
 
 
 IDS = jnp.array([[3, 7, -1], [2, 3, 25]])
@@ -185,9 +203,20 @@ def test_no_kernel_under_vmap_and_derivatives(registered):
         assert "made_up" not in programs(function, *batch)["cuda"]
 
 
+# Optimisers, and how often a step by hand chooses the operations of a table.
+FORKS = {
+    "sparse_adam": (osa.sparse_adam(0.1), ["step", "add"]),
+    "rowwise_adagrad": (osa.rowwise_adagrad(0.1), ["step", "add"]),
+    "sparse_adafactor": (osa.sparse_adafactor(0.1), ["step", "add"]),
+    "lazy": (osa.lazy(optax.adam(0.1)), ["step", "add"]),
+    "of a norm": (CLIPPED, ["sum", "step", "add"]),
+    "of all rows": (osa.lazy(optax.lamb(0.1)), ["look up", "put", "add"]),
+}
+
+
 @pytest.fixture
 def forks(monkeypatch):
-    """The platforms of each fork; there is none in another."""
+    """A list that gets the platforms with operations of their own, of each fork."""
     asked, inside = [], []
     original = with_ops.by_platform
 
@@ -234,17 +263,26 @@ def test_operations_are_chosen_once_for_a_lookup(forks, registered):
         )
 
 
-def test_operations_are_chosen_once_for_a_step(forks):
+@pytest.mark.parametrize("name", FORKS)
+def test_operations_are_chosen_once_for_a_step(forks, name):
     """At the top, for a leaf: nothing below asks for the platform again."""
-    for make in (osa.sparse_adam, osa.rowwise_adagrad, osa.sparse_adafactor):
-        tx, table = make(0.1), jnp.ones((23, 5))  # of a shape that was not traced yet
-        grad = BCOO((jnp.ones((3, 5)), GRAD.indices), shape=(23, 5))
+    tx, expected = FORKS[name]
+    table = jnp.ones((23, 5))  # of a shape that was not traced yet
+    grad = BCOO((jnp.ones((3, 5)), GRAD.indices), shape=(23, 5))
 
-        def step(grad, state, table, tx=tx):
-            update, state = tx.update(grad, state, table)
-            return osa.apply_updates(table, update), state
+    def step(grad, state, table):
+        update, state = tx.update(grad, state, table)
+        return osa.apply_updates(table, update), state
 
-        forks.clear()
-        jax.clear_caches()
-        jax.make_jaxpr(step)(grad, tx.init(table), table)
-        assert forks == [{"cpu"}, set()]  # the step, and the addition
+    jax.make_jaxpr(step)(grad, tx.init(table), table)
+    assert forks == [set() if x in ("put", "add") else {"cpu"} for x in expected]
+
+
+@pytest.mark.parametrize("name", ["sparse_adam", "lazy", "of a norm"])
+def test_operations_are_chosen_once_for_a_training_step(forks, name):
+    """Which adds the update where it is computed, of two tables of one size."""
+    tx, by_hand = FORKS[name]
+    params, ids = {"a": jnp.ones((23, 5)), "b": jnp.ones((23, 5))}, GRAD.indices
+    step = osa.make_train_step(lambda p, ids: jnp.sum(p["a"][ids] * p["b"][ids]), tx)
+    step.trace(params, tx.init(params), ids)
+    assert forks == [{"cpu"}] * (len(by_hand) - 1)  # JAX traces one of both
