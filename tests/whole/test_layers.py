@@ -19,6 +19,7 @@ MAY_IMPORT["_vocabulary"] = ["_vocabulary"]  # on the host, in NumPy
 BESIDE = ["_train_step", "_row_verbs", "_row_tables", "_gradients", "host_tables"]
 MAY_IMPORT["host_tables"] = [*LAYERS, *BESIDE]  # imported by nothing
 MAY_IMPORT["torch_compat"] = [*LAYERS[:4], "torch_compat"]
+MAY_IMPORT["keras"] = [*LAYERS, "_train_step", "_gradients", "keras"]  # nor this
 
 
 def imported(path):
@@ -48,11 +49,13 @@ def test_nothing_imports_upwards(folder):
 
 
 @pytest.mark.slow
-def test_host_tables_are_imported_by_choice():
+def test_host_tables_and_keras_are_imported_by_choice():
     modules = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
-    others = [path for path in modules if path.parent.name != "host_tables"]
-    assert "host_tables" not in {name for path in others for name in imported(path)}
+    for package in ("host_tables", "keras"):
+        others = [path for path in modules if path.parent.name != package]
+        assert package not in {name for path in others for name in imported(path)}
     code = "import sys, optax_sparse_adam; print(*sys.modules)"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "optax_sparse_adam._gradients" in names.stdout
     assert "host_tables" not in names.stdout
+    assert "keras" not in names.stdout

@@ -1,0 +1,226 @@
+"""What is refused, in which words, and learning rates."""
+
+import doctest
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import optax_sparse_adam as osa
+from optax_sparse_adam.keras import Optimizer, flush, row_sparse
+
+from ..helpers import keras as h
+
+pytestmark = pytest.mark.slow
+
+
+class WithTrainStep(h.Subclassed):
+    def train_step(self, state, data):
+        return super().train_step(state, data)
+
+
+class OfOnesOwn(h.Subclassed):
+    """Keras' guide for JAX, with the two names that change."""
+
+    def train_step(self, state, data):
+        trainable, others, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def loss(trainable):
+            predicted, new = self.stateless_call(trainable, others, x, training=True)
+            return keras.ops.mean(h.LOSS(y, predicted)), new
+
+        read = self.optimizer.state_of(slots)
+        both = osa.value_and_grad(loss, has_aux=True, read=read)
+        (value, others), grads = both(trainable)
+        trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
+        return {"loss": value}, (trainable, others, slots, metrics)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_ema": True}, "no use_ema: an average"),
+        ({"gradient_accumulation_steps": 4}, "larger batch_size"),
+        ({"loss_scale_factor": 8.0}, "need none"),
+        ({"weight_decay": 0.1}, "unexpected keyword argument 'weight_decay'"),
+        ({"epsilon": 1e-7}, "unexpected keyword argument 'epsilon'"),
+        ({"clipvalue": 1.0, "clipnorm": 1.0}, "Only one of"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_options_of_keras(options, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        h.fitted(h.compiled(h.functional, Optimizer(osa.sparse_adam, 1e-3, **options)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Optimizer(osa.sparse_adam(1e-3), 1e-3), "the function that makes"),
+        (lambda: Optimizer("adam"), "got str"),
+        (lambda: Optimizer(osa.sparse_adam, 1).apply([]), "stateless_apply"),
+        (lambda: row_sparse(layers.Dense(1)), "got Dense"),
+        (lambda: row_sparse(WithTrainStep()), "WithTrainStep has one of its own"),
+    ],
+    ids=["made", "text", "apply", "layer", "train_step"],
+)
+def test_wrong_arguments(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "policy", "words"),
+    [
+        (keras.optimizers.Adam(), "float32", "got Adam: pass Optimizer"),
+        (Optimizer(osa.sparse_adam, 1e-3), "mixed_float16", "mixed_bfloat16"),
+        (Optimizer(optax.adam, 1e-3), "float32", "takes dense ones only"),
+    ],
+    ids=["keras", "float16", "dense"],
+)
+def test_other_optimizers(optimizer, policy, words):
+    keras.config.set_dtype_policy(policy)
+    model = row_sparse(h.functional())
+    model.compile(optimizer, h.LOSS)
+    with pytest.raises(TypeError, match=words):
+        h.fitted(model)
+
+
+def test_a_constraint_under_exact_adam():
+    def make():
+        return h.functional(embeddings_constraint=keras.constraints.UnitNorm(axis=1))
+
+    with pytest.raises(ValueError, match="got one of table/embeddings"):
+        h.fitted(h.compiled(make, h.exact()))
+    model = h.compiled(make, Optimizer(osa.sparse_adam, 1e-2))
+    h.fitted(model, epochs=1)
+    norms = np.linalg.norm(model.get_weights()[0], axis=1)
+    np.testing.assert_allclose(norms, 1, rtol=1e-5)
+
+
+def test_sparse_names_the_variable():
+    model = h.compiled(h.regularised, h.exact())
+    with pytest.raises(ValueError, match="sparse") as error:
+        h.fitted(model)
+    assert "table/embeddings" in "".join(error.value.__notes__)
+
+
+def test_variables_that_change():
+    model = h.compiled(h.functional, h.exact())
+    h.fitted(model, epochs=1)
+    model.get_layer("table").trainable = False
+    model.compile(model.optimizer, h.LOSS)
+    with pytest.raises(ValueError, match="compile with a new Optimizer"):
+        model.train_on_batch(*h.data(batches=1))
+
+
+def test_a_train_step_of_ones_own():
+    runs = []
+    for make, optimizer in ((OfOnesOwn, h.exact()), (h.Subclassed, h.adam())):
+        keras.utils.set_random_seed(0)
+        model = make()
+        model.compile(optimizer, h.LOSS)
+        for seed in range(5):
+            loss = model.train_on_batch(*h.data(seed, batches=1))
+        runs.append(loss)
+    np.testing.assert_allclose(*runs, **h.CLOSE)
+
+
+CLIPS = {"clipnorm": 0.05, "clipvalue": 0.01, "global_clipnorm": 0.05}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping(name):
+    options = {name: CLIPS[name]}
+    ours = h.compiled(h.functional, h.exact(**options))
+    h.assert_same_run(ours, h.compiled(h.functional, h.adam(**options)))
+
+
+def rate_of(epoch, rate):
+    return rate if epoch < 2 else rate * 0.3
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.LearningRateScheduler(rate_of),
+        keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=10.0),
+    ],
+    ids=["scheduler", "plateau"],
+)
+def test_callbacks_change_the_rate(callback):
+    """Of all rows in each batch, so that lazy Adam is dense Adam."""
+    ids = np.stack([np.random.default_rng(i).permutation(h.ROWS) for i in range(64)])
+    labels = (ids[:, :1] % 2).astype(np.float32)
+    runs = []
+    optimizers = Optimizer(osa.sparse_adam, 1e-2, eps=1e-7), keras.optimizers.Adam(1e-2)
+    for optimizer in optimizers:
+        model = h.compiled(h.sequential, optimizer)
+        history = model.fit(
+            *(ids, labels, 8), epochs=5, callbacks=[callback], shuffle=False, verbose=0
+        ).history
+        runs.append([history["loss"], history["learning_rate"]])
+    assert len(set(runs[0][1])) > 1
+    np.testing.assert_allclose(*runs, rtol=2e-5)
+    model = h.compiled(h.functional, h.exact())
+    with pytest.raises(TypeError, match="for exact_adam a schedule"):
+        h.fitted(model, callbacks=[callback])
+
+
+@pytest.mark.parametrize("kind", ["keras", "optax"])
+def test_schedules(kind):
+    keras_own = keras.optimizers.schedules.CosineDecay(1e-2, 30)
+    schedule = keras_own if kind == "keras" else optax.cosine_decay_schedule(1e-2, 30)
+    ours = h.compiled(h.functional, h.exact(schedule))
+    h.assert_same_run(ours, h.compiled(h.functional, h.adam(keras_own)))
+    assert float(ours.optimizer.learning_rate) == pytest.approx(0, abs=1e-9)
+
+
+def test_another_rate_after_flush():
+    """What the refusal says: `flush`, and a new optimiser. Moments begin again."""
+    results = []
+    for optimizer in (h.exact, h.adam):
+        model = h.compiled(h.functional, optimizer(1e-2))
+        for seed in range(3):
+            model.train_on_batch(*h.data(seed, batches=1))
+        flush(model)
+        model.compile(optimizer(1e-3), h.LOSS)
+        results.append([model.train_on_batch(*h.data(s, batches=1)) for s in range(4)])
+    np.testing.assert_allclose(*results, **h.CLOSE)
+
+
+def test_backends():
+    code = "import optax_sparse_adam.keras"
+    for backend, words in (("numpy", "KERAS_BACKEND=jax"), ("jax", "")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "KERAS_BACKEND": backend},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode == 0) is (backend == "jax")
+        assert words in done.stderr
+
+
+def test_the_core_does_not_import_keras():
+    code = "import sys, optax_sparse_adam; assert 'keras' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_examples():
+    """The docstrings, which the core cannot import."""
+    from optax_sparse_adam import keras as package
+
+    assert doctest.testmod(package).failed == 0
+    assert doctest.testmod(package).attempted > 5
+
+
+def test_what_is_not_public():
+    """The one name of Keras without which there is no training step."""
+    assert callable(keras.Model._update_metrics_variables)
