@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+os.environ["KERAS_BACKEND"] = "jax"  # of the reference
 _DOCS = Path(__file__).parent
 _ROOT = _DOCS.parent
 sys.path[:0] = [str(_DOCS / "_extensions"), str(_ROOT)]

@@ -39,6 +39,9 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Keras chooses its backend when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
 import hypothesis
 import jax
 import pytest

@@ -35,6 +35,7 @@ _PLACES = {
     "benchmarks/README.md": "benchmarks.md",
     "optax_sparse_adam/__init__.py": "api/index.rst",
     "optax_sparse_adam/host_tables/__init__.py": "api/host_tables.rst",
+    "optax_sparse_adam/keras/__init__.py": "api/keras.rst",
     "optax_sparse_adam/native/__init__.py": "api/native.rst",
     "optax_sparse_adam/torch_compat/__init__.py": "api/torch_compat.rst",
 }

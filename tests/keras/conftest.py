@@ -1,21 +1,6 @@
-"""Keras on JAX; it chooses its backend when it is imported."""
-
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-
-from pathlib import Path
+"""Keras as its users have it."""
 
 import pytest
-
-# Of Keras' variables, which NumPy 2 calls with a keyword that they do not take.
-_COPY = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.filterwarnings(_COPY))
 
 
 @pytest.fixture(autouse=True)

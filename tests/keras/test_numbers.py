@@ -24,6 +24,15 @@ def test_exact_adam_is_keras_adam(make):
     h.assert_same_run(ours, keras_own)
 
 
+def test_exact_adamw_is_keras_adamw():
+    options = {"weight_decay": 1e-2}
+    ours = Optimizer(osa.exact_adamw, 1e-2, eps=h.EPS, **options)
+    keras_own = keras.optimizers.AdamW(1e-2, epsilon=h.EPS, **options)
+    h.assert_same_run(
+        h.compiled(h.functional, ours), h.compiled(h.functional, keras_own)
+    )
+
+
 @pytest.mark.parametrize("weights", ["sample", "class"])
 def test_weights(weights):
     value = {"sample": np.linspace(0, 2, 128), "class": {0: 0.5, 1: 2.0}}[weights]

@@ -25,7 +25,8 @@ _PAGES = [page for page, text in _TEXTS.items() if _BLOCK.search(text)]
 _PACKAGE = "optax_sparse_adam"
 _PUBLIC = [
     _PACKAGE,
-    *(f"{_PACKAGE}.{x}" for x in ("flax_nnx", "host_tables", "native", "torch_compat")),
+    *(f"{_PACKAGE}.{x}" for x in ("flax_nnx", "host_tables", "keras", "native")),
+    f"{_PACKAGE}.torch_compat",
 ]
 
 
