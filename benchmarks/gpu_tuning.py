@@ -299,7 +299,6 @@ def large():
     profiled(update, Tuning(), zipf, "zipf")
     measured(update, None, zipf, "by XLA", reps=5)
     options = [
-        ("fetch", [0, 4, 16, 24]),
         ("ahead", [4, 16]),
         ("streams", [1, 2, 3]),
         ("warps", [1, 2, 8]),
@@ -319,7 +318,6 @@ def large():
     steps(best, ["sparse_adam", "exact_adam", "lazy(adamw)"], False, ["exact_adam"])
     exact = Update("exact_adam", rows, width, n)
     options = [
-        ("fetch", [0, 16]),
         (
             "options",
             [("--maxrregcount=64",), ("--prec-div=false", "--prec-sqrt=false")],
@@ -418,7 +416,6 @@ def few():
         "as it is": Tuning(),
         "small=16": Tuning(small=16),
         "small=4": Tuning(small=4),
-        "fetch=0": Tuning(fetch=0),
         "last=1024": Tuning(last=1024),
         "last=4096": Tuning(last=4096),
         "sort by XLA": Tuning(ranked=0),

@@ -10,7 +10,7 @@
 //   PLACES            keys are places, and `rows_of[key]` is a row of the tables
 //   OUT               type of what is written at each place, if anything is
 //   PARAMS, ARGS      further parameters: tables and numbers; each begins with a comma
-//   AHEAD, FETCH      how many entries ahead values, and rows of tables, are asked for
+//   AHEAD             how many entries ahead values are asked for
 //
 // A warp, 32 lanes, holds a row: VEC columns of each 32 * VEC are a lane's. There are no
 // atomic additions: two runs have the same bits.
@@ -166,30 +166,11 @@ template <class T> INLINE T all_min(T x) {
 INLINE int col(int lane, int j) { return (j / VEC) * (32 * VEC) + lane * VEC + j % VEC; }
 template <class T> struct alignas(sizeof(T) * VEC) Pack { T x[VEC]; };
 
-// With STREAMS & 1 rows are read, with & 2 written so that they leave the caches first.
-template <class P> INLINE P load_pack(const P* from) {
-#ifdef __CUDA_ARCH__
-  union { P pack; uint4 x4; uint2 x2; unsigned x1; } u;
-  if constexpr ((STREAMS & 1) && sizeof(P) == 16) { u.x4 = __ldcs(reinterpret_cast<const uint4*>(from)); return u.pack; }
-  if constexpr ((STREAMS & 1) && sizeof(P) == 8) { u.x2 = __ldcs(reinterpret_cast<const uint2*>(from)); return u.pack; }
-#endif
-  return *from;
-}
-template <class P> INLINE void store_pack(P* to, P pack) {
-#ifdef __CUDA_ARCH__
-  union { P pack; uint4 x4; uint2 x2; unsigned x1; } u;
-  u.pack = pack;
-  if constexpr ((STREAMS & 2) && sizeof(P) == 16) { __stcs(reinterpret_cast<uint4*>(to), u.x4); return; }
-  if constexpr ((STREAMS & 2) && sizeof(P) == 8) { __stcs(reinterpret_cast<uint2*>(to), u.x2); return; }
-#endif
-  *to = pack;
-}
-
 template <class T, class U> INLINE void load_row(U* to, const T* base, Int row, int lane) {
 #pragma unroll
   for (int k = 0; k < V; k += VEC) {
     if (col(lane, k) < DIM) {
-      const Pack<T> a = load_pack(reinterpret_cast<const Pack<T>*>(base + row * DIM + col(lane, k)));
+      const Pack<T> a = *reinterpret_cast<const Pack<T>*>(base + row * DIM + col(lane, k));
 #pragma unroll
       for (int i = 0; i < VEC; ++i) to[k + i] = get(a.x[i]);
     } else {
@@ -205,31 +186,9 @@ template <class T, class F> INLINE void store_row(T* base, Int row, int lane, F 
       Pack<T> a;
 #pragma unroll
       for (int i = 0; i < VEC; ++i) put(a.x[i], from(k + i));
-      store_pack(reinterpret_cast<Pack<T>*>(base + row * DIM + col(lane, k)), a);
+      *reinterpret_cast<Pack<T>*>(base + row * DIM + col(lane, k)) = a;
     }
   }
-}
-
-// One lane asks for a row, which comes to the second cache.
-template <class T> INLINE void fetch_row(const T* base, Int row) {
-#ifdef __CUDA_ARCH__
-  const char* p = reinterpret_cast<const char*>(base + row * DIM);
-  constexpr int bytes = DIM * sizeof(T);
-#if __CUDA_ARCH__ >= 900
-  if constexpr (bytes % 16 == 0) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-    return;
-  }
-#endif
-#pragma unroll 4
-  for (int at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + at));
-#endif
-}
-
-template <class T> INLINE void fetch_number(const T* base, Int row) {
-#ifdef __CUDA_ARCH__
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(base + row));
-#endif
 }
 
 // A few numbers go to shared memory, and this lane does not wait for them.
@@ -337,16 +296,6 @@ INLINE void reduce_chunk(const List& list, Int c, int chunk, int lane, Pack<floa
     }
     end_of_copies();
   };
-#if FETCH
-  // Which of its two entries end a run whose row this warp finishes.
-  const int from1 = __shfl_sync(ALL, k1, 0), n0 = __shfl_down_sync(ALL, k0, 1), n1 = __shfl_down_sync(ALL, k1, 1);
-  const auto ends = [&](int at, int key, int next) {
-    return at >= first && at < limit && key != next && is_row(key) && !(is_open && key == head);
-  };
-  const bool end0 = ends(lane, k0, lane == 31 ? from1 : n0), end1 = ends(lane + 32, k1, n1);
-  if (end0 && lane < first + FETCH) { FETCH_ROWS(ROW_OF(k0)); }
-  if (end1 && lane + 32 < first + FETCH) { FETCH_ROWS(ROW_OF(k1)); }
-#endif
 
   float sum[V];
   FOR sum[j] = 0;
@@ -368,10 +317,6 @@ INLINE void reduce_chunk(const List& list, Int c, int chunk, int lane, Pack<floa
       }
     }
     ask_for(i + AHEAD);
-#if FETCH
-    const int at = i + FETCH;
-    if (lane == (at & 31) && at < 64 && (at < 32 ? end0 : end1)) { FETCH_ROWS(ROW_OF(at < 32 ? k0 : k1)); }
-#endif
     const int key = OF_ENTRY(k, i), next = OF_ENTRY(k, i + 1);
     if (key != next || i + 1 == limit) {
       if (is_row(key)) {
@@ -461,14 +406,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
 #if WEIGHTS
     if (lane < count) weight = weights[from + lane];
 #endif
-#if FETCH
-    if (lane < FETCH && own >= 0 && own < rows) { FETCH_ROWS(own); }
-#endif
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-#if FETCH
-      if (lane == i + FETCH && own >= 0 && own < rows) { FETCH_ROWS(own); }
-#endif
       const int key = __shfl_sync(ALL, own, i);
       const float w = __shfl_sync(ALL, weight, i);
       if (key >= 0 && key < rows) formula(key, 0, lane, sum, w ARGS);
