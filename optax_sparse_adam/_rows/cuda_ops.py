@@ -96,6 +96,8 @@ class _Layout(NamedTuple):
         """The place of each row in the flattened table, and whether it is one."""
         if not 0 < len(indices) < _MOST:
             raise Unsupported(f"{len(indices)} entries")
+        if indices.dtype.itemsize < 4:  # which may not hold the number of rows
+            indices = indices.astype(jnp.int32)
         valid = in_bounds(indices, self.sizes)
         keys = jnp.where(valid, indices[:, 0], 0).astype(jnp.int32)
         for axis, size in enumerate(self.sizes[1:], 1):

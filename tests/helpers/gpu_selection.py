@@ -40,7 +40,7 @@ def command(*options):
     # By files, as conftest.py has them, the longest file would take as long as it does
     # alone. So a worker that has no tests left takes some of the others'.
     spread = "-n", str(num_workers()), "--dist", "worksteal"
-    # pytest-benchmark, where it is installed, warns of the workers, and that is an error.
+    # Where pytest-benchmark is installed, it warns of the workers: that is an error.
     left_out = "-p", "no:cacheprovider", "-p", "no:benchmark"
     options = *spread, "-q", "-m", "", *left_out, *options
     return [sys.executable, "-m", "pytest", *options, *(str(TESTS / x) for x in FILES)]
