@@ -30,7 +30,7 @@ from gpu_parts import FORMAT, table
 ROOT = Path(__file__).parents[1]
 PARTS = "device", "checks", "update", "step", "bags", "small", "cross", "host"
 PARTS += "profile", "formulas", "tests"
-TESTS_SECONDS = 150
+TESTS_SECONDS = 110
 LOST = 75  # the exit status of a process that has lost its GPU
 SILENCE = 120  # seconds after which a process hangs
 TABLE = re.compile(r"(<!-- gpu\.json -->\n).*?(\n<!-- end of gpu\.json -->)", re.S)
@@ -233,7 +233,7 @@ def main():
         folder = Path(tempfile.gettempdir()) if args.tiny else ROOT / "benchmarks"
         args.json = folder / "gpu.json"
     args.end, with_tests = began + args.seconds, "tests" in args.only and not args.tiny
-    args.until = args.end - 130 * with_tests
+    args.until = args.end - 90 * with_tests
     content = {
         "format": FORMAT,
         "date": time.strftime("%Y-%m-%d"),
