@@ -7,8 +7,6 @@ optax_sparse_adam import host_tables`.
 """
 
 from ._nnx import nnx_tables as nnx_tables
-from ._plan import compact as compact
-from ._plan import row_ids as row_ids
+from ._store import Storage as Storage
 from ._table import HostTable as HostTable
-from ._table import Storage as Storage
 from ._trainer import HostTrainer as HostTrainer

@@ -15,15 +15,18 @@ from .._gradients.evaluate import evaluate
 from .._row_tables import refuse_repeated, tables_of
 from .._row_verbs import reset_rows
 from .._rows.stale import contains_stale
+from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds, kept_arguments, split_keywords
-from ._pipeline import Pipeline
 from ._plan import CHUNK, compact, place
 from ._records import WORD
+from ._store import Ascending, ascending, rows_between
 
 
-def evaluated(steps: Pipeline, fun: Callable[..., Any]) -> Callable[..., Any]:
+def evaluated(
+    host: HostRows, params: Any, fun: Callable[..., Any]
+) -> Callable[..., Any]:
     """See `HostTrainer.evaluate`."""
-    plan, few = steps.plan, compact(fun, steps.params)
+    plan, few = host.plan, compact(fun, params)
     ids = RowIds(fun, plan.tables, plan.treedef)
 
     def on_rows(static: Any, others: Any, words: Any, rows: Any, args: Any) -> Any:
@@ -35,24 +38,27 @@ def evaluated(steps: Pipeline, fun: Callable[..., Any]) -> Callable[..., Any]:
     program = jax.jit(on_rows, static_argnums=0)
 
     def on_tables(*args: Any, **keywords: Any) -> Any:
-        with steps.alone():
-            steps.check()
-            steps.settle()
+        with host.alone():
+            host.check()
+            host.settle()
             traced, static = split_keywords(fun, keywords)
-            given = args, traced
-            rows = steps.fetch(ids(steps.dense, given, static, "The batch of evaluate"))
+            batch = args, traced
+            rows = host.fetch(ids(host.dense, batch, static, "The batch of evaluate"))
             words = [*map(place, rows.words, rows.padded)]
             named = tuple(sorted(static.items()))
-            return program(named, steps.others, words, rows.padded, given)
+            result, looked_up = program(named, host.others, words, rows.padded, batch)
+            if int(looked_up) != int(rows.fingerprint):
+                raise RuntimeError(NOT_FETCHED.format(what="The function"))
+            return result
 
     return on_tables
 
 
-def map_rows(steps: Pipeline, function: Callable[[Any, Any], Any]) -> None:
+def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     """See `HostTrainer.map_rows`."""
-    steps.check(changes=True)
-    steps.settle()
-    plan = steps.plan
+    host.check(changes=True)
+    host.settle()
+    plan = host.plan
     most = max(x.shape[0] for x in plan.tables.values())
     words = max(layout.words for layout in plan.layouts)
     size = min(most, max(1, CHUNK // (words * WORD)))
@@ -64,56 +70,56 @@ def map_rows(steps: Pipeline, function: Callable[[Any, Any], Any]) -> None:
     def new_others(*leaves: Any) -> Any:
         return mapped(leaves[: len(shapes)], leaves[len(shapes) :])[0]
 
-    trees = jax.eval_shape(plan.of_records, steps.others, shapes)
+    trees = jax.eval_shape(plan.of_records, host.others, shapes)
     if jax.eval_shape(function, *trees) != trees:
         raise ValueError(
             "map_rows needs a function that returns parameters and state in the "
             "shapes and types that it gets."
         )
-    if any(i < len(shapes) for i in kept_arguments(new_others, shapes + steps.others)):
+    if any(i < len(shapes) for i in kept_arguments(new_others, shapes + host.others)):
         raise ValueError(
             "map_rows needs a function that treats each row alone; in the result of "
             "this one, arrays that are no rows depend on rows, of which it sees some "
             "at a time."
         )
-    program, others = jax.jit(mapped), steps.others
-    steps.version += 1
-    for first in range(0, most, size):
-        rows = [
-            np.arange(first, min(first + size, x.shape[0]))
-            for x in plan.tables.values()
-        ]
-        others, new = program(steps.take(rows, size), steps.others)
-        steps.store(rows, new)
-    steps.others = others
+    program, others = jax.jit(mapped), host.others
+    with host.as_a_whole("map_rows") as store:
+        for first in range(0, most, size):
+            rows = [
+                rows_between(first, min(first + size, x.shape[0]))
+                for x in plan.tables.values()
+            ]
+            others, words = program(host.take(rows, size), host.others)
+            store(rows, words)
+        host.others = others
 
 
-def reset(steps: Pipeline, ids: Any, rows: Any) -> None:
+def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
     """See `HostTrainer.reset_rows`: it is `reset_rows` of these rows alone."""
-    steps.check(changes=True)
-    plan: Any = steps.plan
-    found = tables_of("reset_rows", steps.params, ids)
-    refuse_repeated(found)
-    kept: list[np.ndarray] = []
-    places: list[Any] = [None] * len(found)
-    for i, table in enumerate(found):
+    host.check(changes=True)
+    plan: Any = host.plan
+    tables = tables_of("reset_rows", params, ids)
+    refuse_repeated(tables)
+    rows: list[Ascending] = []
+    places: list[Any] = [None] * len(tables)
+    for i, table in enumerate(tables):
         if i in plan.tables:
-            own = np.zeros(0, np.int32) if table is None else np.asarray(table.ids)
-            inside = (own >= 0) & (own < plan.tables[i].shape[0])
-            kept.append(own[inside])
+            size = plan.tables[i].shape[0]
+            wanted = np.zeros(0, np.int32) if table is None else np.asarray(table.ids)
+            rows.append(ascending(wanted, size))
             if table is not None:
-                places[i] = np.where(inside, np.cumsum(inside) - 1, -1)
+                is_row = (wanted >= 0) & (wanted < size)
+                places[i] = np.where(is_row, np.searchsorted(rows[-1], wanted), -1)
         elif table is not None:
             raise ValueError(
                 "HostTrainer.reset_rows resets rows of HostTables, got ids for "
                 f"{table.path} of the parameters, which is none. Put None there."
             )
-    if not any(len(x) for x in kept):
+    if not any(map(len, rows)):
         return
-    steps.settle()
-    size = max(len(x) for x in places if x is not None)
-    params, state = plan.of_records(steps.others, steps.take(kept, size))
+    host.settle()
+    count = max(len(x) for x in places if x is not None)
+    params, state = plan.of_records(host.others, host.take(rows, count))
     of_few = plan.treedef.unflatten(places)
-    params, state = reset_rows(plan.tx, params, state, of_few, rows)
-    steps.version += 1
-    steps.store(kept, plan.to_records(params, state)[1])
+    few = reset_rows(plan.tx, params, state, of_few, values)
+    host.change(rows, plan.to_records(*few)[1])

@@ -1,186 +1,139 @@
 """Checkpoints: a folder from which a run goes on, killed at whatever moment.
 
     checkpoint.npz      what is no row: dense parameters, counts, their moments;
-                        and the rows of tables in memory
+                        and the rows of tables in memory: see `_archive`
     journal-<name>      what rows elsewhere were, and no longer are: see `_journal`
 
-A new checkpoint exists from the moment at which `checkpoint.npz` is replaced: it names
-the journal that belongs to it, which is there before, and empty. A file of rows names
-the checkpoint that its journal goes back to, so that it is not taken for another one's.
+Which checkpoint is there, and in what order all of it is written, knows `_ledger`.
 """
 
-import contextlib
-import json
-import os
 import re
-import uuid
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, is_zipfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._journal import Journal, entries
-from ._pipeline import Pipeline
-from ._records import refuse_other
-from ._table import Memory
+from ._archive import ARCHIVE, name_in, read_archive, write_archive
+from ._host_rows import HostRows
+from ._journal import Undo, read_journal
+from ._records import refuse_other, sync_folder
+from ._store import Mark
 
-_ARCHIVE = "checkpoint.npz"
+_VERSION = 2
 
 
-def save(steps: Pipeline, folder: Path, fsync: bool) -> None:
+def save(rows: HostRows, folder: Path) -> None:
     """Makes a checkpoint of what has settled.
 
     Raises:
       FileExistsError: If the folder has a checkpoint of another run.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    ledger = rows.ledger
+    ledger.resolve()  # so that it knows all its names
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        sync_folder(folder.parent)
     # Another run's journal would go with its checkpoint, and with it its files.
-    if _name_in(folder) not in {None, *steps.own_checkpoints}:
+    if name_in(folder) not in {None, *ledger.names}:
         raise FileExistsError(
             f"There is a checkpoint of another run in {folder}. Give this run a folder "
             "of its own; or go on with the other one by HostTrainer.restore; or delete "
             "the folder, if it is of no use."
         )
-    name = uuid.uuid4().hex
-    for storage in steps.storages:
-        if hasattr(storage, "flush"):
-            storage.flush()
-    sizes = [x.shape[0] for x in steps.plan.tables.values()]
-    journal = Journal(folder / f"journal-{name}", sizes, fsync)
-    about = {"name": name, "before": steps.checkpoint, "step": steps.steps}
-    useless: Journal | None = journal
-    try:
-        _write_archive(folder, _arrays(steps), about | _expected(steps))
-    finally:
-        # It is the checkpoint if the archive is there, whatever has interrupted this.
-        # The journal before goes, in whatever folder: what changes is no more in it.
-        if _name_in(folder) == name:
-            useless, steps.journal, steps.checkpoint = steps.journal, journal, name
-            steps.own_checkpoints.add(name)
-        if useless is not None:
-            useless.remove()
-    for storage in steps.storages:
-        if hasattr(storage, "set_checkpoint"):
-            storage.set_checkpoint(steps.steps, name)
+    with ledger.next(folder, rows.steps) as name:
+        for store in rows.stores:
+            store.flush()
+        ids = [store.id for store in rows.stores]
+        about = {"name": name, "step": rows.steps, "stores": ids}
+        arrays = [_data(x) for _, x in _arrays(rows)]
+        write_archive(folder, arrays, about | _expected(rows))
     for old in folder.iterdir():  # what a process that was killed has left
-        if old != journal.path and re.fullmatch("journal-[0-9a-f]{32}", old.name):
+        is_journal = re.fullmatch("journal-[0-9a-f]{32}", old.name)
+        if is_journal and old.name != f"journal-{name}":
             old.unlink()
 
 
-def load(steps: Pipeline, folder: Path) -> None:
-    """Takes a trainer whose storages are open back to a checkpoint."""
-    path = folder / _ARCHIVE
+def load(rows: HostRows, folder: Path) -> None:
+    """Takes a trainer whose stores are open back to a checkpoint."""
+    path = folder / ARCHIVE
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
-    with _read(path) as file:
-        about = _about(file)
-        refuse_other(
-            f"{path} is of other parameters, or of another optimiser",
-            *(about, _expected(steps)),
-        )
-        held = [file[f"array{k}"] for k in range(len(about["arrays"]))]
-    name, journal = about["name"], folder / f"journal-{about['name']}"
-    for storage, table in zip(steps.storages, steps.plan.tables.values(), strict=True):
-        found = getattr(storage, "header", {}).get("checkpoint")
-        # The one before, if the process was killed before the file said the new one.
-        is_other = found not in (None, name, about["before"])
-        if is_other or (type(storage) is not Memory and not journal.exists()):
-            raise ValueError(
-                f"What keeps the rows of {table.name} has changed since the checkpoint "
-                f"in {folder}, by a run whose journal is elsewhere: restore the last "
-                "checkpoint that was made with it."
-            )
-    if journal.exists():
-        for k, rows, records in entries(journal, steps.plan.layouts):
-            steps.storages[k].put(rows, records)
-    likes = [x for _, x in _arrays(steps)]
+    about, held = read_archive(path)
+    refuse_other(
+        f"{path} is of other parameters, or of another optimiser",
+        *(about, _expected(rows)),
+    )
+    likes = (x for _, x in _arrays(rows))
     read = [_of_bytes(x, like) for x, like in zip(held, likes, strict=True)]
-    steps.others = read[: len(steps.others)]
-    for storage, records in zip(
-        _memories(steps), read[len(steps.others) :], strict=True
-    ):
-        storage.records = records
-    steps.steps, steps.checkpoint = about["step"], name
-    steps.own_checkpoints = {name}
+    undo = _undo(rows, folder, about["name"], about["stores"])
+    # All that is read is in order: from here on rows are changed.
+    rows.ledger.go_on_from(about["name"], about["step"], undo)
+    for k, ascending, records in undo.rows(rows.plan.layouts):
+        rows.stores[k].put(ascending, records)
+    rows.others, archived = read[: len(rows.others)], iter(read[len(rows.others) :])
+    for store in rows.stores:
+        if store.archived() is not None:
+            store.restore(next(archived))
+    rows.steps = about["step"]
 
 
-def _memories(steps: Pipeline) -> list[Memory]:
-    return [x for x in steps.storages if type(x) is Memory]
-
-
-def _arrays(steps: Pipeline) -> list[tuple[str, Any]]:
-    """What the archive holds, by name."""
-    names = [*steps.plan.names, *("rows" for _ in _memories(steps))]
-    arrays = [*steps.others, *(x.records for x in _memories(steps))]
-    return [*zip(names, arrays, strict=True)]
-
-
-def _expected(steps: Pipeline) -> dict[str, Any]:
-    """What the archive of a checkpoint of such a trainer says of itself."""
-    arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in _arrays(steps)]
-    return {"tables": [x.described for x in steps.plan.layouts], "arrays": arrays}
-
-
-def _name_in(folder: Path) -> str | None:
-    """Of the checkpoint that a folder has, if there is one."""
-    if not (folder / _ARCHIVE).exists():
-        return None
-    with _read(folder / _ARCHIVE) as file:
-        name: str = _about(file)["name"]
-    return name
-
-
-@contextlib.contextmanager
-def _read(path: Path) -> Iterator[Any]:
-    """The arrays of an archive.
+def _undo(rows: HostRows, folder: Path, name: str, ids: Sequence[Any]) -> Undo:
+    """The journal of a checkpoint.
 
     Raises:
-      ValueError: If it is none, or damaged.
+      ValueError: If it does not bring the rows back: it was damaged, or the rows have
+        changed since, and that is in another journal.
     """
-    try:
-        if not is_zipfile(path):
-            raise BadZipFile("File is not a zip file")
-        with np.load(path) as file:
-            yield file
-    except (BadZipFile, EOFError, KeyError, zlib.error) as error:
-        raise ValueError(
-            f"{path} is no checkpoint of a HostTrainer, or was damaged: {error}. "
-            "Delete the folder, if it is of no use, or take another one."
-        ) from None
+    path, tables = folder / f"journal-{name}", rows.plan.tables.values()
+    stores = [
+        (store, table.name, own)
+        for store, table, own in zip(rows.stores, tables, ids, strict=True)
+        if store.archived() is None
+    ]
+    if not stores:
+        return Undo(path, {0: 0}, [])
+    undo = Undo(path, {}, [])
+    if path.exists():
+        undo = read_journal(path, rows.plan.layouts)
+    for store, table, own in stores:
+        if store.id != own:
+            raise ValueError(
+                f"The file of {table} is another one than that of the checkpoint in "
+                f"{folder}, and no copy of it: another HostTrainer has begun it. Give "
+                "the path of the file that this checkpoint was made with."
+            )
+        if not _brings_back(undo, store.mark, name):
+            raise ValueError(
+                f"What keeps the rows of {table} has changed since the checkpoint in "
+                f"{folder}, by a run whose journal is elsewhere: restore the last "
+                "checkpoint that was made with it. (A copy of a checkpoint's folder "
+                "goes with a copy of the rows that was made at the same time.)"
+            )
+    return undo
 
 
-def _about(file: Any) -> dict[str, Any]:
-    about: dict[str, Any] = json.loads(file["about"].tobytes())
-    return about
+def _brings_back(undo: Undo, mark: Mark | None, name: str) -> bool:
+    if mark is None or mark.pending == name:
+        return bool(undo.ends)
+    length, checksum = mark.journal
+    return mark.checkpoint == name and undo.ends.get(length) == checksum
 
 
-def _write_archive(
-    folder: Path, arrays: Sequence[tuple[str, Any]], about: dict[str, Any]
-) -> None:
-    """Replaces the archive of a folder, at once."""
-    new = folder / (_ARCHIVE + ".new")
-    with new.open("wb") as file:
-        text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        # Types that NumPy does not know, such as bfloat16, are bytes in a file.
-        held = (np.ascontiguousarray(_data(x)).reshape(-1) for _, x in arrays)
-        named: Any = {f"array{k}": x.view(np.uint8) for k, x in enumerate(held)}
-        np.savez(file, about=text, **named)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, folder / _ARCHIVE)
-    try:
-        directory = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+def _arrays(rows: HostRows) -> list[tuple[str, Any]]:
+    """What the archive holds, by name."""
+    archived = [x for store in rows.stores if (x := store.archived()) is not None]
+    names = [*rows.plan.names, *("rows" for _ in archived)]
+    return [*zip(names, [*rows.others, *archived], strict=True)]
+
+
+def _expected(rows: HostRows) -> dict[str, Any]:
+    """What the archive of a checkpoint of such a trainer says of itself."""
+    arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in _arrays(rows)]
+    tables = [x.described for x in rows.plan.layouts]
+    return {"version": _VERSION, "tables": tables, "arrays": arrays}
 
 
 def _of_bytes(held: np.ndarray, like: Any) -> Any:

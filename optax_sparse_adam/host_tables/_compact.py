@@ -13,7 +13,8 @@ others, which `value_and_grad`, `make_train_step` and `evaluate` take.
 
 The same walk notes the ids. Loops, branches and checkpoints hand them outside, as they
 do for gradients. What is left of the loss when nothing else is asked for is a small
-program, and it may not read rows: see `RowIds`.
+program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
+the ids: where a loss computes others in each, as of `np.random`, the step is refused.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -44,9 +46,9 @@ from .._gradients.lookups import (
     reads_rows,
 )
 from .._gradients.row_slices import LookupEntries
-from .._gradients.tracing import trace
+from .._gradients.tracing import jit_enabled, trace
 from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_context
-from .._jax_extras.jaxprs import call_of
+from .._jax_extras.jaxprs import call_of, name_and_params
 from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bag_sums import add_up
 from .._rows.lookups import look_up_bags, sum_bags
@@ -261,10 +263,8 @@ def evaluate_compact(
     fun: Callable[..., Any],
     tables: Mapping[int, Whole],
     params: Any,
-    uniques: Sequence[Any],
+    uniques: Sequence[Any] | None,
     args: Any,
-    *,
-    effects: bool = True,
 ) -> tuple[Any, list[jax.Array], dict[str, set[str]]]:
     """`fun(params, *args)` where some leaves of the parameters are K rows.
 
@@ -272,9 +272,9 @@ def evaluate_compact(
       fun: Any function that JAX can trace.
       tables: By the index of their leaf.
       params: With `[K, ...]` in the place of each table.
-      uniques: For each table the numbers of its K rows.
+      uniques: For each table the numbers of its K rows; or `None` to ask for ids alone:
+        then callbacks, such as `jax.debug.print`, are not called.
       args: Further arguments.
-      effects: Whether to do what has no result, such as `jax.debug.print`.
 
     Returns:
       The result; for each table the ids of its lookups, as `_entries` says; and where
@@ -286,9 +286,11 @@ def evaluate_compact(
         jax.ShapeDtypeStruct(*tables[i][1:]) if i in tables else x
         for i, x in enumerate(leaves)
     ]
-    closed, to_result = trace(fun, (tree.unflatten(whole), *args), (0,))
-    if not effects:
-        closed = ClosedJaxpr(_without_shown(closed.jaxpr), closed.consts)
+    with jit_enabled():
+        closed, to_result = trace(fun, (tree.unflatten(whole), *args), (0,))
+    if uniques is None:
+        closed = ClosedJaxpr(without_callbacks(closed.jaxpr), closed.consts)
+        uniques = [jnp.zeros(1, jnp.int32)] * len(tables)
     values, rows = list(leaves), dict(zip(tables, uniques, strict=True))
     for i, (_, shape, dtype) in tables.items():
         source: Any = CompactTable(leaves[i], rows[i])
@@ -324,10 +326,24 @@ def evaluate_compact(
     return to_result([jnp.asarray(x) for x in results]), joined, lines
 
 
-def _without_shown(jaxpr: Jaxpr) -> Jaxpr:
-    """A program without what only shows values, as `jax.debug.print` does.
+def fingerprint(ids: Sequence[jax.Array]) -> jax.Array:
+    """A number, uint32, that is another one if one of the ids is."""
+    flat = jnp.concatenate([*ids]).astype(jnp.uint32)
+    place = jnp.arange(len(flat), dtype=jnp.uint32)
+    # As in MurmurHash3, of the id and of where it is.
+    mixed = (flat ^ place * np.uint32(0x9E3779B1)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ mixed >> 15) * np.uint32(0xC2B2AE35)
+    return jnp.sum(mixed, dtype=jnp.uint32)
 
-    The ids are computed apart from the step, which shows what the user wants to see.
+
+def without_callbacks(
+    jaxpr: Jaxpr, names: Sequence[str] = ("io_callback", "debug_callback")
+) -> Jaxpr:
+    """A program in which callbacks are not called.
+
+    The ids are computed apart from the step, which shows what the user wants to see and
+    calls what he wants to be called once. In place of the result of a callback there
+    are zeros, computed of its arguments by a function of a name that is looked for.
     """
 
     def inner(x: Any) -> Any:
@@ -335,20 +351,44 @@ def _without_shown(jaxpr: Jaxpr) -> Jaxpr:
             return type(x)(map(inner, x))
         if isinstance(x, ClosedJaxpr):
             return ClosedJaxpr(inner(x.jaxpr), x.consts)
-        return _without_shown(x) if isinstance(x, Jaxpr) else x
+        return without_callbacks(x, names) if isinstance(x, Jaxpr) else x
 
     eqns = []
     for eqn in jaxpr.eqns:
-        left = _other_effects(eqn)
-        if left == eqn.effects:
-            eqns.append(eqn)
-        elif left or eqn.outvars:
+        effects = _other_effects(eqn)
+        name = name_and_params(eqn)[0]
+        if name not in names:
             params = {name: inner(x) for name, x in eqn.params.items()}
-            eqns.append(eqn.replace(params=params, effects=left))
+            eqns.append(eqn.replace(params=params, effects=effects))
+        elif eqn.outvars:
+            in_avals, out_avals = (
+                [x.aval for x in y] for y in (eqn.invars, eqn.outvars)
+            )
+            call = _zeros_of(name, out_avals, in_avals)
+            eqns.append(eqn.replace(**call, effects=set()))
     return jaxpr.replace(eqns=eqns, effects=_other_effects(jaxpr))
 
 
+def zeros_in_place_of(name: str) -> str:
+    """The name of the function that stands for a callback."""
+    return f"optax_sparse_adam_zeros_of_{name}"
+
+
+def _zeros_of(
+    name: str, out_avals: Sequence[Any], in_avals: Sequence[Any]
+) -> dict[str, Any]:
+    """A `jit` that returns zeros, but needs its arguments: primitive, parameters."""
+
+    def zeros(*args: Any) -> Any:
+        results = [jnp.zeros(x.shape, x.dtype) for x in out_avals]
+        return lax.optimization_barrier((results, args))[0]
+
+    zeros.__name__ = zeros_in_place_of(name)
+    (eqn,) = jax.make_jaxpr(jax.jit(zeros))(*in_avals).eqns
+    return {"primitive": eqn.primitive, "params": eqn.params}
+
+
 def _other_effects(program: Jaxpr | JaxprEqn) -> set[Any]:
-    """Effects other than to show values. JAX has no public names for their types."""
-    shows = "DebugEffect", "OrderedDebugEffect"
-    return {x for x in program.effects if type(x).__name__ not in shows}
+    """Effects but those of callbacks, for whose types JAX has no public names."""
+    names = "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"
+    return {x for x in program.effects if type(x).__name__.lstrip("_") not in names}

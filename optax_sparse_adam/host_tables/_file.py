@@ -1,24 +1,33 @@
 """Records in a file, mapped into memory: the system's page cache is the engine.
 
-    page 0         what the file holds, as JSON: fields, rows, step, checkpoint
-    from there on  the records, `[rows, words]`
+    512 bytes       what it belongs to, a `Mark`, as JSON
+    to a page end   what it holds, as JSON: fields, rows, its id
+    from there on   the records, `[rows, words]`
 
 Rows are read and written where they are; the system writes pages back by itself. A
 process that is killed loses nothing that it wrote: see `_journal` for what is torn.
+
+A mapped page that the system cannot provide ends the process (SIGBUS): where the disk
+is full and the file has holes, and where another program has cut the file. Both are
+looked for before rows are read or written. Known limits: it is no longer seen what
+others do in between; file systems that need room to write where something is already
+(btrfs, quotas, copies that share blocks) say nothing; and `fields` are views of the
+mapping, which the user reads without any check.
 """
 
 import errno
 import json
 import mmap
 import os
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ._records import WORD, Layout, refuse_other
-from ._table import Memory
+from ._records import WORD, Layout, refuse_other, sync_folder, write_at
+from ._store import Ascending, Mark, Memory
 
 try:
     import fcntl
@@ -29,14 +38,16 @@ except ImportError as error:  # Windows
         "HostTable without `file` keeps a table in memory."
     ) from error
 
-_MAGIC = b"optax_sparse_adam host table\n"
-_VERSION = 1
+_MAGIC = b"optax_sparse_adam host table 2\n"
+_VERSION = 2  # also of what follows
+_MARK = 512  # bytes of it, with the first line: a disk writes so many at once
 _PAGE = 4096
 # Rows between two looks at the process's memory: 64 MB, where each maps 64 kB.
 _BLOCK = 1024
 # Rows come from the disk if more than one in 64 was waited for: asking for a page takes
-# microseconds, waiting for one a tenth of a millisecond or more.
-_WAITED = 64
+# microseconds, waiting for one a tenth of a millisecond or more. A few may be of what
+# else the process maps.
+_WAITED, _FEW = 64, 8
 # Batches that are asked for in advance until one is not, which shows how it is now.
 _COLD_FOR = 16
 
@@ -46,9 +57,13 @@ class File(Memory):
 
     Attributes:
       records: `[rows, words]`, a mapping.
-      header: What the file says of itself.
+      mark: To which checkpoint its rows can be brought back.
+      id: Of the file; a copy has the same.
       budget: Bytes that the process may hold, pages of files included, or `None`.
     """
+
+    id: str
+    mark: Mark
 
     def __init__(
         self, path: Path, name: str, rows: int, layout: Layout, budget: float | None
@@ -59,7 +74,6 @@ class File(Memory):
         about = {"version": _VERSION, "rows": rows, "fields": layout.described}
         self._expected: dict[str, Any] = about
         self._name, self._shape = name, (rows, layout.words)
-        self.header: dict[str, Any] = {}
         self._file: Any = None
         self._cold_for = 0  # so many batches more
 
@@ -87,15 +101,18 @@ class File(Memory):
                     "checkpoint; remove the file to begin again."
                 )
             self._file.truncate(0)  # what was begun and not finished
-            self.header = self._expected | {"step": 0, "checkpoint": ""}
-            text = json.dumps(self.header)
-            self._start = -(-(len(_MAGIC) + len(text) + 512) // _PAGE) * _PAGE
-            self._file.truncate(self._start + self._shape[0] * self._words * WORD)
-            self._write_header()
+            self.id = uuid.uuid4().hex
+            text = json.dumps({"id": self.id} | self._expected).encode()
+            self._set_size(text)
+            self._file.truncate(self._size)
+            write_at(self._file, _MARK, text)
+            self.set_mark(Mark())
             # Not by the mapping: where the disk is full, this raises.
             for first, records in pieces:
-                self._write(self._start + first * self._words * WORD, records)
+                place = self._start + first * self._words * WORD
+                write_at(self._file, place, np.ascontiguousarray(records))
             os.replace(self._new, self.path)
+            sync_folder(self.path.parent)
         except BaseException:
             self._new.unlink(missing_ok=True)
             raise
@@ -120,24 +137,40 @@ class File(Memory):
             ) from None
         self._lock()
         head = self._file.read(1 << 20)
-        text = head[len(_MAGIC) :].partition(b"\0")[0]
         if not head.startswith(_MAGIC):
-            raise ValueError(f"{self.path} is no file of a HostTable.")
+            is_older = head.startswith(_MAGIC[:-3])
+            raise ValueError(
+                f"{self.path} is "
+                + (
+                    f"of an earlier version; this one reads version {_VERSION}."
+                    if is_older
+                    else "no file of a HostTable."
+                )
+            )
         try:
-            self.header = json.loads(text)
-            self._start = self.header["start"]
-        except (ValueError, TypeError, KeyError):
+            self.mark = Mark.read(head[len(_MAGIC) : _MARK])
+            text = head[_MARK:].partition(b"\0")[0]
+            about = json.loads(text)
+            self.id = str(about["id"])
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{self.path} was damaged: what it says of its rows cannot be read."
-            ) from None
+            ) from error
         refuse_other(
             f"{self.path} does not hold {self._name} with this optimiser",
-            *(self.header, self._expected),
+            *(about, self._expected),
         )
-        size = self._start + self._shape[0] * self._words * WORD
-        if os.fstat(self._file.fileno()).st_size != size:
-            raise ValueError(f"{self.path} was cut: it should have {size:,} bytes.")
+        self._set_size(text)
+        if os.fstat(self._file.fileno()).st_size != self._size:
+            raise ValueError(
+                f"{self.path} was cut: it should have {self._size:,} bytes."
+            )
         self._map()
+
+    def _set_size(self, text: bytes) -> None:
+        """Where the rows begin, and how long the file is."""
+        self._start = -(-(_MARK + len(text) + 1) // _PAGE) * _PAGE
+        self._size = self._start + self._shape[0] * self._words * WORD
 
     def _lock(self) -> None:
         try:
@@ -164,22 +197,12 @@ class File(Memory):
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
-    # The header.
+    def set_mark(self, mark: Mark) -> None:
+        write_at(self._file, 0, (_MAGIC + mark.text).ljust(_MARK))
+        self.mark = mark
 
-    def set_checkpoint(self, step: int, checkpoint: str) -> None:
-        self.header |= {"step": step, "checkpoint": checkpoint}
-        self._write_header()
-
-    def _write_header(self) -> None:
-        self.header["start"] = self._start
-        text = _MAGIC + json.dumps(self.header).encode()
-        self._write(0, np.frombuffer(text.ljust(self._start, b"\0"), np.uint8))
-
-    def _write(self, place: int, array: Any) -> None:
-        data = np.ascontiguousarray(array).data.cast("B")
-        while len(data):
-            done = os.pwrite(self._file.fileno(), data, place)
-            place, data = place + done, data[done:]
+    def archived(self) -> None:
+        return None
 
     # Rows.
 
@@ -192,35 +215,46 @@ class File(Memory):
         """
         return self._cold_for > 0
 
-    def take_into(self, rows: np.ndarray, out: np.ndarray) -> None:
+    def take_into(self, rows: Ascending, out: np.ndarray) -> None:
+        if self._lacks_room(len(rows)):
+            self._read(rows, out)
+            return
         self.advise(rows)
         before = _disk_reads()
         for part in self._parts(len(rows)):
-            super().take_into(rows[part], out[part])
-        if (_disk_reads() - before) * _WAITED > len(rows):
+            super().take_into(Ascending(rows[part]), out[part])
+        waited = _disk_reads() - before
+        if waited > _FEW and waited * _WAITED > len(rows):
             self._cold_for = _COLD_FOR
         else:
             self._cold_for = max(0, self._cold_for - 1)
 
-    def put(self, rows: np.ndarray, records: np.ndarray) -> None:
-        self._check_room(len(rows))
-        for part in self._parts(len(rows)):
-            super().put(rows[part], records[part])
+    def _read(self, rows: Ascending, out: np.ndarray) -> None:
+        """Without the mapping, which needs room for a hole on some file systems."""
+        size = self._words * WORD
+        for row, record in zip(rows.tolist(), out, strict=False):
+            self._file.seek(self._start + row * size)
+            record[:] = np.frombuffer(self._file.read(size), np.uint32)
 
-    def advise(self, rows: np.ndarray) -> None:
+    def put(self, rows: Ascending, records: np.ndarray) -> None:
+        self.make_room(len(rows))
+        for part in self._parts(len(rows)):
+            super().put(Ascending(rows[part]), records[part])
+
+    def advise(self, rows: Ascending) -> None:
         """Lets the system read rows that will be taken soon, many at a time.
 
         Only where rows have come from the disk: for pages in memory a call is waste.
         """
-        if not self.is_cold or not hasattr(os, "posix_fadvise"):
+        if not (self.is_cold and len(rows) and hasattr(os, "posix_fadvise")):
             return
         size, fd = self._words * WORD, self._file.fileno()
         first = (self._start + rows.astype(np.int64) * size) // _PAGE
         last = (self._start + (rows.astype(np.int64) + 1) * size - 1) // _PAGE
         # Rows that share pages, or lie in the next one, are one range.
         cuts = np.flatnonzero(first[1:] > last[:-1] + 1) + 1
-        starts = first[np.append(0, cuts)] if len(first) else first
-        ends = last[np.append(cuts - 1, len(last) - 1)] if len(last) else last
+        starts = first[np.append(0, cuts)]
+        ends = last[np.append(cuts - 1, len(last) - 1)]
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             length = (end + 1 - start) * _PAGE
             os.posix_fadvise(fd, start * _PAGE, length, os.POSIX_FADV_WILLNEED)
@@ -240,6 +274,7 @@ class File(Memory):
                 "rows are there until this process ends: trainer.params has them",
                 str(self.path),
             )
+        self._lacks_room(0)  # was it cut?
         self._mmap.flush()
 
     def _parts(self, count: int) -> Any:
@@ -263,29 +298,42 @@ class File(Memory):
         if self.budget is None or resident_bytes() < self.budget - (_BLOCK << 16):
             return
         self._mmap.madvise(mmap.MADV_DONTNEED)
-        if (held := resident_bytes()) > self.budget:
+        held = resident_bytes()
+        if held > self.budget and _KNOWS_RESIDENT:
             raise MemoryError(
                 f"The process holds {held:,} bytes without pages of {self.path}; the "
                 f"budget of HostTrainer is {self.budget:,}."
             )
 
-    def _check_room(self, count: int) -> None:
-        """Refuses to write rows for which the disk has no room, before any is written.
-
-        A write to a hole of a mapped file on a full disk ends the process (SIGBUS).
-        """
-        own = os.fstat(self._file.fileno())
-        if own.st_blocks * 512 >= own.st_size:  # no holes
-            return
-        disk = os.fstatvfs(self._file.fileno())
-        pages = count * (2 + self._words * WORD // _PAGE)
-        if disk.f_bavail * disk.f_frsize < pages * _PAGE:
+    def make_room(self, count: int) -> None:
+        if self._lacks_room(count):
             raise OSError(
                 errno.ENOSPC,
                 f"The disk has no room for the rows of a step of {self._name}; the "
                 "rows are kept, and written by the next call for which there is room",
                 str(self.path),
             )
+
+    def _lacks_room(self, count: int) -> bool:
+        """Whether rows in holes of the file may find no room on the disk.
+
+        Raises:
+          OSError: If the file was cut.
+        """
+        own = os.fstat(self._file.fileno())
+        if own.st_size < self._size:
+            raise OSError(
+                errno.EIO,
+                f"The file of {self._name} was cut by another program while it is "
+                f"open: it has {own.st_size:,} bytes, and had {self._size:,}. Close "
+                "the trainer, and restore a copy of the file with that of its folder",
+                str(self.path),
+            )
+        if own.st_blocks * 512 >= own.st_size:  # no holes
+            return False
+        disk = os.fstatvfs(self._file.fileno())
+        pages = count * (2 + self._words * WORD // _PAGE)
+        return disk.f_bavail * disk.f_frsize < pages * _PAGE
 
 
 def _disk_reads() -> int:
@@ -294,13 +342,16 @@ def _disk_reads() -> int:
     return resource.getrusage(who).ru_majflt
 
 
+# macOS says only how much it once was, which is no reason to raise.
+_KNOWS_RESIDENT = os.path.exists("/proc/self/statm")
+
+
 def resident_bytes() -> int:
     """What the process holds, pages of files included: `Rss` of all its mappings.
 
     The sum of /proc/self/smaps, which takes milliseconds, is kept by the system here.
     """
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except OSError:  # macOS
+    if not _KNOWS_RESIDENT:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE

@@ -10,11 +10,19 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .._gradients.tracing import jit_enabled
 from .._jax_extras.cpu_device import cpu_device
-from ._compact import Whole, evaluate_compact
+from ._compact import (
+    Whole,
+    evaluate_compact,
+    fingerprint,
+    without_callbacks,
+    zeros_in_place_of,
+)
+from ._store import Ascending, ascending
 
 
 @dataclasses.dataclass
@@ -26,6 +34,7 @@ class Batch:
       static: Arguments by keyword that are not.
       name: For errors.
       ids: Of each table, `[n]` with duplicates, as `_compact` says.
+      fingerprint: Of all of them.
       needs_params: Whether ids depend on parameters; then those of a later step do not
         exist.
       tables: What is looked up.
@@ -37,50 +46,38 @@ class Batch:
     static: Mapping[str, Any]
     name: str
     ids: list[jax.Array]
+    fingerprint: jax.Array
     needs_params: bool
     tables: Sequence[Whole]
     lines: Mapping[str, set[str]]
     target: Any
 
     @functools.cached_property
-    def distinct(self) -> list[np.ndarray]:
-        """The ids of each table, ascending, each once; some may be out of bounds."""
-        return [_distinct(np.asarray(x)) for x in self.ids]
+    def in_bounds(self) -> list[Ascending]:
+        """The rows that are looked up."""
+        pairs = zip(self.ids, self.tables, strict=True)
+        return [ascending(np.asarray(ids), whole.shape[0]) for ids, whole in pairs]
 
-    def rows(self) -> list[np.ndarray]:
-        """The rows that are looked up, ascending, each once.
+    def rows(self) -> list[Ascending]:
+        """The rows that are looked up.
 
         Raises:
           IndexError: If an id is out of bounds where the lookup promises that none is.
         """
-        rows = []
-        for ids, whole in zip(self.distinct, self.tables, strict=True):
-            size = whole.shape[0]
-            if len(ids) and (ids[0] < 0 or ids[-1] > size):
+        for each, whole in zip(self.ids, self.tables, strict=True):
+            ids, size = np.asarray(each), whole.shape[0]
+            if len(ids) and (ids.min() < 0 or ids.max() > size):
                 places = ", ".join(sorted(self.lines.get(whole.name, ())))
                 # Those above the number of rows are one more than they are.
-                row = int(ids[0]) - size if ids[0] < 0 else int(ids[-1]) - 1
+                least, most = int(ids.min()), int(ids.max())
+                row = least - size if least < 0 else most - 1
                 raise IndexError(
                     f"{self.name} looks up row {row} of {whole.name}, which has "
                     f"{size:,} rows, at {places}. Give rows from 0 to {size - 1:,}; "
                     "where an id may be out of bounds, say so by "
                     'table.at[ids].get(mode="fill") or mode="clip".'
                 )
-            rows.append(inside(ids, size))
-        return rows
-
-
-def _distinct(ids: np.ndarray) -> np.ndarray:
-    ids = np.sort(ids)
-    is_new = np.ones(len(ids), bool)
-    np.not_equal(ids[1:], ids[:-1], out=is_new[1:])
-    return ids[is_new]
-
-
-def inside(ids: np.ndarray, size: int) -> np.ndarray:
-    """Those of ascending ids that are rows."""
-    first, last = np.searchsorted(ids, [0, size])
-    return ids[first:last]
+        return self.in_bounds
 
 
 class RowIds:
@@ -116,7 +113,8 @@ class RowIds:
         known = args[0], self._taken(args[1])
         leaves, structure = jax.tree.flatten(known)
         own = self._taken(static)
-        avals = tuple((np.shape(x), jnp.result_type(x), _layout(x)) for x in leaves)
+        # With weak types: an int8 times a Python number is an int8.
+        avals = tuple((_type_of(x), _layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         key = structure, avals, tuple(sorted(own.items())), x64
         if key not in self._programs:
@@ -129,8 +127,9 @@ class RowIds:
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             given = jax.device_put(given, cpu_device())
+        ids, number = program(*given)
         return Batch(
-            *(args, static, name, list(program(*given))),
+            *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),
             tables=list(self._tables.values()),
             lines=self._lines,
@@ -161,10 +160,7 @@ class RowIds:
             )
             args, keywords = jax.tree.unflatten(structure, others[num_dense:])
             fun = functools.partial(self._fun, **keywords, **static)
-            none = [jnp.zeros(1, jnp.int32)] * count
-            _, found, lines = evaluate_compact(
-                fun, self._tables, params, none, args, effects=False
-            )
+            _, found, lines = evaluate_compact(fun, self._tables, params, None, args)
             for name, own_lines in lines.items():
                 self._lines.setdefault(name, set()).update(own_lines)
             return found
@@ -174,11 +170,21 @@ class RowIds:
             for x in self._tables.values()
         ]
         shapes = [
-            jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=_layout(x))
+            jax.ShapeDtypeStruct(
+                *_type_of(x)[:2], weak_type=_type_of(x)[2], sharding=_layout(x)
+            )
             for x in [*dense, *leaves]
         ]
         closed = jax.make_jaxpr(ids)(rows, *shapes)
-        reads = kept_arguments(jaxpr_as_fun(closed), [*rows, *shapes])
+        exported = _without_dead_code(closed, [*rows, *shapes])
+        reads = list(exported.module_kept_var_idx)
+        if f"@{zeros_in_place_of('io_callback')}" in exported.mlir_module():
+            raise ValueError(
+                "Rows of tables in host memory are fetched before the function runs, "
+                "so ids must not depend on the result of an io_callback, which would "
+                "be called twice. Compute ids before, and pass them in the batch; or "
+                "by jax.pure_callback."
+            )
         for i, table in enumerate(self._tables.values()):
             if i in reads:
                 places = ", ".join(sorted(self._lines.get(table.name, ())))
@@ -191,14 +197,15 @@ class RowIds:
         kept += [i for i, x in enumerate(shapes) if _is_key(x) and i not in kept]
 
         @jax.jit
-        def program(*given: Any) -> list[jax.Array]:
+        def program(*given: Any) -> tuple[list[jax.Array], jax.Array]:
             known = dict(zip(kept, given, strict=True))
             others = [
                 known[i] if i in known else jnp.zeros(x.shape, x.dtype)
                 for i, x in enumerate(shapes)
             ]
             zeros = [jnp.zeros(x.shape, x.dtype) for x in rows]
-            return jaxpr_as_fun(closed)(*zeros, *others)
+            ids = jaxpr_as_fun(closed)(*zeros, *others)
+            return ids, fingerprint(ids)
 
         return program, kept
 
@@ -244,8 +251,18 @@ def split_keywords(
 
 def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     """Which arguments a function reads, after its dead code is removed."""
-    exported = jax.export.export(jax.jit(fun), platforms=["cpu"])
-    return list(exported(*args).module_kept_var_idx)
+    return list(
+        _without_dead_code(jax.make_jaxpr(fun)(*args), args).module_kept_var_idx
+    )
+
+
+def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.Exported:
+    # What has callbacks cannot be exported.
+    names = "pure_callback", "io_callback", "debug_callback"
+    program = ClosedJaxpr(without_callbacks(closed.jaxpr, names), closed.consts)
+    with jit_enabled():
+        fun = jax.jit(jaxpr_as_fun(program))
+        return jax.export.export(fun, platforms=["cpu"])(*args)
 
 
 def _refuse_other_numbers(x: Any, batch: str) -> None:
@@ -261,6 +278,11 @@ def _refuse_other_numbers(x: Any, batch: str) -> None:
             f"{held} unless jax_enable_x64 is set. Give rows that {held} holds; for "
             f"a hash of numbers that it does not hold, say .astype(np.{held}) first."
         )
+
+
+def _type_of(x: Any) -> tuple[tuple[int, ...], Any, bool]:
+    aval: Any = jax.typeof(x)
+    return aval.shape, aval.dtype, aval.weak_type
 
 
 def _layout(x: Any) -> Any:

@@ -1,68 +1,105 @@
 """An undo journal: what rows were at the last checkpoint.
 
-A file of rows is written while the process trains. After a kill it holds rows of
+A store of rows is written while the process trains. After a kill it holds rows of
 several steps, the last of them perhaps in part. The journal brings it back: each row is
 written there as it was, before its first change.
+
+    512 bytes    the checkpoint's name; how many bytes rows rely on, and their checksum
+    entries      table, number of rows, checksum | rows, int32 | records
+
+The checksum of an entry goes on from that of the entry before, so that the last one is
+that of the whole journal: nothing of it can be missing, or of another one, unseen.
 """
 
+import json
 import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._records import WORD, Layout
+from ._records import WORD, Layout, write_at
+from ._store import Ascending, Store
 
-_HEAD = struct.Struct("<4sIQI")  # mark, table, number of rows, checksum of what follows
+_MAGIC = b"optax_sparse_adam journal 2\n"
+_START = 512
+_ENTRY = struct.Struct("<4sIQ")  # mark, table, number of rows; then the checksum
 _MARK = b"undo"
+_HEAD_WORDS = _ENTRY.size // WORD + 1
+
+
+def _first_checksum(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 class Journal:
-    """What rows were at the last checkpoint, once for each row that has changed.
+    """What rows were at a checkpoint, once for each row that has changed.
 
     Args:
-      path: Of a new file.
+      path: Of a new file, which has the checkpoint's name.
+      layouts: The records of each table.
       sizes: How many rows each table has.
       fsync: Whether `commit` waits for the disk.
 
     Attributes:
       path: The file.
+      name: Of the checkpoint.
+      end: How many bytes it has, and the checksum of the last entry.
     """
 
-    def __init__(self, path: Path, sizes: Sequence[int], fsync: bool):
-        self.path = path
-        self._file = path.open("wb", buffering=0)
-        self._fsync, self._end = fsync, 0
+    def __init__(
+        self, path: Path, layouts: Sequence[Layout], sizes: Sequence[int], fsync: bool
+    ):
+        self.path, self.name = path, name_of(path)
+        self._layouts, self._fsync = layouts, fsync
         # One bit a row: 37 MB for 300 million rows.
         self._saved = [np.zeros(-(-size // 8), np.uint8) for size in sizes]
+        self.end = self._committed = _START, _first_checksum(self.name)
+        self._file: Any = path.open("wb", buffering=0)
+        self._write_head()
 
-    def remember(self, table: int, rows: np.ndarray, storage: Any) -> None:
-        """Appends rows that have not changed before; they are in `storage` still."""
+    def remember(self, table: int, rows: Ascending, store: Store) -> None:
+        """Appends rows that have not changed before; they are in the store still."""
         saved = self._saved[table]
         byte, bit = rows >> 3, np.uint8(1) << (rows & 7).astype(np.uint8)
         is_new = (saved[byte] & bit) == 0
         if not is_new.any():
             return
-        new = rows[is_new].astype(np.int32)
-        body = new.tobytes() + storage.take(new).tobytes()
-        head = _HEAD.pack(_MARK, table, len(new), zlib.crc32(body))
-        try:
-            _write(self._file, head + body)
-        except BaseException:
-            # Half an entry would end the journal for those after it.
-            self._file.truncate(self._end)
-            self._file.seek(self._end)
-            raise
-        self._end += len(head) + len(body)
-        np.bitwise_or.at(saved, byte[is_new], bit[is_new])
+        new = Ascending(rows[is_new])
+        count, words = len(new), self._layouts[table].words
+        entry = np.empty(_HEAD_WORDS + count * (1 + words), np.uint32)
+        body = entry[_HEAD_WORDS:]
+        body[:count] = new.view(np.uint32)
+        store.take_into(new, body[count:].reshape(count, words))
+        head = _ENTRY.pack(_MARK, table, count)
+        length, before = self.end
+        checksum = zlib.crc32(body.data, zlib.crc32(head, before))
+        entry[:_HEAD_WORDS] = np.frombuffer(
+            head + checksum.to_bytes(WORD, "little"), np.uint32
+        )
+        write_at(self._file, length, entry)
+        # In this order: what is interrupted here is written once more.
+        self.end = length + entry.nbytes, checksum
+        # Neighbours share a byte: one `or` for each byte.
+        byte, bit = byte[is_new], bit[is_new]
+        first = np.flatnonzero(np.diff(byte, prepend=-1))
+        saved[byte[first]] |= np.bitwise_or.reduceat(bit, first)
 
     def commit(self) -> None:
         """Comes before any of the rows are changed."""
+        if self._committed == self.end:
+            return
+        self._write_head()
         if self._fsync:
             os.fsync(self._file)
+        self._committed = self.end
+
+    def _write_head(self) -> None:
+        text = json.dumps({"name": self.name, "end": self.end}).encode()
+        write_at(self._file, 0, (_MAGIC + text).ljust(_START))
 
     def close(self) -> None:
         self._file.close()
@@ -73,28 +110,81 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def entries(
-    path: Path, layouts: Sequence[Layout]
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """What a journal holds: `(table, rows, records)`.
+class Undo(NamedTuple):
+    """A journal that was found.
 
-    An entry that is not whole is the last: its rows have not been changed.
+    Attributes:
+      path: The file.
+      ends: The checksum at the end of each entry, by the length up to there.
+      entries: Where the rows of each are, the table, and how many.
+    """
+
+    path: Path
+    ends: dict[int, int]
+    entries: list[tuple[int, int, int]]
+
+    @property
+    def end(self) -> tuple[int, int]:
+        return [*self.ends.items()][-1]
+
+    def rows(self, layouts: Sequence[Layout]) -> Iterator[tuple[int, Any, np.ndarray]]:
+        """`(table, rows, records)`, the oldest last."""
+        if not self.entries:  # of tables in memory there is no journal
+            return
+        with self.path.open("rb") as file:
+            for place, table, count in reversed(self.entries):
+                file.seek(place)
+                words = layouts[table].words
+                body = np.fromfile(file, np.uint32, count * (1 + words))
+                records = body[count:].reshape(count, words)
+                yield table, Ascending(body[:count].view(np.int32)), records
+
+
+def read_journal(path: Path, layouts: Sequence[Layout]) -> Undo:
+    """Reads what a journal can bring back, and checks it.
+
+    An entry at the end that is not whole was written when the process was killed: its
+    rows have not been changed.
+
+    Raises:
+      FileNotFoundError: If there is none.
+      ValueError: If it was damaged, or lacks its end.
     """
     with path.open("rb") as file:
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            mark, table, count, checksum = _HEAD.unpack(head)
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_START)
+        try:
+            if not head.startswith(_MAGIC) or len(head) < _START:
+                raise ValueError("no journal")
+            about = json.loads(head[len(_MAGIC) :])
+            if about["name"] != name_of(path):
+                raise ValueError("another journal")
+            length, checksum = about["end"]
+        except (ValueError, TypeError, KeyError):
+            length, checksum = -1, 0
+        last = _first_checksum(name_of(path))
+        undo = Undo(path, {_START: last}, [])
+        while len(head := file.read(_HEAD_WORDS * WORD)) == _HEAD_WORDS * WORD:
+            mark, table, count = _ENTRY.unpack(head[: _ENTRY.size])
             if mark != _MARK or table >= len(layouts):
-                return
-            words = layouts[table].words
-            body = file.read(count * (1 + words) * WORD)
-            if zlib.crc32(body) != checksum:
-                return
-            rows = np.frombuffer(body, np.int32, count)
-            records = np.frombuffer(body, np.uint32, offset=count * WORD)
-            yield table, rows, records.reshape(count, words)
+                break
+            place, row = file.tell(), (1 + layouts[table].words) * WORD
+            if count * row > size - place:
+                break
+            body = file.read(count * row)
+            last = zlib.crc32(body, zlib.crc32(head[: _ENTRY.size], last))
+            if last != int.from_bytes(head[_ENTRY.size :], "little"):
+                break
+            undo.entries.append((place, table, count))
+            undo.ends[file.tell()] = last
+    if undo.ends.get(length) != checksum:
+        raise ValueError(
+            f"{path} was damaged, or lacks its end: rows that have changed since the "
+            "checkpoint cannot be brought back. Restore a copy of the folder, with "
+            "what keeps the rows as it was when the copy was made."
+        )
+    return undo
 
 
-def _write(file: Any, data: bytes) -> None:
-    rest = memoryview(data)
-    while len(rest):
-        rest = rest[file.write(rest) :]
+def name_of(path: Path) -> str:
+    return path.name.removeprefix("journal-")

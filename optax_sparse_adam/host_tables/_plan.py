@@ -21,8 +21,8 @@ import optax
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.lazy_probe import TableSize, find_owners
 from .._train_step import make_train_step
-from ._compact import evaluate_compact
-from ._ids import RowIds, split_keywords
+from ._compact import evaluate_compact, fingerprint
+from ._ids import kept_arguments
 from ._records import WORD, Layout
 from ._table import HostTable, tables_among
 
@@ -32,76 +32,28 @@ CHUNK = 1 << 24  # bytes of rows that are begun or mapped at once
 def compact(fun: Callable[..., Any], params: Any) -> Callable[..., Any]:
     """`fun` on K rows of each table: `compact_fun(params, rows, *args)`.
 
-    Part of what `HostTrainer` does, for a loop of your own: `row_ids` says which rows a
-    batch looks up, `compact` makes a loss of them, which `value_and_grad`,
-    `make_train_step` and `evaluate` take as they take any other.
-
     Args:
       fun: `fun(params, *args)`, any function that JAX can trace.
       params: Parameters with `HostTable`s among them.
 
     Returns:
-      The function. Its parameters have `[K, ...]` in the place of each table; `rows` is
-      a sequence of int32 `[K]`, one for each table, in the order of
-      `jax.tree.leaves(params)`: the numbers of these rows, ascending; where there are
-      fewer rows than K, the table's number of rows for the rest.
-
-    Raises:
-      ValueError: By the returned function, if all of a table is used or returned, or
-        if it is looked up under a `vmap` over tables and their ids.
-
-    Examples:
-      >>> import jax.numpy as jnp, numpy as np
-      >>> import optax_sparse_adam as osa
-      >>> from optax_sparse_adam import host_tables as host
-      >>> params = {"table": host.HostTable((1000, 4)), "w": jnp.ones(4)}
-      >>> def loss(params, ids):
-      ...     return jnp.sum((params["table"][ids] @ params["w"] - 1) ** 2)
-      >>> batch = jnp.array([900, 7, 900])
-      >>> ids, = host.row_ids(loss, params)(params, batch)
-      >>> rows = np.unique(ids)
-      >>> few = {"table": jnp.zeros((2, 4)), "w": params["w"]}
-      >>> float(host.compact(loss, params)(few, [jnp.asarray(rows)], batch))
-      3.0
+      A function of parameters with `[K, ...]` in the place of each table, and of their
+      numbers: int32 `[K]` for each table, ascending; where there are fewer rows than K,
+      the table's number of rows for the rest. It returns the result, and a fingerprint
+      of the ids that were looked up: with another one than that of the rows that were
+      fetched, the result is wrong.
     """
     _, tables, _ = tables_among(params)
 
     @functools.wraps(fun)
     def compact_fun(
         params: Any, rows: Sequence[Any], *args: Any, **keywords: Any
-    ) -> Any:
+    ) -> tuple[Any, jax.Array]:
         bound = functools.partial(fun, **keywords)
-        return evaluate_compact(bound, tables, params, list(rows), args)[0]
+        result, ids, _ = evaluate_compact(bound, tables, params, list(rows), args)
+        return result, fingerprint(ids)
 
     return compact_fun
-
-
-def row_ids(fun: Callable[..., Any], params: Any) -> Callable[..., list[jax.Array]]:
-    """Which rows a function looks up: `ids(params, *args)`.
-
-    Args:
-      fun: `fun(params, *args)`, any function that JAX can trace.
-      params: Parameters with `HostTable`s among them.
-
-    Returns:
-      A function that returns for each table int32 `[n]`: an id for each lookup, in any
-      order, duplicates included. The table's number of rows stands for what reads no
-      row, such as an id out of bounds of a lookup with `mode="fill"`; for an id out of
-      bounds against a lookup's promise stands a negative or larger number.
-
-    Raises:
-      ValueError: By the returned function, as `compact`, and if ids depend on rows.
-    """
-    _, tables, treedef = tables_among(params)
-    found = RowIds(fun, tables, treedef)
-
-    def ids(params: Any, *args: Any, **keywords: Any) -> list[jax.Array]:
-        leaves = treedef.flatten_up_to(params)
-        dense = [x for i, x in enumerate(leaves) if i not in tables]
-        traced, static = split_keywords(fun, keywords)
-        return found(dense, (args, traced), static, "The batch").ids
-
-    return ids
 
 
 class Plan:
@@ -191,16 +143,41 @@ class Plan:
 
     # The beginning.
 
-    def begin(self, dense: Sequence[Any], rows: Mapping[int, Any]) -> Any:
-        """`split` of parameters with these rows of some tables, and their new state."""
+    def _begin(self, dense: Sequence[Any], tables: Mapping[int, Any]) -> Any:
+        """`split` of parameters, with these rows of tables, and their new state."""
         left = iter(dense)
         params = self.treedef.unflatten(
-            rows.get(i, jnp.zeros((2, *self.tables[i].shape[1:]), self.tables[i].dtype))
-            if i in self.tables
-            else next(left)
+            tables[i] if i in tables else next(left)
             for i in range(self.treedef.num_leaves)
         )
         return self.split(params, self.tx.init(params))
+
+    def _two_rows(self) -> dict[int, Any]:
+        return {
+            i: jnp.zeros((2, *x.shape[1:]), x.dtype) for i, x in self.tables.items()
+        }
+
+    def begin_others(self, dense: Sequence[Any]) -> list[Any]:
+        """The state that is no row.
+
+        Raises:
+          ValueError: If it depends on rows, of which `init` would see zeros.
+        """
+        tables = self._two_rows()
+
+        def others(*leaves: Any) -> Any:
+            rows = dict(zip(tables, leaves[: len(tables)], strict=True))
+            return self._begin(leaves[len(tables) :], rows)[0][self.num_dense :]
+
+        leaves = [*tables.values(), *dense]
+        if any(i < len(tables) for i in kept_arguments(others, leaves)):
+            raise ValueError(
+                "HostTrainer begins rows of tables a chunk at a time, but `init` of "
+                "this optimiser computes of all rows what is no row, such as a norm "
+                "over all parameters. Give the tables another optimiser, by "
+                "optax.partition; or keep them on the device."
+            )
+        return others(*leaves)
 
     def init_records(
         self, k: int, dense: Sequence[Any], *, skips_zeros: bool
@@ -215,7 +192,7 @@ class Plan:
 
         @jax.jit
         def arrays(dense: Sequence[Any], rows: jax.Array) -> list[Any]:
-            return list(self.begin(dense, {index: rows})[1][k])
+            return list(self._begin(dense, self._two_rows() | {index: rows})[1][k])
 
         rows = np.zeros((size, *host.shape[1:]), host.dtype)
         if host.init is None:
@@ -226,6 +203,8 @@ class Plan:
             count = min(size, total - first)
             if host.init is not None:
                 given = np.asarray(host.init(first, first + count))
+                if given.dtype.kind == "V" and given.itemsize == host.dtype.itemsize:
+                    given = given.view(host.dtype)  # as np.savez writes bfloat16
                 if given.shape != (count, *host.shape[1:]):
                     raise ValueError(
                         f"`init` of {self.tables[index].name} returned the shape "
@@ -245,18 +224,50 @@ class Plan:
 
     # Programs.
 
-    def step(self, loss: Callable[..., Any], params: Any, **options: Any) -> Any:
-        """`step(static, others, words, rows, args)`, compiled and donated."""
-        inner = make_train_step(compact(loss, params), self.tx, **options)
+    def step(
+        self, loss: Callable[..., Any], params: Any, has_aux: bool, **options: Any
+    ) -> Any:
+        """`step(static, others, words, rows, args)`, compiled and donated.
+
+        It returns others and words, the value, and a fingerprint of the ids.
+        """
+        few = compact(loss, params)
+
+        @functools.wraps(loss)
+        def with_fingerprint(*args: Any, **keywords: Any) -> Any:
+            result, number = few(*args, **keywords)
+            number = _as_key(number)
+            if not has_aux:
+                return result, (None, number)
+            # What is no pair is refused as ever.
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            return (result[0], (result[1], number)) if is_pair else result
+
+        inner = make_train_step(with_fingerprint, self.tx, True, **options)
 
         @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
         def step(static: Any, others: Any, words: Any, rows: Any, args: Any) -> Any:
             batch, keywords = args
             params, state = self.of_records(others, words)
             new = inner(params, state, rows, *batch, **keywords, **dict(static))
-            return *self.to_records(*new[:2]), new[2]
+            value, (aux, number) = new[2]
+            value = (value, aux) if has_aux else value
+            return *self.to_records(*new[:2]), value, jax.random.key_data(number)[0]
 
         return step
+
+
+def _as_key(number: jax.Array) -> jax.Array:
+    """A number as an auxiliary result that does not change the bits of a step.
+
+    Problem: with one more result XLA fuses the loss in another way than in memory, and
+    rounds otherwise. Cause: a gradient is made to depend on an element of each result
+    (`_order_after` in `_gradients/differentiate.py`). Remedy: it is a random key, which
+    has no elements to compare. Safe: it reads no rows, which the order is for. Test:
+    `per_row` in `tests/host_tables/test_equality.py`.
+    """
+    data = jnp.stack([number, jnp.zeros_like(number)])
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
 @jax.jit

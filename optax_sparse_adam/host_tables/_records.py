@@ -8,8 +8,10 @@ begins at a word.
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -100,15 +102,35 @@ def refuse_other(
 ) -> None:
     """Raises if a header says something else, with the first difference."""
     for key, here in expected.items():
-        there = found[key]
+        there = found.get(key)
         if there == here:
             continue
-        if isinstance(here, list):
+        if isinstance(here, list) and isinstance(there, list):
             pairs = [*zip_longest(there, here)]
             there, here = next(pair for pair in pairs if pair[0] != pair[1])
         raise ValueError(
             f"{words}: {key} are {there!r} in the file, and {here!r} here."
         )
+
+
+def write_at(file: Any, place: int, data: Any) -> None:
+    """Writes all bytes of an array at a place of a file."""
+    file.seek(place)
+    rest = memoryview(data).cast("B")
+    while len(rest):
+        rest = rest[file.write(rest) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk has the names in a folder."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _to_words(x: jax.Array) -> jax.Array:

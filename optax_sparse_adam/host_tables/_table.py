@@ -1,37 +1,19 @@
 """`HostTable`, a leaf of the parameters, and where its rows are kept."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._compact import Whole
 from ._records import Layout
+from ._store import Memory, Storage, Store, UserStore
 
 _MOST_ROWS = 2**31 - 2
-
-
-class Storage(Protocol):
-    """Keeps the records of a table: any engine, by two methods.
-
-    A record is a row of the parameter and the optimiser's state of that row, in words
-    of 32 bits; how many words depends on the optimiser. If there is a method `flush()`,
-    `checkpoint` calls it before it says that a checkpoint is there.
-    """
-
-    def take(self, rows: np.ndarray) -> np.ndarray:
-        """Records `[k, words]`, uint32, of rows `[k]`, integers, ascending, distinct.
-
-        Every row is put once before any is taken.
-        """
-
-    def put(self, rows: np.ndarray, records: np.ndarray) -> None:
-        """Keeps records `[k, words]`, of which it may be the owner from now on."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,95 +103,16 @@ def tables_among(params: Any) -> tuple[dict[int, HostTable], dict[int, Whole], A
     return tables, whole, treedef
 
 
-class Memory:
-    """Records in memory.
-
-    Attributes:
-      records: `[rows, words]`, uint32.
-    """
-
-    def __init__(self, rows: int, layout: Layout):
-        self.records = np.zeros((rows, layout.words), np.uint32)
-        self._record = layout.record
-
-    @property
-    def _rows(self) -> np.ndarray:
-        rows: np.ndarray = self.records.view(self._record)[:, 0]
-        return rows
-
-    def take(self, rows: np.ndarray) -> np.ndarray:
-        out = np.empty((len(rows), self.records.shape[1]), np.uint32)
-        self.take_into(rows, out)
-        return out
-
-    def take_into(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """`take`, into the first rows of an array."""
-        # With a mode other than "raise", `take` needs no buffer of its own.
-        view = out.view(self._record)[: len(rows), 0]
-        np.take(self._rows, rows, out=view, mode="clip")
-
-    def put(self, rows: np.ndarray, records: np.ndarray) -> None:
-        values = np.ascontiguousarray(records).view(self._record)[:, 0]
-        np.put(self._rows, rows, values, mode="clip")
-
-    def begin(self, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
-        """Begins the rows: records, and the number of the first one, in pieces."""
-        for first, records in pieces:
-            self.records[first : first + len(records)] = records
-
-    def close(self) -> None:
-        pass
-
-
-def new_storage(
+def new_store(
     host: HostTable, name: str, layout: Layout, budget: float | None
-) -> Any:
+) -> Store:
     """Where a table is kept, neither begun nor opened."""
+    rows = host.shape[0]
     if host.storage is not None:
-        return host.storage
+        return UserStore(host.storage, name, rows, layout)
     if host.file is None:
-        return Memory(host.shape[0], layout)
+        return Memory(rows, layout)
     from ._file import File  # needs POSIX
 
     # Absolute, as the process may go to another folder.
-    return File(Path(host.file).absolute(), name, host.shape[0], layout, budget)
-
-
-def views_of(storage: Any, layout: Layout, whole: Whole) -> list[Any]:
-    """What the user sees of each field: arrays that are read-only."""
-    numbers = range(len(layout.fields))
-    if not isinstance(storage, Memory):
-        return [View(storage, layout, n, whole.shape[0]) for n in numbers]
-    views = [layout.view(storage.records, n) for n in numbers]
-    for x in views:
-        x.flags.writeable = False
-    return views
-
-
-class View:
-    """A field of a storage of the user's own; its rows are taken when asked for."""
-
-    def __init__(self, storage: Storage, layout: Layout, number: int, rows: int):
-        field = layout.fields[number]
-        self.shape, self.dtype = (rows, *field.shape), field.dtype
-        self._take = lambda ids: layout.view(storage.take(ids), number)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, ids: Any) -> np.ndarray:
-        size = len(self)
-        # Of a slice without an array of all rows.
-        rows = np.asarray(range(size)[ids] if isinstance(ids, slice) else ids)
-        rows = np.arange(size)[rows] if rows.dtype == bool else rows
-        if not rows.size:
-            return np.zeros((*rows.shape, *self.shape[1:]), self.dtype)
-        is_integer = rows.dtype.kind in "iu" and not isinstance(ids, tuple)
-        if not is_integer or rows.min() < -size or rows.max() >= size:
-            raise IndexError(f"Rows are integers from 0 to {size - 1:,}, got {ids!r}.")
-        unique, places = np.unique(rows.astype(int) % size, return_inverse=True)
-        taken: np.ndarray = self._take(unique)[places.reshape(rows.shape)]
-        return taken
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.asarray(self[:], dtype)
+    return File(Path(host.file).absolute(), name, rows, layout, budget)

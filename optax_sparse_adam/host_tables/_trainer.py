@@ -12,9 +12,13 @@ import optax
 from .._gradients.value_and_grad import Sparse
 from ._between import evaluated, map_rows, reset
 from ._checkpoint import load, save
+from ._host_rows import HostRows
 from ._ids import split_keywords
+from ._ledger import Ledger
 from ._pipeline import Pipeline
-from ._table import Memory, new_storage, views_of
+from ._plan import Plan
+from ._store import Store
+from ._table import new_store
 
 
 class HostTrainer:
@@ -89,45 +93,53 @@ class HostTrainer:
         fsync: bool = False,
         progress: Callable[[Iterable[Any]], Iterable[Any]] | None = None,
     ):
-        def begin(steps: Pipeline, k: int, storage: Any) -> None:
-            in_memory = isinstance(storage, Memory)  # or in a file
-            pieces: Any = steps.plan.init_records(k, steps.dense, skips_zeros=in_memory)
-            pieces = pieces if progress is None else progress(pieces)
-            if in_memory:
-                storage.begin(pieces)
-                return
-            for first, records in pieces:
-                storage.put(np.arange(first, first + len(records)), records)
+        def begin(k: int, store: Store) -> None:
+            rows = self._rows
+            pieces: Any = rows.plan.init_records(
+                k, rows.dense, skips_zeros=store.begins_with_zeros
+            )
+            store.begin(pieces if progress is None else progress(pieces))
 
-        options = {"has_aux": has_aux, "sparse": sparse}
-        self._start(Pipeline(loss, tx, params, **options), begin, budget, fsync)
+        self._start(loss, tx, params, has_aux, sparse)
+        self._open(begin, budget, fsync)
 
     def _start(
+        self, loss: Any, tx: Any, params: Any, has_aux: bool, sparse: Sparse
+    ) -> None:
+        if jax.process_count() > 1:
+            raise NotImplementedError(
+                f"HostTrainer runs in one process, and here are {jax.process_count()}. "
+                "The page on large tables names what there is for several."
+            )
+        self._loss, self._params = loss, params
+        self._rows = rows = HostRows(Plan(tx, params))
+        options = {"has_aux": has_aux, "sparse": sparse}
+        self._pipeline = Pipeline(rows, loss, params, **options)
+
+    def _open(
         self,
-        steps: Pipeline,
-        begin: Callable[[Pipeline, int, Any], None],
+        begin: Callable[[int, Store], None],
         budget: float | None,
         fsync: bool,
         path: Path | None = None,
     ) -> None:
         """Begins a run, or goes on with that of a checkpoint."""
-        self._steps, self._fsync = steps, fsync
-        plan = steps.plan
+        rows, plan = self._rows, self._rows.plan
+        sizes = [x.shape[0] for x in plan.tables.values()]
         try:
             # A training step donates it, and two arrays of a state may be one.
-            rest = plan.begin(steps.dense, {})[0][plan.num_dense :]
-            steps.others += [jnp.array(x) for x in rest]
-            for k, (host, table) in enumerate(
-                zip(plan.hosts, plan.tables.values(), strict=True)
-            ):
-                storage = new_storage(host, table.name, plan.layouts[k], budget)
-                steps.storages.append(storage)
-                begin(steps, k, storage)
+            rows.others += [jnp.array(x) for x in plan.begin_others(rows.dense)]
+            rows.ledger = Ledger(rows.stores, plan.layouts, sizes, fsync)
+            pairs = zip(plan.hosts, plan.tables.values(), strict=True)
+            for k, (host, table) in enumerate(pairs):
+                store = new_store(host, table.name, plan.layouts[k], budget)
+                rows.stores.append(store)
+                begin(k, store)
             if path is not None:
-                load(steps, path)
-                save(steps, path, fsync)
+                load(rows, path)
+                save(rows, path)
         except BaseException:
-            steps.close_files()
+            rows.close()
             raise
 
     def checkpoint(self, path: Any) -> None:
@@ -145,10 +157,10 @@ class HostTrainer:
           ValueError: If the folder has a checkpoint that cannot be read.
           OSError: If a disk is full; the last checkpoint is as it was.
         """
-        with self._steps.alone():
-            self._steps.check()
-            self._steps.settle()
-            save(self._steps, Path(path).absolute(), self._fsync)
+        with self._rows.alone():
+            self._rows.check()
+            self._rows.settle()
+            save(self._rows, Path(path).absolute())
 
     @classmethod
     def restore(
@@ -188,19 +200,15 @@ class HostTrainer:
           BlockingIOError: If another trainer has a file.
         """
 
-        def opened(steps: Pipeline, k: int, storage: Any) -> None:
-            if hasattr(storage, "open"):
-                storage.open()
-
         self = cls.__new__(cls)
-        steps = Pipeline(loss, tx, params, has_aux=has_aux, sparse=sparse)
-        self._start(steps, opened, budget, fsync, Path(path).absolute())
+        self._start(loss, tx, params, has_aux, sparse)
+        self._open(lambda _, store: store.open(), budget, fsync, Path(path).absolute())
         return self
 
     @property
     def steps(self) -> int:
         """How many steps have been done since the beginning, over restarts."""
-        return self._steps.steps
+        return self._rows.steps
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
         """One step. Its rows are in host memory, or in the file, when it returns.
@@ -212,10 +220,10 @@ class HostTrainer:
         Returns:
           The loss, or a pair of it and `aux`.
         """
-        with self._steps.alone():
-            self._steps.check(changes=True)
-            traced, static = split_keywords(self._steps.loss, keywords)
-            return self._steps.step((batch, traced), static)
+        with self._rows.alone():
+            self._rows.check(changes=True)
+            traced, static = split_keywords(self._loss, keywords)
+            return self._pipeline.step((batch, traced), static)
 
     def run(self, batches: Iterable[Any], *, ahead: int = 4) -> Iterator[Any]:
         """Does a step for each batch, as a pipeline, and yields its value.
@@ -237,8 +245,8 @@ class HostTrainer:
         Raises:
           RuntimeError: If the iterable changes the trainer.
         """
-        self._steps.check()
-        return self._steps.run(batches, max(0, ahead))
+        self._rows.check()
+        return self._pipeline.run(batches, max(0, ahead))
 
     def evaluate(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun(params, *args)` on the rows as they are now, without a gradient.
@@ -251,7 +259,7 @@ class HostTrainer:
         Returns:
           A function of the further arguments. Keep it: it is compiled once.
         """
-        return evaluated(self._steps, fun)
+        return evaluated(self._rows, self._params, fun)
 
     def map_rows(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """`params, state = function(params, state)`, by chunks of rows.
@@ -269,8 +277,8 @@ class HostTrainer:
             the result, or has another shape or type. What is raised later, such as a
             KeyboardInterrupt, leaves some rows as they were.
         """
-        with self._steps.alone():
-            map_rows(self._steps, function)
+        with self._rows.alone():
+            map_rows(self._rows, function)
 
     def reset_rows(self, ids: Any, rows: Any) -> None:
         """Resets rows to new values, and their state to that of `tx.init`.
@@ -289,8 +297,8 @@ class HostTrainer:
           ValueError: For ids in another tree, of an array that is no `HostTable`, or
             that name a row twice; for rows of another shape.
         """
-        with self._steps.alone():
-            reset(self._steps, ids, rows)
+        with self._rows.alone():
+            reset(self._rows, self._params, ids, rows)
 
     # What the user reads.
 
@@ -308,30 +316,28 @@ class HostTrainer:
         return self._trees()[1]
 
     def _trees(self) -> Any:
-        steps, layouts = self._steps, self._steps.plan.layouts
-        with steps.alone():
-            steps.check()
-            steps.settle()
-            pairs = zip(
-                steps.storages, layouts, steps.plan.tables.values(), strict=True
-            )
-            views = [views_of(*pair) for pair in pairs]
-            return steps.plan.join(map(_copied, steps.others), views)
+        rows, plan = self._rows, self._rows.plan
+        with rows.alone():
+            rows.check()
+            rows.settle()
+            pairs = zip(rows.stores, plan.layouts, strict=True)
+            fields = [store.fields(layout) for store, layout in pairs]
+            return plan.join(map(_copied, rows.others), fields)
 
     # The end.
 
     def close(self) -> None:
         """Writes what is pending, and gives files back. May be called twice."""
-        steps = self._steps
-        with steps.alone():
-            if not steps.is_open or steps.is_of_another_process:
+        rows = self._rows
+        with rows.alone():
+            if not rows.is_open or rows.is_of_another_process:
                 return
-            steps.check(changes=True)
-            steps.is_open = False
+            rows.refuse_in_batches()
+            rows.is_open = False
             try:
-                steps.settle()
+                rows.settle()
             finally:
-                steps.close_files()
+                rows.close()
 
     def __enter__(self) -> "HostTrainer":
         return self

@@ -15,7 +15,7 @@ import numpy as np
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _checkpoint, _file, _journal
+from optax_sparse_adam.host_tables import _file, _journal, _ledger
 from tests.helpers.host_tables import arrays, batches, begin, host_params, loss
 
 STEPS, EVERY = 40, 5
@@ -52,8 +52,8 @@ def half_of_rows(put, self, rows, records):
     put(self, rows[: len(rows) // 2], records[: len(rows) // 2])
 
 
-def half_of_bytes(write, file, data):
-    write(file, data[: len(data) // 2])
+def half_of_bytes(write, file, place, data):
+    write(file, place, data[: len(data) // 2])
 
 
 def half_of_file(savez, file, **arrays):
@@ -74,11 +74,11 @@ def main(folder, moment, *options):
         trainer.checkpoint(folder / "run")
     moments = Moments(moment)
     moments.around(_file.File, "put", half_of_rows)
-    moments.around(_journal, "_write", half_of_bytes)
+    moments.around(_journal, "write_at", half_of_bytes)
     moments.around(np, "savez", half_of_file)
     moments.around(os, "replace")
-    moments.around(_file.File, "set_checkpoint")
-    moments.around(_checkpoint, "Journal")
+    moments.around(_file.File, "set_mark")
+    moments.around(_ledger, "Journal")
     moments.around(Path, "unlink")
     first = trainer.steps
     for number, _ in enumerate(trainer.run(batches(first, STEPS)), first + 1):

@@ -7,7 +7,7 @@ import pytest
 
 from optax_sparse_adam.host_tables import _file
 from optax_sparse_adam.host_tables._records import Layout
-from optax_sparse_adam.host_tables._table import Memory
+from optax_sparse_adam.host_tables._store import Memory
 
 ROWS, IDS, PAGE = 1000, 100, 4096
 

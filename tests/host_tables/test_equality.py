@@ -275,29 +275,3 @@ def test_one_row_and_fewer_rows_than_ids():
         expected = train_in_memory(loss, tx, {"table": rows, "w": w}, made)
         trainer = host.HostTrainer(loss, tx, host_params(rows, w))
         assert_trained_alike(trainer, list(trainer.run(made)), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sparse_adam", "exact_adam"])
-def test_the_parts_in_a_loop_of_ones_own(name):
-    rows, w = begin()
-    tx = MAKERS[name](1e-2)
-    expected = train_in_memory(loss, tx, {"table": rows, "w": w}, batches(0, 5))
-    params = host_params(rows, w)
-    ids = host.row_ids(loss, params)
-    step = osa.make_train_step(host.compact(loss, params), tx)
-    whole = {"table": np.array(rows), "w": jnp.array(w)}
-    state = jax.tree.map(np.array, tx.init(jax.tree.map(jnp.array, whole)))
-    values = []
-    for batch in batches(0, 5):
-        (found,) = ids(whole, *batch)
-        unique = np.full(IDS, ROWS, np.int32)
-        own = np.unique(found)
-        unique[: len(own)] = own
-        places = {"table": unique, "w": None}
-        few = osa.take_rows(tx, whole, state, places)
-        *few, value = step(*few, [jnp.asarray(unique)], *batch)
-        whole, state = osa.put_rows(tx, whole, state, places, *few)
-        values.append(np.asarray(value))
-    assert_identical(values, expected[2])
-    assert_identical(whole["table"], np.asarray(expected[0]["table"]))

@@ -226,25 +226,25 @@ def test_a_full_disk_tears_nothing(folder, what, monkeypatch, stack):
     values = [trainer.step(*next(batches(0, 1)))]
     trainer.checkpoint(folder / "run")
     if what == "journal":
-        own = trainer._steps.journal._file
+        own = trainer._rows.ledger._journal._file
         full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
         stack.callback(full.close)
-        trainer._steps.journal._file = Full(full, own)
+        trainer._rows.ledger._journal._file = Full(full, own)
     else:
         real = os.fstatvfs(0)
         sizes = [0 if k in (3, 4) else x for k, x in enumerate(real)]
         monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(sizes))
         monkeypatch.setattr(os, "fstat", Sparse(os.fstat))
     before = np.array(trainer.params["table"])
-    records = np.array(trainer._steps.storages[0].records)
+    records = np.array(trainer._rows.stores[0].records)
     with pytest.raises(OSError, match=r"No space left|no room"):
         values.append(trainer.step(*next(batches(1, 2))))
-    assert_identical(np.array(trainer._steps.storages[0].records), records)
+    assert_identical(np.array(trainer._rows.stores[0].records), records)
     with pytest.raises(OSError, match=r"No space left|no room"):
         _ = trainer.params
     # Room again: what was kept is written, and nothing is lost.
     if what == "journal":
-        trainer._steps.journal._file = own
+        trainer._rows.ledger._journal._file = own
     else:
         monkeypatch.undo()
     assert not np.array_equal(trainer.params["table"], before)

@@ -13,9 +13,9 @@ from jax import lax
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _pipeline
+from optax_sparse_adam.host_tables import _host_rows
 from optax_sparse_adam.host_tables._records import Layout
-from optax_sparse_adam.host_tables._table import View
+from optax_sparse_adam.host_tables._store import UserStore, View
 
 from ..helpers.host_tables import (
     DIM,
@@ -137,8 +137,6 @@ def test_ids_that_jax_takes_for_others_are_refused(dtype, row):
     for call in (trainer.step, lambda *x: list(trainer.run([x])), evaluate):
         with pytest.raises(IndexError, match=rf"atch.* has the integer {row}, of"):
             call(ids, y)
-    with pytest.raises(IndexError, match=r"The batch has the integer.*jax_enable_x64"):
-        host.row_ids(fun, host_params(*begin()))(trainer.params, ids, y)
     assert_identical(np.array(trainer.params["table"]), after)
     # Numbers of which no ids are computed are the loss's own.
     trainer.step(ids.astype(np.int32) % ROWS, np.full(len(ids), row))
@@ -193,7 +191,7 @@ def test_a_mutable_array_of_ids_is_read():
 
 def test_only_real_rows_travel_to_an_accelerator(monkeypatch):
     """The way to an accelerator, on a CPU that says that it is none."""
-    sent, fetch = [], _pipeline.Pipeline.fetch
+    sent, fetch = [], _host_rows.HostRows.fetch
 
     def fetched(self, batch):
         rows = fetch(self, batch)
@@ -201,8 +199,8 @@ def test_only_real_rows_travel_to_an_accelerator(monkeypatch):
         sent.extend((len(own), len(x), len(numbers)) for own, x, numbers in each)
         return rows
 
-    monkeypatch.setattr(_pipeline, "_is_on_cpu", lambda _: False)
-    monkeypatch.setattr(_pipeline.Pipeline, "fetch", fetched)
+    monkeypatch.setattr(_host_rows, "_is_on_cpu", lambda _: False)
+    monkeypatch.setattr(_host_rows.HostRows, "fetch", fetched)
     rows, w = begin()
     other = rows[:40, :3].astype(jnp.bfloat16)
 
@@ -260,7 +258,8 @@ def test_views_of_a_storage_take_what_is_asked_for():
             with pytest.raises(IndexError, match="Rows are integers from 0 to 299"):
                 view[ids]
     layout = Layout([("table", (DIM,), np.float32)])
-    view = View(Zeros(), layout, 0, 200_000_000)
+    store = UserStore(Zeros(), "table", 200_000_000, layout)
+    view = View(store, layout, 0, 200_000_000)
     tracemalloc.start()
     assert [len(view[[5, -1]]), len(view[7]), len(view[-9:])] == [2, DIM, 9]
     assert tracemalloc.get_traced_memory()[1] < 1_000_000

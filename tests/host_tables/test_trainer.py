@@ -103,7 +103,7 @@ def test_a_keyboard_interrupt_loses_no_step(where, expected, request):
                 raise KeyboardInterrupt
             yield batch
 
-    program = trainer._steps._program
+    program = trainer._pipeline._program
 
     def interrupted(*args):
         _thread.interrupt_main()
@@ -115,11 +115,11 @@ def test_a_keyboard_interrupt_loses_no_step(where, expected, request):
             if len(values) == 3 and where == "caller":
                 raise KeyboardInterrupt
             if len(values) == 3 and where == "step":
-                trainer._steps._program = interrupted
+                trainer._pipeline._program = interrupted
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    trainer._steps._program = program
+    trainer._pipeline._program = program
     done = trainer.steps
     values = expected[2][:done]  # the value of an interrupted step is lost
     values += [trainer.step(*batch) for batch in batches(done, 10)]

@@ -1,0 +1,69 @@
+"""The archive of a checkpoint: one file, which is replaced at once or not at all."""
+
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._records import sync_folder
+
+ARCHIVE = "checkpoint.npz"
+
+
+def name_in(folder: Path) -> str | None:
+    """Of the checkpoint that a folder has, if there is one."""
+    if not (folder / ARCHIVE).exists():
+        return None
+    name: str = read_archive(folder / ARCHIVE, whole=False)[0]["name"]
+    return name
+
+
+def read_archive(
+    path: Path, *, whole: bool = True
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """What an archive says of itself, and its arrays.
+
+    Raises:
+      ValueError: If it is none, or damaged.
+    """
+    try:
+        with path.open("rb") as whole_file, np.load(whole_file) as file:
+            about = json.loads(file["about"].tobytes())
+            if (type(about["name"]), type(about["step"])) != (str, int):
+                raise ValueError("it has no name")
+            count = len(about["arrays"]) if whole else 0
+            return about, [file[f"array{k}"] for k in range(count)]
+    except Exception as error:  # zipfile and NumPy raise whatever they stumble over
+        if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:
+            raise
+        is_large = isinstance(error, MemoryError)
+        what = "is too large for memory" if is_large else "is no checkpoint"
+        raise ValueError(
+            f"{path} {what} of a HostTrainer, or was damaged: {error!r}. "
+            "Delete the folder, if it is of no use, or take another one."
+        ) from error
+
+
+def write_archive(
+    folder: Path, arrays: Sequence[np.ndarray], about: Mapping[str, Any]
+) -> None:
+    """Replaces the archive of a folder, at once."""
+    new = folder / (ARCHIVE + ".new")
+    try:
+        with new.open("wb") as file:
+            text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+            # Types that NumPy does not know, such as bfloat16, are bytes in a file.
+            held = (np.ascontiguousarray(x).reshape(-1) for x in arrays)
+            named: Any = {f"array{k}": x.view(np.uint8) for k, x in enumerate(held)}
+            np.savez(file, about=text, **named)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, folder / ARCHIVE)
+    except BaseException:
+        new.unlink(missing_ok=True)  # half of it keeps a full disk full
+        raise
+    sync_folder(folder)

@@ -1,0 +1,283 @@
+"""The rows of all tables: who may use them, and what is done with those of a batch.
+
+    fetch    rows of a batch, from their stores to the device
+    advance  a step, whose result is kept until it is written
+    settle   writes it: first the journal, then the stores
+
+Nothing that a step has made is lost by an exception: rows wait until they are written,
+every call begins by writing what is there, and to write twice does no harm.
+"""
+
+import collections
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._ids import Batch, target_of
+from ._ledger import Ledger
+from ._plan import Plan
+from ._store import Ascending, Store
+
+NOT_FETCHED = (
+    "{what} has looked up rows that were not fetched: it computes other ids when it is "
+    "traced again, as by np.random, by a global that changes, or by a callback. Give "
+    "the numbers that ids are computed of as a part of the batch"
+)
+
+
+class Rows(NamedTuple):
+    """Rows of a batch, as they were fetched or as a step has made them.
+
+    Attributes:
+      unique: Their numbers, of each table, on the host.
+      padded: The same on the device, `[K]`.
+      words: Their records on the device: fetched, `[k, words]`, or new, `[K, words]`.
+      step: The number of steps before.
+      fingerprint: Of the ids that these are the rows of.
+      looked_up: That of the ids of the step that has made them.
+    """
+
+    unique: list[Ascending]
+    padded: list[jax.Array]
+    words: list[jax.Array]
+    step: int
+    fingerprint: Any = 0
+    looked_up: Any = 0
+
+
+class HostRows:
+    """Rows in their stores, and those that have not reached them yet.
+
+    Attributes:
+      plan: Which parts of parameters and state are rows.
+      others: What is none: the other parameters, then the rest of the state.
+      stores: Of each table.
+      ledger: Knows which checkpoint they go back to.
+      steps: How many steps have been done.
+      version: Grows whenever rows change by other means than steps.
+      torn: Why what there is belongs to no step, or `None`.
+      is_open: Whether steps may still be done.
+      work: What a thread does with the rows beside a step, or `None`.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        # Steps donate the arrays, which are the caller's.
+        self.others: list[Any] = [jnp.array(x) for x in plan.dense]
+        self.stores: list[Store] = []
+        self.ledger: Ledger
+        self.steps = self.version = 0
+        self.torn: str | None = None
+        self.is_open = True
+        self.work: Future[Any] | None = None
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._drawing = threading.local()
+        self._results: collections.deque[Any] = collections.deque()
+        self._value: Any = None
+        self._unstored: collections.deque[Rows] = collections.deque()
+
+    @property
+    def dense(self) -> list[Any]:
+        """The parameters that are no tables."""
+        return self.others[: self.plan.num_dense]
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Another one after each change: what was fetched before is old then."""
+        return self.version, self.steps
+
+    # Who may use them.
+
+    def check(self, *, changes: bool = False) -> None:
+        """Refuses what cannot be done now, such as changes while a batch is drawn."""
+        if not self.is_open:
+            raise ValueError("This HostTrainer is closed; restore a new one.")
+        if self.is_of_another_process:
+            raise RuntimeError(
+                "This HostTrainer is of the process that forked this one, and both "
+                "would write the same rows. Make it after the fork."
+            )
+        if self.torn is not None:
+            raise RuntimeError(
+                f"{self.torn}. Close this HostTrainer, and go on from its last "
+                "checkpoint by HostTrainer.restore."
+            )
+        if changes:
+            self.refuse_in_batches()
+
+    def refuse_in_batches(self) -> None:
+        if getattr(self._drawing, "is_on", False):
+            raise RuntimeError(
+                "The batches of HostTrainer.run are drawn before the steps of those "
+                "that come before, so they may read the trainer and make checkpoints, "
+                "but not change it. Change it between two values of run; or draw a "
+                "batch by yourself, and pass it to HostTrainer.step."
+            )
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """What this thread does inside belongs to the batches of `run`."""
+        self._drawing.is_on = True
+        try:
+            yield
+        finally:
+            self._drawing.is_on = False
+
+    def alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Waits for what other threads do with this trainer, and then lets them wait.
+
+        After a fork nothing: the thread that has the lock may not be there.
+        """
+        return contextlib.nullcontext() if self.is_of_another_process else self._lock
+
+    @property
+    def is_of_another_process(self) -> bool:
+        return os.getpid() != self._process
+
+    @property
+    def is_cold(self) -> bool:
+        return any(store.is_cold for store in self.stores)
+
+    def close(self) -> None:
+        """Gives back all files."""
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+        for store in self.stores:
+            store.close()
+
+    # From the stores.
+
+    def fetch(self, batch: Batch) -> Rows:
+        """The rows of a batch, from the host."""
+        unique, padded, words = batch.rows(), [], []
+        for k, (table, rows) in enumerate(zip(batch.tables, unique, strict=True)):
+            # As many rows as ids: where a batch looks up more rows than a table has,
+            # gradients take another way (`whole_leaves` of `_gradients.walk`), and here
+            # they must as well.
+            size = max(1, min(len(batch.ids[k]), table.shape[0]))
+            numbers = np.full(size, table.shape[0], np.int32)
+            numbers[: len(rows)] = rows
+            padded.append(numbers)
+            words.append(self._records(k, rows, _count(len(rows), size, batch.target)))
+        padded, words = jax.device_put((padded, words), batch.target)
+        return Rows(unique, padded, words, self.steps, batch.fingerprint)
+
+    def take(self, rows: Sequence[Ascending], size: int) -> list[Any]:
+        """Records of rows, and after them zeros up to `size`, on the device."""
+        records = [self._records(k, x, size) for k, x in enumerate(rows)]
+        placed: list[Any] = jax.device_put(records, target_of(self.dense))
+        return placed
+
+    def _records(self, k: int, rows: Ascending, count: int) -> np.ndarray:
+        records = np.empty((count, self.plan.layouts[k].words), np.uint32)
+        records[len(rows) :] = 0
+        self.stores[k].take_into(rows, records)
+        return records
+
+    # To the stores.
+
+    @property
+    def unstored(self) -> list[Rows]:
+        """Rows that were made and may not be written yet, the oldest first."""
+        return [*self._unstored]
+
+    def advance(self, program: Callable[..., Any], args: Any, rows: Rows) -> Any:
+        """A step: the program's value, and its result as what there is now."""
+        # One call, without Python in between: a KeyboardInterrupt comes before the step
+        # or when its result is kept, and not when the old parameters, which are
+        # donated, are gone and the new ones have no name yet.
+        self._results.extend(zip([rows], itertools.starmap(program, [args])))  # noqa: B905
+        self._adopt()
+        return self._value
+
+    def _adopt(self) -> None:
+        """Takes over the result of a step. May be interrupted and called again."""
+        while self._results:
+            rows, (self.others, words, self._value, looked_up) = self._results[0]
+            self.steps = rows.step + 1
+            self._keep(rows._replace(words=words, looked_up=looked_up))
+            self._results.popleft()
+
+    def _keep(self, rows: Rows) -> None:
+        if not any(x.words is rows.words for x in self.unstored):
+            self._unstored.append(rows)
+
+    def change(self, unique: list[Ascending], words: list[jax.Array]) -> None:
+        """Rows that were made between two steps."""
+        self.version += 1
+        self._keep(Rows(unique, [], words, self.steps))
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until all rows are where they belong."""
+        if self.is_of_another_process:  # whose thread writes them
+            return
+        self._adopt()
+        if self.work is not None:
+            wait([self.work])  # what it has raised is for `run`
+            self.work = None
+        self.write(self.unstored)
+
+    def write(self, results: Sequence[Rows]) -> None:
+        """Writes the oldest results; one that could not be written stays."""
+        for rows in results:
+            if int(rows.looked_up) != int(rows.fingerprint):
+                # Dense parameters are wrong by now; what the stores have is not.
+                self.torn = NOT_FETCHED.format(what=f"Batch {rows.step}")
+                self._unstored.clear()
+                self.check()
+            self._store(rows.unique, rows.words, None)
+            self._unstored.popleft()
+
+    @contextlib.contextmanager
+    def as_a_whole(self, what: str) -> Iterator[Any]:
+        """A function that writes rows, all calls of which belong together.
+
+        What ends between two of them leaves the rows torn.
+        """
+        torn = f"{what} has ended half way: some rows are changed, and others are not"
+        self.version += 1
+        yield lambda unique, words: self._store(unique, words, torn)
+        self.torn = None
+
+    def _store(
+        self,
+        unique: Sequence[Ascending],
+        words: Sequence[jax.Array],
+        torn: str | None,
+    ) -> None:
+        """Writes rows; before any of them, what the rows were at the checkpoint."""
+        records = []
+        for rows, x in zip(unique, words, strict=True):
+            count = _count(len(rows), len(x), x.sharding)
+            x = x[:count] if count < len(x) else x
+            records.append(np.asarray(x)[: len(rows)])
+        for store, rows in zip(self.stores, unique, strict=True):
+            store.make_room(len(rows))
+        self.ledger.remember([*enumerate(unique)])
+        self.torn = torn
+        for store, rows, own in zip(self.stores, unique, records, strict=True):
+            store.put(rows, own)
+
+
+def _is_on_cpu(target: Any) -> bool:
+    return next(iter(target.device_set)).platform == "cpu"
+
+
+def _count(real: int, size: int, target: Any) -> int:
+    """How many of `size` rows travel: on a CPU all, for which nothing is copied.
+
+    To and from an accelerator the real ones, rounded up to eighths of all, as programs
+    are compiled for each number.
+    """
+    part = max(1, size // 8)
+    return size if _is_on_cpu(target) else min(size, -(-max(real, 1) // part) * part)
