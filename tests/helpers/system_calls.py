@@ -1,0 +1,106 @@
+"""What a process leaves when it is killed, or interrupted, at any of its system calls.
+
+`Snapshots` copies a folder before each system call of a program, and in the middle of
+each write: what a process that is killed there leaves on the disk, as pages that were
+written stay. `interrupted` raises a KeyboardInterrupt at one of them.
+"""
+
+import contextlib
+import hashlib
+import shutil
+import sys
+
+import numpy as np
+
+from optax_sparse_adam.host_tables import _file, _journal
+from optax_sparse_adam.host_tables._store import Memory
+
+_MODULES = {"posix", "io", "_io", "mmap", "fcntl"}
+
+
+def is_system_call(function):
+    """Whether a C function reaches the system, or writes to memory, perhaps mapped."""
+    owner = getattr(function, "__self__", None)
+    modules = {getattr(function, "__module__", None), type(owner).__module__}
+    is_put = isinstance(owner, np.ndarray) and function.__name__ == "put"
+    return is_put or bool(_MODULES & modules)
+
+
+@contextlib.contextmanager
+def at_each_call(see):
+    """Calls `see()` before each system call of this thread."""
+
+    def profile(frame, event, function):
+        del frame
+        if event == "c_call" and is_system_call(function):
+            sys.setprofile(None)  # what `see` calls is not seen
+            see()
+            sys.setprofile(profile)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def interrupted(number):
+    """Raises a KeyboardInterrupt at a system call; `list` counts those that were."""
+    calls = []
+
+    def see():
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt), at_each_call(see):
+        yield calls
+
+
+class Snapshots:
+    """All different contents that a folder has while something runs.
+
+    Attributes:
+      folders: Copies of it, each with another content.
+      calls: How many system calls there were.
+    """
+
+    def __init__(self, folder, copies):
+        self.folder, self.copies = folder, copies
+        self.folders, self.calls, self._seen = [], 0, set()
+
+    def take(self):
+        self.calls += 1
+        files = sorted(x for x in self.folder.rglob("*") if x.is_file())
+        content = hashlib.sha256()
+        for x in files:
+            data = x.read_bytes()
+            content.update(f"{x.relative_to(self.folder)} {len(data)} ".encode() + data)
+        if content.digest() not in self._seen:
+            self._seen.add(content.digest())
+            self.folders.append(self.copies / str(len(self.folders)))
+            shutil.copytree(self.folder, self.folders[-1])
+
+    @contextlib.contextmanager
+    def taken(self, monkeypatch):
+        put, write_at = Memory.put, _journal.write_at
+
+        def half_put(store, rows, records):
+            put(store, rows[: len(rows) // 2], records[: len(rows) // 2])
+            self.take()
+            put(store, rows, records)
+
+        def half_write(file, place, data):
+            data = memoryview(data).cast("B")
+            write_at(file, place, data[: len(data) // 2])
+            self.take()
+            write_at(file, place, data)
+
+        with monkeypatch.context() as patch, at_each_call(self.take):
+            patch.setattr(Memory, "put", half_put)
+            patch.setattr(_journal, "write_at", half_write)
+            yield self
+        # A mark lies in one sector of a disk, and is written whole.
+        assert _file.write_at is write_at
+        self.take()

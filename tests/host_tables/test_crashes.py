@@ -1,0 +1,255 @@
+"""SIGKILL and Ctrl-C at every system call of a checkpoint, a restore and a `map_rows`.
+
+Each leaves what restores to the bits of a run that was not stopped, or what says what
+to do; then that is done.
+"""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables import _between
+
+from ..helpers.host_tables import (
+    DIM,
+    assert_trained_alike,
+    batches,
+    begin,
+    train_in_memory,
+)
+from ..helpers.system_calls import Snapshots, interrupted
+
+# What is interrupted may leave a file to the garbage collector.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
+
+TX = osa.sparse_adam(1e-2)
+ROWS = 60
+SMALL = np.ones((7, 2), np.float32)
+
+
+def loss(params, ids, y):
+    """Tables in two files and one in memory."""
+    rows = params["a"][ids] * params["b"][ids[::-1]]
+    return jnp.mean((rows @ params["w"]).sum(1) ** 2 - y) + params["c"][ids % 7].sum()
+
+
+def params_in(folder):
+    rows, w = begin((ROWS, DIM))
+
+    def table(path=None, rows=rows):
+        return host.HostTable(rows.shape, file=path, init=lambda a, b: rows[a:b])
+
+    files = {"a": table(folder / "a.bin"), "b": table(folder / "b.bin")}
+    return {**files, "c": table(rows=SMALL), "w": jnp.asarray(w)}
+
+
+def doubled(params, state):
+    return jax.tree.map(lambda x: 2 * x, (params, state))
+
+
+def some(first, last):
+    return list(batches(first, last, rows=ROWS, ids=9))
+
+
+def restored(folder):
+    return host.HostTrainer.restore(folder / "run", loss, TX, params_in(folder))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What a run that nobody stops has after each number of steps."""
+    rows, w = begin((ROWS, DIM))
+    begun = {"a": rows, "b": rows, "c": SMALL, "w": w}
+    return [train_in_memory(loss, TX, begun, some(0, k)) for k in range(8)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder of a run that has ended: a checkpoint, and two steps after it."""
+    folder = tmp_path_factory.mktemp("run")
+    with host.HostTrainer(loss, TX, params_in(folder)) as trainer:
+        trainer.step(*some(0, 1)[0])
+        trainer.checkpoint(folder / "run")
+        list(trainer.run(some(1, 3)))
+    return folder
+
+
+@pytest.fixture
+def folder(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "folder")
+
+
+def assert_as_never_stopped(trainer, expected):
+    params, state, _ = expected[trainer.steps]
+    assert_trained_alike(trainer, [], (params, state, []))
+
+
+def assert_goes_on(folder, expected, steps):
+    """A checkpoint is restored, of one of these steps, and another one is made of it.
+
+    (No step is done: each new trainer would compile one.)
+    """
+    with restored(folder) as trainer:
+        assert trainer.steps in steps
+        assert_as_never_stopped(trainer, expected)
+
+
+def killed(call, folder, tmp_path, monkeypatch):
+    with Snapshots(folder, tmp_path / "copies").taken(monkeypatch) as snapshots:
+        call()
+    return snapshots
+
+
+def test_a_checkpoint_that_is_killed(folder, tmp_path, expected, monkeypatch):
+    with restored(folder) as trainer:
+        list(trainer.run(some(1, 3)))
+        call = lambda: trainer.checkpoint(folder / "run")  # noqa: E731
+        snapshots = killed(call, folder, tmp_path, monkeypatch)
+    assert snapshots.calls > 50
+    assert len(snapshots.folders) > 8
+    steps = []
+    for copy in snapshots.folders:
+        with restored(copy) as trainer:
+            steps.append(trainer.steps)
+            assert_as_never_stopped(trainer, expected)
+    assert steps == sorted(steps)
+    assert {*steps} == {1, 3}
+
+
+@pytest.mark.slow
+def test_a_restore_that_is_killed(folder, tmp_path, expected, monkeypatch):
+    call = lambda: restored(folder).close()  # noqa: E731
+    snapshots = killed(call, folder, tmp_path, monkeypatch)
+    for copy in snapshots.folders:
+        assert_goes_on(copy, expected, {1})
+
+
+@pytest.mark.slow
+def test_killed_twice_in_a_row(folder, tmp_path, expected, monkeypatch):
+    """A checkpoint, and then the restore of what it has left."""
+    with restored(folder) as trainer:
+        list(trainer.run(some(1, 3)))
+        call = lambda: trainer.checkpoint(folder / "run")  # noqa: E731
+        first = killed(call, folder, tmp_path, monkeypatch)
+    for copy in first.folders:
+        call = lambda: restored(copy).close()  # noqa: B023, E731
+        again = killed(call, copy, copy.with_suffix(".again"), monkeypatch)
+        for other in again.folders:
+            assert_goes_on(other, expected, {1, 3})
+
+
+@pytest.mark.slow
+def test_a_map_rows_that_is_killed(folder, tmp_path, expected, monkeypatch):
+    monkeypatch.setattr(_between, "CHUNK", 23 * 3 * DIM * 4)
+    with restored(folder) as trainer:
+        list(trainer.run(some(1, 3)))
+        call = lambda: trainer.map_rows(doubled)  # noqa: E731
+        snapshots = killed(call, folder, tmp_path, monkeypatch)
+    assert len(snapshots.folders) > 8
+    for copy in snapshots.folders:
+        assert_goes_on(copy, expected, {1})
+
+
+# Ctrl-C.
+
+
+def test_a_checkpoint_that_is_interrupted(folder, tmp_path, expected):
+    """At some of its calls; in the slow part at each."""
+    assert _interrupt_checkpoints(folder, tmp_path, expected, 19) > 50
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_interrupted_anywhere(folder, tmp_path, expected):
+    assert _interrupt_checkpoints(folder, tmp_path, expected, 1) > 50
+
+
+def _interrupt_checkpoints(folder, tmp_path, expected, every):
+    """The trainer goes on, whatever is killed next; a later checkpoint is made."""
+    trainer, number = restored(folder), 1
+    while True:
+        with interrupted(number) as calls:
+            trainer.checkpoint(folder / "run")
+        if len(calls) < number:
+            break
+        done = trainer.steps
+        copies = [shutil.copytree(folder, tmp_path / f"{number} before")]
+        if done < 6:
+            trainer.step(*some(done, done + 1)[0])
+            assert_as_never_stopped(trainer, expected)
+            copies.append(shutil.copytree(folder, tmp_path / f"{number} after"))
+        for copy in copies:
+            with restored(copy) as other:
+                assert other.steps <= trainer.steps
+                assert_as_never_stopped(other, expected)
+        if done == 6:  # begins again
+            trainer.close()
+            shutil.rmtree(folder)
+            shutil.copytree(tmp_path / "1 before", folder)
+            trainer = restored(folder)
+        number += every
+    trainer.close()
+    with restored(folder) as other:
+        assert other.steps == trainer.steps
+    return number
+
+
+@pytest.mark.slow
+def test_a_restore_that_is_interrupted(run, tmp_path, expected):
+    number = 0
+    while True:
+        number += 1
+        folder = shutil.copytree(run, tmp_path / str(number))
+        trainer = None
+        with interrupted(number) as calls:
+            trainer = restored(folder)
+        if trainer is not None:
+            trainer.close()
+        else:
+            assert_goes_on(folder, expected, {1})
+        if len(calls) < number:
+            break
+    assert number > 100
+
+
+def assert_refuses(trainer, folder):
+    words = r"map_rows has ended half way.*Close this.*by HostTrainer\.restore"
+    for use in (
+        lambda: trainer.params,
+        lambda: trainer.step(*some(3, 4)[0]),
+        lambda: list(trainer.run(some(3, 4))),
+        lambda: trainer.map_rows(doubled),
+        lambda: trainer.checkpoint(folder / "run"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            use()
+
+
+@pytest.mark.slow
+def test_a_map_rows_that_is_interrupted(run, tmp_path, expected, monkeypatch):
+    """It has changed nothing, or all, or the trainer says what to do."""
+    monkeypatch.setattr(_between, "CHUNK", 23 * 3 * DIM * 4)
+    seen, number = set(), 0
+    while "all" not in seen:
+        number += 1
+        folder = shutil.copytree(run, tmp_path / str(number))
+        with restored(folder) as trainer:
+            list(trainer.run(some(1, 3)))
+            with interrupted(number):
+                trainer.map_rows(doubled)
+            if trainer._rows.torn is None:
+                is_all = not np.array_equal(trainer.params["a"], expected[3][0]["a"])
+                seen.add("all" if is_all else "nothing")
+                known = doubled(*expected[3][:2]) if is_all else expected[3][:2]
+                assert_trained_alike(trainer, [], (*known, []))
+            else:
+                seen.add("half")
+                assert_refuses(trainer, folder)
+        assert_goes_on(folder, expected, {1})
+    assert seen == {"nothing", "half", "all"}

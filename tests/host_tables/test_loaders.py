@@ -1,0 +1,193 @@
+"""Batches of `run`: arrays that are refilled, what raises, who waits for whom."""
+
+import _thread
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables._store import Memory
+
+from ..helpers.host_tables import (
+    ROWS,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import program_environment, slow_but
+
+TX = osa.sparse_adam(1e-2)
+
+
+def new_trainer(**where):
+    return host.HostTrainer(loss, TX, host_params(*begin(), **where))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    rows, w = begin()
+    return train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 6))
+
+
+def refilled(first, last, what):
+    """Batches by one array, as of `np.load(..., out)`, shared memory, a C++ loader."""
+    shared = [np.zeros_like(x) for x in next(batches(0, 1))]
+    for batch in batches(first, last):
+        for own, x in zip(shared, batch, strict=True):
+            own[:] = x
+        ids, y = shared
+        if what == "labels alone":
+            ids = ids.copy()
+        if what == "arrays of JAX":  # which may be the same memory
+            ids, y = jnp.asarray(ids), jnp.asarray(y)
+        yield ids, y
+        shared[0][:], shared[1][:] = 0, 99
+
+
+CASES = ["ids and labels", "labels alone", "arrays of JAX", "a file", "a cold file"]
+
+
+@pytest.mark.parametrize("what", slow_but(CASES, "ids and labels"))
+def test_a_loader_that_refills_its_arrays(what, tmp_path, expected, monkeypatch):
+    where = {"file": tmp_path / "x"} if "file" in what else {}
+    with new_trainer(**where) as trainer:
+        if what == "a cold file":
+            monkeypatch.setattr(type(trainer._rows), "is_cold", True)
+        values = list(trainer.run(refilled(0, 6, what), ahead=2))
+        assert_trained_alike(trainer, values, expected)
+
+
+def test_no_batch_is_lost_where_the_ids_of_the_next_one_raise(expected):
+    """What is wrong with a batch is raised when all steps before are done."""
+    trainer, (good, next_one) = new_trainer(), batches(0, 2)
+    for k, wrong in enumerate([np.int64(2**32 + 5), "shape"]):
+        ids = np.array(next_one[0], np.int64)
+        ids[3] = 2**32 + 5
+        bad = (ids, next_one[1]) if wrong != "shape" else (next_one[0][:5], next_one[1])
+        run = trainer.run([good if k == 0 else next_one, bad])
+        assert np.array_equal(next(run), expected[2][k])
+        assert trainer.steps == k + 1
+        with pytest.raises((IndexError, TypeError)):
+            next(run)
+    values = [*expected[2][:2], *trainer.run(batches(2, 6))]
+    assert_trained_alike(trainer, values, expected)
+
+
+def test_an_interrupt_while_run_waits_for_another_thread(request, expected):
+    """The trainer can be used, and closed, as before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    trainer, has_lock = new_trainer(), threading.Event()
+
+    def hold():
+        with trainer._rows.alone():
+            has_lock.set()
+            time.sleep(0.3)
+            _thread.interrupt_main()
+            time.sleep(0.3)
+
+    def drawn():
+        for number, batch in enumerate(batches(0, 6)):
+            if number == 3:
+                threading.Thread(target=hold).start()
+                has_lock.wait()
+            yield batch
+
+    run, values = trainer.run(drawn()), []
+    with pytest.raises(KeyboardInterrupt):
+        values.extend(run)
+    done = trainer.steps
+    assert done in (2, 3)
+    values = [trainer.step(*batch) for batch in batches(done, 6)]
+    assert_trained_alike(trainer, [*expected[2][:done], *values], expected)
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_a_step_of_another_thread_while_a_batch_is_drawn():
+    """It comes before the drawn one, and neither is refused nor forgotten."""
+    trainer, order = new_trainer(), [0, 1, 2, 9, 3, 4]
+
+    def drawn():
+        for number, batch in enumerate(batches(0, 5)):
+            if number == 4:  # while it is drawn, three steps are done
+                (extra,) = batches(9, 10)
+                thread = threading.Thread(target=trainer.step, args=extra)
+                thread.start()
+                thread.join()
+            yield batch
+
+    values = list(trainer.run(drawn()))
+    rows, w = begin()
+    made = [next(batches(k, k + 1)) for k in order]
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, made)
+    assert_trained_alike(trainer, values, (*known[:2], known[2][:3] + known[2][4:]))
+
+
+@pytest.mark.slow
+def test_ids_of_some_batches_alone_depend_on_parameters():
+    """Those of a later step do not exist before the one in front of it."""
+
+    def fun(params, ids, y):
+        if len(ids) > 20:
+            ids = (ids + jnp.argmax(params["w"][:, 0])) % ROWS
+            ids = ids + (params["w"].sum() * 1000).astype(int) % 7
+        rows = params["table"][ids % ROWS]
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    rows, w = begin()
+    tx = osa.sparse_adam(0.3)
+    made = [next(batches(k, k + 1, ids=(48, 7, 7, 48, 48, 7)[k])) for k in range(6)]
+    expected = train_in_memory(fun, tx, {"table": rows, "w": w}, made)
+    trainer = host.HostTrainer(fun, tx, host_params(rows, w))
+    assert_trained_alike(trainer, list(trainer.run(made)), expected)
+
+
+OPEN = """
+import sys, numpy as np
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from tests.helpers.host_tables import *
+trainer = host.HostTrainer(loss, osa.sparse_adam(1e-2), host_params(*begin(),
+    file=sys.argv[1]))
+run = trainer.run(batches(0, 9))
+next(run), next(run)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_open_when_the_process_ends(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, str(tmp_path / "table.bin")],
+        cwd=__file__.rpartition("/tests/")[0],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+def test_a_memory_that_is_written_beside_the_step_is_written_before_the_next(
+    monkeypatch,
+):
+    """What a run has not written yet is there for whoever reads between two values."""
+    trainer, seen = new_trainer(), []
+    put = Memory.put
+    monkeypatch.setattr(
+        Memory, "put", lambda *args: (time.sleep(0.01), put(*args), seen.append(1))
+    )
+    run = trainer.run(batches(0, 4))
+    for k in range(1, 5):
+        next(run)
+        assert int(trainer.state.count) == k
+        assert len(seen) == k
