@@ -3,7 +3,7 @@
 from contestants import DENSE, PHASES, TORCH
 from matplotlib.figure import Figure
 from problem import in_short
-from report import spread
+from spread import spread
 
 TITLES = {"update": "update of the table", "step": "whole training step"}
 OURS = ("#0b6e4f", "#2f7fb8", "#76b041", "#8e4585")

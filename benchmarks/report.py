@@ -18,12 +18,12 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from contestants import DENSE, PHASES, TORCH
 from machine import is_busy
 from problem import Problem
+from spread import ratio, spread
 
 FORMAT = "optax_sparse_adam benchmarks/steps.py 2"
 RIVALS = TORCH, DENSE
@@ -45,25 +45,6 @@ def load(path):
         raise ValueError(f"{path} is no file that this version of steps.py wrote")
     run.pop("unit")
     return run
-
-
-class Spread(NamedTuple):
-    middle: float
-    low: float
-    high: float
-
-
-def spread(values):
-    """Median and quartiles."""
-    low, middle, high = np.percentile(values, [25, 50, 75])
-    return Spread(float(middle), float(low), float(high))
-
-
-def ratio(ours, theirs):
-    """The ratio of the medians, and the quartiles of the ratios of each round."""
-    rounds = [a / b for a, b in zip(ours, theirs, strict=False)]
-    _, low, high = spread(rounds)
-    return Spread(float(np.median(ours) / np.median(theirs)), low, high)
 
 
 def digits(value):
