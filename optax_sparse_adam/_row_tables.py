@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 
 from ._rows import update_table
-from ._rows.duplicates import segment_rows
 from ._rows.entries import widen_indices
 from ._rows.padding import in_bounds, pad_indices, padding_key
+from ._rows.segments import segment_rows
 
 # A tree, the table of each of its leaves, and new rows or leaves; `None`: as it is.
 Writes = Sequence[tuple[Any, list["Table | None"], list[Any]]]
@@ -141,7 +141,7 @@ def _is_last(indices: jax.Array, valid: jax.Array, num_rows: int) -> jax.Array:
 
     def by_segments(ids: jax.Array) -> jax.Array:
         slot = jnp.arange(len(ids), dtype=jnp.int32)
-        segment = segment_rows(ids[:, None], (num_rows,), is_sorted=False)[1]
+        segment = segment_rows(ids[:, None], (num_rows,))[1]
         last = jax.ops.segment_max(slot, segment, len(ids))
         return last.at[segment].get(mode="clip") == slot
 

@@ -11,9 +11,9 @@ from jax import lax
 from .._jax_extras.sharding import first_row
 from .._jax_extras.varying_axes import vary, varying_axes
 from .._rows.bags import as_array
-from .._rows.duplicates import segment_rows, sum_duplicates
 from .._rows.entries import accumulator_dtype
 from .._rows.padding import pad_indices
+from .._rows.segments import segment_rows, sum_segments
 from .psum import AxisName, rows_per_device
 from .routing import (
     Exchange,
@@ -206,7 +206,7 @@ def _route(exchange: Exchange, ids: jax.Array) -> tuple[Route, jax.Array]:
     size = (exchange.devices * exchange.shard_rows + 2,)
     # Plus one: -1, an id below the table, becomes a row of its own, not padding.
     # Ids [7, 3, 7]: distinct [3, 7, padding], segments [1, 0, 1].
-    shifted, segment, count = segment_rows(ids[:, None] + 1, size, is_sorted=False)
+    shifted, segment, count = segment_rows(ids[:, None] + 1, size)
     slot = jnp.arange(len(ids), dtype=jnp.int32)
     distinct = pad_indices(shifted, slot < count, slot, size) - 1
     return make_route(exchange, distinct, count), segment
@@ -227,9 +227,8 @@ def _lookup_by_routing_bwd(exchange: Exchange, kept: Any, cotangent: jax.Array) 
     route, segment = kept
     # The cotangents of a row add up on this device, and one sum goes to its owner.
     data = cotangent.astype(accumulator_dtype(cotangent.dtype))
-    size = (len(segment),)
-    _, data, _ = sum_duplicates(segment[:, None], data, size, is_sorted=False)
-    _, rows = to_owners(exchange, route, data.astype(cotangent.dtype))
+    sums = sum_segments(segment, data).astype(cotangent.dtype)
+    _, rows = to_owners(exchange, route, sums)
     return rows, None, None, None
 
 

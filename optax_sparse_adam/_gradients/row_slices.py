@@ -11,9 +11,9 @@ from jax.experimental.sparse import BCOO
 from .._jax_extras.sharding import call_with_auto_axes, layout_of
 from .._rows.bag_gradient import BagEntries
 from .._rows.canary import CanaryBCOO
-from .._rows.duplicates import sum_duplicates
-from .._rows.entries import accumulator_dtype, open_gradient
-from .._rows.padding import pad_indices, row_bounds
+from .._rows.coalesce import touched_rows
+from .._rows.entries import accumulator_dtype
+from .._rows.padding import row_bounds
 from .._rows.source import Source
 from .lookups import Promises
 
@@ -107,14 +107,9 @@ def _coalesced(
     indices: jax.Array, values: jax.Array, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """The same sum with each row stored once; duplicates add up as in `coalesce`."""
-    grad: Any = BCOO((values, indices), shape=shape)
-    grad = open_gradient(grad, accumulator_dtype(values.dtype))
-    indices, sums, count = sum_duplicates(
-        grad.indices, grad.data, shape, is_sorted=False
-    )
-    slot = jnp.arange(len(values), dtype=jnp.int32)
-    indices = pad_indices(indices, slot < count, slot, shape)
-    return indices, sums.astype(values.dtype)
+    grad = BCOO((values, indices), shape=shape)
+    rows = touched_rows(grad, accumulator_dtype(values.dtype))
+    return rows.indices, rows.data.astype(values.dtype)
 
 
 def _gradient_of_bags(

@@ -1,6 +1,6 @@
 """Sums of duplicates: entries of one row, a segment, are added up.
 
-Two methods, by `Sums`; `RowOps` has the one of a platform, if not a kernel's:
+Two methods, by `Sums`; `with_ops` chooses that of a platform, as `RowOps.sums`:
 
 - "search", of a CPU, sorts the ids alone, finds the row of each entry by binary search
   among them, and scatter-adds every entry to its row.
@@ -16,7 +16,6 @@ distinct rows are `[3, 7]`, `count` is 2, the segments of the entries are `[1, 0
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -56,7 +55,7 @@ class _SortedEntries(NamedTuple):
 
 
 def segment_rows(
-    indices: jax.Array, shape: tuple[int, ...], is_sorted: bool
+    indices: jax.Array, shape: tuple[int, ...], is_sorted: bool, by: Sums
 ) -> Segments:
     """Assigns entries to segments, one for each row, in ascending order of the rows.
 
@@ -65,9 +64,7 @@ def segment_rows(
       meaning; for each entry the segment that it is in, which is the place of its row
       among them, `nse` for padding; and how many rows they are.
     """
-    keys, segment, count = _of_platform(
-        _segment_keys, _keys(indices, shape), is_sorted=is_sorted
-    )
+    keys, segment, count = _segment_keys(by, _keys(indices, shape), is_sorted)
     return _indices_of(keys, shape[: indices.shape[1]]), segment, count
 
 
@@ -76,7 +73,7 @@ def sum_duplicates(
     data: jax.Array,
     shape: tuple[int, ...],
     is_sorted: bool,
-    by: Sums | None = None,
+    by: Sums,
 ) -> Segments:
     """Adds up the entries of each row.
 
@@ -85,33 +82,13 @@ def sum_duplicates(
       data: `[nse, *row_shape]`.
       shape: Of the table.
       is_sorted: Whether the indices are in order.
-      by: The method; that of the platform, where nobody has chosen one.
+      by: The method.
 
     Returns:
       The distinct rows, as `segment_rows`; their sums, then zeros; and their number.
     """
-    keys = _keys(indices, shape)
-    if by is None:
-        found = _of_platform(_sum_keys, keys, data, is_sorted=is_sorted)
-    else:
-        found = _sum_keys(by, keys, data, is_sorted)
-    keys, sums, count = found
+    keys, sums, count = _sum_keys(by, _keys(indices, shape), data, is_sorted)
     return _indices_of(keys, shape[: indices.shape[1]]), sums, count
-
-
-@functools.partial(jax.jit, static_argnames=("function", "is_sorted"))
-def _of_platform(
-    function: Callable[..., Segments], *arrays: jax.Array, is_sorted: bool
-) -> Segments:
-    """`function(by, ...)` of the platform that a program is compiled for."""
-
-    def by(method: Sums) -> Callable[..., Segments]:
-        return lambda *arrays: function(method, *arrays, is_sorted)
-
-    found: Segments = lax.platform_dependent(
-        *arrays, cpu=by("search"), default=by("scan")
-    )
-    return found
 
 
 def _keys(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -104,7 +104,7 @@ def open_gradient(grad: Any, dtype: DTypeLike) -> Entries:
     return copy_with(BCOO, grad, grad.data.astype(dtype), indices)
 
 
-def sum_entries(grad: Entries, by: Sums | None = None) -> Rows:
+def sum_entries(grad: Entries, by: Sums) -> Rows:
     """The touched rows, duplicates added up by a method of `duplicates`.
 
     A gradient with the flag `unique_indices` is not checked: nothing is summed or
