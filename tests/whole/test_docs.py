@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import shutil
@@ -101,6 +102,45 @@ def test_every_public_name_is_in_the_reference(site):
         }
         assert public
         assert not public - documented
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("keras", "keras"),
+        ("gpu", "gpu"),
+        ("new tokens", "frozen_rows"),
+        ("does not fit in memory", "large_tables"),
+        ("kernel", "kernel"),
+    ],
+)
+def test_search(site, words, page):
+    """The site's index has the page for what a reader would type."""
+    from sphinx.search.en import SearchEnglish
+
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    language, pages = SearchEnglish({}), []
+    for word in set(words.split()) - language.stopwords:
+        places = [
+            index[x].get(language.stem(word), []) for x in ("terms", "titleterms")
+        ]
+        numbers = [[x] if isinstance(x, int) else x for x in places]
+        pages.append({index["docnames"][i] for x in numbers for i in x})
+    assert page in set.intersection(*pages)
+
+
+def test_every_page_is_in_the_index():
+    index = (_DOCS / "index.md").read_text(encoding="utf-8")
+    table = index[: index.index("## Names")]
+    names = {page.name for page in _TEXTS} - {"index.md"}
+    places = {  # which stand for files of the repository
+        "benchmarks.md": "../benchmarks/README.md",
+        "changelog.md": "../CHANGELOG.md",
+        "contributing.md": "../CONTRIBUTING.md",
+    }
+    missing = [x for x in names if f"({places.get(x, x)})" not in table]
+    assert not missing
 
 
 def test_pages(site):
