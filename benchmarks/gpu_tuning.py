@@ -134,8 +134,8 @@ def difference(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
             x, y = (np.asarray(z.astype(jnp.float32)) for z in (x, y))
-            far = np.abs(x - y) / (1 + np.abs(x))
-            far = np.where(np.isnan(x) & np.isnan(y), 0, far)
+            far = np.atleast_1d(np.abs(x - y) / (1 + np.abs(x)))
+            far[np.atleast_1d(np.isnan(x) & np.isnan(y))] = 0
             worst = max(worst, float(np.max(np.where(np.isnan(far), np.inf, far))))
     return worst
 
@@ -299,6 +299,7 @@ def large():
     profiled(update, Tuning(), zipf, "zipf")
     measured(update, None, zipf, "by XLA", reps=5)
     options = [
+        ("fetch", [0, 4, 16, 24]),
         ("ahead", [4, 16]),
         ("streams", [1, 2, 3]),
         ("warps", [1, 2, 8]),
@@ -318,6 +319,7 @@ def large():
     steps(best, ["sparse_adam", "exact_adam", "lazy(adamw)"], False, ["exact_adam"])
     exact = Update("exact_adam", rows, width, n)
     options = [
+        ("fetch", [0, 16]),
         (
             "options",
             [("--maxrregcount=64",), ("--prec-div=false", "--prec-sqrt=false")],
@@ -416,6 +418,7 @@ def few():
         "as it is": Tuning(),
         "small=16": Tuning(small=16),
         "small=4": Tuning(small=4),
+        "fetch=0": Tuning(fetch=0),
         "last=1024": Tuning(last=1024),
         "last=4096": Tuning(last=4096),
         "sort by XLA": Tuning(ranked=0),
