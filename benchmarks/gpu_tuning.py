@@ -144,7 +144,7 @@ def difference(a, b):
 def agrees(name, width, bags, by_hand=False, dtype=jnp.float32):
     tx = OPTIMIZERS[name]()
     use()
-    n = 200 if SMALL else 4000
+    n = 50 if SMALL else 4000
     by_xla = training(tx, width, bags, by_hand, dtype, n=n)()
     use(Tuning())
     run = training(tx, width, bags, by_hand, dtype, n=n)
@@ -195,6 +195,7 @@ class Update:
 
     def time(self, ids, reps=15, rounds=3):
         step, times = self.program(), []
+        reps, rounds = (1, 1) if SMALL else (reps, rounds)
         for i in range(rounds + 1):
             begin = time.perf_counter()
             for _ in range(reps if i else 2):
@@ -293,7 +294,7 @@ def search(update, ids, tuning, choices):
 
 
 def large():
-    rows, width, n = (10_000_000, 128, 1 << 20) if not SMALL else (3000, 16, 2000)
+    rows, width, n = (10_000_000, 128, 1 << 20) if not SMALL else (300, 16, 64)
     zipf, uniform, half = (ids_of(x, n, rows) for x in ("zipf", "uniform", "half"))
     update = Update("sparse_adam", rows, width, n)
     profiled(update, Tuning(), zipf, "zipf")
@@ -333,7 +334,7 @@ def large():
 @guarded
 def steps(tuning, names, in_bags, shows=()):
     """Steps of `make_train_step`, and the kernels of some."""
-    rows, width, n = (10_000_000, 128, 1 << 20) if not SMALL else (3000, 16, 320)
+    rows, width, n = (10_000_000, 128, 1 << 20) if not SMALL else (300, 16, 64)
     ids = ids_of("zipf", n, rows)
     ids = ids.reshape(-1, 16) if in_bags else ids
     for name in names:
@@ -352,9 +353,9 @@ def steps(tuning, names, in_bags, shows=()):
 
         step, state = osa.make_train_step(loss, tx), tx.init(params)
         best = float("inf")
-        for i in range(4):
+        for i in range(2 if SMALL else 4):
             begin = time.perf_counter()
-            for _ in range(15 if i else 2):
+            for _ in range(15 if i and not SMALL else 2):
                 params, state, value = step(params, state, ids)
             jax.block_until_ready((params, value))
             if i:
@@ -411,7 +412,7 @@ def sorts():
 
 
 def few():
-    rows, width, n = (1_000_000, 64, 8192) if not SMALL else (3000, 64, 300)
+    rows, width, n = (1_000_000, 64, 8192) if not SMALL else (300, 64, 64)
     ids = ids_of("zipf", n, rows)
     update = Update("sparse_adam", rows, width, n)
     for label, tuning in {
