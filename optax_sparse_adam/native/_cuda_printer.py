@@ -84,7 +84,7 @@ class Program(NamedTuple):
     shared: list[jax.Array]
 
 
-def _constant(value: Any, dtype: DTypeLike) -> Value:
+def constant(value: Any, dtype: DTypeLike) -> Value:
     kind = computed_type(dtype)
     number = np.asarray(value).astype(np.float64).item()
     if kind == "bool":
@@ -253,12 +253,12 @@ class _Printer:
         if isinstance(x, Value):
             return x
         if isinstance(x, _Constant):
-            return _constant(x.value, x.dtype)
+            return constant(x.value, x.dtype)
         if (
             isinstance(x, (np.ndarray, np.generic, int, float, bool))
             and np.size(x) == 1
         ):
-            return _constant(np.asarray(x).reshape(()), jnp.result_type(x))
+            return constant(np.asarray(x).reshape(()), jnp.result_type(x))
         if id(x) not in self._known:
             stored_type(x.dtype)
             is_of_rows = x.shape[:1] == self.rows != (1,)

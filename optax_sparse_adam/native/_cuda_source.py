@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._cuda_printer import Program, Value, computed_type, stored_type
+from ._cuda_printer import Program, Value, computed_type, constant, stored_type
 
 _FOLDER = Path(__file__).parent
 
@@ -192,7 +192,7 @@ def source_of(
         macros["DATA"] = stored_type(kernel.data)
     if kernel.out is not None:
         macros["OUT"] = stored_type(kernel.out)
-        macros["FILL"] = "NAN_" if kernel.fill != kernel.fill else f"{kernel.fill!r}f"
+        macros["FILL"] = constant(kernel.fill, jnp.float32).text
     if kernel.reduces or kernel.pools:
         macros["REDUCE" if kernel.reduces else "POOL"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in macros.items())
