@@ -90,7 +90,7 @@ class Run:
         self.say(f"\n## {part}")
 
     def end(self, state="done"):
-        self.content["status"] = gpu_status()
+        self.content["status"] = native.gpu_status()
         seconds = round(time.time() - self.began, 1)
         self.content["parts"][self.part] = {"state": state, "seconds": seconds}
         self.write()
@@ -122,11 +122,6 @@ class Run:
         self.say("FAILED", *what.values(), words)
         self.say("".join(traceback.format_tb(error.__traceback__)[-3:]))
         self.record(**what, error=words)
-
-
-def gpu_status():
-    """What the kernel for GPUs says of itself, and of what took XLA's path."""
-    return native.gpu_status() if KERNELS.keys() > {"cpu"} else "there is none"
 
 
 def switch(on):
