@@ -15,6 +15,7 @@ import optax
 import optax_sparse_adam as osa
 from gpu_parts import KERNEL, XLA
 from gpu_parts.run import compile_all, paths
+from optax_sparse_adam import native
 
 RATE, STEPS, BAG = 1e-2, 4, 8
 
@@ -185,6 +186,7 @@ def checks(run):
         what = case.what()
         good += bool(run.attempt(check, run, results, program, calls, *case, **what))
     run.say(f"{good} of {len(cases)} are as they should be")
+    run.say(native.gpu_status())
 
 
 def check(run, results, program, calls, name, path):
