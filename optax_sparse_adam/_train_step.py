@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.attempt import attempt
+from ._optimizers.current_rows import refuse_stored_reads
 from ._optimizers.hyperparameters import check_transformation
 from ._optimizers.update_rows import UpdateRows
 from ._rows.apply_updates import apply_updates
@@ -123,6 +124,7 @@ def make_train_step(
         if _are_computed(traced):
             words = _DENSE_ONLY.format(name="make_train_step")
             raise TypeError(words + "It would scale indices with the values.")
+        refuse_stored_reads(traced.jaxpr, params, grads, "make_train_step")
         for name in names:
             if not _is_read(traced, name):
                 raise TypeError(
@@ -269,7 +271,7 @@ def refused_by_form(
     except Exception as error:
         of_user = _is_raised_by_user(error.__traceback__)
         module = _raised_in(error.__traceback__)
-        ours = "optax_sparse_adam._exact_adam" if is_step else "optax_sparse_adam"
+        ours = _KNOWS_FORMS if is_step else "optax_sparse_adam"
         of_us = module.startswith(ours)
         if of_user or of_us or not _sparse_leaves(grads):
             raise
@@ -317,6 +319,11 @@ def _raised_in(traceback: TracebackType | None) -> str:
     return str(traceback.tb_frame.f_globals.get("__name__", ""))
 
 
+# Those whose errors are of other things than the form of gradients.
+_KNOWS_FORMS = (
+    "optax_sparse_adam._exact_adam",
+    "optax_sparse_adam._optimizers.current_rows",
+)
 # Those whose errors may say that they do not know row-sparse gradients.
 _LIBRARIES = {"jax", "jaxlib", "numpy", "optax", "flax", "optax_sparse_adam"}
 

@@ -204,7 +204,7 @@ def _is_at(grad: Any, name: str, param: Any) -> Any:
     rows is none of values, and what was added to a row decays with it.
     """
     is_right: Any = True
-    for other in getattr(grad, "read_of", ()):
+    for other, _ in getattr(grad, "read_of", ()):
         if other is param or param is None:
             continue
         if jnp.shape(other) != jnp.shape(param):

@@ -246,7 +246,8 @@ def exact_adam(
     `optax.adam`, and holds its values. A dense gradient of a parameter with stale rows
     is refused, and in a compiled program becomes NaN: call `flush` before it. To clip
     by the norm of all gradients, put `lazy(optax.clip_by_global_norm(...))` before it
-    in a chain.
+    in a chain. What is inside of that `lazy` and reads parameters, as
+    `optax.add_decayed_weights`, gets the rows of the batch as dense Adam has them now.
 
     Beside the moments, the state takes 4 bytes for each row, and 12 in `exact_adamw`. A
     step costs what a step of `sparse_adam` costs and, for `read`, the lookups of the

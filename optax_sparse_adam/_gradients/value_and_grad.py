@@ -204,7 +204,7 @@ def differentiated(
             )
         for leaf, own, made in zip(jax.tree.leaves(tree), tables, grads, strict=True):
             if own.stale is not None and isinstance(made, CanaryBCOO):
-                made.read_of = (leaf,)
+                made.read_of = (Source(leaf, own.stale),)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun

@@ -24,6 +24,7 @@ from .._rows.map_rows import Tables
 from .._rows.new_arrays import full_along
 from .._rows.row_ops import Formula, Update
 from .._rows.update_table import update_table
+from .current_rows import refuse_stored_rows
 from .hyperparameters import (
     check_at_least,
     check_leaf,
@@ -203,6 +204,8 @@ def by_leaf(
             if grad is None:
                 continue
             check_leaf(grad, shaped_like[i])
+            if reads_params:
+                refuse_stored_rows(grad, reads_params, name)
             own_moments = {key: column[i] for key, column in state_leaves.items()}
             for key, moment in moments.items():
                 moment.check(key, own_moments[key], jnp.shape(shaped_like[i]))

@@ -17,6 +17,7 @@ from .._rows.checks import check_bcoo, is_bcoo
 from .._rows.entries import Rows
 from .._rows.row_ops import Update
 from .by_leaf import DenseUpdate
+from .current_rows import read_stale_params, with_current_rows
 from .hyperparameters import check_transformation
 from .lazy_leaves import Leaves, OfTable, Trees
 from .lazy_probe import Probe, TableSize, check_state, shard_state_like
@@ -81,6 +82,7 @@ def _update_tables(
       Of each gradient an `Update`, and the new state.
     """
     tables = {i: leaves.of_table(i, owners) for i in places}
+    are_stale = read_stale_params(update, leaves, places)
     shapes, compact, rest = (leaves.map(_none) for _ in range(3))
     rows: dict[int, Rows] = {}
     olds: dict[int, OfTable[Any]] = {}
@@ -88,9 +90,11 @@ def _update_tables(
     # Look up. What is provably computed of each row alone needs no rows yet.
     may_be_split = set()
     for i, table in tables.items():
-        shape = compact_shapes(table)
+        shape = None if i in are_stale else compact_shapes(table)
         if shape is None:
             rows[i], olds[i] = look_up(table)
+            if i in are_stale:
+                olds[i] = with_current_rows(table, rows[i].indices, olds[i])
             compact.put(i, owners, olds[i])
         else:
             shapes.put(i, owners, shape)

@@ -8,6 +8,7 @@ import optax
 from .._rows.apply_updates import add_to_param
 from .._rows.checks import leaves_like
 from .._rows.row_ops import Update
+from .._rows.stale import knows_stored_rows
 
 # The updates of all leaves, in the structure of the gradients, and the new state.
 Updated = tuple[Any, list[Update], Any]
@@ -38,7 +39,8 @@ class UpdateRows:
         Takes any further argument by keyword: for what is inside of `lazy`.
         """
         args = updates, state, params
-        treedef, made, new = self._update(*args, adds_to_params=False, **extra_args)
+        with knows_stored_rows():
+            treedef, made, new = self._update(*args, adds_to_params=False, **extra_args)
         return treedef.unflatten([x.change for x in made]), new
 
     def add_to_params(
@@ -66,7 +68,8 @@ class UpdateRows:
           ValueError: Likewise.
         """
         args = updates, state, params
-        treedef, made, new = self._update(*args, adds_to_params=True, **extra_args)
+        with knows_stored_rows():
+            treedef, made, new = self._update(*args, adds_to_params=True, **extra_args)
         olds = leaves_like(treedef, params, "Parameters", "gradients")
         pairs = zip(olds, made, strict=True)
         news = [add_to_param(old, x.change) if x.param is None else x.param

@@ -10,6 +10,7 @@ from .checks import check_bcoo, is_bcoo, is_leaf, leaves_like
 from .coalesce import touched_rows
 from .entries import accumulator_dtype, replicate_entries
 from .row_ops import RowOps
+from .stale import knows_stored_rows
 from .with_ops import with_ops
 
 
@@ -35,7 +36,8 @@ def add_to_param(param: Any, update: Any) -> Any:
     if param is None or update is None:
         return param
     if is_bcoo(update):
-        return add_update(param, check_bcoo(update, jnp.shape(param)))
+        with knows_stored_rows():
+            return add_update(param, check_bcoo(update, jnp.shape(param)))
     if jnp.shape(param) != jnp.shape(update):
         raise ValueError(
             "An update must have the shape of its parameter, got an update of shape "

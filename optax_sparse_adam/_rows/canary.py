@@ -63,6 +63,7 @@ from jax.sharding import NamedSharding
 
 from .bag_gradient import BagEntries
 from .padding import last_indices
+from .source import Source
 
 _CANARY = 1_618_033_989
 _GUARD_TYPE, _GUARD = jnp.float8_e4m3fn, 448  # the largest: two of them add up to NaN
@@ -101,9 +102,9 @@ class CanaryBCOO(BCOO):
       stored_indices: The indices, likewise.
       bags: The same entries, by bags; see `bag_gradient`. `None` for all others, and
         for what came out of a function of trees.
-      read_of: The tables whose rows were read up to date for it, as they were given:
-        for an optimiser that is given others. `()` for all others, and for what came
-        out of a function of trees.
+      read_of: The tables whose rows were read up to date for it: for an optimiser that
+        is given others, or that reads rows itself. `()` for all others, and for what
+        came out of a function of trees.
       layout: How the table lies on Explicit mesh axes, if they split it, as the type of
         its dense gradient says; its entries are on all devices.
     """
@@ -114,7 +115,7 @@ class CanaryBCOO(BCOO):
     bags: BagEntries | None = None
     _stored_data: jax.Array | None = None  # of bags, when it is asked for
     _made_in: Any = None  # the program that bags are of, if they are of one
-    read_of: tuple[Any, ...] = ()
+    read_of: tuple[Source, ...] = ()
     layout: NamedSharding | None = None
     _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
 
@@ -290,6 +291,11 @@ def _clocks(grad: CanaryBCOO) -> jax.Array:
 def lacks_clock(grad: BCOO) -> bool:
     """Whether this gradient was made without `read=`; one made by hand is believed."""
     return isinstance(grad, CanaryBCOO) and grad.canary.shape[-1] == 1
+
+
+def is_read_up_to_date(grad: Any) -> bool:
+    """Whether rows were read up to date for it: its table may hold other numbers."""
+    return isinstance(grad, CanaryBCOO) and grad.canary.shape[-1] == 2
 
 
 def is_read_at(grad: BCOO, clock: jax.Array) -> Any:

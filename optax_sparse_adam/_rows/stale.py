@@ -8,6 +8,7 @@ gradients read tables by it, and know no optimiser.
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
@@ -70,6 +71,17 @@ class StaleState(Protocol):
 
     def refuse_changes(self, state: Any) -> None:
         """Raises where something in the state of the optimiser changes its updates."""
+
+
+STORED = "optax_sparse_adam_stored_rows"
+
+
+def knows_stored_rows() -> AbstractContextManager[None]:
+    """Around what reads a table as it is stored, and knows what its rows are then.
+
+    It names the equations that are traced in it, for `refuse_stored_reads`.
+    """
+    return jax.named_scope(STORED)
 
 
 def is_stale_state(node: Any) -> bool:
