@@ -1,35 +1,19 @@
 """What a vocabulary holds, and what one batch does to it. Threads are the caller's.
 
-The arrays are those of a checkpoint. `keys`, `last` and `hits` are of the rows, with
-`changed`, the step at which a row got its key. `waiting_...` are those of keys that
-have less than `min_hits`, in places of their own. `gone` and `gone_at` are tombstones,
-a ring: the newest ones take the place of the oldest. `numbers` are four counters.
+The arrays are those of a checkpoint; see there.
 """
 
-from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .checkpoint import GONE, KIND, LOST, STEP
 from .codes import as_array, codes_of
-from .order import Score, by_hits, by_last
+from .options import SCORES, Options, code_of_padding
+from .order import Score, by_last
 from .store import FIELDS, Changes, Store
 
-SCORES: dict[str, Score] = {"last": by_last, "hits": by_hits}
-# Places in `numbers`: the kind of keys, the last step, how many keys have gone so far,
-# and the last step of which a tombstone was lost.
-KIND, STEP, GONE, LOST = range(4)
-_64_BITS = {"keys": np.uint64, "waiting_keys": np.uint64, "gone": np.uint64}
-_TYPES = _64_BITS | {"numbers": np.int64}  # all others are int32
-
-
-class Options(NamedTuple):
-    """What a vocabulary was made with, but for its sizes; static in a pytree."""
-
-    min_hits: int
-    score: str | Score
-    ttl: int | None
-    padding: Any
+_ANY_NUMBER = 2**62
 
 
 class _Plan(NamedTuple):
@@ -48,61 +32,6 @@ class _Plan(NamedTuple):
     of: np.ndarray
     waits: np.ndarray
     enters: np.ndarray
-
-
-def new_arrays(rows: int, waiting: int, tombstones: int) -> dict[str, np.ndarray]:
-    """The arrays of a vocabulary without keys; `waiting` is 0 if none will wait."""
-    sizes = {"": rows, "waiting_": waiting}
-    new = {p + f: np.zeros(n, t) for p, n in sizes.items() for f, t in FIELDS if n}
-    new["changed"] = np.full(rows, -1, np.int32)
-    if tombstones:
-        new["gone"] = np.zeros(tombstones, np.uint64)
-        new["gone_at"] = np.zeros(tombstones, np.int32)
-    return new | {"numbers": np.array([0, 0, 0, -1])}
-
-
-def checked(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Copies of arrays that a user gives, if they have the types of a checkpoint."""
-    arrays = {name: np.array(given[name]) for name in given}
-    for name, x in arrays.items():
-        dtype = np.dtype(_TYPES.get(name, np.int32))
-        if x.dtype != dtype or x.ndim != 1:
-            raise TypeError(
-                f"A vocabulary's {name} are {dtype} of one axis, got {x.dtype} of "
-                f"shape {x.shape}. Arrays of JAX have no 64 bits unless it is told so: "
-                "restore these as arrays of NumPy."
-            )
-    return arrays
-
-
-def resized(
-    given: dict[str, np.ndarray], like: Mapping[str, Sized]
-) -> dict[str, np.ndarray]:
-    """The same contents in arrays as long as others."""
-    if {*given} != {*like}:
-        raise ValueError(
-            f"restore needs the arrays {', '.join(like)}; got {', '.join(given)}. Make "
-            "the vocabulary with the options of the one that was saved."
-        )
-    new = {}
-    for name, x in given.items():
-        more = len(like[name]) - len(x)
-        if more < 0:
-            raise ValueError(
-                f"restore needs arrays that are not larger than the vocabulary's: at "
-                f"most {len(like[name])} entries for {name}, got {len(x)}. Make it as "
-                "large as the one that was saved."
-            )
-        fill = -1 if name == "changed" else 0
-        new[name] = np.pad(x, (0, more), constant_values=fill) if more else x
-    size = len(given.get("gone", ()))
-    if size != len(like.get("gone", ())):  # the ring begins again
-        count = int(given["numbers"][GONE])
-        places = np.arange(max(0, count - size), count) % size
-        for name in ("gone", "gone_at"):
-            new[name][: len(places)] = given[name][places]
-        new["numbers"][GONE] = len(places)
-    return new
 
 
 class Contents:
@@ -143,8 +72,7 @@ class Contents:
             array = array.reshape(-1)[at]
         codes, kind = codes_of(function, array, kind)
         if self.options.padding is not None and len(codes):
-            padding = as_array("Vocabulary(padding=...)", self.options.padding)
-            padding, _ = codes_of("Vocabulary(padding=...)", padding, kind)
+            padding, _ = code_of_padding(self.options.padding, kind)
             meant = np.flatnonzero(codes != padding)
             if len(meant) < len(codes):
                 codes, at = codes[meant], meant if at is None else at[meant]
@@ -160,7 +88,7 @@ class Contents:
         For where that is less than the rows, and nothing has to be counted exactly.
         """
         if step != self._ids_step:  # a step that was begun elsewhere has had any number
-            self._ids = 0 if step > self.numbers[STEP] else len(self.main.keys)
+            self._ids = 0 if step > self.numbers[STEP] else _ANY_NUMBER
         self._ids, self._ids_step = self._ids + number, step
 
     def plan(self, codes: np.ndarray, known: np.ndarray, step: int) -> _Plan:
@@ -257,13 +185,23 @@ class Contents:
         changes.write(self._gone_at, places, step)
         changes.write(self.numbers, [GONE], count)
 
-    def gone_since(self, step: int) -> np.ndarray:
-        """Codes that have gone at this step or later, and are not there."""
+    def changed_since(
+        self, step: int, others: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Codes that have got their row since then, the rows, and codes that have gone.
+
+        Of `others`, too, whenever that was.
+        """
+        main, there = self.main, self.main.find(others)
+        is_new = (main.hits > 0) & (self.changed >= step)
+        is_new[there[there > 0]] = True
+        rows = np.flatnonzero(is_new).astype(np.int32)
         size, count = len(self._gone), int(self.numbers[GONE])
         places = np.arange(max(0, count - size), count) % max(size, 1)
-        codes = self._gone[places][self._gone_at[places] >= step]
-        codes = codes[np.sort(np.unique(codes, return_index=True)[1])]
-        return codes[self.main.find(codes) == 0]
+        gone = self._gone[places][self._gone_at[places] >= step]
+        gone = np.append(gone, others[there == 0])
+        gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
+        return main.keys[rows], rows, gone[main.find(gone) == 0]
 
     def take_back(self, changes: Changes, finished: bool) -> None:
         changes.undo(finished)

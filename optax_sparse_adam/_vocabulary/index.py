@@ -11,9 +11,12 @@ there goes to its other one; all keys of a batch at once.
     slot 5 has row 4, whose code is 7: the row is 4
 
 At a load below one half, keys find room but for one table in as many as it has slots
-(the cycles of the graph of slots). Then, or where somebody has chosen the keys, all are
-inserted again, by another hash and at last into more slots.
+(the cycles of the graph of slots). Then all are inserted again, by another hash and at
+last into more slots. Hashes begin at random in each index, so nobody can choose keys
+that find no room; rows do not depend on them.
 """
+
+import os
 
 import numpy as np
 
@@ -38,8 +41,8 @@ class Index:
         bits = int(np.ceil(np.log2(max(16, _FREE * len(codes))))) + attempt // 2
         self._slots = np.zeros(1 << bits, np.int32)
         self._shift = np.uint64(64 - bits)
-        odd = (0x9E3779B97F4A7C15 * (2 * attempt + 1)) % 2**64
-        self._multiplier = np.uint64(odd)
+        odd = np.frombuffer(os.urandom(16), np.uint64) | np.uint64(1)
+        self._multiplier, self._second_multiplier = odd
 
     def find(self, codes: np.ndarray) -> np.ndarray:
         """The rows `[n]`, int32, 0 for codes that are not there."""
@@ -96,7 +99,7 @@ class Index:
 
     def _second(self, mixed: np.ndarray) -> np.ndarray:
         mixed ^= mixed >> np.uint64(29)
-        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed *= self._second_multiplier
         return (mixed >> self._shift).view(np.int64)
 
     def _both(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

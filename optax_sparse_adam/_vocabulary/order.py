@@ -95,7 +95,9 @@ class Order:
         if not runs:
             return np.zeros(0, np.int32), np.zeros(0)
         rows, scores = (np.concatenate(x) for x in zip(*runs, strict=True))
-        valid = (self._hits[rows] > 0) & (self._scores_of(rows) == scores)
+        used = self._hits[rows] > 0  # a free row has no score
+        rows, scores = rows[used], scores[used]
+        valid = self._scores_of(rows) == scores
         rows, scores = rows[valid], scores[valid]
         by = np.lexsort((rows, scores))
         rows, scores = rows[by], scores[by]

@@ -30,6 +30,11 @@ class Changes:
         """Notes that these rows get, or lose, their code."""
         self._moved.append((store, rows))
 
+    def moved(self, store: "Store") -> np.ndarray:
+        """The rows of a store that got, or lost, their code; some several times."""
+        parts = [rows for other, rows in self._moved if other is store]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
+
     def undo(self, finished: bool) -> None:
         """Takes all back. What was not finished may have left an index in pieces."""
         rows_of: dict[int, tuple[Store, list[np.ndarray]]] = {}
@@ -43,6 +48,17 @@ class Changes:
         for store, rows in moved:
             if not (finished and store.index.insert(rows[store.hits[rows] > 0])):
                 store.rebuild()
+
+
+def _refuse_twice(keys: np.ndarray, used: np.ndarray) -> None:
+    """Raises if rows of a checkpoint have one key, or that of row 0, which has none."""
+    keys, counts = np.unique(np.append(keys[used], keys[0]), return_counts=True)
+    if counts.max() > 1:
+        raise ValueError(
+            "A vocabulary has each key in one row, got arrays that have the key "
+            f"{keys[counts.argmax()]} (as uint64) in {counts.max()} rows, or in row 0. "
+            "They are damaged; restore another checkpoint."
+        )
 
 
 class Store:
@@ -64,7 +80,11 @@ class Store:
         used = self.find_free()
         self.index = Index(self.keys)
         if not self.index.insert(used):
+            _refuse_twice(self.keys, used)
             self.rebuild()
+        codes = self.keys[used]
+        if (self.index.find(codes) != used).any() or (codes == self.keys[0]).any():
+            _refuse_twice(self.keys, used)
 
     def find_free(self) -> np.ndarray:
         """Finds free rows, and forgets the order; after writes from elsewhere."""

@@ -10,22 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from .checkpoint import KIND, LOST, STEP, checked, new_arrays, resized
 from .codes import SIGNED
-from .contents import (
-    KIND,
-    LOST,
-    SCORES,
-    STEP,
-    Contents,
-    Options,
-    checked,
-    new_arrays,
-    resized,
-    spread,
-)
+from .contents import Contents, spread
+from .forks import survives_forks
+from .options import Options, check_number, checked_options
 from .order import Score
 from .results import Assignment, ChangedRows, Rows
 from .store import Changes
+from .taken_back import TakenBack, changed_codes
 
 _UNDO = 8  # batches that `undo` can take back
 
@@ -99,14 +92,17 @@ class Vocabulary:
     _version: int  # odd while keys change their places
     _history: deque[Changes]
     _options: Options
+    _taken_back: TakenBack
     _contents: Contents
     _given: Any  # arrays of a pickle or a pytree, until they are needed
+    _is_copy = False  # its steps may have been those of others, too
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Vocabulary":
         """Makes the locks, which neither a pickle nor a pytree has."""
         self = super().__new__(cls)
         self._changing, self._lock = threading.Lock(), threading.RLock()
-        self._version = 0
+        self._version, self._taken_back = 0, TakenBack()
+        survives_forks(self)
         return self
 
     def __init__(
@@ -120,33 +116,22 @@ class Vocabulary:
         waiting: int | None = None,
         tombstones: int | None = None,
     ):
-        if not callable(score) and score not in SCORES:
-            raise ValueError(
-                'Vocabulary needs a score "last", "hits" or a function of both, got '
-                f"{score!r}."
-            )
-        for name, value, least in (
-            ("rows, of which one is that of unknown keys,", rows, 2),
-            ("min_hits", min_hits, 1),
-            ("ttl", ttl, 1),
-            ("waiting", waiting, 1),
-            ("tombstones", tombstones, 0),
-        ):
-            if value is not None and not least <= operator.index(value) < 2**31:
-                raise ValueError(
-                    f"Vocabulary needs {name} from {least} to 2**31 - 1, got {value}."
-                )
-        self._options = Options(min_hits, score, ttl, padding)
-        places = 0 if min_hits == 1 else 1 + (waiting or rows)
-        kept = rows if tombstones is None else tombstones
-        self._load(new_arrays(rows, places, kept))
+        self._options = checked_options(min_hits, score, ttl, padding)
+        check_number("rows, of which one is that of unknown keys,", rows, 2)
+        waiting = rows if waiting is None else waiting
+        check_number("waiting", waiting, 1)
+        tombstones = rows if tombstones is None else tombstones
+        check_number("tombstones", tombstones, 0)
+        places = 0 if min_hits == 1 else 1 + waiting
+        self._load(new_arrays(self._options, rows, places, tombstones))
 
     def assign(self, keys: Any, step: int, *, mask: Any = None) -> Assignment:
         """Gives a row to each key of a batch; for training.
 
         Known keys keep their rows. Call it before the step, in the order of the steps,
-        and begin the `fresh` rows again, by `reset_rows`, before they are trained. In
-        one step it may be called several times, for features that share the table.
+        and begin the `fresh` rows again, by `reset_rows`, before they are trained. Give
+        all keys of a step to one call: a later call of the same step evicts no key that
+        an earlier one has seen, but the earlier one may evict what the later one has.
 
         Args:
           keys: Integers of 64 bits or less, strings or bytes, in any shape. Strings are
@@ -183,21 +168,22 @@ class Vocabulary:
             known = rows[rows != 0] if len(new) else rows
             plan = held.plan(codes[new], known, step) if len(new) else None
             changes, fresh, evicted = Changes(), rows[:0], codes[:0]
-            try:
-                main.touch(changes, known, step)
-                changes.write(held.numbers, [KIND, STEP], (kind, step))
-                if plan or self._options.ttl is not None:
-                    with self._move():
+            moves = plan is not None or self._options.ttl is not None
+            with self._move() if moves else contextlib.nullcontext():
+                try:
+                    main.touch(changes, known, step)
+                    changes.write(held.numbers, [KIND, STEP], (kind, step))
+                    if moves:
                         evicted = held.expire(changes, int(before), step)
-                        if plan:
-                            rows[new], fresh, gone = held.admit(changes, plan, step)
-                            evicted = np.append(evicted, gone)
-                        held.bury(changes, evicted, step)
-                main.order.add(known, step)
-                main.order.add(fresh, step)
-            except BaseException:
-                self._take_back(changes, finished=False)
-                raise
+                    if plan:
+                        rows[new], fresh, gone = held.admit(changes, plan, step)
+                        evicted = np.append(evicted, gone)
+                    held.bury(changes, evicted, step)
+                    main.order.add(known, step)
+                    main.order.add(fresh, step)
+                except BaseException:  # before `find` may look again
+                    held.take_back(changes, finished=False)
+                    raise
             self._history.append(changes)
             evicted = self._as_keys(evicted)
         return Assignment(spread(rows, at, shape), fresh.view(Rows), evicted)
@@ -233,7 +219,12 @@ class Vocabulary:
         """Finds keys whose row has changed hands at this step or later.
 
         A server fetches the rows of `keys`, and drops `gone`. It asks with the step of
-        the last batch that it has seen: what is fetched twice does no harm.
+        the last batch that it has seen: what is fetched twice does no harm. Of batches
+        that `undo` or `restore` has taken back since, it gets what is there now.
+
+        A vocabulary that was restored in another process, or copied, knows nothing of
+        batches that were made after its arrays were saved. A server that may have seen
+        some begins again, from `arrays`.
 
         Args:
           step: A step of `assign`.
@@ -242,22 +233,32 @@ class Vocabulary:
           `keys`, their `rows`, and the keys that have `gone`: `ChangedRows`.
 
         Raises:
-          ValueError: If more keys have gone since then than there are tombstones.
+          ValueError: If more keys have gone, or were taken back, since then than are
+            kept; or if the step is after the last one of a vocabulary that was
+            restored or copied.
         """
         self._ready()
         with self._lock:
             held = self._contents
-            if step <= held.numbers[LOST]:
+            first, other = self._taken_back.since(step)
+            lost = max(int(held.numbers[LOST]), self._taken_back.lost)
+            if first <= held.numbers[LOST] or step <= self._taken_back.lost:
                 size = len(held.arrays.get("gone", ()))
                 raise ValueError(
-                    f"changed_since knows what has gone after step "
-                    f"{held.numbers[LOST]}, as {size} tombstones are kept; got step "
-                    f"{step}. Fetch everything from `arrays`; then ask more often, or "
-                    "make the vocabulary with more tombstones."
+                    f"changed_since knows what has gone after step {lost}, as {size} "
+                    f"tombstones are kept; got step {step}. Fetch everything from "
+                    "`arrays`; then ask more often, or make the vocabulary with more "
+                    "tombstones."
                 )
-            rows = np.flatnonzero((held.main.hits > 0) & (held.changed >= step))
-            keys, gone = held.main.keys[rows], held.gone_since(step)
-            rows = rows.astype(np.int32)
+            if self._is_copy and step > held.numbers[STEP] and not len(other):
+                raise ValueError(
+                    "changed_since needs a step that this vocabulary has seen: it was "
+                    f"restored or copied, and its last one is {held.numbers[STEP]}; "
+                    f"got {step}. Of batches that were made elsewhere it knows "
+                    "nothing. Fetch everything from `arrays`, and ask with its steps "
+                    "from then on."
+                )
+            keys, rows, gone = held.changed_since(first, other)
             return ChangedRows(self._as_keys(keys), rows, self._as_keys(gone))
 
     def undo(self) -> None:
@@ -276,7 +277,15 @@ class Vocabulary:
                     f"undo takes back the last {_UNDO} calls of assign since the "
                     "vocabulary was made, restored or grown; there is none left."
                 )
-            self._take_back(self._history.pop(), finished=True)
+            held, changes = self._contents, self._history.pop()
+            step, main = int(held.numbers[STEP]), held.main
+            rows = np.unique(changes.moved(main))
+            before = main.keys[rows], main.hits[rows].copy()
+            with self._move():
+                held.take_back(changes, finished=True)
+            codes = changed_codes(before, (main.keys[rows], main.hits[rows]))
+            back_to = int(held.numbers[STEP])
+            self._taken_back.note(step, back_to, codes, 2 * self.rows)
 
     def grow(self, rows: int) -> None:
         """Makes room for more keys; all keep their rows, and `unknown` is row 0.
@@ -311,13 +320,20 @@ class Vocabulary:
 
         Raises:
           TypeError: For arrays of other types, such as keys that were cut to 32 bits.
-          ValueError: If they are of other options, or of a larger one.
+          ValueError: If they are of other options, of a larger one, or damaged. Nothing
+            has changed then. Of a score that is a function it is known only that it is
+            one.
           RuntimeError: If another thread is changing the vocabulary.
         """
         with self._change("restore"):
-            new = resized(checked(arrays), self._contents.arrays)
+            old = self._contents
+            new = resized(checked(arrays, self._options), old.arrays)
+            codes = changed_codes(*((x["keys"], x["hits"]) for x in (old.arrays, new)))
             with self._move():
                 self._load(new)
+            steps = int(old.numbers[STEP]), int(new["numbers"][STEP])
+            self._taken_back.note(*steps, codes, 2 * self.rows)
+            self._is_copy = True
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -350,6 +366,7 @@ class Vocabulary:
 
     def __setstate__(self, state: Any) -> None:
         self._options, self._given = state
+        self._is_copy = True
 
     def tree_flatten_with_keys(self) -> Any:
         options, arrays = self.__getstate__()
@@ -363,7 +380,7 @@ class Vocabulary:
         return self
 
     def _load(self, arrays: dict[str, np.ndarray]) -> None:
-        self._contents = Contents(self._options, arrays)
+        self._contents = Contents(self._options, arrays)  # raises before a change
         self._history = deque(maxlen=_UNDO)
         self._given = None
 
@@ -372,12 +389,13 @@ class Vocabulary:
         if self._given is not None:
             with self._lock:
                 if self._given is not None:
-                    self._load(checked(self._given))
+                    self._load(checked(self._given, self._options))
 
     @contextlib.contextmanager
     def _change(self, function: str) -> Iterator[None]:
         """One thread changes. A second one is refused: its turn would be by chance."""
-        if not self._changing.acquire(blocking=False):
+        changing = self._changing  # a child of `fork` gets another one
+        if not changing.acquire(blocking=False):
             raise RuntimeError(
                 f"{function} was called while another thread changes the vocabulary: "
                 "which of them is first would be left to chance. Change it from one "
@@ -388,7 +406,7 @@ class Vocabulary:
                 self._ready()
                 yield
         finally:
-            self._changing.release()
+            changing.release()
 
     @contextlib.contextmanager
     def _move(self) -> Iterator[None]:
@@ -398,10 +416,6 @@ class Vocabulary:
             yield
         finally:
             self._version += 1
-
-    def _take_back(self, changes: Changes, finished: bool) -> None:
-        with self._move():
-            self._contents.take_back(changes, finished)
 
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
         signed = self._contents.numbers[KIND] == SIGNED

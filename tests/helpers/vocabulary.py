@@ -114,9 +114,14 @@ class Oracle:
     def find(self, keys):
         return [self.main.row_of.get(key, 0) for key in keys]
 
-    def changed_since(self, step):
-        """Pairs of row and key by row, and tombstones."""
+    def changed_since(self, step, others=()):
+        """Pairs of row and key by row, and tombstones; of `others`, whenever it was."""
         pairs = [(row, key) for key, row in self.main.row_of.items()]
-        pairs = [pair for pair in sorted(pairs) if self.changed[pair[0]] >= step]
+        pairs = [
+            (row, key)
+            for row, key in sorted(pairs)
+            if self.changed[row] >= step or key in others
+        ]
         gone = dict.fromkeys(key for at, key in self.gone if at >= step)
+        gone |= dict.fromkeys(sorted(others, key=lambda key: key % 2**64))
         return pairs, [key for key in gone if key not in self.main.row_of]

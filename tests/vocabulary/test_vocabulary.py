@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -415,7 +416,9 @@ def test_a_batch_that_is_not_run_leaves_nothing():
 def test_a_batch_that_is_interrupted_changes_nothing(monkeypatch):
     """By Ctrl-C, when keys have been pushed from their slots and have no others yet."""
     vocab, insert = osa.Vocabulary(3000, min_hits=2, tombstones=9), index.Index.insert
-    keys = np.arange(3000)
+    rng = np.random.default_rng(0)
+    keys = rng.permutation(2**20)[:3000]
+    news = np.repeat(2**20 + rng.permutation(2**20)[:2000], 2)
     vocab.assign(np.repeat(keys[:2500], 2), 0)
     rows, held, lost = vocab.find(keys), vocab.arrays, []
 
@@ -423,17 +426,17 @@ def test_a_batch_that_is_interrupted_changes_nothing(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(index, "_ROUNDS", 1)
             assert not insert(self, rows)
-        lost.append(np.count_nonzero(self.find(self.codes[self.codes < 3000]) == 0))
+        lost.append(np.count_nonzero(self.find(self.codes[self.codes < 2**20]) == 0))
         monkeypatch.setattr(index.Index, "insert", insert)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(index.Index, "insert", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        vocab.assign(np.repeat(np.arange(9000, 11000), 2), 1)
+        vocab.assign(news, 1)
     assert lost[0] > 10
     assert_identical(vocab.arrays, held, "after the interruption")
     np.testing.assert_array_equal(vocab.find(keys), rows)
-    rows, _, evicted = vocab.assign(np.repeat(np.arange(9000, 11000), 2), 1)
+    rows, _, evicted = vocab.assign(news, 1)
     assert len({*rows.tolist()}) == 2000
     assert len(evicted) == 1501
 
@@ -587,3 +590,114 @@ def test_two_threads_do_not_assign_at_once():
     names = [error.split(" was called while another thread")[0] for error in errors]
     assert names == ["assign", "undo", "grow"]
     assert vocab.find([1, 2, 3, 4]).tolist() == [0, 2, 1, 0]
+
+
+def test_nobody_finds_rows_of_a_batch_that_fails():
+    """A score that raises when all keys have been moved."""
+    found, start = [], threading.Event()
+
+    def find():
+        start.wait(60)
+        found.append(vocab.find([1, 2, 3, 4]).tolist())
+
+    def score(last, hits):
+        if 4 in vocab._contents.main.keys[1:] and not start.is_set():
+            start.set()
+            thread.join(1)  # on the lock, or through
+            return np.full(len(last), np.nan)
+        return last
+
+    vocab, thread = osa.Vocabulary(4, score=score), threading.Thread(target=find)
+    vocab.assign([1, 2, 3], 0)
+    vocab.assign([5], 1)  # sorts
+    vocab.undo()
+    thread.start()
+    with pytest.raises(ValueError, match="got NaN"):
+        vocab.assign([4], 1)
+    thread.join(60)
+    assert found == [[1, 2, 3, 0]]
+
+
+# --- hashes ---
+
+
+def test_strings_beside_bytes():
+    keys = ["a", b"\xc3\xa9", "\u00e9", b"a"]
+    codes = osa.hash_keys(keys).tolist()
+    assert codes == [int(osa.hash_keys(key)) for key in keys]
+    assert codes[0] == codes[3]
+    assert codes[1] == codes[2]
+    vocab = osa.Vocabulary(5)
+    assert vocab.assign([["a", b"\xc3\xa9"]], 0).rows.tolist() == [[1, 2]]
+
+
+def test_long_strings():
+    """FNV-1a in Python, for few and many strings of different lengths."""
+
+    def reference(text):
+        code = 0xCBF29CE484222325
+        for byte in text.encode():
+            code = ((code ^ byte) * 0x100000001B3) % 2**64
+        return code
+
+    rng = np.random.default_rng(0)
+    for number in (1, 15, 16, 17, 60):
+        keys = ["ab\u00e9" * int(size) for size in rng.integers(0, 30, number)]
+        for given in (keys, np.array(keys)):
+            expected = [*map(reference, keys)]
+            assert osa.hash_keys(given).tolist() == expected
+    start = time.perf_counter()
+    osa.hash_keys(["x" * 1_000_000, "y"])
+    assert time.perf_counter() - start < 2  # 0.1 s; by arrays of one byte 4.5 s
+
+
+def test_chosen_keys_find_room():
+    """Three keys with both slots in common, for each of sixteen known hashes."""
+    shift, keys, rng = np.uint64(50), [], np.random.default_rng(0)
+    for attempt in range(16):
+        odd = (0x9E3779B97F4A7C15 * (2 * attempt + 1)) % 2**64
+        mixed = rng.integers(0, 2**50, 200_000, np.uint64) + np.uint64(5 << 50)
+        second = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
+        slots, counts = np.unique(second >> shift, return_counts=True)
+        same = mixed[second >> shift == slots[counts.argmax()]][:3]
+        assert len(same) == 3
+        folded = same * np.uint64(pow(odd, -1, 2**64))
+        keys.append(folded ^ folded >> np.uint64(32))
+    keys = np.concatenate(keys)
+    vocab = osa.Vocabulary(60)
+    rows = vocab.assign(keys, 0).rows
+    assert vocab.find(keys).tolist() == rows.tolist() == [*range(1, 49)]
+    assert len(vocab._contents.main.index._slots) <= 4 * 256
+
+
+@pytest.mark.parametrize("padding", [[7, 8], [], np.arange(3)])
+def test_there_is_one_padding_key(padding):
+    with pytest.raises(ValueError, match=r"padding=\.\.\..*needs one key"):
+        osa.Vocabulary(9, padding=padding)
+
+
+def test_a_score_sees_no_free_row():
+    def score(last, hits):
+        assert hits.min() > 0
+        return last
+
+    vocab = osa.Vocabulary(6, ttl=8, score=score)
+    vocab.assign([1, 2, 3, 4, 5], 0)
+    vocab.assign([6], 1)  # sorts all rows
+    vocab.assign([5], 5)
+    fresh = vocab.assign([11, 12, 13, 14], 9)  # three expire, one has to go
+    assert fresh.evicted.tolist() == [2, 3, 4, 6]
+
+
+def test_features_of_one_step_in_one_call():
+    """A key that comes later in a step may have lost its row: keys.md says it."""
+    vocab = osa.Vocabulary(4)
+    vocab.assign([1, 2, 3], 0)
+    users, items = np.array([7, 8]), np.array([1, 8])
+    apart = osa.Vocabulary(4)
+    apart.restore(vocab.arrays)
+    assert apart.assign(users, 1).evicted.tolist() == [1, 2]
+    assert apart.assign(items, 1).evicted.tolist() == [3]
+    found = vocab.assign(np.concatenate([users, items]), 1)
+    assert found.evicted.tolist() == [2, 3]
+    assert found.rows.tolist() == [2, 3, 1, 3]
