@@ -1,7 +1,8 @@
-"""`flax_nnx.value_and_grad` and `grad`: a module becomes arrays, and is put together.
+"""`flax_nnx.value_and_grad`, `grad` and `evaluate`: a module becomes arrays, and back.
 
-`transform` makes a function of trees of arrays of one of modules, differentiates it by
-rows, and sees that what the function did to its arguments happens to them.
+`transform` makes a function of trees of arrays of one of modules, differentiates or
+evaluates it by rows, and sees that what the function did to its arguments happens to
+them.
 """
 
 import functools
@@ -15,6 +16,7 @@ from flax import nnx
 
 from ._gradients import value_and_grad as _sparse
 from ._gradients.arguments import is_mutable_variable
+from ._gradients.evaluate import evaluate
 
 # Names Flax's record of which object inside of the loss is which one outside.
 _CONTEXT = "optax_sparse_adam.flax_nnx"
@@ -29,7 +31,7 @@ def transform(
     graph_updates: bool | None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`value_and_grad` or `grad` of a function; without one a decorator."""
+    """`value_and_grad`, `grad` or `evaluate` of a function; else a decorator."""
     modes = {
         "graph": _current(nnx.set_graph_mode, graph),
         "graph_updates": _current(nnx.set_graph_updates, graph_updates),
@@ -42,9 +44,12 @@ def transform(
     if fun is None:
         return functools.partial(transform, name, reduce_axes=(), **modes, **options)
     _check(name, fun, options["argnums"], **modes)
-    both = _value_and_grad(fun, **modes, **options)
+    transformed = _evaluated if name == "evaluate" else _sparse.differentiated
+    both = _by_rows(fun, transformed, **modes, **options)
     if name == "value_and_grad":
         return both
+    if name == "evaluate":
+        return _without_grads(both)
     return _sparse.without_value(both, options["has_aux"])
 
 
@@ -66,8 +71,25 @@ def _check(name: str, fun: Any, argnums: Any, graph: bool, graph_updates: bool) 
     nnx.extract.check_prefix(argnums, "argnums", name, graph, graph_updates)
 
 
-def _value_and_grad(
+def _evaluated(
+    pure: Callable[..., Any], places: Any, has_aux: bool, *, read: Any, **_: Any
+) -> Callable[..., tuple[Any, None]]:
+    """`evaluate`, in the form of `differentiated`: there are no gradients."""
+    run = evaluate(pure, places, read=read)
+    return lambda *args, **keywords: (run(*args, **keywords), None)
+
+
+def _without_grads(both: Callable[..., tuple[Any, None]]) -> Callable[..., Any]:
+    @functools.wraps(both)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return both(*args, **kwargs)[0]
+
+    return run
+
+
+def _by_rows(
     fun: Callable[..., Any],
+    transformed: Callable[..., Any],
     argnums: Any,
     has_aux: bool,
     graph: bool,
@@ -78,7 +100,7 @@ def _value_and_grad(
     def by_rows(pure: Any, places: Any, **more: Any) -> Callable[..., Any]:
         """`read` is an object, whose state is that of the call."""
         options["read"] = state_of(read)
-        return _sparse.differentiated(pure, places, True, **options, **more)
+        return transformed(pure, places, True, **options, **more)
 
     if not (graph and graph_updates):
         return _by_tree(fun, argnums, has_aux, graph, by_rows)

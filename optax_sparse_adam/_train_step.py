@@ -142,8 +142,9 @@ _DENSE_ONLY = (
     "exact_adamw. To update the rows of the batch only, put that part inside lazy: "
     "lazy(optax.adam(1e-3)), or optax.chain(lazy(optax.clip_by_global_norm(1.0)), "
     "sparse_adam(1e-3)). Labels and masks that are functions see gradients; pass their "
-    "trees: optax.partition(parts, labels(params)). For dense gradients, at the "
-    "tables' price, pass sparse=False. "
+    "trees: optax.partition(parts, labels(params)). In place of optax.MultiSteps, let "
+    "one gradient span the micro-batches, by a lax.scan in the loss. For dense "
+    "gradients, at the tables' price, pass sparse=False. "
 )
 _SUMMED_ONLY = (
     "{name} gives row-sparse gradients to the optimiser as they are, and this one, or "

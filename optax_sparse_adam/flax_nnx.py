@@ -12,11 +12,13 @@ and copies each table for that, which takes longer than the evaluation itself.
 >>> import jax.numpy as jnp
 >>> from flax import nnx
 >>> @nnx.jit(graph_updates=False)
-... def evaluate(model, ids):
+... def evaluation(model, ids):
 ...     return jnp.mean(model(ids))
 >>> table = nnx.Embed(1000, 4, rngs=nnx.Rngs(0))
->>> evaluate(table, jnp.array([3, 7, 3])).shape
+>>> evaluation(table, jnp.array([3, 7, 3])).shape
 ()
+
+Under `exact_adam` it has to read rows of now, by `evaluate` of this module.
 
 A training step, compiled in either way, donates what it changes, the model and the
 optimiser: `nnx.jit(donate_argnums=(0, 1))`.
@@ -194,6 +196,60 @@ def grad(**arguments: Any) -> Callable[..., Any]:
       BCOO(float32[1000, 4], nse=3, n_dense=1)
     """
     return transform("grad", **arguments)
+
+
+def evaluate(
+    fun: Any = None,
+    argnums: Argnum | Sequence[Argnum] = 0,
+    *,
+    read: Any = None,
+) -> Callable[..., Any]:
+    """`optax_sparse_adam.evaluate` of modules: lookups read rows as they are now.
+
+    Between two steps of `exact_adam` a module holds projected values. With
+    `read=optimizer` a function of it is evaluated at those that dense Adam would have;
+    nothing is written. Another optimiser changes nothing, and on a CPU lookups go
+    through the kernel where it is faster.
+
+    Call it in a function under `nnx.jit(graph_updates=False)`, which copies no table.
+
+    Args:
+      fun: Function of modules, of any result. Without it, a decorator is returned.
+      argnums: Which positional argument or arguments hold the parameters: each an
+        integer, or `nnx.DiffState(integer, filter)` if these are not its `nnx.Param`s.
+      read: The `nnx.Optimizer`, or its `opt_state`.
+
+    Returns:
+      A function with the arguments and results of `fun`. What `fun` does to its
+      arguments happens to them, as under `value_and_grad` in Flax's default mode.
+
+    Raises:
+      ValueError: As `value_and_grad`; by the returned function, if the state is that of
+        other parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import optax_sparse_adam as osa
+      >>> from optax_sparse_adam import flax_nnx
+      >>> embed = nnx.Embed(1000, 4, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(embed, osa.exact_adam(1e-3), wrt=nnx.Param)
+      >>> @nnx.jit(graph_updates=False)
+      ... def predict(embed, optimizer, ids):
+      ...     return flax_nnx.evaluate(lambda embed: embed(ids), read=optimizer)(embed)
+      >>> predict(embed, optimizer, jnp.array([3, 7])).shape
+      (2, 4)
+    """
+    return transform(
+        "evaluate",
+        fun,
+        argnums=argnums,
+        has_aux=False,
+        reduce_axes=(),
+        graph=True,
+        graph_updates=True,
+        read=read,
+    )
 
 
 def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) -> None:

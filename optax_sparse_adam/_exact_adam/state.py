@@ -104,7 +104,7 @@ def table_states(state: ExactAdamState) -> TableState:
 
 # Transformations that change updates after the one whose state is in theirs.
 _CHANGES = (
-    *("LookaheadState", "MechanicState", "MultiStepsState", "SAMState"),
+    *("LookaheadState", "MechanicState", "SAMState"),
     *("ScheduleFreeState", "StochasticRoundingState"),
 )
 
@@ -124,6 +124,13 @@ def _refuse_changes(state: Any) -> None:
                 "exact_adamw cannot be inside conditionally_transform, which adds a "
                 "gradient itself to parameters where it does nothing else: stale rows "
                 "would decay on the way to it. Use optax.conditionally_mask."
+            )
+        if type(node).__name__ == "MultiStepsState" and contains_stale(node):
+            raise ValueError(
+                "exact_adam cannot be inside optax.MultiSteps, which holds updates "
+                "back by which stale rows are read. To accumulate gradients, let one "
+                "gradient span the micro-batches: value_and_grad of a loss that runs a "
+                "jax.lax.scan over them, as in docs/recipes.md."
             )
         if type(node).__name__ in _CHANGES and contains_stale(node):
             raise ValueError(

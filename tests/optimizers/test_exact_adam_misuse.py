@@ -416,7 +416,7 @@ AROUND = {
     ),
     "MultiSteps": (
         lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-        "Nothing may change the updates",
+        r"inside optax\.MultiSteps.*gradient span the micro-batches.*lax\.scan",
     ),
     "mechanize": (optax.contrib.mechanize, "Nothing may change the updates"),
     "flatten": (optax.flatten, r"optax\.flatten.*without it"),

@@ -1,0 +1,135 @@
+"""`flax_nnx.evaluate`: modules under `exact_adam`, at the values of dense Adam."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import flax_nnx
+
+from ..helpers.support import assert_close, assert_identical, slow_but
+
+ROWS, WIDTH, STEPS = 40, 4, 30
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(ROWS, WIDTH, param_dtype="float64", rngs=nnx.Rngs(0))
+        self.out = nnx.Linear(WIDTH, 2, param_dtype="float64", rngs=nnx.Rngs(1))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, ids):
+        self.calls[...] += 1
+        return self.out(jnp.tanh(self.embed(ids)))
+
+
+def loss(model, ids):
+    return jnp.mean((model(ids) - 1) ** 2)
+
+
+def batch(step):
+    ids = np.random.default_rng(step).zipf(1.5, 5) % ROWS
+    return jnp.asarray(ids, jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def trainer(tx, gradient):
+    model = Model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, ids):
+        value, grads = gradient(optimizer)(model, ids)
+        flax_nnx.update(optimizer, model, grads)
+        return value
+
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("name", slow_but(["adam", "adamw"], "adamw"))
+def test_as_dense_adam_without_a_flush(name):
+    """Thirty steps, evaluated at all rows after each; nothing is written."""
+    own = getattr(osa, f"exact_{name}")(0.05)
+    exact = trainer(own, lambda o: flax_nnx.value_and_grad(loss, read=o))
+    dense = trainer(getattr(optax, name)(0.05), lambda _: nnx.value_and_grad(loss))
+
+    @nnx.jit(graph_updates=False)
+    def now(model, optimizer, ids):
+        return flax_nnx.evaluate(loss, read=optimizer)(model, ids)
+
+    everything, stale = jnp.arange(ROWS), []
+    for number in range(STEPS):
+        for model, optimizer, step in (exact, dense):
+            step(model, optimizer, batch(number))
+        before = nnx.to_pure_dict(nnx.state(exact[0], nnx.Param))
+        value = now(*exact[:2], everything)
+        expected = loss(dense[0], everything)
+        assert_close(value, expected, 1e-10)
+        after = nnx.to_pure_dict(nnx.state(exact[0], nnx.Param))
+        assert_identical(after, before, "parameters")
+        stale.append(abs(loss(exact[0], everything) - expected))
+    assert max(stale) > 1e-3  # what it would be without
+
+
+def test_what_the_function_does_to_a_module():
+    """It happens to it, as under `nnx`; results may be any tree."""
+    model, optimizer, step = trainer(
+        osa.exact_adam(0.1), lambda o: flax_nnx.value_and_grad(loss, read=o)
+    )
+    step(model, optimizer, batch(0))
+    count = int(model.calls[...])
+
+    @flax_nnx.evaluate(read=optimizer)
+    def both(model, ids, scale=1.0):
+        return {"out": scale * model(ids), "ids": ids}
+
+    ids = batch(1)
+    found = both(model, ids, scale=2.0)
+    assert int(model.calls[...]) == count + 1
+    flax_nnx.flush(model, optimizer)
+    assert_close(found["out"], 2 * model(ids), 1e-12)
+    assert found["ids"] is not None
+    rest = flax_nnx.evaluate(loss, read=optimizer.opt_state)(model, ids)
+    assert_close(rest, loss(model, ids), 1e-12)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_in_every_mode(graph):
+    model, optimizer, step = trainer(
+        osa.exact_adam(0.1), lambda o: flax_nnx.value_and_grad(loss, read=o)
+    )
+    step(model, optimizer, batch(0))
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(False):
+        run = nnx.jit(lambda m, o: flax_nnx.evaluate(loss, read=o)(m, batch(1)))
+        values = (
+            run(model, optimizer),
+            flax_nnx.evaluate(loss, read=optimizer)(model, batch(1)),
+        )
+    flax_nnx.flush(model, optimizer)
+    for value in values:
+        assert_close(value, loss(model, batch(1)), 1e-12)
+
+
+def test_another_optimizer_changes_nothing():
+    model, optimizer, step = trainer(
+        osa.sparse_adam(0.1), lambda _: flax_nnx.value_and_grad(loss)
+    )
+    step(model, optimizer, batch(0))
+    for read in (optimizer, None):
+        value = flax_nnx.evaluate(loss, read=read)(model, batch(1))
+        assert_close(value, loss(model, batch(1)), 1e-14)
+    other = nnx.Optimizer(
+        nnx.Embed(5, 2, rngs=nnx.Rngs(0)), osa.exact_adam(0.1), wrt=nnx.Param
+    )
+    with pytest.raises(ValueError, match="must belong to the parameters"):
+        flax_nnx.evaluate(loss, read=other)(model, batch(1))
+    with pytest.raises(ValueError, match=r"flax_nnx\.evaluate does not support bound"):
+        flax_nnx.evaluate(model.__call__)
