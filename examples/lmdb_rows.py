@@ -28,3 +28,11 @@ class LmdbRows:
 
     def flush(self):
         self.database.sync(True)
+
+    def write_mark(self, mark):  # by which `restore` sees copies of another time
+        with self.database.begin(write=True) as transaction:
+            transaction.put(b"mark", mark)
+
+    def read_mark(self):
+        with self.database.begin() as transaction:
+            return transaction.get(b"mark")

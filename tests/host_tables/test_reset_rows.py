@@ -17,6 +17,7 @@ from ..helpers.host_tables import (
     host_params,
     loss,
 )
+from ..helpers.support import slow_but
 
 OPTIMIZERS = {
     "sparse_adam": osa.sparse_adam(0.1),
@@ -62,18 +63,25 @@ def test_rows_are_begun_as_in_memory(name, tmp_path):
         assert_trained_alike(trainer, [], (*saved, []))
 
 
-def test_keys_have_rows_of_a_host_table():
-    """A vocabulary says which rows; in memory it is the same."""
+@pytest.mark.parametrize("where", slow_but(["memory", "cold file"], "cold file"))
+def test_keys_have_rows_of_a_host_table(where, tmp_path):
+    """A vocabulary says which rows; in memory it is the same.
+
+    It is full soon, and names fresh rows in the order of scores.
+    """
+    file = {"file": tmp_path / "x"} if where == "cold file" else {}
     tx, vocab, other = osa.sparse_adam(0.1), osa.Vocabulary(31), osa.Vocabulary(31)
     rows, w = begin((31, DIM))
     params = jax.tree.map(jnp.array, {"table": rows, "w": w})
     state, step = tx.init(params), osa.make_train_step(loss, tx)
     zeros = {"table": np.zeros((32, DIM), np.float32), "w": None}
-    with host.HostTrainer(loss, tx, host_params(rows, w)) as trainer:
+    with host.HostTrainer(loss, tx, host_params(rows, w, **file)) as trainer:
         values, expected, gone = [], [], 0
         for number, (keys, y) in enumerate(batches(0, 8, rows=2**60, ids=24)):
             keys = keys.astype(np.int64) % 60 * 2**40
             at, fresh, evicted = vocab.assign(keys, number)
+            if file:
+                trainer._rows.stores[0]._cold_for = 9
             trainer.reset_rows({"table": fresh.padded(32), "w": None}, zeros)
             values.append(trainer.step(at, y))
             at, fresh, _ = other.assign(keys, number)

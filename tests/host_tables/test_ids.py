@@ -1,0 +1,165 @@
+"""Ids are those of the step: as JAX computes them there, once, and for whom else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+from ..helpers.host_tables import (
+    DIM,
+    ROWS,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import assert_identical, slow_but
+
+TX = osa.sparse_adam(1e-2)
+
+
+def of_ids(compute):
+    def fun(params, ids, y, *rest):
+        return loss(params, compute(params, ids, *rest), y)
+
+    return fun
+
+
+def as_in_memory(fun, made, rows=ROWS):
+    rows, w = begin((rows, DIM))
+    known = train_in_memory(fun, TX, {"table": rows, "w": w}, made)
+    with host.HostTrainer(fun, TX, host_params(rows, w)) as trainer:
+        assert_trained_alike(trainer, list(trainer.run(made)), known)
+    with host.HostTrainer(fun, TX, host_params(rows, w)) as trainer:
+        values = [trainer.step(*batch) for batch in made]
+        assert_trained_alike(trainer, values, known)
+
+
+# An int8 times a Python number wraps around; a bfloat16 is rounded.
+WEAK = {
+    "int8": (np.int8, 3, lambda _, ids, k: (ids * k) % 100),
+    "bfloat16": (jnp.bfloat16, 2.3, lambda _, ids, k: (ids * k).astype(jnp.int32)),
+    "float16": (np.float16, 0.37, lambda _, ids, k: (ids * k).astype(jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(WEAK, "int8"))
+def test_python_numbers_are_weak_types(name):
+    dtype, number, compute = WEAK[name]
+    made = [
+        ((ids % 110).astype(dtype), y, number) for ids, y in batches(0, 3, rows=ROWS)
+    ]
+    as_in_memory(of_ids(compute), made, rows=120 if name == "int8" else ROWS)
+
+
+@pytest.mark.parametrize("what", slow_but(["step", "run", "evaluate"], "run"))
+def test_ids_that_are_others_in_each_program_are_refused(what, tmp_path):
+    """`np.random` while tracing: rows of neighbours would be trained, in silence."""
+    is_random = []
+
+    def compute(_, ids):
+        shift = np.random.default_rng(len(is_random)).integers(1, 99)
+        is_random.append(1)
+        return (ids + (shift if is_random[1:] else 0)) % ROWS
+
+    fun = of_ids(compute)
+    where = {"file": tmp_path / "x"}
+    rows, w = begin()
+    calm, words = of_ids(lambda _, ids: ids), "rows that were not fetched.*np.random"
+    with host.HostTrainer(calm, TX, host_params(rows, w, **where)) as trainer:
+        trainer.checkpoint(tmp_path / "run")
+    again = fun, TX, host_params(rows, w, **where)
+    with host.HostTrainer.restore(tmp_path / "run", *again) as trainer:
+        batch = next(batches(0, 1))
+        if what == "evaluate":
+            with pytest.raises(RuntimeError, match=words):
+                trainer.evaluate(fun)(*batch)
+            assert trainer.steps == 0  # nothing has changed
+            return
+        with pytest.raises(RuntimeError, match=f"Batch 0 has looked up {words}"):
+            trainer.step(*batch) if what == "step" else list(trainer.run([batch] * 2))
+        # The dense parameters have learned from them, and the rows have not.
+        with pytest.raises(
+            RuntimeError, match="Close this HostTrainer, and go on from"
+        ):
+            trainer.checkpoint(tmp_path / "run")
+        assert_identical(trainer._rows.stores[0].fields(_layout(trainer))[0][:], rows)
+    with host.HostTrainer.restore(tmp_path / "run", calm, *again[1:]) as trainer:
+        assert_identical(np.array(trainer.params["w"]), np.asarray(w))
+
+
+def _layout(trainer):
+    return trainer._rows.plan.layouts[0]
+
+
+@pytest.mark.parametrize("ordered", slow_but([False, True], False))
+def test_callbacks_are_called_once(ordered):
+    calls = []
+
+    def seen(x):
+        calls.append(float(x))
+
+    def doubled(x):
+        seen(x)
+        return np.float32(2)
+
+    def fun(params, ids, y):
+        value = loss(params, ids, y)
+        shown = jax.lax.stop_gradient(value)
+        io_callback(seen, None, shown, ordered=ordered)
+        result = jax.ShapeDtypeStruct((), jnp.float32)
+        return value * io_callback(doubled, result, shown, ordered=ordered)
+
+    rows, w = begin()
+    trainer = host.HostTrainer(fun, TX, host_params(rows, w))
+    values = [trainer.step(*batch) for batch in batches(0, 3)]
+    jax.effects_barrier()
+    assert len(calls) == 6
+    known = train_in_memory(fun, TX, {"table": rows, "w": w}, batches(0, 3))
+    assert_trained_alike(trainer, values, known)
+
+
+def test_ids_of_callbacks():
+    """Of a pure one, which may be called twice; not of an io_callback."""
+
+    def compute(callback):
+        def ids_of(_, ids):
+            result = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+            return callback(lambda x: (x * 7 % ROWS).astype(np.int32), result, ids)
+
+        return ids_of
+
+    as_in_memory(of_ids(compute(jax.pure_callback)), [*batches(0, 3)])
+    rows, w = begin()
+    trainer = host.HostTrainer(of_ids(compute(io_callback)), TX, host_params(rows, w))
+    with pytest.raises(ValueError, match="must not depend on the result of an io_call"):
+        trainer.step(*next(batches(0, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["bags", "rows"])
+def test_without_jit(what):
+    """`jax.disable_jit`, to look into a loss: a bag is known by a jit inside of it."""
+
+    def fun(params, ids, y):
+        if what == "rows":
+            return loss(params, ids, y)
+        bags = osa.embedding_bag(params["table"], ids.reshape(-1, 4), mode="mean")
+        return jnp.sum((bags @ params["w"]) ** 2) + jnp.mean(y)
+
+    rows, w = begin()
+    known = train_in_memory(fun, TX, {"table": rows, "w": w}, batches(0, 2))
+    with jax.disable_jit():
+        trainer = host.HostTrainer(fun, TX, host_params(rows, w))
+        values = [trainer.step(*batch) for batch in batches(0, 2)]
+    for mine, other in zip(values, known[2], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+    found = trainer.params["table"]
+    np.testing.assert_allclose(found, known[0]["table"], rtol=0, atol=1e-6)
+    assert_identical((found == rows).all(1), (known[0]["table"] == rows).all(1))
