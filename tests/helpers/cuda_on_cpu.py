@@ -22,8 +22,14 @@ FLAGS = "-O1 -std=c++17 -fPIC -shared -ffp-contract=off -w"
 
 
 @functools.cache
-def library(source, flags=FLAGS):
-    """The source of a kernel as a library for this CPU."""
+def library(source):
+    """The source of a kernel, loaded as a library for this CPU."""
+    return ctypes.CDLL(str(compiled(source)))
+
+
+@functools.cache
+def compiled(source, flags=FLAGS):
+    """The path of that library."""
     source = source.replace("extern __shared__ uint4 shared_memory[];", "")
     name = "rank_kernel" if "rank_kernel" in source else "rows_kernel"
     text = f"""{HEADER.read_text()}
@@ -44,7 +50,7 @@ extern "C" void run(unsigned blocks, unsigned threads, void** params) {{
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert not done.returncode, done.stderr[:5000]
             os.replace(made, path)
-    return ctypes.CDLL(str(path))
+    return path
 
 
 def run(call, results, aliases, *operands):
