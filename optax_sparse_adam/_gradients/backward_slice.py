@@ -111,24 +111,24 @@ class BackwardSlice:
         key = id(jaxpr), tuple(needed)
         if key in self._inputs:
             return self._inputs[key]
-        found: set[Any] = set()
+        variables: set[Any] = set()
 
         def add(atoms: Sequence[Any], flags: Flags) -> None:
             for atom, flag in zip(atoms, flags, strict=True):
                 # Nothing is differentiated through integers: the ids of a lookup are
                 # not needed.
                 if flag and isinstance(atom, Var) and has_derivative(atom.aval):
-                    found.add(atom)
+                    variables.add(atom)
 
         add(jaxpr.outvars, needed)
         for eqn in reversed(jaxpr.eqns):
-            results = [var in found for var in eqn.outvars]
+            results = [var in variables for var in eqn.outvars]
             if any(results) or eqn.effects:
                 flags = self._operands_of(eqn, results)
                 add(eqn.invars, flags)
                 self._operands[id(eqn)] = _either(flags, self.operands(eqn))
-        self.variables |= found
-        self._inputs[key] = [var in found for var in jaxpr.invars]
+        self.variables |= variables
+        self._inputs[key] = [var in variables for var in jaxpr.invars]
         return self._inputs[key]
 
     def _operands_of(self, eqn: JaxprEqn, needed: Flags) -> Flags:

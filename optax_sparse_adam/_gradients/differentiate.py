@@ -59,8 +59,8 @@ def evaluate_with_gradients(
     is_wrong = are_stale(dense)
 
     def function(deltas: list[Any], of_whole: list[Any], arrays: list[Any]) -> Any:
-        own = dict(zip(whole, of_whole, strict=True))
-        walk = Walk(program, iter(deltas), own)
+        whole_deltas = dict(zip(whole, of_whole, strict=True))
+        walk = Walk(program, iter(deltas), whole_deltas)
         results = walk.evaluate(closed, merge(args, arrays))
         if isinstance(is_wrong, jax.Array):
             results[0] *= jnp.where(is_wrong, jnp.nan, 1).astype(results[0].dtype)
@@ -77,10 +77,10 @@ def evaluate_with_gradients(
     ]
     # `of_deltas` has the gradients of looked-up rows, `rows` their ids, lookup by
     # lookup; `totals` those of the leaves in `whole`; `of_arrays` the dense gradients.
-    (value, (others, rows)), (of_deltas, totals, of_arrays) = jax.value_and_grad(
+    (value, (aux_results, rows)), (of_deltas, totals, of_arrays) = jax.value_and_grad(
         function, argnums=(0, 1, 2), has_aux=True, allow_int=True
     )(deltas, of_whole, arrays_among(args))
-    everything = list(map(as_jax, (value, *others)))  # some are Python's numbers
+    everything = list(map(as_jax, (value, *aux_results)))  # some are Python's numbers
     # Rows are read once more for the gradient of `w` in `checkpoint(t[i] @ w)`, and of
     # the weights of bags. That of the table does not depend on it.
     more = jax.tree.leaves((of_deltas, of_arrays)) if program.reread else []
@@ -88,8 +88,8 @@ def evaluate_with_gradients(
     slices: dict[int, list[RowSlices]] = {i: [] for i in range(len(tables))}
     for request, entries, values in zip(requests, rows, of_deltas, strict=True):
         i = request.leaf.index
-        own = _of_all_devices(request, tables[i].array, entries, values)
-        slices[i].append(after(own))
+        gathered = _of_all_devices(request, tables[i].array, entries, values)
+        slices[i].append(after(gathered))
     of_leaves = iter(of_arrays)
     grads = []
     for i, (arg, source) in enumerate(zip(args, tables, strict=True)):
@@ -144,18 +144,18 @@ def _plan(
         program.plans.clear()
         requests, _ = Walk(program).plan(closed, args)
         for i, path in enumerate(paths):
-            own = [x for x in requests if x.leaf.index == i]
+            leaf_requests = [x for x in requests if x.leaf.index == i]
             use = program.dense_uses.get(i)
             if wanted[i] and (use is not None or not able[i]):
                 raise ValueError(_refusal(path, use))
             able[i] = able[i] and use is None
             # Where the user wants it row-sparse, it is so, though every row is read.
             if not wanted[i]:
-                able[i] = able[i] and not _reads_every_row(own)
-            if not own:
+                able[i] = able[i] and not _reads_every_row(leaf_requests)
+            if not leaf_requests:
                 continue
             rows = math.prod(jnp.shape(arrays[i])[: program.depths[i]])
-            count = sum(_num_entries(x, arrays[i]) for x in own)
+            count = sum(_num_entries(x, arrays[i]) for x in leaf_requests)
             try:
                 is_whole = count > rows
             except InconclusiveDimensionOperation:
@@ -171,8 +171,8 @@ def _axes_to_gather(request: Request, leaf: Any) -> tuple[str, ...]:
 
     Inside of `shard_map`, `jax.grad` sums the gradient of such a table over them.
     """
-    own = varying_axes(leaf) if request.axes else ()
-    return tuple(axis for axis in request.axes if axis not in own)
+    table_axes = varying_axes(leaf) if request.axes else ()
+    return tuple(axis for axis in request.axes if axis not in table_axes)
 
 
 def _num_entries(request: Request, leaf: Any) -> int:

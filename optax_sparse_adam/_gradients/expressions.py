@@ -157,18 +157,18 @@ def arrays_among(args: Iterable[Any]) -> list[Any]:
 
 
 def operands_first(
-    values: Iterable[Expression], known: Container[Any] = ()
+    values: Iterable[Expression], stops: Container[Any] = ()
 ) -> list[Expression]:
-    """These expressions and their operands, each once; no operands of known ones.
+    """These expressions and their operands, each once; none of those in `stops`.
 
     Not by recursion: a loss may apply thousands of functions, one to the other.
     """
     # The operand of two expressions may be in `todo` twice; it is in `done` once.
     done: dict[Expression, None] = {}
-    todo = [x for x in values if x not in known]
+    todo = [x for x in values if x not in stops]
     while todo:
         inner = [x for x in todo[-1].operands if isinstance(x, Expression)]
-        missing = [x for x in inner if x not in done and x not in known]
+        missing = [x for x in inner if x not in done and x not in stops]
         todo += missing
         if not missing:
             done[todo.pop()] = None

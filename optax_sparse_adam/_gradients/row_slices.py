@@ -124,11 +124,11 @@ def _gradient_of_bags(
     # have five rows of values together, and the segments [0, 1, 1, 2, 3, 4].
     segments, weights, first = [], [], 0
     for entries, values in slices:
-        own = entries.segments
-        if own is None:
-            own = jnp.arange(values.shape[0], dtype=jnp.int32)
-        segments.append(own + first)
-        ones = jnp.ones(own.shape, widest)
+        lookup_segments = entries.segments
+        if lookup_segments is None:
+            lookup_segments = jnp.arange(values.shape[0], dtype=jnp.int32)
+        segments.append(lookup_segments + first)
+        ones = jnp.ones(lookup_segments.shape, widest)
         weights.append(ones if entries.weights is None else entries.weights)
         first += values.shape[0]
     has_weights = any(x.weights is not None for x, _ in slices)

@@ -118,9 +118,9 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
     # Tables are among `args`, and the arrays of a step come between them.
     def step(carry: Any, inputs: Any) -> Any:
-        xs, own = inputs
+        xs, step_deltas = inputs
         values = merge(args, [*consts, *carry, *xs])
-        results, rows = walk.evaluate_inside(body, values, own, keep=plain)
+        results, rows = walk.evaluate_inside(body, values, step_deltas, keep=plain)
         return results[: len(carry)], (results[len(carry) :], rows)
 
     carry, (ys, rows) = lax.scan(
@@ -158,8 +158,8 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
         pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
         arrays, rows = walk.evaluate_inside(branches[place], args, chunks)
-        found = dict(zip(keys[place], rows, strict=True))
-        return arrays, [_padded(found.get(k), x) for k, x in shared.items()]
+        entries_by_key = dict(zip(keys[place], rows, strict=True))
+        return arrays, [_padded(entries_by_key.get(k), x) for k, x in shared.items()]
 
     runs = [functools.partial(run, place) for place in range(len(branches))]
     arrays, rows = _switch(eqn, index, runs)
@@ -204,7 +204,7 @@ def _shared(
     return keys, shared
 
 
-def _padded(found: LookupEntries | None, request: Request) -> LookupEntries:
+def _padded(entries: LookupEntries | None, request: Request) -> LookupEntries:
     """The entries of a branch, and ids out of bounds up to those of the request."""
     size, bags = request.num_entries, request.bags
     empty = LookupEntries(
@@ -212,14 +212,15 @@ def _padded(found: LookupEntries | None, request: Request) -> LookupEntries:
         None if bags is None else jnp.zeros(0, jnp.int32),
         jnp.zeros(0, bags.dtype) if bags is not None and bags.has_weights else None,
     )
-    own = jax.tree.map(
-        functools.partial(vary, axes=request.axes), empty if found is None else found
+    varying = jax.tree.map(
+        functools.partial(vary, axes=request.axes),
+        empty if entries is None else entries,
     )
-    missing = size - len(own.ids)
+    missing = size - len(varying.ids)
 
     def padded(x: jax.Array) -> jax.Array:
         fill = row_bounds(request.shape, x) if x.ndim > 1 else 0
         padding = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (missing, *x.shape[1:]))
         return jnp.concatenate([x, vary(padding, request.axes)]) if missing else x
 
-    return jax.tree.map(padded, own)
+    return jax.tree.map(padded, varying)

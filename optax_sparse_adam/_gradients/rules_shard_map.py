@@ -83,11 +83,11 @@ def shard_map(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
 
     def function(arrays: Any, deltas: Any, of_whole: Any) -> Any:
         values = [
-            _with_arrays(x, own, shape)
-            for (x, _, shape), own in zip(triples, arrays, strict=True)
+            _with_arrays(x, shards, shape)
+            for (x, _, shape), shards in zip(triples, arrays, strict=True)
         ]
-        own = dict(zip(whole, of_whole, strict=True))
-        results, rows = walk.evaluate_inside(body, values, deltas, whole=own)
+        whole_deltas = dict(zip(whole, of_whole, strict=True))
+        results, rows = walk.evaluate_inside(body, values, deltas, whole=whole_deltas)
         for i, request in enumerate(requests):
             spec, shape = leaves[request.leaf.index]
             ids = _global_ids(rows[i].ids, request, spec, shape)
@@ -139,10 +139,10 @@ def _arrays(x: Any, spec: PartitionSpec) -> tuple[list[Any], list[PartitionSpec]
     def collect(array: Any, has_rows: bool) -> Any:
         arrays.append(array)
         ndim = jnp.ndim(array) if has_rows else 0
-        own = jax.typeof(array).sharding.spec
+        layout = jax.typeof(array).sharding.spec
         specs.append(
             PartitionSpec(
-                *partitions_of(spec)[:ndim], reduced=own.reduced & spec.reduced
+                *partitions_of(spec)[:ndim], reduced=layout.reduced & spec.reduced
             )
         )
         return array

@@ -380,8 +380,8 @@ def on_mesh_of_context(x: jax.Array) -> jax.Array:
     Over Explicit mesh axes JAX has no rule for gathers. They are traced with Auto axes,
     and arrays from outside are none of theirs.
     """
-    mesh, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding
-    is_sharded = own.spec != PartitionSpec(*[None] * jnp.ndim(x))
-    if own.mesh.empty or mesh.empty or (own.mesh == mesh and not is_sharded):
+    mesh, layout = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding
+    is_sharded = layout.spec != PartitionSpec(*[None] * jnp.ndim(x))
+    if layout.mesh.empty or mesh.empty or (layout.mesh == mesh and not is_sharded):
         return x
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec()))
