@@ -80,5 +80,5 @@ class BagEntries:
         )
 
     def laid_out(self, lay_out: Callable[[jax.Array], jax.Array]) -> "BagEntries":
-        found: BagEntries = jax.tree.map(lay_out, self)
-        return found
+        bags: BagEntries = jax.tree.map(lay_out, self)
+        return bags

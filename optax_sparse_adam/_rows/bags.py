@@ -113,15 +113,15 @@ def embedding_bag(
     arrays = {name: as_array(x) for name, x in bags.items() if x is not None}
     num_bags = _check(table, ids, arrays, num_segments, mode, include_last_offset)
     if offsets is not None and not isinstance(offsets, jax.core.Tracer):
-        known = np.asarray(offsets)
-        if (known[1:] < known[:-1]).any() or (known < 0).any():
+        begins = np.asarray(offsets)
+        if (begins[1:] < begins[:-1]).any() or (begins < 0).any():
             raise ValueError(
-                f"offsets must be ascending, from 0 on, got {known.tolist()}."
+                f"offsets must be ascending, from 0 on, got {begins.tolist()}."
             )
-        if include_last_offset and known[-1] > len(ids):
+        if include_last_offset and begins[-1] > len(ids):
             raise ValueError(
                 f"The last of the offsets must be at most {len(ids)}, the number of "
-                f"ids, as it ends the last bag; got {known.tolist()}."
+                f"ids, as it ends the last bag; got {begins.tolist()}."
             )
     if num_bags == 0:
         return jnp.zeros((0, *table.shape[1:]), table.dtype)
@@ -168,8 +168,8 @@ def _pooled(
         counted = counted * counted
     size = expand_like(add_up(num_bags, counted, segments), sums)
     empty, size = size == 0, jnp.where(size == 0, jnp.ones_like(size), size)
-    found = sums / (jnp.sqrt(size) if mode == "sqrtn" else size)
-    return jnp.where(empty, jnp.zeros_like(found), found).astype(dtype)
+    means = sums / (jnp.sqrt(size) if mode == "sqrtn" else size)
+    return jnp.where(empty, jnp.zeros_like(means), means).astype(dtype)
 
 
 def _check(
@@ -316,9 +316,9 @@ def _first_of_bags(seen: jax.Array, valid: jax.Array) -> jax.Array:
     # Padding is no smaller than a row of -inf.
     real = begins + lax.argmax(valid, 1, jnp.int32)
     real = jnp.where(valid.any(axis=1), real, valid.size)
-    found = lax.argmax(seen, 1, jnp.int32)
-    begins, real = (expand_like(x, found) for x in (begins, real))
-    return jnp.where(valid.ravel()[begins + found], begins + found, real)
+    places = lax.argmax(seen, 1, jnp.int32)
+    begins, real = (expand_like(x, places) for x in (begins, real))
+    return jnp.where(valid.ravel()[begins + places], begins + places, real)
 
 
 def _first_of_segments(

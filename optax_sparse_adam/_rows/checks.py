@@ -23,9 +23,9 @@ def refuse_complex(leaf: Any, name: str) -> None:
         )
 
 
-def remedy_of(dtype: Any, others: str) -> str:
-    """What to do with gradients that are not real: `others` of integers."""
-    return _AS_REAL if jnp.issubdtype(dtype, jnp.complexfloating) else others
+def remedy_of(dtype: Any, remedy: str) -> str:
+    """What to do with gradients that are not real: `remedy` with integers."""
+    return _AS_REAL if jnp.issubdtype(dtype, jnp.complexfloating) else remedy
 
 
 def is_bcoo(x: Any) -> bool:
@@ -100,12 +100,12 @@ def check_bcoo(grad: BCOO, shape: tuple[int, ...] | None = None) -> BCOO:
         )
     stored = (grad.nse, *grad.shape[grad.n_sparse :])
     # Without a look at the values, which bags would expand.
-    given = grad.shape_of_data if isinstance(grad, CanaryBCOO) else grad.data.shape
-    if given != stored:
+    data_shape = grad.shape_of_data if isinstance(grad, CanaryBCOO) else grad.data.shape
+    if data_shape != stored:
         raise ValueError(
             "A row-sparse gradient must hold one row of values for each index, each of "
             f"the shape of a table's row: values of shape {stored}, got "
-            f"{given} (nse == {stored[0]}, shape {grad.shape}). Whatever "
+            f"{data_shape} (nse == {stored[0]}, shape {grad.shape}). Whatever "
             "slices or reshapes the values must give the BCOO another shape."
         )
     if shape is not None and tuple(grad.shape) != tuple(shape):

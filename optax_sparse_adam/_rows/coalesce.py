@@ -30,12 +30,12 @@ def _sum(ops: RowOps, opened: Entries) -> Rows:
 
 @jit_with_bags
 def _coalesce(grad: BCOO) -> BCOO:
-    found: Entries = grad
+    opened: Entries = grad
     if bags_of(grad) is None:
         # A gradient that is unique may still hold padding in front of rows.
-        found, flags = entries(grad), {"indices_sorted": grad.indices_sorted}
-        found = BCOO((found.data, found.indices), shape=grad.shape, **flags)
-    rows = touched_rows(found, accumulator_dtype(grad.dtype))
+        opened, flags = entries(grad), {"indices_sorted": grad.indices_sorted}
+        opened = BCOO((opened.data, opened.indices), shape=grad.shape, **flags)
+    rows = touched_rows(opened, accumulator_dtype(grad.dtype))
     return coalesced_bcoo(grad, rows.indices, rows.data, grad.shape, is_same=True)
 
 
@@ -85,7 +85,7 @@ def coalesce(grad: BCOO) -> BCOO:
             f"coalesce takes a BCOO, got {type(grad).__name__}. A dense gradient has "
             "no duplicates; of a tree, coalesce each BCOO."
         )
-    found: BCOO = _coalesce(check_bcoo(grad))
-    if isinstance(found, CanaryBCOO) and isinstance(grad, CanaryBCOO):
-        found.read_of = grad.read_of  # which `jit` has dropped
-    return found
+    sums: BCOO = _coalesce(check_bcoo(grad))
+    if isinstance(sums, CanaryBCOO) and isinstance(grad, CanaryBCOO):
+        sums.read_of = grad.read_of  # which `jit` has dropped
+    return sums

@@ -250,8 +250,8 @@ def _segmented_scan(data: jax.Array, segment: jax.Array) -> jax.Array:
     # `joined[b, i, j]`: whether entry j of block b belongs to the sum at entry i. Of
     # the segments [0, 0, 1] the rows are [1, 0, 0], [1, 1, 0] and [0, 0, 1].
     joined = (segment[:, :, None] == segment[:, None, :]) & earlier[None]
-    others = data[:, None]
-    sums = jnp.sum(jnp.where(expand_like(joined, others), others, 0), axis=2)
+    values = data[:, None]
+    sums = jnp.sum(jnp.where(expand_like(joined, values), values, 0), axis=2)
     # Without this barrier, XLA computes the sums again wherever one is read.
     sums = lax.optimization_barrier(sums)
     if len(sums) > 1:

@@ -81,11 +81,11 @@ def frozen_lookup(
       [0.0, 0.0, 0.1]
     """
     trained, frozen = jnp.asarray(trained), lax.stop_gradient(jnp.asarray(frozen))
-    given, ids, rows = rows, as_array(ids, _NAME), as_array(rows, _NAME)
+    passed, ids, rows = rows, as_array(ids, _NAME), as_array(rows, _NAME)
     _check(trained, ids, frozen, rows)
     size = frozen.shape[0]
     ids, rows = narrow_ids(ids, size), narrow_ids(rows, size)
-    is_ascending = _is_ascending(given, rows)
+    is_ascending = _is_ascending(passed, rows)
     columns = _columns_beside(ids, trained)
     place = _places(rows, ids)
     is_trained = (_read(rows, place, fill=-1) == ids) & (ids >= 0)
@@ -165,24 +165,24 @@ def _check(trained: Any, ids: Any, frozen: Any, rows: Any) -> None:
         )
 
 
-def _is_ascending(given: Any, rows: jax.Array) -> Any:
+def _is_ascending(passed: Any, rows: jax.Array) -> Any:
     """Whether each of these ids is there once, in order: raises where it is known.
 
     The last number of their type stands for all ids above it (`narrow_ids`).
     """
     last = jnp.iinfo(rows.dtype).max
-    if isinstance(rows, jax.core.Tracer) and isinstance(given, jax.core.Tracer):
+    if isinstance(rows, jax.core.Tracer) and isinstance(passed, jax.core.Tracer):
         is_held = jnp.all(rows[:1] >= 0) & jnp.all(rows[-1:] < last)
         return jnp.all(rows[1:] > rows[:-1]) & is_held
-    known = np.asarray(given)
-    if not ((known[1:] > known[:-1]).all() and (known[:1] >= 0).all()):
+    values = np.asarray(passed)
+    if not ((values[1:] > values[:-1]).all() and (values[:1] >= 0).all()):
         raise ValueError(
             f"{_NAME} takes `rows` in ascending order, each there once and none "
             "negative, as np.unique returns them; got others."
         )
-    if not (known[-1:] < last).all():
+    if not (values[-1:] < last).all():
         raise ValueError(
-            f"{_NAME} takes `rows` below {last}, got {known[-1]}. Number the trained "
+            f"{_NAME} takes `rows` below {last}, got {values[-1]}. Number the trained "
             "rows as rows of the table, or behind it; for keys of 64 bits there is "
             "optax_sparse_adam.Vocabulary."
         )

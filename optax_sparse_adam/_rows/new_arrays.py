@@ -22,10 +22,10 @@ def full_along(
     full = tuple(jnp.shape(param))
     axes = range(len(full)) if axes is None else axes
     shape = tuple(full[axis] for axis in axes)
-    own = jnp.result_type(param) if dtype is None else jnp.dtype(dtype)
+    result_type = jnp.result_type(param) if dtype is None else jnp.dtype(dtype)
     is_zero = isinstance(value, int | float) and value == 0
-    if is_zero and _takes_zeros(param, shape, own):
-        return _zeros(param, shape, own)
+    if is_zero and _takes_zeros(param, shape, result_type):
+        return _zeros(param, shape, result_type)
     x = jnp.full_like(param, value, dtype, None if shape == full else shape)
     return shard_axes_like(param, x, axes)
 
@@ -51,12 +51,12 @@ def _takes_zeros(param: Any, shape: tuple[int, ...], dtype: Any) -> bool:
     if not isinstance(param, jax.Array) or isinstance(param, jax.core.Tracer):
         return False
     devices: Any = param.sharding.device_set
-    device, *others = devices
+    device, *other_devices = devices
     return (
         str(dtype) in _CLEARED
         and math.prod(shape) * dtype.itemsize >= _HUGE_PAGES
         and device.platform == "cpu"
-        and not others
+        and not other_devices
         and param.sharding.memory_kind in (None, device.default_memory().kind)
         and mesh_of(param).empty
         and native.available()

@@ -50,8 +50,8 @@ def narrow_ids(ids: jax.Array, size: int) -> jax.Array:
         return ids
     wide = jnp.int64 if is_large and ids.dtype.itemsize == 8 else jnp.int32
     # For 10 rows, 2**40 becomes 2**31 - 1 and -2**40 becomes -1: both stay padding.
-    own, held = jnp.iinfo(ids.dtype), jnp.iinfo(wide)
-    low, high = max(own.min, -1), min(own.max, held.max)
+    id_limits, wide_limits = jnp.iinfo(ids.dtype), jnp.iinfo(wide)
+    low, high = max(id_limits.min, -1), min(id_limits.max, wide_limits.max)
     return jnp.clip(ids, *np.asarray([low, high], ids.dtype)).astype(wide)
 
 

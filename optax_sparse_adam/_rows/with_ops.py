@@ -68,25 +68,27 @@ def _with_ops(
 ) -> Any:
     sums, maps, keeps_order = flags
     # For other platforms, and for `vmap` and derivatives on a CPU.
-    others, plain = RowOps("scan" if sums else "search"), RowOps("search")
+    default_ops, plain = RowOps("scan" if sums else "search"), RowOps("search")
     bases = {"cpu": plain}
-    own: dict[str, RowOps] = {"cpu": replace(plain, in_blocks=maps)}
+    special_ops: dict[str, RowOps] = {"cpu": replace(plain, in_blocks=maps)}
     if mesh_of(*jax.tree.leaves(args)).empty:
         for platform in there:
-            base = own.get(platform, others)
+            base = special_ops.get(platform, default_ops)
             values = {x.name: getattr(base, x.name) for x in fields(RowOps)}
-            own[platform] = KERNELS[platform](**values)
+            special_ops[platform] = KERNELS[platform](**values)
 
     def of(ops: RowOps) -> Callable[..., Any]:
         return lambda *args: function(ops, *args)
 
     special = {}
-    for platform, ops in own.items():
-        base = bases.get(platform, others)
-        if ops != others:
+    for platform, ops in special_ops.items():
+        base = bases.get(platform, default_ops)
+        if ops != default_ops:
             special[platform] = of(ops), None if ops == base else of(base)
     only = _only_platform()
-    return by_platform(special, of(others), *args, keeps_order=keeps_order, only=only)
+    return by_platform(
+        special, of(default_ops), *args, keeps_order=keeps_order, only=only
+    )
 
 
 def _only_platform() -> str | None:
