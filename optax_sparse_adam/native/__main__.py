@@ -8,11 +8,11 @@ from . import _library
 
 
 def _remove() -> None:
-    found = sorted(_library.cache().glob("rows-*.so"))
-    for old in found:
+    libraries = sorted(_library.cache().glob("rows-*.so"))
+    for old in libraries:
         old.unlink()
         print(f"Deleted {old}")
-    if not found:
+    if not libraries:
         print(f"There was none in {_library.cache()}")
 
 

@@ -47,10 +47,10 @@ def compiler() -> list[str]:
     """
     if not supported():
         return []
-    found = map(shutil.which, ("c++", "g++", "clang++"))
+    compilers = map(shutil.which, ("c++", "g++", "clang++"))
     command = os.environ.get("CXX", "")
     try:
-        return shlex.split(command) or [*filter(None, found)][:1]
+        return shlex.split(command) or [*filter(None, compilers)][:1]
     except ValueError as error:
         raise RuntimeError(f"CXX={command} is not a command: {error}") from error
 
@@ -95,9 +95,9 @@ def libraries(folder: Path, newest: Version) -> list[tuple[Version, Path]]:
     prefix = _prefix()
     pattern = re.compile(re.escape(prefix) + r"-(\d+)\.(\d+)\.so")
     names = [pattern.fullmatch(path.name) for path in folder.glob(f"{prefix}-*.so")]
-    found = [((int(m[1]), int(m[2])), folder / m[0]) for m in names if m]
+    versions = [((int(m[1]), int(m[2])), folder / m[0]) for m in names if m]
     return sorted(
-        (x for x in found if x[0][0] == newest[0] and x[0] <= newest), reverse=True
+        (x for x in versions if x[0][0] == newest[0] and x[0] <= newest), reverse=True
     )
 
 

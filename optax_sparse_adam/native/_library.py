@@ -59,10 +59,10 @@ def loaded() -> Path | None:
     try:
         newest = _build.interface(jax.ffi.include_dir())
         # The newest, and of equal ones the user's own.
-        found = sorted(_found(newest), key=lambda x: x[0], reverse=True)
+        libraries = sorted(_found(newest), key=lambda x: x[0], reverse=True)
     except (OSError, RuntimeError):
         return None  # no headers, or no source
-    for version, library in found:
+    for version, library in libraries:
         # XLA may refuse what is older. Said before its backend starts, that would come
         # to light then, and no backend would start.
         if version != newest and _started_devices() == 0:
@@ -80,7 +80,7 @@ def loaded() -> Path | None:
             RuntimeWarning,
             stacklevel=2,
         )
-    elif not found and has_cpus_only() and _can_be_compiled():
+    elif not libraries and has_cpus_only() and _can_be_compiled():
         warnings.warn(
             "The kernel for CPUs is not compiled for this source and this jaxlib, and "
             "plain JAX takes up to three times as long. Compile it once by python -m "
@@ -136,8 +136,8 @@ def _one_device() -> bool:
         flags = os.environ.get("XLA_FLAGS", "")
         if flags.strip() and not flags.strip().startswith("-"):  # the name of a file
             return _started_devices() == 1
-        found = re.findall(r"xla_force_host_platform_device_count=(\d+)", flags)
-        count = int(found[-1]) if found else 1
+        counts = re.findall(r"xla_force_host_platform_device_count=(\d+)", flags)
+        count = int(counts[-1]) if counts else 1
     return bool(count == 1)
 
 

@@ -22,11 +22,11 @@ class _Symbol(ctypes.Structure):
 
 def _library_of(process: ctypes.CDLL, name: str) -> bytes | None:
     """The file of the function that programs of this process call by a name."""
-    found = _Symbol()
+    symbol = _Symbol()
     address = ctypes.cast(getattr(process, name), ctypes.c_void_p)
-    if not process.dladdr(address, ctypes.byref(found)):
+    if not process.dladdr(address, ctypes.byref(symbol)):
         return None
-    return bytes(found.library)
+    return bytes(symbol.library)
 
 
 def keep_memory() -> bool:
