@@ -17,7 +17,7 @@ from jax import lax
 
 from .._jax_extras.sharding import mesh_of, shard_columns_like
 from .entries import Rows
-from .gather_scatter import gather_rows, scatter_rows
+from .gather_scatter import gather_rows
 from .padding import in_bounds, mask_padding, pad_indices
 
 Tables = tuple[jax.Array, ...]
@@ -89,7 +89,7 @@ def in_blocks(
         out, tables = ops.update(row_fn, part, indices, tables, read, *args)
         # Padding keeps its zeros: dropped here, it needs no mask over the values.
         target = jnp.where(in_bounds(indices, shape), slot, nse + slot)
-        return start + size, scatter_rows(data, target[:, None], out), tables
+        return start + size, ops.put(data, target[:, None], out), tables
 
     state = jnp.zeros([], rows.count.dtype), rows.data, tables
     return lax.while_loop(lambda state: state[0] < rows.count, block, state)[1:]

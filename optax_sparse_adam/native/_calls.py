@@ -343,8 +343,5 @@ def add_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
 
 def put_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """`table.at[indices].set(rows)` for unique indices; the rows have its type.
-
-    OLD_JAX: 0.11.2
-    """
+    """`table.at[indices].set(rows)` for unique indices; the rows have its type."""
     return _call("update put", table.shape, [table, indices, rows], [0])[0]

@@ -274,7 +274,7 @@ INLINE void WriteRows(const Writing& w, int64_t begin, int64_t end) {
   }
 }
 
-// `table.at[indices].add(rows)`, or `.set` (OLD_JAX: 0.11.2). Padding is dropped.
+// `table.at[indices].add(rows)`, or `.set`. Padding is dropped.
 ffi::Error Write(ffi::ThreadPool& pool, bool adds, Buffers& buffers) {
   const Table table = buffers.Rows("table", buffers.num_rows);
   const int64_t nse = buffers.Count();

@@ -418,14 +418,14 @@ USES = {
     "float16": (
         updated,
         {"dtype": "float16"},
-        ["update order", "update sum", "read rows"],
+        ["update order", "update sum", "read rows", "update put"],
     ),
     "unique rows": (updated, UNIQUE, ["update order", "update adam", "update add"]),
-    # It gathers the values of a block, by slots.
+    # It reads and writes the values of a block, by slots.
     "two sparse axes": (
         updated,
         {"shape": (50, 100, 24), "n_sparse": 2},
-        ["read rows"],
+        ["read rows", "update put"],
     ),
     "no entries": (updated, {"nse": 0}, []),
     "too many rows": (updated, {"shape": (2**31 - 9, 1)}, []),
