@@ -34,14 +34,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 from flax import nnx
-from jax.extend.core import jaxpr_as_fun
 
 from ._exact_adam import flush as _flush
 from ._gradients.value_and_grad import Sparse
 from ._nnx_transform import state_of, transform
-from ._optimizers.current_rows import refuse_stored_reads
-from ._optimizers.update_rows import UpdateRows
-from ._rows.canary import is_read_up_to_date
+from ._optimizers.current_rows import without_stored_reads
 from ._rows.checks import is_bcoo
 from ._train_step import refused_by_form, update_params
 
@@ -290,25 +287,11 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
         return update_params(optimizer.tx, grads, state, params, **extra)[:2]
 
     with refused_by_form("flax_nnx.update", updated, pure):
-        new_params, new_state = _updated(optimizer.tx, updated, params, pure)
+        args = optimizer.tx, updated, params, pure
+        new_params, new_state = without_stored_reads("flax_nnx.update", *args)
     nnx.update(model, new_params)
     nnx.update(optimizer.opt_state, nnx.state(new_state))
     optimizer.step[...] += 1
-
-
-def _updated(tx: Any, update: Any, params: Any, grads: Any) -> Any:
-    """`update(grads)`, if no part of it reads tables that `exact_adam` trains.
-
-    That is seen in its program, which is traced for it; in a program it is then used.
-    """
-    leaves = jax.tree.leaves(grads, is_leaf=is_bcoo)
-    if type(tx.update) is UpdateRows or not any(map(is_read_up_to_date, leaves)):
-        return update(grads)
-    program, shapes = jax.make_jaxpr(lambda: update(grads), return_shape=True)()
-    refuse_stored_reads(program, params, grads, "flax_nnx.update")
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
-        return update(grads)  # what is wrong with values raises there
-    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)())
 
 
 def flush(model: Any, optimizer: nnx.Optimizer[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from .._jax_extras.jaxprs import FlatJaxpr
 from .._rows.canary import is_read_up_to_date
@@ -28,6 +28,7 @@ from .._rows.padding import mask_padding
 from .._rows.stale import STORED
 from .attempt import attempt
 from .lazy_leaves import Leaves, OfTable
+from .update_rows import UpdateRows
 
 
 def read_stale_params(
@@ -122,6 +123,23 @@ def refuse_stored_reads(
             "reads whole tables belongs outside of the optimiser: "
             "osa.evaluate(function, read=state)(params)."
         )
+
+
+def without_stored_reads(
+    name: str, tx: Any, update: Callable[[Any], Any], params: Any, grads: Any
+) -> Any:
+    """`update(grads)`, by `tx`, if no part of it reads tables as `exact_adam` has them.
+
+    That is seen in its program, which is traced for it; in a program it is then used.
+    """
+    leaves = jax.tree.leaves(grads, is_leaf=is_leaf)
+    if type(tx.update) is UpdateRows or not any(map(is_read_up_to_date, leaves)):
+        return update(grads)
+    program, shapes = jax.make_jaxpr(lambda: update(grads), return_shape=True)()
+    refuse_stored_reads(program, params, grads, name)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+        return update(grads)  # what is wrong with values raises there
+    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)())
 
 
 def refuse_stored_rows(grad: Any, rule: str, name: str) -> None:

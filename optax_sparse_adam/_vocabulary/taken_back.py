@@ -4,6 +4,8 @@ from collections import deque
 
 import numpy as np
 
+from .checkpoint import KIND, STEP
+
 
 class TakenBack:
     """For `changed_since`: whose row has changed hands by `undo` or `restore`.
@@ -11,15 +13,20 @@ class TakenBack:
     A server that has fetched the rows of batches up to step 7 asks with step 7. Where
     these were taken back to step 5, it is told of the keys that they had brought or
     sent away, what they are now, and of all that has changed from step 5 on. Twice as
-    many keys are kept as there are rows; `lost` is the last step without them.
+    many keys are kept as there are rows; `lost` is the last step without them. `kind`
+    is that of the keys: a vocabulary that is empty again has none.
     """
 
     def __init__(self) -> None:
         self._noted: deque[tuple[int, int, np.ndarray]] = deque()
-        self.lost = -1
+        self.lost, self.kind = -1, 0
 
-    def note(self, step: int, back_to: int, codes: np.ndarray, most: int) -> None:
-        """Notes codes of batches up to this step."""
+    def note(
+        self, before: np.ndarray, after: np.ndarray, codes: np.ndarray, most: int
+    ) -> None:
+        """Notes codes; `before` and `after` are the `numbers` of the vocabulary."""
+        step, back_to = int(before[STEP]), int(after[STEP])
+        self.kind = int(before[KIND]) or self.kind
         if len(codes):
             self._noted.append((step, back_to, codes))
         while sum(len(codes) for *_, codes in self._noted) > most:

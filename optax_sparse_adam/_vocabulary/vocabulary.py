@@ -278,14 +278,13 @@ class Vocabulary:
                     "vocabulary was made, restored or grown; there is none left."
                 )
             held, changes = self._contents, self._history.pop()
-            step, main = int(held.numbers[STEP]), held.main
+            main, numbers = held.main, held.numbers.copy()
             rows = np.unique(changes.moved(main))
             before = main.keys[rows], main.hits[rows].copy()
             with self._move():
                 held.take_back(changes, finished=True)
             codes = changed_codes(before, (main.keys[rows], main.hits[rows]))
-            back_to = int(held.numbers[STEP])
-            self._taken_back.note(step, back_to, codes, 2 * self.rows)
+            self._taken_back.note(numbers, held.numbers, codes, 2 * self.rows)
 
     def grow(self, rows: int) -> None:
         """Makes room for more keys; all keep their rows, and `unknown` is row 0.
@@ -331,8 +330,7 @@ class Vocabulary:
             codes = changed_codes(*((x["keys"], x["hits"]) for x in (old.arrays, new)))
             with self._move():
                 self._load(new)
-            steps = int(old.numbers[STEP]), int(new["numbers"][STEP])
-            self._taken_back.note(*steps, codes, 2 * self.rows)
+            self._taken_back.note(old.numbers, new["numbers"], codes, 2 * self.rows)
             self._is_copy = True
 
     @property
@@ -418,5 +416,5 @@ class Vocabulary:
             self._version += 1
 
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
-        signed = self._contents.numbers[KIND] == SIGNED
-        return codes.view(np.int64 if signed else np.uint64)
+        kind = int(self._contents.numbers[KIND]) or self._taken_back.kind
+        return codes.view(np.int64 if kind == SIGNED else np.uint64)

@@ -12,6 +12,7 @@ import optax
 import optax_sparse_adam
 
 from .._exact_adam.flush import flush
+from .._optimizers.current_rows import without_stored_reads
 from .._optimizers.lazy import lazy
 from .._rows.checks import is_bcoo
 from .._rows.stale import contains_stale
@@ -206,7 +207,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             return update_params(tx, grads, state, trainable)[:2]
 
         with refused_by_form("row_sparse", step, grads):
-            new, state = step(grads)
+            new, state = without_stored_reads("Optimizer", tx, step, trainable, grads)
         for i, v in enumerate(self._trainable_variables):
             if v.constraint is not None:
                 new[i] = v.constraint(new[i])

@@ -224,3 +224,25 @@ def test_examples():
 def test_what_is_not_public():
     """The one name of Keras without which there is no training step."""
     assert callable(keras.Model._update_metrics_variables)
+
+
+def reads_whole_tables(rate):
+    """A part of one's own in front of `exact_adam`, which would see stored rows."""
+
+    def update(updates, state, params=None):
+        return updates, state + sum(x.sum() for x in params)
+
+    own = optax.GradientTransformation(lambda params: np.zeros((), "f4"), update)
+    return optax.chain(own, osa.exact_adam(rate))
+
+
+def decays_gradients(rate):
+    decay = osa.lazy(optax.add_decayed_weights(0.1))
+    return optax.chain(decay, osa.exact_adam(rate))
+
+
+def test_what_reads_tables_in_front_of_exact_adam():
+    with pytest.raises(ValueError, match="Optimizer was given an optimiser that reads"):
+        h.fitted(h.compiled(h.functional, Optimizer(reads_whole_tables, 1e-2)))
+    model = h.compiled(h.functional, Optimizer(decays_gradients, 1e-2))
+    assert np.isfinite(h.fitted(model, validation_data=None)["loss"]).all()

@@ -201,3 +201,13 @@ def test_how_many_keys_are_told_again():
     with pytest.raises(ValueError, match=r"after step \d, .*Fetch everything"):
         vocab.changed_since(0)
     vocab.changed_since(5)
+
+
+def test_a_server_of_a_vocabulary_that_is_empty_again():
+    """Its keys are told as they were: a negative one is no large one."""
+    vocab, server = osa.Vocabulary(9), Server()
+    vocab.assign([-5, 7], 3)
+    server.ask(vocab, 0)
+    vocab.undo()
+    server.ask(vocab, 3)
+    assert server.rows == {}
