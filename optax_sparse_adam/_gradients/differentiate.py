@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ def evaluate_with_gradients(
     wanted: list[bool | None],
     tables: list[Source],
     are_stale: Callable[[list[int]], Any],
+    sizes: Mapping[int, int],
 ) -> tuple[list[Any], list[Any]]:
     """The results of the jaxpr, and the derivative of the first one by each leaf.
 
@@ -48,13 +49,14 @@ def evaluate_with_gradients(
       tables: The leaves.
       are_stale: Says whether leaves that are used as a whole have rows that do not hold
         their values. The loss, and with it all gradients, is NaN then.
+      sizes: Of leaves that are a part of a table, how many rows that has.
     """
     # What the loss shows is read before tables are written: see `_order_after`.
     shown = _shown(closed.jaxpr)
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
     closed = ClosedJaxpr(jaxpr, closed.consts)
     program = Program(RULES, BackwardSlice(jaxpr))
-    args, requests = _plan(program, closed, paths, tables, wanted)
+    args, requests = _plan(program, closed, paths, tables, wanted, sizes)
     dense = [i for i, x in enumerate(args) if not isinstance(x, Expression)]
     is_wrong = are_stale(dense)
 
@@ -117,6 +119,7 @@ def _plan(
     paths: list[Any],
     tables: list[Source],
     wanted: list[bool | None],
+    sizes: Mapping[int, int],
 ) -> tuple[list[Any], list[Request]]:
     """Expressions for leaves whose gradients are row-sparse, else arrays; and requests.
 
@@ -154,7 +157,9 @@ def _plan(
                 able[i] = able[i] and not _reads_every_row(leaf_requests)
             if not leaf_requests:
                 continue
-            rows = math.prod(jnp.shape(arrays[i])[: program.depths[i]])
+            shape = jnp.shape(arrays[i])
+            shape = sizes.get(i, shape[0]), *shape[1 : program.depths[i]]
+            rows = math.prod(shape)
             count = sum(_num_entries(x, arrays[i]) for x in leaf_requests)
             try:
                 is_whole = count > rows

@@ -1,8 +1,8 @@
 """`value_and_grad` and `grad` with row-sparse gradients for tables."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,21 @@ from .tracing import as_places, floating_point_errors, jit_enabled, trace
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # None | bool | tree of bool | Callable[[KeyPath, Any], bool]
+
+
+class PartsOfTables(NamedTuple):
+    """`sparse` where leaves are some rows of tables that are elsewhere.
+
+    Their gradients take the way that those of the whole tables would: see `_plan` in
+    `differentiate`.
+
+    Attributes:
+      sparse: As of `value_and_grad`.
+      sizes: How many rows the whole tables have, by the index of the leaf.
+    """
+
+    sparse: Sparse
+    sizes: Mapping[int, int]
 
 
 def value_and_grad(
@@ -156,6 +171,9 @@ def differentiated(
     check: Callable[[Any], None] = check_modules,
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad` of a function that loses nothing; `check` refuses arguments."""
+    sizes: Mapping[int, int] = {}
+    if isinstance(sparse, PartsOfTables):
+        sparse, sizes = sparse
     reference = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
     if holomorphic and (read is not None or _requires_sparse(sparse)):
         raise ValueError(
@@ -200,7 +218,7 @@ def differentiated(
         are_stale = functools.partial(_are_stale, tree, read)
         with jit_enabled(), floating_point_errors():
             arrays, grads = evaluate_with_gradients(
-                closed, paths, wanted, tables, are_stale
+                closed, paths, wanted, tables, are_stale, sizes
             )
         for leaf, own, made in zip(jax.tree.leaves(tree), tables, grads, strict=True):
             if own.stale is not None and isinstance(made, CanaryBCOO):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._gradients.evaluate import evaluate
@@ -17,7 +16,7 @@ from .._row_verbs import reset_rows
 from .._rows.stale import contains_stale
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds, kept_arguments, split_keywords
-from ._plan import CHUNK, compact, place
+from ._plan import CHUNK, compact
 from ._records import WORD
 from ._store import Ascending, ascending, rows_between
 
@@ -29,8 +28,8 @@ def evaluated(
     plan, few = host.plan, compact(fun, params)
     ids = RowIds(fun, plan.tables, plan.treedef)
 
-    def on_rows(static: Any, others: Any, words: Any, rows: Any, args: Any) -> Any:
-        params, state = plan.of_records(others, words)
+    def on_rows(static: Any, others: Any, arrays: Any, rows: Any, args: Any) -> Any:
+        params, state = plan.join(others, arrays)
         bound = evaluate(few, read=state if contains_stale(state) else None)
         batch, keywords = args
         return bound(params, rows, *batch, **keywords, **dict(static))
@@ -44,9 +43,10 @@ def evaluated(
             traced, static = split_keywords(fun, keywords)
             batch = args, traced
             rows = host.fetch(ids(host.dense, batch, static, "The batch of evaluate"))
-            words = [*map(place, rows.words, rows.padded)]
             named = tuple(sorted(static.items()))
-            result, looked_up = program(named, host.others, words, rows.padded, batch)
+            result, looked_up = program(
+                named, host.others, rows.arrays, rows.padded, batch
+            )
             if int(looked_up) != int(rows.fingerprint):
                 raise RuntimeError(NOT_FETCHED.format(what="The function"))
             return result
@@ -62,21 +62,27 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     most = max(x.shape[0] for x in plan.tables.values())
     words = max(layout.words for layout in plan.layouts)
     size = min(most, max(1, CHUNK // (words * WORD)))
-    shapes = [jax.ShapeDtypeStruct((size, x.words), jnp.uint32) for x in plan.layouts]
+    shapes = [
+        [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in layout.fields]
+        for layout in plan.layouts
+    ]
+    leaves = jax.tree.leaves(shapes)
+    structure: Any = jax.tree.structure(shapes)
 
-    def mapped(words: Any, others: Any) -> Any:
-        return plan.to_records(*function(*plan.of_records(others, words)))
+    def mapped(arrays: Any, others: Any) -> Any:
+        return plan.split(*function(*plan.join(others, arrays)))
 
-    def new_others(*leaves: Any) -> Any:
-        return mapped(leaves[: len(shapes)], leaves[len(shapes) :])[0]
+    def new_others(*args: Any) -> Any:
+        arrays, others = args[: len(leaves)], args[len(leaves) :]
+        return mapped(structure.unflatten(arrays), others)[0]
 
-    trees = jax.eval_shape(plan.of_records, host.others, shapes)
+    trees = jax.eval_shape(plan.join, host.others, shapes)
     if jax.eval_shape(function, *trees) != trees:
         raise ValueError(
             "map_rows needs a function that returns parameters and state in the "
             "shapes and types that it gets."
         )
-    if any(i < len(shapes) for i in kept_arguments(new_others, shapes + host.others)):
+    if any(i < len(leaves) for i in kept_arguments(new_others, leaves + host.others)):
         raise ValueError(
             "map_rows needs a function that treats each row alone; in the result of "
             "this one, arrays that are no rows depend on rows, of which it sees some "
@@ -89,8 +95,8 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
                 rows_between(first, min(first + size, x.shape[0]))
                 for x in plan.tables.values()
             ]
-            others, words = program(host.take(rows, size), host.others)
-            store(rows, words)
+            others, arrays = program(host.take(rows, size), host.others)
+            store(rows, arrays)
         host.others = others
 
 
@@ -119,7 +125,7 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
         return
     host.settle()
     count = max(len(x) for x in places if x is not None)
-    params, state = plan.of_records(host.others, host.take(rows, count))
+    params, state = plan.join(host.others, host.take(rows, count))
     of_few = plan.treedef.unflatten(places)
     few = reset_rows(plan.tx, params, state, of_few, values)
-    host.change(rows, plan.to_records(*few)[1])
+    host.change(rows, plan.split(*few)[1])

@@ -20,7 +20,7 @@ import json
 import mmap
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class File(Memory):
     ):
         self.path, self.budget = path, budget
         self._new = path.with_name(path.name + ".new")
-        self._record, self._words = layout.record, layout.words
+        self.layout, self._words = layout, layout.words
         about = {"version": _VERSION, "rows": rows, "fields": layout.described}
         self._expected: dict[str, Any] = about
         self._name, self._shape = name, (rows, layout.words)
@@ -219,10 +219,24 @@ class File(Memory):
         if self._lacks_room(len(rows)):
             self._read(rows, out)
             return
+        take = super().take_into
+        self._take(rows, lambda rows, part: take(rows, out[part]))
+
+    def take_fields(self, rows: Ascending, out: Sequence[np.ndarray]) -> None:
+        if self._lacks_room(len(rows)):
+            records = np.empty((len(rows), self._words), np.uint32)
+            self._read(rows, records)
+            self.layout.unpack(records, out)
+            return
+        take = super().take_fields
+        self._take(rows, lambda rows, part: take(rows, [x[part] for x in out]))
+
+    def _take(self, rows: Ascending, take: Callable[[Ascending, slice], None]) -> None:
+        """Reads rows in parts, and sees whether the disk was waited for."""
         self.advise(rows)
         before = _disk_reads()
         for part in self._parts(len(rows)):
-            super().take_into(Ascending(rows[part]), out[part])
+            take(Ascending(rows[part]), part)
         waited = _disk_reads() - before
         if waited > _FEW and waited * _WAITED > len(rows):
             self._cold_for = _COLD_FOR
@@ -240,6 +254,11 @@ class File(Memory):
         self.make_room(len(rows))
         for part in self._parts(len(rows)):
             super().put(Ascending(rows[part]), records[part])
+
+    def put_fields(self, rows: Ascending, arrays: Sequence[np.ndarray]) -> None:
+        self.make_room(len(rows))
+        for part in self._parts(len(rows)):
+            super().put_fields(Ascending(rows[part]), [x[part] for x in arrays])
 
     def advise(self, rows: Ascending) -> None:
         """Lets the system read rows that will be taken soon, many at a time.

@@ -39,7 +39,8 @@ class Rows(NamedTuple):
     Attributes:
       unique: Their numbers, of each table, on the host.
       padded: The same on the device, `[K]`.
-      words: Their records on the device: fetched, `[k, words]`, or new, `[K, words]`.
+      arrays: The rows on the device, of each table an array `[K, *shape]` for each
+        field: fetched, or new.
       step: The number of steps before.
       fingerprint: Of the ids that these are the rows of.
       looked_up: That of the ids of the step that has made them.
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
 
     unique: list[Ascending]
     padded: list[jax.Array]
-    words: list[jax.Array]
+    arrays: list[list[jax.Array]]
     step: int
     fingerprint: Any = 0
     looked_up: Any = 0
@@ -84,6 +85,7 @@ class HostRows:
         self._results: collections.deque[Any] = collections.deque()
         self._value: Any = None
         self._unstored: collections.deque[Rows] = collections.deque()
+        self._sizes: dict[Any, int] = {}
 
     @property
     def dense(self) -> list[Any]:
@@ -158,30 +160,39 @@ class HostRows:
 
     def fetch(self, batch: Batch) -> Rows:
         """The rows of a batch, from the host."""
-        unique, padded, words = batch.rows(), [], []
+        unique, padded, arrays = batch.rows(), [], []
         for k, (table, rows) in enumerate(zip(batch.tables, unique, strict=True)):
-            # As many rows as ids: where a batch looks up more rows than a table has,
-            # gradients take another way (`whole_leaves` of `_gradients.walk`), and here
-            # they must as well.
-            size = max(1, min(len(batch.ids[k]), table.shape[0]))
+            size = self._size(k, len(rows), min(len(batch.ids[k]), table.shape[0]))
             numbers = np.full(size, table.shape[0], np.int32)
             numbers[: len(rows)] = rows
             padded.append(numbers)
-            words.append(self._records(k, rows, _count(len(rows), size, batch.target)))
-        padded, words = jax.device_put((padded, words), batch.target)
-        return Rows(unique, padded, words, self.steps, batch.fingerprint)
+            arrays.append(self._read(k, rows, size))
+        padded, arrays = jax.device_put((padded, arrays), batch.target)
+        return Rows(unique, padded, arrays, self.steps, batch.fingerprint)
 
-    def take(self, rows: Sequence[Ascending], size: int) -> list[Any]:
-        """Records of rows, and after them zeros up to `size`, on the device."""
-        records = [self._records(k, x, size) for k, x in enumerate(rows)]
-        placed: list[Any] = jax.device_put(records, target_of(self.dense))
+    def _size(self, k: int, count: int, most: int) -> int:
+        """How many rows a step gets for so many, of at most `most`.
+
+        Programs are compiled for each number: it is rounded up to eighths of all, and
+        never becomes less for batches with as many ids.
+        """
+        part = max(1, -(-most // 8))
+        size = max(1, min(most, -(-count // part) * part))
+        self._sizes[k, most] = size = max(size, self._sizes.get((k, most), 0))
+        return size
+
+    def take(self, rows: Sequence[Ascending], size: int) -> list[list[Any]]:
+        """Arrays of rows, and after them zeros up to `size`, on the device."""
+        arrays = [self._read(k, x, size) for k, x in enumerate(rows)]
+        placed: list[Any] = jax.device_put(arrays, target_of(self.dense))
         return placed
 
-    def _records(self, k: int, rows: Ascending, count: int) -> np.ndarray:
-        records = np.empty((count, self.plan.layouts[k].words), np.uint32)
-        records[len(rows) :] = 0
-        self.stores[k].take_into(rows, records)
-        return records
+    def _read(self, k: int, rows: Ascending, size: int) -> list[np.ndarray]:
+        arrays = self.plan.layouts[k].empty(size)
+        for x in arrays:
+            x[len(rows) :] = 0
+        self.stores[k].take_fields(rows, arrays)
+        return arrays
 
     # To the stores.
 
@@ -202,19 +213,19 @@ class HostRows:
     def _adopt(self) -> None:
         """Takes over the result of a step. May be interrupted and called again."""
         while self._results:
-            rows, (self.others, words, self._value, looked_up) = self._results[0]
+            rows, (self.others, arrays, self._value, looked_up) = self._results[0]
             self.steps = rows.step + 1
-            self._keep(rows._replace(words=words, looked_up=looked_up))
+            self._keep(rows._replace(arrays=arrays, looked_up=looked_up))
             self._results.popleft()
 
     def _keep(self, rows: Rows) -> None:
-        if not any(x.words is rows.words for x in self.unstored):
+        if not any(x.arrays is rows.arrays for x in self.unstored):
             self._unstored.append(rows)
 
-    def change(self, unique: list[Ascending], words: list[jax.Array]) -> None:
+    def change(self, unique: list[Ascending], arrays: list[list[Any]]) -> None:
         """Rows that were made between two steps."""
         self.version += 1
-        self._keep(Rows(unique, [], words, self.steps))
+        self._keep(Rows(unique, [], arrays, self.steps))
         self.settle()
 
     def settle(self) -> None:
@@ -232,10 +243,11 @@ class HostRows:
         for rows in results:
             if int(rows.looked_up) != int(rows.fingerprint):
                 # Dense parameters are wrong by now; what the stores have is not.
-                self.torn = NOT_FETCHED.format(what=f"Batch {rows.step}")
+                # The first one says why: the next may have been trained by then.
+                self.torn = self.torn or NOT_FETCHED.format(what=f"Batch {rows.step}")
                 self._unstored.clear()
                 self.check()
-            self._store(rows.unique, rows.words, None)
+            self._store(rows.unique, rows.arrays, None)
             self._unstored.popleft()
 
     @contextlib.contextmanager
@@ -246,38 +258,21 @@ class HostRows:
         """
         torn = f"{what} has ended half way: some rows are changed, and others are not"
         self.version += 1
-        yield lambda unique, words: self._store(unique, words, torn)
+        yield lambda unique, arrays: self._store(unique, arrays, torn)
         self.torn = None
 
     def _store(
         self,
         unique: Sequence[Ascending],
-        words: Sequence[jax.Array],
+        arrays: Sequence[Sequence[jax.Array]],
         torn: str | None,
     ) -> None:
         """Writes rows; before any of them, what the rows were at the checkpoint."""
-        records = []
-        for rows, x in zip(unique, words, strict=True):
-            count = _count(len(rows), len(x), x.sharding)
-            x = x[:count] if count < len(x) else x
-            records.append(np.asarray(x)[: len(rows)])
+        pairs = zip(unique, arrays, strict=True)
+        fields = [[np.asarray(x)[: len(rows)] for x in own] for rows, own in pairs]
         for store, rows in zip(self.stores, unique, strict=True):
             store.make_room(len(rows))
         self.ledger.remember([*enumerate(unique)])
         self.torn = torn
-        for store, rows, own in zip(self.stores, unique, records, strict=True):
-            store.put(rows, own)
-
-
-def _is_on_cpu(target: Any) -> bool:
-    return next(iter(target.device_set)).platform == "cpu"
-
-
-def _count(real: int, size: int, target: Any) -> int:
-    """How many of `size` rows travel: on a CPU all, for which nothing is copied.
-
-    To and from an accelerator the real ones, rounded up to eighths of all, as programs
-    are compiled for each number.
-    """
-    part = max(1, size // 8)
-    return size if _is_on_cpu(target) else min(size, -(-max(real, 1) // part) * part)
+        for store, rows, own in zip(self.stores, unique, fields, strict=True):
+            store.put_fields(rows, own)

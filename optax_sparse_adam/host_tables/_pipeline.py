@@ -167,12 +167,11 @@ class Pipeline:
 
     def _advance(self, batch: Batch, rows: Rows, before: Rows | None = None) -> Any:
         """A step on fetched rows, some of which the step before has changed since."""
-        words = rows.words
-        for k, numbers in enumerate(rows.padded):
-            newer = None if before is None else (before.padded[k], before.words[k])
-            if newer is not None or len(words[k]) < len(numbers):
-                words[k] = place(words[k], numbers, newer)
+        arrays = rows.arrays
+        if before is not None:
+            own, newer = (rows.arrays, rows.padded), (before.padded, before.arrays)
+            arrays = [*map(place, *own, *newer)]
         static = tuple(sorted(batch.static.items()))
-        args = static, self._rows.others, words, rows.padded, batch.args
+        args = static, self._rows.others, arrays, rows.padded, batch.args
         rows = rows._replace(step=self._rows.steps)
         return self._rows.advance(self._program, args, rows)

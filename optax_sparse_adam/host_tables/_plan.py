@@ -1,9 +1,9 @@
 """A training step on the rows of a batch: what is known before the first batch.
 
-    fetch    records [K, words] of the rows of a batch
+    fetch    arrays of the rows of a batch, one for each field of a record
     join     parameters and state of a table of K rows
     step     `make_train_step` of the compact loss
-    split    records again, and what is no row
+    split    the arrays again, and what is no row
 
 Which arrays of the state have rows is asked of `tx.init`, as the row verbs do.
 """
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._gradients.value_and_grad import PartsOfTables
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.lazy_probe import TableSize, find_owners
 from .._train_step import make_train_step
@@ -132,15 +133,6 @@ class Plan:
             (others if k is None else arrays[k]).append(x)
         return others, arrays
 
-    def of_records(self, others: Sequence[Any], words: Sequence[jax.Array]) -> Any:
-        pairs = zip(self.layouts, words, strict=True)
-        return self.join(others, [layout.cut(x) for layout, x in pairs])
-
-    def to_records(self, params: Any, state: Any) -> tuple[list[Any], list[jax.Array]]:
-        others, arrays = self.split(params, state)
-        pairs = zip(self.layouts, arrays, strict=True)
-        return others, [layout.join(x) for layout, x in pairs]
-
     # The beginning.
 
     def _begin(self, dense: Sequence[Any], tables: Mapping[int, Any]) -> Any:
@@ -227,9 +219,9 @@ class Plan:
     def step(
         self, loss: Callable[..., Any], params: Any, has_aux: bool, **options: Any
     ) -> Any:
-        """`step(static, others, words, rows, args)`, compiled and donated.
+        """`step(static, others, arrays, rows, args)`, compiled and donated.
 
-        It returns others and words, the value, and a fingerprint of the ids.
+        It returns others and arrays, the value, and a fingerprint of the ids.
         """
         few = compact(loss, params)
 
@@ -243,16 +235,20 @@ class Plan:
             is_pair = isinstance(result, tuple) and len(result) == 2
             return (result[0], (result[1], number)) if is_pair else result
 
+        # Gradients take another way where a batch looks up more rows than a table has,
+        # of which K rows alone do not say.
+        sizes = {i: x.shape[0] for i, x in self.tables.items()}
+        options["sparse"] = PartsOfTables(options.get("sparse"), sizes)
         inner = make_train_step(with_fingerprint, self.tx, True, **options)
 
         @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-        def step(static: Any, others: Any, words: Any, rows: Any, args: Any) -> Any:
+        def step(static: Any, others: Any, arrays: Any, rows: Any, args: Any) -> Any:
             batch, keywords = args
-            params, state = self.of_records(others, words)
+            params, state = self.join(others, arrays)
             new = inner(params, state, rows, *batch, **keywords, **dict(static))
             value, (aux, number) = new[2]
             value = (value, aux) if has_aux else value
-            return *self.to_records(*new[:2]), value, jax.random.key_data(number)[0]
+            return *self.split(*new[:2]), value, jax.random.key_data(number)[0]
 
         return step
 
@@ -270,23 +266,29 @@ def _as_key(number: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-@jax.jit
-def place(words: jax.Array, rows: jax.Array, newer: Any = None) -> jax.Array:
-    """Records of a table that came from the host, padded to K, and the newer ones.
+@functools.partial(jax.jit, donate_argnums=0)
+def place(
+    arrays: list[jax.Array],
+    rows: jax.Array,
+    newer_rows: jax.Array,
+    newer: list[jax.Array],
+) -> list[jax.Array]:
+    """Rows of a table that came from the host, with the newer ones among them.
 
     Args:
-      words: `[k, words]`.
+      arrays: `[K, *shape]`, of each field.
       rows: `[K]`, their numbers, padded.
-      newer: Numbers and records of the step before, which were not yet in host memory
-        when these were fetched.
+      newer_rows: Numbers of rows that the step before has made, which were not yet in
+        host memory when these were fetched.
+      newer: These rows, of each field.
     """
-    words = jnp.pad(words, ((0, len(rows) - len(words)), (0, 0)))
-    if newer is None:
-        return words
-    known, records = newer
-    at = jnp.minimum(jnp.searchsorted(known, rows), len(known) - 1)
-    is_newer = known[at] == rows  # padding may take padding
-    return jnp.where(is_newer[:, None], records[at], words)
+    at = jnp.minimum(jnp.searchsorted(newer_rows, rows), len(newer_rows) - 1)
+    is_newer = newer_rows[at] == rows  # padding may take padding
+
+    def placed(x: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(is_newer.reshape(-1, *[1] * (x.ndim - 1)), new[at], x)
+
+    return [*map(placed, arrays, newer)]
 
 
 def _refuse_shared(hosts: Mapping[int, HostTable], tables: Mapping[int, Any]) -> None:

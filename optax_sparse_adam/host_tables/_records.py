@@ -2,9 +2,9 @@
 
     table [N, 64] float32, mu [N, 64] float32, last [N] int32
 
-is one array of words, uint32 `[N, 129]`: one gather, one transfer and one scatter for
-all of them, and mostly one page of a file. 16-bit numbers lie two in a word; a field
-begins at a word.
+is one array of words, uint32 `[N, 129]`: one gather and one scatter for all of them,
+and mostly one page of a file. 16-bit numbers lie two in a word; a field begins at a
+word. Records are for stores; a step gets an array of rows for each field.
 """
 
 import math
@@ -14,10 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 WORD = 4  # bytes
 
@@ -72,16 +69,18 @@ class Layout:
         return [[x.name, list(x.shape), str(x.dtype)] for x in self.fields]
 
     @property
-    def record(self) -> np.dtype[Any]:
-        """A record as one opaque element, which NumPy copies whole, without the GIL."""
-        return np.dtype((np.void, self.words * WORD))
+    def offsets(self) -> list[int]:
+        """Where in a record each field begins, in bytes."""
+        return [x.first * WORD for x in self.fields]
 
-    def cut(self, words: jax.Array) -> list[jax.Array]:
-        """The arrays `[K, *shape]` of records `[K, words]`, in a program."""
-        return [_of_words(words[:, x.place], x) for x in self.fields]
+    def empty(self, size: int) -> list[np.ndarray]:
+        """Arrays `[size, *shape]` for the fields of so many records."""
+        return [np.empty((size, *x.shape), x.dtype) for x in self.fields]
 
-    def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        return jnp.concatenate([*map(_to_words, arrays)], axis=1)
+    def unpack(self, records: np.ndarray, out: Sequence[np.ndarray]) -> None:
+        """The inverse of `pack`, into the first rows of arrays."""
+        for number, x in enumerate(out):
+            x[: len(records)] = self.view(records, number)
 
     def view(self, records: np.ndarray, number: int) -> np.ndarray:
         """The array `[n, *shape]` of a field, in the memory of the records."""
@@ -131,21 +130,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def _to_words(x: jax.Array) -> jax.Array:
-    x = x.astype(jnp.uint8) if x.dtype == bool else x
-    x = x.reshape(len(x), -1)
-    each = WORD // x.dtype.itemsize
-    if each > 1:
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % each))).reshape(len(x), -1, each)
-    return lax.bitcast_convert_type(x, jnp.uint32).reshape(len(x), -1)
-
-
-def _of_words(words: jax.Array, field: Field) -> jax.Array:
-    count, size = len(words), field.dtype.itemsize
-    dtype = jnp.uint8 if field.dtype == bool else field.dtype
-    if size > WORD:
-        words = words.reshape(count, -1, size // WORD)
-    values = lax.bitcast_convert_type(words, dtype).reshape(count, -1)
-    return values[:, : field.size].reshape(count, *field.shape).astype(field.dtype)

@@ -2,15 +2,17 @@
 
 `HostRows` and all around it know one kind of object, a `Store`: rows in memory, in a
 file (`_file`), or in a `Storage` of the user's, which is wrapped once. The bytes of
-records move in two places only, `take_into` and `put`, and rows come there `Ascending`.
+records move in `take_into` and `put` only, and in `take_fields` and `put_fields`, which
+take them apart; rows come there `Ascending`.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy as np
 
+from ..native import _records as native
 from ._records import Layout
 
 # Numbers of rows, int32, ascending, distinct and in bounds: as every store gets them.
@@ -98,8 +100,10 @@ class Store:
       id: Of this store, for checkpoints, or `None` where it has none.
       mark: What it says of itself, or `None` where it cannot.
       begins_with_zeros: Whether rows that are never put are zeros.
+      layout: The fields of a record.
     """
 
+    layout: Layout
     id: str | None = None
     mark: Mark | None = None
     begins_with_zeros = True
@@ -126,6 +130,16 @@ class Store:
     def put(self, rows: Ascending, records: np.ndarray) -> None:
         """Writes records `[k, words]`."""
         raise NotImplementedError
+
+    def take_fields(self, rows: Ascending, out: Sequence[np.ndarray]) -> None:
+        """Reads records into the first rows of an array for each of their fields."""
+        records = np.empty((len(rows), self.layout.words), np.uint32)
+        self.take_into(rows, records)
+        self.layout.unpack(records, out)
+
+    def put_fields(self, rows: Ascending, arrays: Sequence[np.ndarray]) -> None:
+        """Writes records, given as an array `[k, *shape]` for each field."""
+        self.put(rows, self.layout.pack(arrays, len(rows)))
 
     def make_room(self, count: int) -> None:
         """Raises if so many rows cannot be written, before any is."""
@@ -161,21 +175,20 @@ class Memory(Store):
 
     def __init__(self, rows: int, layout: Layout):
         self.records = np.zeros((rows, layout.words), np.uint32)
-        self._record = layout.record
+        self.layout = layout
 
     def take_into(self, rows: Ascending, out: np.ndarray) -> None:
-        # With a mode other than "raise", `take` needs no buffer of its own.
-        view = out.view(self._record)[: len(rows), 0]
-        np.take(self._rows, rows, out=view, mode="clip")
+        native.take(self.records, rows, out[: len(rows)])
 
     def put(self, rows: Ascending, records: np.ndarray) -> None:
-        values = np.ascontiguousarray(records).view(self._record)[:, 0]
-        np.put(self._rows, rows, values, mode="clip")
+        native.put(self.records, rows, np.ascontiguousarray(records))
 
-    @property
-    def _rows(self) -> np.ndarray:
-        rows: np.ndarray = self.records.view(self._record)[:, 0]
-        return rows
+    def take_fields(self, rows: Ascending, out: Sequence[np.ndarray]) -> None:
+        arrays = [x[: len(rows)] for x in out]
+        native.take_fields(self.records, rows, arrays, self.layout.offsets)
+
+    def put_fields(self, rows: Ascending, arrays: Sequence[np.ndarray]) -> None:
+        native.put_fields(self.records, rows, arrays, self.layout.offsets)
 
     def archived(self) -> np.ndarray | None:
         return self.records
@@ -197,7 +210,7 @@ class UserStore(Store):
 
     def __init__(self, storage: Storage, name: str, rows: int, layout: Layout):
         self._storage, self._name, self._num_rows = storage, name, rows
-        self._words = layout.words
+        self.layout = layout
         self._read_mark = getattr(storage, "read_mark", None)
         self._write_mark = getattr(storage, "write_mark", None)
         self.flush = getattr(storage, "flush", self.flush)  # type: ignore[method-assign]
@@ -226,7 +239,7 @@ class UserStore(Store):
         if len(rows) == 0:
             return
         records = np.asarray(self._storage.take(rows))
-        shape = len(rows), self._words
+        shape = len(rows), self.layout.words
         if records.shape != shape or records.dtype != np.uint32:
             raise ValueError(
                 f"`take` of the storage of {self._name} returned "

@@ -474,14 +474,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     zeros, Zeros, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<ffi::AnyBuffer>());
 
 // Called through ctypes by `_records.py`, which checks all that it passes.
-extern "C" void take_records(const char* table, const int64_t* rows, char* out,
-                             int64_t size, int64_t bytes, int64_t threads) {
-  CopyInThreads(table, rows, out, nullptr, size, bytes, threads);
+extern "C" void take_records(char* table, int64_t bytes, const int64_t* rows, int64_t size,
+                             const Field* fields, int64_t count, int64_t threads) {
+  CopyInThreads<false>(table, bytes, rows, {fields, count}, size, threads);
 }
 
-extern "C" void put_records(char* table, const int64_t* rows, const char* records,
-                            int64_t size, int64_t bytes, int64_t threads) {
-  CopyInThreads(records, nullptr, table, rows, size, bytes, threads);
+extern "C" void put_records(char* table, int64_t bytes, const int64_t* rows, int64_t size,
+                            const Field* fields, int64_t count, int64_t threads) {
+  CopyInThreads<true>(table, bytes, rows, {fields, count}, size, threads);
 }
 
 #pragma GCC visibility pop

@@ -17,9 +17,9 @@ class Disk:
 
     def __init__(self, monkeypatch):
         self.cached, self.waited, self.asked = set(), 0, 0
-        read = Memory.take_into
+        read = Memory.take_fields
 
-        def take_into(memory, rows, out):
+        def take_fields(memory, rows, out):
             self.waited += len(set(rows.tolist()) - self.cached)
             self.cached |= set(rows.tolist())
             read(memory, rows, out)
@@ -29,7 +29,7 @@ class Disk:
             first = start // PAGE - 1  # behind the header, a page
             self.cached |= set(range(first, first + length // PAGE))
 
-        monkeypatch.setattr(Memory, "take_into", take_into)
+        monkeypatch.setattr(Memory, "take_fields", take_fields)
         monkeypatch.setattr(os, "posix_fadvise", fadvise)
         monkeypatch.setattr(_file, "_disk_reads", lambda: self.waited)
 
@@ -42,7 +42,7 @@ class Disk:
             before = self.waited, self.asked
             if not keep:
                 self.cached.clear()
-            file.take_into(rows.astype(np.int32), out)
+            file.take_fields(rows.astype(np.int32), [out])
             np.testing.assert_array_equal(out[:, 0], rows)
             found.append((self.waited > before[0], self.asked > before[1]))
         waited, asked = np.array(found).T

@@ -189,17 +189,17 @@ def test_a_mutable_array_of_ids_is_read():
 # Where rows are.
 
 
-def test_only_real_rows_travel_to_an_accelerator(monkeypatch):
-    """The way to an accelerator, on a CPU that says that it is none."""
+def test_rows_that_travel_are_the_real_ones_in_eighths(monkeypatch):
+    """As programs are compiled for each number of rows; it never becomes less."""
     sent, fetch = [], _host_rows.HostRows.fetch
 
     def fetched(self, batch):
         rows = fetch(self, batch)
-        each = zip(rows.unique, rows.words, rows.padded, strict=True)
-        sent.extend((len(own), len(x), len(numbers)) for own, x, numbers in each)
+        for k, (own, x) in enumerate(zip(rows.unique, rows.arrays, strict=True)):
+            most = max(1, min(len(batch.ids[k]), batch.tables[k].shape[0]))
+            sent.append((len(own), len(x[0]), most, -(-most // 8)))
         return rows
 
-    monkeypatch.setattr(_host_rows, "_is_on_cpu", lambda _: False)
     monkeypatch.setattr(_host_rows.HostRows, "fetch", fetched)
     rows, w = begin()
     other = rows[:40, :3].astype(jnp.bfloat16)
@@ -220,9 +220,11 @@ def test_only_real_rows_travel_to_an_accelerator(monkeypatch):
     found = trainer.evaluate(lambda params, ids: params["table"][ids])(np.arange(50))
     trainer.map_rows(osa.flush)
     assert_identical(np.asarray(found), trainer.params["table"][:50])
-    assert all(own <= x <= size for own, x, size in sent)
-    assert all(x < own + max(1, size // 8) for own, x, size in sent if own)
-    assert sum(x < size for _, x, size in sent) > len(sent) // 2
+    assert all(own <= x <= most for own, x, most, _ in sent)
+    assert all(x in (1, most) or x % part == 0 for _, x, most, part in sent)
+    # The first batch of each table has as few as there may be.
+    assert all(x < own + part for own, x, _, part in sent[:2])
+    assert sum(x < most for _, x, most, _ in sent) > len(sent) // 2
 
 
 def test_ids_where_jax_has_no_cpu(monkeypatch):
