@@ -172,7 +172,7 @@ def _look_up_rows(
 # The functions that are lookups as a whole: `rule(walk, eqn, params, *args)`, with what
 # the function was called with.
 LOOKUPS: dict[Any, Rule] = {
-    lookups.look_up: _look_up_rows,
+    lookups.look_up_rows: _look_up_rows,
     lookups.look_up_bags: look_up_bags,
 }
 
@@ -191,7 +191,7 @@ def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     body = as_closed(name_and_params(eqn)[1]["call_jaxpr"])
     # The derivative of `sum_bags` is that of the `look_up_bags` inside of it.
     is_whole = len(body.jaxpr.invars) == len(args)  # with nothing closed over
-    if is_whole and calls_only(body.jaxpr, lookups.look_up_bags):
+    if is_whole and calls_only(body.jaxpr, LOOKUPS):
         return walk.evaluate(body, args)
     return NotImplemented
 

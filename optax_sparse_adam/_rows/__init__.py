@@ -34,8 +34,8 @@ Words, as all of the package uses them:
 a program. `lookups` has the two lookups that gradients know. `update_table` updates a
 table by the formula of an optimiser, `apply_updates` adds that to the parameter, and
 `new_arrays` makes the arrays of a new state. `coalesce` is public, and `segments` the
-same of ids that are no gradient's. `bags` has the
-public `embedding_bag`, `bag_sums` what XLA computes of it, and `bag_gradient` the
-entries of its gradient by bags. `stale` says what gradients need to know of rows that
-`exact_adam` has not brought up to date. All of them stand on `padding`.
+same of ids that are no gradient's. `bags` has the public `embedding_bag`, `bag_sums`
+what XLA computes of it, and `bag_gradient` the entries of its gradient by bags. `stale`
+says what gradients need to know of rows that `exact_adam` has not brought up to date.
+All of them stand on `padding`.
 """

@@ -1,9 +1,10 @@
 """Lookups in a loss: the two functions that `value_and_grad` knows as a whole.
 
 `look_up` reads rows, where a kernel does it (`kernels_for`); `sum_bags` reads and adds
-up the rows of bags. Both choose their `RowOps` here, once, and are `known_in_jaxprs`: a
-walk over a program, as that of a gradient in a loss, finds their static arguments and
-operands by `call_of`, and `LOOKUPS` in `_gradients/rules.py` holds their rules.
+up the rows of bags. Both choose their `RowOps` here, once. What they are without
+derivatives, `look_up_rows` and `look_up_bags`, is `known_in_jaxprs`: a walk over a
+program, as that of a gradient in a loss, finds their static arguments and operands by
+`call_of`, and `LOOKUPS` in `_gradients/rules.py` holds their rules.
 """
 
 import functools
@@ -28,8 +29,8 @@ def reads_by_kernel(source: Source, ids: jax.Array, bounds: Bounds) -> bool:
 
 
 @known_in_jaxprs
-def look_up(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
-    """`RowOps.look_up`, `[*ids.shape, *row_shape]`."""
+def look_up_rows(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
+    """`look_up` without derivatives."""
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(ids.ndim, ids.ndim + source.array.ndim - 1)),
         collapsed_slice_dims=(0,),
@@ -46,9 +47,48 @@ def look_up(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
     def read(ops: RowOps, source: Source, ids: jax.Array) -> jax.Array:
         return ops.look_up(source, ids, bounds=bounds)
 
-    kernels = kernels_for("look_up", source, ids, bounds=bounds)
-    rows: jax.Array = with_ops(read, source, ids, kernels=kernels)
+    @jax.custom_batching.custom_vmap
+    def call(source: Source, ids: jax.Array) -> jax.Array:
+        kernels = kernels_for("look_up", source, ids, bounds=bounds)
+        rows: jax.Array = with_ops(read, source, ids, kernels=kernels)
+        return rows
+
+    @call.def_vmap
+    def many(
+        _: int, batched: Any, source: Source, ids: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        of_source, is_batched = batched
+        if not any(jax.tree.leaves(of_source)):  # ids of one table: so many more
+            return look_up(bounds, source, ids), True
+        axes = jax.tree.map(lambda x: 0 if x else None, (of_source, is_batched))
+        each = jax.vmap(functools.partial(read, RowOps()), axes)
+        return each(source, ids), True
+
+    rows: jax.Array = call(source, ids)
     return rows
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def look_up(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
+    """`RowOps.look_up`, `[*ids.shape, *row_shape]`.
+
+    Its derivative, by the values of a table, is a lookup by XLA in the tangent. Under
+    `vmap`, ids of many batches are one lookup.
+    """
+    rows: jax.Array = look_up_rows(bounds, source, ids)
+    return rows
+
+
+@functools.partial(look_up.defjvp, symbolic_zeros=True)
+def _look_up_jvp(bounds: Bounds, primals: Any, tangents: Any) -> Any:
+    source, ids = primals
+    rows = look_up(bounds, source, ids)
+    d_table = tangents[0].array
+    if isinstance(d_table, SymbolicZero):
+        return rows, jnp.zeros_like(rows)
+    if bounds.fill is not None:
+        bounds = bounds._replace(fill=0)
+    return rows, RowOps().look_up(Source(d_table), ids, bounds=bounds)
 
 
 @known_in_jaxprs

@@ -31,9 +31,10 @@ On CPUs it is used by default, in processes that have one CPU device and have no
   huge pages, on Linux.
 
 Everything else, and every machine without it, takes the path in plain JAX; so do
-derivatives and `vmap` of all this. Rows as they are stored, and sums, are the same bit
-for bit. Steps, and rows that are brought up to date, differ by 1e-7 of their size: XLA
-contracts multiply and add, and the kernel leaves out what a float does not hold.
+derivatives and `vmap` of all this, but that of lookups over batches of ids, which is
+one lookup. Rows as they are stored, and sums, are the same bit for bit. Steps, and rows
+that are brought up to date, differ by 1e-7 of their size: XLA contracts multiply and
+add, and the kernel leaves out what a float does not hold.
 
 A library serves each jaxlib whose version of XLA's foreign function interface is that
 of the headers it was compiled with, or a later one with the same major version: XLA

@@ -174,11 +174,12 @@ UNDER = {
     "cond": (lambda vg: vg(in_branches), True),
     "checkpoint": (lambda vg: vg(jax.checkpoint(square)), True),
     "vmap": (
+        lambda vg: lambda t, ids: jax.vmap(vg(square), (None, 0))(t, ids[:, None]),
+        True,
+    ),
+    "vmap of tables": (
         lambda vg: (
-            lambda t, ids: (
-                jax.vmap(vg(square), (None, 0))(t, ids[:, None]),
-                jax.vmap(vg(square), (0, None))(jnp.stack([t, t + 1]), ids),
-            )
+            lambda t, ids: jax.vmap(vg(square), (0, None))(jnp.stack([t, t + 1]), ids)
         ),
         False,
     ),
@@ -204,6 +205,21 @@ def test_under(name):
     assert_identical(dense(jax.jit(function)(*args)), expected)
     if name == "cond":
         assert_identical(dense(function(*args)), expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gradient_of_a_batch_of_gradients(axis):
+    """Row-sparse, though the program of each holds lookups of the kernel."""
+    ids, t = np.arange(9).reshape(3, 3) % 7, table(20)
+
+    def batch(vg):
+        each = jax.vmap(squared_gradient(vg), (None, axis))
+        return lambda t, ids: each(t, ids) @ jnp.arange(1.0, 4)
+
+    value, grad = jax.jit(osa.value_and_grad(batch(osa.value_and_grad)))(t, ids)
+    expected = jax.value_and_grad(batch(jax.value_and_grad))(t, ids)
+    assert grad.nse == 9
+    assert_identical((value, dense(grad)), expected)
 
 
 @pytest.mark.parametrize("name", ["exact_adam", "function"])
