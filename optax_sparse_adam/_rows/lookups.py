@@ -50,7 +50,7 @@ def look_up_rows(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
     @jax.custom_batching.custom_vmap
     def call(source: Source, ids: jax.Array) -> jax.Array:
         kernels = kernels_for("look_up", source, ids, bounds=bounds)
-        rows: jax.Array = with_ops(read, source, ids, kernels=kernels)
+        rows: jax.Array = with_ops(read, source, ids, kernels=kernels, has_rules=True)
         return rows
 
     @call.def_vmap
@@ -111,7 +111,7 @@ def look_up_bags(
             return ops.look_up_bags(*operands, num_bags=num_bags)
 
         kernels = kernels_for("look_up_bags", *operands, num_bags=num_bags)
-        sums: jax.Array = with_ops(read, *operands, kernels=kernels)
+        sums: jax.Array = with_ops(read, *operands, kernels=kernels, has_rules=True)
         return sums
 
     @call.def_vmap

@@ -40,6 +40,7 @@ def with_ops(
     maps: bool = False,
     keeps_order: bool = True,
     kernels: tuple[str, ...] | None = None,
+    has_rules: bool = False,
 ) -> Any:
     """`function(ops, *args)`, with the operations of the platform of the program.
 
@@ -56,17 +57,18 @@ def with_ops(
       maps: Whether it maps a function over rows, which a CPU does in blocks.
       keeps_order: Whether rows have an order that does not depend on `ops`.
       kernels: The platforms whose kernels are asked; by default all that are there.
+      has_rules: Whether the caller has rules for `vmap` and derivatives by itself.
     """
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
     there = kernels_for() if kernels is None else kernels
     call = _with_ops if is_traced else _compiled
-    return call(function, there, (sums, maps, keeps_order), args)
+    return call(function, there, (sums, maps, keeps_order, has_rules), args)
 
 
 def _with_ops(
     function: Callable[..., Any], there: tuple[str, ...], flags: Any, args: Any
 ) -> Any:
-    sums, maps, keeps_order = flags
+    sums, maps, keeps_order, has_rules = flags
     # For other platforms, and for `vmap` and derivatives on a CPU.
     default_ops, plain = RowOps("scan" if sums else "search"), RowOps("search")
     bases = {"cpu": plain}
@@ -84,7 +86,7 @@ def _with_ops(
     for platform, ops in special_ops.items():
         base = bases.get(platform, default_ops)
         if ops != default_ops:
-            special[platform] = of(ops), None if ops == base else of(base)
+            special[platform] = of(ops), None if has_rules or ops == base else of(base)
     only = _only_platform()
     return by_platform(
         special, of(default_ops), *args, keeps_order=keeps_order, only=only

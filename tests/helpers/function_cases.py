@@ -52,7 +52,7 @@ own_lookup.defvjp(
 
 
 @jax.jit
-def bag_lookup(table, ids):  # the package has a function of this name, too
+def look_up_bags(table, ids):  # the package has a function of this name, too
     return jnp.sin(table[ids])
 
 
@@ -138,7 +138,7 @@ FUNCTIONS = {
         ulps=THROUGH_FLOAT16,
     ),
     "names of the package": Case(
-        lambda p, i: square(bag_lookup(sum_bags(p["t"]), i), p["w"]), ulps=ROUNDED
+        lambda p, i: square(look_up_bags(sum_bags(p["t"]), i), p["w"]), ulps=ROUNDED
     ),
     "names of the package, own rule": Case(
         lambda p, i: square(odd_sum_bags(p["t"])[i], p["w"]), None
