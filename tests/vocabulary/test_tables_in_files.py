@@ -27,15 +27,10 @@ def batches(steps=20):
 
 
 @pytest.mark.parametrize("kind", ["memory", "file", "cold file"])
-def test_fresh_rows_of_a_table_on_the_host(kind, tmp_path, monkeypatch, request):
+def test_fresh_rows_of_a_table_on_the_host(kind, tmp_path, monkeypatch):
     """`fresh` is in the order of the batch and of scores, and not ascending."""
     if kind == "cold file":  # as after a batch that has waited for the disk
         monkeypatch.setattr(_file.File, "is_cold", True)
-    if kind != "memory":  # a new file counts as cold after the first page fault
-        words = "reset_rows of a cold file needs ascending rows until it sorts them"
-        request.applymarker(
-            pytest.mark.xfail(raises=OSError, reason=words, strict=False)
-        )
     tx, vocab = osa.rowwise_adagrad(0.3), osa.Vocabulary(ROWS)
     params = {"table": jnp.zeros((ROWS, WIDTH)), "w": jnp.ones(WIDTH)}
     state, step = tx.init(params), osa.make_train_step(loss, tx)
