@@ -32,7 +32,7 @@ from .padding import in_bounds, narrow_ids, pad_indices, padding_key
 from .row_ops import Formula, RowOps, Update, where
 from .source import Bounds, Source
 
-_MOST = 2**31 - 1  # keys and places are numbers of 32 bits
+_MOST = 2**31 - 1024  # keys and places are numbers of 32 bits
 _MOST_COLUMNS = 1024
 _SHARED_BYTES = 96 << 10  # of a block
 
@@ -595,28 +595,32 @@ def _launches(
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     """The launches for so many entries, and how many slots the lists between have.
 
-    32 a chunk, 1,048,576 entries become 65,536 slots and then 4,096 and 256, the last
-    of which a single block takes.
+    24 a chunk, 1,048,576 entries become 87,382 slots, these by blocks of 512 slots 342,
+    which a single block takes.
     """
     ring = tuning.ahead * columns_of_lane(columns)[1] * 32 * 4
-    warps = max(1, min(tuning.warps, _SHARED_BYTES // ring))
-    last_warps = max(1, min(tuning.last_warps, _SHARED_BYTES // ring))
+    most = max(1, _SHARED_BYTES // ring)
+    warps = min(tuning.warps, most)
     chunk = tuning.small if size <= tuning.few else tuning.large
-    launches = []
-    start, end = -1, 0
-    while True:
-        chunks = -(-size // chunk)
-        is_last = chunks == 1 or (start >= 0 and size <= tuning.last)
-        own = last_warps if is_last else warps
-        blocks = 1 if is_last else -(-chunks // own)
-        launches.append(
-            (blocks, 32 * own, ring * own, size, chunk, start, end, int(is_last), rows)
-        )
-        start, end, size = end, end + 2 * chunks, 2 * chunks
-        if is_last:
-            break
-        chunk = tuning.large
-    while chunks > 1:  # in the last block
-        chunks = -(-size // chunk)
-        end, size = end + 2 * chunks, 2 * chunks
+    chunks = -(-size // chunk)
+    in_blocks = -(-chunks // warps), 32 * warps, ring * warps
+    launches = [(*in_blocks, size, chunk, -1, 0, 0, 0, 0, rows)]
+    start, end, size = 0, 2 * chunks, 2 * chunks
+    while chunks > 1:
+        part, chunk, warps = next(x[1:] for x in tuning.parts if size <= x[0])
+        warps = min(warps, most)
+        chunks, room = -(-size // part), _room(min(size, part), chunk)
+        after = end + 2 * chunks
+        numbers = size, chunk, start, end, part, after, room, rows
+        launches.append((chunks, 32 * warps, ring * warps, *numbers))
+        start, end, size = end, after + chunks * room, 2 * chunks
     return tuple(launches), end
+
+
+def _room(size: int, chunk: int) -> int:
+    """The slots of all lists that a block makes of so many, but for the last two."""
+    room = 0
+    while (chunks := -(-size // chunk)) > 1:
+        size = 2 * chunks
+        room += size
+    return room

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from . import _library
+from . import _gpu, _library
 
 
 def _remove() -> None:
@@ -38,6 +38,7 @@ def main() -> int:
             _remove()
         if args.status or args.remove:
             print(_library.status())
+            print(_gpu.gpu_status())
             return 0
         library = _library.build()
         _library.register(library)

@@ -332,9 +332,9 @@ class _Printer:
             dtype != "float32" and eqn.primitive.name != "reduce_sum"
         ):
             raise Unsupported(f"{eqn.primitive.name} of {dtype}")
-        if math.prod(before[is_row:]) == math.prod(
-            aval.shape[aval.shape[:1] == self.rows :]
-        ):
+        after = aval.shape[aval.shape[:1] == self.rows :]
+        is_number = self.columns == 1 and value.is_wide  # which lane 0 has
+        if not is_number and math.prod(before[is_row:]) == math.prod(after):
             return value  # of axes of size 1
         kind, start = _REDUCTIONS[eqn.primitive.name]
         c_type, name = computed_type(dtype), f"v{self._count}"

@@ -23,24 +23,28 @@ class Tuning(NamedTuple):
     Attributes:
       ahead: Entries whose values a warp has asked for; a power of two.
       warps: In a block.
-      last_warps: In the single block that a small list takes.
+      fetch: Whether later lists ask for rows of tables ahead.
       threads: Of a block at most, of which the compiler makes the number of registers.
       few: Entries up to which a chunk has `small` of them, else `large`.
       small: At least; a power of two.
       large: At most 32.
-      last: Entries from which on a list takes a single block.
+      parts: Of a later list, by its size: up to it, the slots of a block, those of a
+        warp at once, and warps.
       ranked: Entries up to which they are sorted by counting, not by XLA.
       options: For the compiler.
     """
 
     ahead: int = 4
     warps: int = 4
-    last_warps: int = 16
+    fetch: bool = True
     threads: int = 512
     few: int = 1 << 16
     small: int = 8
     large: int = 24
-    last: int = 512
+    parts: tuple[tuple[int, int, int, int], ...] = (
+        (2048, 128, 16, 8),
+        (2**31, 512, 32, 16),
+    )
     ranked: int = 16384
     options: tuple[str, ...] = ()
 
@@ -150,7 +154,7 @@ def source_of(
     params = [*shared_params]
     if kernel.out is not None:
         params.insert(0, f"{stored_type(kernel.out)}* out")
-    body = []
+    body, fetches = [], []
     for kind, group in (("t", kernel.tables), ("r", kernel.read)):
         for i, array in enumerate(group):
             name, const = f"{kind}{i}", "const " if kind == "r" else ""
@@ -158,8 +162,10 @@ def source_of(
             own = computed_type(array.dtype)
             if array.is_wide:
                 body.append(f"{own} {name}[V]; load_row({name}, {name}_, row, lane);")
+                fetches.append(f"fetch({name}_ + fetched * DIM, DIM);")
             else:
                 body.append(f"const {own} {name} = get({name}_[row]);")
+                fetches.append(f"fetch({name}_ + fetched, 1);")
     body += shared_lines + program.lines
     results = [value for value, _ in program.results]
     if kernel.pools:
@@ -174,13 +180,17 @@ def source_of(
         if array.is_wide:
             body.append(_store(f"t{i}_", "row", value))
         else:
-            body.append(f"if (lane == 0) put(t{i}_[row], {value.element});")
+            # Of a single column lane 0 has it.
+            number = f"{value.text}[0]" if value.is_wide else value.text
+            body.append(f"if (lane == 0) put(t{i}_[row], {number});")
     at_once, _ = columns_of_lane(kernel.columns)
     names = [param.split()[-1] for param in params]
     macros = {
         "DIM": kernel.columns,
         "VEC": at_once,
         "AHEAD": tuning.ahead,
+        "FETCH": int(tuning.fetch and len(fetches) > 0),
+        "FETCH_ROW(row)": f"const Int fetched = row; {' '.join(fetches)}",
         "THREADS": tuning.threads,
         "PARAMS": "".join(f", {param}" for param in params),
         "ARGS": "".join(f", {name}" for name in names),

@@ -18,9 +18,13 @@ extern "C" __global__ void __launch_bounds__(256) rank_kernel(const int* ids, in
   const Int begin = (Int)blockIdx.x * 32, i = begin + lane;
   const unsigned key = key_of(i);
   int before = 0;
+  const auto four_from = [&](Int k) {
+    return make_uint4(key_of(k), key_of(k + 1), key_of(k + 2), key_of(k + 3));
+  };
+  uint4 next = four_from(warp * 128 + lane * 4);
   for (Int start = warp * 128; start < size; start += 8 * 128) {
-    const Int own = start + lane * 4;
-    tiles[warp][lane] = make_uint4(key_of(own), key_of(own + 1), key_of(own + 2), key_of(own + 3));
+    tiles[warp][lane] = next;
+    next = four_from(start + 8 * 128 + lane * 4);  // while these are compared
     __syncwarp();
     if (start + 128 <= begin || start >= begin + 32) {
       // Of equal keys those in front come first.

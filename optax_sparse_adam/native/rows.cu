@@ -11,6 +11,7 @@
 //   OUT               type of what is written at each place, if anything is
 //   PARAMS, ARGS      further parameters: tables and numbers; each begins with a comma
 //   AHEAD             how many entries ahead values are asked for
+//   FETCH, FETCH_ROW  whether later lists ask for rows of tables ahead, and how
 //
 // A warp, 32 lanes, holds a row: VEC columns of each 32 * VEC are a lane's. There are no
 // atomic additions: two runs have the same bits.
@@ -191,6 +192,14 @@ template <class T, class F> INLINE void store_row(T* base, Int row, int lane, F 
   }
 }
 
+// One lane asks for a row, or for a number, which comes to the second cache.
+template <class T> INLINE void fetch(const T* p, int size) {
+#ifdef __CUDA_ARCH__
+  const char* const bytes = reinterpret_cast<const char*>(p);
+  for (int at = 0; at < size * (int)sizeof(T); at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(bytes + at));
+#endif
+}
+
 // A few numbers go to shared memory, and this lane does not wait for them.
 template <class T> INLINE void copy_async(Pack<T>* to, const Pack<T>* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -229,8 +238,9 @@ INLINE void formula(Int row, Int place, int lane, float* g, float weight PARAMS)
 // has 32 entries at most: that one reads on, and the next ones leave it out. Of a longer
 // one each warp writes its part to a new list, two slots a chunk, for the run that comes
 // in and for the one that goes out; a slot without a sum has the key of a run that passes
-// through, or PAD, so that runs stay together. The kernel runs again on that list, until
-// one chunk is left. Small lists take a single block, which goes on by itself.
+// through, or PAD, so that runs stay together. The kernel runs again on that list, now
+// with a part of it for each block, whose warps do the same with their lists until they
+// have two slots left: what comes in from the part before, and what goes out.
 
 struct List {
   const int* keys;
@@ -238,7 +248,8 @@ struct List {
   const float* data;
   const int* segments;
   const float* weights;
-  Int size;
+  int size;
+  int before, after;  // the keys beside it: its runs that go on there count as long
 };
 
 // How many entries behind `at` belong to a run that crosses it and is short; -1 where it
@@ -261,12 +272,12 @@ INLINE int crossing(int at, int behind, int k0, int k1, int* key) {
 #define ROW_OF(key) (key)
 #endif
 
-INLINE void reduce_chunk(const List& list, Int c, int chunk, int lane, Pack<float>* ring, int rows,
+INLINE void reduce_chunk(const List& list, int c, int chunk, int lane, Pack<float>* ring, int rows,
                          const int* rows_of, int* new_keys, int* new_places, float* new_data,
-                         Int slot PARAMS) {
-  const Int start = c * chunk;
-  const int size = (int)(list.size - start < chunk ? list.size - start : chunk);
-  const auto key_at = [&](Int i) { return i >= 0 && i < list.size ? list.keys[i] : NONE; };
+                         int slot PARAMS) {
+  const int start = c * chunk;
+  const int size = list.size - start < chunk ? list.size - start : chunk;
+  const auto key_at = [&](int i) { return i < 0 ? list.before : i < list.size ? list.keys[i] : list.after; };
   const int behind = key_at(start - 32 + lane), k0 = key_at(start + lane), k1 = key_at(start + 32 + lane);
   int head, tail;
   const int skipped = crossing(0, behind, k0, k1, &head), read_on = crossing(size, behind, k0, k1, &tail);
@@ -275,8 +286,10 @@ INLINE void reduce_chunk(const List& list, Int c, int chunk, int lane, Pack<floa
 
   // Of two entries each lane holds where they are, and their weights.
   const auto is_row = [&](int key) { return key >= 0 && key < rows; };
-  int p0 = is_row(k0) ? list.places[start + lane] : -1;
-  int p1 = is_row(k1) && 32 + lane < limit ? list.places[start + 32 + lane] : -1;
+  int p0 = start + lane < list.size ? list.places[start + lane] : -1;
+  int p1 = 32 + lane < limit ? list.places[start + 32 + lane] : -1;
+  if (!is_row(k0)) p0 = -1;
+  if (!is_row(k1)) p1 = -1;
   float w0 = 1, w1 = 1;
 #if WEIGHTS
   if (list.weights) w0 = p0 < 0 ? 0 : list.weights[p0], w1 = p1 < 0 ? 0 : list.weights[p1];
@@ -296,6 +309,19 @@ INLINE void reduce_chunk(const List& list, Int c, int chunk, int lane, Pack<floa
     }
     end_of_copies();
   };
+
+#if FETCH
+  // A warp of a later list waits for each row that it finishes: it asks for all at once.
+  // (Where the device is busy with entries, rows that are asked for leave the cache again.)
+  if (list.data == new_data) {
+    const int next0 = __shfl_down_sync(ALL, k0, 1), next1 = __shfl_down_sync(ALL, k1, 1), k32 = __shfl_sync(ALL, k1, 0);
+    const auto ends = [&](int i, int key, int next) {
+      return i >= first && i < limit && key != next && is_row(key) && !(is_open && key == head);
+    };
+    if (ends(lane, k0, lane == 31 ? k32 : next0)) { FETCH_ROW(ROW_OF(k0)); }
+    if (ends(lane + 32, k1, next1)) { FETCH_ROW(ROW_OF(k1)); }
+  }
+#endif
 
   float sum[V];
   FOR sum[j] = 0;
@@ -328,18 +354,18 @@ INLINE void reduce_chunk(const List& list, Int c, int chunk, int lane, Pack<floa
     }
   }
   if (lane == 0) {
-    const Int at = slot + 2 * c;
+    const int at = slot + 2 * c;
     new_keys[at] = is_open ? head : PAD;
-    new_places[at] = is_open ? (int)at : -1;
+    new_places[at] = is_open ? at : -1;
     new_keys[at + 1] = goes_on ? tail : PAD;
-    new_places[at + 1] = goes_on && !passes ? (int)(at + 1) : -1;
+    new_places[at + 1] = goes_on && !passes ? at + 1 : -1;
   }
 }
 
-// `from` is where the list begins in the new lists, -1 for the entries themselves; `to`
-// where the next one does. With `is_last`, a single block goes on to the end. A key from
-// `rows` on is no row.
-extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
+// `from` is where the list begins in the new lists, -1 for the entries themselves, and
+// `to` where the next one does. With `part` each block takes so many slots, and has
+// `room` slots from `work` on for its own lists. A key from `rows` on is no row.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
     const int* keys, const int* places, const float* data,
 #if BAGS
     const int* segments,
@@ -351,11 +377,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
     const int* rows_of, const int* count,
 #endif
     int* new_keys, int* new_places, float* new_data PARAMS, Int size, Int chunk, Int from, Int to,
-    Int is_last, Int rows) {
+    Int part, Int work, Int room, Int rows) {
   extern __shared__ uint4 shared_memory[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   Pack<float>* const ring = reinterpret_cast<Pack<float>*>(shared_memory) + warp * (AHEAD * V / VEC * 32);
-  List list = {keys, places, data, nullptr, nullptr, size};
+  List list = {keys, places, data, nullptr, nullptr, (int)size, NONE, NONE};
+  int slot = (int)to, room_from = (int)work;
 #if BAGS
   list.segments = segments;
 #endif
@@ -365,30 +392,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
 #if !PLACES
   const int* const rows_of = nullptr;
 #endif
+  if (part) {
+    const int begin = blockIdx.x * (int)part, end = (int)(begin + part < size ? begin + part : size);
+    list = {new_keys + from + begin, new_places + from + begin, new_data, nullptr, nullptr, end - begin,
+            begin > 0 ? new_keys[from + begin - 1] : NONE, end < size ? new_keys[from + end] : NONE};
+    room_from += blockIdx.x * (int)room;
+    slot += blockIdx.x * 2;
+  }
   while (true) {
-    if (from >= 0) list = {new_keys + from, new_places + from, new_data, nullptr, nullptr, list.size};
-    const Int chunks = (unsigned)(list.size + chunk - 1) / (unsigned)chunk;
+    const int chunks = (int)((unsigned)(list.size + (int)chunk - 1) / (unsigned)chunk);
+    const bool is_final = !part || chunks == 1;
+    // Of entries each warp of the grid has one chunk.
 #pragma unroll 1
-    for (Int c = (Int)blockIdx.x * warps + warp; c < chunks; c += (Int)gridDim.x * warps) {
+    for (int c = part ? warp : blockIdx.x * warps + warp; c < chunks; c += part ? warps : chunks) {
 #ifdef OUT
       // What no row has is zeros.
-      if (from < 0)
-        for (Int i = c * chunk; i < (c + 1) * chunk && i < size; ++i)
+      if (!part)
+        for (int i = c * (int)chunk; i < (c + 1) * (int)chunk && i < size; ++i)
           if (i >= *count) store_row(out, i, lane, [](int) { return 0.0f; });
 #endif
-      reduce_chunk(list, c, (int)chunk, lane, ring, (int)rows, rows_of, new_keys, new_places, new_data, to ARGS);
+      reduce_chunk(list, c, (int)chunk, lane, ring, (int)rows, rows_of, new_keys, new_places, new_data,
+                   is_final ? slot : room_from ARGS);
     }
-    if (!is_last || chunks == 1) return;
+    if (is_final) return;
     __syncthreads();
-    from = to;
-    list.size = 2 * chunks;
-    to += list.size;
+    list = {new_keys + room_from, new_places + room_from, new_data, nullptr, nullptr, 2 * chunks, list.before,
+            list.after};
+    room_from += 2 * chunks;
   }
 }
 #elif defined(POOL)
 // ---- Bags of rows that are computed as they are read: a warp for each.
 
-extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
     const int* keys
 #if WEIGHTS
     , const float* weights
@@ -418,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
 #else
 // ---- Rows that occur once, or are read only: a warp for each.
 
-extern "C" __global__ void __launch_bounds__(THREADS) rows_kernel(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
     const int* keys
 #ifdef DATA
     , const DATA* data

@@ -17,7 +17,7 @@ using std::copysign;
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __shared__ static  // of the one block that runs
 
 struct uint3_ { unsigned x, y, z; };

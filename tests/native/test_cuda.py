@@ -21,13 +21,13 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("as_optax_expects")]
 class Short(CudaOnCpu):
     """Chunks of few entries, so that few of them need several lists."""
 
-    tuning = Tuning(small=4, large=8, last=0, ranked=100, ahead=4, fetch=4)
+    tuning = Tuning(small=4, large=8, ranked=100, parts=((2**31, 16, 4, 3),))
 
 
 class Block(CudaOnCpu):
     """A single block that goes on by itself from the second list on."""
 
-    tuning = Tuning(small=8, large=8, last=4096, last_warps=2, warps=1, fetch=0)
+    tuning = Tuning(small=8, large=8, warps=1, parts=((2**31, 4096, 8, 2),), ahead=8)
 
 
 def drawn(kind, size, rows, rng):
@@ -79,6 +79,7 @@ SUMS = [
     (CudaOnCpu, "zipf", 700, 33),
     (Short, "one", 300, 33),
     (Short, "zipf", 300, 128),
+    (CudaOnCpu, "one", 3000, 33),
     (Block, "zipf", 300, 33),
     (Short, "padding", 90, 1),
     (CudaOnCpu, "none", 5, 33),
@@ -90,7 +91,7 @@ SUMS = [
 
 @pytest.mark.parametrize(
     ("ops", "kind", "size", "width"),
-    [*SUMS[:6], *(pytest.param(*x, marks=pytest.mark.slow) for x in SUMS[6:])],
+    [*SUMS[:7], *(pytest.param(*x, marks=pytest.mark.slow) for x in SUMS[7:])],
 )
 def test_sums(ops, kind, size, width):
     check_sums(ops(), kind, size, width)
