@@ -300,13 +300,14 @@ def large():
     profiled(update, Tuning(), zipf, "zipf")
     measured(update, None, zipf, "by XLA", reps=5)
     options = [
-        ("fetch", [0, 4, 16, 24]),
-        ("ahead", [4, 16]),
-        ("streams", [1, 2, 3]),
-        ("warps", [1, 2, 8]),
-        ("options", [("--maxrregcount=48",), ("--maxrregcount=40",)]),
-        ("large", [16, 24]),
-        ("last", [512, 4096]),
+        ("fetch", [False]),
+        ("ahead", [8, 16]),
+        (
+            "parts",
+            [((2**31, 256, 32, 8),), ((2048, 128, 16, 8), (2**31, 1024, 32, 16))],
+        ),
+        ("options", [("--maxrregcount=64",)]),
+        ("large", [32]),
     ]
     best = search(update, zipf, Tuning(), options)
     for ids, label in ((uniform, "uniform"), (half, "half on one row")):
@@ -320,12 +321,7 @@ def large():
     steps(best, ["sparse_adam", "exact_adam", "lazy(adamw)"], False, ["exact_adam"])
     exact = Update("exact_adam", rows, width, n)
     options = [
-        ("fetch", [0, 16]),
-        (
-            "options",
-            [("--maxrregcount=64",), ("--prec-div=false", "--prec-sqrt=false")],
-        ),
-        ("warps", [2, 8]),
+        ("options", [("--maxrregcount=64",)]),
     ]
     best_exact = search(exact, zipf, best, options)
     profiled(exact, best_exact, zipf, "zipf, best")
@@ -417,12 +413,10 @@ def few():
     update = Update("sparse_adam", rows, width, n)
     for label, tuning in {
         "as it is": Tuning(),
+        "fetch=False": Tuning(fetch=False),
+        "ahead=8": Tuning(ahead=8),
         "small=16": Tuning(small=16),
-        "small=4": Tuning(small=4),
-        "fetch=0": Tuning(fetch=0),
-        "last=1024": Tuning(last=1024),
-        "last=4096": Tuning(last=4096),
-        "sort by XLA": Tuning(ranked=0),
+        "parts of 256": Tuning(parts=((2**31, 256, 32, 8),)),
     }.items():
         profiled(update, tuning, ids, f"8,192 ids of 1M x 64, {label}")
 
