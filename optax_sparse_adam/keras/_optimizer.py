@@ -94,9 +94,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             )
         if is_made and (learning_rate is not None or arguments):
             raise TypeError(
-                "Optimizer needs the function that makes the transformation where it "
-                "is to pass a learning rate or other arguments, got what it has made: "
-                "write Optimizer(osa.sparse_adam, 1e-3)."
+                "Optimizer passes arguments to a function that makes a transformation, "
+                "got what it has made: write Optimizer(osa.sparse_adam, 1e-3)."
             )
         is_number = isinstance(learning_rate, int | float)
         super().__init__(
@@ -109,7 +108,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._transformation, self._arguments = transformation, arguments
         # As it was passed, or set before `build`.
         self._rate = float(learning_rate) if is_number else learning_rate
-        self._is_variable = is_number
+        self._is_variable, self._is_prepared = is_number, False
 
     def _rate_now(self) -> Any:
         """What Keras reads: the schedule at this step; NaN where there is no rate."""
@@ -184,15 +183,19 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
           trainable_variables: Values of the model's trainable variables.
 
         Raises:
-          ValueError: If no gradient is row-sparse, as those that Keras makes, or for
-            other variables than those that it was built with.
+          ValueError: If `row_sparse` was not called for the model, if no gradient is
+            row-sparse, or for other variables than those that it was built with.
         """
+        if not self._is_prepared:
+            raise ValueError(
+                "Optimizer trains models that row_sparse was called for: call "
+                "optax_sparse_adam.keras.row_sparse(model), also after load_model and "
+                "clone_model. Without `fit` take osa.make_train_step."
+            )
         if not any(map(is_bcoo, grads)):
             raise ValueError(
-                "Optimizer needs row-sparse gradients, got dense ones of Keras' own "
-                "training step: call optax_sparse_adam.keras.row_sparse(model), also "
-                "after load_model and clone_model. In a train_step of your own take "
-                "osa.value_and_grad in place of jax.value_and_grad."
+                "Optimizer needs row-sparse gradients, got dense ones: in a train_step "
+                "of your own call osa.value_and_grad in place of jax.value_and_grad."
             )
         return self._stepped(optimizer_variables, grads, trainable_variables)
 
@@ -238,11 +241,10 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def learning_rate(self, rate: Any) -> None:
         if not self._is_variable:
             raise TypeError(
-                "The learning rate cannot be set: it is a schedule, or part of the "
-                "transformation, or that of exact_adam, which moves stale rows by "
-                "rates that it knows ahead. For sparse_adam and others pass a function "
-                "and a number, Optimizer(osa.sparse_adam, 1e-3); for exact_adam a "
-                "schedule; or call flush(model) and compile with a new Optimizer."
+                "The learning rate cannot be set: it is a schedule, or in what was "
+                "made before, or exact_adam's, which needs rates that are known ahead. "
+                "Pass Optimizer(osa.sparse_adam, 1e-3); for exact_adam a schedule, or "
+                "call flush(model) and compile with a new Optimizer."
             )
         self._learning_rate.assign(rate)
         if not self.built:
@@ -287,11 +289,11 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if "unsaved" in config:
             raise ValueError(
                 f"{config['unsaved']} of this Optimizer are no public functions of "
-                "optax or optax_sparse_adam, and could not be saved by name. Call "
-                "load_model(path, compile=False), row_sparse(model), model.compile "
-                "with the Optimizer, its build(model.trainable_variables), and "
-                "model.load_weights(path), which brings its state back. Or register "
-                "them by keras.saving.register_keras_serializable before saving."
+                "optax or optax_sparse_adam, and have no name in the file. Call "
+                "load_model(path, compile=False), row_sparse(model), model.compile, "
+                "model.optimizer.build(model.trainable_variables), and then "
+                "model.load_weights(path). Or, before saving, register them by "
+                "keras.saving.register_keras_serializable."
             )
         load = keras.saving.deserialize_keras_object
         return cls(**{name: load(x, custom_objects) for name, x in config.items()})

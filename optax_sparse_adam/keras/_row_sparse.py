@@ -13,8 +13,8 @@ from .._gradients.evaluate import evaluate
 from .._gradients.value_and_grad import value_and_grad
 from ._optimizer import Optimizer
 
-_SAVES = "save", "save_weights", "export", "get_weights"  # what reads whole tables
-_LOADS = "load_weights", "set_weights"  # what replaces them
+# What reads whole tables, and what replaces them.
+_WHOLE = "save", "export", *(f"{x}_weights" for x in ("save", "get", "load", "set"))
 
 
 def row_sparse(model: Any, sparse: Any = None) -> Any:
@@ -36,18 +36,17 @@ def row_sparse(model: Any, sparse: Any = None) -> Any:
       The same model.
 
     Raises:
-      TypeError: If `model` is no Keras model, or has a `train_step` of its own; by
-        `fit`, for another optimiser.
+      TypeError: If `model` is no Keras model, or `sparse` is for a `train_step` of its
+        own; by `fit`, for another optimiser.
       ValueError: By `fit`, for `sparse`.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"row_sparse needs a Keras model, got {type(model).__name__}.")
-    if type(model).train_step is not keras.Model.train_step:
+    has_step = type(model).train_step is not keras.Model.train_step
+    if has_step and sparse is not None:
         raise TypeError(
-            f"row_sparse gives a model its train_step, and {type(model).__name__} has "
-            "one of its own. Call osa.value_and_grad there in place of "
-            "jax.value_and_grad, with read=self.optimizer.state_of("
-            "optimizer_variables), and self.optimizer.stateless_apply as before."
+            f"{type(model).__name__} has a train_step of its own: pass `sparse` to "
+            "osa.value_and_grad there, and not to row_sparse."
         )
     if keras.config.is_nnx_enabled():
         raise TypeError(
@@ -57,8 +56,9 @@ def row_sparse(model: Any, sparse: Any = None) -> Any:
 
     def make_train_function(force: bool = False) -> None:
         _check_optimizer(model)
-        # A new one, as JAX keeps what it has traced of the old: with another optimiser.
-        model.train_step = functools.partial(_train_step, model, sparse)
+        if not has_step:
+            # A new one: JAX keeps what it has traced of the old, of another optimiser.
+            model.train_step = functools.partial(_train_step, model, sparse)
         type(model).make_train_function(model, force)
 
     def make_reading(kind: str, force: bool = False) -> None:
@@ -75,11 +75,10 @@ def row_sparse(model: Any, sparse: Any = None) -> Any:
 
         return called
 
-    model.train_step = functools.partial(_train_step, model, sparse)
     model.make_train_function = make_train_function
     model.make_test_function = functools.partial(make_reading, "test")
     model.make_predict_function = functools.partial(make_reading, "predict")
-    for name in (*_SAVES, *_LOADS):
+    for name in _WHOLE:
         setattr(model, name, after_flush(getattr(type(model), name)))
     model.train_function = model.test_function = model.predict_function = None
     return model
@@ -114,6 +113,7 @@ def _check_optimizer(model: Any) -> None:
             f"{type(optimizer).__name__}: pass Optimizer(osa.exact_adam, 1e-3)."
         )
     optimizer._check_number(len(model.trainable_variables))
+    optimizer._is_prepared = True
 
 
 def _train_step(model: Any, sparse: Any, state: Any, data: Any) -> Any:

@@ -62,11 +62,11 @@ def test_options_of_keras(options, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Optimizer(osa.sparse_adam(1e-3), 1e-3), "the function that makes"),
+        (lambda: Optimizer(osa.sparse_adam(1e-3), 1e-3), "a function that makes"),
         (lambda: Optimizer("adam"), "got str"),
         (lambda: Optimizer(osa.sparse_adam, 1).apply([]), "stateless_apply"),
         (lambda: row_sparse(layers.Dense(1)), "got Dense"),
-        (lambda: row_sparse(WithTrainStep()), "WithTrainStep has one of its own"),
+        (lambda: row_sparse(WithTrainStep(), bool), "pass `sparse` to"),
     ],
     ids=["made", "text", "apply", "layer", "train_step"],
 )
@@ -124,12 +124,27 @@ def test_a_train_step_of_ones_own():
     runs = []
     for make, optimizer in ((OfOnesOwn, h.exact()), (h.Subclassed, h.adam())):
         keras.utils.set_random_seed(0)
-        model = make()
+        model = row_sparse(make()) if make is OfOnesOwn else make()
         model.compile(optimizer, h.LOSS)
         for seed in range(5):
             model.train_on_batch(*h.data(seed, batches=1))
         runs.append(model.predict_on_batch(h.data(9)[0]))
     np.testing.assert_allclose(*runs, rtol=0, atol=h.ROUNDED)
+
+
+def test_a_train_step_that_keras_makes_dense():
+    model = row_sparse(WithTrainStep())
+    model.compile(h.exact(), h.LOSS)
+    with pytest.raises(ValueError, match=r"in place of jax\.value_and_grad"):
+        h.fitted(model)
+
+
+def test_a_train_step_without_row_sparse():
+    """Else validation would read rows where they are not, under `exact_adam`."""
+    model = OfOnesOwn()
+    model.compile(h.exact(), h.LOSS)
+    with pytest.raises(ValueError, match="that row_sparse was called for"):
+        h.fitted(model)
 
 
 CLIPS = {"clipnorm": 0.05, "clipvalue": 0.01, "global_clipnorm": 0.05}

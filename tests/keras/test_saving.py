@@ -111,7 +111,7 @@ def test_a_transformation_without_a_name(tmp_path):
     h.fitted(model, epochs=1)
     path = tmp_path / "model.keras"
     model.save(path)
-    with pytest.raises(ValueError, match=r"and model\.load_weights"):
+    with pytest.raises(ValueError, match=r"then model\.load_weights"):
         keras.saving.load_model(path)
     loaded = row_sparse(keras.saving.load_model(path, compile=False))
     loaded.compile(optimizer(), h.LOSS, metrics=["mae"])
