@@ -355,17 +355,13 @@ def without_callbacks(
 
     eqns = []
     for eqn in jaxpr.eqns:
-        effects = _other_effects(eqn)
-        name = name_and_params(eqn)[0]
-        if name not in names:
+        effects, name = _other_effects(eqn), name_and_params(eqn)[0]
+        if name in names and eqn.outvars:
+            avals = [[x.aval for x in side] for side in (eqn.outvars, eqn.invars)]
+            eqns.append(eqn.replace(**_zeros_of(name, *avals), effects=set()))
+        elif eqn.outvars or effects:  # not what shows values, or nothing else
             params = {name: inner(x) for name, x in eqn.params.items()}
             eqns.append(eqn.replace(params=params, effects=effects))
-        elif eqn.outvars:
-            in_avals, out_avals = (
-                [x.aval for x in y] for y in (eqn.invars, eqn.outvars)
-            )
-            call = _zeros_of(name, out_avals, in_avals)
-            eqns.append(eqn.replace(**call, effects=set()))
     return jaxpr.replace(eqns=eqns, effects=_other_effects(jaxpr))
 
 

@@ -240,13 +240,12 @@ def test_a_map_rows_that_is_interrupted(run, tmp_path, expected, monkeypatch):
         number += 1
         folder = shutil.copytree(run, tmp_path / str(number))
         with restored(folder) as trainer:
-            list(trainer.run(some(1, 3)))
             with interrupted(number):
                 trainer.map_rows(doubled)
             if trainer._rows.torn is None:
-                is_all = not np.array_equal(trainer.params["a"], expected[3][0]["a"])
+                is_all = not np.array_equal(trainer.params["a"], expected[1][0]["a"])
                 seen.add("all" if is_all else "nothing")
-                known = doubled(*expected[3][:2]) if is_all else expected[3][:2]
+                known = doubled(*expected[1][:2]) if is_all else expected[1][:2]
                 assert_trained_alike(trainer, [], (*known, []))
             else:
                 seen.add("half")

@@ -99,7 +99,7 @@ def _layout(trainer):
 
 
 @pytest.mark.parametrize("ordered", slow_but([False, True], False))
-def test_callbacks_are_called_once(ordered):
+def test_callbacks_are_called_once(ordered, capfd):
     calls = []
 
     def seen(x):
@@ -113,6 +113,8 @@ def test_callbacks_are_called_once(ordered):
         value = loss(params, ids, y)
         shown = jax.lax.stop_gradient(value)
         io_callback(seen, None, shown, ordered=ordered)
+        jax.debug.print("shown {}", ids[0], ordered=ordered)
+        jax.debug.callback(seen, shown, ordered=ordered)
         result = jax.ShapeDtypeStruct((), jnp.float32)
         return value * io_callback(doubled, result, shown, ordered=ordered)
 
@@ -120,7 +122,8 @@ def test_callbacks_are_called_once(ordered):
     trainer = host.HostTrainer(fun, TX, host_params(rows, w))
     values = [trainer.step(*batch) for batch in batches(0, 3)]
     jax.effects_barrier()
-    assert len(calls) == 6
+    assert len(calls) == 9
+    assert capfd.readouterr().out.count("shown") == 3
     known = train_in_memory(fun, TX, {"table": rows, "w": w}, batches(0, 3))
     assert_trained_alike(trainer, values, known)
 
