@@ -38,9 +38,8 @@ from flax import nnx
 from ._exact_adam import flush as _flush
 from ._gradients.value_and_grad import Sparse
 from ._nnx_transform import state_of, transform
-from ._optimizers.current_rows import without_stored_reads
 from ._rows.checks import is_bcoo
-from ._train_step import refused_by_form, update_params
+from ._train_step import params_at_once
 
 Argnum = int | nnx.DiffState
 _P = ParamSpec("_P")
@@ -266,7 +265,8 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
 
     Raises:
       TypeError: If a gradient is not what the optimiser takes, such as a row-sparse one
-        that a part of it takes for dense.
+        that a part of it takes for dense; with a note (PEP 678) if it would take
+        another form.
       ValueError: Likewise.
 
     Examples:
@@ -283,12 +283,8 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
     state = state_of(optimizer)
     extra = nnx.as_pure(extra)
 
-    def updated(grads: Any) -> tuple[Any, Any]:
-        return update_params(optimizer.tx, grads, state, params, **extra)[:2]
-
-    with refused_by_form("flax_nnx.update", updated, pure):
-        args = optimizer.tx, updated, params, pure
-        new_params, new_state = without_stored_reads("flax_nnx.update", *args)
+    args = optimizer.tx, pure, state, params
+    new_params, new_state = params_at_once("flax_nnx.update", *args, **extra)
     nnx.update(model, new_params)
     nnx.update(optimizer.opt_state, nnx.state(new_state))
     optimizer.step[...] += 1

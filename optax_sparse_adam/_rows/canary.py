@@ -43,22 +43,29 @@ numbers up.
 Known limits: a maximum of each array as a Python number has that of the indices; and
 what multiplies floating arrays by a float32 array meets the guard and raises.
 
-An array of PRNG keys as the canary would make arithmetic raise while tracing, but in
-JAX's words ("multiply does not accept dtypes float32, key<fry>"), also where the text
-below names the remedy; and what is harmless would raise, too: `np.asarray` and
-`np.testing` on the leaves, `flax.serialization`, `process_allgather`.
+**Armed gradients.** `make_train_step` and `flax_nnx.update` ask of an optimiser whether
+it takes row-sparse gradients, by tracing it. `scale(-1)` is arithmetic of integers and
+of float8, so that the trace of `chain(sparse_adam(0.1), optax.scale(-1))` says yes, and
+its program makes NaN. An armed gradient, and what is made of it, has a guard of a type
+that JAX selects, moves and fills, but has no arithmetic of: an array of PRNG keys, of
+an implementation without random numbers. So that raises, and the caller says what to
+do. Not all gradients are armed: what is harmless would raise, too, as `np.asarray` and
+`np.testing` on the leaves, `flax.serialization`, `process_allgather`. Known limit: so
+does a choice between all arrays and a Python number, `jnp.where(is_good, x, 0)`; one
+between these and `jnp.zeros_like(x)` does not.
 """
 
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 from jax.extend.core import get_opaque_trace_state
+from jax.extend.random import define_prng_impl
 from jax.sharding import NamedSharding
 
 from .bag_gradient import BagEntries
@@ -86,6 +93,62 @@ def new_canary(indices: jax.Array, read_at: Any = None) -> jax.Array:
 
 def new_guard(indices: jax.Array) -> jax.Array:
     return jnp.full((*indices.shape[:-1], 2), _GUARD, _GUARD_TYPE)
+
+
+@functools.cache
+def _armour() -> Any:
+    """The implementation of the "random keys" of which armed guards are made."""
+
+    def no_numbers(*_: Any) -> NoReturn:
+        raise TypeError(f"The guard of a row-sparse gradient is no key. {_REMEDY}")
+
+    functions = dict.fromkeys(("seed", "split", "random_bits", "fold_in"), no_numbers)
+    name = "optax_sparse_adam_guard"
+    return define_prng_impl(key_shape=(1,), name=name, tag="guard", **functions)
+
+
+def _armed_guard(indices: jax.Array) -> jax.Array:
+    data = jnp.zeros((*indices.shape[:-1], 1), jnp.uint32)
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=_armour())
+    return keys
+
+
+@functools.cache
+def _armed_type() -> Any:
+    return jax.eval_shape(_armed_guard, jax.ShapeDtypeStruct([0, 1], jnp.int32)).dtype
+
+
+def _is_armed_guard(x: Any) -> bool:
+    return bool(getattr(x, "dtype", None) == _armed_type())
+
+
+def armed(tree: Any) -> Any:
+    """A tree whose row-sparse gradients are armed: see the module."""
+
+    def arm(x: Any) -> Any:
+        if not isinstance(x, CanaryBCOO):
+            return x
+        x = copy.copy(x)
+        x.guard = _armed_guard(x.stored_indices)
+        return x
+
+    return jax.tree.map(arm, tree, is_leaf=lambda x: isinstance(x, BCOO))
+
+
+def disarmed(tree: Any) -> Any:
+    """A tree that was made of armed gradients, without armed guards."""
+
+    def disarm(x: Any) -> Any:
+        return new_guard(x[..., None]) if _is_armed_guard(x) else x
+
+    def of_leaf(x: Any) -> Any:
+        if not isinstance(x, CanaryBCOO):
+            return disarm(x)
+        x = copy.copy(x)
+        x.guard = disarm(x.guard)
+        return x
+
+    return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, BCOO))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -234,11 +297,6 @@ class CanaryBCOO(BCOO):
         return obj
 
 
-def is_unseen(grad: BCOO) -> bool:
-    """Whether it has been through a function of trees, as far as it is known."""
-    return isinstance(grad, CanaryBCOO) and not grad._is_seen
-
-
 def _is_intact(grad: CanaryBCOO) -> bool:
     """Whether nothing was done to its indices, as far as it is known.
 
@@ -328,8 +386,9 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     if not own:
         return BCOO
     layout = own[0].layout
+    is_armed = any(_is_armed_guard(grad.guard) for grad in own)
     if any(map(lacks_clock, own)):
-        return functools.partial(_laid_out, layout)
+        return functools.partial(_made_alike, layout, is_armed)
     columns = [_clocks(grad) for grad in own]
     # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum is
     # `_CHANGED`. So is all that is made of an update, as `_UPDATE` is negative, but its
@@ -343,16 +402,20 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     read_of = tuple(table for grad in own for table in grad.read_of)
 
     def make(args: Any, **kwargs: Any) -> CanaryBCOO:
-        grad = _laid_out(layout, args, read_at=read_at, **kwargs)
+        grad = _made_alike(layout, is_armed, args, read_at=read_at, **kwargs)
         grad.read_of = read_of
         return grad
 
     return make
 
 
-def _laid_out(layout: NamedSharding | None, *args: Any, **kwargs: Any) -> CanaryBCOO:
+def _made_alike(
+    layout: NamedSharding | None, is_armed: bool, *args: Any, **kwargs: Any
+) -> CanaryBCOO:
     grad = CanaryBCOO(*args, **kwargs)
     grad.layout = layout
+    if is_armed:
+        grad.guard = _armed_guard(grad.stored_indices)
     return grad
 
 

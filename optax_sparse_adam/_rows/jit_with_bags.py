@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def jit_with_bags(function: Callable[..., T], **options: Any) -> Callable[..., T]:
-    """`jax.jit`, to which a gradient of bags is its bags and its canary."""
+    """`jax.jit`, to which a gradient of bags is its bags and what guards it."""
 
     @functools.partial(jax.jit, **options)
     @functools.wraps(function)
@@ -36,7 +36,7 @@ def jit_with_bags(function: Callable[..., T], **options: Any) -> Callable[..., T
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("bags", "canary"),
+    data_fields=("bags", "canary", "guard"),
     meta_fields=("layout",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +45,19 @@ class _Bags:
 
     bags: BagEntries
     canary: jax.Array
+    guard: jax.Array
     layout: NamedSharding | None
 
 
 def _closed(x: Any) -> Any:
     if isinstance(x, CanaryBCOO) and x.bags is not None:
-        return _Bags(x.bags, x.canary, x.layout)
+        return _Bags(x.bags, x.canary, x.guard, x.layout)
     return x
 
 
 def _opened(x: Any) -> Any:
     if isinstance(x, _Bags):
         grad = CanaryBCOO.of_bags(x.bags)
-        grad.canary, grad.layout = x.canary, x.layout
+        grad.canary, grad.guard, grad.layout = x.canary, x.guard, x.layout
         return grad
     return x

@@ -12,11 +12,10 @@ import optax
 import optax_sparse_adam
 
 from .._exact_adam.flush import flush
-from .._optimizers.current_rows import without_stored_reads
 from .._optimizers.lazy import lazy
 from .._rows.checks import is_bcoo
 from .._rows.stale import contains_stale
-from .._train_step import refused_by_form, update_params
+from .._train_step import params_at_once
 
 _jitted_flush = jax.jit(flush, donate_argnums=(0, 1))
 # A saved model names the functions that its optimiser was made by.
@@ -206,11 +205,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         tx = self._made(slots[1] if self._is_variable else self._rate)
         state = self.state_of(slots)
 
-        def step(grads: list[Any]) -> tuple[list[Any], Any]:
-            return update_params(tx, grads, state, trainable)[:2]
-
-        with refused_by_form("row_sparse", step, grads):
-            new, state = without_stored_reads("Optimizer", tx, step, trainable, grads)
+        new, state = params_at_once("Optimizer", tx, grads, state, trainable)
         for i, v in enumerate(self._trainable_variables):
             if v.constraint is not None:
                 new[i] = v.constraint(new[i])

@@ -466,3 +466,31 @@ def test_nnx_tables_never_exist(tmp_path):
             lambda: Model(nnx.Rngs(0), 9),
             lambda path, x: host.HostTable((9, 7)) if x.shape[0] == 9 else None,
         )
+
+
+def loss_of_both(params, ids, y):
+    return loss(params, ids, y) + jnp.mean(params["other"][ids] ** 2)
+
+
+FROZEN = {
+    "partition": optax.partition(
+        {"rest": TX, "frozen": optax.set_to_zero()},
+        {"table": "rest", "w": "rest", "other": "frozen"},
+    ),
+    "selective_transform": optax.transforms.selective_transform(
+        TX, freeze_mask={"table": False, "w": False, "other": True}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_table(name):
+    """As docs/frozen_rows.md names them: the others are trained as in memory."""
+    rows, w = begin()
+    other, plain = host_params(rows, w)["table"], {"table": rows, "w": w, "other": rows}
+    params = host_params(rows, w) | {"other": other}
+    trainer = host.HostTrainer(loss_of_both, FROZEN[name], params)
+    values = [*trainer.run(batches(0, 3))]
+    expected = train_in_memory(loss_of_both, FROZEN[name], plain, batches(0, 3))
+    assert_trained_alike(trainer, values, expected)
+    assert_identical(np.asarray(trainer.params["other"]), rows)

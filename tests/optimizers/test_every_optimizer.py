@@ -101,6 +101,16 @@ def test_sparse_axes(name):
     assert_identical(actual, expected)
 
 
+@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "lazy", "sparse_adafactor"))
+def test_no_tracer_outlives_its_trace(name, backend):
+    """Which JAX keeps with a program, if a function of it holds one."""
+    params, ids = {"table": jnp.ones((11, 3)), "w": jnp.ones(3)}, jnp.array([3, 7, 3])
+    tx = OPTIMIZERS[name].make(0.1)
+    step = osa.make_train_step(lambda p, i: jnp.sum(p["table"][i] @ p["w"]), tx)
+    with jax.checking_leaks():
+        step.trace(params, tx.init(params), ids)
+
+
 def row_of(*shape):
     return bcoo(np.ones((1, *shape[1:]), np.float32), np.zeros((1, 1), np.int32), shape)
 
