@@ -279,12 +279,15 @@ def run_equations(
 ) -> dict[int, Any]:
     """Evaluates the equations, and returns all values by their ids.
 
-    With `rows`, results have that many rows in place of as many as were traced.
+    With `rows`, results have that many rows in place of as many as were traced. An
+    elementwise equation is applied as it is: `evaluate_eqn` makes a jaxpr of each.
     """
     env = dict(given)
     for eqn, operands, results in equations:
         args = [env[value_id] for value_id in operands]
-        if rows is None:
+        if rows is None and eqn.primitive.name in ELEMENTWISE:
+            made = [bind_eqn(eqn, *args)]
+        elif rows is None:
             made = evaluate_eqn(eqn, args)
         else:
             name = _ROWS.get(eqn.primitive.name)

@@ -58,14 +58,15 @@ class Moment(NamedTuple):
 
     def init(self, param: Any) -> jax.Array | None:
         axes = self.axes(jnp.ndim(param))
-        own = jnp.result_type(param)
-        dtype = self.dtype(own) if callable(self.dtype) else self.dtype
+        dtype = self.dtype
+        if callable(dtype):
+            dtype = dtype(jnp.result_type(param))
         return None if axes is None else full_along(param, self.value, dtype, axes)
 
-    def check(self, name: str, given: Any, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
         axes = self.axes(len(shape))
         expected = None if axes is None else tuple(shape[axis] for axis in axes)
-        check_moment(given, expected, name)
+        check_moment(array, expected, name)
 
 
 @functools.partial(jit_with_bags, static_argnames=("formula", "kernel"))
@@ -95,8 +96,8 @@ def update_leaf(
     if is_bcoo(grad):
         operands = Formula(wide_formula, kernel), grad, moments, scalars
         return update_table(*operands, dtype=dtype, read=read, adds_to=adds_to)
-    update, news = wide_formula(grad.astype(dtype), (*moments, *read), scalars)
-    pairs = zip(news, moments, strict=True)
+    update, new_moments = wide_formula(grad.astype(dtype), (*moments, *read), scalars)
+    pairs = zip(new_moments, moments, strict=True)
     return (
         Update(update.astype(grad.dtype)),
         tuple(new.astype(old.dtype) for new, old in pairs),
@@ -126,6 +127,36 @@ class DenseUpdate:
     ) -> tuple[optax.Updates, Any]:
         check_dense(updates, self._name, f"{self._name}()")
         return self.of_rows(updates, state, params, **extra_args)
+
+
+def _step_scalars(
+    scalars: Callable[..., Any], scale: Any, count: jax.Array
+) -> Callable[[Any, Any], Any]:
+    """The scalars of a step, by the type that is computed in and the parameter's.
+
+    They are computed once for each pair of types, not for each leaf: a model of 100
+    tables traces its bias corrections once.
+    """
+
+    @functools.cache
+    def of_types(dtype: Any, param_dtype: Any) -> Any:
+        wide = functools.partial(jnp.asarray, dtype=dtype)
+        numbers = scalars(wide(scale).reshape(()), count, dtype, param_dtype)
+        return jax.tree.map(wide, numbers)
+
+    return of_types
+
+
+def _moments_of_leaf(
+    moments: dict[str, Moment],
+    columns: dict[str, list[Any]],
+    i: int,
+    shape: tuple[int, ...],
+) -> dict[str, jax.Array]:
+    """Those arrays of the state that a parameter has, which are checked."""
+    for key, moment in moments.items():
+        moment.check(key, columns[key][i], shape)
+    return {key: x[i] for key, x in columns.items() if x[i] is not None}
 
 
 def by_leaf(
@@ -183,47 +214,37 @@ def by_leaf(
         count_inc = optax.safe_increment(state.count)
         treedef: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
-        shaped_like, adds_to = grads[:], [None] * len(grads)
+        none: list[Any] = [None] * len(grads)
+        param_leaves, columns = none, {}
+        if reads_params or adds_to_params:
+            param_leaves = leaves_like(treedef, params, "Parameters", "gradients")
+        for key in moments:
+            tree = getattr(state, key)
+            columns[key] = leaves_like(treedef, tree, "The moments", "gradients")
+        shaped_like = columns[full[-1]] if full else grads
         if reads_params:
-            shaped_like = leaves_like(treedef, params, "Parameters", "gradients")
-        if adds_to_params:
-            adds_to = leaves_like(treedef, params, "Parameters", "gradients")
-        state_leaves = {
-            key: leaves_like(treedef, getattr(state, key), "The moments", "gradients")
-            for key in moments
-        }
-        if full and not reads_params:
-            shaped_like = state_leaves[full[-1]]
+            shaped_like = param_leaves
+        adds_to = param_leaves if adds_to_params else none
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         scale = 1 if rate is None else -1 * rate
+        scalars_of = _step_scalars(scalars, scale, count_inc)
         made = [Update() for _ in grads]
-        # Scalars of a step are computed once for each pair of types, not for each leaf:
-        # a model of 100 tables traces its bias corrections once.
-        step_scalars: dict[Any, Any] = {}
-        for i, grad in enumerate(grads):
+        for i, (grad, like) in enumerate(zip(grads, shaped_like, strict=True)):
             if grad is None:
                 continue
-            check_leaf(grad, shaped_like[i])
+            check_leaf(grad, like)
             if reads_params:
                 refuse_stored_rows(grad, reads_params, name)
-            own_moments = {key: column[i] for key, column in state_leaves.items()}
-            for key, moment in moments.items():
-                moment.check(key, own_moments[key], jnp.shape(shaped_like[i]))
-            arrays = {key: x for key, x in own_moments.items() if x is not None}
-            param = jnp.asarray(shaped_like[i]) if reads_params else None
+            arrays = _moments_of_leaf(moments, columns, i, jnp.shape(like))
+            param = jnp.asarray(like) if reads_params else None
             read = [*arrays.values()] if param is None else [param]
             dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
-            dtypes = dtype, read[-1].dtype
-            if dtypes not in step_scalars:
-                wide = functools.partial(jnp.asarray, dtype=dtype)
-                numbers = scalars(wide(scale).reshape(()), count_inc, *dtypes)
-                step_scalars[dtypes] = jax.tree.map(wide, numbers)
-            args = tuple(arrays.values()), step_scalars[dtypes], adds_to[i]
+            args = tuple(arrays.values()), scalars_of(dtype, read[-1].dtype), adds_to[i]
             made[i], new_arrays = update_leaf(grad, param, *args)
             for key, new in zip(arrays, new_arrays, strict=True):
-                state_leaves[key][i] = new
-        news = {key: treedef.unflatten(x) for key, x in state_leaves.items()}
-        return treedef, made, state_class(count=count_inc, **news)
+                columns[key][i] = new
+        new_trees = {key: treedef.unflatten(x) for key, x in columns.items()}
+        return treedef, made, state_class(count=count_inc, **new_trees)
 
     update = DenseUpdate(UpdateRows(update_fn), name)
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update)

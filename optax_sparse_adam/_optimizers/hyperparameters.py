@@ -90,11 +90,11 @@ def check_leaf(grad: Any, like: Any) -> None:
 def check_transformation(inner: Any, name: str) -> None:
     """Raises unless this is what optax makes of an optimiser's arguments."""
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        given = getattr(inner, "__name__", repr(inner))
+        name_of_inner = getattr(inner, "__name__", repr(inner))
         raise TypeError(
             f"{name} takes an optax transformation, with `init` and `update`, got "
-            f"{type(inner).__name__} {given}. Call the function that makes one, as in "
-            f"{name}(optax.adam(1e-3))."
+            f"{type(inner).__name__} {name_of_inner}. Call the function that makes "
+            f"one, as in {name}(optax.adam(1e-3))."
         )
 
 
@@ -115,12 +115,13 @@ def check_moment(moment: Any, shape: tuple[int, ...] | None, name: str) -> None:
     A moment of a table with another number of rows would be used in silence: for rows
     that it lacks a gather reads zeros, and a scatter stores nothing.
     """
-    given = None if moment is None else jnp.shape(moment)
-    if given != shape:
+    moment_shape = None if moment is None else jnp.shape(moment)
+    if moment_shape != shape:
         raise ValueError(
-            f"`{name}` must have the shape {shape} for its parameter, got {given}. A "
-            "state fits the parameters that it was created for: create it with `init`, "
-            "or grow and restore all its arrays like the parameter."
+            f"`{name}` must have the shape {shape} for its parameter, got "
+            f"{moment_shape}. A state fits the parameters that it was created for: "
+            "create it with `init`, or grow and restore all its arrays like the "
+            "parameter."
         )
 
 

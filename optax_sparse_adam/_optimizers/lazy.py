@@ -22,7 +22,14 @@ from .hyperparameters import check_transformation
 from .lazy_leaves import Leaves, OfTable, Trees
 from .lazy_probe import Probe, TableSize, check_state, shard_state_like
 from .lazy_row_analysis import split_update
-from .lazy_tables import compact_shapes, look_up, step, sum_rows, write
+from .lazy_tables import (
+    compact_shapes,
+    look_up,
+    step,
+    sum_rows,
+    summed_data,
+    write,
+)
 from .update_rows import Updated, UpdateRows
 
 
@@ -85,17 +92,18 @@ def _update_tables(
     are_stale = read_stale_params(update, leaves, places)
     shapes, compact, rest = (leaves.map(_none) for _ in range(3))
     rows: dict[int, Rows] = {}
-    olds: dict[int, OfTable[Any]] = {}
+    looked_up: dict[int, OfTable[Any]] = {}
 
     # Look up. What is provably computed of each row alone needs no rows yet.
     may_be_split = set()
     for i, table in tables.items():
         shape = None if i in are_stale else compact_shapes(table)
         if shape is None:
-            rows[i], olds[i] = look_up(table)
+            rows[i], looked_up[i] = look_up(table)
             if i in are_stale:
-                olds[i] = with_current_rows(table, rows[i].indices, olds[i])
-            compact.put(i, owners, olds[i])
+                stale = looked_up[i]
+                looked_up[i] = with_current_rows(table, rows[i].indices, stale)
+            compact.put(i, owners, looked_up[i])
         else:
             shapes.put(i, owners, shape)
             may_be_split.add(i)
@@ -104,10 +112,10 @@ def _update_tables(
     for i in sorted(may_be_split):
         if i in split.summed:
             rows[i] = sum_rows(tables[i].grad)
-            rest.grads[i] = rows[i].data.astype(tables[i].grad.dtype)
+            rest.grads[i] = summed_data(tables[i], rows[i])
         elif i not in split.formulas:
-            rows[i], olds[i] = look_up(tables[i])
-            rest.put(i, owners, olds[i])
+            rows[i], looked_up[i] = look_up(tables[i])
+            rest.put(i, owners, looked_up[i])
 
     # Update: what is not of rows, or of those that depend on each other.
     results, shared = split.rest(rest)
@@ -116,10 +124,10 @@ def _update_tables(
     # Write back.
     for i, table in tables.items():
         if i in split.formulas:
-            args = table, rows.get(i), split.shapes.of_table(i, owners), shared[i]
-            new = step(split.formulas[i], *args, adds_to_param=adds_to_params)
+            operands = table, rows.get(i), split.shapes.of_table(i, owners), shared[i]
+            new = step(split.formulas[i], *operands, adds_to_param=adds_to_params)
         else:
-            new = write(table, rows[i], olds[i], results.of_table(i, owners))
+            new = write(table, rows[i], looked_up[i], results.of_table(i, owners))
         made.put(i, owners, new)
     return made
 

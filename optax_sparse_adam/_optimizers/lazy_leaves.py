@@ -41,10 +41,10 @@ class Leaves(NamedTuple, Generic[T]):
     state: list[T]
     params: list[T]
 
-    def map(self, function: Callable[..., S], *others: "Leaves[Any]") -> "Leaves[S]":
-        """`function` of each leaf, and of what others have for it."""
-        columns = zip(self, *others, strict=True)
-        return Leaves(*(list(map(function, *column)) for column in columns))
+    def map(self, function: Callable[..., S], *columns: "Leaves[Any]") -> "Leaves[S]":
+        """`function` of each leaf, and of what other columns have for it."""
+        parts = zip(self, *columns, strict=True)
+        return Leaves(*(list(map(function, *part)) for part in parts))
 
     def of_table(self, i: int, owners: "Leaves[int | None]") -> OfTable[T]:
         """Those of a table; `owners` says whose rows each leaf has."""
@@ -105,8 +105,8 @@ class Trees(NamedTuple):
             params,
             **extra_args,
         )
-        news = self.grads.flatten_up_to(updates), self.state.flatten_up_to(state)
-        return results_of(*news)
+        update_leaves = self.grads.flatten_up_to(updates)
+        return results_of(update_leaves, self.state.flatten_up_to(state))
 
 
 def shape_of(x: Any) -> Any:

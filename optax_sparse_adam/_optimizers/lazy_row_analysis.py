@@ -92,9 +92,9 @@ def _kind(eqn: JaxprEqn, kinds: list[int | None]) -> int | None:
             return _UNIFORM
     same_number = all(operand[:1] == shape[:1] for _, operand in apart)
     # Rows of two tables, `add mu_of_a mu_of_b`: row r of both is no row of one table.
-    found = {kind for kind, _ in apart}
-    tables = found - {_UNIFORM}
-    if not (found and same_number and _KEEPS_ROWS[name](params)):
+    row_kinds = {kind for kind, _ in apart}
+    tables = row_kinds - {_UNIFORM}
+    if not (row_kinds and same_number and _KEEPS_ROWS[name](params)):
         return None
     return next(iter(tables), _UNIFORM) if len(tables) <= 1 else None
 
@@ -159,19 +159,19 @@ def split_update(
     tables = [i for i, x in enumerate(rows.grads) if x is not None]
     if closed.effects:  # they happen once, and in order
         tables = []
-    olds = {i: inputs.of_table(i, owners) for i in tables}
-    news = {i: outputs.of_table(i, owners) for i in tables}
+    old_rows = {i: inputs.of_table(i, owners) for i in tables}
+    new_rows = {i: outputs.of_table(i, owners) for i in tables}
     values = _classify(program, _of_inputs(inputs, owners))
 
     def is_by_row(i: int) -> bool:
         """Whether all results of a table are rows of it, like those they replace."""
-        pairs = (x.of_table(i, owners) for x in (shapes, rows))
+        of_table = new_rows[i], *(x.of_table(i, owners) for x in (shapes, rows))
         return all(
             isinstance(value_id, int)
             and values[value_id].kind in (i, _UNIFORM)
             and values[value_id].is_by_row
             and new.shape == old.shape
-            for value_id, new, old in zip(*map(_rows, (news[i], *pairs)), strict=True)
+            for value_id, new, old in zip(*map(_rows, of_table), strict=True)
         )
 
     alone = set(filter(is_by_row, tables))
@@ -182,7 +182,8 @@ def split_update(
     formulas, shared = {}, {}
     for i in sorted(alone):
         dtypes = [x.dtype for x in _rows(rows.of_table(i, owners))]
-        formulas[i], shared[i] = _formula(program, olds[i], news[i], dtypes, values)
+        ends = old_rows[i], new_rows[i]
+        formulas[i], shared[i] = _formula(program, *ends, dtypes, values)
     wanted = _without(alone, outputs, owners), shared
     equations, starts = program.slice(jax.tree.leaves(wanted))
 
@@ -198,7 +199,7 @@ def split_update(
         made = jax.tree.map(lambda value_id: jnp.asarray(env[value_id]), wanted)
         return made
 
-    summed = {i for i in alone if olds[i].grad in starts}
+    summed = {i for i in alone if old_rows[i].grad in starts}
     return Split(shapes, formulas, summed, run)
 
 
@@ -236,8 +237,8 @@ def _without(
 
 def _formula(
     program: FlatJaxpr,
-    olds: OfTable[Any],
-    news: OfTable[Any],
+    old_rows: OfTable[Any],
+    new_rows: OfTable[Any],
     dtypes: list[Any],
     values: dict[int, _Value],
 ) -> tuple[RowFormula, list[int]]:
@@ -246,11 +247,11 @@ def _formula(
     From the new rows back to rows, which are looked up, and to opaque values, which
     are computed once: in Adam the bias corrections.
     """
-    outputs = _rows(news)
+    outputs = _rows(new_rows)
     equations, starts = program.slice(outputs, lambda n: values[n].kind is None)
     shared = [n for n in starts if values[n].kind is None]
-    reads_param = olds.param in starts
-    inputs = [*_rows(olds), *[olds.param] * reads_param, *shared]
+    reads_param = old_rows.param in starts
+    inputs = [*_rows(old_rows), *[old_rows.param] * reads_param, *shared]
     formula = RowFormula(
         equations, program.literals, inputs, outputs, dtypes, reads_param=reads_param
     )

@@ -32,9 +32,8 @@ from .row_formula import RowFormula
 def compact_shapes(table: OfTable[Any]) -> OfTable[Any] | None:
     """Shapes and types of its touched rows, if these may be treated alone.
 
-    `None` where they are to be looked up: without a state of rows, outside of a program
-    where each loop over blocks would be compiled again, and on a mesh, where the types
-    of arrays say how they lie.
+    `None` where they are to be looked up: without a state of rows, and outside of a
+    program, where each loop over blocks would be compiled again.
     """
     grad, state, param = table
     if not (is_bcoo(grad) and grad.nse and state):
@@ -43,18 +42,26 @@ def compact_shapes(table: OfTable[Any]) -> OfTable[Any] | None:
     if not any(isinstance(x, jax.core.Tracer) for x in entries):
         return None
     if not mesh_of(*entries, *jax.tree.leaves((state, param))).empty:
-        return None
+        # The types of arrays say how they lie.
+        shapes: OfTable[Any] = jax.eval_shape(lambda: look_up(table)[1])
+        return shapes
 
     def rows_of(x: Any) -> Any:
-        own = jax.typeof(jnp.asarray(x))
-        shape = (grad.nse, *own.shape[grad.n_sparse :])
-        return jax.ShapeDtypeStruct(shape, own.dtype, weak_type=own.weak_type)
+        whole = jax.typeof(jnp.asarray(x))
+        shape = (grad.nse, *whole.shape[grad.n_sparse :])
+        return jax.ShapeDtypeStruct(shape, whole.dtype, weak_type=whole.weak_type)
 
     return OfTable(
         jax.ShapeDtypeStruct((grad.nse, *grad.shape[grad.n_sparse :]), grad.dtype),
         [rows_of(x) for x in state],
         None if param is None else rows_of(param),
     )
+
+
+def summed_data(table: OfTable[Any], rows: Rows) -> jax.Array:
+    """The gradient of the touched rows, as the transformation gets it."""
+    data = rows.data.astype(table.grad.dtype)
+    return data if table.param is None else shard_columns_like(table.param, data)
 
 
 @jit_with_bags
@@ -74,9 +81,7 @@ def look_up(table: OfTable[Any]) -> tuple[Rows, OfTable[Any]]:
     if is_bcoo(grad):
         entries = open_gradient(grad, accumulator_dtype(grad.dtype))
         rows, taken = with_ops(_look_up, entries, arrays, sums=True)
-        data = rows.data.astype(grad.dtype)
-        if param is not None:
-            data = shard_columns_like(arrays[-1], data)
+        data = summed_data(table, rows)
     else:
         indices = jnp.zeros([0, min(1, len(grad.shape))], jnp.int32)
         dtype = jax.dtypes.canonicalize_dtype(grad.dtype)
@@ -96,35 +101,35 @@ def _look_up(ops: RowOps, entries: Entries, tables: Tables) -> tuple[Rows, Table
 
 
 def write(
-    table: OfTable[Any], rows: Rows, olds: OfTable[Any], news: OfTable[Any]
+    table: OfTable[Any], rows: Rows, looked_up: OfTable[Any], results: OfTable[Any]
 ) -> OfTable[Any]:
     """Its update, and the arrays of its state with new rows.
 
     Args:
       table: The gradient and the arrays.
       rows: The touched rows.
-      olds: What `look_up` has found.
-      news: What was computed of it.
+      looked_up: The rows of its arrays.
+      results: What was computed of these.
     """
-    pairs = zip(table.state, news.state, strict=True)
+    pairs = zip(table.state, results.state, strict=True)
     state = tuple(_widened(jnp.asarray(x), new.dtype) for x, new in pairs)
     if not is_bcoo(table.grad):
         return OfTable(Update(), [*state])
     # Padding is zeros in an update, also where the inner transformation adds something
     # to every row, as noise.
-    data = mask_padding(news.grad, rows.indices, table.grad.shape)
+    data = mask_padding(results.grad, rows.indices, table.grad.shape)
     data = prevent_fusion(data)
     if state:
-        made = map(order_after_gather, olds.state, news.state)
+        made = map(order_after_gather, looked_up.state, results.state)
         state = with_ops(_put, state, rows.indices, tuple(made))
     args = table.grad, rows.indices, data
     update = bcoo_of(*args, is_sorted=True, dtype=data.dtype)
     return OfTable(Update(update), [*state])
 
 
-def _put(ops: RowOps, tables: Tables, indices: jax.Array, news: Tables) -> Tables:
-    pairs = zip(tables, news, strict=True)
-    return tuple(ops.put(table, indices, rows) for table, rows in pairs)
+def _put(ops: RowOps, tables: Tables, indices: jax.Array, rows: Tables) -> Tables:
+    pairs = zip(tables, rows, strict=True)
+    return tuple(ops.put(table, indices, new) for table, new in pairs)
 
 
 def step(

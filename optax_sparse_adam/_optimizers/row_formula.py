@@ -31,7 +31,7 @@ class RowFormula:
 
         Args:
           equations: Those between inputs and outputs.
-          literals: Numbers that they contain, and perhaps others.
+          literals: Numbers that they contain; it may have further ones.
           inputs: The gradient, the state, the parameter if it is read, and what all
             rows share.
           outputs: The update, and the new state.
@@ -89,5 +89,5 @@ class RowFormula:
         arrays = *cast, *rows[len(cast) - 1 :], *shared
         values = dict(zip(self._inputs, arrays, strict=True))
         env = run_equations(self._equations, self._literals | values, len(data))
-        update, *news = (env[number] for number in self._outputs)
-        return update, tuple(news)
+        update, *new_rows = (env[number] for number in self._outputs)
+        return update, tuple(new_rows)

@@ -68,10 +68,10 @@ def _adafactor(
     # rows of the parameter are gone before the squares are there: 34 MB, not 51.
     grad = jnp.where(relative > jnp.inf, relative, grad)
     square = grad * grad
-    news: Tables
+    new_moments: Tables
     if grad.ndim < 2:
         estimate = _average(moments[0], square, weight)
-        news = (estimate,)
+        new_moments = (estimate,)
     else:
         # For k rows of a matrix [N, D], `v_row` is [k] and `v_col` [D]. For k rows of
         # [N, R, D], each a matrix of its own, they are [k, R] and [k, D].
@@ -83,7 +83,7 @@ def _adafactor(
             means = jnp.mean(square, axis=-2)
             mean = jnp.mean(v_row, axis=-1, keepdims=True)
         v_col = _average(moments[1], means, weight)
-        news = v_row, v_col
+        new_moments = v_row, v_col
         # Of rank one, R C / mean(R), whose means over columns and rows are R and C.
         share = v_row / jnp.maximum(mean, step.eps1)
         estimate = share[..., :, None] * v_col[..., None, :]
@@ -94,7 +94,7 @@ def _adafactor(
     update = factor * direction
     if step.decay is not None:
         update = update - step.decay * param
-    return update, news
+    return update, new_moments
 
 
 @jit_with_bags
@@ -110,14 +110,16 @@ def _update_leaf(
         grad: jax.Array, rows: Tables, step: AdafactorScalars, num_rows: Any
     ) -> tuple[Any, Tables]:
         rows = tuple(x.astype(dtype) for x in rows)
-        update, news = _adafactor(grad, rows, step, num_rows)
-        pairs = zip(news, dtypes, strict=True)
+        update, new_moments = _adafactor(grad, rows, step, num_rows)
+        pairs = zip(new_moments, dtypes, strict=True)
         return update, tuple(new.astype(low) for new, low in pairs)
 
     if not is_bcoo(grad):
         num_rows = jnp.asarray(math.prod(shape[:1]))
-        update, news = compute(grad.astype(dtype), (*moments, param), step, num_rows)
-        return Update(update.astype(grad.dtype)), news
+        update, new_moments = compute(
+            grad.astype(dtype), (*moments, param), step, num_rows
+        )
+        return Update(update.astype(grad.dtype)), new_moments
     if grad.n_sparse > max(1, grad.ndim - 2):
         raise ValueError(
             "sparse_adafactor needs rows that hold the last two axes of the table, or "
@@ -141,16 +143,16 @@ def _update_leaf(
         def of_rows(data: jax.Array, rows: Tables) -> tuple[Any, Tables]:
             *olds, old = (mask_padding(x, indices, shape) for x in rows)
             num_rows = jnp.sum(in_bounds(indices, shape))
-            update, news = compute(data, (*olds, *shared, old), step, num_rows)
+            update, new_moments = compute(data, (*olds, *shared, old), step, num_rows)
             update = mask_padding(update, indices, shape)
-            return (update, news[len(olds) :]), news[: len(olds)]
+            return (update, new_moments[len(olds) :]), new_moments[: len(olds)]
 
         data = shard_columns_like(param, data)
         return indices, *ops.update(of_rows, data, indices, tables, (param,))
 
     operands = open_gradient(grad, dtype), tables, shared, param, step
-    indices, (update, means), news = with_ops(update_rows, *operands, sums=True)
-    return Update(bcoo_of(grad, indices, update, is_sorted=True)), (*news, *means)
+    indices, (update, means), new_rows = with_ops(update_rows, *operands, sums=True)
+    return Update(bcoo_of(grad, indices, update, is_sorted=True)), (*new_rows, *means)
 
 
 class SparseAdafactorState(NamedTuple):

@@ -1,5 +1,7 @@
 """Any optax transformation on low-precision parameters, rounded without bias."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -132,35 +134,13 @@ def stochastic_rounding(
     inner = optax.with_extra_args_support(inner)
     state_dtype = floating_type(state_dtype, "state_dtype")
 
-    def init_state(params: optax.Params) -> optax.OptState:
-        def widened(dtype: DTypeLike) -> optax.OptState:
-            return inner.init(jax.tree.map(lambda x: _widened(x, dtype), params))
-
-        state = inner.init(params) if state_dtype is None else widened(state_dtype)
-        if all(jnp.ndim(x) or not _is_low(x) for x in jax.tree.leaves(state)):
-            return state
-        # Hyper-parameters, such as those of inject_hyperparams: b2 would be 1.
-        wide = widened(jnp.float32)
-        return jax.tree.map(lambda x, y: x if jnp.ndim(x) else y, state, wide)
-
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         is_seed = not jnp.shape(key) and jnp.issubdtype(
             jnp.result_type(key), jnp.integer
         )
         start = jax.random.key(key) if is_seed else jnp.copy(key)
         refuse_stale_states(jax.eval_shape(inner.init, params), "stochastic_rounding")
-        leaves = jax.tree.leaves(params)
-        if not any(map(_is_low, leaves)):
-            return StochasticRoundingState(start, inner.init(params))
-        # Under `jit`, the widened parameters, of which only the shapes are used, are
-        # never allocated; but zeros would not be spread over the parameters' devices.
-        spread = any(
-            isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
-            for leaf in leaves
-            if not isinstance(leaf, jax.core.Tracer)
-        )
-        init = init_state if spread else jax.jit(init_state)
-        return StochasticRoundingState(start, init(params))
+        return StochasticRoundingState(start, _init(inner.init, params, state_dtype))
 
     def update_fn(
         updates: optax.Updates,
@@ -169,7 +149,6 @@ def stochastic_rounding(
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         treedef: Any
-        structure: Any
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_leaf)
         if params is None:
             raise ValueError(
@@ -180,36 +159,75 @@ def stochastic_rounding(
         olds = leaves_like(treedef, params, "Parameters", "gradients")
         check_state_class(state, StochasticRoundingState, "stochastic_rounding")
         check_state_shapes(inner.init, params, state.inner_state, "stochastic_rounding")
-        if not any(map(_is_low, olds)):
-            updates, new = inner.update(
-                updates, state.inner_state, params, **extra_args
-            )
-            return updates, state._replace(inner_state=new)
-        # One key for each array that may be rounded, whether or not it is: so the bits
-        # of a leaf do not depend on the types of the others.
-        leaves, structure = jax.tree.flatten(state.inner_state)
-        key, *keys = jax.random.split(state.key, 1 + len(grads) + len(leaves))
-        draw = random_bits(iter(keys))
-        pairs = list(zip(grads, olds, strict=True))
-        wide = [_widened(g) if _is_low(p) else g for g, p in pairs]
-        updates, new_state = inner.update(
-            treedef.unflatten(wide),
-            structure.unflatten(map(_widened, leaves)),
-            treedef.unflatten(map(_widened, olds)),
-            **extra_args,
-        )
-        # The update is rounded such that parameter + update is one of the two adjacent
-        # values; the state is stored, so it is rounded itself.
-        results = treedef.flatten_up_to(updates)
-        for i, (grad, old) in enumerate(pairs):
-            if grad is not None and _is_low(old):
-                bits = draw(old.shape)
-                results[i] = round_update(bits, old, results[i], grad.dtype)
-        news = structure.flatten_up_to(new_state)
-        for i, leaf in enumerate(leaves):
-            if news[i] is not None and _is_low(leaf):
-                news[i] = round_value(draw(leaf.shape), news[i], leaf.dtype)
-        new_state = StochasticRoundingState(key, structure.unflatten(news))
-        return treedef.unflatten(results), new_state
+        update = functools.partial(inner.update, **extra_args)
+        if any(map(_is_low, olds)):
+            return _rounded_update(update, treedef, grads, olds, state)
+        updates, inner_state = update(updates, state.inner_state, params)
+        return updates, state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _init(
+    init: Callable[[Any], Any], params: optax.Params, state_dtype: Any
+) -> optax.OptState:
+    """A new state of the inner transformation."""
+
+    def init_state(params: optax.Params) -> optax.OptState:
+        def widened(dtype: DTypeLike) -> optax.OptState:
+            return init(jax.tree.map(lambda x: _widened(x, dtype), params))
+
+        state = init(params) if state_dtype is None else widened(state_dtype)
+        if all(jnp.ndim(x) or not _is_low(x) for x in jax.tree.leaves(state)):
+            return state
+        # Hyper-parameters, such as those of inject_hyperparams: b2 would be 1.
+        wide = widened(jnp.float32)
+        return jax.tree.map(lambda x, y: x if jnp.ndim(x) else y, state, wide)
+
+    leaves = jax.tree.leaves(params)
+    if not any(map(_is_low, leaves)):
+        return init(params)
+    # Under `jit`, the widened parameters, of which only the shapes are used, are never
+    # allocated; but zeros would not be spread over the parameters' devices.
+    is_spread = any(
+        isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+        for leaf in leaves
+        if not isinstance(leaf, jax.core.Tracer)
+    )
+    return init_state(params) if is_spread else jax.jit(init_state)(params)
+
+
+def _rounded_update(
+    update: Callable[..., Any],
+    treedef: Any,
+    grads: list[Any],
+    params: list[Any],
+    state: StochasticRoundingState,
+) -> tuple[optax.Updates, StochasticRoundingState]:
+    """The update of the inner transformation in float32, rounded."""
+    # One key for each array that may be rounded, whether or not it is: so the bits of a
+    # leaf do not depend on the types of the others.
+    structure: Any
+    leaves, structure = jax.tree.flatten(state.inner_state)
+    key, *keys = jax.random.split(state.key, 1 + len(grads) + len(leaves))
+    draw = random_bits(iter(keys))
+    pairs = list(zip(grads, params, strict=True))
+    wide = [_widened(g) if _is_low(p) else g for g, p in pairs]
+    updates, inner_state = update(
+        treedef.unflatten(wide),
+        structure.unflatten(map(_widened, leaves)),
+        treedef.unflatten(map(_widened, params)),
+    )
+    # The update is rounded such that parameter + update is one of the two adjacent
+    # values; the state is stored, so it is rounded itself.
+    results = treedef.flatten_up_to(updates)
+    for i, (grad, param) in enumerate(pairs):
+        if grad is not None and _is_low(param):
+            bits = draw(param.shape)
+            results[i] = round_update(bits, param, results[i], grad.dtype)
+    arrays = structure.flatten_up_to(inner_state)
+    for i, leaf in enumerate(leaves):
+        if arrays[i] is not None and _is_low(leaf):
+            arrays[i] = round_value(draw(leaf.shape), arrays[i], leaf.dtype)
+    new_state = StochasticRoundingState(key, structure.unflatten(arrays))
+    return treedef.unflatten(results), new_state

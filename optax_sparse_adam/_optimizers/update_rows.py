@@ -70,8 +70,8 @@ class UpdateRows:
         args = updates, state, params
         with knows_stored_rows():
             treedef, made, new = self._update(*args, adds_to_params=True, **extra_args)
-        olds = leaves_like(treedef, params, "Parameters", "gradients")
-        pairs = zip(olds, made, strict=True)
-        news = [add_to_param(old, x.change) if x.param is None else x.param
-                for old, x in pairs]  # fmt: skip
-        return treedef.unflatten(news), new
+        leaves = leaves_like(treedef, params, "Parameters", "gradients")
+        pairs = zip(leaves, made, strict=True)
+        sums = [add_to_param(param, x.change) if x.param is None else x.param
+                for param, x in pairs]  # fmt: skip
+        return treedef.unflatten(sums), new
