@@ -44,6 +44,7 @@ class Rows(NamedTuple):
       step: The number of steps before.
       fingerprint: Of the ids that these are the rows of.
       looked_up: That of the ids of the step that has made them.
+      back: New `arrays` on their way to the host: see `_sent_back`.
     """
 
     unique: list[Ascending]
@@ -52,6 +53,7 @@ class Rows(NamedTuple):
     step: int
     fingerprint: Any = 0
     looked_up: Any = 0
+    back: Sequence[Sequence[jax.Array]] = ()
 
 
 class HostRows:
@@ -215,7 +217,8 @@ class HostRows:
         while self._results:
             rows, (self.others, arrays, self._value, looked_up) = self._results[0]
             self.steps = rows.step + 1
-            self._keep(rows._replace(arrays=arrays, looked_up=looked_up))
+            back = _sent_back(arrays)
+            self._keep(rows._replace(arrays=arrays, back=back, looked_up=looked_up))
             self._results.popleft()
 
     def _keep(self, rows: Rows) -> None:
@@ -247,7 +250,7 @@ class HostRows:
                 self.torn = self.torn or NOT_FETCHED.format(what=f"Batch {rows.step}")
                 self._unstored.clear()
                 self.check()
-            self._store(rows.unique, rows.arrays, None)
+            self._store(rows.unique, rows.back or rows.arrays, None)
             self._unstored.popleft()
 
     @contextlib.contextmanager
@@ -276,3 +279,27 @@ class HostRows:
         self.torn = torn
         for store, rows, own in zip(self.stores, unique, fields, strict=True):
             store.put_fields(rows, own)
+
+
+def _sent_back(arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    """Arrays on their way from an accelerator to pinned memory of the host.
+
+    Nobody waits for them here, and NumPy reads them where they are. On an H100 24 MB
+    take 0.9 ms; by `np.asarray` of an array on the device, into memory that is not
+    pinned, 6.4, and 3.0 after `copy_to_host_async`.
+    """
+    if not _has_pinned_memory(arrays[0][0]):
+        return arrays
+    pinned = [[x.sharding.with_memory_kind(_PINNED) for x in own] for own in arrays]
+    back: list[list[jax.Array]] = jax.device_put(arrays, pinned)
+    return back
+
+
+_PINNED = "pinned_host"
+
+
+def _has_pinned_memory(x: jax.Array) -> bool:
+    """Whether an array is on an accelerator, whose host has such memory."""
+    device: Any = next(iter(x.devices()))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return device.platform != "cpu" and _PINNED in kinds

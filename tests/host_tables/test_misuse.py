@@ -13,6 +13,7 @@ from jax import lax
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
+from optax_sparse_adam._gradients.value_and_grad import PartsOfTables
 from optax_sparse_adam.host_tables import _host_rows
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import UserStore, View
@@ -225,6 +226,48 @@ def test_rows_that_travel_are_the_real_ones_in_eighths(monkeypatch):
     # The first batch of each table has as few as there may be.
     assert all(x < own + part for own, x, _, part in sent[:2])
     assert sum(x < most for _, x, most, _ in sent) > len(sent) // 2
+
+
+def test_results_come_back_by_pinned_memory(monkeypatch):
+    """The way from an accelerator, on a CPU that has such memory, too."""
+    kinds, sent_back = [], _host_rows._sent_back
+
+    def sent(arrays):
+        back = sent_back(arrays)
+        kinds.extend(x.sharding.memory_kind for own in back for x in own)
+        return back
+
+    monkeypatch.setattr(_host_rows, "_has_pinned_memory", lambda _: True)
+    monkeypatch.setattr(_host_rows, "_sent_back", sent)
+    rows, w = begin()
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 6))
+    trainer = new_trainer()
+    values = list(trainer.run(batches(0, 4)))
+    values += [trainer.step(*batch) for batch in batches(4, 6)]
+    assert_trained_alike(trainer, values, known)
+    assert set(kinds) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("count", [250, 2000])
+def test_more_ids_than_rows_that_a_step_gets(count):
+    """Duplicates of 7 rows add up as in memory: fewer than its rows, or more."""
+
+    def many():
+        for number in range(4):
+            rng = np.random.default_rng(number)
+            ids = rng.integers(0, 7, count).astype(np.int32) * 5
+            yield ids, rng.normal(size=count).astype(np.float32)
+
+    rows, w = begin()
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, many())
+    trainer = new_trainer()
+    assert_trained_alike(trainer, list(trainer.run(many())), known)
+    program = osa.value_and_grad(
+        lambda table, ids: jnp.sum(table[ids] ** 2),
+        sparse=PartsOfTables(None, {0: ROWS}),
+    )
+    nse = program(jnp.ones((38, DIM)), jnp.zeros(count, jnp.int32))[1].nse
+    assert nse == (count if count < ROWS else 38)
 
 
 def test_ids_where_jax_has_no_cpu(monkeypatch):
