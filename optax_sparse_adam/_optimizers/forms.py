@@ -150,8 +150,11 @@ def _explain(
 ) -> None:
     """Adds a note to what was raised, if gradients of another form would be taken."""
 
+    def armed_update(grads: Any, keywords: dict[str, Any]) -> Any:
+        return disarmed(update(armed(grads), keywords))
+
     def trace(form: Callable[[Any], Any]) -> None:
-        jax.eval_shape(update, form(grads), keywords)
+        jax.eval_shape(armed_update, form(grads), keywords)
 
     for form, words in forms if sparse_leaves(grads) else ():
         if attempt(trace, form)[1] is None:
