@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from optax_sparse_adam import native
 from optax_sparse_adam.native import __main__, _build, _library
 
 from ..helpers.native import compile_once, needs_compiler, python
