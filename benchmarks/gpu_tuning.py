@@ -162,6 +162,32 @@ def agrees(name, width, bags, by_hand=False, dtype=jnp.float32):
     )
 
 
+@guarded
+def primitives():
+    """Each primitive of the printer beside XLA, both on this device."""
+    from tests.native import test_cuda_printer as cases
+
+    cases.CudaOnCpu, wrong = CudaOps, []
+    x, y = np.meshgrid(cases.FLOATS, cases.FLOATS)
+    integers = np.meshgrid(*[cases.INTEGERS.astype(np.int32)] * 2)
+    groups = (
+        (cases.UNARY, [jnp.asarray(cases.FLOATS)[None]]),
+        (cases.BINARY, [jnp.asarray(x), jnp.asarray(y)]),
+        (cases.OF_INTEGERS, list(map(jnp.asarray, integers))),
+    )
+    for functions, operands in groups:
+        found = cases.evaluated(functions, *operands)
+        run = jax.jit(lambda *x, fs=functions: {k: f(*x) for k, f in fs.items()})
+        for name, right in run(*operands).items():
+            try:
+                cases.check(name, operands, np.asarray(found[name]), np.asarray(right))
+            except AssertionError as error:
+                wrong.append(str(error)[:160])
+    say(f"primitives that differ from XLA on this device: {len(wrong)}")
+    for line in wrong[:12]:
+        say("  ", line)
+
+
 def ids_of(kind, n, rows):
     rng = np.random.default_rng(0)
     ids = (float(rows) ** rng.random(n)).astype(np.int64) - 1
@@ -438,6 +464,7 @@ def main():
     if PLATFORM == "cuda" and not _cuda.available():
         say("There is no kernel here.")
         return
+    primitives()
     agrees("sparse_adam", 128, False)
     agrees("exact_adam", 33, True)
     agrees("exact_adamw", 64, False)
