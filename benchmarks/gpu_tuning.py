@@ -343,7 +343,10 @@ def large():
     profiled(update, best, zipf, "zipf, best")
     del update
     few()
-    steps(best, ["sparse_adam", "rowwise_adagrad"], True, ["sparse_adam"])
+    CudaOps.tuning = best._replace(pools=True)
+    steps(best._replace(pools=True), ["sparse_adam"], True, ["sparse_adam"])
+    CudaOps.tuning = Tuning()
+    steps(best, ["sparse_adam", "rowwise_adagrad"], True)
     steps(best, ["sparse_adam", "exact_adam", "lazy(adamw)"], False, ["exact_adam"])
     exact = Update("exact_adam", rows, width, n)
     options = [

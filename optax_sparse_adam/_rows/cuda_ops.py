@@ -167,7 +167,8 @@ def _takes_look_up_bags(
     num_bags: int,
 ) -> bool:
     is_there = math.prod(source.array.shape) * ids.size > 0
-    return source.stale is not None and segments is None and is_there
+    by_kernel = source.stale is not None or CudaOps.tuning.pools
+    return by_kernel and segments is None and is_there
 
 
 @dataclass(frozen=True)
@@ -403,16 +404,18 @@ class CudaOps(RowOps):
     def _stale(self, source: Source) -> tuple[_Layout, Program, Tables]:
         """What brings the rows of a stale table up to date."""
         stale, table = source.stale, source.array
-        assert stale is not None
         layout = _Layout.of(table.shape, 1)
-        read = table, *stale.tables
+        read = (table,) if stale is None else (table, *stale.tables)
         names = [f"r{i}" for i in range(len(read))]
 
         def function(rows: Sequence[jax.Array], shared: Any) -> list[jax.Array]:
+            if stale is None:
+                return [rows[0]]
             return [stale.value_of(rows[0], tuple(rows[1:]), shared)]
 
         shapes = _row_shapes(names, list(map(layout.array, read)), layout)
-        program = print_formula(function, shapes, layout.columns, (stale.shared,))
+        shared = None if stale is None else stale.shared
+        program = print_formula(function, shapes, layout.columns, (shared,))
         return layout, program, tuple(map(layout.flat, read))
 
     def _sorted(self, entries: Entries, layout: _Layout) -> _Sorted:

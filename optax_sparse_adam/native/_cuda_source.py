@@ -31,6 +31,7 @@ class Tuning(NamedTuple):
       parts: Of a later list, by its size: up to it, the slots of a block, those of a
         warp at once, and warps.
       ranked: Entries up to which they are sorted by counting, not by XLA.
+      pools: Whether bags of rows as they are stored are read by the kernel, too.
       options: For the compiler.
     """
 
@@ -46,6 +47,7 @@ class Tuning(NamedTuple):
         (2**31, 512, 32, 16),
     )
     ranked: int = 16384
+    pools: bool = False
     options: tuple[str, ...] = ()
 
 
@@ -169,7 +171,8 @@ def source_of(
     body += shared_lines + program.lines
     results = [value for value, _ in program.results]
     if kernel.pools:
-        body.append(f"FOR g[j] += weight * {results.pop(0).element};")
+        row = results.pop(0).element
+        body.append(f"FOR g[j] += is_there ? weight * {row} : 0.0f;")
     elif kernel.out is not None:
         body.append(_store("out", "place", results.pop(0)))
     if any(not array.is_wide for array in kernel.tables):
@@ -203,8 +206,10 @@ def source_of(
     if kernel.out is not None:
         macros["OUT"] = stored_type(kernel.out)
         macros["FILL"] = constant(kernel.fill, jnp.float32).text
-    if kernel.reduces or kernel.pools:
-        macros["REDUCE" if kernel.reduces else "POOL"] = 1
+    if kernel.reduces:
+        macros["REDUCE"] = 1
+    elif kernel.pools:
+        macros["POOL"] = 1 if program.lines else 4  # rows at once
     head = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     text = text_of("rows.cu").replace(
         "  FORMULA\n", "".join(f"  {line}\n" for line in body)

@@ -224,9 +224,9 @@ INLINE void wait_for_copies() {
 }
 
 // ---- The formula of a row: `g` is its gradient, `place` where its change goes. Of bags
-// `g` is their sum so far, to which it adds the row, times `weight`.
+// `g` is their sum so far, to which it adds the row, times `weight`, if it `is_there`.
 
-INLINE void formula(Int row, Int place, int lane, float* g, float weight PARAMS) {
+INLINE void formula(Int row, Int place, int lane, float* g, float weight, bool is_there PARAMS) {
   FORMULA
 }
 
@@ -347,7 +347,7 @@ INLINE void reduce_chunk(const List& list, int c, int chunk, int lane, Pack<floa
     if (key != next || i + 1 == limit) {
       if (is_row(key)) {
         if (in_head || key == next) store_row(new_data, slot + 2 * c + !in_head, lane, [&](int j) { return sum[j]; });
-        else formula(ROW_OF(key), key, lane, sum, 1.0f ARGS);
+        else formula(ROW_OF(key), key, lane, sum, 1.0f, true ARGS);
       }
       in_head = false;
       FOR sum[j] = 0;
@@ -442,11 +442,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
 #if WEIGHTS
     if (lane < count) weight = weights[from + lane];
 #endif
-#pragma unroll 1
+    // Without a branch, so that rows which are only read are read several at once.
+#pragma unroll POOL
     for (int i = 0; i < count; ++i) {
       const int key = __shfl_sync(ALL, own, i);
-      const float w = __shfl_sync(ALL, weight, i);
-      if (key >= 0 && key < rows) formula(key, 0, lane, sum, w ARGS);
+      const bool is_there = key >= 0 && key < rows;
+      formula(is_there ? key : 0, 0, lane, sum, __shfl_sync(ALL, weight, i), is_there ARGS);
     }
   }
   store_row(out, bag, lane, [&](int j) { return sum[j]; });
@@ -469,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
 #ifdef DATA
     load_row(g, data, i, lane);
 #endif
-    formula(key, i, lane, g, 1.0f ARGS);
+    formula(key, i, lane, g, 1.0f, true ARGS);
     return;
   }
 #ifdef OUT
