@@ -173,6 +173,8 @@ def _entries(lookup: Lookup) -> LookupEntries:
         own = lookup._columns([0])
         above = jnp.minimum(own, _LARGEST_ID - 1) + 1
         rows = jnp.where(own < 0, own, jnp.where(own >= size, above, own))
+    else:  # distinct padding, where ids are promised to be unique
+        rows = jnp.minimum(rows, size)
     return LookupEntries(rows)
 
 

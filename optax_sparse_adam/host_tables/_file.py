@@ -75,6 +75,7 @@ class File(Memory):
         self._expected: dict[str, Any] = about
         self._name, self._shape = name, (rows, layout.words)
         self._file: Any = None
+        self._is_new = False
         self._cold_for = 0  # so many batches more
 
     # Begin and open.
@@ -112,6 +113,7 @@ class File(Memory):
                 place = self._start + first * self._words * WORD
                 write_at(self._file, place, np.ascontiguousarray(records))
             os.replace(self._new, self.path)
+            self._is_new = True
             sync_folder(self.path.parent)
         except BaseException:
             self._new.unlink(missing_ok=True)
@@ -196,6 +198,10 @@ class File(Memory):
         if self._file is not None and not self._file.closed:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
+
+    def discard(self) -> None:
+        if self._is_new:
+            self.path.unlink(missing_ok=True)
 
     def set_mark(self, mark: Mark) -> None:
         write_at(self._file, 0, (_MAGIC + mark.text).ljust(_MARK))

@@ -123,6 +123,7 @@ class Pipeline:
         fetched: Rows | None = None  # for the next batch
         before: Rows | None = None  # what the last step has made, which that may lack
         state: Any = None  # of the rows after it
+        config: Any = jax.config  # not all of it has types in every version
         rows.check(changes=True)
         try:
             with ThreadPoolExecutor(1, "host_tables") as worker:
@@ -138,8 +139,9 @@ class Pipeline:
                             fetched, before = rows.fetch(batch), None
                         # Asked before the step, which a CPU may run in this thread.
                         following = source.peek(0)
+                        x64: bool = config.jax_enable_x64
                         rows.work = work = worker.submit(
-                            self._beside, rows.unstored, following, drawn - 1
+                            self._beside, x64, rows.unstored, following, drawn - 1
                         )
                         value = self._advance(batch, fetched, before)
                         state, before = rows.state, rows.unstored[-1]
@@ -152,9 +154,16 @@ class Pipeline:
                 rows.settle()
 
     def _beside(
-        self, results: Sequence[Rows], following: Sequence[Batch], known: int
+        self, x64: bool, results: Sequence[Rows], following: Sequence[Batch], known: int
     ) -> Rows | None:
         """What the thread does during a step."""
+        # The caller's setting may be that of its thread: rows would become float32.
+        with jax.enable_x64(x64):
+            return self._write_and_fetch(results, following, known)
+
+    def _write_and_fetch(
+        self, results: Sequence[Rows], following: Sequence[Batch], known: int
+    ) -> Rows | None:
         rows = self._rows
         rows.write(results)
         for batch in following[max(1, known) :]:

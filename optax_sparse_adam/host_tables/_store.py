@@ -123,6 +123,9 @@ class Store:
 
     def close(self) -> None: ...
 
+    def discard(self) -> None:
+        """Removes what it has begun, as another table could not be."""
+
     def take_into(self, rows: Ascending, out: np.ndarray) -> None:
         """Reads records into the first rows of `out`, `[k, words]`, contiguous."""
         raise NotImplementedError

@@ -54,17 +54,21 @@ class HostTrainer:
     Raises:
       TypeError: If `tx` is no transformation; by steps, as those of `make_train_step`.
       ValueError: If there is no `HostTable`; if two have one file or one storage; if
-        the state of `tx` has rows along another axis. By steps, with the user's line,
+        the state of `tx` has rows along another axis, or begins with what is computed
+        of all rows, such as a norm. By steps, with the user's line,
         for a loss that uses all of a table, or whose ids depend on rows.
       IndexError: By a step, before anything is changed, for an id out of bounds, or
         for an integer of NumPy that JAX would take for another one.
       FileExistsError: If a file is there already: `restore` opens it.
       BlockingIOError: If another trainer has the file.
-      OSError: If a disk is full. What could not be written is kept, and written by the
-        next call for which there is room.
+      OSError: If a disk is full: what could not be written is kept, and written by the
+        next call for which there is room. If another program has cut a file.
       MemoryError: If the process holds more than the budget without pages of files.
       NotImplementedError: In one of several processes.
-      RuntimeError: By any use in a process that was forked.
+      RuntimeError: By any use in a process that was forked. By a step or an evaluation
+        that looks up other ids than those that were computed before it, as of
+        `np.random`; after such a step, and after a `map_rows` that has ended half way,
+        by all but `close`: then `restore` goes on from the last checkpoint.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
@@ -140,6 +144,8 @@ class HostTrainer:
                 save(rows, path)
         except BaseException:
             rows.close()
+            for store in rows.stores if path is None else ():
+                store.discard()
             raise
 
     def checkpoint(self, path: Any) -> None:
@@ -195,8 +201,9 @@ class HostTrainer:
           FileNotFoundError: If there is no checkpoint, or a file of it is missing.
           PermissionError: If a file cannot be written.
           ValueError: If it is one of other parameters or of another optimiser, or
-            damaged, or rows that are not in memory have changed since a later
-            checkpoint.
+            damaged, or if rows that are not in memory have changed otherwise than its
+            journal says: of an older checkpoint, or a folder that was copied without
+            them. Nothing is changed then.
           BlockingIOError: If another trainer has a file.
         """
 
@@ -228,7 +235,8 @@ class HostTrainer:
     def run(self, batches: Iterable[Any], *, ahead: int = 4) -> Iterator[Any]:
         """Does a step for each batch, as a pipeline, and yields its value.
 
-        A batch is drawn before the step of the one before it is done. What the iterable
+        A batch is drawn before the step of the one before it is done, and copied, as
+        the iterable may use its arrays again. What the iterable
         raises, and what is wrong with a batch, is raised when all steps before are
         done. Between two values the trainer may be used for anything; by the iterable,
         to read it and to make checkpoints.
@@ -275,7 +283,7 @@ class HostTrainer:
         Raises:
           ValueError: Before anything is changed, if what is no row depends on rows in
             the result, or has another shape or type. What is raised later, such as a
-            KeyboardInterrupt, leaves some rows as they were.
+            KeyboardInterrupt, leaves some rows as they were: go on from a checkpoint.
         """
         with self._rows.alone():
             map_rows(self._rows, function)

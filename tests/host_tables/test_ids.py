@@ -58,6 +58,19 @@ def test_python_numbers_are_weak_types(name):
     as_in_memory(of_ids(compute), made, rows=120 if name == "int8" else ROWS)
 
 
+@pytest.mark.slow
+def test_unique_ids_out_of_bounds_are_filled():
+    """Their padding is distinct, and was taken for rows that are none."""
+
+    def fun(params, ids, y):
+        unique = jnp.where(y > 0, jnp.arange(len(ids)), ROWS + jnp.arange(len(ids)))
+        options = {"mode": "fill", "fill_value": 0, "unique_indices": True}
+        rows = params["table"].at[unique].get(**options)
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    as_in_memory(fun, [*batches(0, 3)])
+
+
 @pytest.mark.parametrize("what", slow_but(["step", "run", "evaluate"], "run"))
 def test_ids_that_are_others_in_each_program_are_refused(what, tmp_path):
     """`np.random` while tracing: rows of neighbours would be trained, in silence."""

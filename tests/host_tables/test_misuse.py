@@ -326,6 +326,11 @@ def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="no rows"):
         host.HostTrainer(loss, TX, {"table": table, "w": begin()[1]})
     assert list(tmp_path.iterdir()) == []
+    # Nor does the table before it.
+    first = host_params(*begin(), file=tmp_path / "first.bin")
+    with pytest.raises(RuntimeError, match="no rows"):
+        host.HostTrainer(loss, TX, first | {"z": table})
+    assert list(tmp_path.iterdir()) == []
     new_trainer(file=tmp_path / "table.bin").close()
 
 
