@@ -31,8 +31,8 @@ class LmdbRows:
 
     def write_mark(self, mark):  # by which `restore` sees copies of another time
         with self.database.begin(write=True) as transaction:
-            transaction.put(b"mark", mark)
+            transaction.put(b"mark of rows", mark)  # longer than a row's key
 
     def read_mark(self):
         with self.database.begin() as transaction:
-            return transaction.get(b"mark")
+            return transaction.get(b"mark of rows")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 
@@ -127,7 +128,10 @@ def test_a_table_in_lmdb(folder):
     with host.HostTrainer(loss, TX, params) as trainer:
         values = list(trainer.run(batches(0, 30)))
         trainer.checkpoint(folder / "run")
+        kept = shutil.copytree(folder / "run", folder / "kept")
         list(trainer.run(batches(60, 62)))
+    with pytest.raises(ValueError, match="has changed since the checkpoint"):
+        host.HostTrainer.restore(kept, loss, TX, params)
     with host.HostTrainer.restore(folder / "run", loss, TX, params) as trainer:
         values += list(trainer.run(batches(30, 50)))
         assert_trained_alike(trainer, values, known)
