@@ -167,8 +167,7 @@ def _takes_look_up_bags(
     num_bags: int,
 ) -> bool:
     is_there = math.prod(source.array.shape) * ids.size > 0
-    by_kernel = source.stale is not None or CudaOps.tuning.pools
-    return by_kernel and segments is None and is_there
+    return source.stale is not None and segments is None and is_there
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ class Tuning(NamedTuple):
 
     The values are those of an H100, for updates of 1,048,576 ids of 10M x 128 and 8,192
     of 1M x 64. What was tried and does not pay: rows of tables that are asked for ahead
-    (0.92 ms for 0.77), loads and stores that pass by the caches, fewer registers.
+    (0.92 ms for 0.77; in later lists alone 0.764 for 0.754), loads and stores that pass
+    by the caches, fewer registers, other parts.
 
     Attributes:
       ahead: Entries whose values a warp has asked for; a power of two.
       warps: In a block.
-      fetch: Whether later lists ask for rows of tables ahead.
       threads: Of a block at most, of which the compiler makes the number of registers.
       few: Entries up to which a chunk has `small` of them, else `large`.
       small: At least; a power of two.
@@ -31,23 +31,20 @@ class Tuning(NamedTuple):
       parts: Of a later list, by its size: up to it, the slots of a block, those of a
         warp at once, and warps.
       ranked: Entries up to which they are sorted by counting, not by XLA.
-      pools: Whether bags of rows as they are stored are read by the kernel, too.
       options: For the compiler.
     """
 
     ahead: int = 4
     warps: int = 4
-    fetch: bool = True
     threads: int = 512
     few: int = 1 << 16
-    small: int = 8
-    large: int = 24
+    small: int = 16
+    large: int = 32
     parts: tuple[tuple[int, int, int, int], ...] = (
         (2048, 128, 16, 8),
         (2**31, 512, 32, 16),
     )
     ranked: int = 16384
-    pools: bool = False
     options: tuple[str, ...] = ()
 
 
@@ -156,7 +153,7 @@ def source_of(
     params = [*shared_params]
     if kernel.out is not None:
         params.insert(0, f"{stored_type(kernel.out)}* out")
-    body, fetches = [], []
+    body = []
     for kind, group in (("t", kernel.tables), ("r", kernel.read)):
         for i, array in enumerate(group):
             name, const = f"{kind}{i}", "const " if kind == "r" else ""
@@ -164,10 +161,8 @@ def source_of(
             own = computed_type(array.dtype)
             if array.is_wide:
                 body.append(f"{own} {name}[V]; load_row({name}, {name}_, row, lane);")
-                fetches.append(f"fetch({name}_ + fetched * DIM, DIM);")
             else:
                 body.append(f"const {own} {name} = get({name}_[row]);")
-                fetches.append(f"fetch({name}_ + fetched, 1);")
     body += shared_lines + program.lines
     results = [value for value, _ in program.results]
     if kernel.pools:
@@ -192,8 +187,6 @@ def source_of(
         "DIM": kernel.columns,
         "VEC": at_once,
         "AHEAD": tuning.ahead,
-        "FETCH": int(tuning.fetch and len(fetches) > 0),
-        "FETCH_ROW(row)": f"const Int fetched = row; {' '.join(fetches)}",
         "THREADS": tuning.threads,
         "PARAMS": "".join(f", {param}" for param in params),
         "ARGS": "".join(f", {name}" for name in names),

@@ -11,7 +11,6 @@
 //   OUT               type of what is written at each place, if anything is
 //   PARAMS, ARGS      further parameters: tables and numbers; each begins with a comma
 //   AHEAD             how many entries ahead values are asked for
-//   FETCH, FETCH_ROW  whether later lists ask for rows of tables ahead, and how
 //
 // A warp, 32 lanes, holds a row: VEC columns of each 32 * VEC are a lane's. There are no
 // atomic additions: two runs have the same bits.
@@ -192,14 +191,6 @@ template <class T, class F> INLINE void store_row(T* base, Int row, int lane, F 
   }
 }
 
-// One lane asks for a row, or for a number, which comes to the second cache.
-template <class T> INLINE void fetch(const T* p, int size) {
-#ifdef __CUDA_ARCH__
-  const char* const bytes = reinterpret_cast<const char*>(p);
-  for (int at = 0; at < size * (int)sizeof(T); at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(bytes + at));
-#endif
-}
-
 // A few numbers go to shared memory, and this lane does not wait for them.
 template <class T> INLINE void copy_async(Pack<T>* to, const Pack<T>* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -309,19 +300,6 @@ INLINE void reduce_chunk(const List& list, int c, int chunk, int lane, Pack<floa
     }
     end_of_copies();
   };
-
-#if FETCH
-  // A warp of a later list waits for each row that it finishes: it asks for all at once.
-  // (Where the device is busy with entries, rows that are asked for leave the cache again.)
-  if (list.data == new_data) {
-    const int next0 = __shfl_down_sync(ALL, k0, 1), next1 = __shfl_down_sync(ALL, k1, 1), k32 = __shfl_sync(ALL, k1, 0);
-    const auto ends = [&](int i, int key, int next) {
-      return i >= first && i < limit && key != next && is_row(key) && !(is_open && key == head);
-    };
-    if (ends(lane, k0, lane == 31 ? k32 : next0)) { FETCH_ROW(ROW_OF(k0)); }
-    if (ends(lane + 32, k1, next1)) { FETCH_ROW(ROW_OF(k1)); }
-  }
-#endif
 
   float sum[V];
   FOR sum[j] = 0;
