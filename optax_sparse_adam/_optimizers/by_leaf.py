@@ -159,6 +159,39 @@ def _moments_of_leaf(
     return {key: x[i] for key, x in columns.items() if x[i] is not None}
 
 
+def _update_leaves(
+    update_leaf: Callable[..., Any],
+    moments: dict[str, Moment],
+    leaves: tuple[list[Any], list[Any], list[Any]],
+    columns: dict[str, list[Any]],
+    scalars_of: Callable[[Any, Any], Any],
+    *,
+    name: str,
+    reads_params: str,
+) -> list[Update]:
+    """The update of each leaf; its new moments are put into the columns.
+
+    `leaves` are the gradients, what they must be shaped like (the parameters, if these
+    are read), and the parameters that may add updates to themselves.
+    """
+    made = [Update() for _ in leaves[0]]
+    for i, (grad, like, adds_to) in enumerate(zip(*leaves, strict=True)):
+        if grad is None:
+            continue
+        check_leaf(grad, like)
+        if reads_params:
+            refuse_stored_rows(grad, reads_params, name)
+        arrays = _moments_of_leaf(moments, columns, i, jnp.shape(like))
+        param = jnp.asarray(like) if reads_params else None
+        read = [*arrays.values()] if param is None else [param]
+        dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
+        args = tuple(arrays.values()), scalars_of(dtype, read[-1].dtype), adds_to
+        made[i], new_arrays = update_leaf(grad, param, *args)
+        for key, new in zip(arrays, new_arrays, strict=True):
+            columns[key][i] = new
+    return made
+
+
 def by_leaf(
     name: str,
     state_class: Any,
@@ -188,6 +221,9 @@ def by_leaf(
     # Without parameters, their shapes are those of the moments of the same shape.
     full = [key for key, moment in moments.items() if moment.axes is all_axes]
     title = name.title().replace("_", "")  # as torch's class
+    update_leaves = functools.partial(
+        _update_leaves, update_leaf, moments, name=name, reads_params=reads_params
+    )
 
     def init_fn(params: optax.Params) -> Any:
         for leaf in jax.tree.leaves(params):
@@ -224,25 +260,10 @@ def by_leaf(
         shaped_like = columns[full[-1]] if full else grads
         if reads_params:
             shaped_like = param_leaves
-        adds_to = param_leaves if adds_to_params else none
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         scale = 1 if rate is None else -1 * rate
-        scalars_of = _step_scalars(scalars, scale, count_inc)
-        made = [Update() for _ in grads]
-        for i, (grad, like) in enumerate(zip(grads, shaped_like, strict=True)):
-            if grad is None:
-                continue
-            check_leaf(grad, like)
-            if reads_params:
-                refuse_stored_rows(grad, reads_params, name)
-            arrays = _moments_of_leaf(moments, columns, i, jnp.shape(like))
-            param = jnp.asarray(like) if reads_params else None
-            read = [*arrays.values()] if param is None else [param]
-            dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
-            args = tuple(arrays.values()), scalars_of(dtype, read[-1].dtype), adds_to[i]
-            made[i], new_arrays = update_leaf(grad, param, *args)
-            for key, new in zip(arrays, new_arrays, strict=True):
-                columns[key][i] = new
+        leaves = grads, shaped_like, param_leaves if adds_to_params else none
+        made = update_leaves(leaves, columns, _step_scalars(scalars, scale, count_inc))
         new_trees = {key: treedef.unflatten(x) for key, x in columns.items()}
         return treedef, made, state_class(count=count_inc, **new_trees)
 
