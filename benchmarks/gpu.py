@@ -28,7 +28,7 @@ from pathlib import Path
 from gpu_parts import FORMAT, table
 
 ROOT = Path(__file__).parents[1]
-PARTS = "device", "checks", "update", "step", "bags", "small", "cross", "host"
+PARTS = "device", "update", "step", "bags", "small", "checks", "cross", "host"
 PARTS += "profile", "formulas", "tests"
 TESTS_SECONDS = 110
 LOST = 75  # the exit status of a process that has lost its GPU
