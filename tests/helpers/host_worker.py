@@ -52,6 +52,11 @@ def half_of_rows(put, self, rows, records):
     put(self, rows[: len(rows) // 2], records[: len(rows) // 2])
 
 
+def half_of_fields(put_fields, self, rows, arrays):
+    half = len(rows) // 2
+    put_fields(self, rows[:half], [x[:half] for x in arrays])
+
+
 def half_of_bytes(write, file, place, data):
     write(file, place, data[: len(data) // 2])
 
@@ -74,6 +79,7 @@ def main(folder, moment, *options):
         trainer.checkpoint(folder / "run")
     moments = Moments(moment)
     moments.around(_file.File, "put", half_of_rows)
+    moments.around(_file.File, "put_fields", half_of_fields)
     moments.around(_journal, "write_at", half_of_bytes)
     moments.around(np, "savez", half_of_file)
     moments.around(os, "replace")

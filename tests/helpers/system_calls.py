@@ -85,11 +85,18 @@ class Snapshots:
     @contextlib.contextmanager
     def taken(self, monkeypatch):
         put, write_at = Memory.put, _journal.write_at
+        put_fields = Memory.put_fields
 
         def half_put(store, rows, records):
             put(store, rows[: len(rows) // 2], records[: len(rows) // 2])
             self.take()
             put(store, rows, records)
+
+        def half_put_fields(store, rows, arrays):
+            half = len(rows) // 2
+            put_fields(store, rows[:half], [x[:half] for x in arrays])
+            self.take()
+            put_fields(store, rows, arrays)
 
         def half_write(file, place, data):
             data = memoryview(data).cast("B")
@@ -99,6 +106,7 @@ class Snapshots:
 
         with monkeypatch.context() as patch, at_each_call(self.take):
             patch.setattr(Memory, "put", half_put)
+            patch.setattr(Memory, "put_fields", half_put_fields)
             patch.setattr(_journal, "write_at", half_write)
             yield self
         # A mark lies in one sector of a disk, and is written whole.

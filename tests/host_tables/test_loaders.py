@@ -177,14 +177,16 @@ def test_a_run_that_is_open_when_the_process_ends(tmp_path):
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
-def test_a_memory_that_is_written_beside_the_step_is_written_before_the_next(
+def test_rows_that_are_written_beside_the_step_are_there_between_two_values(
     monkeypatch,
 ):
-    """What a run has not written yet is there for whoever reads between two values."""
+    """For whoever reads them there, however long the thread takes."""
     trainer, seen = new_trainer(), []
-    put = Memory.put
+    put = Memory.put_fields
     monkeypatch.setattr(
-        Memory, "put", lambda *args: (time.sleep(0.01), put(*args), seen.append(1))
+        Memory,
+        "put_fields",
+        lambda *args: (time.sleep(0.01), put(*args), seen.append(1)),
     )
     run = trainer.run(batches(0, 4))
     for k in range(1, 5):
