@@ -127,14 +127,9 @@ class HostRows:
                 "batch by yourself, and pass it to HostTrainer.step."
             )
 
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """What this thread does inside belongs to the batches of `run`."""
-        self._drawing.is_on = True
-        try:
-            yield
-        finally:
-            self._drawing.is_on = False
+    def draws(self, is_on: bool) -> None:
+        """Says whether what this thread does belongs to the batches of `run`."""
+        self._drawing.is_on = is_on
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
         """Waits for what other threads do with this trainer, and then lets them wait.

@@ -42,8 +42,11 @@ class Source:
         """So many of the next batches at least, if there are; none at the end."""
         while len(self._batches) < count and self._end is None:
             try:
-                with self._rows.drawing():
+                self._rows.draws(True)
+                try:
                     batch = next(self._iterator)
+                finally:
+                    self._rows.draws(False)
                 batch = batch if isinstance(batch, tuple) else (batch,)
                 # A loader may refill the array that it has given.
                 batch = jax.tree.map(_kept, batch)
@@ -150,6 +153,7 @@ class Pipeline:
                         rows.check(changes=True)
                         fetched = work.result()
         finally:
+            rows.draws(False)  # an interrupt may have come while this was said
             with rows.alone():
                 rows.settle()
 

@@ -13,6 +13,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables import _host_rows
 from optax_sparse_adam.host_tables._store import Memory
 
 from ..helpers.host_tables import (
@@ -108,6 +109,28 @@ def test_an_interrupt_while_run_waits_for_another_thread(request, expected):
         values.extend(run)
     done = trainer.steps
     assert done in (2, 3)
+    values = [trainer.step(*batch) for batch in batches(done, 6)]
+    assert_trained_alike(trainer, [*expected[2][:done], *values], expected)
+    trainer.close()
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_an_interrupt_before_and_after_a_batch_is_drawn(which, monkeypatch, expected):
+    """The trainer does not believe for ever that batches are being drawn."""
+    trainer, draws, seen = new_trainer(), _host_rows.HostRows.draws, []
+
+    def interrupted(rows, is_on):
+        seen.append(1)
+        if len(seen) == 4 + which:  # of the third batch
+            if which == 1:  # it has begun
+                draws(rows, is_on)
+            raise KeyboardInterrupt
+        draws(rows, is_on)
+
+    monkeypatch.setattr(_host_rows.HostRows, "draws", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(trainer.run(batches(0, 6)))
+    done = trainer.steps
     values = [trainer.step(*batch) for batch in batches(done, 6)]
     assert_trained_alike(trainer, [*expected[2][:done], *values], expected)
     trainer.close()
