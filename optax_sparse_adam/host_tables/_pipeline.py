@@ -37,6 +37,7 @@ class Source:
         self._iterator, self._rows, self._ids = iter(batches), rows, ids
         self._batches: collections.deque[Batch] = collections.deque()
         self._end: Exception | None = None
+        self._without_ids: list[Any] = []  # whose ids could not be computed
 
     def peek(self, count: int) -> list[Batch]:
         """So many of the next batches at least, if there are; none at the end."""
@@ -50,9 +51,11 @@ class Source:
                 batch = batch if isinstance(batch, tuple) else (batch,)
                 # A loader may refill the array that it has given.
                 batch = jax.tree.map(_kept, batch)
+                self._without_ids = [batch]
                 with self._rows.alone():
                     name = f"Batch {self._rows.steps + len(self._batches)}"
                     self._batches.append(self._ids((batch, {}), {}, name))
+                self._without_ids = []
             except Exception as error:  # for when its turn comes
                 self._end = error
         if not self._batches and count and not isinstance(self._end, StopIteration):
@@ -65,6 +68,11 @@ class Source:
         if batch.needs_params:
             batch = self._ids(batch.args, batch.static, batch.name)
         return batch
+
+    @property
+    def left(self) -> list[Any]:
+        """What was drawn and not taken."""
+        return [*(batch.args[0] for batch in self._batches), *self._without_ids]
 
 
 def _kept(x: Any) -> Any:
@@ -90,12 +98,16 @@ class Pipeline:
       loss: The user's.
       params: The user's, with a `HostTable` in the place of each table.
       **options: Of `make_train_step`.
+
+    Attributes:
+      drawn: Batches that the last run has drawn and not trained.
     """
 
     def __init__(self, rows: HostRows, loss: Any, params: Any, **options: Any):
         self._rows = rows
         self._program = rows.plan.step(loss, params, **options)
         self._row_ids = RowIds(loss, rows.plan.tables, rows.plan.treedef)
+        self.drawn: list[Any] = []
 
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
         return self._row_ids(self._rows.dense, args, static, name)
@@ -127,7 +139,10 @@ class Pipeline:
         before: Rows | None = None  # what the last step has made, which that may lack
         state: Any = None  # of the rows after it
         config: Any = jax.config  # not all of it has types in every version
+        # The last batch that was taken, and how many steps were before it.
+        taken: list[tuple[Batch, int]] = []
         rows.check(changes=True)
+        self.drawn = []
         try:
             with ThreadPoolExecutor(1, "host_tables") as worker:
                 while drawn := len(first := source.peek(1)):
@@ -137,6 +152,7 @@ class Pipeline:
                     with rows.alone():
                         rows.check(changes=True)
                         batch = source.take()
+                        taken = [(batch, rows.steps)]
                         if fetched is None or rows.state != state:
                             rows.settle()  # the first one, or the caller has changed it
                             fetched, before = rows.fetch(batch), None
@@ -155,7 +171,11 @@ class Pipeline:
         finally:
             rows.draws(False)  # an interrupt may have come while this was said
             with rows.alone():
-                rows.settle()
+                try:
+                    rows.settle()
+                finally:
+                    left = [x.args[0] for x, steps in taken if steps == rows.steps]
+                    self.drawn = left + source.left
 
     def _beside(
         self, x64: bool, results: Sequence[Rows], following: Sequence[Batch], known: int

@@ -95,9 +95,9 @@ class Plan:
         of_params = (i if i in hosts else None for i in range(len(pairs)))
         places: dict[int | None, int] = {i: k for k, i in enumerate(hosts)}
         self._owners = [places.get(i) for i in (*of_params, *owners)]
-        self._structure: Any = jax.tree.structure(
-            (self.treedef.unflatten(shapes), state)
-        )
+        trees = self.treedef.unflatten(shapes), state
+        self._structure: Any = jax.tree.structure(trees)
+        self._shapes = jax.tree.leaves(trees)
         self.names: list[str] = []
         fields: list[list[Any]] = [[] for _ in hosts]
         named = [
@@ -171,12 +171,52 @@ class Plan:
             )
         return others(*leaves)
 
+    def split_state(self, state: Any) -> tuple[list[Any], list[list[Any]]]:
+        """What of a state that exists is no row, and the rows of each table.
+
+        Of a table there may be fewer rows than it has.
+
+        Raises:
+          ValueError: If it is the state of other parameters, or of another optimiser.
+        """
+        shapes = self._structure.unflatten(self._shapes)[1]
+        pairs = jax.tree_util.tree_leaves_with_path(shapes)
+        expected: Any = jax.tree.structure(shapes)
+        leaves, treedef = jax.tree.leaves(state), jax.tree.structure(state)
+        if treedef != expected:
+            raise ValueError(
+                "HostTrainer needs a `state` of this optimiser for these parameters: "
+                f"{expected}; got {treedef}."
+            )
+        others: list[Any] = []
+        arrays: list[list[Any]] = [[] for _ in self.layouts]
+        owners = self._owners[len(self._owners) - len(leaves) :]
+        for (path, own), x, k in zip(pairs, leaves, owners, strict=True):
+            shape = np.shape(x)
+            if k is not None and shape and shape[0] <= own.shape[0]:
+                shape = own.shape[0], *shape[1:]
+            if shape != own.shape or _type_of(x) != own.dtype:
+                raise ValueError(
+                    f"`state{jax.tree_util.keystr(path)}` is {_type_of(x)}"
+                    f"{list(np.shape(x))}, and HostTrainer needs {own.dtype}"
+                    f"{list(own.shape)}"
+                    + (", or fewer rows." if k is not None else ".")
+                )
+            (others if k is None else arrays[k]).append(x)
+        return others, arrays
+
     def init_records(
-        self, k: int, dense: Sequence[Any], *, skips_zeros: bool
+        self, k: int, dense: Sequence[Any], state: Sequence[Any], *, skips_zeros: bool
     ) -> Iterator[tuple[int, np.ndarray]]:
         """The records of a new table in pieces, each with its first row.
 
         Where all of them are zeros, nothing, if that may be skipped.
+
+        Args:
+          k: Which table.
+          dense: The parameters that are no tables.
+          state: The first rows of each array of its state, if they exist.
+          skips_zeros: Whether rows that are not written are zeros.
         """
         host, layout, index = self.hosts[k], self.layouts[k], [*self.tables][k]
         total = host.shape[0]
@@ -189,7 +229,7 @@ class Plan:
         rows = np.zeros((size, *host.shape[1:]), host.dtype)
         if host.init is None:
             records = layout.pack(arrays(dense, rows), size)
-            if skips_zeros and not records.any():
+            if skips_zeros and not state and not records.any():
                 return
         for first in range(0, total, size):
             count = min(size, total - first)
@@ -211,7 +251,11 @@ class Plan:
                         f"type {given.dtype}; the table has {host.dtype}."
                     )
                 rows[:count] = given.astype(host.dtype)
+            if host.init is not None or state:
                 records = layout.pack(arrays(dense, rows), count)
+            for number, x in enumerate(state, 1):
+                part = np.asarray(x[first : first + count])
+                layout.view(records, number)[: len(part)] = part
             yield first, records[:count]
 
     # Programs.

@@ -45,6 +45,9 @@ class HostTrainer:
       tx: The optimiser, any that `make_train_step` takes.
       params: Tree of arrays and `HostTable`s. Arrays are copied.
       has_aux: Whether `loss` returns a pair.
+      state: The optimiser's state, if there is one, of a table in memory or of another
+        trainer: in the tree of `tx.init`, with arrays of JAX or NumPy, which are
+        copied. Where it has fewer rows than a table, the others begin anew.
       sparse: As in `value_and_grad`.
       budget: Bytes that the process may hold, mapped pages of files included; when
         there are more, pages are given back to the system.
@@ -92,6 +95,7 @@ class HostTrainer:
         params: Any,
         has_aux: bool = False,
         *,
+        state: Any = None,
         sparse: Sparse = None,
         budget: float | None = None,
         fsync: bool = False,
@@ -100,12 +104,16 @@ class HostTrainer:
         def begin(k: int, store: Store) -> None:
             rows = self._rows
             pieces: Any = rows.plan.init_records(
-                k, rows.dense, skips_zeros=store.begins_with_zeros
+                k, rows.dense, of_rows[k], skips_zeros=store.begins_with_zeros
             )
             store.begin(pieces if progress is None else progress(pieces))
 
         self._start(loss, tx, params, has_aux, sparse)
-        self._open(begin, budget, fsync)
+        plan, others = self._rows.plan, None
+        of_rows: list[list[Any]] = [[] for _ in plan.hosts]
+        if state is not None:
+            others, of_rows = plan.split_state(state)
+        self._open(begin, budget, fsync, others=others)
 
     def _start(
         self, loss: Any, tx: Any, params: Any, has_aux: bool, sparse: Sparse
@@ -126,13 +134,15 @@ class HostTrainer:
         budget: float | None,
         fsync: bool,
         path: Path | None = None,
+        others: list[Any] | None = None,
     ) -> None:
         """Begins a run, or goes on with that of a checkpoint."""
         rows, plan = self._rows, self._rows.plan
         sizes = [x.shape[0] for x in plan.tables.values()]
         try:
             # A training step donates it, and two arrays of a state may be one.
-            rows.others += [jnp.array(x) for x in plan.begin_others(rows.dense)]
+            others = plan.begin_others(rows.dense) if others is None else others
+            rows.others += [jnp.array(x) for x in others]
             rows.ledger = Ledger(rows.stores, plan.layouts, sizes, fsync)
             pairs = zip(plan.hosts, plan.tables.values(), strict=True)
             for k, (host, table) in enumerate(pairs):
@@ -255,6 +265,16 @@ class HostTrainer:
         """
         self._rows.check()
         return self._pipeline.run(batches, max(0, ahead))
+
+    @property
+    def drawn(self) -> list[tuple[Any, ...]]:
+        """Batches that the last `run` has drawn and not trained, the first one first.
+
+        There are some where it was left by `break`, or by an exception: of a batch that
+        has raised, that one, too. `run(itertools.chain(trainer.drawn, iterator))`, of
+        the iterator that it was left with, goes on as if nothing had happened.
+        """
+        return [*self._pipeline.drawn]
 
     def evaluate(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun(params, *args)` on the rows as they are now, without a gradient.

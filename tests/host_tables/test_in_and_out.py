@@ -1,0 +1,144 @@
+"""From memory to a trainer and back, to a larger table, and out of `run`."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+from ..helpers.host_tables import (
+    DIM,
+    ROWS,
+    Dictionary,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import assert_identical, slow_but
+
+TX = osa.exact_adam(1e-2)
+FOUND = ["memory", "file", "storage"]
+
+
+def place(where, tmp_path, name="x"):
+    kinds = {"file": {"file": tmp_path / name}, "storage": {"storage": Dictionary()}}
+    return kinds.get(where, {})
+
+
+def continued(params, state, first, last):
+    step, values = osa.make_train_step(loss, TX), []
+    for batch in batches(first, last):
+        params, state, value = step(params, state, *batch)
+        values.append(np.asarray(value))
+    return params, state, values
+
+
+@pytest.mark.parametrize("where", slow_but(FOUND, "file"))
+def test_trained_in_memory_then_on_the_host_and_back(where, tmp_path):
+    rows, w = begin()
+    plain = {"table": rows, "w": w}
+    known = train_in_memory(loss, TX, plain, batches(0, 12))
+    params, state, values = train_in_memory(loss, TX, plain, batches(0, 4))
+    own = host_params(np.asarray(params["table"]), params["w"])
+    own["table"] = host.HostTable(
+        rows.shape, init=own["table"].init, **place(where, tmp_path)
+    )
+    trainer = host.HostTrainer(loss, TX, own, state=state)
+    values += list(trainer.run(batches(4, 8)))
+    params, state = jax.tree.map(jnp.array, (trainer.params, trainer.state))
+    trainer.close()
+    *trees, last = continued(params, state, 8, 12)
+    pairs = zip(jax.tree.leaves(trees), jax.tree.leaves(list(known[:2])), strict=True)
+    for found, expected in pairs:
+        assert_identical(np.asarray(found), np.asarray(expected))
+    assert_identical(np.array([*values, *last]), np.array(known[2]))
+
+
+@pytest.mark.parametrize("where", slow_but(FOUND, "file"))
+def test_a_table_that_grows(where, tmp_path):
+    """As one that was larger from the beginning."""
+    rows, w = begin((ROWS + 700, DIM))
+    known = train_in_memory(
+        loss, TX, {"table": rows, "w": w}, [*batches(0, 4), *batches(4, 8, ROWS + 700)]
+    )
+    small = host.HostTrainer(
+        loss, TX, host_params(rows[:ROWS], w, **place(where, tmp_path))
+    )
+    values = list(small.run(batches(0, 4)))
+
+    def grown(first, last):
+        held = small.params["table"][first : min(last, ROWS)]
+        return np.concatenate([held, rows[max(first, ROWS) : last]])
+
+    table = host.HostTable(rows.shape, init=grown, **place(where, tmp_path, "y"))
+    own = {"table": table, "w": small.params["w"]}
+    trainer = host.HostTrainer(loss, TX, own, state=small.state)
+    small.close()
+    values += list(trainer.run(batches(4, 8, ROWS + 700)))
+    assert_trained_alike(trainer, values, known)
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state[0], "needs a `state` of this optimiser"),
+        (
+            lambda state: jax.tree.map(lambda x: x[:, :3] if x.ndim > 1 else x, state),
+            "",
+        ),
+        (lambda state: jax.tree.map(lambda x: np.resize(x, (999, 9)), state), ""),
+        (lambda state: jax.tree.map(lambda x: np.asarray(x, np.int8), state), "int8"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(change, words, tmp_path):
+    rows, w = begin()
+    state = TX.init({"table": jnp.array(rows), "w": jnp.array(w)})
+    own = host_params(rows, w, file=tmp_path / "x")
+    with pytest.raises(ValueError, match=words or "or fewer rows|HostTrainer needs"):
+        host.HostTrainer(loss, TX, own, state=change(state))
+    assert not list(tmp_path.iterdir())
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("way", ["break", "raise", "bad ids", "end"])
+def test_what_was_drawn_ahead_is_given_back(way):
+    rows, w = begin()
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 8))
+    trainer = host.HostTrainer(loss, TX, host_params(rows, w))
+    made = [*batches(0, 8)]
+    wrong = (np.array([ROWS + 5]), np.zeros(1, np.float32))
+    iterator = iter([*made[:3], wrong, *made[3:]] if way == "bad ids" else made)
+    values = []
+
+    def left():
+        for value in trainer.run(iterator):
+            values.append(value)
+            if len(values) == 3 and way == "break":
+                return
+            if len(values) == 3 and way == "raise":
+                raise Stopped
+
+    error = {"raise": Stopped, "bad ids": IndexError}.get(way)
+    if error is None:
+        left()
+    else:
+        with pytest.raises(error):
+            left()
+    drawn = trainer.drawn
+    assert (len(drawn) > 0) == (way != "end")
+    if way == "bad ids":
+        assert_identical(drawn.pop(0)[0], wrong[0])
+    values += trainer.run(itertools.chain(drawn, iterator))
+    assert trainer.drawn == []
+    assert_trained_alike(trainer, values, known)
