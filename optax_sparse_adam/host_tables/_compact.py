@@ -351,9 +351,11 @@ def without_callbacks(
     def inner(x: Any) -> Any:
         if type(x) in (tuple, list):
             return type(x)(map(inner, x))
+        if isinstance(x, Jaxpr):  # from JAX 0.11 on closed ones are, too
+            return without_callbacks(x, names)
         if isinstance(x, ClosedJaxpr):
-            return ClosedJaxpr(inner(x.jaxpr), x.consts)
-        return without_callbacks(x, names) if isinstance(x, Jaxpr) else x
+            return ClosedJaxpr(without_callbacks(x.jaxpr, names), x.consts)
+        return x
 
     eqns = []
     for eqn in jaxpr.eqns:
