@@ -1,10 +1,13 @@
 """Keys of batches that were taken back, for servers that have seen these batches."""
 
+import itertools
 from collections import deque
 
 import numpy as np
 
 from .checkpoint import KIND, STEP
+
+_MOST_ENTRIES = 64  # of the oldest, two become one: servers are told more, not less
 
 
 class TakenBack:
@@ -12,9 +15,10 @@ class TakenBack:
 
     A server that has fetched the rows of batches up to step 7 asks with step 7. Where
     these were taken back to step 5, it is told of the keys that they had brought or
-    sent away, what they are now, and of all that has changed from step 5 on. Twice as
-    many keys are kept as there are rows; `lost` is the last step without them. `kind`
-    is that of the keys: a vocabulary that is empty again has none.
+    sent away, what they are now, and of all that has changed from step 5 on. So it is
+    of what was taken back later: from 5 to 3, say. Some keys are kept, `most`; `lost`
+    is the last step without them. `kind` is that of the keys: a vocabulary that is
+    empty again has none.
     """
 
     def __init__(self) -> None:
@@ -25,27 +29,41 @@ class TakenBack:
         self, before: np.ndarray, after: np.ndarray, codes: np.ndarray, most: int
     ) -> None:
         """Notes codes; `before` and `after` are the `numbers` of the vocabulary."""
-        step, back_to = int(before[STEP]), int(after[STEP])
+        noted = self._noted
         self.kind = int(before[KIND]) or self.kind
-        if len(codes):
-            self._noted.append((step, back_to, codes))
-        while sum(len(codes) for *_, codes in self._noted) > most:
-            self.lost = max(self.lost, self._noted.popleft()[0])
+        noted.append((int(before[STEP]), int(after[STEP]), codes))
+        if len(noted) > _MOST_ENTRIES:
+            (a, to_a, of_a), (b, to_b, of_b) = noted.popleft(), noted.popleft()
+            noted.appendleft((max(a, b), min(to_a, to_b), np.append(of_a, of_b)))
+        while sum(len(codes) for *_, codes in noted) > most:
+            self.lost = max(self.lost, noted.popleft()[0])
 
-    def since(self, step: int) -> tuple[int, np.ndarray]:
-        """From which step on whoever has seen this one is told, and of which codes."""
-        seen = [x for x in self._noted if x[0] >= step]
+    def since(self, step: int) -> tuple[int, np.ndarray, bool]:
+        """What whoever has seen this step is told.
+
+        Returns: from which step on, of which codes, and whether this step is one of
+        those that were taken back.
+        """
+        # Whoever has seen it was there before the first one that began at it or later.
+        seen = [*itertools.dropwhile(lambda x: x[0] < step, self._noted)]
         codes = np.concatenate([np.zeros(0, np.uint64), *(x[2] for x in seen)])
-        return min([step, *(x[1] for x in seen)]), np.unique(codes)
+        return min([step, *(x[1] for x in seen)]), np.unique(codes), bool(seen)
 
 
 def changed_codes(
-    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]
+    before: tuple[np.ndarray, ...], after: tuple[np.ndarray, ...]
 ) -> np.ndarray:
-    """Codes of rows that have another one, or none, after: of `(keys, hits)` each."""
+    """Codes of rows that have another one, or none, after.
+
+    Of each `(keys, hits)`, and if given when the keys came to their rows: the same key
+    may have gone and come back.
+    """
     size = min(len(before[0]), len(after[0]))
-    (old, was), (new, now) = (
-        (x[:size], hits[:size] > 0) for x, hits in (before, after)
+    (old, was, *since), (new, now, *again) = (
+        (keys[:size], hits[:size] > 0, *(x[:size] for x in times))
+        for keys, hits, *times in (before, after)
     )
-    differ = (was | now) & ((was != now) | (old != new))
+    differ = (was != now) | (old != new)
+    for a, b in zip(since, again, strict=True):
+        differ |= a != b
     return np.concatenate([old[differ & was], new[differ & now]])

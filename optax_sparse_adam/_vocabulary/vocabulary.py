@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .checkpoint import KIND, LOST, STEP, checked, new_arrays, resized
+from .checkpoint import GONE, KIND, LOST, STEP, checked, new_arrays, resized
 from .codes import SIGNED
 from .contents import Contents, spread
 from .forks import survives_forks
@@ -240,7 +240,7 @@ class Vocabulary:
         self._ready()
         with self._lock:
             held = self._contents
-            first, other = self._taken_back.since(step)
+            first, other, is_taken_back = self._taken_back.since(step)
             lost = max(int(held.numbers[LOST]), self._taken_back.lost)
             if first <= held.numbers[LOST] or step <= self._taken_back.lost:
                 size = len(held.arrays.get("gone", ()))
@@ -250,7 +250,8 @@ class Vocabulary:
                     "`arrays`; then ask more often, or make the vocabulary with more "
                     "tombstones."
                 )
-            if self._is_copy and step > held.numbers[STEP] and not len(other):
+            is_later = step > held.numbers[STEP]
+            if self._is_copy and is_later and not is_taken_back:
                 raise ValueError(
                     "changed_since needs a step that this vocabulary has seen: it was "
                     f"restored or copied, and its last one is {held.numbers[STEP]}; "
@@ -327,10 +328,16 @@ class Vocabulary:
         with self._change("restore"):
             old = self._contents
             new = resized(checked(arrays, self._options), old.arrays)
-            codes = changed_codes(*((x["keys"], x["hits"]) for x in (old.arrays, new)))
+            names = "keys", "hits", "changed"
+            both = (tuple(x[name] for name in names) for x in (old.arrays, new))
+            codes = changed_codes(*both)
+            # Servers may not have asked for what has gone from the old one, either.
+            gone = old.arrays.get("gone", codes[:0])[: old.numbers[GONE]]
             with self._move():
                 self._load(new)
-            self._taken_back.note(old.numbers, new["numbers"], codes, 2 * self.rows)
+            codes, most = np.append(codes, gone), 2 * self.rows + len(gone)
+            self._taken_back.note(old.numbers, new["numbers"], codes, most)
+            self._taken_back.lost = max(self._taken_back.lost, int(old.numbers[LOST]))
             self._is_copy = True
 
     @property

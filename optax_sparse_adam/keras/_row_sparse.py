@@ -13,8 +13,13 @@ from .._gradients.evaluate import evaluate
 from .._gradients.value_and_grad import value_and_grad
 from ._optimizer import Optimizer
 
-# What reads whole tables, and what replaces them.
-_WHOLE = "save", "export", *(f"{x}_weights" for x in ("save", "get", "load", "set"))
+# What reads whole tables, what replaces them, and what replaces the optimiser.
+_WHOLE = (
+    "compile",
+    "save",
+    "export",
+    *(f"{x}_weights" for x in ("save", "get", "load", "set")),
+)
 
 
 def row_sparse(model: Any, sparse: Any = None) -> Any:

@@ -52,6 +52,17 @@ def assert_goes_on(model, other, epochs=1):
         np.testing.assert_array_equal(one, two)
 
 
+def test_compile_again_in_the_middle():
+    """Rows of `exact_adam` are up to date before their optimiser goes."""
+    model = h.compiled(h.functional, OPTIMIZERS["exact_adam"]())
+    for seed in range(3):
+        model.train_on_batch(*h.data(seed, batches=1))
+    expected = model.predict(h.data(7)[0], verbose=0)
+    model.compile(OPTIMIZERS["exact_adam"](), "mse")
+    predicted = model.predict(h.data(7)[0], verbose=0)
+    np.testing.assert_allclose(predicted, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_save_and_load_model(name, tmp_path):
     """Also in the middle, where `exact_adam` has stale rows."""
