@@ -70,7 +70,7 @@ def mask_padding(
     data: jax.Array, indices: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """`data` with zeros in the padding slots."""
-    zero = jnp.zeros_like(data, shape=())  # a 0 would promote booleans
+    zero = jnp.zeros([], data.dtype)  # a 0 would promote booleans
     return jnp.where(expand_like(in_bounds(indices, shape), data), data, zero)
 
 
