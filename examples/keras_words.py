@@ -52,14 +52,6 @@ def make_model(num_words):
     return keras.Model([center, contexts], layers.Dot(2)([words, others]))
 
 
-class Pairs(word2vec.SkipGrams):
-    """Batches whose noise is drawn for each pair: contexts `[BATCH, 1 + NEGATIVES]`."""
-
-    def batch(self, pairs, rng):
-        noise = self.noise[rng.integers(len(self.noise), size=(len(pairs), NEGATIVES))]
-        return pairs[:, 0], np.concatenate([pairs[:, 1:], noise], axis=1)
-
-
 def batches(pairs):
     """What `fit` takes: inputs, and labels, of which the first is a true context."""
     labels = np.zeros((BATCH, 1, 1 + NEGATIVES), np.float32)
@@ -93,7 +85,7 @@ def train(name, corpus, steps, verbose=2):
     loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="sum")
     model.compile(OPTIMIZERS[name](), loss)  # 3
     rng, pieces = np.random.default_rng(0), word2vec.split(tokens)
-    source = Pairs(counts)
+    source = word2vec.SkipGrams(counts)
     held_out = [*batches(source.held_out(pieces[::20], np.random.default_rng(1)))]
     kept = [x for i, x in enumerate(pieces) if i % 20]
     clock = Clock()

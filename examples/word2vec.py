@@ -60,12 +60,7 @@ except ImportError as error:
 DIM = 100  # numbers in a vector
 BATCH = 512  # pairs of words in a step
 WINDOW = 5  # how far the words of a pair may lie apart
-NEGATIVES = 5  # noise words that count for each pair
-# Noise words are drawn for this many pairs together, which are told from all of them by
-# one product of matrices: a sixth of the lookups, and a third of the time. Ji et al.,
-# "Parallelizing Word2Vec in Shared and Distributed Memory", 2016,
-# https://arxiv.org/abs/1604.04661. The expectation of the loss stays what it is.
-GROUP, NOISE = 128, 32
+NEGATIVES = 5  # noise words for each pair
 MIN_COUNT, MAX_WORDS = 2, 50_000  # rarer words are left out
 SAMPLE = 1e-3  # words that are more frequent are thinned out
 # Adam's usual 0.001 is slow for rows that few batches read. Held-out loss after 20,000
@@ -156,7 +151,7 @@ def skip_grams(tokens, reach):
 
 
 class SkipGrams:
-    """Draws batches: centers and contexts `[BATCH]`, noise `[BATCH // GROUP, NOISE]`.
+    """Draws batches: centers `[BATCH]`, contexts `[BATCH, 1 + NEGATIVES]`.
 
     With `bags`, the rows of each word, the centers are bags, `[BATCH, length]`.
     """
@@ -176,10 +171,9 @@ class SkipGrams:
         return rng.permutation(skip_grams(tokens, reach))
 
     def batch(self, pairs, rng):
-        size = len(pairs) // GROUP, NOISE
-        noise = self.noise[rng.integers(len(self.noise), size=size)]
+        noise = self.noise[rng.integers(len(self.noise), size=(len(pairs), NEGATIVES))]
         centers = pairs[:, 0] if self.bags is None else self.bags[pairs[:, 0]]
-        return centers, pairs[:, 1], noise
+        return centers, np.concatenate([pairs[:, 1:], noise], axis=1)
 
     def train(self, pieces, rng):
         """Batches without end; the pieces are shuffled anew for each pass."""
@@ -218,7 +212,7 @@ def vectors(table, ids):
     return table[ids]
 
 
-def loss_fn(params, centers, contexts, noise):
+def loss_fn(params, centers, contexts):
     """Negative sampling, equation 4 of the paper, summed over the batch.
 
     A sum, because word2vec takes a step for each pair: a mean would divide the gradient
@@ -227,12 +221,9 @@ def loss_fn(params, centers, contexts, noise):
     # Lookups, and no other use of the tables: so their gradients can be row-sparse.
     center = vectors(params["center"], centers).astype(jnp.float32)
     context = params["context"][contexts].astype(jnp.float32)
-    apart = params["context"][noise].astype(jnp.float32)
-    true = jnp.sum(center * context, axis=1)
-    groups = center.reshape(len(noise), -1, DIM)
-    false = jnp.einsum("gbd,gkd->gbk", groups, apart)
-    told = NEGATIVES / NOISE * jnp.sum(jax.nn.log_sigmoid(-false))
-    return -jnp.sum(jax.nn.log_sigmoid(true)) - told
+    scores = jnp.einsum("bd,bkd->bk", center, context)
+    true, noise = scores[:, 0], scores[:, 1:]
+    return -jnp.sum(jax.nn.log_sigmoid(true)) - jnp.sum(jax.nn.log_sigmoid(-noise))
 
 
 compiled_loss = jax.jit(loss_fn)
@@ -373,9 +364,8 @@ def main():
     bags = subwords(words, len(words), args.subwords) if args.subwords else None
     sizes = f"{heights[0]:,} and {heights[1]:,} rows x {DIM} float32"
     print(f"tables: {sizes}, {sum(heights) * DIM * 4 / 1e6:.1f} MB together")
-    noise = BATCH // GROUP * NOISE
-    lookups = BATCH * (1 + (1 if bags is None else bags.shape[1])) + noise
-    print(f"a step: {BATCH} pairs and {noise} noise words, {lookups:,} lookups")
+    lookups = BATCH * (1 + NEGATIVES + (1 if bags is None else bags.shape[1]))
+    print(f"a step: {BATCH} pairs with {NEGATIVES} noise words, {lookups:,} lookups")
 
     pieces, source = split(tokens), SkipGrams(counts, bags)
     held_out = source.held_out(pieces[::20], np.random.default_rng(0))
