@@ -39,8 +39,8 @@ def save(rows: HostRows, folder: Path) -> None:
     # Another run's journal would go with its checkpoint, and with it its files.
     if name_in(folder) not in {None, *ledger.names}:
         raise FileExistsError(
-            f"There is a checkpoint of another run in {folder}, or one that this run made "
-            "before it was restored from another folder. Give this run a folder of its "
+            f"There is a checkpoint of another run in {folder}, or one that this run "
+            "made before it was restored from another folder. Give it a folder of its "
             "own; or go on with the other one by HostTrainer.restore; or delete the "
             "folder, if it is of no use: the rows of this run do not need it."
         )
