@@ -43,6 +43,18 @@ def _found(newest: _build.Version) -> Iterator[tuple[_build.Version, Path]]:
             yield from _build.libraries(folder(), newest)
 
 
+def libraries() -> list[tuple[_build.Version, Path]]:
+    """Those of this source that XLA would take here, the newest first.
+
+    Of equal ones the user's own comes first. Nothing is loaded.
+    """
+    try:
+        newest = _build.interface(jax.ffi.include_dir())
+        return sorted(_found(newest), key=lambda x: x[0], reverse=True)
+    except (OSError, RuntimeError):
+        return []  # no headers, or no source
+
+
 def register(library: Path) -> None:
     """Loads the library and makes its functions known to XLA."""
     dll = ctypes.CDLL(str(library))
@@ -58,11 +70,10 @@ def loaded() -> Path | None:
     errors = []
     try:
         newest = _build.interface(jax.ffi.include_dir())
-        # The newest, and of equal ones the user's own.
-        libraries = sorted(_found(newest), key=lambda x: x[0], reverse=True)
     except (OSError, RuntimeError):
-        return None  # no headers, or no source
-    for version, library in libraries:
+        return None  # no headers
+    there = libraries()
+    for version, library in there:
         # XLA may refuse what is older. Said before its backend starts, that would come
         # to light then, and no backend would start.
         if version != newest and _started_devices() == 0:
@@ -80,7 +91,7 @@ def loaded() -> Path | None:
             RuntimeWarning,
             stacklevel=2,
         )
-    elif not libraries and has_cpus_only() and _can_be_compiled():
+    elif not there and has_cpus_only() and _can_be_compiled():
         warnings.warn(
             "The kernel for CPUs is not compiled for this source and this jaxlib, and "
             "plain JAX takes up to three times as long. Compile it once by python -m "

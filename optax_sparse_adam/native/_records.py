@@ -7,10 +7,10 @@ on are arrays, one for each field of a record: `take_fields` fills all of them i
 pass over the records.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,15 @@ def functions_of(library: Path) -> tuple[Any, Any]:
 
 @functools.cache
 def _functions() -> tuple[Any, Any] | None:
-    """Those of the library that this process has loaded, if it has."""
-    if _build.switched_off():
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said where a step asks for the kernel
-        library = _library.loaded()
-    return None if library is None else functions_of(library)
+    """Those of the library that is there, which XLA need not know of.
+
+    A process with several CPU devices has no kernel, and takes records all the same.
+    """
+    if not _build.switched_off():
+        for _, library in _library.libraries():
+            with contextlib.suppress(OSError, AttributeError):  # of another machine
+                return functions_of(library)
+    return None
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from optax_sparse_adam.native import _build, _records
+from optax_sparse_adam.native import _build, _library, _records
 
 
 def arrays(words, dtype, count, seed=0):
@@ -75,3 +75,12 @@ def test_what_the_library_does_not_take(by):
     with pytest.raises(ValueError, match="read-only"):
         _records.put(table, rows, records)
     np.testing.assert_array_equal(table, expected)
+
+
+def test_xla_is_told_nothing(cache, monkeypatch):
+    """A process with several devices may register another library later."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(_library, "register", None)  # raises
+    assert _records._functions.__wrapped__() is not None
+    monkeypatch.setenv("OPTAX_SPARSE_ADAM_NATIVE", "0")
+    assert _records._functions.__wrapped__() is None
