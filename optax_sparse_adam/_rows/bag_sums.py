@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_extras.sharding import call_with_auto_axes, mesh_of, partitions_of
+from .._jax_extras.sharding import (
+    call_with_auto_axes,
+    mesh_of,
+    partitions_of,
+    shard_axes_like,
+)
 from .entries import accumulator_dtype
 from .padding import expand_like
 
@@ -51,6 +56,9 @@ def add_up(
     """The weighted sum of the values of each bag, `[num_bags, ...]`."""
     values = values.astype(accumulator_dtype(values.dtype))
     if weights is not None:
+        if segments is None and mesh_of(values).explicit_axes:
+            # Rows are looked up for all devices, and ids may lie on some each.
+            weights = shard_axes_like(values, weights, (0, 1))
         values = values * expand_like(weights, values)
     if segments is None:
         return jnp.sum(values, axis=1)

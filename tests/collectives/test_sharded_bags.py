@@ -86,6 +86,27 @@ def test_what_is_sent_over_explicit_axes(layout):
         assert_close(sums, expected, 1e-6, magnitude=10.0)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_weights_of_a_batch_over_explicit_axes(mode):
+    """Ids and weights lie on some devices each; both gradients, as on one device."""
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
+    ids, weights = IDS % 40, np.abs(WEIGHTS) + 0.1
+
+    def loss(table, weights, ids):
+        return jnp.sum(
+            jnp.sin(osa.embedding_bag(table, ids, weights=weights, mode=mode))
+        )
+
+    expected = jax.grad(loss, (0, 1))(TABLE, weights, ids)
+    with jax.set_mesh(mesh):
+        put = _put(mesh, (TABLE, P()), (weights, P("x")), (ids, P("x")))
+        for gradient in (jax.grad(loss, (0, 1)), jax.jit(jax.grad(loss, (0, 1)))):
+            for actual, other in zip(gradient(*put), expected, strict=True):
+                assert_close(actual, other, 1e-6, magnitude=10.0)
+        rows = jax.jit(osa.grad(loss))(*put)
+        assert_close(rows.todense(), expected[0], 1e-6, magnitude=10.0)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_lowered_for_a_tpu(axis_type):
     """XLA's compiler for TPUs knows no `custom_partitioning`."""
