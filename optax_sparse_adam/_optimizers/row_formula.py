@@ -38,7 +38,7 @@ class RowFormula:
           dtypes: The types of gradient and state in the equations.
           reads_param: Whether the parameter is read.
         """
-        # Values are numbered as they occur, so that equal equations look alike.
+        # Values are numbered as they occur, so that equal equations are equal.
         numbers: dict[int, int] = {}
 
         def numbered(value_ids: Sequence[int]) -> tuple[int, ...]:

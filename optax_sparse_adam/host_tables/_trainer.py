@@ -47,7 +47,7 @@ class HostTrainer:
       has_aux: Whether `loss` returns a pair.
       state: The optimiser's state, if there is one, of a table in memory or of another
         trainer: in the tree of `tx.init`, with arrays of JAX or NumPy, which are
-        copied. Where it has fewer rows than a table, the others begin anew.
+        copied. Where it has fewer rows than a table, the others begin as new ones.
       sparse: As in `value_and_grad`.
       budget: Bytes that the process may hold, mapped pages of files included; when
         there are more, pages are given back to the system.
