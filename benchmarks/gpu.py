@@ -28,7 +28,8 @@ from pathlib import Path
 from gpu_parts import FORMAT, table
 
 ROOT = Path(__file__).parents[1]
-PARTS = "device", "update", "step", "bags", "small", "checks", "cross", "host"
+# Host tables come before torch is there, whose threads take their cores.
+PARTS = "device", "host", "update", "step", "bags", "small", "checks", "cross"
 PARTS += "profile", "formulas", "tests"
 TESTS_SECONDS = 110
 LOST = 75  # the exit status of a process that has lost its GPU

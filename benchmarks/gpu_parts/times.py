@@ -53,10 +53,13 @@ def small(run):
 
 
 def formulas(run):
-    """The other optimisers."""
+    """The other optimisers; of one the kernel adds entries up, and no more."""
     others = [x for x in OPTIMIZERS if x not in (*MOST, DENSE)]
     names = others[:3] if run.sizes.is_quick else others
     measure_all(run, cases(names, "step", Size(*run.sizes.formulas)))
+    large = Size(*run.sizes.large)
+    sizes = large, large._replace(bag=run.sizes.bag)
+    measure_all(run, cases(["sparse_adafactor"], "step", *sizes))
 
 
 def cross(run):
