@@ -213,3 +213,16 @@ def test_every_name_that_the_pages_use_exists():
     texts = (*_TEXTS.values(), _README.read_text(encoding="utf-8"))
     names = {x for text in texts for x in re.findall(r"\bosa\.(\w+)", text)}
     assert not [name for name in sorted(names) if not hasattr(package, name)]
+
+
+def test_the_files_to_read_have_what_is_to_be_read():
+    """The tables of "Reading the code"."""
+    text = _TEXTS[_DOCS / "how_it_works.md"].split("## Reading the code")[1]
+    rows = [x.strip("|").split("|") for x in text.splitlines() if ".py`" in x]
+    tables = [x for x in rows if len(x) == 3]
+    assert len(tables) >= 30
+    for row in tables:
+        at = next(i for i, cell in enumerate(row) if re.match(r" `[\w/]+\.py` $", cell))
+        code = (_ROOT / _PACKAGE / row[at].strip(" `")).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", row[at + 1]):
+            assert re.search(rf"(def |class |^){name}\b", code, re.M), (name, row[at])
