@@ -16,7 +16,8 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
 from ..helpers.support import slow_but
-from ..helpers.wrappers import Seen, after, in_chain, log_norm, loss, start
+from ..helpers.wrapper_changes import log_norm
+from ..helpers.wrappers import Seen, after, in_chain, loss, start
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 

@@ -14,11 +14,10 @@ from flax import nnx
 import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
-from ..helpers.more_wrappers import FORMS, OF_OPTAX
 from ..helpers.support import assert_identical, slow_but
-from ..helpers.wrappers import CASES as FIRST
-from ..helpers.wrappers import Seen, after, before, halve, loss, on_rows, start
-from ..helpers.wrappers_of_users import OF_USERS
+from ..helpers.wrapper_cases import CASES, USUAL
+from ..helpers.wrapper_changes import halve
+from ..helpers.wrappers import Seen, after, before, loss, on_rows, start
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
@@ -27,18 +26,9 @@ INNER = {
     "rowwise_adagrad": lambda: osa.rowwise_adagrad(0.1),
     "exact_adam": lambda: osa.exact_adam(0.1),
 }
-CASES = FIRST | FORMS | OF_OPTAX | OF_USERS
-# Exact Adam refuses a state behind its own, as of what changes its updates.
-AROUND_EXACT = ["nothing", "extra args", "chain of one", "log before", "slots"]
-AROUND_EXACT += [x for x in FORMS if not CASES[x].changes and not CASES[x].sums]
-# A log has a state behind it; and in a list of leaves nobody finds the state.
-AROUND_EXACT = [
-    x for x in AROUND_EXACT if x not in ("jit of a log", "leaves of the state")
-]
-AROUND_EXACT += ["identity in front", "coalesced gradients"]
 ALL = [(x, "sparse_adam") for x in CASES]
-ALL += [(x, "rowwise_adagrad") for x in FIRST]
-ALL += [(x, "exact_adam") for x in AROUND_EXACT]
+ALL += [(x, "rowwise_adagrad") for x in USUAL]
+ALL += [(x, "exact_adam") for x in CASES if CASES[x].exact]
 CORE = [("halve", "sparse_adam"), ("log", "rowwise_adagrad")]
 CORE += [("apply_if_finite", "sparse_adam"), ("update wrapped", "sparse_adam")]
 IDS = [np.array([3, 7, 3]), np.array([5, 7, 9])]
@@ -99,11 +89,8 @@ class Model(nnx.Module):
             setattr(self, name, nnx.Param(value))
 
 
-# Flax takes no state of another structure than before, gradients as they are, and
-# labels and masks of its own trees: `test_update_of_a_partition` has those.
-NOT_IN_FLAX = {"store", "partition", "partition and halve", "masked"}
-NOT_IN_FLAX |= {x for x in CASES if CASES[x].sums or not CASES[x].in_flax}
-IN_FLAX = [x for x in ALL if x[0] not in NOT_IN_FLAX]
+# `test_update_of_a_partition` has labels of Flax's own trees.
+IN_FLAX = [x for x in ALL if CASES[x[0]].in_flax and not CASES[x[0]].sums]
 
 
 @pytest.mark.slow
