@@ -11,7 +11,6 @@ from .wrappers import (
     is_rows,
     norm,
     of_data,
-    of_rows,
     on_data,
     on_rows,
     rows_at,
@@ -27,12 +26,10 @@ def passes(updates, state, params, seen):
     return updates, state
 
 
-@of_rows
 def freeze_a_row(x):
     return with_data(x, jnp.where(x.indices == 3, 0.0, x.data))
 
 
-@of_rows
 def replace(x):
     rows = jnp.array([[1], [2]])
     return BCOO((jnp.ones((2, *x.shape[1:])), rows), shape=x.shape)
