@@ -1,7 +1,5 @@
 """exact_adam where a run changes: tables that grow, states of others, odd schedules."""
 
-import re
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -100,30 +98,6 @@ def test_a_dense_run_goes_on_and_back():
     chex.assert_trees_all_close(actual, expected, rtol=1e-11)
 
 
-def test_a_state_with_or_without_decay():
-    table = start()
-    grad = bcoo(np.ones((1, WIDTH)), np.zeros((1, 1), np.int32), table.shape)
-    pair = {"exact_adam": osa.exact_adam(0.1), "exact_adamw": osa.exact_adamw(0.1)}
-    for (own, tx), other in zip(pair.items(), reversed(pair), strict=True):
-        words = re.escape(f"{own} needs a state that was made by {own}, got that of")
-        with pytest.raises(ValueError, match=f"{words} {other}: "):
-            tx.update(grad, pair[other].init(table), table)
-
-
-@pytest.mark.parametrize(
-    "make", slow_but([osa.exact_adam, osa.exact_adamw], osa.exact_adamw)
-)
-def test_parameters_without_an_array(make):
-    """Such as Equinox and `optax.partition` leave in a tree."""
-    tx, table = make(0.1), start()
-    grad = bcoo(np.ones((1, WIDTH)), np.zeros((1, 1), np.int32), table.shape)
-    params, grads = {"a": None, "table": table}, {"a": None, "table": grad}
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    expected, _ = jax.jit(tx.update)(grad, tx.init(table), table)
-    assert updates["a"] is None
-    np.testing.assert_array_equal(updates["table"].data, expected.data)
-
-
 def test_overflow():
     """The element whose gradient's square overflows stops, as in dense Adam."""
     with jax.enable_x64(False):
@@ -136,78 +110,6 @@ def test_overflow():
             table = osa.apply_updates(table, update)
             flushed, _ = osa.flush(table, state)
             assert_close(flushed, [[1.0, expected], [1.0, 1.0]], 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        # Undefined after the last step.
-        lambda count: 0.1 * (1 - count / 60) ** 0.9,
-        lambda count: jnp.where(count < 60, 0.1, jnp.inf),
-        # Still at first, and again in the end.
-        lambda count: jnp.where((count < 30) | (count > 50), 0.0, 0.1),
-        # Growing, with an end, and by less than momentum dies out.
-        optax.exponential_decay(1e-7, 1, 1.2, end_value=0.1),
-        optax.exponential_decay(1e-7, 1, 1.05),
-    ],
-)
-def test_odd_schedules(schedule):
-    def at(count):
-        return schedule(jnp.asarray(count, float))
-
-    ours, optaxs = osa.exact_adam(at), optax.adam(at)
-    exact, dense, ids = runner(ours, True), runner(optaxs, False), batches(60)
-    (table, state), values = exact(start(), ours.init(start()), ids)
-    (wanted, _), expected = dense(start(), optaxs.init(start()), ids)
-    assert_close(values, expected, 1e-11, magnitude=1.0)
-    assert_close(osa.flush(table, state)[0], wanted, 1e-11, magnitude=1.0)
-
-
-@pytest.mark.parametrize("factor", slow_but([1.1, 1.2, 10.0], 1.2))
-def test_a_way_without_an_end(factor):
-    """NaN at once, in place of a table that is wrong."""
-    tx = osa.exact_adam(optax.exponential_decay(1e-3, 1, factor))
-    grad = bcoo(np.ones((1, WIDTH)), np.zeros((1, 1), np.int32), (ROWS, WIDTH))
-    update, _ = jax.jit(tx.update)(grad, tx.init(start()))
-    assert np.isnan(update.data).all()
-
-
-def test_the_end_of_a_schedule_that_does_not_end_training():
-    """A learning rate that is NaN when its step comes is used."""
-    tx = osa.exact_adam(lambda count: 0.1 * (1 - count / 3) ** 0.5)
-    (table, state), _ = runner(tx, True)(start(), tx.init(start()), batches(4))
-    chex.assert_tree_all_finite(osa.flush(table, state))
-    (table, state), _ = runner(tx, True)(table, state, batches(1))
-    assert np.isnan(osa.flush(table, state)[0]).any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
-def test_a_schedule_that_is_no_number_at_this_step(name, steps):
-    """The message names the schedule and the step, and speaks of no other state."""
-    schedules = {"learning_rate": 0.1, "weight_decay": 0.1}
-    schedules[name] = lambda count: jnp.where(count == steps, jnp.nan, 0.1)
-    tx = osa.exact_adamw(**schedules)
-    table, state = runner(tx, True)(start(), tx.init(start()), batches(steps))[0]
-    grad = osa.grad(lambda table: jnp.sum(table[jnp.array([1, 2])]), read=state)(table)
-    with pytest.raises(ValueError, match=f"finite {name} .*; got nan at step {steps} "):
-        tx.update(grad, state, table)
-    assert np.isnan(jax.jit(tx.update)(grad, state, table)[0].data).all()
-
-
-@pytest.mark.slow
-def test_rows_of_a_table_that_is_not_trained_here():
-    """As `docs/exact_adam.md` reads them, of a table with a state of its own."""
-    tx, ids = osa.exact_adam(0.1), jnp.array([3, 7, 3])
-    (table, state), _ = runner(tx, True)(start(), tx.init(start()), batches(5))
-
-    def look_up(table):
-        return 0.0, table[ids]
-
-    (_, rows), _ = osa.value_and_grad(look_up, has_aux=True, read=state)(table)
-    assert_close(rows, osa.flush(table, state)[0][ids], 1e-14)
 
 
 MOST = 2**31 - 1

@@ -1,4 +1,4 @@
-"""exact_adam: gradients taken at other parameters, and in the loss itself."""
+"""exact_adam: gradients taken at other parameters or steps, and in the loss itself."""
 
 import functools
 
@@ -10,11 +10,12 @@ import pytest
 
 import optax_sparse_adam as osa
 
+from ..helpers.exact_adam import RATE, gradient, start
 from ..helpers.support import assert_close, slow_but
 
 pytestmark = pytest.mark.usefixtures("as_optax_expects")
 
-RATE, DECAY, SIZE = 0.05, 0.1, 0.3
+DECAY, SIZE = 0.1, 0.3
 BATCHES = np.random.default_rng(1).integers(8, size=(6, 4))
 MAKERS = {
     "exact_adam": (osa.exact_adam(RATE), optax.adam(RATE)),
@@ -267,3 +268,58 @@ def test_perturbed_rows(kind):
             ours, state = step(ours, state, ids)
             dense, dense_state = dense_step(dense, dense_state, ids)
         assert_close(osa.flush(ours, state)[0], dense, 1e-10, magnitude=1.0)
+
+
+LATER = r"made with the state of another step|of two of its steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("look_up", [lambda t, i: t[i], osa.embedding_bag])
+def test_read_of_no_step_and_of_another(look_up):
+    """A gradient function that was made before the loop, and gradients used twice."""
+    params, tx = table(), osa.exact_adam(RATE)
+    ids = jnp.array([[3, 7], [7, 5]])
+    state = tx.init(params)
+
+    def loss(table):
+        return jnp.sum(look_up(table, ids))
+
+    for change in (lambda grad: grad, lambda grad: 0.5 * grad, osa.coalesce):
+        with pytest.raises(ValueError, match="made with read="):
+            tx.update(change(jax.jit(osa.grad(loss))(params)), state, params)
+    gradient_of = jax.jit(osa.grad(loss, read=state))
+    grad = gradient_of(params)
+    update, new_state = jax.jit(tx.update)(grad, state, params)
+    params = osa.apply_updates(params, update)
+    with pytest.raises(ValueError, match=LATER):
+        tx.update(gradient_of(params), new_state, params)
+    update, _ = jax.jit(tx.update)(2.0 * grad, new_state, params)
+    after = np.isnan(jax.jit(osa.apply_updates)(params, update)).all(axis=1)
+    assert sorted(np.flatnonzero(after)) == [3, 5, 7]
+    newer = jax.jit(osa.grad(loss, read=new_state))(params)
+    with pytest.raises(ValueError, match=LATER):
+        tx.update(newer + grad, new_state, params)
+    nothing = jax.tree.map(jnp.zeros_like, grad)
+    for good in (newer + nothing, osa.coalesce(newer)):
+        update, _ = jax.jit(tx.update)(good, new_state, params)
+        assert np.isfinite(update.data).all()
+
+
+def halved(tx):
+    """What its state does not show to be behind."""
+    return optax.named_chain(("a", tx), ("b", osa.lazy(optax.scale(0.5))))
+
+
+@pytest.mark.parametrize("around", [halved, lambda tx: tx])
+def test_changed_updates(around):
+    params, tx = start(), around(osa.exact_adam(RATE))
+    state = tx.init(params)
+
+    updates, _ = jax.jit(tx.update)(gradient(params, read=state), state, params)
+    if around is not halved:
+        osa.apply_updates(params, {**updates, "table": osa.coalesce(updates["table"])})
+        updates["table"] = 0.5 * updates["table"]
+    with pytest.raises(ValueError, match="Nothing may change the updates"):
+        osa.apply_updates(params, updates)
+    after = jax.jit(osa.apply_updates)(params, updates)
+    assert np.isnan(after["table"]).any()
