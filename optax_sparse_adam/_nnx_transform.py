@@ -152,13 +152,13 @@ def _by_rows(
 
     @functools.wraps(fun)
     def with_ordinary_variables(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        given = args, kwargs
-        if not any(map(_is_mutable, nnx.iter_graph(given))):
+        arguments = args, kwargs
+        if not any(map(_is_mutable, nnx.iter_graph(arguments))):
             return by_graph(*args, **kwargs)
         # JAX makes no gradient of a mutable variable, and in a compiled program Flax's
         # layers and transforms do not take them (flax 0.12).
         types = {"hijax": False, "ref": False}
-        ordinary = nnx.with_vars(given, **types, allow_duplicates=True)
+        ordinary = nnx.with_vars(arguments, **types, allow_duplicates=True)
         graphdef, state = nnx.split(ordinary)
         before = jax.tree.leaves(state)  # kept alive, to be known by their identity
         result = by_graph(*ordinary[0], **ordinary[1])
@@ -170,12 +170,12 @@ def _by_rows(
                 "variables, or pass a module of ordinary ones, `nnx.with_vars(model, "
                 "hijax=False, ref=False)`."
             )
-        known = set(map(id, before))
-        news = dict(nnx.iter_graph(ordinary))
-        for path, node in nnx.iter_graph(given):
+        ids_before = set(map(id, before))
+        new_nodes = dict(nnx.iter_graph(ordinary))
+        for path, node in nnx.iter_graph(arguments):
             if _is_mutable((path, node)):
-                new = news[path].get_raw_value()
-                if any(id(x) not in known for x in jax.tree.leaves(new)):
+                new = new_nodes[path].get_raw_value()
+                if any(id(x) not in ids_before for x in jax.tree.leaves(new)):
                     _write(node, new)
         return result
 

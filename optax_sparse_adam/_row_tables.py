@@ -3,7 +3,7 @@
 What the row verbs (`_row_verbs.py`) share. Arrays of JAX are read by a gather and
 written by a scatter, those of NumPy by indexing, in place:
 
-    found = tables_of("take_rows", params, ids)  # of each leaf of the parameters
+    tables = tables_of("take_rows", params, ids)  # of each leaf of the parameters
     table.take(x)                               # rows [k, ...] of an array of the table
     write([(tree, of_leaves, rows), ...])       # checks all, then writes all
 
@@ -148,8 +148,8 @@ def _is_last(indices: jax.Array, valid: jax.Array, num_rows: int) -> jax.Array:
     # Ids of `jnp.nonzero` and of `jnp.unique` are in order: a sort would take longer
     # than to write their rows.
     is_sorted = jnp.all(ids[1:] >= ids[:-1])
-    found: jax.Array = lax.cond(is_sorted, in_order, by_segments, ids)
-    return found
+    is_last: jax.Array = lax.cond(is_sorted, in_order, by_segments, ids)
+    return is_last
 
 
 def native_dtype(x: Any, dtype: Any = None) -> Any:
@@ -178,7 +178,7 @@ def shape_of(verb: str, x: Any) -> tuple[tuple[int, ...], Any]:
 def tables_of(verb: str, params: Any, ids: Any) -> list[Table | None]:
     """The tables among the leaves of the parameters, `None` for the others."""
     structure: Any
-    given, structure = jax.tree.flatten(ids, is_leaf=lambda x: x is None)
+    ids_of_parts, structure = jax.tree.flatten(ids, is_leaf=lambda x: x is None)
     try:
         parts = structure.flatten_up_to(params)
     except ValueError as error:
@@ -188,14 +188,19 @@ def tables_of(verb: str, params: Any, ids: Any) -> list[Table | None]:
             f"what is left whole; got {structure}: {error}. (A list of ids is a tree "
             "of numbers: use np.array.)"
         ) from None
-    pairs = zip(given, parts, strict=True)
+    pairs = zip(ids_of_parts, parts, strict=True)
     of_leaves = [x for x, part in pairs for _ in jax.tree.leaves(part)]
     each = zip(jax.tree_util.tree_leaves_with_path(params), of_leaves, strict=True)
-    known: dict[Any, Any] = {}  # tables of one height that share their ids
-    return [None if x is None else _table(verb, *found, x, known) for found, x in each]
+    shared_ids: dict[Any, Any] = {}  # tables of one height that share their ids
+    return [
+        None if x is None else _table(verb, *path_and_param, x, shared_ids)
+        for path_and_param, x in each
+    ]
 
 
-def _table(verb: str, path: Any, param: Any, ids: Any, known: dict[Any, Any]) -> Table:
+def _table(
+    verb: str, path: Any, param: Any, ids: Any, shared_ids: dict[Any, Any]
+) -> Table:
     name, (_, dtype) = jax.tree_util.keystr(path) or "the table", shape_of(verb, ids)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
@@ -215,9 +220,9 @@ def _table(verb: str, path: Any, param: Any, ids: Any, known: dict[Any, Any]) ->
     num_rows = np.shape(param)[0]
     if not isinstance(ids, jax.Array):
         key = id(ids), num_rows
-        if key not in known:
-            known[key] = _as_held(ids, num_rows)
-        ids = known[key]
+        if key not in shared_ids:
+            shared_ids[key] = _as_held(ids, num_rows)
+        ids = shared_ids[key]
     return Table(verb, name, num_rows, ids)
 
 
@@ -235,14 +240,14 @@ def _as_held(ids: Any, num_rows: int) -> np.ndarray:
     return held
 
 
-def refuse_repeated(found: list[Table | None]) -> None:
-    each = [table for table in found if table is not None]
+def refuse_repeated(tables: list[Table | None]) -> None:
+    each = [table for table in tables if table is not None]
     # Tables that share their ids are looked at once.
     for table in {(id(table.ids), table.num_rows): table for table in each}.values():
         table.refuse_repeated()
 
 
-def check(verb: str, tree: Any, found: list[Table | None], news: list[Any]) -> None:
+def check(verb: str, tree: Any, tables: list[Table | None], rows: list[Any]) -> None:
     """Raises for what cannot be written, before anything is.
 
     Raises:
@@ -251,7 +256,7 @@ def check(verb: str, tree: Any, found: list[Table | None], news: list[Any]) -> N
       ValueError: For rows of another shape, and for arrays that are read-only.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    for (path, x), table, new in zip(leaves, found, news, strict=True):
+    for (path, x), table, new in zip(leaves, tables, rows, strict=True):
         if table is not None or new is not None:
             name = jax.tree_util.keystr(path) or "the table"
             _check(verb, name, x, table, new)
@@ -278,10 +283,10 @@ def write(writes: Writes) -> list[Any]:
         return copied(new, x)
 
     results = []
-    for tree, found, news in writes:
+    for tree, tables, rows in writes:
         treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
-        results.append(treedef.unflatten(map(prepared, leaves, found, news)))
+        results.append(treedef.unflatten(map(prepared, leaves, tables, rows)))
     for x, at, values in pending:
         x[at] = values
     return results
@@ -320,14 +325,14 @@ def _check(verb: str, name: str, x: Any, table: Table | None, new: Any) -> None:
             f"{verb} needs what has no ids whole: an array of shape {np.shape(x)} for "
             f"{name}, got {np.shape(new)}."
         )
-    own, given = (getattr(y, "dtype", None) for y in (x, new))
-    if own is None or given is None or own == given:
+    dtype, new_dtype = (getattr(y, "dtype", None) for y in (x, new))
+    if dtype is None or new_dtype is None or dtype == new_dtype:
         return
-    are_numbers = isinstance(own, np.dtype) and isinstance(given, np.dtype)
-    if not (are_numbers and np.can_cast(given, own, "safe")):
+    are_numbers = isinstance(dtype, np.dtype) and isinstance(new_dtype, np.dtype)
+    if not (are_numbers and np.can_cast(new_dtype, dtype, "safe")):
         raise TypeError(
-            f"{verb} needs what has no ids in its own type, {own} for {name}, got "
-            f"{given}. Cast it."
+            f"{verb} needs what has no ids in its own type, {dtype} for {name}, got "
+            f"{new_dtype}. Cast it."
         )
 
 
@@ -362,7 +367,7 @@ def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
 
 
 def newer(
-    rests: Any, tree: Any, tables: list[Table | None], news: list[Any]
+    rests: Any, tree: Any, tables: list[Table | None], rows: list[Any]
 ) -> list[Any]:
     """What is to be written: all rows, and of other leaves those of the later step."""
 
@@ -379,4 +384,4 @@ def newer(
             )
         return jnp.where(rests, x, copied(new, x))
 
-    return [*map(later, jax.tree.leaves(tree), tables, news)]
+    return [*map(later, jax.tree.leaves(tree), tables, rows)]

@@ -90,14 +90,15 @@ def _of_state(
     places = tuple(i for i, table in enumerate(tables) if table is not None)
     key = _Hashable(tx)
     structure, expected, owners = _owners(verb, key, treedef, shapes, places)
-    own = jax.tree.structure(state)
-    given = [np.shape(x) for x in jax.tree.leaves(state)]
-    if own != structure or given != expected:
-        is_other = own != structure
+    wanted: Any = structure
+    held: Any = jax.tree.structure(state)
+    if held == wanted:
+        wanted, held = expected, [np.shape(x) for x in jax.tree.leaves(state)]
+    if held != wanted:
         raise ValueError(
-            f"{verb} needs the state that tx.init makes of these parameters, "
-            f"{structure if is_other else expected}, got {own if is_other else given}. "
-            "Pass the transformation and the parameters that the state belongs to."
+            f"{verb} needs the state that tx.init makes of these parameters, {wanted}, "
+            f"got {held}. Pass the transformation and the parameters that the state "
+            "belongs to."
         )
     return [None if i is None else tables[i] for i in owners]
 
@@ -233,22 +234,25 @@ def put_rows(
     refuse_repeated(tables)
     owners = _of_state(tx, params, state, tables, verb)
 
-    news = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
+    new_params = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
     kind: Any = jax.tree.structure(state)
-    states = leaves_like(kind, row_state, "The state of the rows", "state")
-    for tree, found, given in ((params, tables, news), (state, owners, states)):
-        check(verb, tree, found, given)
+    new_states = leaves_like(kind, row_state, "The state of the rows", "state")
+    for tree, tables_of_leaves, new_leaves in (
+        (params, tables, new_params),
+        (state, owners, new_states),
+    ):
+        check(verb, tree, tables_of_leaves, new_leaves)
     has_rows = kind.unflatten([table is not None for table in owners])
-    fits = refuse_other_dates(state, kind.unflatten(states), has_rows)
+    fits = refuse_other_dates(state, kind.unflatten(new_states), has_rows)
     if fits is not True:
-        news = [
+        new_params = [
             _nan_unless(fits, x) if table is not None else x
-            for x, table in zip(news, tables, strict=True)
+            for x, table in zip(new_params, tables, strict=True)
         ]
-    rests = is_older(state, states, owners)
-    news = newer(rests, params, tables, news)
-    states = newer(rests, state, owners, states)
-    params, state = write([(params, tables, news), (state, owners, states)])
+    rests = is_older(state, new_states, owners)
+    new_params = newer(rests, params, tables, new_params)
+    new_states = newer(rests, state, owners, new_states)
+    params, state = write([(params, tables, new_params), (state, owners, new_states)])
     return params, state
 
 
@@ -299,27 +303,29 @@ def reset_rows(
     owners = _of_state(tx, params, state, tables, verb)
     # In place of what is ignored, a subtree or a leaf, stands that of the parameters.
     rows = jax.tree.map(
-        lambda x, own, new: own if x is None else new,
+        lambda x, param, new: param if x is None else new,
         *(ids, params, rows),
         is_leaf=lambda x: x is None,
     )
-    given = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
-    news = [None if x is None else row for x, row in zip(tables, given, strict=True)]
-    check(verb, params, tables, news)
-    after = _order_after(news)
+    leaves = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
+    new_rows = [
+        None if x is None else row for x, row in zip(tables, leaves, strict=True)
+    ]
+    check(verb, params, tables, new_rows)
+    after = _order_after(new_rows)
     shapes = tuple(shape_of(verb, x) for x in jax.tree.leaves(params))
     treedef, has_rows = jax.tree.structure(params), tuple(x is not None for x in owners)
     init = _init_rows(_Hashable(tx), treedef, shapes, has_rows)
-    native = [copied(x, None) if isinstance(x, np.ndarray) else x for x in news]
+    native = [copied(x, None) if isinstance(x, np.ndarray) else x for x in new_rows]
     fresh = init(native, clocks_of(state))
     check(verb, state, owners, fresh)
     params, state = write(
-        [(params, tables, after(news)), (state, owners, after(fresh))]
+        [(params, tables, after(new_rows)), (state, owners, after(fresh))]
     )
     return params, state
 
 
-def _order_after(news: list[Any]) -> Callable[[list[Any]], list[Any]]:
+def _order_after(new_rows: list[Any]) -> Callable[[list[Any]], list[Any]]:
     """Makes rows depend on all new values, without changing them.
 
     Problem: a program that computes new values from old rows and state copies every
@@ -328,7 +334,7 @@ def _order_after(news: list[Any]) -> Callable[[list[Any]], list[Any]]:
     comparison of the new values that is never true. Safe, since no value is above
     infinity. Test: `tests/rows/test_row_verbs.py`.
     """
-    arrays = [x for x in news if isinstance(x, jax.core.Tracer) and x.size]
+    arrays = [x for x in new_rows if isinstance(x, jax.core.Tracer) and x.size]
     floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     if not floats:
         return lambda rows: rows

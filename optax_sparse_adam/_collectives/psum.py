@@ -126,8 +126,10 @@ def _all_gather_rows(grad: BCOO, axis_name: AxisName) -> BCOO:
 
     # Each device has its own padding. It stays out of bounds when gathered, and
     # `coalesce` moves it to the end, where the slots beyond `num_rows` are cut off.
-    own = entries(grad)
-    total = coalesce(BCOO((gather(own.data), gather(own.indices)), shape=grad.shape))
+    local = entries(grad)
+    total = coalesce(
+        BCOO((gather(local.data), gather(local.indices)), shape=grad.shape)
+    )
     nse = min(total.nse, math.prod(total.shape[: total.n_sparse]))
     return coalesced_bcoo(grad, total.indices[:nse], total.data[:nse], total.shape)
 

@@ -54,8 +54,8 @@ def use_huge_pages(tree: Any) -> None:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             continue
         devices: Any = x.sharding.device_set
-        device, *others = devices
-        if others or device.platform != "cpu" or x.is_deleted():
+        device, *more_devices = devices
+        if more_devices or device.platform != "cpu" or x.is_deleted():
             continue
         if not isinstance(x.dtype, np.dtype) or x.nbytes < FEWEST_BYTES:
             continue

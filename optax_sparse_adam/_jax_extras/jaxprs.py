@@ -89,15 +89,15 @@ def known_in_jaxprs(function: Function) -> Function:
     """
 
     @functools.cache
-    def compiled(known: KnownCall) -> Callable[..., Any]:
+    def compiled(called: KnownCall) -> Callable[..., Any]:
         def body(*args: Any) -> Any:
-            return function(known.params, *args)
+            return function(called.params, *args)
 
-        text = repr((known.params, str(known.tree), known.ndims))
+        text = repr((called.params, str(called.tree), called.ndims))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         name = f"optax_sparse_adam_{function.__name__}_{digest}"
         # A symbolic size, of `jax.export`, has the text of one of another scope.
-        while _KNOWN.setdefault(name, known) != known:
+        while _KNOWN.setdefault(name, called) != called:
             name += "_"
         body.__name__ = name
         return jax.jit(body)
@@ -105,8 +105,8 @@ def known_in_jaxprs(function: Function) -> Function:
     @functools.wraps(function)
     def call(params: Any, *args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
-        known = KnownCall(call, params, tree, tuple(map(np.ndim, leaves)))
-        return compiled(known)(*args)
+        called = KnownCall(call, params, tree, tuple(map(np.ndim, leaves)))
+        return compiled(called)(*args)
 
     return cast(Function, call)
 
@@ -117,19 +117,19 @@ def call_of(eqn: JaxprEqn) -> KnownCall | None:
     After `vmap` or a derivative an equation keeps the name and has other operands: who
     meets it looks into its jaxpr.
     """
-    known = _KNOWN.get(eqn.params.get("name", ""))
+    called = _KNOWN.get(eqn.params.get("name", ""))
     avals: list[Any] = [x.aval for x in eqn.invars]
     ndims = tuple(x.ndim for x in avals)
-    is_same = known is not None and ndims == known.ndims and len(eqn.outvars) == 1
-    return known if is_same else None
+    is_same = called is not None and ndims == called.ndims and len(eqn.outvars) == 1
+    return called if is_same else None
 
 
 def calls_only(jaxpr: Jaxpr, functions: Container[Any]) -> bool:
     """Whether a jaxpr is one call of a known function, even after a `vmap`."""
     if len(jaxpr.eqns) != 1:
         return False
-    known = _KNOWN.get(jaxpr.eqns[0].params.get("name", ""))
-    return known is not None and known.function in functions
+    called = _KNOWN.get(jaxpr.eqns[0].params.get("name", ""))
+    return called is not None and called.function in functions
 
 
 def name_and_params(eqn: JaxprEqn) -> tuple[str, dict[str, Any]]:
@@ -155,12 +155,12 @@ def _name_of(primitive: Primitive) -> str:
     one whose derivative is not zero.
     """
     name = primitive.name
-    own = getattr(primitives, f"{name}_p", None)
-    if own is None:
-        is_own = name not in ELEMENTWISE or name in _NOT_PUBLIC
+    of_jax = getattr(primitives, f"{name}_p", None)
+    if of_jax is None:
+        is_of_jax = name not in ELEMENTWISE or name in _NOT_PUBLIC
     else:
-        is_own = own is primitive
-    return name if is_own else _foreign(name)
+        is_of_jax = of_jax is primitive
+    return name if is_of_jax else _foreign(name)
 
 
 def _foreign(name: str) -> str:
@@ -223,9 +223,9 @@ class FlatJaxpr:
         self.inputs = list(range(self.size))
         self.outputs = self._inline(closed, self.inputs)
 
-    def _new(self, known: dict[int, Any], value: Any = None) -> int:
+    def _new(self, table: dict[int, Any], value: Any = None) -> int:
         value_id, self.size = self.size, self.size + 1
-        known[value_id] = value
+        table[value_id] = value
         return value_id
 
     def _inline(self, closed: ClosedJaxpr, args: list[int]) -> list[int]:
@@ -275,14 +275,14 @@ class FlatJaxpr:
 
 
 def run_equations(
-    equations: list[Equation], given: dict[int, Any], rows: int | None = None
+    equations: list[Equation], values: dict[int, Any], rows: int | None = None
 ) -> dict[int, Any]:
     """Evaluates the equations, and returns all values by their ids.
 
     With `rows`, results have that many rows in place of as many as were traced. An
     elementwise equation is applied as it is: `evaluate_eqn` makes a jaxpr of each.
     """
-    env = dict(given)
+    env = dict(values)
     for eqn, operands, results in equations:
         args = [env[value_id] for value_id in operands]
         if rows is None and eqn.primitive.name in ELEMENTWISE:

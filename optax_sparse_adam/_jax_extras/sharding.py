@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 def mesh_of(*arrays: Any) -> AbstractMesh:
     """The mesh that the arrays lie on, or the program runs on; it may be empty."""
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-    found = next((mesh for mesh in meshes if not mesh.empty), None)
-    return jax.sharding.get_abstract_mesh() if found is None else found
+    of_arrays = next((mesh for mesh in meshes if not mesh.empty), None)
+    return jax.sharding.get_abstract_mesh() if of_arrays is None else of_arrays
 
 
 def layout_of(x: jax.Array) -> NamedSharding | None:
@@ -63,16 +63,16 @@ def without_reduced(x: jax.Array) -> jax.Array:
     Remedy: a cast, and `reduced_like` back. Safe where nothing is differentiated.
     Test: `tests/gradients/test_reduced_axes.py`.
     """
-    own = jax.typeof(x).sharding
-    if not own.spec.reduced:
+    sharding = jax.typeof(x).sharding
+    if not sharding.spec.reduced:
         return x
-    return jax.reshard(x, NamedSharding(own.mesh, _spec(x, range(x.ndim))))
+    return jax.reshard(x, NamedSharding(sharding.mesh, _spec(x, range(x.ndim))))
 
 
 def reduced_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """`x`, of the type `P(reduced=...)` if `like` has one."""
-    own = jax.typeof(like).sharding
-    return jax.reshard(x, own) if own.spec.reduced else x
+    sharding = jax.typeof(like).sharding
+    return jax.reshard(x, sharding) if sharding.spec.reduced else x
 
 
 def replicate_rows(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
@@ -159,8 +159,8 @@ def shard_axes_like(param: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.
     if not mesh.auto_axes:
         return x
     # The sum over the other axes has the layout of these axes.
-    others = tuple(axis for axis in range(param.ndim) if axis not in axes)
-    like = jnp.sum(param, others) if others else param
+    summed_axes = tuple(axis for axis in range(param.ndim) if axis not in axes)
+    like = jnp.sum(param, summed_axes) if summed_axes else param
     never = lax.optimization_barrier(jnp.zeros([], bool))
     return jnp.where(never, like.astype(x.dtype), x)
 

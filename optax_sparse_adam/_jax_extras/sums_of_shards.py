@@ -60,10 +60,10 @@ def sum_of_shards(
         free = tuple(name for name in names if name not in used) or None
         over = (*mesh_axes(rows), *(() if is_padded else mesh_axes(free)))
 
-        def add_up(table: jax.Array, ids: jax.Array, *others: jax.Array) -> jax.Array:
+        def add_up(table: jax.Array, ids: jax.Array, *values: jax.Array) -> jax.Array:
             if rows is not None:
                 ids = ids - lax.axis_index(rows).astype(ids.dtype) * len(table)
-            sums = function(table, ids, *others)
+            sums = function(table, ids, *values)
             return lax.psum(sums, over) if over else sums
 
         specs: list[Any] = [(rows, *columns), *[(free,)] * len(entries)]
@@ -82,17 +82,17 @@ def sum_of_shards(
             add_up, mesh=mesh, in_specs=tuple(inputs), out_specs=result, check_vma=False
         )
         whole = PartitionSpec(None, *result[1:])  # as `bags._take` has them
-        found: jax.Array = jax.reshard(of_shards(*arrays), NamedSharding(mesh, whole))
-        return found
+        sums: jax.Array = jax.reshard(of_shards(*arrays), NamedSharding(mesh, whole))
+        return sums
 
-    def partition(mesh: Mesh, given: Any, _: Any) -> Any:
-        add_up, specs = shards(*(x.sharding.spec for x in given[:2]))
+    def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
+        add_up, specs = shards(*(x.sharding.spec for x in operands[:2]))
 
         def on_device(*arrays: jax.Array) -> jax.Array:
             # Explicit axes are no part of the types here: each array is a shard.
             with use_abstract_mesh(AbstractMesh((), ())):
-                found: jax.Array = add_up(*arrays)
-                return found
+                sums: jax.Array = add_up(*arrays)
+                return sums
 
         *inputs, result = (NamedSharding(mesh, spec) for spec in specs)
         return mesh, on_device, result, tuple(inputs)
@@ -105,8 +105,8 @@ def sum_of_shards(
     call.def_partition(partition=partition, sharding_rule=rule)
 
     def by_platform(*arrays: jax.Array) -> jax.Array:
-        found: jax.Array = lax.platform_dependent(*arrays, tpu=function, default=call)
-        return found
+        sums: jax.Array = lax.platform_dependent(*arrays, tpu=function, default=call)
+        return sums
 
     axes = (None, *range(1, table.ndim))
     return call_with_auto_axes(by_platform, table, *entries, like=table, axes=axes)

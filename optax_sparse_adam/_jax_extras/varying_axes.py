@@ -27,8 +27,8 @@ def axes_of_type(aval: Any) -> tuple[str, ...]:
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts an array to vary over these axes as well."""
-    own = varying_axes(x)
-    missing = tuple(axis for axis in axes if axis not in own)
+    varying = varying_axes(x)
+    missing = tuple(axis for axis in axes if axis not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

@@ -123,13 +123,13 @@ def _check_optimizer(model: Any) -> None:
 
 def _train_step(model: Any, sparse: Any, state: Any, data: Any) -> Any:
     """Keras' `train_step`, with `osa.value_and_grad`."""
-    trainable, others, slots, metrics = state
+    trainable, untrained, slots, metrics = state
     optimizer, variables = model.optimizer, model.trainable_variables
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
 
     def loss(trainable: list[Any]) -> Any:
         return model.compute_loss_and_updates(
-            *(trainable, others, metrics, x, y, weight),
+            *(trainable, untrained, metrics, x, y, weight),
             training=True,
             optimizer_variables=slots,
         )
@@ -141,23 +141,23 @@ def _train_step(model: Any, sparse: Any, state: Any, data: Any) -> Any:
     except Exception as error:
         error.add_note(f"Trainable variables: {[v.path for v in variables]}")
         raise
-    (_, (value, predicted, others, metrics)), grads = result
+    (_, (value, predicted, untrained, metrics)), grads = result
     trainable, slots = optimizer._stepped(slots, grads, trainable)
     # Not public: what `compile` was given as loss and metrics has no other way in.
     logs, metrics = model._update_metrics_variables(
         metrics, value, x, y, predicted, weight
     )
-    return logs, (trainable, others, slots, metrics)
+    return logs, (trainable, untrained, slots, metrics)
 
 
 def _read_step(
-    model: Any, kind: str, trainable: Any, others: Any, slots: Any, data: Any
+    model: Any, kind: str, trainable: Any, untrained: Any, slots: Any, data: Any
 ) -> Any:
     """Keras' `test_step` or `predict_step`, of looked-up rows as they are now."""
 
     def at_rows(trainable: Any) -> Any:
         step = getattr(model, f"{kind}_step")
-        outputs, new = step((trainable, *others), data)
+        outputs, new = step((trainable, *untrained), data)
         return outputs, new[1:] if kind == "test" else [new]
 
     read = model.optimizer.state_of(slots) if slots else None
@@ -175,16 +175,16 @@ def _reading(model: Any, kind: str) -> Callable[[Any, Iterator[Any]], Any]:
         step = cast(Any, jax.jit(step, donate_argnums=1))
 
     def function(state: Any, iterator: Iterator[Any]) -> Any:
-        trainable, *others = state
+        trainable, *untrained = state
         variables = optimizer.variables if optimizer.built else []
         slots, outputs = [v.value for v in variables], []
         for data in itertools.islice(iterator, model.steps_per_execution):
-            output, others = step(trainable, others, slots, data)
+            output, untrained = step(trainable, untrained, slots, data)
             outputs.append(output)
         if not outputs:
             raise StopIteration
         if kind == "predict":
             outputs = [jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)]
-        return outputs[-1], (trainable, *others)
+        return outputs[-1], (trainable, *untrained)
 
     return function

@@ -100,12 +100,12 @@ class Stale(NamedTuple):
     place: jax.Array
 
 
-def supports(floats: Any, ids: jax.Array, *others: Any) -> bool:
+def supports(floats: Any, ids: jax.Array, *arrays_of_any_type: Any) -> bool:
     """Whether the kernel is there, and takes these types, on one device.
 
     While tracing. What else each of the calls below needs says `_rows.kernel_ops`.
     """
-    arrays = jax.tree.leaves((floats, ids, others))
+    arrays = jax.tree.leaves((floats, ids, arrays_of_any_type))
     # A program of `jax.export` with symbolic sizes is for other processes, which may
     # not have the kernel.
     return all(isinstance(x.size, int) for x in arrays) and (
@@ -152,14 +152,14 @@ def _call(
             x: i for i, x in enumerate(results) if isinstance(x, int)
         },
     )
-    found: Sequence[jax.Array] = function(
+    made: Sequence[jax.Array] = function(
         *arrays,
         formula=formula,
         num_rows=np.int64(table_shape[0]),
         width=np.int64(math.prod(table_shape[1:])),
         **dict.fromkeys(_FLAGS[handler], np.bool_(False)) | attributes,
     )
-    return found
+    return made
 
 
 def _filled(fill: float | None, dtype: Any) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def update_by_formula(
     read: tuple[jax.Array, ...],
     target: tuple[jax.Array, ...],
     scalars: Any,
-    others: Sequence[jax.Array] = (),
+    constants: Sequence[jax.Array] = (),
     **flags: Any,
 ) -> tuple[RowUpdate | jax.Array, tuple[jax.Array, ...]]:
     """The update of each touched row by "adam", "rowwise_adagrad" and so on, the state.
@@ -306,17 +306,17 @@ def update_by_formula(
       target: The parameter, of float32, if the update is to be added to it: the first
         result is then the new one.
       scalars: As the formula has them.
-      others: Operands in front of them.
+      constants: Operands in front of them.
       flags: Attributes of the call.
     """
     owners = [*range(4, 4 + len(state) + len(target))]
     results = [*([] if target else _update_of(grad)), *owners]
-    operands = [*state, *(read or target), *others, jnp.asarray(scalars)]
+    operands = [*state, *(read or target), *constants, jnp.asarray(scalars)]
     marks = {"decays": np.bool_(len(read) > 0), "adds": np.bool_(len(target) > 0)}
-    found = _update(formula, grad, operands, results, **marks, **flags)
+    made = _update(formula, grad, operands, results, **marks, **flags)
     if target:
-        return found[-1], (*found[:-1],)
-    return (found[0], found[1]), (*found[2:],)
+        return made[-1], (*made[:-1],)
+    return (made[0], made[1]), (*made[2:],)
 
 
 def exact_adam_rows(

@@ -123,19 +123,19 @@ class CheckpointMixin(HookMixin):
 
     def _check_saved(self, index: int, saved: Group) -> None:
         """Raises if a saved group has options that this optimiser does not have."""
-        name, known = type(self).__name__, {*_OF_SCHEDULERS, "params", "param_names"}
-        known.update(self.defaults, self.param_groups[index])
-        strange = [f"{key}={saved[key]!r}" for key in saved if key not in known]
+        name, allowed = type(self).__name__, {*_OF_SCHEDULERS, "params", "param_names"}
+        allowed.update(self.defaults, self.param_groups[index])
+        strange = [f"{key}={saved[key]!r}" for key in saved if key not in allowed]
         missing = [x for x in self.defaults if x not in saved and x not in _MAY_LACK]
         wrong = {"has options that {} does not have": strange, "lacks options": missing}
         adams = not saved.get("decoupled_weight_decay", True) and saved["weight_decay"]
         if adams and self.defaults.get("decoupled_weight_decay"):
             wrong["decays otherwise than {}"] = ["decoupled_weight_decay=False"]
-        for words, found in wrong.items():
-            if found:
+        for words, names in wrong.items():
+            if names:
                 raise ValueError(
                     f"loaded state dict {words.format(name)}, in group {index}: "
-                    f"{', '.join(found)}. If another optimizer saved it, load it into "
+                    f"{', '.join(names)}. If another optimizer saved it, load it into "
                     "that optimizer's class, or load its state alone, with the groups "
                     f"of this {name}: see load_state_dict. If the option is your own, "
                     f"give group {index} of this {name} the same key first."

@@ -77,8 +77,8 @@ def _compile(update_table: Callable[[Table, Gradient, Any], Table]) -> Any:
         for i, (table, grad) in enumerate(zip(tables, grads, strict=True)):
             check_leaf(grad, table[0])
             dtype = accumulator_dtype(grad.dtype, table[0].dtype)
-            own = {name: x[i].astype(dtype) for name, x in scalars.items()}
-            new.append(update_table(table, grad, SimpleNamespace(**own)))
+            of_table = {name: x[i].astype(dtype) for name, x in scalars.items()}
+            new.append(update_table(table, grad, SimpleNamespace(**of_table)))
         return new
 
     return update_tables
@@ -109,9 +109,9 @@ def _adam_scalars(group: Group, dtype: DTypeLike, step: int) -> dict[str, float]
 
 def _sparse_adam(table: Table, grad: Gradient, s: Any) -> Table:
     param, state = table
-    own = AdamScalars(*(getattr(s, name) for name in AdamScalars._fields))
+    adam_scalars = AdamScalars(*(getattr(s, name) for name in AdamScalars._fields))
     moments = tuple(state[key] for key in MOMENTS)
-    update, moments = update_leaf_by_adam(grad, None, moments, own)
+    update, moments = update_leaf_by_adam(grad, None, moments, adam_scalars)
     return apply_updates(param, update.change), dict(zip(MOMENTS, moments, strict=True))
 
 

@@ -64,8 +64,8 @@ def _with_step_hooks(step: Step) -> Step:
         self: HookMixin = args[0]
         if self._stepping:  # called by the step of a subclass, whose hooks are running
             return step(*args, **kwargs)
-        own, common = self._hooks, _hooks_of_all
-        for hook in (*common["step_pre"].values(), *own["step_pre"].values()):
+        hooks, hooks_of_all = self._hooks, _hooks_of_all
+        for hook in (*hooks_of_all["step_pre"].values(), *hooks["step_pre"].values()):
             result = hook(self, args, kwargs)
             if result is None:
                 continue
@@ -80,7 +80,7 @@ def _with_step_hooks(step: Step) -> Step:
             out = step(*args, **kwargs)
         finally:
             self._stepping = False
-        for hook in (*own["step_post"].values(), *common["step_post"].values()):
+        for hook in (*hooks["step_post"].values(), *hooks_of_all["step_post"].values()):
             hook(self, args, kwargs)
         return out
 

@@ -90,9 +90,9 @@ class Optimizer(CheckpointMixin):
                 "but the ordering of tensors in sets will change between runs. "
                 "Please use a list instead."
             )
-        given = [params] if isinstance(params, Parameter) else list(params)
-        names = [p[0] for p in given if isinstance(p, tuple)]
-        params = [p[1] if isinstance(p, tuple) else p for p in given]
+        named_params = [params] if isinstance(params, Parameter) else list(params)
+        names = [p[0] for p in named_params if isinstance(p, tuple)]
+        params = [p[1] if isinstance(p, tuple) else p for p in named_params]
         if names and len(names) < len(params):
             raise ValueError(
                 "all optimizer params should be with/without names. Some param names "
@@ -178,11 +178,11 @@ class Optimizer(CheckpointMixin):
             shapes = formula.shapes(group, param.shape)
             state = self.state[param] or self._init_state(param, shapes)
             arrays = {key: state[key] for key in shapes if key in state}
-            found = {key: jnp.shape(array) for key, array in arrays.items()}
-            if found != shapes:  # of a state_dict of other parameters or options
+            held = {key: jnp.shape(array) for key, array in arrays.items()}
+            if held != shapes:  # of a state_dict of other parameters or options
                 raise ValueError(
                     f"The state of a parameter of shape {param.shape} must have arrays "
-                    f"of the shapes {shapes}, got {found}. Load the state_dict of an "
+                    f"of the shapes {shapes}, got {held}. Load the state_dict of an "
                     "optimizer of this kind, these parameters and these options, or "
                     "delete the parameter from `optimizer.state` to start from zeros."
                 )

@@ -21,8 +21,8 @@ _BETAS: dict[str, Any] = {
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
     """The options among the arguments of a constructor, which are in torch's order."""
-    others = "self", "params", "allow_dense", "__class__"
-    return {name: x for name, x in arguments.items() if name not in others}
+    no_options = "self", "params", "allow_dense", "__class__"
+    return {name: x for name, x in arguments.items() if name not in no_options}
 
 
 class SparseAdam(Optimizer):
