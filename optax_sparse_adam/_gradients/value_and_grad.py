@@ -220,9 +220,11 @@ def differentiated(
             arrays, grads = evaluate_with_gradients(
                 closed, paths, wanted, tables, are_stale, sizes
             )
-        for leaf, own, made in zip(jax.tree.leaves(tree), tables, grads, strict=True):
-            if own.stale is not None and isinstance(made, CanaryBCOO):
-                made.read_of = (Source(leaf, own.stale),)
+        for leaf, table, gradient in zip(
+            jax.tree.leaves(tree), tables, grads, strict=True
+        ):
+            if table.stale is not None and isinstance(gradient, CanaryBCOO):
+                gradient.read_of = (Source(leaf, table.stale),)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
@@ -387,6 +389,6 @@ def _are_stale(tree: Any, read: Any, places: Sequence[int]) -> Any:
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     are_stale: Any = False
     for node, rows in _stale_rows(tree, read):
-        own = {place: names[i] for i, (place, _) in rows.items() if i in places}
-        are_stale |= node.refuse_stale(own)
+        stale_names = {place: names[i] for i, (place, _) in rows.items() if i in places}
+        are_stale |= node.refuse_stale(stale_names)
     return are_stale

@@ -382,14 +382,14 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
       grads: The gradients.
       is_same: Whether what is made has the same sum.
     """
-    own = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
-    if not own:
+    canary_grads = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
+    if not canary_grads:
         return BCOO
-    layout = own[0].layout
-    is_armed = any(_is_armed_guard(grad.guard) for grad in own)
-    if any(map(lacks_clock, own)):
+    layout = canary_grads[0].layout
+    is_armed = any(_is_armed_guard(grad.guard) for grad in canary_grads)
+    if any(map(lacks_clock, canary_grads)):
         return functools.partial(_made_alike, layout, is_armed)
-    columns = [_clocks(grad) for grad in own]
+    columns = [_clocks(grad) for grad in canary_grads]
     # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum is
     # `_CHANGED`. So is all that is made of an update, as `_UPDATE` is negative, but its
     # coalesced form (`is_same`). Entries of zeros fit any clock.
@@ -399,7 +399,7 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     is_kept = jnp.all((clocks == first) | (clocks == _ANY), axis=-2, keepdims=True)
     is_kept &= is_same | (first >= 0)
     read_at = jnp.where(is_kept, first, _CHANGED)
-    read_of = tuple(table for grad in own for table in grad.read_of)
+    read_of = tuple(table for grad in canary_grads for table in grad.read_of)
 
     def make(args: Any, **kwargs: Any) -> CanaryBCOO:
         grad = _made_alike(layout, is_armed, args, read_at=read_at, **kwargs)

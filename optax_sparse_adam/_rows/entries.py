@@ -68,8 +68,8 @@ def widen_indices(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     # The largest padding index, `num_rows + nse - 1`, must fit: int8 ids of a table of
     # 100 rows and 64 entries become int32, as 163 is no int8.
     last = max(shape[: indices.shape[1]]) + indices.shape[0]
-    own: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
-    for dtype in (*own, jnp.int32, jnp.uint32):
+    types: list[Any] = [indices.dtype] if indices.dtype.itemsize >= 4 else []
+    for dtype in (*types, jnp.int32, jnp.uint32):
         if last <= jnp.iinfo(dtype).max:
             if jnp.iinfo(indices.dtype).min < jnp.iinfo(dtype).min:
                 # As a uint32, -2e9 is a row of a table of 3e9 rows; -1 is never a row.

@@ -28,8 +28,8 @@ def jit_with_bags(function: Callable[..., T], **options: Any) -> Callable[..., T
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
-        found: T = compiled(*map(_closed, args), **kwargs)
-        return found
+        result: T = compiled(*map(_closed, args), **kwargs)
+        return result
 
     return call
 

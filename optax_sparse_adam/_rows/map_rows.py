@@ -137,8 +137,8 @@ def all_in_blocks(
         place = jnp.arange(size, dtype=jnp.int32)[:, None]
         slot = i * size + place  # the last block may go beyond the table
         indices = jnp.where(slot < num_rows, slot, num_rows + place)
-        news: Tables = ops.update(by_rows, (), indices, tables, (), *args)[1]
-        return news
+        new_tables: Tables = ops.update(by_rows, (), indices, tables, (), *args)[1]
+        return new_tables
 
     return lax.fori_loop(0, -(-num_rows // size), block, tables)
 

@@ -136,11 +136,11 @@ class RowOps:
         tree.
         """
         rows = tuple(self.take(table, indices) for table in (*tables, *read))
-        out, news = row_fn(data, rows, *args)
+        out, new_rows = row_fn(data, rows, *args)
         # Adan keeps the last gradient: its new rows need no old ones, which the update
         # reads. Nothing but `order_after_gather` says then that these are gathered
         # first.
-        made = map(gather_scatter.order_after_gather, rows, news)
+        made = map(gather_scatter.order_after_gather, rows, new_rows)
         pairs = zip(tables, made, strict=True)
         written = tuple(self.put(table, indices, new) for table, new in pairs)
         # The update is kept apart as well: it reads the table that it will be added to.
@@ -182,8 +182,8 @@ class RowOps:
         *args: Any,
     ) -> tuple[jax.Array, Tables]:
         """`update` of rows, each of which is treated alone; see `map_rows.map_rows`."""
-        own = map_rows.in_blocks if self.in_blocks else map_rows.in_one_pass
-        return own(self, row_fn, rows, tables, read, *args)
+        update_rows = map_rows.in_blocks if self.in_blocks else map_rows.in_one_pass
+        return update_rows(self, row_fn, rows, tables, read, *args)
 
     def look_up(self, source: Source, ids: jax.Array, *, bounds: Bounds) -> jax.Array:
         """`table[ids]` in a loss: rows of a table, or of a stale one as they are now.
@@ -249,5 +249,7 @@ class RowOps:
         self, function: Callable[..., Tables], tables: Tables, *args: Any
     ) -> Tables:
         """`function(tables, *args)`, the new tables; see `map_rows.map_all_rows`."""
-        own = map_rows.all_in_blocks if self.in_blocks else map_rows.all_in_one_pass
-        return own(self, function, tables, *args)
+        map_all_rows = (
+            map_rows.all_in_blocks if self.in_blocks else map_rows.all_in_one_pass
+        )
+        return map_all_rows(self, function, tables, *args)

@@ -116,14 +116,14 @@ def _refuse_no_state(state: Any, name: str, params: Any) -> None:
     treedef: Any
     structure: Any
     leaves, treedef = jax.tree.flatten(state)
-    own, structure = jax.tree.flatten(params)
+    param_leaves, structure = jax.tree.flatten(params)
     kinds = jax.Array, np.ndarray, np.generic, int, float, jax.ShapeDtypeStruct
     if not all(isinstance(x, kinds) for x in leaves):
         raise ValueError(
             f"{rule}, got {class_names(state)}. Pass what `init` and `update` return, "
             "not the optimiser itself."
         )
-    same = treedef == structure and all(map(operator.is_, leaves, own))
+    same = treedef == structure and all(map(operator.is_, leaves, param_leaves))
     if leaves and same:
         raise ValueError(f"{rule}, got the parameters themselves. Pass its state.")
     # A first moment is like the parameters, in all transformations.
@@ -131,7 +131,7 @@ def _refuse_no_state(state: Any, name: str, params: Any) -> None:
         mu = getattr(node, "mu", None)
         if mu is None or jax.tree.structure(mu) != structure:
             continue  # others of them are kept elsewhere, or masked
-        for moment, param in zip(jax.tree.leaves(mu), own, strict=True):
+        for moment, param in zip(jax.tree.leaves(mu), param_leaves, strict=True):
             if jnp.shape(moment) != jnp.shape(param):
                 raise ValueError(
                     f"{rule}, got one whose `mu` has the shape {jnp.shape(moment)} for "

@@ -113,5 +113,5 @@ def map_all_rows(function: Callable[..., Tables], tables: Tables, *args: Any) ->
     def mapped(ops: RowOps, *operands: Any) -> Tables:
         return ops.map_all(function, *operands)
 
-    news: Tables = with_ops(mapped, tables, *args, maps=True)
-    return news
+    new_tables: Tables = with_ops(mapped, tables, *args, maps=True)
+    return new_tables
