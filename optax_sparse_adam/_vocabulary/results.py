@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Rows(np.ndarray):
+class FreshRows(np.ndarray):
     """Rows of a table, `[n]` int32: an array of NumPy that can be padded."""
 
     def padded(self, least: int) -> np.ndarray:
@@ -38,7 +38,7 @@ class Assignment(NamedTuple):
     """
 
     rows: np.ndarray
-    fresh: Rows
+    fresh: FreshRows
     evicted: np.ndarray
 
 

@@ -16,7 +16,7 @@ from .contents import Contents, spread
 from .forks import survives_forks
 from .options import Options, check_number, checked_options
 from .order import Score
-from .results import Assignment, ChangedRows, Rows
+from .results import Assignment, ChangedRows, FreshRows
 from .store import Changes
 from .taken_back import TakenBack, changed_codes
 
@@ -186,7 +186,7 @@ class Vocabulary:
                     raise
             self._history.append(changes)
             evicted = self._as_keys(evicted)
-        return Assignment(spread(rows, at, shape), fresh.view(Rows), evicted)
+        return Assignment(spread(rows, at, shape), fresh.view(FreshRows), evicted)
 
     def find(self, keys: Any, *, mask: Any = None) -> np.ndarray:
         """Looks rows up and changes nothing; for serving and evaluation.
