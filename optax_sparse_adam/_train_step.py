@@ -19,7 +19,7 @@ from ._optimizers.forms import (
     traced,
 )
 from ._optimizers.hyperparameters import check_transformation
-from ._optimizers.update_rows import UpdateRows
+from ._optimizers.update_fn import RowUpdateFn
 from ._rows.apply_updates import apply_updates
 from ._rows.stale import contains_stale
 
@@ -113,7 +113,7 @@ def make_train_step(
         # Those that the loss does not take: the optimiser has to read them.
         names = keywords.keys() - for_loss.keys()
         asked = {name: for_tx[name] for name in names if name in for_tx}
-        if not names and type(tx.update) is UpdateRows:  # it takes them as they are
+        if not names and type(tx.update) is RowUpdateFn:  # it takes them as they are
             return *update(grads, {}), value
         config: Any = jax.config  # not all of it has types in every version
         operands = "make_train_step", update, grads, asked
@@ -174,7 +174,7 @@ def update_params(
     see them.
     """
     update: Any = tx.update
-    if type(update) is UpdateRows:
+    if type(update) is RowUpdateFn:
         new_params, new_state = update.add_to_params(grads, state, params, **extra)
     else:
         updates, new_state = update(grads, state, params, **extra)
@@ -207,7 +207,7 @@ def params_at_once(
     def update(grads: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         return update_params(tx, grads, state, params, **extra)
 
-    if type(tx.update) is UpdateRows:  # it takes them as they are
+    if type(tx.update) is RowUpdateFn:  # it takes them as they are
         return update(grads, extra)
 
     def of_grads(grads: Any) -> Any:

@@ -21,7 +21,7 @@ from .._optimizers.hyperparameters import (
     check_state_class,
     floating_type,
 )
-from .._optimizers.update_rows import Updated, UpdateRows
+from .._optimizers.update_fn import RowUpdateFn, Updated
 from .._rows.checks import refuse_complex
 from .._rows.entries import accumulator_dtype
 from .._rows.new_arrays import full_along
@@ -190,7 +190,7 @@ def _exact_adam(
         new = replaced(state, rows, outset.after)
         return leaves.treedef, made, new._replace(count=outset.next_count)
 
-    update = UpdateRows(update_fn)
+    update = RowUpdateFn(update_fn)
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update)
 
 

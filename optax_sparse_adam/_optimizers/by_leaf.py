@@ -31,7 +31,7 @@ from .hyperparameters import (
     check_moment,
     check_state_class,
 )
-from .update_rows import Updated, UpdateRows
+from .update_fn import RowUpdateFn, Updated
 
 
 def all_axes(ndim: int) -> Sequence[int]:
@@ -104,7 +104,7 @@ def update_leaf(
     )
 
 
-class DenseUpdate:
+class DenseUpdateFn:
     """The `update` of what `by_leaf` makes: that of dense gradients.
 
     `lazy` finds in it the one for row-sparse gradients. It is looked for in `update`,
@@ -115,7 +115,7 @@ class DenseUpdate:
       of_rows: `update` for row-sparse gradients, too, which `lazy` makes public.
     """
 
-    def __init__(self, of_rows: UpdateRows, name: str):
+    def __init__(self, of_rows: RowUpdateFn, name: str):
         self.of_rows, self._name = of_rows, name
 
     def __call__(
@@ -267,5 +267,5 @@ def by_leaf(
         new_trees = {key: treedef.unflatten(x) for key, x in columns.items()}
         return treedef, made, state_class(count=count_inc, **new_trees)
 
-    update = DenseUpdate(UpdateRows(update_fn), name)
+    update = DenseUpdateFn(RowUpdateFn(update_fn), name)
     return optax.GradientTransformationExtraArgs(jit_on_mesh(init_fn), update)

@@ -28,7 +28,7 @@ from .._rows.padding import mask_padding
 from .._rows.stale import STORED
 from .attempt import attempt
 from .lazy_leaves import Leaves, OfTable
-from .update_rows import UpdateRows
+from .update_fn import RowUpdateFn
 
 
 def read_stale_params(
@@ -133,7 +133,7 @@ def without_stored_reads(
     That is seen in its program, which is traced for it; in a program it is then used.
     """
     leaves = jax.tree.leaves(grads, is_leaf=is_leaf)
-    if type(tx.update) is UpdateRows or not any(map(is_read_up_to_date, leaves)):
+    if type(tx.update) is RowUpdateFn or not any(map(is_read_up_to_date, leaves)):
         return update(grads)
     program, shapes = jax.make_jaxpr(lambda: update(grads), return_shape=True)()
     refuse_stored_reads(program, params, grads, name)

@@ -36,7 +36,7 @@ _SUMMED_ONLY = (
 )
 
 
-Update = Callable[[Any, dict[str, Any]], Any]
+UpdateFn = Callable[[Any, dict[str, Any]], Any]
 
 
 def sparse_leaves(tree: Any) -> list[Any]:
@@ -89,7 +89,7 @@ class Program(NamedTuple):
         return any(var in used for of, var in pairs if of == name)
 
 
-def traced(update: Update, grads: Any, keywords: dict[str, Any]) -> Program:
+def traced(update: UpdateFn, grads: Any, keywords: dict[str, Any]) -> Program:
     """`update(grads, keywords)`, of gradients that are armed."""
 
     def armed_update(keywords: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ def traced(update: Update, grads: Any, keywords: dict[str, Any]) -> Program:
 
 
 def first_that_traces(
-    name: str, update: Update, grads: Any, keywords: dict[str, Any]
+    name: str, update: UpdateFn, grads: Any, keywords: dict[str, Any]
 ) -> Program:
     """The update of gradients as they are, or with their duplicates added up.
 
@@ -126,7 +126,7 @@ def first_that_traces(
     raise refusal
 
 
-def applied(name: str, update: Update, grads: Any, keywords: dict[str, Any]) -> Any:
+def applied(name: str, update: UpdateFn, grads: Any, keywords: dict[str, Any]) -> Any:
     """`update(grads, keywords)` of gradients as they are, here and now.
 
     Raises:
@@ -143,7 +143,7 @@ def applied(name: str, update: Update, grads: Any, keywords: dict[str, Any]) -> 
 def _explain(
     refusal: Exception,
     name: str,
-    update: Update,
+    update: UpdateFn,
     grads: Any,
     keywords: dict[str, Any],
     forms: tuple[tuple[Callable[[Any], Any], str], ...],

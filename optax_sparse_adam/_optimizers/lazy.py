@@ -16,7 +16,7 @@ from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import check_bcoo, is_bcoo
 from .._rows.entries import Rows
 from .._rows.row_ops import Update
-from .by_leaf import DenseUpdate
+from .by_leaf import DenseUpdateFn
 from .current_rows import read_stale_params, with_current_rows
 from .hyperparameters import check_transformation
 from .lazy_leaves import Leaves, OfTable, Trees
@@ -30,7 +30,7 @@ from .lazy_tables import (
     summed_data,
     write,
 )
-from .update_rows import Updated, UpdateRows
+from .update_fn import RowUpdateFn, Updated
 
 
 def _shaped_like(
@@ -209,7 +209,7 @@ def lazy(
       [1.0, 0.999, 0.999]
     """
     check_transformation(inner, "lazy")
-    if type(inner.update) is DenseUpdate:  # of a formula, so there is nothing to find
+    if type(inner.update) is DenseUpdateFn:  # of a formula, so there is nothing to find
         return optax.GradientTransformationExtraArgs(inner.init, inner.update.of_rows)
     transformation = optax.with_extra_args_support(inner)
     probe = Probe(transformation.init)
@@ -242,5 +242,5 @@ def lazy(
         return trees.grads, results.grads, trees.state.unflatten(results.state)
 
     return optax.GradientTransformationExtraArgs(
-        jit_on_mesh(init_fn), UpdateRows(update_fn)
+        jit_on_mesh(init_fn), RowUpdateFn(update_fn)
     )

@@ -14,7 +14,7 @@ from .._rows.stale import knows_stored_rows
 Updated = tuple[Any, list[Update], Any]
 
 
-class UpdateRows:
+class RowUpdateFn:
     """The `update` of an optimiser of rows: what `lazy` makes, and exact Adam.
 
     `make_train_step` and `flax_nnx.update` know it by its type: where `tx.update` is
