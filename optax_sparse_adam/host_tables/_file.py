@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from ._budget import BLOCK, keep, register
 from ._records import WORD, Layout, refuse_other, sync_folder, write_at
 from ._store import Ascending, Mark, Memory
 
@@ -42,8 +43,6 @@ _MAGIC = b"optax_sparse_adam host table 2\n"
 _VERSION = 2  # also of what follows
 _MARK = 512  # bytes of it, with the first line: a disk writes so many at once
 _PAGE = 4096
-# Rows between two looks at the process's memory: 64 MB, where each maps 64 kB.
-_BLOCK = 1024
 # Rows come from the disk if more than one in 64 was waited for: asking for a page takes
 # microseconds, waiting for one a tenth of a millisecond or more. A few may be of what
 # else the process maps.
@@ -188,6 +187,7 @@ class File(Memory):
 
     def _map(self) -> None:
         self._mmap = mmap.mmap(self._file.fileno(), 0)
+        register(self._mmap)
         # Single rows are read: no page before or after them.
         self._mmap.madvise(mmap.MADV_RANDOM)
         words = np.frombuffer(self._mmap, np.uint32, offset=self._start)
@@ -307,28 +307,10 @@ class File(Memory):
         if self.budget is None:
             yield slice(0, count)
             return
-        for first in range(0, count, _BLOCK):
-            self.keep_budget()
-            yield slice(first, first + _BLOCK)
-        self.keep_budget()
-
-    def keep_budget(self) -> None:
-        """Gives pages of the mapping back if the process holds more than the budget.
-
-        They stay in the system's page cache, changes included, and are mapped again
-        when they are touched: of a shared mapping nothing is lost. Where the system
-        maps whole folios, each touch of a row may map two megabytes, which it would
-        take back only when memory is short.
-        """
-        if self.budget is None or resident_bytes() < self.budget - (_BLOCK << 16):
-            return
-        self._mmap.madvise(mmap.MADV_DONTNEED)
-        held = resident_bytes()
-        if held > self.budget and _KNOWS_RESIDENT:
-            raise MemoryError(
-                f"The process holds {held:,} bytes without pages of {self.path}; the "
-                f"budget of HostTrainer is {self.budget:,}."
-            )
+        for first in range(0, count, BLOCK):
+            keep(self.budget)
+            yield slice(first, first + BLOCK)
+        keep(self.budget)
 
     def make_room(self, count: int) -> None:
         if self._lacks_room(count):
@@ -365,18 +347,3 @@ def _disk_reads() -> int:
     """How many pages this thread has waited for."""
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(who).ru_majflt
-
-
-# macOS says only how much it once was, which is no reason to raise.
-_KNOWS_RESIDENT = os.path.exists("/proc/self/statm")
-
-
-def resident_bytes() -> int:
-    """What the process holds, pages of files included: `Rss` of all its mappings.
-
-    The sum of /proc/self/smaps, which takes milliseconds, is kept by the system here.
-    """
-    if not _KNOWS_RESIDENT:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE

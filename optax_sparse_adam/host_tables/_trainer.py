@@ -11,6 +11,7 @@ import optax
 
 from .._gradients.value_and_grad import Sparse
 from ._between import evaluated, map_rows, reset
+from ._budget import keep
 from ._checkpoint import load, save
 from ._host_rows import HostRows
 from ._ids import split_keywords
@@ -50,7 +51,7 @@ class HostTrainer:
         copied. Where it has fewer rows than a table, the others begin as new ones.
       sparse: As in `value_and_grad`.
       budget: Bytes that the process may hold, mapped pages of files included; when
-        there are more, pages are given back to the system.
+        there are more, pages of all files of the process are given back to the system.
       fsync: Whether the journal of a step reaches the disk before rows are changed.
       progress: Wraps the iterator over the pieces of a new table, as `tqdm.tqdm`.
 
@@ -66,7 +67,8 @@ class HostTrainer:
       BlockingIOError: If another trainer has the file.
       OSError: If a disk is full: what could not be written is kept, and written by the
         next call for which there is room. If another program has cut a file.
-      MemoryError: If the process holds more than the budget without pages of files.
+      MemoryError: If the process holds more than the budget without pages of files;
+        when it is made, before anything is written, and by steps.
       NotImplementedError: In one of several processes.
       RuntimeError: By any use in a process that was forked. By a step or an evaluation
         that looks up other ids than those that were computed before it, as of
@@ -137,6 +139,8 @@ class HostTrainer:
         others: list[Any] | None = None,
     ) -> None:
         """Begins a run, or goes on with that of a checkpoint."""
+        if budget is not None:
+            keep(budget)
         rows, plan = self._rows, self._rows.plan
         sizes = [x.shape[0] for x in plan.tables.values()]
         try:

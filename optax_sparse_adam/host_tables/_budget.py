@@ -1,0 +1,68 @@
+"""What a process may hold, pages of mapped files included.
+
+A page of a file that a process has touched counts as its own until the system takes it
+back, whoever has mapped the file: another table, another trainer, or what is left of
+one that was closed while somebody has its arrays. So the mappings of the whole process
+are known here, and all give their pages back. Of a shared mapping nothing is lost, and
+changes are included: pages stay in the system's page cache, and are mapped again when
+they are touched. Where the system maps whole folios, each touch of a row may map two
+megabytes, which it would take back only when memory is short.
+"""
+
+import mmap
+import os
+import threading
+import weakref
+
+_FOLIOS = 1 << 16  # bytes that the touch of a row maps, on the average
+# Rows between two looks at the process's memory, and what they may map: 64 MB.
+BLOCK = 1024
+_MAPPED_BY_BLOCK = BLOCK * _FOLIOS
+
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def register(mapping: mmap.mmap) -> None:
+    """Counts a mapping from now on, until its last view is gone."""
+    with _lock:
+        _mappings.add(mapping)
+
+
+def keep(budget: float) -> None:
+    """Gives pages of files back if the process holds nearly its budget.
+
+    Raises:
+      MemoryError: If it holds more than the budget without them.
+    """
+    if resident_bytes() < budget - _MAPPED_BY_BLOCK:
+        return
+    with _lock:
+        for mapping in _mappings:
+            mapping.madvise(mmap.MADV_DONTNEED)
+    held = resident_bytes()
+    if held > budget and _KNOWS_RESIDENT:
+        raise MemoryError(
+            f"The process holds {held:,} bytes without pages of files, more than the "
+            f"budget of its HostTrainer, {budget:,.0f}. Give budget= at least "
+            f"{held + 2 * _MAPPED_BY_BLOCK:,}: what it holds, and room for pages "
+            "between two looks; or let it hold less, by smaller batches, tables in "
+            "files in place of memory, or fewer other arrays."
+        )
+
+
+# macOS says only how much it once was, which is no reason to raise.
+_KNOWS_RESIDENT = os.path.exists("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    """What the process holds, pages of files included: `Rss` of all its mappings.
+
+    The sum of /proc/self/smaps, which takes milliseconds, is kept by the system here.
+    """
+    if not _KNOWS_RESIDENT:
+        import resource  # which Windows lacks, and with it tables in files
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
