@@ -18,14 +18,12 @@ from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds, kept_arguments, split_keywords
 from ._plan import CHUNK, compact
 from ._records import WORD
-from ._store import Ascending, ascending, rows_between
+from ._store import Ascending, ascending
 
 
-def evaluated(
-    host: HostRows, params: Any, fun: Callable[..., Any]
-) -> Callable[..., Any]:
+def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
     """See `HostTrainer.evaluate`."""
-    plan, few = host.plan, compact(fun, params)
+    plan, few = host.plan, compact(fun, host.plan.tables)
     ids = RowIds(fun, plan.tables, plan.treedef)
 
     def on_rows(static: Any, others: Any, arrays: Any, rows: Any, args: Any) -> Any:
@@ -59,11 +57,13 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     host.check(changes=True)
     host.settle()
     plan = host.plan
-    most = max(x.shape[0] for x in plan.tables.values())
+    parts = [x.partition for x in plan.tables.values()]
+    most = max(x.block_rows for x in parts)
     words = max(layout.words for layout in plan.layouts)
     size = min(most, max(1, CHUNK // (words * WORD)))
+    length = size * plan.spread.blocks.size
     shapes = [
-        [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in layout.fields]
+        [jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in layout.fields]
         for layout in plan.layouts
     ]
     leaves = jax.tree.leaves(shapes)
@@ -88,13 +88,10 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             "this one, arrays that are no rows depend on rows, of which it sees some "
             "at a time."
         )
-    program, others = jax.jit(mapped), host.others
+    program, others = jax.jit(mapped, **plan.spread.stays(host.others)), host.others
     with host.as_a_whole("map_rows") as store:
         for first in range(0, most, size):
-            rows = [
-                rows_between(first, min(first + size, x.shape[0]))
-                for x in plan.tables.values()
-            ]
+            rows = [x.between(first, first + size) for x in parts]
             others, arrays = program(host.take(rows, size), host.others)
             store(rows, arrays)
         host.others = others
@@ -110,11 +107,12 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
     places: list[Any] = [None] * len(tables)
     for i, table in enumerate(tables):
         if i in plan.tables:
-            size = plan.tables[i].shape[0]
+            part = plan.tables[i].partition
             wanted = np.zeros(0, np.int32) if table is None else np.asarray(table.ids)
-            rows.append(ascending(wanted, size))
+            wanted = part.rows_here(wanted)
+            rows.append(ascending(wanted, part.count))
             if table is not None:
-                is_row = (wanted >= 0) & (wanted < size)
+                is_row = (wanted >= 0) & (wanted < part.count)
                 places[i] = np.where(is_row, np.searchsorted(rows[-1], wanted), -1)
         elif table is not None:
             raise ValueError(
@@ -125,7 +123,7 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
         return
     host.settle()
     count = max(len(x) for x in places if x is not None)
-    params, state = plan.join(host.others, host.take(rows, count))
+    params, state = plan.join(*host.here(rows, count))
     of_few = plan.treedef.unflatten(places)
     few = reset_rows(plan.tx, params, state, of_few, values)
     host.change(rows, plan.split(*few)[1])

@@ -53,16 +53,25 @@ from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bag_sums import add_up
 from .._rows.lookups import look_up_bags, sum_bags
 from .._rows.source import Mode, Source
+from ._partition import Partition
 
 _LARGEST_ID = 2**31 - 1
 
 
 class Whole(NamedTuple):
-    """A table that is elsewhere: its name for errors, its shape and its type."""
+    """A table that is elsewhere.
+
+    Attributes:
+      name: For errors.
+      shape: Of all of it.
+      dtype: Its type.
+      partition: The order of its rows in the arrays of a batch.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
+    partition: Partition
 
 
 class CompactTable(NamedTuple):
@@ -70,12 +79,15 @@ class CompactTable(NamedTuple):
 
     Attributes:
       array: The rows, `[K, ...]`.
-      unique: Their numbers `[K]`, ascending; of padding, the table's number of rows.
+      unique: Their positions `[K]`, ascending: without a mesh their numbers; of
+        padding, the table's number of rows.
+      partition: Of the table.
       stale: Always `None`; `make_train_step` brings rows up to date by itself.
     """
 
     array: jax.Array
     unique: jax.Array
+    partition: Partition
     stale: None = None
 
     def map(self, function: Callable[[Any, bool], Any]) -> "CompactTable":
@@ -118,7 +130,8 @@ def _places(lookup: Lookup, source: Any) -> jax.Array:
     """Where among the K rows each index reads; K where it is out of bounds."""
     ids = lookup.rows(1)[:, 0].astype(jnp.int32)
     unique = on_mesh_of_context(source.unique)
-    place = jnp.searchsorted(unique, on_mesh_of_context(ids)).astype(jnp.int32)
+    position = on_mesh_of_context(source.partition.position(ids))
+    place = jnp.searchsorted(unique, position).astype(jnp.int32)
     return jnp.where(ids < lookup.shape[0], place, len(source.array))
 
 
@@ -146,7 +159,7 @@ def _read(value: Expression, lookup: Lookup) -> jax.Array:
         last = lookup.shape[0] - 1
 
         def take(array: jax.Array) -> jax.Array:
-            return array[jnp.minimum(source.unique, last)]
+            return array[jnp.minimum(source.partition.rows_at(source.unique), last)]
 
         rows = value.select(take, None, known)
         return _look_up(lookup, source, rows)
@@ -274,8 +287,8 @@ def evaluate_compact(
       fun: Any function that JAX can trace.
       tables: By the index of their leaf.
       params: With `[K, ...]` in the place of each table.
-      uniques: For each table the numbers of its K rows; or `None` to ask for ids alone:
-        then callbacks, such as `jax.debug.print`, are not called.
+      uniques: For each table the positions of its K rows; or `None` to ask for ids
+        alone: then callbacks, such as `jax.debug.print`, are not called.
       args: Further arguments.
 
     Returns:
@@ -285,7 +298,7 @@ def evaluate_compact(
     tree: Any
     leaves, tree = jax.tree.flatten(params)
     whole = [
-        jax.ShapeDtypeStruct(*tables[i][1:]) if i in tables else x
+        jax.ShapeDtypeStruct(*tables[i][1:3]) if i in tables else x
         for i, x in enumerate(leaves)
     ]
     with jit_enabled():
@@ -294,8 +307,8 @@ def evaluate_compact(
         closed = ClosedJaxpr(without_callbacks(closed.jaxpr), closed.consts)
         uniques = [jnp.zeros(1, jnp.int32)] * len(tables)
     values, rows = list(leaves), dict(zip(tables, uniques, strict=True))
-    for i, (_, shape, dtype) in tables.items():
-        source: Any = CompactTable(leaves[i], rows[i])
+    for i, (_, shape, dtype, partition) in tables.items():
+        source: Any = CompactTable(leaves[i], rows[i], partition)
         leaf = (Leaf(i, jnp.dtype(dtype)),)  # of tables of integers, too
         values[i] = dataclasses.replace(
             table(Source(leaves[i])), shape=shape, leaves=leaf, source=source

@@ -18,12 +18,12 @@ from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ._ids import Batch, target_of
 from ._ledger import Ledger
 from ._plan import Plan
+from ._spread import local
 from ._store import Ascending, Store
 
 NOT_FETCHED = (
@@ -37,23 +37,25 @@ class Rows(NamedTuple):
     """Rows of a batch, as they were fetched or as a step has made them.
 
     Attributes:
-      unique: Their numbers, of each table, on the host.
-      padded: The same on the device, `[K]`.
+      unique: Of each table, and of each block of this process, their numbers in the
+        store.
+      padded: The positions of all rows of the batch on the device, `[K]`.
       arrays: The rows on the device, of each table an array `[K, *shape]` for each
         field: fetched, or new.
       step: The number of steps before.
       fingerprint: Of the ids that these are the rows of.
       looked_up: That of the ids of the step that has made them.
-      back: New `arrays` on their way to the host: see `_sent_back`.
+      back: New `arrays` of each table, field and block on their way to the host: see
+        `Spread.sent_back`.
     """
 
-    unique: list[Ascending]
+    unique: list[list[Ascending]]
     padded: list[jax.Array]
     arrays: list[list[jax.Array]]
     step: int
     fingerprint: Any = 0
     looked_up: Any = 0
-    back: Sequence[Sequence[jax.Array]] = ()
+    back: Sequence[Sequence[Sequence[jax.Array]]] = ()
 
 
 class HostRows:
@@ -73,8 +75,7 @@ class HostRows:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        # Steps donate the arrays, which are the caller's.
-        self.others: list[Any] = [jnp.array(x) for x in plan.dense]
+        self.others: list[Any] = plan.spread.kept(plan.dense)
         self.stores: list[Store] = []
         self.ledger: Ledger
         self.steps = self.version = 0
@@ -143,7 +144,13 @@ class HostRows:
         return os.getpid() != self._process
 
     @property
-    def is_cold(self) -> bool:
+    def looks_ahead(self) -> bool:
+        """Whether ids of further batches are worth computing.
+
+        Several processes compute them together: all or none, whosoever's file is cold.
+        """
+        if self.plan.spread.processes > 1:
+            return any(host.file is not None for host in self.plan.hosts)
         return any(store.is_cold for store in self.stores)
 
     def close(self) -> None:
@@ -157,39 +164,51 @@ class HostRows:
 
     def fetch(self, batch: Batch) -> Rows:
         """The rows of a batch, from the host."""
-        unique, padded, arrays = batch.rows(), [], []
-        for k, (table, rows) in enumerate(zip(batch.tables, unique, strict=True)):
-            size = self._size(k, len(rows), min(len(batch.ids[k]), table.shape[0]))
-            numbers = np.full(size, table.shape[0], np.int32)
-            numbers[: len(rows)] = rows
-            padded.append(numbers)
-            arrays.append(self._read(k, rows, size))
-        padded, arrays = jax.device_put((padded, arrays), batch.target)
+        unique, padded, arrays = [], [], []
+        for k, (table, rows) in enumerate(zip(batch.tables, batch.rows(), strict=True)):
+            cut = table.partition.cut(rows)
+            most = min(len(batch.ids[k]), table.partition.block_rows)
+            size = self._size(k, max(map(len, cut)), most, len(cut))
+            unique.append(table.partition.own(cut))
+            padded.append(table.partition.padded(cut, size))
+            arrays.append(self._read(k, unique[-1], size))
+        padded, arrays = self.plan.spread.place(padded, arrays, batch.target)
         return Rows(unique, padded, arrays, self.steps, batch.fingerprint)
 
-    def _size(self, k: int, count: int, most: int) -> int:
-        """How many rows a step gets for so many, of at most `most`.
+    def _size(self, k: int, count: int, most: int, blocks: int) -> int:
+        """How many rows a block of a step gets for so many, of at most `most`.
 
-        Programs are compiled for each number: it is rounded up to eighths of all, and
-        never becomes less for batches with as many ids.
+        Programs are compiled for each number: it is rounded up to eighths of what each
+        of so many blocks has of as many rows, and never becomes less for batches with
+        as many ids.
         """
-        part = max(1, -(-most // 8))
+        part = max(1, -(-most // (8 * blocks)))
         size = max(1, min(most, -(-count // part) * part))
         self._sizes[k, most] = size = max(size, self._sizes.get((k, most), 0))
         return size
 
-    def take(self, rows: Sequence[Ascending], size: int) -> list[list[Any]]:
-        """Arrays of rows, and after them zeros up to `size`, on the device."""
+    def take(self, rows: Sequence[Sequence[Ascending]], size: int) -> list[list[Any]]:
+        """Arrays of rows in blocks, each with zeros after them up to `size`."""
         arrays = [self._read(k, x, size) for k, x in enumerate(rows)]
-        placed: list[Any] = jax.device_put(arrays, target_of(self.dense))
-        return placed
+        return self.plan.spread.place([], arrays, target_of(self.dense))[1]
 
-    def _read(self, k: int, rows: Ascending, size: int) -> list[np.ndarray]:
-        arrays = self.plan.layouts[k].empty(size)
-        for x in arrays:
-            x[len(rows) :] = 0
-        self.stores[k].take_fields(rows, arrays)
+    def _read(self, k: int, rows: Sequence[Ascending], size: int) -> list[np.ndarray]:
+        arrays = self.plan.layouts[k].empty(size * len(rows))
+        for number, block in enumerate(rows):
+            parts = [x[number * size : (number + 1) * size] for x in arrays]
+            for x in parts:
+                x[len(block) :] = 0
+            self.stores[k].take_fields(block, parts)
         return arrays
+
+    def here(
+        self, rows: Sequence[Ascending], size: int
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """What is no row, and rows of stores, on one device if there is a mesh."""
+        if self.plan.spread.whole is None:
+            return self.others, self.take([[x] for x in rows], size)
+        arrays = [self._read(k, [x], size) for k, x in enumerate(rows)]
+        return [*map(local, self.others)], jax.device_put(arrays)
 
     # To the stores.
 
@@ -212,7 +231,7 @@ class HostRows:
         while self._results:
             rows, (self.others, arrays, self._value, looked_up) = self._results[0]
             self.steps = rows.step + 1
-            back = _sent_back(arrays)
+            back = self.plan.spread.sent_back(arrays)
             self._keep(rows._replace(arrays=arrays, back=back, looked_up=looked_up))
             self._results.popleft()
 
@@ -221,9 +240,11 @@ class HostRows:
             self._unstored.append(rows)
 
     def change(self, unique: list[Ascending], arrays: list[list[Any]]) -> None:
-        """Rows that were made between two steps."""
+        """Rows that were made between two steps, by their numbers in stores."""
         self.version += 1
-        self._keep(Rows(unique, [], arrays, self.steps))
+        blocks = [[rows] for rows in unique]
+        back = [[[x] for x in own] for own in arrays]
+        self._keep(Rows(blocks, [], arrays, self.steps, back=back))
         self.settle()
 
     def settle(self) -> None:
@@ -245,7 +266,7 @@ class HostRows:
                 self.torn = self.torn or NOT_FETCHED.format(what=f"Batch {rows.step}")
                 self._unstored.clear()
                 self.check()
-            self._store(rows.unique, rows.back or rows.arrays, None)
+            self._store(rows.unique, rows.back, None)
             self._unstored.popleft()
 
     @contextlib.contextmanager
@@ -256,45 +277,26 @@ class HostRows:
         """
         torn = f"{what} has ended half way: some rows are changed, and others are not"
         self.version += 1
-        yield lambda unique, arrays: self._store(unique, arrays, torn)
+        yield lambda unique, arrays: self._store(
+            unique, self.plan.spread.sent_back(arrays), torn
+        )
         self.torn = None
 
     def _store(
         self,
-        unique: Sequence[Ascending],
-        arrays: Sequence[Sequence[jax.Array]],
+        unique: Sequence[Sequence[Ascending]],
+        arrays: Sequence[Sequence[Sequence[jax.Array]]],
         torn: str | None,
     ) -> None:
         """Writes rows; before any of them, what the rows were at the checkpoint."""
-        pairs = zip(unique, arrays, strict=True)
-        fields = [[np.asarray(x)[: len(rows)] for x in own] for rows, own in pairs]
-        for store, rows in zip(self.stores, unique, strict=True):
-            store.make_room(len(rows))
-        self.ledger.remember([*enumerate(unique)])
+        changes = [
+            (k, rows, [np.asarray(x[number])[: len(rows)] for x in arrays[k]])
+            for k, blocks in enumerate(unique)
+            for number, rows in enumerate(blocks)
+        ]
+        for store, blocks in zip(self.stores, unique, strict=True):
+            store.make_room(sum(map(len, blocks)))
+        self.ledger.remember([(k, rows) for k, rows, _ in changes])
         self.torn = torn
-        for store, rows, own in zip(self.stores, unique, fields, strict=True):
-            store.put_fields(rows, own)
-
-
-def _sent_back(arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
-    """Arrays on their way from an accelerator to pinned memory of the host.
-
-    Nobody waits for them here, and NumPy reads them where they are. On an H100 24 MB
-    take 0.9 ms; by `np.asarray` of an array on the device, into memory that is not
-    pinned, 6.4, and 3.0 after `copy_to_host_async`.
-    """
-    if not _has_pinned_memory(arrays[0][0]):
-        return arrays
-    pinned = [[x.sharding.with_memory_kind(_PINNED) for x in own] for own in arrays]
-    back: list[list[jax.Array]] = jax.device_put(arrays, pinned)
-    return back
-
-
-_PINNED = "pinned_host"
-
-
-def _has_pinned_memory(x: jax.Array) -> bool:
-    """Whether an array is on an accelerator, whose host has such memory."""
-    device: Any = next(iter(x.devices()))
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return device.platform != "cpu" and _PINNED in kinds
+        for k, rows, fields in changes:
+            self.stores[k].put_fields(rows, fields)

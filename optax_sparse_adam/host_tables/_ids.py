@@ -24,6 +24,13 @@ from ._compact import (
 )
 from ._store import Ascending, ascending
 
+_NOT_OF_ALL = (
+    "{name} has an argument of which rows are computed, and which need not be the same "
+    "in all processes: {x!r}. Give a global array: jax.make_array_from_process_local_"
+    "data(sharding, part_of_this_process), or jax.device_put(x, NamedSharding(mesh, "
+    "PartitionSpec())) for what all of them have."
+)
+
 
 @dataclasses.dataclass
 class Batch:
@@ -124,6 +131,8 @@ class RowIds:
         given = [values[i] for i in kept]
         for x in given:
             _refuse_other_numbers(x, name)
+            if jax.process_count() > 1 and _layout(x) is None:
+                raise ValueError(_NOT_OF_ALL.format(name=name, x=x))
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             given = jax.device_put(given, cpu_device())
@@ -196,7 +205,12 @@ class RowIds:
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if _is_key(x) and i not in kept]
 
-        @jax.jit
+        whole = None
+        if jax.process_count() > 1 and kept:  # each reads all ids
+            mesh = mesh_around([[*dense, *leaves][i] for i in kept])
+            whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+        @functools.partial(jax.jit, out_shardings=whole)
         def program(*given: Any) -> tuple[list[jax.Array], jax.Array]:
             known = dict(zip(kept, given, strict=True))
             others = [

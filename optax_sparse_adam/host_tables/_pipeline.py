@@ -11,6 +11,7 @@ settings of the caller's thread.
 
 import atexit
 import collections
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 
 from ._host_rows import HostRows, Rows
 from ._ids import Batch, RowIds
-from ._plan import place
+from ._spread import overlay_on
 
 
 class Source:
@@ -96,16 +97,17 @@ class Pipeline:
     Args:
       rows: Of all tables.
       loss: The user's.
-      params: The user's, with a `HostTable` in the place of each table.
       **options: Of `make_train_step`.
 
     Attributes:
       drawn: Batches that the last run has drawn and not trained.
     """
 
-    def __init__(self, rows: HostRows, loss: Any, params: Any, **options: Any):
-        self._rows = rows
-        self._program = rows.plan.step(loss, params, **options)
+    def __init__(self, rows: HostRows, loss: Any, **options: Any):
+        self._rows, self._overlay = rows, overlay_on(rows.plan.spread)
+        self._program: Any = None
+        make: Any = rows.plan.step
+        self._compiled = functools.partial(make, loss, **options)
         self._row_ids = RowIds(loss, rows.plan.tables, rows.plan.treedef)
         self.drawn: list[Any] = []
 
@@ -148,7 +150,7 @@ class Pipeline:
                 while drawn := len(first := source.peek(1)):
                     # Ids that depend on parameters do not exist before the next step.
                     if not first[0].needs_params:
-                        source.peek(2 + ahead * rows.is_cold)
+                        source.peek(2 + ahead * rows.looks_ahead)
                     with rows.alone():
                         rows.check(changes=True)
                         batch = source.take()
@@ -192,8 +194,11 @@ class Pipeline:
         rows.write(results)
         for batch in following[max(1, known) :]:
             # What is wrong with a batch is said when its turn comes.
-            for store, x in zip(rows.stores, batch.in_bounds, strict=True):
-                store.advise(x)
+            for store, table, x in zip(
+                rows.stores, batch.tables, batch.in_bounds, strict=True
+            ):
+                for block in table.partition.own(table.partition.cut(x)):
+                    store.advise(block)
         if not following or following[0].needs_params:
             return None
         return rows.fetch(following[0])
@@ -203,8 +208,9 @@ class Pipeline:
         arrays = rows.arrays
         if before is not None:
             own, newer = (rows.arrays, rows.padded), (before.padded, before.arrays)
-            arrays = [*map(place, *own, *newer)]
+            arrays = [*map(self._overlay, *own, *newer)]
         static = tuple(sorted(batch.static.items()))
+        self._program = self._program or self._compiled(self._rows.others)
         args = static, self._rows.others, arrays, rows.padded, batch.args
         rows = rows._replace(step=self._rows.steps)
         return self._rows.advance(self._program, args, rows)

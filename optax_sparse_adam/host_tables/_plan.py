@@ -22,29 +22,28 @@ from .._gradients.value_and_grad import PartsOfTables
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.lazy_probe import TableSize, find_owners
 from .._train_step import make_train_step
-from ._compact import evaluate_compact, fingerprint
+from ._compact import Whole, evaluate_compact, fingerprint
 from ._ids import kept_arguments
 from ._records import WORD, Layout
+from ._spread import Spread
 from ._table import HostTable, tables_among
 
 CHUNK = 1 << 24  # bytes of rows that are begun or mapped at once
 
 
-def compact(fun: Callable[..., Any], params: Any) -> Callable[..., Any]:
+def compact(fun: Callable[..., Any], tables: Mapping[int, Whole]) -> Callable[..., Any]:
     """`fun` on K rows of each table: `compact_fun(params, rows, *args)`.
 
     Args:
       fun: `fun(params, *args)`, any function that JAX can trace.
-      params: Parameters with `HostTable`s among them.
+      tables: By the index of their leaf in the parameters.
 
     Returns:
       A function of parameters with `[K, ...]` in the place of each table, and of their
-      numbers: int32 `[K]` for each table, ascending; where there are fewer rows than K,
-      the table's number of rows for the rest. It returns the result, and a fingerprint
-      of the ids that were looked up: with another one than that of the rows that were
-      fetched, the result is wrong.
+      positions: int32 `[K]` for each table, ascending, padded. It returns the result,
+      and a fingerprint of the ids that were looked up: with another one than that of
+      the rows that were fetched, the result is wrong.
     """
-    _, tables, _ = tables_among(params)
 
     @functools.wraps(fun)
     def compact_fun(
@@ -61,6 +60,7 @@ class Plan:
     """The parameters and the state of a trainer: which parts of them are rows.
 
     Attributes:
+      spread: The devices that rows of a batch go to.
       hosts: The `HostTable`s.
       tables: What is known of each, by the index of its leaf in the parameters.
       layouts: The records of each, in the same order.
@@ -69,10 +69,10 @@ class Plan:
       names: Of what is no row: the other parameters, then the rest of the state.
     """
 
-    def __init__(self, tx: optax.GradientTransformation, params: Any):
+    def __init__(self, tx: optax.GradientTransformation, params: Any, spread: Spread):
         check_transformation(tx, "HostTrainer")
-        self.tx = tx
-        hosts, self.tables, self.treedef = tables_among(params)
+        self.tx, self.spread = tx, spread
+        hosts, self.tables, self.treedef = tables_among(params, spread)
         self.hosts = list(hosts.values())
         if not hosts:
             raise ValueError(
@@ -261,13 +261,15 @@ class Plan:
     # Programs.
 
     def step(
-        self, loss: Callable[..., Any], params: Any, has_aux: bool, **options: Any
+        self, loss: Callable[..., Any], others: Any, *, has_aux: bool, **options: Any
     ) -> Any:
         """`step(static, others, arrays, rows, args)`, compiled and donated.
 
-        It returns others and arrays, the value, and a fingerprint of the ids.
+        It returns others and arrays, the value, and a fingerprint of the ids. All that
+        is trained stays where it is.
         """
-        few = compact(loss, params)
+        few = compact(loss, self.tables)
+        stays = self.spread.stays(others, None, self.spread.whole)
 
         @functools.wraps(loss)
         def with_fingerprint(*args: Any, **keywords: Any) -> Any:
@@ -285,7 +287,7 @@ class Plan:
         options["sparse"] = PartsOfTables(options.get("sparse"), sizes)
         inner = make_train_step(with_fingerprint, self.tx, True, **options)
 
-        @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+        @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **stays)
         def step(static: Any, others: Any, arrays: Any, rows: Any, args: Any) -> Any:
             batch, keywords = args
             params, state = self.join(others, arrays)
@@ -308,31 +310,6 @@ def _as_key(number: jax.Array) -> jax.Array:
     """
     data = jnp.stack([number, jnp.zeros_like(number)])
     return jax.random.wrap_key_data(data, impl="threefry2x32")
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def place(
-    arrays: list[jax.Array],
-    rows: jax.Array,
-    newer_rows: jax.Array,
-    newer: list[jax.Array],
-) -> list[jax.Array]:
-    """Rows of a table that came from the host, with the newer ones among them.
-
-    Args:
-      arrays: `[K, *shape]`, of each field.
-      rows: `[K]`, their numbers, padded.
-      newer_rows: Numbers of rows that the step before has made, which were not yet in
-        host memory when these were fetched.
-      newer: These rows, of each field.
-    """
-    at = jnp.minimum(jnp.searchsorted(newer_rows, rows), len(newer_rows) - 1)
-    is_newer = newer_rows[at] == rows  # padding may take padding
-
-    def placed(x: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(is_newer.reshape(-1, *[1] * (x.ndim - 1)), new[at], x)
-
-    return [*map(placed, arrays, newer)]
 
 
 def _refuse_shared(hosts: Mapping[int, HostTable], tables: Mapping[int, Any]) -> None:

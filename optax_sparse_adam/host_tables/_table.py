@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ._compact import Whole
+from ._partition import Partition
 from ._records import Layout
+from ._spread import Spread
 from ._store import Memory, Storage, Store, UserStore
 
 _MOST_ROWS = 2**31 - 2
@@ -94,20 +96,25 @@ class HostTable:
         )
 
 
-def tables_among(params: Any) -> tuple[dict[int, HostTable], dict[int, Whole], Any]:
+def tables_among(
+    params: Any, spread: Spread
+) -> tuple[dict[int, HostTable], dict[int, Whole], Any]:
     """The tables by the index of their leaf, what is known of them, and the tree."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
     tables = {i: x for i, (_, x) in enumerate(pairs) if isinstance(x, HostTable)}
     names = {i: jax.tree_util.keystr(pairs[i][0]) or "the table" for i in tables}
-    whole = {i: Whole(names[i], x.shape, x.dtype) for i, x in tables.items()}
+    whole = {
+        i: Whole(names[i], x.shape, x.dtype, Partition(x.shape[0], spread))
+        for i, x in tables.items()
+    }
     return tables, whole, treedef
 
 
 def new_store(
-    host: HostTable, name: str, layout: Layout, budget: float | None
+    host: HostTable, table: Whole, layout: Layout, budget: float | None
 ) -> Store:
     """Where a table is kept, neither begun nor opened."""
-    rows = host.shape[0]
+    name, rows = table.name, table.partition.count
     if host.storage is not None:
         return UserStore(host.storage, name, rows, layout)
     if host.file is None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from .._gradients.value_and_grad import Sparse
 from ._between import evaluated, map_rows, reset
@@ -18,6 +19,7 @@ from ._ids import split_keywords
 from ._ledger import Ledger
 from ._pipeline import Pipeline
 from ._plan import Plan
+from ._spread import Spread
 from ._store import Store
 from ._table import new_store
 
@@ -49,6 +51,9 @@ class HostTrainer:
       state: The optimiser's state, if there is one, of a table in memory or of another
         trainer: in the tree of `tx.init`, with arrays of JAX or NumPy, which are
         copied. Where it has fewer rows than a table, the others begin as new ones.
+      mesh: A mesh of Auto axes, over whose devices the rows of a batch are split, as
+        a table in memory would be by its rows. Without, each device of a batch gets
+        all of them.
       sparse: As in `value_and_grad`.
       budget: Bytes that the process may hold, mapped pages of files included; when
         there are more, pages of all files of the process are given back to the system.
@@ -98,6 +103,7 @@ class HostTrainer:
         has_aux: bool = False,
         *,
         state: Any = None,
+        mesh: Mesh | None = None,
         sparse: Sparse = None,
         budget: float | None = None,
         fsync: bool = False,
@@ -108,9 +114,10 @@ class HostTrainer:
             pieces: Any = rows.plan.init_records(
                 k, rows.dense, of_rows[k], skips_zeros=store.begins_with_zeros
             )
-            store.begin(pieces if progress is None else progress(pieces))
+            pieces = pieces if progress is None else progress(pieces)
+            store.begin(self._parts[k].pieces(pieces))
 
-        self._start(loss, tx, params, has_aux, sparse)
+        self._start(loss, tx, params, has_aux, sparse, mesh)
         plan, others = self._rows.plan, None
         of_rows: list[list[Any]] = [[] for _ in plan.hosts]
         if state is not None:
@@ -118,7 +125,13 @@ class HostTrainer:
         self._open(begin, budget, fsync, others=others)
 
     def _start(
-        self, loss: Any, tx: Any, params: Any, has_aux: bool, sparse: Sparse
+        self,
+        loss: Any,
+        tx: Any,
+        params: Any,
+        has_aux: bool,
+        sparse: Sparse,
+        mesh: Mesh | None,
     ) -> None:
         if jax.process_count() > 1:
             raise NotImplementedError(
@@ -126,9 +139,9 @@ class HostTrainer:
                 "The page on large tables names what there is for several."
             )
         self._loss, self._params = loss, params
-        self._rows = rows = HostRows(Plan(tx, params))
-        options = {"has_aux": has_aux, "sparse": sparse}
-        self._pipeline = Pipeline(rows, loss, params, **options)
+        self._rows = rows = HostRows(Plan(tx, params, Spread(mesh)))
+        self._parts = [x.partition for x in rows.plan.tables.values()]
+        self._pipeline = Pipeline(rows, loss, has_aux=has_aux, sparse=sparse)
 
     def _open(
         self,
@@ -142,15 +155,15 @@ class HostTrainer:
         if budget is not None:
             keep(budget)
         rows, plan = self._rows, self._rows.plan
-        sizes = [x.shape[0] for x in plan.tables.values()]
+        sizes = [x.count for x in self._parts]
         try:
             # A training step donates it, and two arrays of a state may be one.
             others = plan.begin_others(rows.dense) if others is None else others
-            rows.others += [jnp.array(x) for x in others]
+            rows.others += plan.spread.kept(others)
             rows.ledger = Ledger(rows.stores, plan.layouts, sizes, fsync)
             pairs = zip(plan.hosts, plan.tables.values(), strict=True)
             for k, (host, table) in enumerate(pairs):
-                store = new_store(host, table.name, plan.layouts[k], budget)
+                store = new_store(host, table, plan.layouts[k], budget)
                 rows.stores.append(store)
                 begin(k, store)
             if path is not None:
@@ -191,6 +204,7 @@ class HostTrainer:
         params: Any,
         has_aux: bool = False,
         *,
+        mesh: Mesh | None = None,
         sparse: Sparse = None,
         budget: float | None = None,
         fsync: bool = False,
@@ -204,6 +218,7 @@ class HostTrainer:
           params: Its parameters. Of arrays only shapes, types and devices matter, and
             `init` of tables is not called.
           has_aux: Whether `loss` returns a pair.
+          mesh: As for `HostTrainer`; not necessarily the same one.
           sparse: As in `value_and_grad`.
           budget: As for `HostTrainer`.
           fsync: As for `HostTrainer`.
@@ -222,7 +237,7 @@ class HostTrainer:
         """
 
         self = cls.__new__(cls)
-        self._start(loss, tx, params, has_aux, sparse)
+        self._start(loss, tx, params, has_aux, sparse, mesh)
         self._open(lambda _, store: store.open(), budget, fsync, Path(path).absolute())
         return self
 
@@ -291,7 +306,7 @@ class HostTrainer:
         Returns:
           A function of the further arguments. Keep it: it is compiled once.
         """
-        return evaluated(self._rows, self._params, fun)
+        return evaluated(self._rows, fun)
 
     def map_rows(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """`params, state = function(params, state)`, by chunks of rows.

@@ -1,0 +1,187 @@
+"""A `HostTrainer` over a mesh does what tables do that are sharded by their rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables._partition import Partition
+from optax_sparse_adam.host_tables._spread import Spread
+
+from ..helpers.host_tables import (
+    DIM,
+    ROWS,
+    arrays,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import assert_same_on_devices, slow_but
+
+ADAM = osa.sparse_adam(0.1)
+
+
+def mesh_of(shape=(8,), *, backwards=False):
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(
+        shape,
+        ("x", "y")[: len(shape)],
+        (AxisType.Auto,) * len(shape),
+        devices=devices[::-1] if backwards else devices,
+    )
+
+
+def split_over(mesh, batches):
+    split = NamedSharding(mesh, P(mesh.axis_names))
+    return [jax.device_put(batch, split) for batch in batches]
+
+
+def train_on_mesh(tx, mesh, batches):
+    """In memory, on the same mesh. (JAX has no shards of different lengths.)"""
+    rows, w = begin()
+    rows = np.pad(rows, [(0, -ROWS % mesh.size), (0, 0)])
+    by_rows, whole = NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
+    params = {"table": jax.device_put(rows, by_rows), "w": jax.device_put(w, whole)}
+    state, step = tx.init(params), osa.make_train_step(loss, tx)
+    state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
+    values = []
+    for batch in split_over(mesh, batches):
+        params, state, value = step(params, state, *batch)
+        values.append(np.asarray(value))
+
+    def own(x):
+        return x[:ROWS] if x.shape[:1] == rows.shape[:1] else x
+
+    return *jax.tree.map(own, arrays((params, state))), values
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "backwards", "where"),
+    slow_but(
+        [
+            ("sparse_adam", (4, 2), False, "memory"),
+            ("sparse_adam", (4, 2), True, "file"),
+            ("exact_adam", (8,), False, "memory"),
+            ("rowwise_adagrad", (2,), True, "memory"),
+            ("rowwise_adam", (3,), False, "file"),
+        ],
+        ("sparse_adam", (4, 2), False, "memory"),
+    ),
+)
+def test_as_in_memory_on_the_same_mesh(name, shape, backwards, where, tmp_path):
+    tx, mesh = getattr(osa, name)(0.1), mesh_of(shape, backwards=backwards)
+    expected = train_on_mesh(tx, mesh, batches(0, 12))
+    where = {"file": tmp_path / "x"} if where == "file" else {}
+    params = host_params(*begin(), **where)
+    with host.HostTrainer(loss, tx, params, mesh=mesh) as trainer:
+        values = list(trainer.run(split_over(mesh, batches(0, 10))))
+        values += [trainer.step(*x) for x in split_over(mesh, batches(10, 12))]
+        assert_trained_alike(trainer, values, expected)
+        assert trainer._rows.others[0].sharding.is_fully_replicated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_checkpoint_goes_to_another_mesh(where, tmp_path):
+    """Rows lie in memory and in files as those of one device do."""
+    where = {"file": tmp_path / "x"} if where == "file" else {}
+    params, meshes = host_params(*begin(), **where), [mesh_of((4,)), None, mesh_of()]
+    values, trainer = [], host.HostTrainer(loss, ADAM, params, mesh=mesh_of((2,)))
+    for number, mesh in enumerate(meshes):
+        with trainer:
+            first = 3 * number
+            values += [*map(float, trainer.run([*batches(first, first + 3)]))]
+            trainer.checkpoint(tmp_path / "run")
+            trainer.step(*next(batches(77, 78)))  # is undone
+        options = tmp_path / "run", loss, ADAM, params
+        trainer = host.HostTrainer.restore(*options, mesh=mesh)
+    rows, w = begin()
+    expected = train_in_memory(loss, ADAM, {"table": rows, "w": w}, batches(0, 9))
+    with trainer:
+        np.testing.assert_allclose(values, expected[2], rtol=1e-5)
+        pairs = zip(
+            jax.tree.leaves(arrays((trainer.params, trainer.state))),
+            jax.tree.leaves(arrays(expected[:2])),
+            strict=True,
+        )
+        for x, y in pairs:  # other orders of sums
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_between_steps_all_is_as_on_one_device():
+    """What treats rows one by one has the same bits, however they are spread."""
+    tx, ids = osa.exact_adam(0.1), {"table": np.array([7, 299, ROWS, 0, -1]), "w": None}
+    new = {"table": np.full((5, DIM), 0.5, np.float32), "w": None}
+    results = []
+    # One step for each: later ones have other orders of sums.
+    for mesh in (None, mesh_of(), mesh_of((2, 2), backwards=True)):
+        with host.HostTrainer(loss, tx, host_params(*begin()), mesh=mesh) as trainer:
+            batch = np.arange(48), np.zeros(48, np.float32)  # each row once
+            trainer.step(*batch)
+            predict = trainer.evaluate(lambda params, ids: params["table"][ids])
+            stale = np.asarray(predict(np.arange(ROWS)))
+            trainer.map_rows(osa.flush)
+            np.testing.assert_array_equal(stale, trainer.params["table"])
+            trainer.reset_rows(ids, new)
+            results.append(arrays((trainer.params, trainer.state)))
+    one, *others = results
+    assert_array = np.testing.assert_array_equal
+    assert_array(one[0]["table"][[0, 7, 299]], new["table"][:3])
+    for other in others:
+        jax.tree.map(assert_same_on_devices, other, one)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 12, 41])
+@pytest.mark.parametrize(
+    "blocks", [[[0]], [[0, 1, 2, 3]], [[2, 3], [0, 1]], [[3], [1], [0], [2]]]
+)
+def test_each_row_has_one_place(num_rows, blocks):
+    """On all processes the same position, and on one of them a place in its store."""
+    rows, stored, table = np.arange(num_rows, dtype=np.int32), [], {}
+    for process in range(len(blocks)):
+        spread = Spread()
+        spread.process, spread.blocks = process, np.array(blocks, np.int32)
+        part = Partition(num_rows, spread)
+        cut = part.cut(rows)
+        size = max(map(len, cut))
+        padded = part.padded(cut, size)
+        assert np.all(np.diff(padded) >= 0)
+        back = np.asarray(part.rows_at(jnp.asarray(part.position(rows))))
+        np.testing.assert_array_equal(back, rows)
+        at = np.searchsorted(padded, part.position(rows))
+        np.testing.assert_array_equal(
+            np.asarray(part.rows_at(jnp.asarray(padded)))[at], rows
+        )
+        own = part.own(cut)
+        assert [*map(len, own)] == [len(cut[b]) for b in blocks[process]]
+        joined = np.sort(np.concatenate(own))
+        np.testing.assert_array_equal(joined, np.arange(part.count))
+        np.testing.assert_array_equal(
+            np.sort(np.concatenate(part.between(0, part.block_rows))), joined
+        )
+        here = part.rows_here(rows)
+        at_home = np.flatnonzero(here >= 0)
+        table |= {int(row): (process, int(here[row])) for row in at_home}
+        pieces = [
+            (first, rows[first : first + 5, None]) for first in range(0, num_rows, 5)
+        ]
+        for first, records in part.pieces(pieces):
+            stored += [
+                (int(x), (process, first + k)) for k, x in enumerate(records[:, 0])
+            ]
+    assert dict(stored) == table
+    assert len(stored) == num_rows == len(set(table.values()))
+
+
+def test_axes_that_are_explicit_are_refused():
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
+    with pytest.raises(ValueError, match="needs a `mesh` of Auto axes"):
+        host.HostTrainer(loss, ADAM, host_params(*begin()), mesh=mesh)
