@@ -99,8 +99,9 @@ def evaluate_with_gradients(
             pairs = zip(whole, totals, strict=True)
             own_totals = [x for leaf, x in pairs if leaf.index == i]
             depth = program.depths.get(i, 1)
-            promises = _promises([x for x in requests if x.leaf.index == i])
-            grads.append(to_bcoo(slices[i], own_totals, source, depth, promises))
+            of_leaf = [x for x in requests if x.leaf.index == i]
+            facts = depth, _promises(of_leaf), _bag_length(of_leaf)
+            grads.append(to_bcoo(slices[i], own_totals, source, *facts))
         else:
             grads.append(next(of_leaves))
     return everything[: len(everything) - len(shown)], grads
@@ -111,6 +112,15 @@ def _promises(requests: list[Request]) -> Promises:
     if len(requests) != 1 or requests[0].axes:
         return Promises()
     return requests[0].promises
+
+
+def _bag_length(requests: list[Request]) -> int | None:
+    """How many entries a bag of a leaf has, if all have as many."""
+    bags = requests[0].bags if len(requests) == 1 else None
+    if bags is None or not bags.is_regular:
+        return None
+    is_known = isinstance(bags.entries, int) and isinstance(bags.bags, int)
+    return bags.entries // bags.bags or None if is_known and bags.bags else None
 
 
 def _plan(

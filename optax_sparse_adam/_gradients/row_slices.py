@@ -41,12 +41,13 @@ def to_bcoo(
     source: Source,
     depth: int,
     promises: Promises,
+    bag_length: int | None,
 ) -> BCOO:
     """The gradient of a table of which `depth` leading axes are the index of a row.
 
     Rows of a wider type add up before the sum is rounded, as under `jax.grad`. If there
     are `totals`, of the table's shape, these hold all values. `promises` are those of
-    the only lookup, if it is one.
+    the only lookup, if it is one, and `bag_length` its number of entries of each bag.
     """
     shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
     read_at = source.clock  # for `exact_adam`, which refuses gradients of another step
@@ -60,7 +61,8 @@ def to_bcoo(
         indices, values = _every_row(indices, total, depth)
         promises = Promises(unique_indices=True)
     elif any(x.segments is not None for x, _ in slices):
-        grad = _gradient_of_bags(slices, shape, dtype, widest, read_at)
+        bags = _joined_bags(slices, shape, dtype, widest, bag_length)
+        grad = CanaryBCOO.of_bags(bags, read_at)
         grad.layout = layout_of(source.array)
         return grad
     else:
@@ -112,13 +114,13 @@ def _coalesced(
     return rows.indices, rows.data.astype(values.dtype)
 
 
-def _gradient_of_bags(
+def _joined_bags(
     slices: Sequence[RowSlices],
     shape: tuple[int, ...],
     dtype: Any,
     widest: Any,
-    read_at: jax.Array | None,
-) -> CanaryBCOO:
+    length: int | None,
+) -> BagEntries:
     """All bags in one; a lookup of single rows is bags of one id."""
     # A lookup of two bags, with the segments [0, 1, 1], and one of three single rows
     # have five rows of values together, and the segments [0, 1, 1, 2, 3, 4].
@@ -132,12 +134,12 @@ def _gradient_of_bags(
         weights.append(ones if entries.weights is None else entries.weights)
         first += values.shape[0]
     has_weights = any(x.weights is not None for x, _ in slices)
-    bags = BagEntries(
+    return BagEntries(
         jnp.concatenate([x.astype(widest) for _, x in slices]),
         jnp.concatenate([x.ids.astype(jnp.int32) for x, _ in slices]),
         jnp.concatenate(segments),
         jnp.concatenate([x.astype(widest) for x in weights]) if has_weights else None,
         shape,
         jnp.dtype(dtype),
+        length,
     )
-    return CanaryBCOO.of_bags(bags, read_at)

@@ -70,7 +70,7 @@ def look_up_bags(
         depth, size = walk.depth_of(leaf, 1), ids_type.size
         request = Request(leaf, value.shape, size, depth, axes, is_whole=True)
         if leaf.index not in walk.program.whole_leaves:
-            bags = Bags(size, num_bags, out.dtype, has_weights)
+            bags = Bags(size, num_bags, out.dtype, has_weights, not is_flat)
             request = request._replace(count=num_bags, is_whole=False, bags=bags)
         requests.append(request)
     of_bags = walk.request(requests)

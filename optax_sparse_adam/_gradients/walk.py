@@ -55,12 +55,21 @@ Rule = Callable[..., Results]
 
 
 class Bags(NamedTuple):
-    """Of a delta with a row for each bag: what one call of the lookup reads."""
+    """Of a delta with a row for each bag: what one call of the lookup reads.
+
+    Attributes:
+      entries: How many ids, of all bags.
+      bags: How many of them.
+      dtype: Of their sums.
+      has_weights: Whether entries have weights.
+      is_regular: Whether all bags have as many entries, one bag's after another's.
+    """
 
     entries: int
     bags: int
     dtype: Any
     has_weights: bool
+    is_regular: bool
 
 
 class Request(NamedTuple):

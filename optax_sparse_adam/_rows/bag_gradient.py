@@ -27,7 +27,7 @@ from .padding import expand_like
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "indices", "segments", "weights"),
-    meta_fields=("shape", "dtype"),
+    meta_fields=("shape", "dtype", "length"),
 )
 @dataclasses.dataclass(frozen=True)
 class BagEntries:
@@ -42,6 +42,8 @@ class BagEntries:
       weights: `[nse]` or `None`, of the type of `values`.
       shape: Of the table.
       dtype: Of `data`.
+      length: How many entries each bag has, if all have as many: entry `k` is then one
+        of bag `k // length`. Else `None`.
     """
 
     values: jax.Array
@@ -50,6 +52,7 @@ class BagEntries:
     weights: jax.Array | None
     shape: tuple[int, ...]
     dtype: jnp.dtype
+    length: int | None = None
 
     n_batch, n_sparse = 0, 1
     indices_sorted = unique_indices = False

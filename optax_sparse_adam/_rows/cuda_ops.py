@@ -46,6 +46,9 @@ def _or_by_xla(method: Method) -> Method:
     def either(self: Any, *args: Any, **flags: Any) -> Any:
         name = method.__name__
         try:
+            sizes = (getattr(x, "size", 0) for x in jax.tree.leaves((args, flags)))
+            if not all(isinstance(size, int) for size in sizes):  # of `jax.export`
+                raise Unsupported("sizes that are not known yet")
             result = method(self, *args, **flags)
         except Unsupported as why:
             _cuda.note(name, str(why))
@@ -64,8 +67,6 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], n_sparse: int) -> "_Layout":
-        if not all(isinstance(size, int) for size in shape):
-            raise Unsupported("sizes that are not known yet")
         layout = cls(tuple(shape[:n_sparse]), tuple(shape[n_sparse:]))
         if not 0 < layout.rows < _MOST:
             raise Unsupported(f"{layout.rows} rows")
@@ -121,10 +122,11 @@ class _Sorted(NamedTuple):
       keys: `[nse]`, their rows, or the places of these; ascending, then `PAD`.
       places: `[nse]`, where an entry was.
       data: Values; with `segments` those of bags.
-      segments: The bag of each entry, unsorted.
+      segments: The bag of each entry, unsorted, if that is not `place // length`.
       weights: The weight of each entry, unsorted.
       rows_of: For each place its row, if keys are places.
       count: How many of these there are.
+      length: How many entries each bag has, if all have as many.
     """
 
     keys: jax.Array
@@ -134,6 +136,7 @@ class _Sorted(NamedTuple):
     weights: jax.Array | None = None
     rows_of: jax.Array | None = None
     count: jax.Array | None = None  # type: ignore[assignment]  # tuple has a method count
+    length: int | None = None
 
     def by_place(self) -> "_Sorted":
         """With the places of the touched rows, in ascending order, as keys."""
@@ -155,7 +158,7 @@ class _Sorted(NamedTuple):
 
 def _takes_look_up(source: Source, ids: jax.Array, *, bounds: Bounds) -> bool:
     # Rows that are as they are stored XLA looks up as fast.
-    return source.stale is not None and math.prod(source.array.shape) * ids.size > 0
+    return source.stale is not None
 
 
 def _takes_look_up_bags(
@@ -166,8 +169,7 @@ def _takes_look_up_bags(
     *,
     num_bags: int,
 ) -> bool:
-    is_there = math.prod(source.array.shape) * ids.size > 0
-    return source.stale is not None and segments is None and is_there
+    return source.stale is not None and segments is None
 
 
 @dataclass(frozen=True)
@@ -369,6 +371,8 @@ class CudaOps(RowOps):
     @where(_takes_look_up)
     @_or_by_xla
     def look_up(self, source: Source, ids: jax.Array, *, bounds: Bounds) -> jax.Array:
+        if not ids.size:
+            raise Unsupported("no ids")
         num_rows, flat = len(source.array), narrow_ids(ids, _MOST).reshape(-1)
         if bounds.fill is None:
             flat = jnp.clip(flat, 0, num_rows - 1)
@@ -390,6 +394,8 @@ class CudaOps(RowOps):
         *,
         num_bags: int,
     ) -> jax.Array:
+        if not ids.size:
+            raise Unsupported("no ids")
         layout, program, read = self._stale(source)
         kernel = _kernel((), read, layout, jnp.float32)
         kernel = kernel._replace(pools=True, weighted=weights is not None)
@@ -423,7 +429,9 @@ class CudaOps(RowOps):
         if not isinstance(entries, BagEntries):
             return _Sorted(*ordered, entries.data.reshape(-1, layout.columns))
         values = entries.values.reshape(-1, layout.columns)
-        return _Sorted(*ordered, values, entries.segments, entries.weights)
+        length = entries.length
+        segments = entries.segments if length is None else None
+        return _Sorted(*ordered, values, segments, entries.weights, length=length)
 
     def _order(
         self, keys: jax.Array, valid: jax.Array, rows: int, is_sorted: bool = False
@@ -462,12 +470,12 @@ class CudaOps(RowOps):
         size, columns = len(ordered.keys), layout.columns
         if ordered.data.dtype != jnp.float32:
             raise Unsupported(f"sums of {ordered.data.dtype}")
-        in_front = [x for x in ordered if x is not None]
+        in_front = [x for x in ordered if isinstance(x, jax.Array)]
         kernel = _kernel(tables, read, layout, out)._replace(
             data=ordered.data.dtype,
             reduces=True,
             by_place=ordered.rows_of is not None,
-            in_bags=ordered.segments is not None,
+            bags=0 if ordered.segments is not None else ordered.length,
             weighted=ordered.weights is not None,
         )
         rows = size if kernel.by_place else layout.rows

@@ -75,7 +75,8 @@ class Kernel(NamedTuple):
       data: Type of the values that come in, if any do.
       reduces: Whether entries are summed, or are rows that occur once.
       by_place: Whether keys are places of rows.
-      in_bags: Whether entries have segments.
+      bags: How many entries each bag has; 0 for those that have segments, and `None`
+        for entries that have values of their own.
       weighted: Whether entries have weights.
       pools: Whether rows of bags are added up as they are read.
       fill: What is put out where a key is no row.
@@ -88,7 +89,7 @@ class Kernel(NamedTuple):
     data: Any = None
     reduces: bool = False
     by_place: bool = False
-    in_bags: bool = False
+    bags: int | None = None
     weighted: bool = False
     pools: bool = False
     fill: float = 0.0
@@ -191,9 +192,10 @@ def source_of(
         "PARAMS": "".join(f", {param}" for param in params),
         "ARGS": "".join(f", {name}" for name in names),
         "PLACES": int(kernel.by_place),
-        "BAGS": int(kernel.in_bags),
         "WEIGHTS": int(kernel.weighted),
     }
+    if kernel.bags is not None:
+        macros["BAGS"] = kernel.bags
     if kernel.data is not None:
         macros["DATA"] = stored_type(kernel.data)
     if kernel.out is not None:

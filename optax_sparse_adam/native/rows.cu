@@ -6,7 +6,8 @@
 //
 //   DIM, VEC          columns, and how many of them a lane reads at once
 //   DATA              type of the values that come in; of sums float
-//   BAGS, WEIGHTS     entry k has the values `weights[k] * data[segments[k]]`
+//   BAGS, WEIGHTS     entry k has the values `weights[k] * data[segments[k]]`, or where
+//                     all bags have `BAGS` entries, those of `data[k / BAGS]`
 //   PLACES            keys are places, and `rows_of[key]` is a row of the tables
 //   OUT               type of what is written at each place, if anything is
 //   PARAMS, ARGS      further parameters: tables and numbers; each begins with a comma
@@ -239,6 +240,7 @@ struct List {
   const float* data;
   const int* segments;
   const float* weights;
+  bool is_of_entries;
   int size;
   int before, after;  // the keys beside it: its runs that go on there count as long
 };
@@ -283,10 +285,15 @@ INLINE void reduce_chunk(const List& list, int c, int chunk, int lane, Pack<floa
   if (!is_row(k1)) p1 = -1;
   float w0 = 1, w1 = 1;
 #if WEIGHTS
-  if (list.weights) w0 = p0 < 0 ? 0 : list.weights[p0], w1 = p1 < 0 ? 0 : list.weights[p1];
+  if (list.is_of_entries) w0 = p0 < 0 ? 0 : list.weights[p0], w1 = p1 < 0 ? 0 : list.weights[p1];
 #endif
+#ifdef BAGS
 #if BAGS
-  if (list.segments) p0 = p0 < 0 ? -1 : list.segments[p0], p1 = p1 < 0 ? -1 : list.segments[p1];
+  const auto bag_of = [](int place) { return (int)((unsigned)place / (unsigned)BAGS); };
+#else
+  const auto bag_of = [&](int place) { return list.segments[place]; };
+#endif
+  if (list.is_of_entries) p0 = p0 < 0 ? -1 : bag_of(p0), p1 = p1 < 0 ? -1 : bag_of(p1);
 #endif
 #define OF_ENTRY(x, i) __shfl_sync(ALL, (i) < 32 ? x##0 : x##1, (i) & 31)
   const auto ask_for = [&](int i) {
@@ -345,7 +352,7 @@ INLINE void reduce_chunk(const List& list, int c, int chunk, int lane, Pack<floa
 // `room` slots from `work` on for its own lists. A key from `rows` on is no row.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
     const int* keys, const int* places, const float* data,
-#if BAGS
+#if defined(BAGS) && !BAGS
     const int* segments,
 #endif
 #if WEIGHTS
@@ -359,9 +366,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
   extern __shared__ uint4 shared_memory[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   Pack<float>* const ring = reinterpret_cast<Pack<float>*>(shared_memory) + warp * (AHEAD * V / VEC * 32);
-  List list = {keys, places, data, nullptr, nullptr, (int)size, NONE, NONE};
+  List list = {keys, places, data, nullptr, nullptr, true, (int)size, NONE, NONE};
   int slot = (int)to, room_from = (int)work;
-#if BAGS
+#if defined(BAGS) && !BAGS
   list.segments = segments;
 #endif
 #if WEIGHTS
@@ -372,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
 #endif
   if (part) {
     const int begin = blockIdx.x * (int)part, end = (int)(begin + part < size ? begin + part : size);
-    list = {new_keys + from + begin, new_places + from + begin, new_data, nullptr, nullptr, end - begin,
+    list = {new_keys + from + begin, new_places + from + begin, new_data, nullptr, nullptr, false, end - begin,
             begin > 0 ? new_keys[from + begin - 1] : NONE, end < size ? new_keys[from + end] : NONE};
     room_from += blockIdx.x * (int)room;
     slot += blockIdx.x * 2;
@@ -394,8 +401,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
     }
     if (is_final) return;
     __syncthreads();
-    list = {new_keys + room_from, new_places + room_from, new_data, nullptr, nullptr, 2 * chunks, list.before,
-            list.after};
+    list = {new_keys + room_from, new_places + room_from, new_data, nullptr, nullptr, false, 2 * chunks,
+            list.before, list.after};
     room_from += 2 * chunks;
   }
 }

@@ -10,6 +10,7 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam._rows import bag_sums, coalesce
 from optax_sparse_adam._rows.bag_gradient import BagEntries
+from optax_sparse_adam._rows.canary import CanaryBCOO
 from optax_sparse_adam._rows.entries import sum_entries
 from optax_sparse_adam._rows.lookups import sum_bags
 from optax_sparse_adam._rows.source import Source
@@ -89,6 +90,54 @@ def test_gradients(cache, problem, num_rows):
     assert_identical(
         actual, jax.jit(lambda grad: sum_entries(grad, "search"))(grad), "sums"
     )
+
+
+def in_loop(table, ids):
+    def body(total, part):
+        return total + jnp.sum(osa.embedding_bag(table, part)), None
+
+    return jax.lax.scan(body, 0.0, ids)[0]
+
+
+def in_branches(table, ids):
+    """Bags of another length in each."""
+
+    def branch(ids):
+        return lambda: jnp.sum(osa.embedding_bag(table, ids))
+
+    ids = ids[:2].ravel()
+    long, short = branch(ids.reshape(4, 6)), branch(ids.reshape(8, 3))
+    return jax.lax.cond(ids[0] > 0, long, short)
+
+
+def with_segments(table, ids):
+    segments = jnp.repeat(jnp.array([1, 0]), ids.size // 2)
+    flat = ids.ravel()
+    bags = osa.embedding_bag(table, flat, segment_ids=segments, num_segments=2)
+    return jnp.sum(bags)
+
+
+@pytest.mark.parametrize(
+    ("loss", "length"),
+    [
+        (lambda table, ids: jnp.sum(osa.embedding_bag(table, ids[0])), 3),
+        (lambda table, ids: jnp.sum(osa.embedding_bag(table, ids[0, :, :1])), 1),
+        (in_loop, 3),
+        (in_branches, None),
+        (with_segments, None),
+        (lambda table, ids: osa.embedding_bag(table, ids[0])[0] * table[0], None),
+    ],
+)
+def test_bags_of_one_length(loss, length):
+    """Where all bags have one length, the bag of an entry is its place by that."""
+    ids, table = jnp.arange(5 * 4 * 3).reshape(5, 4, 3), jnp.ones((200, 2))
+    grad = osa.grad(lambda table: jnp.sum(loss(table, ids)))(table)
+    assert isinstance(grad, CanaryBCOO)
+    bags = grad.bags
+    assert bags.length == length
+    if length is not None:
+        expected = np.arange(bags.nse) // length
+        np.testing.assert_array_equal(bags.segments, expected)
 
 
 @needs_compiler

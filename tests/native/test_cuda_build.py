@@ -5,6 +5,7 @@ import re
 import time
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 import pytest
@@ -89,6 +90,8 @@ def test_lowered_step(recorded, in_bags):
     assert text.count("custom_call @optax_sparse_adam.launch.1") == 1
     (call,) = [x for x in text.splitlines() if "@optax_sparse_adam.launch.1" in x]
     assert call.count("output_operand_alias<") == 3
+    # Keys and places; of bags of one length no bag of each entry.
+    assert call.count(f"tensor<{IDS}xi32>") == 2
     made = rf"= \"?stablehlo\.(\w+).*[ (]tensor<{{}}x{WIDTH}xf32>[^>]*$"
     on_tables = re.findall(made.format(ROWS), text, re.MULTILINE)
     assert set(on_tables) <= {"custom_call"}
@@ -96,6 +99,30 @@ def test_lowered_step(recorded, in_bags):
         assert not re.findall(made.format(IDS), text, re.MULTILINE)
     (call,) = recorded
     assert call.launches[0][3] == IDS
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("read", [False, True])
+def test_exported_with_free_sizes(recorded, read):
+    """Such a program is for any process: by XLA."""
+    table, tx = jnp.ones((100, 4)), osa.exact_adam(0.1)
+    state = tx.init(table)
+
+    def bags(table, ids):
+        def loss(table):
+            sums = osa.embedding_bag(table, ids)
+            return jnp.sum(sums**2) + jnp.sum(table[ids] ** 2)
+
+        return osa.grad(loss, read=state if read else None)(table).data
+
+    export = jax.export.export(jax.jit(bags), platforms=("cuda",))
+    sizes = jax.export.symbolic_shape("m, n", constraints=["m * n <= 50"])
+    free = export(table, jax.ShapeDtypeStruct(sizes, jnp.int32))
+    assert _cuda.TARGET not in free.mlir_module()
+    if read:
+        with pytest.raises(ValueError, match="no compatibility guarantees"):
+            export(table, jnp.zeros((3, 4), jnp.int32))
+        assert recorded
 
 
 @needs_nvrtc
