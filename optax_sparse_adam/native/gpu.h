@@ -55,8 +55,11 @@ const Driver& driver() {
 ffi::Error failed(const char* what, int code) {
   const char* words = nullptr;
   driver().message(code, &words);
+  const char* remedy = code == 209  // CUDA_ERROR_NO_BINARY_FOR_GPU
+                           ? "This program was made for another kind of GPU: trace or export it where one like this is."
+                           : "OPTAX_SPARSE_ADAM_GPU_KERNEL=0 goes on by XLA.";
   return ffi::Error::Internal("optax_sparse_adam: " + std::string(what) + ": " + (words ? words : "error ") + " (" +
-                              std::to_string(code) + "). OPTAX_SPARSE_ADAM_GPU_KERNEL=0 goes on by XLA.");
+                              std::to_string(code) + "). " + remedy);
 }
 
 // The function of a module, which is loaded once in each context.

@@ -27,6 +27,7 @@ FILES = (
     "rows/test_apply_updates.py",
     "torch_compat/test_steps.py",
     "torch_compat/test_checkpoints.py",
+    "native/test_cuda_programs.py::test_on_a_gpu",
 )
 
 
