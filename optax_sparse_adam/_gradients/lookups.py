@@ -48,6 +48,7 @@ class Lookup:
       constant: The row, for a lookup of one at a constant index.
       sharding: Of the result, where Explicit mesh axes leave it open: of a slice of a
         table that they split, and of the rows of bags.
+      is_padded: As in `Bounds`.
     """
 
     shape: tuple[int, ...]
@@ -56,6 +57,7 @@ class Lookup:
     indices: Any
     constant: int | None = None
     sharding: NamedSharding | None = None
+    is_padded: bool = False
 
     @property
     def dims(self) -> Any:
@@ -146,7 +148,8 @@ class Lookup:
         if not is_whole or self.dims.offset_dims != tuple(range(batch, len(self.out))):
             return None
         names = "mode", "fill_value", "indices_are_sorted", "unique_indices"
-        return Bounds(*(self.params[name] for name in names))
+        of_gather = Bounds(*(self.params[name] for name in names))
+        return of_gather._replace(is_padded=self.is_padded)
 
     @property
     def row_ids(self) -> jax.Array:
@@ -161,7 +164,13 @@ class Lookup:
         if not self.is_filled:
             return read(self)
         params = self.params | {"mode": Mode.CLIP, "fill_value": None}
-        rows = read(dataclasses.replace(self, params=params))
+        indices = self.indices
+        if self.is_padded:  # clamped here: checkify asks for no mode
+            indices = narrow_ids(indices, self.shape[0])
+            last = min(self.shape[0] - 1, jnp.iinfo(indices.dtype).max)
+            limits = np.asarray([0, last], indices.dtype)
+            indices = jnp.clip(indices, *limits)
+        rows = read(dataclasses.replace(self, params=params, indices=indices))
         fill = jnp.asarray(self.params["fill_value"], rows.dtype)
         return self.where_inside(rows, fill)
 
@@ -267,7 +276,8 @@ def lookup_of_rows(
     if isinstance(ids, jax.Array):  # in a plan only its type
         indices = ids[..., None]
     out = (*ids.shape, *shape[1:])
-    return Lookup(shape, out, params, indices, sharding=sharding)
+    padded = bounds.is_padded
+    return Lookup(shape, out, params, indices, sharding=sharding, is_padded=padded)
 
 
 def lookup_of_slice(
@@ -304,7 +314,7 @@ def lookup_of_slice(
 
 def _params(numbers: Any, sizes: Any, bounds: Bounds) -> dict[str, Any]:
     names = "mode", "fill_value", "indices_are_sorted", "unique_indices"
-    of_bounds = dict(zip(names, bounds, strict=True))
+    of_bounds = dict(zip(names, bounds, strict=False))
     return {"dimension_numbers": numbers, "slice_sizes": sizes, **of_bounds}
 
 

@@ -1,7 +1,7 @@
 """How the rows of a table, or of an elementwise function of tables, are read.
 
-Whole rows of a table by `look_up` of `_rows`, where a kernel takes them; all else by
-XLA's gather, which reads any window.
+Whole rows of a table by `look_up` of `_rows`, where a kernel takes them or some are
+padding; all else by XLA's gather, which reads any window.
 """
 
 import functools
@@ -30,7 +30,11 @@ def look_up(
 
 def _read_table(source: Source, lookup: Lookup) -> jax.Array:
     bounds = lookup.bounds_of_rows
-    if bounds is not None and reads_by_kernel(source, lookup.row_ids, bounds):
+    # A gather, whose padding `checkify` would report.
+    is_hidden = lookup.is_padded and source.stale is None and lookup.sharding is None
+    if bounds is not None and (
+        is_hidden or reads_by_kernel(source, lookup.row_ids, bounds)
+    ):
         rows: jax.Array = look_up_rows(bounds, source, lookup.row_ids)
         return rows.reshape(lookup.out)
     if source.stale is None:

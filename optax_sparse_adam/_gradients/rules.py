@@ -160,7 +160,7 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
 def _look_up_rows(
     walk: Walk, eqn: JaxprEqn, bounds: Bounds, source: Source, ids: Any
 ) -> Results:
-    """A kernel's lookup, in a gradient of a gradient."""
+    """Of ids with padding; or a kernel's lookup, in a gradient of a gradient."""
     value = source.array
     if not isinstance(value, Expression) or source.stale is not None:
         return NotImplemented

@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 
 from .._jax_extras.sharding import call_with_auto_axes
-from .bag_sums import add_up, take
+from .bag_sums import add_up
 from .entries import accumulator_dtype
-from .lookups import sum_bags
+from .lookups import look_up_padded, sum_bags
 from .padding import expand_like, narrow_ids
 from .source import Source
 
@@ -152,13 +152,14 @@ def _pooled(
 ) -> jax.Array:
     dtype = table.dtype
     if mode == "max" and ids.size:
-        rows = take(table, ids, flags)
+        rows = look_up_padded(table, ids, flags)
         entries = (valid,) if segments is None else (valid, segments)
         largest = functools.partial(_max, num_bags)
         axes = (None, *range(ids.ndim, rows.ndim))
         return call_with_auto_axes(largest, rows, *entries, like=rows, axes=axes)
     if any(flags):  # nothing to add up for a row: an ordinary lookup hands them on
-        sums = add_up(num_bags, take(table, ids, flags), segments, weights)
+        rows = look_up_padded(table, ids, flags)
+        sums = add_up(num_bags, rows, segments, weights)
     else:
         sums = sum_bags(num_bags, Source(table), ids, segments, weights)
     if mode in ("sum", "max"):
@@ -243,10 +244,10 @@ def _flatten(
     valid = (ids >= 0) & (ids < np.asarray(len(table), ids.dtype))
     if offsets is not None:
         # Offsets [0, 2] of three ids: [1, 0, 1] begin a bag, so the bags are [0, 0, 1].
-        begins = jnp.zeros([ids.shape[0]], jnp.int32)
-        offsets = jnp.maximum(narrow_ids(offsets, ids.shape[0]), 0)
-        begins = begins.at[offsets].add(1, mode="drop")
-        segments = jnp.cumsum(begins) - 1
+        # An empty bag at the end begins behind the ids.
+        begins = jnp.zeros([ids.shape[0] + 1], jnp.int32)
+        offsets = jnp.clip(narrow_ids(offsets, ids.shape[0]), 0, ids.shape[0])
+        segments = jnp.cumsum(begins.at[offsets].add(1)[:-1]) - 1
     if segments is not None:
         segments = narrow_ids(segments, num_bags)
         valid &= (segments >= 0) & (segments < num_bags)
@@ -306,7 +307,11 @@ def _max(
     else:
         first = _first_of_segments(seen, valid, segments, num_bags)
     columns = np.indices(row_shape, sparse=True)
-    return rows.at[first, *columns].get(mode="fill", fill_value=0)
+    # The bag of none reads any row: checkify reports what is out of bounds.
+    inside = first < nse
+    first = jnp.where(inside, first, jnp.zeros_like(first))
+    rows = rows.at[first, *columns].get(mode="promise_in_bounds")
+    return jnp.where(inside, rows, jnp.zeros_like(rows))
 
 
 def _first_of_bags(seen: jax.Array, valid: jax.Array) -> jax.Array:

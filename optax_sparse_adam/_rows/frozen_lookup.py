@@ -26,6 +26,7 @@ from .._jax_extras.sharding import (
     partitions_of,
 )
 from .bags import as_array
+from .lookups import look_up_padded
 from .padding import expand_like, narrow_ids
 
 _NAME = "frozen_lookup"
@@ -88,7 +89,7 @@ def frozen_lookup(
     is_ascending = _is_ascending(passed, rows)
     columns = _columns_beside(ids, trained)
     place = _places(rows, ids)
-    is_trained = (_read(rows, place, fill=-1) == ids) & (ids >= 0)
+    is_trained = _is_at(rows, place, ids)
     # Each id is out of bounds of the table that it is not of: reads zeros there, and is
     # padding in its gradient.
     is_frozen = ~is_trained & (ids >= 0)
@@ -102,6 +103,17 @@ def _places(rows: jax.Array, ids: jax.Array) -> jax.Array:
     """Where each id stands among the rows, or would."""
     search: Any = jnp.searchsorted
     return call_with_auto_axes(search, rows, ids, like=ids, axes=range(ids.ndim))
+
+
+def _is_at(rows: jax.Array, place: jax.Array, ids: jax.Array) -> jax.Array:
+    """Whether each id is that of its place among the rows."""
+    if not len(rows):
+        return jnp.zeros_like(ids, bool)
+    # An id above all of them is not the last one; checkify reports places behind it.
+    place = jnp.minimum(place, np.asarray(len(rows) - 1, place.dtype))
+    layout = _layout(rows, place, ())
+    near = rows.at[place].get(mode="promise_in_bounds", out_sharding=layout)
+    return (near == ids) & (ids >= 0)
 
 
 def _where(flags: jax.Array, ids: jax.Array) -> jax.Array:
@@ -123,15 +135,23 @@ def _partitions(x: jax.Array) -> tuple[Any, ...]:
     return partitions_of(jax.typeof(x).sharding.spec)
 
 
-def _read(
-    table: jax.Array, ids: jax.Array, columns: tuple[Any, ...] = (), fill: int = 0
-) -> jax.Array:
+def _layout(
+    table: jax.Array, ids: jax.Array, columns: tuple[Any, ...]
+) -> NamedSharding | None:
+    """How looked-up rows lie, on Explicit mesh axes."""
+    if not (mesh := mesh_of(table, ids)).explicit_axes:
+        return None
+    return NamedSharding(mesh, PartitionSpec(*_partitions(ids), *columns))
+
+
+def _read(table: jax.Array, ids: jax.Array, columns: tuple[Any, ...]) -> jax.Array:
+    """`table[ids]`, zeros for padding."""
     if isinstance(table.shape[0], int) and not len(table):  # JAX reads nothing of it
-        return jnp.full((*ids.shape, *table.shape[1:]), fill, table.dtype)
-    mesh, out = mesh_of(table, ids), None
-    if mesh.explicit_axes:
-        out = NamedSharding(mesh, PartitionSpec(*_partitions(ids), *columns))
-    rows: jax.Array = table.at[ids].get(mode="fill", fill_value=fill, out_sharding=out)
+        return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+    layout = _layout(table, ids, columns)
+    if layout is None:
+        return look_up_padded(table, ids)
+    rows: jax.Array = table.at[ids].get(mode="fill", fill_value=0, out_sharding=layout)
     return rows
 
 

@@ -35,15 +35,17 @@ class Bounds(NamedTuple):
         the row next to it.
       is_sorted: A promise that the ids ascend.
       is_unique: A promise that none is there twice.
+      is_padded: Whether an id out of bounds is padding: `checkify` does not report it.
     """
 
     mode: Mode = Mode.PROMISE_IN_BOUNDS
     fill: float | None = None
     is_sorted: bool = False
     is_unique: bool = False
+    is_padded: bool = False
 
 
-ZEROS = Bounds(Mode.FILL_OR_DROP, 0)
+ZEROS = Bounds(Mode.FILL_OR_DROP, 0, is_padded=True)
 
 
 class Source(NamedTuple):

@@ -51,8 +51,8 @@ from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_contex
 from .._jax_extras.jaxprs import call_of, name_and_params
 from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bag_sums import add_up
-from .._rows.lookups import look_up_bags, sum_bags
-from .._rows.source import Mode, Source
+from .._rows.lookups import look_up_bags, look_up_rows, sum_bags
+from .._rows.source import Bounds, Mode, Source
 from ._partition import Partition
 
 _LARGEST_ID = 2**31 - 1
@@ -241,10 +241,21 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
 
 def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     call = call_of(eqn)
-    is_bag = call is not None and call.function is look_up_bags
-    if is_bag and isinstance(args[0], Expression):
-        return _bag_lookup(walk, eqn, *args)
+    if call is not None and isinstance(args[0], Expression):
+        if call.function is look_up_bags:
+            return _bag_lookup(walk, eqn, *args)
+        if call.function is look_up_rows:
+            return _row_lookup(walk, eqn, call.params, *args)
     return rules.RULES["jit"](walk, eqn, *args)
+
+
+def _row_lookup(
+    walk: Walk, eqn: JaxprEqn, bounds: Bounds, value: Expression, ids: Any
+) -> Results:
+    ids = eqn.invars[1].aval if walk.is_plan else jnp.asarray(ids)
+    lookup = lookup_of_rows(value.shape, ids, bounds)
+    _note_ids(walk, eqn, value, lookup)
+    return [None if walk.is_plan else _read(value, lookup)]
 
 
 def _bag_lookup(

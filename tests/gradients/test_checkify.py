@@ -1,14 +1,17 @@
 """`checkify.index_checks` sees lookups out of bounds, and no fault in right steps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import checkify
 
 import optax_sparse_adam as osa
 
-from ..helpers.optimizers import FINAL
+from ..helpers.optimizers import FINAL, OPTIMIZERS
 from ..helpers.support import slow_but
 
 ROWS, WIDTH = 50, 20
@@ -35,14 +38,56 @@ LOOKUPS = {
 }
 
 
-def checked(read, optimizer):
+OFFSETS = jnp.array([0, 2, 3])  # the last bag is empty
+FROZEN = np.array([2, 5, 60])
+
+
+def bags(**options):
+    return functools.partial(osa.embedding_bag, **options)
+
+
+# Ids out of bounds are padding here, and none of the user's.
+PADDED = {
+    "bags": (bags(), [[3, -1], [50, 7]]),
+    "one id": (bags(mode="max"), [[-1]]),
+    "max": (bags(mode="max"), [[3, -1], [50, 7], [-1, 50]]),
+    "offsets": (bags(offsets=OFFSETS), [3, -1, 49]),
+    "max by offsets": (bags(offsets=OFFSETS, mode="max"), [3, -1, 49]),
+    "last offset": (bags(offsets=OFFSETS, include_last_offset=True), [3, 7, 50]),
+    "segments": (
+        bags(segment_ids=jnp.array([0, 3, -1]), num_segments=3, mode="mean"),
+        [3, 4, 50],
+    ),
+    "sorted segments": (
+        bags(segment_ids=jnp.array([0, 1, 3]), num_segments=3, indices_are_sorted=True),
+        [3, 49, 49],
+    ),
+    "unique": (bags(unique_indices=True), [[3, -1], [-2, 7]]),
+    "of a function": (lambda t, i: bags(mode="max")(jnp.tanh(t), i), [[3, -1]]),
+    "trained": (
+        lambda t, i: osa.frozen_lookup(
+            t, i, frozen=jnp.ones((9, WIDTH)), rows=np.arange(4, 4 + ROWS)
+        ),
+        [1, 5, 53, 54, -1],
+    ),
+    "frozen": (
+        lambda t, i: osa.frozen_lookup(
+            jnp.ones((3, WIDTH)), i, frozen=t, rows=FROZEN
+        ) * jnp.sum(t[i % ROWS]),
+        [1, 5, 60, 61, -1],
+    ),
+}  # fmt: skip
+
+
+def checked(read, optimizer, *, is_stale=False):
     table = jnp.stack([TABLE, TABLE]) if read is stack_of_tables else TABLE
 
     def step(table, state, ids):
         def loss(table):
             return jnp.sum(jnp.square(read(table, ids))), read(table, ids)
 
-        (value, rows), grad = osa.value_and_grad(loss, has_aux=True)(table)
+        source = {"read": state} if is_stale else {}
+        (value, rows), grad = osa.value_and_grad(loss, has_aux=True, **source)(table)
         updates, state = optimizer.update(grad, state, table)
         total = osa.coalesce(grad)
         return osa.apply_updates(table, updates), state, value, rows, total
@@ -75,6 +120,25 @@ def test_lookups(name, backend):
 def test_right_steps(name, backend):
     """With padding: duplicate ids make some."""
     assert checked(LOOKUPS["many"][0], FINAL[name].make(0.1))([3, 3, 7, 3]) is None
+
+
+PADDED_TWICE = [(name, "plain") for name in PADDED]
+PADDED_TWICE += [("max", "kernel"), ("trained", "kernel")]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but(PADDED_TWICE, ("max by offsets", "plain"), ("trained", "plain")),
+    indirect=["backend"],
+)
+@pytest.mark.parametrize("is_stale", slow_but([False, True], False))
+def test_padding(name, backend, is_stale):
+    """Of bags and of `frozen_lookup`: what we mean is not reported."""
+    read, ids = PADDED[name]
+    optimizer = OPTIMIZERS["exact_adam" if is_stale else "sparse_adam"].make(0.1)
+    assert checked(read, optimizer, is_stale=is_stale)(ids) is None
+    run = jax.jit(checkify.checkify(read, errors=checkify.index_checks))
+    assert run(TABLE, jnp.asarray(ids))[0].get() is None
 
 
 def test_without_ids():
