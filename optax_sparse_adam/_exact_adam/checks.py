@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._optimizers.hyperparameters import check_leaf
-from .._rows.canary import is_read_at, lacks_clock
+from .._rows.canary import lacks_clock
 from .._rows.checks import is_bcoo
+from .._rows.clocks import is_read_at
 from .._rows.gather_scatter import gather_rows
 from .leaves import Leaves
 from .remaining_update import Constants

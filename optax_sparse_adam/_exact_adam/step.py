@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from .._optimizers.rounding import nearest
-from .._rows.canary import as_update
+from .._rows.clocks import as_update
 from .._rows.entries import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
 from .._rows.kernel_ops import CALLS, Call

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from .._rows.canary import without_clock
 from .._rows.checks import is_bcoo
+from .._rows.clocks import without_clock
 from .._rows.row_ops import Update
 from .checks import as_nan, check_step, checked_constants, later_as_nan
 from .kernel_arrays import KernelArrays, stale_arrays

@@ -21,8 +21,8 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from .._jax_extras.jaxprs import FlatJaxpr
-from .._rows.canary import is_read_up_to_date
 from .._rows.checks import is_leaf
+from .._rows.clocks import is_read_up_to_date
 from .._rows.gather_scatter import take_rows
 from .._rows.padding import mask_padding
 from .._rows.stale import STORED

@@ -3,7 +3,7 @@
 An optimiser of rows takes them as they are. One that chooses between updates and
 gradients by `lax.cond`, as `optax.apply_if_finite` does, takes those whose duplicates
 are added up, which have the structure of their updates. What maps over all arrays, as
-`optax.scale` does, takes neither: `canary.armed` gradients raise then. Nothing but a
+`optax.scale` does, takes neither: `armed` gradients raise then. Nothing but a
 call tells which, and what is raised may as well be the user's own fault. So it stays as
 it is, and gets a note (PEP 678) if another form would be taken.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from .._rows.canary import armed, disarmed
+from .._rows.armed import armed, disarmed
 from .._rows.checks import is_bcoo
 from .._rows.coalesce import coalesce
 from .attempt import attempt

@@ -27,7 +27,8 @@ Words, as all of the package uses them:
   `row_fn(data, rows_of_tables, *args)`.
 - block: as many touched rows as a CPU updates at a time; see `map_rows`.
 
-`canary` and `checks` say what counts as a gradient, and `entries` opens it, once.
+`canary` and `checks` say what counts as a gradient (`canary_arrays`, `clocks` and
+`armed` what it carries for that), and `entries` opens it, once.
 `row_ops` has the step of a table: how rows are summed (`duplicates`), taken and put
 (`gather_scatter`) and mapped (`map_rows`) by XLA, and the lookups of a loss, in a
 `source`; `kernel_ops` is the same by the kernel, and `with_ops` chooses one of them for

@@ -24,131 +24,42 @@ the canary lets through. `stored_data` and `stored_indices` are the arrays as th
 Those of a gradient that has not been through a function of trees are not compared.
 Where gradient and update are in one program, XLA folds the comparison of the constants.
 
-A gradient made with `read=` of `exact_adam` has a second column beside its canary: the
-clock of the state that its rows were read by; `_ANY` if it stores nothing. An update of
-`exact_adam` has `_UPDATE` there. What is made of such an update, as `0.5 * update`, or
-of gradients of two clocks, has `_CHANGED`, and is treated like a changed canary.
-
 Known limits: what moves or exchanges entries moves their canary along; what orders or
 picks indices by their size, as `jnp.sort`, `cummax` or `jnp.maximum` of two gradients,
 leaves it as it is. (A canary that depends on its index would see that, but XLA folds
 only constants: 43 fusions in a step of `sparse_adam` in place of 33.) A BCOO made by
 hand has no canary and is believed.
 
-Functions of all arrays at once, such as `optax.tree.norm`, would count indices and
-canary as values. So there is a fourth array, the guard, of a type that JAX does not
-promote with float32: what adds, compares or concatenates numbers of different arrays
-raises while tracing. A sum of the guard alone overflows to NaN, for who adds Python's
-numbers up.
-Known limits: a maximum of each array as a Python number has that of the indices; and
-what multiplies floating arrays by a float32 array meets the guard and raises.
-
-**Armed gradients.** `make_train_step` and `flax_nnx.update` ask of an optimiser whether
-it takes row-sparse gradients, by tracing it. `scale(-1)` is arithmetic of integers and
-of float8, so that the trace of `chain(sparse_adam(0.1), optax.scale(-1))` says yes, and
-its program makes NaN. An armed gradient, and what is made of it, has a guard of a type
-that JAX selects, moves and fills, but has no arithmetic of: an array of PRNG keys, of
-an implementation without random numbers. So that raises, and the caller says what to
-do. Not all gradients are armed: what is harmless would raise, too, as `np.asarray` and
-`np.testing` on the leaves, `flax.serialization`, `process_allgather`. Known limit: so
-does a choice between all arrays and a Python number, `jnp.where(is_good, x, 0)`; one
-between these and `jnp.zeros_like(x)` does not.
+What else a gradient has beside its entries: a second column of the canary, see
+`clocks`; the guard, see `canary_arrays`, which may be armed, see `armed`.
 """
 
-import copy
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 from jax.extend.core import get_opaque_trace_state
-from jax.extend.random import define_prng_impl
 from jax.sharding import NamedSharding
 
 from .bag_gradient import BagEntries
-from .padding import last_indices
-from .source import Source
-
-_CANARY = 1_618_033_989
-_GUARD_TYPE, _GUARD = jnp.float8_e4m3fn, 448  # the largest: two of them add up to NaN
-_UPDATE, _CHANGED, _ANY = -1, -2, np.iinfo(np.int32).max
-_REMEDY = (
-    "A transformation that does not know BCOO, such as optax.scale, has changed them "
-    "together with the values. Put that chain inside lazy: "
-    "optax_sparse_adam.lazy(optax.chain(...)). To map over trees of gradients, let "
-    "each be one leaf: is_leaf=lambda x: isinstance(x, BCOO)."
+from .canary_arrays import (
+    ANY_CLOCK,
+    CANARY,
+    CHANGED_CLOCK,
+    REMEDY,
+    armed_guard,
+    find_intact,
+    is_armed_guard,
+    is_changed,
+    is_zero,
+    new_canary,
+    new_guard,
 )
-
-
-def new_canary(indices: jax.Array, read_at: Any = None) -> jax.Array:
-    canary = jnp.full((*indices.shape[:-1], 1), _CANARY, jnp.int32)
-    if read_at is None:
-        return canary
-    read_at = jnp.broadcast_to(jnp.asarray(read_at, jnp.int32), canary.shape)
-    return jnp.concatenate([canary, read_at], axis=-1)
-
-
-def new_guard(indices: jax.Array) -> jax.Array:
-    return jnp.full((*indices.shape[:-1], 2), _GUARD, _GUARD_TYPE)
-
-
-@functools.cache
-def _armour() -> Any:
-    """The implementation of the "random keys" of which armed guards are made."""
-
-    def no_numbers(*_: Any) -> NoReturn:
-        raise TypeError(f"The guard of a row-sparse gradient is no key. {_REMEDY}")
-
-    functions = dict.fromkeys(("seed", "split", "random_bits", "fold_in"), no_numbers)
-    name = "optax_sparse_adam_guard"
-    return define_prng_impl(key_shape=(1,), name=name, tag="guard", **functions)
-
-
-def _armed_guard(indices: jax.Array) -> jax.Array:
-    data = jnp.zeros((*indices.shape[:-1], 1), jnp.uint32)
-    keys: jax.Array = jax.random.wrap_key_data(data, impl=_armour())
-    return keys
-
-
-@functools.cache
-def _armed_type() -> Any:
-    return jax.eval_shape(_armed_guard, jax.ShapeDtypeStruct([0, 1], jnp.int32)).dtype
-
-
-def _is_armed_guard(x: Any) -> bool:
-    return bool(getattr(x, "dtype", None) == _armed_type())
-
-
-def armed(tree: Any) -> Any:
-    """A tree whose row-sparse gradients are armed: see the module."""
-
-    def arm(x: Any) -> Any:
-        if not isinstance(x, CanaryBCOO):
-            return x
-        x = copy.copy(x)
-        x.guard = _armed_guard(x.stored_indices)
-        return x
-
-    return jax.tree.map(arm, tree, is_leaf=lambda x: isinstance(x, BCOO))
-
-
-def disarmed(tree: Any) -> Any:
-    """A tree that was made of armed gradients, without armed guards."""
-
-    def disarm(x: Any) -> Any:
-        return new_guard(x[..., None]) if _is_armed_guard(x) else x
-
-    def of_leaf(x: Any) -> Any:
-        if not isinstance(x, CanaryBCOO):
-            return disarm(x)
-        x = copy.copy(x)
-        x.guard = disarm(x.guard)
-        return x
-
-    return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, BCOO))
+from .source import Source
 
 
 @jax.tree_util.register_pytree_node_class
@@ -311,7 +222,7 @@ def _is_intact(grad: CanaryBCOO) -> bool:
     if grad.stored_indices.dtype == jax.dtypes.float0:
         return True  # a tangent, which has none of indices
     check_indices(grad)
-    if not _is_known(grad.canary) or (np.asarray(grad.canary[..., 0]) != _CANARY).any():
+    if not _is_known(grad.canary) or (np.asarray(grad.canary[..., 0]) != CANARY).any():
         return False
     grad._is_seen = True  # and stays so: a concrete array does not change
     return True
@@ -341,38 +252,14 @@ for _operator in ["astype", "sort_indices", "sum_duplicates"]:
     setattr(CanaryBCOO, _operator, _canary_operator(_operator))
 
 
-def _clocks(grad: CanaryBCOO) -> jax.Array:
-    """The second column of its canary; `_ANY` for entries of zeros."""
-    return jnp.where(grad.canary[..., :1] == 0, _ANY, grad.canary[..., 1:])
+def clocks_of(grad: CanaryBCOO) -> jax.Array:
+    """The second column of its canary; `ANY_CLOCK` for entries of zeros."""
+    return jnp.where(grad.canary[..., :1] == 0, ANY_CLOCK, grad.canary[..., 1:])
 
 
 def lacks_clock(grad: BCOO) -> bool:
     """Whether this gradient was made without `read=`; one made by hand is believed."""
     return isinstance(grad, CanaryBCOO) and grad.canary.shape[-1] == 1
-
-
-def is_read_up_to_date(grad: Any) -> bool:
-    """Whether rows were read up to date for it: its table may hold other numbers."""
-    return isinstance(grad, CanaryBCOO) and grad.canary.shape[-1] == 2
-
-
-def is_read_at(grad: BCOO, clock: jax.Array) -> Any:
-    """Whether its rows were read at this clock; a BCOO made by hand is believed."""
-    if not isinstance(grad, CanaryBCOO):
-        return True
-    clocks = _clocks(grad)
-    return jnp.all((clocks == clock) | (clocks == _ANY))
-
-
-def without_clock(grad: BCOO) -> BCOO:
-    """The gradient without the second column, which `is_read_at` has seen.
-
-    XLA does not know that no clock is `_CHANGED`, and would compare it for each entry.
-    """
-    if isinstance(grad, CanaryBCOO):
-        grad = copy.copy(grad)
-        grad.canary = grad.canary[..., :1]
-    return grad
 
 
 def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
@@ -386,19 +273,19 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     if not canary_grads:
         return BCOO
     layout = canary_grads[0].layout
-    is_armed = any(_is_armed_guard(grad.guard) for grad in canary_grads)
+    is_armed = any(is_armed_guard(grad.guard) for grad in canary_grads)
     if any(map(lacks_clock, canary_grads)):
         return functools.partial(_made_alike, layout, is_armed)
-    columns = [_clocks(grad) for grad in canary_grads]
-    # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum is
-    # `_CHANGED`. So is all that is made of an update, as `_UPDATE` is negative, but its
-    # coalesced form (`is_same`). Entries of zeros fit any clock.
-    columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), _ANY))
+    columns = [clocks_of(grad) for grad in canary_grads]
+    # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has
+    # `CHANGED_CLOCK`. So has all that is made of an update, as `CLOCK_OF_UPDATE` is
+    # negative, but its coalesced form (`is_same`). Entries of zeros fit any clock.
+    columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), ANY_CLOCK))
     clocks = jnp.concatenate(columns, axis=-2)
     first = jnp.min(clocks, axis=-2, keepdims=True)
-    is_kept = jnp.all((clocks == first) | (clocks == _ANY), axis=-2, keepdims=True)
+    is_kept = jnp.all((clocks == first) | (clocks == ANY_CLOCK), axis=-2, keepdims=True)
     is_kept &= is_same | (first >= 0)
-    read_at = jnp.where(is_kept, first, _CHANGED)
+    read_at = jnp.where(is_kept, first, CHANGED_CLOCK)
     read_of = tuple(table for grad in canary_grads for table in grad.read_of)
 
     def make(args: Any, **kwargs: Any) -> CanaryBCOO:
@@ -415,16 +302,8 @@ def _made_alike(
     grad = CanaryBCOO(*args, **kwargs)
     grad.layout = layout
     if is_armed:
-        grad.guard = _armed_guard(grad.stored_indices)
+        grad.guard = armed_guard(grad.stored_indices)
     return grad
-
-
-def as_update(update: Any) -> Any:
-    """An update of `exact_adam`, of which nothing else can be made."""
-    if isinstance(update, CanaryBCOO):
-        update.canary = new_canary(update.stored_indices, _UPDATE)
-        update.read_of = ()
-    return update
 
 
 def copy_with(
@@ -453,13 +332,13 @@ def check_indices(grad: BCOO) -> None:
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(
                 "A row-sparse gradient must have integer indices, got indices of type "
-                f"{array.dtype} (shape {grad.shape}). {_REMEDY}"
+                f"{array.dtype} (shape {grad.shape}). {REMEDY}"
             )
     if canary is None:
         return
     shapes = [(*indices.shape[:-1], columns) for columns in (1, 2)]
     is_beside = canary.ndim >= 2 and canary.shape in shapes
-    if is_beside and _is_known(canary) and _is_changed(np.asarray(canary)).any():
+    if is_beside and _is_known(canary) and is_changed(np.asarray(canary)).any():
         raise ValueError(
             "Nothing may change the updates of exact_adam, by which stale rows are "
             "read, and gradients of two of its steps cannot be added up; got such a "
@@ -469,7 +348,7 @@ def check_indices(grad: BCOO) -> None:
     if not is_beside or _is_seen_to_change(grad):
         raise ValueError(
             "A row-sparse gradient must have the indices that it was made with, got "
-            f"others (shape {grad.shape}). {_REMEDY}"
+            f"others (shape {grad.shape}). {REMEDY}"
         )
 
 
@@ -481,34 +360,15 @@ def _is_seen_to_change(grad: Any) -> bool:
         return False
     # In NumPy: within a program JAX would trace even what is known.
     canary = np.asarray(grad.canary)[..., 0]
-    if (canary == _CANARY).all():
+    if (canary == CANARY).all():
         return False
     is_empty = (canary == 0) & is_zero(np.asarray(grad.stored_data), grad.n_batch)
-    return not ((canary == _CANARY) | is_empty).all()
-
-
-def _is_changed(canary: Any) -> Any:
-    """Says for each entry whether an update of `exact_adam` was changed."""
-    return (canary[..., 1:] == _CHANGED).any(axis=-1, keepdims=True)
+    return not ((canary == CANARY) | is_empty).all()
 
 
 def _is_known(x: Any) -> bool:
     is_traced = isinstance(x, jax.core.Tracer)
     return not is_traced and getattr(x, "is_fully_addressable", True)
-
-
-def is_zero(values: Any, n_batch: int, indices: Any = None) -> Any:
-    """Says for each row of values, `[*batch, rows, ...]`, whether all are zero.
-
-    Problem: the gradient of `jnp.sum(table[ids])` takes seconds to compile. Cause: its
-    values are constant, and XLA reduces constants while compiling, slowly. Remedy: a
-    comparison of the indices, which XLA does not know. Safe, since the smallest integer
-    is the index of no row. Test: `tests/rows/test_canary.py`.
-    """
-    empty = values == 0
-    if indices is not None:
-        empty |= (indices == jnp.iinfo(indices.dtype).min).any()
-    return empty.all(axis=tuple(range(n_batch + 1, values.ndim)))
 
 
 def entries(
@@ -529,19 +389,3 @@ def entries(
     else:
         data, indices = lay_out(grad.data), lay_out(grad.indices)
     return copy_with(BCOO, grad, data, indices)
-
-
-def find_intact(
-    empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
-) -> tuple[jax.Array, jax.Array]:
-    """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
-    is_intact = (canary[..., :1] == _CANARY) & ~_is_changed(canary)
-    is_empty = (canary[..., :1] == 0) & empty[..., None]
-    if indices.dtype.itemsize < 4:
-        indices = indices.astype(jnp.int32)
-    # Entries that were changed go to the rows 0, 1, ..., where their NaN is seen; those
-    # that became zeros are padding. Both are distinct and ascending, as the flags say.
-    slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
-    outside = last_indices(slot, n_batch)
-    indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))
-    return is_intact | is_empty, indices

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._rows.canary import is_zero
+from optax_sparse_adam._rows.canary_arrays import is_zero
 
 from ..helpers.support import (
     assert_identical,

@@ -1,0 +1,109 @@
+"""The two arrays that a row-sparse gradient has beside its values and indices.
+
+The canary, `[*batch, nse, 1]`, is of integers, as indices are, and says what was done
+to these: see `canary`. Where rows were read up to date it has a second column, the
+clock of the state of `exact_adam` that they were read by.
+
+Functions of all arrays at once, such as `optax.tree.norm`, would count indices and
+canary as values. So there is the guard, of a type that JAX does not promote with
+float32: what adds, compares or concatenates numbers of different arrays raises while
+tracing. A sum of the guard alone overflows to NaN, for who adds Python's numbers up.
+Known limits: a maximum of each array as a Python number has that of the indices; and
+what multiplies floating arrays by a float32 array meets the guard and raises.
+
+An armed guard is of a type that has no arithmetic at all: see `armed`.
+"""
+
+import functools
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import define_prng_impl
+
+from .padding import last_indices
+
+CANARY = 1_618_033_989
+_GUARD_TYPE, _GUARD = jnp.float8_e4m3fn, 448  # the largest: two of them add up to NaN
+CLOCK_OF_UPDATE, CHANGED_CLOCK, ANY_CLOCK = -1, -2, np.iinfo(np.int32).max
+REMEDY = (
+    "A transformation that does not know BCOO, such as optax.scale, has changed them "
+    "together with the values. Put that chain inside lazy: "
+    "optax_sparse_adam.lazy(optax.chain(...)). To map over trees of gradients, let "
+    "each be one leaf: is_leaf=lambda x: isinstance(x, BCOO)."
+)
+
+
+def new_canary(indices: jax.Array, read_at: Any = None) -> jax.Array:
+    canary = jnp.full((*indices.shape[:-1], 1), CANARY, jnp.int32)
+    if read_at is None:
+        return canary
+    read_at = jnp.broadcast_to(jnp.asarray(read_at, jnp.int32), canary.shape)
+    return jnp.concatenate([canary, read_at], axis=-1)
+
+
+def new_guard(indices: jax.Array) -> jax.Array:
+    return jnp.full((*indices.shape[:-1], 2), _GUARD, _GUARD_TYPE)
+
+
+def is_changed(canary: Any) -> Any:
+    """Says for each entry whether an update of `exact_adam` was changed."""
+    return (canary[..., 1:] == CHANGED_CLOCK).any(axis=-1, keepdims=True)
+
+
+def is_zero(values: Any, n_batch: int, indices: Any = None) -> Any:
+    """Says for each row of values, `[*batch, rows, ...]`, whether all are zero.
+
+    Problem: the gradient of `jnp.sum(table[ids])` takes seconds to compile. Cause: its
+    values are constant, and XLA reduces constants while compiling, slowly. Remedy: a
+    comparison of the indices, which XLA does not know. Safe, since the smallest integer
+    is the index of no row. Test: `tests/rows/test_canary.py`.
+    """
+    empty = values == 0
+    if indices is not None:
+        empty |= (indices == jnp.iinfo(indices.dtype).min).any()
+    return empty.all(axis=tuple(range(n_batch + 1, values.ndim)))
+
+
+def find_intact(
+    empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
+) -> tuple[jax.Array, jax.Array]:
+    """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
+    is_intact = (canary[..., :1] == CANARY) & ~is_changed(canary)
+    is_empty = (canary[..., :1] == 0) & empty[..., None]
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
+    # Entries that were changed go to the rows 0, 1, ..., where their NaN is seen; those
+    # that became zeros are padding. Both are distinct and ascending, as the flags say.
+    slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
+    outside = last_indices(slot, n_batch)
+    indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))
+    return is_intact | is_empty, indices
+
+
+@functools.cache
+def _armour() -> Any:
+    """The implementation of the "random keys" of which armed guards are made."""
+
+    def no_numbers(*_: Any) -> NoReturn:
+        raise TypeError(f"The guard of a row-sparse gradient is no key. {REMEDY}")
+
+    functions = dict.fromkeys(("seed", "split", "random_bits", "fold_in"), no_numbers)
+    name = "optax_sparse_adam_guard"
+    return define_prng_impl(key_shape=(1,), name=name, tag="guard", **functions)
+
+
+def armed_guard(indices: jax.Array) -> jax.Array:
+    data = jnp.zeros((*indices.shape[:-1], 1), jnp.uint32)
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=_armour())
+    return keys
+
+
+@functools.cache
+def _armed_type() -> Any:
+    return jax.eval_shape(armed_guard, jax.ShapeDtypeStruct([0, 1], jnp.int32)).dtype
+
+
+def is_armed_guard(x: Any) -> bool:
+    return bool(getattr(x, "dtype", None) == _armed_type())
