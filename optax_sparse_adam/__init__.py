@@ -12,8 +12,8 @@ from ._train_step import make_train_step as make_train_step
 # Rows as things.
 from ._row_verbs import put_rows as put_rows
 from ._row_verbs import reset_rows as reset_rows
-from ._row_verbs import rows_of as rows_of
 from ._row_verbs import take_rows as take_rows
+from ._rows_of import rows_of as rows_of
 
 # Keys in place of rows.
 from ._vocabulary.codes import hash_keys as hash_keys
