@@ -165,6 +165,11 @@ def shape_of(verb: str, x: Any) -> tuple[tuple[int, ...], Any]:
       TypeError: For what JAX has no type for; its own error prints the array.
     """
     if not isinstance(x, np.ndarray | np.generic):
+        if hasattr(x, "detach"):
+            raise TypeError(
+                f"{verb} takes arrays of NumPy and JAX, got a {type(x).__module__}."
+                f"{type(x).__qualname__}. Give x.numpy(), which shares its memory."
+            )
         return np.shape(x), jnp.result_type(x)
     dtype = native_dtype(x)
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):

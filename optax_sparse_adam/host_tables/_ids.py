@@ -115,11 +115,14 @@ class RowIds:
 
         Raises:
           IndexError: If ids are computed of integers that JAX would take for others.
+          TypeError: For a tensor of another library.
         """
         # What the optimiser alone takes is nothing to the loss.
         known = args[0], self._taken(args[1])
         leaves, structure = jax.tree.flatten(known)
         own = self._taken(static)
+        for x in leaves:
+            _refuse_others(x, name)
         # With weak types: an int8 times a Python number is an int8.
         avals = tuple((_type_of(x), _layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -277,6 +280,16 @@ def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.E
     with jit_enabled():
         fun = jax.jit(jaxpr_as_fun(program))
         return jax.export.export(fun, platforms=["cpu"])(*args)
+
+
+def _refuse_others(x: Any, batch: str) -> None:
+    if hasattr(x, "detach"):
+        raise TypeError(
+            f"{batch} has a {type(x).__module__}.{type(x).__qualname__}; HostTrainer "
+            "takes arrays of NumPy and JAX. Give x.numpy(), which shares its memory; "
+            "of a loader of torch, give collate_fn= a function that makes tuples of "
+            "NumPy arrays."
+        )
 
 
 def _refuse_other_numbers(x: Any, batch: str) -> None:

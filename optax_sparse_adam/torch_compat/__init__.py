@@ -30,6 +30,10 @@ from ._optimizers import Adam as Adam
 from ._optimizers import AdamW as AdamW
 from ._optimizers import Adafactor as Adafactor
 
+# Their states as those of optax, and back.
+from ._states import to_state as to_state
+from ._states import from_state as from_state
+
 # Hooks around the steps of all optimisers.
 from ._hooks import RemovableHandle as RemovableHandle
 from ._hooks import (

@@ -216,3 +216,21 @@ def test_rows_that_are_written_beside_the_step_are_there_between_two_values(
         next(run)
         assert int(trainer.state.count) == k
         assert len(seen) == k
+
+
+def test_tensors_of_another_library_are_refused():
+    """torch itself is not needed to know one."""
+
+    class Tensor:
+        detach = None
+
+    rows, w = begin()
+    batch = Tensor(), np.ones(3, np.float32)
+    with host.HostTrainer(loss, osa.sparse_adam(0.1), host_params(rows, w)) as trainer:
+        uses = trainer.step, lambda *x: [*trainer.run([x])], trainer.evaluate(loss)
+        for use in uses:
+            with pytest.raises(TypeError, match=r"Tensor; HostTrainer .*x\.numpy\(\)"):
+                use(*batch)
+        ids, new = {"table": Tensor(), "w": None}, {"table": rows[:3], "w": None}
+        with pytest.raises(TypeError, match=r"reset_rows takes .*x\.numpy\(\)"):
+            trainer.reset_rows(ids, new)

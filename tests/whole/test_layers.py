@@ -18,7 +18,7 @@ MAY_IMPORT |= {name: [*LAYERS[:3], name] for name in ABOVE}
 MAY_IMPORT["_vocabulary"] = ["_vocabulary"]  # on the host, in NumPy
 BESIDE = ["_train_step", "_row_verbs", "_row_tables", "_gradients", "host_tables"]
 MAY_IMPORT["host_tables"] = [*LAYERS, *BESIDE]  # imported by nothing
-MAY_IMPORT["torch_compat"] = [*LAYERS[:4], "torch_compat"]
+MAY_IMPORT["torch_compat"] = [*LAYERS, "torch_compat"]
 MAY_IMPORT["keras"] = [*LAYERS, "_train_step", "_gradients", "keras"]  # nor this
 
 
