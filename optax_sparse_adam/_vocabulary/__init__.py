@@ -5,7 +5,8 @@ returns, and `contents` what one batch does. They stand on `store`, which keeps 
 rows with what is known of them, and takes changes back. `index` finds the rows of keys,
 by cuckoo hashing; `order` finds the rows of lowest score without looking at all.
 Neither is in a checkpoint, nor does any result depend on how they are laid out: both
-are made again from the arrays. `codes` makes 64 bits of a key.
+are made again from the arrays. `codes` makes 64 bits of a key. `native/_keys.py` does
+what takes longest in the package's library, where that is there.
 
 Words: a *key* is the user's, an integer, a string or bytes; its *code* is the `uint64`
 that stands for it; a *row* is a row of the table. Row 0 has no key: it is that of all

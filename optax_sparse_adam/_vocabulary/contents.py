@@ -99,13 +99,7 @@ class Contents:
           known: The rows of the others.
           step: The step.
         """
-        codes, first, of, hits = np.unique(
-            codes, return_index=True, return_inverse=True, return_counts=True
-        )
-        by = np.argsort(first)
-        place = np.empty_like(by)
-        place[by] = np.arange(len(by))
-        codes, hits, of = codes[by], hits[by], place[of]
+        codes, hits, of = self.main.index.distinct(codes)
         waiting, options = self._waiting, self.options
         waits = np.zeros(len(codes), np.int32)
         if waiting is not None:

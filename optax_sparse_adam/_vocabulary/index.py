@@ -14,11 +14,15 @@ At a load below one half, keys find room but for one table in as many as it has 
 (the cycles of the graph of slots). Then all are inserted again, by another hash and at
 last into more slots. Hashes begin at random in each index, so nobody can choose keys
 that find no room; rows do not depend on them.
+
+Where the package's library is there, `native/keys.h` does the same, a key at a time.
 """
 
 import os
 
 import numpy as np
+
+from ..native import _keys as native
 
 _ROUNDS = 100  # of insertion; some 15 are used
 _PART = 1 << 20  # rows that are inserted at once, so that rounds need little memory
@@ -43,9 +47,13 @@ class Index:
         self._shift = np.uint64(64 - bits)
         odd = np.frombuffer(os.urandom(16), np.uint64) | np.uint64(1)
         self._multiplier, self._second_multiplier = odd
+        self._place = native.Place(self._slots, codes, 64 - bits, odd)
 
     def find(self, codes: np.ndarray) -> np.ndarray:
         """The rows `[n]`, int32, 0 for codes that are not there."""
+        by_library = native.find(self._place, codes)
+        if by_library is not None:
+            return by_library
         mixed = self._mix(codes)
         rows = self._slots.take(self._first(mixed), mode="clip")
         others = np.flatnonzero(self.codes.take(rows, mode="clip") != codes)
@@ -57,6 +65,9 @@ class Index:
 
     def insert(self, rows: np.ndarray) -> bool:
         """Inserts rows, whose codes are not there. False: the index is broken now."""
+        by_library = native.insert(self._place, rows, _ROUNDS)
+        if by_library is not None:
+            return by_library
         if len(rows) > _PART:
             parts = range(0, len(rows), _PART)
             return all(self.insert(rows[i : i + _PART]) for i in parts)
@@ -78,8 +89,23 @@ class Index:
 
     def remove(self, rows: np.ndarray) -> None:
         """Removes rows, those that are there; their codes must be as they were."""
+        if native.remove(self._place, rows):
+            return
         for at in self._both(rows):
             self._slots[at[self._slots[at] == rows]] = 0
+
+    def distinct(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The different codes as they come, their counts, and which each is."""
+        by_library = native.distinct(codes, self._multiplier)
+        if by_library is not None:
+            return by_library
+        different, first, of, counts = np.unique(
+            codes, return_index=True, return_inverse=True, return_counts=True
+        )
+        by = np.argsort(first)
+        place = np.empty_like(by)
+        place[by] = np.arange(len(by))
+        return different[by], counts[by], place[of]
 
     def rebuilt(self, rows: np.ndarray) -> "Index":
         """Another index, of these rows alone, by another hash."""

@@ -50,6 +50,7 @@ class Order:
         """Sorts when it is next asked."""
         self._runs: list[_Run] = []
         self._limit: tuple[Any, Any] | None = None
+        self._passed = 0  # entries that the last call of `take` has gone through
 
     def add(self, rows: np.ndarray, now: int) -> None:
         """Looks at rows whose score has changed, and at new ones; `last` is `now`."""
@@ -59,7 +60,7 @@ class Order:
         low = np.flatnonzero(_up_to((rows, scores), self._limit))
         if not len(low):
             return
-        runs.append(self._merged([(rows[low], scores[low])]))
+        runs.append(_sorted((rows[low], scores[low])))
         while len(runs) > 1 and len(runs[-2][0]) < 2 * len(runs[-1][0]):
             runs[-2:] = [self._merged(runs[-2:])]
         if sum(len(x) for x, _ in runs) > _FEW + len(self._hits) // 2:
@@ -67,7 +68,7 @@ class Order:
 
     def take(self, count: int, now: int) -> np.ndarray:
         """Takes the lowest rows whose last step is not `now`; there must be enough."""
-        stop = 2 * count + 64
+        stop = 2 * max(count, self._passed) + 64
         while True:
             run = rows, scores = self._merged(
                 [(r[:stop], s[:stop]) for r, s in self._runs]
@@ -99,17 +100,15 @@ class Order:
         rows, scores = rows[used], scores[used]
         valid = self._scores_of(rows) == scores
         rows, scores = rows[valid], scores[valid]
-        by = np.lexsort((rows, scores))
-        rows, scores = rows[by], scores[by]
-        once = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
-        return rows[once], scores[once]
+        return (rows, scores) if len(runs) == 1 else _sorted((rows, scores))
 
     def _drop(self, score: Any, row: Any) -> None:
         """Drops what is up to an entry: it is taken, or not valid."""
-        left = []
+        left, self._passed = [], 0
         for rows, scores in self._runs:
             low, high = (np.searchsorted(scores, score, x) for x in ("left", "right"))
             first = low + np.searchsorted(rows[low:high], row, "right")
+            self._passed += first
             if first < len(rows):
                 left.append((rows[first:], scores[first:]))
         self._runs = left
@@ -146,6 +145,15 @@ class Order:
                 "hits). last is 0 or more, and hits are 1 or more."
             )
         return scores
+
+
+def _sorted(run: _Run) -> _Run:
+    """The entries in their order, each once."""
+    rows, scores = run
+    by = np.lexsort(run)
+    rows, scores = rows[by], scores[by]
+    once = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
+    return rows[once], scores[once]
 
 
 def _up_to(run: _Run, entry: tuple[Any, Any]) -> np.ndarray:

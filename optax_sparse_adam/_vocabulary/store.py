@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from ..native import _keys as native
 from .index import Index
 from .order import Order, Score
 
@@ -103,14 +104,15 @@ class Store:
     def touch(self, changes: Changes, rows: np.ndarray, step: int) -> None:
         """Counts codes that were there; rows may be named several times."""
         pairs = self._uses.reshape(-1).view(np.int64)
-        old = pairs.take(rows)
+        limit, old = _MOST_HITS - len(rows), native.take(pairs, rows)
         changes.note(pairs, rows, old)
+        if native.touch(pairs, rows, step, limit, old):
+            return
         at = 2 * rows.astype(np.intp)
         flat = self._uses.reshape(-1)
         np.put(flat, at, step)
         at += 1
         hits = old.view(np.int32)[1::2]
-        limit = _MOST_HITS - len(rows)
         counted = at if hits.max(initial=0) <= limit else at[hits <= limit]
         np.add.at(flat, counted, np.int32(1))
 
@@ -130,8 +132,9 @@ class Store:
         if missing > 0:
             lowest = self.order.take(missing, step)
             gone = self.keys[lowest]
-        free, self._free = np.split(self._free, [len(codes) - len(lowest)])
-        more = len(codes) - len(lowest) - len(free)
+        fewer = len(codes) - len(lowest)
+        free, self._free = self._free[:fewer], self._free[fewer:]
+        more = fewer - len(free)
         fresh = np.arange(self._next, self._next + more, dtype=np.int32)
         self._next += more
         rows = np.concatenate([free, fresh, lowest])
@@ -171,8 +174,9 @@ class Store:
 
     def _keep_apart(self, changes: Changes, codes: np.ndarray) -> None:
         """Gives row 0, which free slots of the index have, a code that no key has."""
+        if self.keys[0] not in codes:
+            return
         code = self.keys[:1].copy()
         while code in codes or self.index.find(code)[0]:
             code += np.uint64(1)
-        if code != self.keys[:1]:
-            changes.write(self.keys, [0], code)
+        changes.write(self.keys, [0], code)

@@ -6,10 +6,10 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,6 +18,8 @@ from . import _build
 # Each function of the library, by its name behind `optax_sparse_adam.` in programs.
 TARGETS = {"read": "read_rows", "update": "update_rows", "zeros": "zeros"}
 INSTALLED = _build.SOURCE.parent  # where an installation leaves its library
+
+Functions = TypeVar("Functions")
 
 
 def cache() -> Path:
@@ -53,6 +55,18 @@ def libraries() -> list[tuple[_build.Version, Path]]:
         return sorted(_found(newest), key=lambda x: x[0], reverse=True)
     except (OSError, RuntimeError):
         return []  # no headers, or no source
+
+
+def on_the_host(functions_of: Callable[[Path], Functions]) -> Functions | None:
+    """Functions of the library that is there, which XLA need not know of.
+
+    A process with several CPU devices has no kernel, and calls them all the same.
+    """
+    if not _build.switched_off():
+        for _, library in libraries():
+            with contextlib.suppress(OSError, AttributeError):  # of another machine
+                return functions_of(library)
+    return None
 
 
 def register(library: Path) -> None:

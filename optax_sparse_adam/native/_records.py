@@ -7,7 +7,6 @@ on are arrays, one for each field of a record: `take_fields` fills all of them i
 pass over the records.
 """
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _build, _library
+from . import _library
 
 _FEWEST_BYTES = 1 << 16  # with fewer a call of the library takes longer than NumPy
 
@@ -34,15 +33,7 @@ def functions_of(library: Path) -> tuple[Any, Any]:
 
 @functools.cache
 def _functions() -> tuple[Any, Any] | None:
-    """Those of the library that is there, which XLA need not know of.
-
-    A process with several CPU devices has no kernel, and takes records all the same.
-    """
-    if not _build.switched_off():
-        for _, library in _library.libraries():
-            with contextlib.suppress(OSError, AttributeError):  # of another machine
-                return functions_of(library)
-    return None
+    return _library.on_the_host(functions_of)
 
 
 @functools.cache

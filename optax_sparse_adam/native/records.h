@@ -51,15 +51,13 @@ void CopyRecords(char* table, int64_t bytes, const int64_t* rows, Fields fields,
   }
 }
 
-template <bool kPuts>
-void CopyInThreads(char* table, int64_t bytes, const int64_t* rows, Fields fields,
-                   int64_t size, int64_t threads) {
-  const int64_t grain = std::max<int64_t>(1, kPartBytes / bytes);
+// Calls `body(begin, end)` on parts of [0, size) in threads of this call alone.
+template <typename Body>
+void InThreads(int64_t size, int64_t grain, int64_t threads, const Body& body) {
   std::atomic<int64_t> next{0};
   const auto work = [&] {
     for (int64_t begin; (begin = next.fetch_add(grain)) < size;) {
-      const int64_t end = std::min(size, begin + grain);
-      CopyRecords<kPuts>(table, bytes, rows, fields, begin, end);
+      body(begin, std::min(size, begin + grain));
     }
   };
   std::vector<std::thread> others;
@@ -71,6 +69,15 @@ void CopyInThreads(char* table, int64_t bytes, const int64_t* rows, Fields field
   }
   work();
   for (std::thread& other : others) other.join();
+}
+
+template <bool kPuts>
+void CopyInThreads(char* table, int64_t bytes, const int64_t* rows, Fields fields,
+                   int64_t size, int64_t threads) {
+  const int64_t grain = std::max<int64_t>(1, kPartBytes / bytes);
+  InThreads(size, grain, threads, [&](int64_t begin, int64_t end) {
+    CopyRecords<kPuts>(table, bytes, rows, fields, begin, end);
+  });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "exact_adam.h"
 #include "frame.h"
 #include "gpu.h"
+#include "keys.h"
 #include "records.h"
 #include "update.h"
 

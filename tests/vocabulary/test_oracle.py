@@ -166,7 +166,7 @@ def a_stream(seed, rows, score, min_hits, ttl, steps=60):
 
 
 @pytest.mark.parametrize("score", SCORES, ids=lambda x: getattr(x, "__name__", x))
-def test_streams(score, sorted_rows):
+def test_streams(score, sorted_rows, by):
     for seed, (rows, min_hits, ttl) in enumerate(
         [(2, 1, None), (3, 2, 4), (9, 1, 3), (17, 3, None), (40, 1, None)]
     ):

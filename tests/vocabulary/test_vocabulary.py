@@ -16,6 +16,8 @@ from optax_sparse_adam._vocabulary import index
 
 from ..helpers.support import TOLERANCE, assert_close, assert_identical
 
+pytestmark = pytest.mark.usefixtures("by")
+
 LARGE = np.array([0, 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1], np.int64)
 
 

@@ -1,0 +1,170 @@
+"""Times `Vocabulary`: its calls, and the training step of docs/keys.md with them.
+
+python benchmarks/keys.py
+python benchmarks/keys.py --rows 1000000 --keys 8192 --dim 64
+
+Calls: milliseconds, the best and the median, by the package's library and by NumPy.
+Steps: blocks of steps in turns, whose rows are assigned before the block, right before
+each step, or by a thread while the step before runs.
+"""
+
+import argparse
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_sparse_adam as osa
+from optax_sparse_adam.native import _keys
+
+STEPS, ROUNDS, CALLS = 60, 16, 200
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
+    parser.add_argument("--keys", type=int, default=8_192, help="in a batch")
+    parser.add_argument("--dim", type=int, default=64, help="length of a row")
+    return parser.parse_args()
+
+
+class Stream:
+    """Keys by Zipf's law that all have a row at first, and new ones."""
+
+    def __init__(self, rows, size):
+        self.rng, self.size, self.next = np.random.default_rng(0), size, rows
+        self.first = self.rng.permutation(np.arange(1, rows, dtype=np.int64) * 2**20)
+
+    def batch(self, share_of_new, draw):
+        count = len(self.first)
+        place = count ** self.rng.random(self.size)
+        if draw == "uniform":
+            place = self.rng.integers(0, count, self.size)
+        keys = self.first[place.astype(np.int64)]
+        new = round(share_of_new * self.size)
+        self.next += new
+        at = self.rng.permutation(self.size)[:new]
+        keys[at] = (self.next - np.arange(new, dtype=np.int64)) * 2**20
+        return keys
+
+
+def in_ms(function, arguments):
+    taken = []
+    for argument in arguments:
+        start = time.perf_counter()
+        function(argument)
+        taken.append(1e3 * (time.perf_counter() - start))
+    return f"{min(taken):.3f}, {np.median(taken):.3f}"
+
+
+def assigner(vocab):
+    steps = itertools.count(1)
+    return lambda keys: vocab.assign(keys, next(steps))
+
+
+def calls(args):
+    by_library = _keys._functions
+    print("| ms: best, median | library | NumPy |\n|---|---|---|")
+    cells = {}
+    for functions in (by_library, lambda: None):
+        _keys._functions = functions
+        stream, vocab = Stream(args.rows, args.keys), osa.Vocabulary(args.rows)
+        vocab.assign(stream.first, 0)
+        assign = assigner(vocab)
+        for name, share, draw in (
+            ("all known, Zipf", 0, "zipf"),
+            ("all known, uniform", 0, "uniform"),
+            ("one in a hundred new, as many evicted", 0.01, "zipf"),
+            ("all new, as many evicted", 1, "zipf"),
+        ):
+            batches = [stream.batch(share, draw) for _ in range(CALLS)]
+            if not share:
+                cells.setdefault(f"`find`: {name}", []).append(
+                    in_ms(vocab.find, batches)
+                )
+            assign(batches[0])
+            cells.setdefault(f"`assign`: {name}", []).append(in_ms(assign, batches[1:]))
+    _keys._functions = by_library
+    for name, both in cells.items():
+        print(f"| {name} | {' | '.join(both)} |")
+
+
+class Trainer:
+    """The step of docs/keys.md."""
+
+    def __init__(self, args):
+        self.tx = osa.rowwise_adagrad(0.3)
+        params = {"table": jnp.zeros((args.rows, args.dim)), "w": jnp.ones(args.dim)}
+        self.held = params, self.tx.init(params)
+        self.begin = jax.jit(self._begin, donate_argnums=(0, 1))
+        self.step = osa.make_train_step(self._loss, self.tx)
+        self.least = max(64, 1 << int(np.log2(args.keys / 32)))
+
+    def _loss(self, params, rows, labels):
+        logits = params["table"][rows].sum(axis=1) @ params["w"]
+        return jnp.mean(jnp.logaddexp(0, logits) - labels * logits)
+
+    def _begin(self, params, state, rows):
+        zeros = jnp.zeros((len(rows), params["table"].shape[1]))
+        ids, values = {"table": rows, "w": None}, {"table": zeros, "w": None}
+        return osa.reset_rows(self.tx, params, state, ids, values)
+
+    def train(self, assigned, labels):
+        params, state = self.begin(*self.held, assigned.fresh.padded(self.least))
+        *held, value = self.step(params, state, assigned.rows.reshape(-1, 4), labels)
+        self.held = tuple(held)
+        return value
+
+
+def steps(args):
+    trainer, stream = Trainer(args), Stream(args.rows, args.keys)
+    vocab, number = osa.Vocabulary(args.rows), 1
+    vocab.assign(stream.first, 0)
+    labels = stream.rng.integers(0, 2, args.keys // 4).astype(np.float32)
+    loader = ThreadPoolExecutor(1)
+    ways = ["before the block", "before each step", "by a thread"]
+    taken = {way: [] for way in ways}
+    for turn in range(-1, ROUNDS):
+        batches = [stream.batch(0.01, "zipf") for _ in range(STEPS)]
+        held = vocab.arrays
+        assigned = [vocab.assign(keys, number + i) for i, keys in enumerate(batches)]
+        for way in ways[:: -1 if turn % 2 else 1]:
+            vocab.restore(held)
+            jax.block_until_ready(trainer.held)
+            start = time.perf_counter()
+            ahead = None
+            for i in range(STEPS):
+                if way == "before the block":
+                    value = trainer.train(assigned[i], labels)
+                elif way == "before each step":
+                    found = vocab.assign(batches[i], number + i)
+                    value = trainer.train(found, labels)
+                else:
+                    ahead = ahead or loader.submit(vocab.assign, batches[i], number + i)
+                    found, ahead = ahead.result(), None
+                    if i + 1 < STEPS:
+                        next_batch = batches[i + 1], number + i + 1
+                        ahead = loader.submit(vocab.assign, *next_batch)
+                    value = trainer.train(found, labels)
+            jax.block_until_ready(value)
+            if turn >= 0:
+                taken[way].append(1e3 * (time.perf_counter() - start) / STEPS)
+        number += STEPS
+    print(
+        "\n| `assign` | ms a step | of that without, and its quartiles |\n|---|---|---|"
+    )
+    without = np.array(taken[ways[0]])
+    for way in ways:
+        low, middle, high = np.quantile(taken[way] / without, [0.25, 0.5, 0.75])
+        middle_ms = np.median(taken[way])
+        print(f"| {way} | {middle_ms:.3f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+
+
+if __name__ == "__main__":
+    arguments = parse_args()
+    print(f"{arguments.keys:,} keys of {arguments.rows:,} rows x {arguments.dim}\n")
+    calls(arguments)
+    steps(arguments)

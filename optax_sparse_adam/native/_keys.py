@@ -1,0 +1,157 @@
+"""Keys of a vocabulary, found and counted by the library, else by NumPy.
+
+NumPy goes over all keys of a batch once for each of some thirty small operations, and
+for each new key again. `keys.h` goes over them once, fetches what several keys need
+side by side, and waits outside of the interpreter's lock. Its results are those of
+`_vocabulary/index.py` and `_vocabulary/store.py`, which call it and do the same where
+a function here says that there is no library.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from . import _library
+from ._records import num_threads
+
+_FEWEST = 64  # with fewer keys NumPy takes as long
+
+
+class _Functions(NamedTuple):
+    find: "ctypes._NamedFuncPointer"
+    insert: "ctypes._NamedFuncPointer"
+    remove: "ctypes._NamedFuncPointer"
+    take: "ctypes._NamedFuncPointer"
+    touch: "ctypes._NamedFuncPointer"
+    distinct: "ctypes._NamedFuncPointer"
+
+
+def functions_of(library: Path) -> _Functions:
+    """Those of a library."""
+    dll = ctypes.CDLL(str(library))
+    pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    functions = _Functions(*(getattr(dll, f"{x}_keys") for x in _Functions._fields))
+    functions.find.argtypes = [pointer, pointer, number, pointer, number]
+    functions.insert.argtypes = [pointer, pointer, number, number]
+    functions.remove.argtypes = [pointer, pointer, number]
+    functions.take.argtypes = [pointer, pointer, number, pointer]
+    functions.touch.argtypes = [pointer, pointer, number, whole, whole, pointer]
+    functions.distinct.argtypes = [pointer, number, ctypes.c_uint64, *3 * [pointer]]
+    for function in functions:
+        function.restype = None
+    functions.insert.restype, functions.distinct.restype = whole, number
+    return functions
+
+
+@functools.cache
+def _functions() -> _Functions | None:
+    return _library.on_the_host(functions_of)
+
+
+def _wanted(number: int) -> _Functions | None:
+    return _functions() if number >= _FEWEST else None
+
+
+class Place:
+    """Where an index lies in memory: `Index` of `keys.h`.
+
+    Args:
+      slots: `[2**bits]`, int32.
+      codes: `[rows]`, uint64. Both are contiguous, and stay where they are.
+      shift: `64 - bits`.
+      multipliers: Both, uint64.
+    """
+
+    def __init__(
+        self, slots: np.ndarray, codes: np.ndarray, shift: int, multipliers: np.ndarray
+    ):
+        self._arrays = slots, codes
+        addresses = [x.ctypes.data for x in self._arrays]
+        numbers = [*addresses, len(codes), shift, *multipliers.tolist()]
+        self._words = np.array(numbers, np.uint64)
+        self.address = self._words.ctypes.data
+
+
+def find(place: Place, codes: np.ndarray) -> np.ndarray | None:
+    """`Index.find`, or `None`."""
+    functions = _wanted(len(codes))
+    if functions is None:
+        return None
+    codes = np.ascontiguousarray(codes)
+    rows = np.empty(len(codes), np.int32)
+    data = codes.ctypes.data, len(codes), rows.ctypes.data
+    functions.find(place.address, *data, num_threads())
+    return rows
+
+
+def insert(place: Place, rows: np.ndarray, moves: int) -> bool | None:
+    """`Index.insert`, or `None`; `moves` are the most that a key may cause."""
+    functions = _wanted(len(rows))
+    if functions is None:
+        return None
+    rows = np.ascontiguousarray(rows, np.int32)
+    return bool(functions.insert(place.address, rows.ctypes.data, len(rows), moves))
+
+
+def remove(place: Place, rows: np.ndarray) -> bool:
+    """`Index.remove`, if it could."""
+    functions = _wanted(len(rows))
+    if functions is None:
+        return False
+    rows = np.ascontiguousarray(rows, np.int32)
+    functions.remove(place.address, rows.ctypes.data, len(rows))
+    return True
+
+
+def take(uses: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """`uses[rows]`: the last step of each row and its hits, as one number of int64."""
+    functions = _wanted(len(rows))
+    if functions is None:
+        return uses.take(rows)
+    rows, out = np.ascontiguousarray(rows), np.empty(len(rows), np.int64)
+    data = uses.ctypes.data, rows.ctypes.data, len(rows)
+    functions.take(*data, out.ctypes.data)
+    return out
+
+
+def touch(
+    uses: np.ndarray, rows: np.ndarray, step: int, limit: int, old: np.ndarray
+) -> bool:
+    """Counts keys of rows, if it could.
+
+    Args:
+      uses: `[N]` int64, contiguous, of which `take` takes.
+      rows: `[n]` int32, rows that there are.
+      step: Their last step from now on.
+      limit: Rows with more hits are not counted.
+      old: What `take` has taken before.
+    """
+    functions = _wanted(len(rows))
+    if functions is None:
+        return False
+    rows = np.ascontiguousarray(rows)
+    data = uses.ctypes.data, rows.ctypes.data, len(rows)
+    functions.touch(*data, step, limit, old.ctypes.data)
+    return True
+
+
+def distinct(
+    codes: np.ndarray, multiplier: np.uint64
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """The different codes as they come, their counts, and which each is; or `None`.
+
+    `multiplier` is odd, and known to nobody who could choose codes.
+    """
+    functions = _wanted(len(codes))
+    if functions is None:
+        return None
+    codes = np.ascontiguousarray(codes)
+    distinct = np.empty_like(codes)
+    counts, of = np.empty((2, len(codes)), np.int64)
+    out = (x.ctypes.data for x in (distinct, counts, of))
+    data = codes.ctypes.data, len(codes)
+    number = functions.distinct(*data, int(multiplier), *out)
+    return (distinct[:number], counts[:number], of) if number >= 0 else None

@@ -1,0 +1,195 @@
+// Keys of a vocabulary: found, counted, put into the index. `_vocabulary/index.py` says
+// how it works, and does the same in NumPy; change both. Called through ctypes by
+// `_keys.py`, outside of the interpreter's lock.
+
+#pragma once
+
+#include "records.h"
+
+namespace {
+
+constexpr int64_t kKeysOfPart = 1 << 14;  // what another thread is worth starting for
+
+// Two slots for each code, in one of which its row is; 0 is the row of a free slot. Six
+// words, as `_keys.py` passes them.
+struct Index {
+  int32_t* slots;
+  const uint64_t* codes;  // of the rows
+  uint64_t num_rows, shift, multiplier, second_multiplier;
+
+  INLINE uint64_t Mix(uint64_t code) const { return (code ^ code >> 32) * multiplier; }
+  INLINE uint64_t First(uint64_t mixed) const { return mixed >> shift; }
+  INLINE uint64_t Second(uint64_t mixed) const {
+    return (mixed ^ mixed >> 29) * second_multiplier >> shift;
+  }
+
+  // The row in a slot. Another thread may write there: never one outside of the table.
+  INLINE uint32_t Row(uint64_t slot) const {
+    const uint32_t row = slots[slot];
+    return row < num_rows ? row : 0;
+  }
+};
+
+// The rows of codes, 0 for those that are not there. The slot of a key is fetched long
+// before it is read, and then the code of its row long before that is compared: so some
+// hundred accesses are on their way at once. With a million rows it takes half the time of
+// sixteen on their way.
+void FindKeys(const Index& index, const uint64_t* codes, int64_t size, int32_t* rows) {
+  constexpr int64_t kAhead = 64, kMost = 4096;
+  uint32_t rest[kMost];  // keys that are not in their first slot
+  for (int64_t begin = 0; begin < size; begin += kMost, codes += kMost, rows += kMost) {
+    const int64_t count = std::min(kMost, size - begin);
+    const auto stages = [&](int64_t count, const auto& key, const auto& slot,
+                            const auto& compare) {
+      for (int64_t i = -2 * kAhead; i < count; ++i) {
+        if (i + 2 * kAhead < count) {
+          __builtin_prefetch(index.slots + slot(key(i + 2 * kAhead)));
+        }
+        if (0 <= i + kAhead && i + kAhead < count) {
+          const int64_t k = key(i + kAhead);
+          rows[k] = index.Row(slot(k));
+          __builtin_prefetch(index.codes + rows[k]);
+        }
+        if (i >= 0) compare(key(i));
+      }
+    };
+    const auto first = [&](int64_t k) { return index.First(index.Mix(codes[k])); };
+    const auto second = [&](int64_t k) { return index.Second(index.Mix(codes[k])); };
+    const auto is_there = [&](int64_t k) { return index.codes[rows[k]] == codes[k]; };
+    int64_t num_rest = 0;
+    stages(count, [](int64_t i) { return i; }, first, [&](int64_t k) {
+      rest[num_rest] = uint32_t(k);
+      num_rest += !is_there(k);
+    });
+    stages(num_rest, [&](int64_t i) { return int64_t(rest[i]); }, second, [&](int64_t k) {
+      if (!is_there(k)) rows[k] = 0;
+    });
+  }
+}
+
+// Puts a row into one of its slots; who was there goes to its other one, and so on. False
+// if somebody has no slot after so many moves.
+bool InsertKey(const Index& index, uint32_t row, int64_t moves) {
+  uint64_t at = 0;
+  for (int64_t i = 0; i < moves; ++i) {
+    const uint64_t mixed = index.Mix(index.codes[row]);
+    const uint64_t first = index.First(mixed), second = index.Second(mixed);
+    if (i > 0) {
+      at = first ^ second ^ at;
+    } else {
+      at = index.slots[first] != 0 && index.slots[second] == 0 ? second : first;
+    }
+    row = uint32_t(std::exchange(index.slots[at], int32_t(row)));
+    if (row == 0) return true;
+  }
+  return false;
+}
+
+void RemoveKey(const Index& index, int32_t row) {
+  const uint64_t mixed = index.Mix(index.codes[row]);
+  for (const uint64_t at : {index.First(mixed), index.Second(mixed)}) {
+    if (index.slots[at] == row) index.slots[at] = 0;
+  }
+}
+
+// Calls `body(k)` for each row, whose code and slots are on their way.
+template <typename Body>
+void ByRows(const Index& index, const int32_t* rows, int64_t size, const Body& body) {
+  constexpr int64_t kAhead = 16;
+  for (int64_t k = 0; k < size; ++k) {
+    if (k + 2 * kAhead < size) __builtin_prefetch(index.codes + rows[k + 2 * kAhead]);
+    if (k + kAhead < size) {
+      const uint64_t mixed = index.Mix(index.codes[rows[k + kAhead]]);
+      __builtin_prefetch(index.slots + index.First(mixed), 1);
+      __builtin_prefetch(index.slots + index.Second(mixed), 1);
+    }
+    body(k);
+  }
+}
+
+// The step at which a key was last there, and how often it was there.
+struct Use {
+  int32_t last, hits;
+};
+
+void TakeUses(const Use* uses, const int32_t* rows, int64_t size, Use* out) {
+  constexpr int64_t kAhead = 64;
+  for (int64_t k = 0; k < size; ++k) {
+    if (k + kAhead < size) __builtin_prefetch(uses + rows[k + kAhead], 1);
+    out[k] = uses[rows[k]];
+  }
+}
+
+// Counts keys that are there; `old` is what `TakeUses` has taken. Rows may be there several
+// times; those with more hits than `limit` before are not counted.
+void TouchKeys(Use* uses, const int32_t* rows, int64_t size, int32_t step, int32_t limit,
+               const Use* old) {
+  for (int64_t k = 0; k < size; ++k) {
+    Use& use = uses[rows[k]];
+    use.last = step;
+    use.hits += old[k].hits <= limit;
+  }
+}
+
+// The different ones of codes in the order in which they come, how often each is there, and
+// which of them each code is. Returns how many they are.
+int64_t DistinctKeys(const uint64_t* codes, int64_t size, uint64_t multiplier,
+                     uint64_t* distinct, int64_t* counts, int64_t* of) {
+  int bits = 4;
+  while (int64_t(1) << bits < 2 * size) ++bits;
+  std::vector<uint32_t> places(int64_t(1) << bits);  // one more than which it is, or 0
+  const uint64_t last = places.size() - 1;
+  int64_t number = 0;
+  for (int64_t k = 0; k < size; ++k) {
+    uint64_t at = ((codes[k] ^ codes[k] >> 32) * multiplier) >> (64 - bits);
+    while (places[at] != 0 && distinct[places[at] - 1] != codes[k]) at = (at + 1) & last;
+    if (places[at] == 0) {
+      distinct[number] = codes[k];
+      counts[number] = 0;
+      places[at] = uint32_t(++number);
+    }
+    of[k] = places[at] - 1;
+    ++counts[of[k]];
+  }
+  return number;
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+
+extern "C" void find_keys(const Index* index, const uint64_t* codes, int64_t size,
+                          int32_t* rows, int64_t threads) {
+  InThreads(size, kKeysOfPart, threads, [&](int64_t begin, int64_t end) {
+    FindKeys(*index, codes + begin, end - begin, rows + begin);
+  });
+}
+
+extern "C" int32_t insert_keys(const Index* index, const int32_t* rows, int64_t size,
+                               int64_t moves) {
+  bool all = true;
+  ByRows(*index, rows, size, [&](int64_t k) { all &= InsertKey(*index, rows[k], moves); });
+  return all;
+}
+
+extern "C" void remove_keys(const Index* index, const int32_t* rows, int64_t size) {
+  ByRows(*index, rows, size, [&](int64_t k) { RemoveKey(*index, rows[k]); });
+}
+
+extern "C" void take_keys(const Use* uses, const int32_t* rows, int64_t size, Use* out) {
+  TakeUses(uses, rows, size, out);
+}
+
+extern "C" void touch_keys(Use* uses, const int32_t* rows, int64_t size, int32_t step,
+                           int32_t limit, const Use* old) {
+  TouchKeys(uses, rows, size, step, limit, old);
+}
+
+extern "C" int64_t distinct_keys(const uint64_t* codes, int64_t size, uint64_t multiplier,
+                                 uint64_t* distinct, int64_t* counts, int64_t* of) try {
+  return DistinctKeys(codes, size, multiplier, distinct, counts, of);
+} catch (const std::bad_alloc&) {
+  return -1;
+}
+
+#pragma GCC visibility pop

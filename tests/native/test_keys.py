@@ -1,0 +1,145 @@
+"""Keys of vocabularies by the library: as NumPy finds, counts and inserts them."""
+
+import numpy as np
+import pytest
+
+from optax_sparse_adam._vocabulary.index import Index
+from optax_sparse_adam._vocabulary.order import by_last
+from optax_sparse_adam._vocabulary.store import Changes, Store
+from optax_sparse_adam.native import _build, _keys
+
+
+@pytest.fixture
+def both(cache, monkeypatch):
+    """Calls a function with the library, and without it."""
+    if not _build.compiler():
+        pytest.skip("there is no C++ compiler")
+    (library,) = cache.rglob("*.so")
+    functions = _keys.functions_of(library)
+    monkeypatch.setattr(_keys, "_FEWEST", 0)
+
+    def call(function):
+        results = []
+        for there in (functions, None):
+            monkeypatch.setattr(_keys, "_functions", lambda there=there: there)
+            results.append(function())
+        return results
+
+    return call
+
+
+def keys(size, seed=0):
+    """Different codes, of which 0 is that of no key."""
+    codes = np.random.default_rng(seed).integers(1, 2**64, size, np.uint64)
+    codes[0] = 0
+    assert len(np.unique(codes)) == size
+    return codes
+
+
+@pytest.mark.parametrize("size", [3, 65, 3000, 40_000])
+def test_an_index(both, size):
+    """40,000 keys are found by threads, in parts."""
+    codes, absent = keys(size), keys(size, 1)[1:]
+    rows = np.random.default_rng(2).permutation(size - 1).astype(np.int32) + 1
+    asked = np.concatenate([codes[1:], absent, codes[1:9]])
+
+    def expected(there):
+        row_of = np.zeros(size, np.int32)
+        row_of[there] = there
+        return np.concatenate([row_of[1:], 0 * rows, row_of[1:9]])
+
+    def change():
+        index = Index(codes)
+        cut, mid = size // 3, 2 * size // 3
+        assert index.insert(rows[:mid])
+        index.remove(rows[:cut])
+        found.append((index, expected(rows[cut:mid])))
+        index = Index(codes)
+        assert index.insert(rows[:cut])
+        assert index.insert(rows[cut:])
+        found.append((index, expected(rows)))
+
+    found = []
+    both(change)
+    assert len(found) == 4
+    for index, wanted in found:  # either finds what the other has inserted
+        for rows_of in both(lambda index=index: index.find(asked)):
+            np.testing.assert_array_equal(rows_of, wanted)
+            assert rows_of.dtype == np.int32
+        for rows_of in both(lambda index=index: index.find(asked[::-1])):
+            np.testing.assert_array_equal(rows_of, wanted[::-1])
+        for nothing in both(lambda index=index: index.find(asked[:0])):
+            assert nothing.shape == (0,)
+
+
+def test_a_slot_with_a_row_that_there_is_not(both):
+    """What another thread writes meanwhile is never followed outside of the table."""
+    codes = keys(50)
+    index = Index(codes)
+    assert index.insert(np.arange(1, 50, dtype=np.int32))
+    for row in (50, 2**31 - 1, -1, -(2**31)):
+        index._slots[:] = row
+        assert not both(lambda: index.find(codes[1:]))[0].any()
+
+
+def test_keys_that_find_no_room(both):
+    """Of three for one pair of slots one is nowhere at last."""
+    codes = np.random.default_rng(0).integers(1, 2**64, 3000, np.uint64)
+
+    def pairs(index):
+        return 16 * index._first(index._mix(codes)) + index._second(index._mix(codes))
+
+    def insert():
+        index = Index(np.zeros(6, np.uint64))
+        assert len(index._slots) == 16
+        numbers, counts = np.unique(pairs(index), return_counts=True)
+        alike = codes[pairs(index) == numbers[counts.argmax()]][:3]
+        index.codes[1:4] = alike
+        assert len(alike) == 3
+        rows = np.arange(1, 4, dtype=np.int32)
+        return index.insert(rows[:2]), index.insert(rows[2:])
+
+    assert both(insert) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 17, 9000])
+@pytest.mark.parametrize("different", [1, 40, 20_000])
+def test_distinct(both, size, different):
+    rng = np.random.default_rng(size)
+    codes = keys(different + 1)[rng.integers(0, different + 1, size)]
+    index = Index(np.zeros(2, np.uint64))
+    by_library, by_numpy = both(lambda: index.distinct(codes))
+    for a, b in zip(by_library, by_numpy, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
+    first, counts, of = by_library
+    np.testing.assert_array_equal(first[of], codes)
+    assert counts.sum() == size
+    assert (np.diff([codes.tolist().index(x) for x in first.tolist()[:50]]) > 0).all()
+
+
+def test_touch(both):
+    """Rows that are there several times; hits that are at their end."""
+    rng, most = np.random.default_rng(0), 2**31 - 1
+    rows = rng.integers(1, 500, 3000).astype(np.int32)
+    last, hits = rng.integers(0, 9, (2, 500)).astype(np.int32)
+    hits[0], hits[1:] = 0, hits[1:] + 1
+    hits[[3, 4, 5]] = most, most - 3000, most - 2999
+
+    def touch():
+        store = Store(keys(500), last.copy(), hits.copy(), by_last)
+        changes = Changes()
+        store.touch(changes, rows, 9)
+        after = store.last.copy(), store.hits.copy()
+        changes.undo(finished=True)
+        return *after, store.last, store.hits
+
+    for new_last, new_hits, old_last, old_hits in both(touch):
+        counts = np.bincount(rows, minlength=500)
+        is_there = counts > 0
+        assert is_there[[3, 4, 5]].all()
+        counts[[3, 5]] = 0
+        np.testing.assert_array_equal(new_last, np.where(is_there, 9, last))
+        np.testing.assert_array_equal(new_hits, hits + counts)
+        np.testing.assert_array_equal(old_last, last)
+        np.testing.assert_array_equal(old_hits, hits)
