@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 
 from .._jax_extras.sums_of_shards import sum_of_shards
 from . import bag_sums, gather_scatter, map_rows
@@ -113,13 +114,21 @@ class RowOps:
           targets: The parameter, if the update is to be added to it, or nothing.
           *args: What the formula takes besides.
         """
-        rows = self.sum(entries)
-        change, tables = self.map(formula.rows, rows, tables, read, *args)
-        if not targets:
-            return Update((rows.indices, change)), tables
-        (param,) = targets
-        param = self.add(param, rows.indices, change, is_unique=True)
-        return Update(param=param), tables
+        rows, changes = self.sum(entries), []
+        parts = [rows] if self.in_blocks else map_rows.parts(rows, tables)
+        for part in parts:
+            # Where the parameter is the target, it is read as the part before left it.
+            reads = targets if read and targets else read
+            change, tables = self.map(formula.rows, part, tables, reads, *args)
+            if targets:
+                add = functools.partial(self.add, is_unique=True)
+                targets = (add(targets[0], part.indices, change),)
+            else:
+                changes.append(change)
+        if targets:
+            return Update(param=targets[0]), tables
+        change = changes[0] if len(changes) == 1 else jnp.concatenate(changes)
+        return Update((rows.indices, change)), tables
 
     def update(
         self,

@@ -24,7 +24,7 @@ import optax_sparse_adam as osa
 from . import mesh
 from .optimizers import OPTIMIZERS
 
-WIDTH, IDS = 128, 65_536
+WIDTH, IDS, MANY = 128, 65_536, 1 << 20
 
 
 def cases():
@@ -143,6 +143,9 @@ def programs(devices, rows):
     found = cases()
     for name, case in found.items():
         yield name, compiled(case, rows, lambda shape: alone)
+    if devices[0].platform != "tpu":  # in parts
+        many = functools.partial(compiled, number=MANY)
+        yield "many ids", many(found["sparse_adam"], rows, lambda shape: alone)
     bags = compiled(found["lazy"], rows, lambda shape: alone, gradient_of_bags)
     yield "lazy, bags", bags
     for name in ("sparse_adam", "lazy"):
