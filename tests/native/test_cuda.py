@@ -103,7 +103,7 @@ def test_order_of_few_entries():
     for size in (1, 31, 33, 127, 128, 129, 1500):
         ids = drawn("padding", size, 40, np.random.default_rng(size))
         valid = (ids >= 0) & (ids < 40)
-        keys, places = CudaOnCpu()._order(jnp.asarray(ids), jnp.asarray(valid), 40)
+        keys, places = CudaOnCpu().order(jnp.asarray(ids), jnp.asarray(valid), 40)
         expected = np.where(valid, ids, 2**31 - 1)
         order = np.argsort(expected, kind="stable")
         np.testing.assert_array_equal(keys, expected[order])
