@@ -32,6 +32,7 @@ from .._jax_extras.jaxprs import evaluate_eqn, name_and_params
 # size, so that each tells what it is.
 ROWS = 7919
 
+_TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 _COMPUTED = {"float32": "float", "int32": "int", "uint32": "unsigned", "bool": "bool"}
 _LOW = ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 _STORED = _COMPUTED | {name: name for name in _LOW}
@@ -85,12 +86,10 @@ class Program(NamedTuple):
 
 
 def constant(value: Any, dtype: DTypeLike) -> Value:
-    kind = computed_type(dtype)
-    number = np.asarray(value).astype(np.float64).item()
+    kind, number = computed_type(dtype), np.asarray(value).item()
     if kind == "bool":
         return Value("true" if number else "false")
     if kind != "float":
-        number = int(np.asarray(value).item())
         return Value(f"({kind})0x{number & 0xFFFFFFFF:x}u")
     number = float(np.float32(number))
     if math.isnan(number):
@@ -100,38 +99,41 @@ def constant(value: Any, dtype: DTypeLike) -> Value:
     return Value(f"({number.hex()}f)")
 
 
-# Of operands of any type.
-_OPERATORS = {
-    "add": "add_({0}, {1})",
-    "add_any": "add_({0}, {1})",
-    "max": "max_({0}, {1})",
-    "min": "min_({0}, {1})",
-    "div": "div_({0}, {1})",
-    "rem": "rem_({0}, {1})",
+# What a primitive is in C++, by the type of its first operand: `{0}`, `{1}`, ... are
+# its operands, and `(T)` the type of the result. Of booleans, of all numbers, and more.
+_OF_BOOLEANS = {
     "eq": "{0} == {1}",
     "ne": "{0} != {1}",
     "lt": "{0} < {1}",
     "le": "{0} <= {1}",
     "gt": "{0} > {1}",
     "ge": "{0} >= {1}",
-    "clamp": "min_(max_({1}, {0}), {2})",
-    "sign": "sign_({0})",
     "and": "{0} & {1}",
     "or": "{0} | {1}",
     "xor": "{0} ^ {1}",
-    "shift_left": "shift_left_({0}, {1})",
-    "shift_right_logical": "shift_right_logical_({0}, {1})",
 }
-_OF_INTEGERS = {
+_OF_NUMBERS = _OF_BOOLEANS | {
+    "add": "add_({0}, {1})",
+    "add_any": "add_({0}, {1})",
+    "max": "max_({0}, {1})",
+    "min": "min_({0}, {1})",
+    "div": "div_({0}, {1})",
+    "rem": "rem_({0}, {1})",
+    "clamp": "min_(max_({1}, {0}), {2})",
+    "sign": "sign_({0})",
+}
+_OF_INTEGERS = _OF_NUMBERS | {
     "sub": "(T)((unsigned){0} - (unsigned){1})",
     "mul": "(T)((unsigned){0} * (unsigned){1})",
     "neg": "(T)(0u - (unsigned){0})",
     "abs": "({0} < 0 ? (T)(0u - (unsigned){0}) : {0})",
     "square": "(T)((unsigned){0} * (unsigned){0})",
     "not": "~{0}",
+    "shift_left": "shift_left_({0}, {1})",
+    "shift_right_logical": "shift_right_logical_({0}, {1})",
     "shift_right_arithmetic": "(T)shift_right_arithmetic_((int){0}, (int){1})",
 }
-_OF_FLOATS = {
+_OF_FLOATS = _OF_NUMBERS | {
     "sub": "{0} - {1}",
     "mul": "{0} * {1}",
     "neg": "-{0}",
@@ -140,20 +142,24 @@ _OF_FLOATS = {
     "rsqrt": "1.0f / sqrtf({0})",
     "logistic": "logistic_({0})",
     "is_finite": "is_finite_({0})",
-    "round": "{rounding}({0})",
+    "round to even": "rintf({0})",
+    "round": "roundf({0})",
+    "reduce_precision 8 23": "{0}",
+    "reduce_precision 8 7": "bfloat16::round({0})",
 }
 _FUNCTIONS = (
-    "acos acosh asin asinh atan atan2 atanh cbrt ceil cos cosh erf erfc exp exp2 expm1 "
-    "floor log log1p nextafter pow sin sinh sqrt tan tanh"
+    "acos acosh asin asinh atan atanh cbrt ceil cos cosh erf erfc exp exp2 expm1 floor "
+    "log log1p sin sinh sqrt tan tanh"
 )
-_OF_FLOATS |= {
-    name: f"{name}f({{0}}, {{1}})"
-    if name in ("atan2", "nextafter", "pow")
-    else f"{name}f({{0}})"
-    for name in _FUNCTIONS.split()
+_OF_FLOATS |= {name: f"{name}f({{0}})" for name in _FUNCTIONS.split()}
+_OF_FLOATS |= {x: f"{x}f({{0}}, {{1}})" for x in ("atan2", "nextafter", "pow")}
+TEMPLATES = {
+    "float": _OF_FLOATS,
+    "int": _OF_INTEGERS,
+    "unsigned": _OF_INTEGERS,
+    "bool": _OF_BOOLEANS | {"not": "!{0}"},
 }
-_BOOLEAN = {"not": "!{0}"}
-_SAME = ["copy", "copy_p", "stop_gradient", "name", "optimization_barrier"]
+_SAME = ["copy", "copy_p", "stop_gradient", "name"]
 _SHAPES = ["broadcast_in_dim", "reshape", "squeeze", "expand_dims"]
 _REDUCTIONS = {
     "reduce_sum": ("sum", "0"),
@@ -163,15 +169,6 @@ _REDUCTIONS = {
 _CALLS = {
     *("jit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-}
-SUPPORTED = frozenset(
-    (*_OPERATORS, *_OF_INTEGERS, *_OF_FLOATS, *_SAME, *_SHAPES, *_REDUCTIONS, *_CALLS)
-) | {
-    "select_n",
-    "integer_pow",
-    "convert_element_type",
-    "bitcast_convert_type",
-    "reduce_precision",
 }
 
 
@@ -239,13 +236,8 @@ class _Printer:
             return env[atom]
 
         for eqn in jaxpr.eqns:
-            env.update(
-                zip(
-                    eqn.outvars,
-                    self._equation(eqn, list(map(of, eqn.invars))),
-                    strict=True,
-                )
-            )
+            results = self._equation(eqn, list(map(of, eqn.invars)))
+            env.update(zip(eqn.outvars, results, strict=True))
         return list(map(of, jaxpr.outvars))
 
     def read(self, x: Any) -> Value:
@@ -254,11 +246,9 @@ class _Printer:
             return x
         if isinstance(x, _Constant):
             return constant(x.value, x.dtype)
-        if (
-            isinstance(x, (np.ndarray, np.generic, int, float, bool))
-            and np.size(x) == 1
-        ):
-            return constant(np.asarray(x).reshape(()), jnp.result_type(x))
+        is_known = isinstance(x, np.ndarray | np.generic | int | float)
+        if is_known and np.size(x) == 1:
+            return constant(x, jnp.result_type(x))
         if id(x) not in self._known:
             stored_type(x.dtype)
             is_of_rows = x.shape[:1] == self.rows != (1,)
@@ -274,9 +264,8 @@ class _Printer:
         if not is_spread and not any(isinstance(x, Value) for x in args):
             return evaluate_eqn(eqn, list(map(_array, args)))
         if name in _CALLS:
-            closed = next(
-                params[x] for x in ("jaxpr", "call_jaxpr", "fun_jaxpr") if x in params
-            )
+            names = "jaxpr", "call_jaxpr", "fun_jaxpr"
+            closed = next(params[x] for x in names if x in params)
             consts = getattr(closed, "consts", ())
             return self.run(getattr(closed, "jaxpr", closed), consts, args)
         if name == "optimization_barrier":
@@ -289,7 +278,7 @@ class _Printer:
         if name in _SHAPES:
             return [self._reshaped(eqn, params, values[0])]
         if name in _REDUCTIONS:
-            return [self._reduced(eqn, params, values[0])]
+            return [self._reduced(eqn, name, params, values[0])]
         text = self._expression(eqn, name, params, [x.element for x in values])
         return [self._assign(eqn.outvars[0].aval, text, any(x.is_wide for x in values))]
 
@@ -298,9 +287,12 @@ class _Printer:
         if math.prod(shape) not in (1, self.columns) or self.rows[0] in shape:
             raise Unsupported(f"{name} that makes {math.prod(shape)} numbers of a row")
 
-    def _assign(self, aval: Any, text: str, is_wide: bool) -> Value:
-        value = Value(f"v{self._count}", is_wide)
+    def _new_name(self) -> str:
         self._count += 1
+        return f"v{self._count - 1}"
+
+    def _assign(self, aval: Any, text: str, is_wide: bool) -> Value:
+        value = Value(self._new_name(), is_wide)
         dtype = jnp.dtype(aval.dtype).name
         kind = computed_type(dtype)
         if dtype in _LOW:
@@ -314,119 +306,75 @@ class _Printer:
 
     def _reshaped(self, eqn: Any, params: Any, value: Value) -> Value:
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        is_row = before[:1] == self.rows
-        keeps = after[:1] == self.rows and params.get("broadcast_dimensions", (0,))[
-            :1
-        ] == (0,)
-        if is_row and not keeps:
+        first = params.get("broadcast_dimensions", (0,))[:1]
+        keeps = after[:1] == self.rows and first == (0,)
+        if before[:1] == self.rows and not keeps:
             raise Unsupported("rows that become columns")
         return value
 
-    def _reduced(self, eqn: Any, params: Any, value: Value) -> Value:
+    def _reduced(self, eqn: Any, name: str, params: Any, value: Value) -> Value:
         before, aval = eqn.invars[0].aval.shape, eqn.outvars[0].aval
         is_row = before[:1] == self.rows
         if is_row and 0 in params["axes"]:
             raise Unsupported("what needs all rows at once")
         dtype = jnp.dtype(aval.dtype).name
-        if dtype not in ("float32", "int32", "uint32") or (
-            dtype != "float32" and eqn.primitive.name != "reduce_sum"
-        ):
-            raise Unsupported(f"{eqn.primitive.name} of {dtype}")
+        of_integers = dtype in ("int32", "uint32") and name == "reduce_sum"
+        if dtype != "float32" and not of_integers:
+            raise Unsupported(f"{name} of {dtype}")
         after = aval.shape[aval.shape[:1] == self.rows :]
         is_number = self.columns == 1 and value.is_wide  # which lane 0 has
         if not is_number and math.prod(before[is_row:]) == math.prod(after):
             return value  # of axes of size 1
-        kind, start = _REDUCTIONS[eqn.primitive.name]
-        c_type, name = computed_type(dtype), f"v{self._count}"
-        self._count += 1
-        function = "add_" if kind == "sum" else f"{kind}_"
+        kind, start = _REDUCTIONS[name]
+        total, function = self._new_name(), "add_" if kind == "sum" else f"{kind}_"
         self.lines.append(
-            f"{c_type} {name} = {start}; FOR if (col(lane, j) < DIM) {name} = "
-            f"{function}({name}, {value.element}); {name} = all_{kind}({name});"
+            f"{computed_type(dtype)} {total} = {start}; FOR if (col(lane, j) < DIM) "
+            f"{total} = {function}({total}, {value.element}); "
+            f"{total} = all_{kind}({total});"
         )
-        return Value(name)
+        return Value(total)
 
     def _expression(self, eqn: Any, name: str, params: Any, args: list[str]) -> str:
-        dtypes = [x.aval.dtype for x in eqn.invars]
-        out = eqn.outvars[0].aval.dtype
-        for dtype in (*dtypes, out):
-            stored_type(dtype)
+        first, out = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        for x in (*eqn.invars, *eqn.outvars):
+            stored_type(x.aval.dtype)
         if name == "select_n":
-            if len(args) != 3 or dtypes[0] != jnp.bool_:
+            if len(args) != 3 or first != jnp.bool_:
                 raise Unsupported("a choice of more than two")
             return f"{args[0]} ? {args[2]} : {args[1]}"
         if name == "convert_element_type":
-            return _converted(dtypes[0], out, args[0])
-        if name == "bitcast_convert_type" and {dtypes[0].name, out.name} <= {
-            "float32",
-            "int32",
-            "uint32",
-        }:
-            bits = (
-                f"as_bits({args[0]})"
-                if dtypes[0] == jnp.float32
-                else f"(unsigned){args[0]}"
-            )
-            return (
-                f"as_float({bits})"
-                if out == jnp.float32
-                else f"({computed_type(out)}){bits}"
-            )
-        if name == "reduce_precision":
-            kinds = {(8, 23): "{}", (8, 7): "bfloat16::round({})"}
-            key = params["exponent_bits"], params["mantissa_bits"]
-            if key in kinds and out in (jnp.float32, jnp.bfloat16):
-                return kinds[key].format(args[0])
-            raise Unsupported(f"reduce_precision to {key}")
+            return _converted(first, out, args[0])
+        is_of_words = {first.name, out.name} <= {"float32", "int32", "uint32"}
+        if name == "bitcast_convert_type" and is_of_words:
+            is_float = first == jnp.float32
+            bits = f"as_bits({args[0]})" if is_float else f"(unsigned){args[0]}"
+            kind = computed_type(out)
+            return f"as_float({bits})" if kind == "float" else f"({kind}){bits}"
         if name == "integer_pow":
             return self._power(eqn, args[0], params["y"])
-        if name == "pow" and dtypes[1] != dtypes[0]:
-            args = [args[0], f"(float){args[1]}"]
-        if name == "round":
-            is_even = params["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN
-            params = {"rounding": "rintf" if is_even else "roundf"}
-        by_type = _OF_FLOATS
-        if dtypes[0] == jnp.bool_:
-            by_type = _BOOLEAN
-        elif jnp.issubdtype(dtypes[0], jnp.integer):
-            by_type = _OF_INTEGERS
-        is_general = name in _OPERATORS
-        if (
-            is_general
-            and dtypes[0] == jnp.bool_
-            and name in ("add", "add_any", "max", "min", "div", "rem", "clamp", "sign")
-        ):
-            is_general = False
-        template = _OPERATORS[name] if is_general else by_type.get(name)
+        if name == "reduce_precision":
+            name += f" {params['exponent_bits']} {params['mantissa_bits']}"
+        if name == "round" and params["rounding_method"] == _TO_EVEN:
+            name = "round to even"
+        template = TEMPLATES[computed_type(first)].get(name)
         if template is None:
-            raise Unsupported(f"{name} of {dtypes[0].name}")
-        return template.format(*args, rounding=params.get("rounding"))
+            raise Unsupported(f"{name} of {first.name}")
+        return template.format(*args)
 
     def _power(self, eqn: Any, base: str, y: int) -> str:
         """By squares, as JAX lowers it."""
-        aval = eqn.outvars[0].aval
-        is_wide = base.endswith("[j]")
-        if y == 0:
-            return "1"
-        mul = (
-            _OF_FLOATS["mul"]
-            if jnp.issubdtype(aval.dtype, jnp.floating)
-            else _OF_INTEGERS["mul"]
-        )
-        product, power = None, abs(y)
-        while True:
-            if power & 1:
-                product = (
-                    base
-                    if product is None
-                    else self._assign(aval, mul.format(product, base), is_wide).element
-                )
-            power >>= 1
-            if not power:
-                break
-            base = self._assign(aval, mul.format(base, base), is_wide).element
-        assert product is not None
-        return f"1.0f / {product}" if y < 0 else product
+        aval, product = eqn.outvars[0].aval, ""
+        multiply = TEMPLATES[computed_type(aval.dtype)]["mul"].format
+
+        def times(x: str, y: str) -> str:
+            return self._assign(aval, multiply(x, y), base.endswith("[j]")).element
+
+        # y = 6 = 0b110: base ** 2 * base ** 4.
+        for place, bit in enumerate(reversed(f"{abs(y):b}")):
+            base = times(base, base) if place else base
+            if bit == "1":
+                product = times(product, base) if product else base
+        return f"1.0f / {product}" if y < 0 else product or "1"
 
 
 def _converted(old: Any, new: Any, text: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from optax_sparse_adam._jax_extras.jaxprs import name_and_params
 from optax_sparse_adam.native import _cuda_printer
 from optax_sparse_adam.native._cuda_printer import Unsupported, print_formula
 
@@ -142,6 +143,23 @@ def test_of_integers(dtype):
     compare(OF_INTEGERS, *map(jnp.asarray, np.meshgrid(values, values)))
 
 
+def test_every_primitive_is_compared():
+    """Of each type that has it; `add_any` is what derivatives add."""
+    x = jnp.ones((2, 2))
+    cases = {"float": (UNARY, [x]), "int": (OF_INTEGERS, [x.astype(int)] * 2)}
+    cases["float "] = BINARY, [x, x]
+    compared = {
+        (kind.strip(), name_and_params(eqn)[0])
+        for kind, (functions, operands) in cases.items()
+        for function in functions.values()
+        for eqn in jax.make_jaxpr(function)(*operands).eqns
+    }
+    for kind in ("float", "int"):
+        there = {name.split()[0] for name in _cuda_printer.TEMPLATES[kind]}
+        missing = {name for name in there if (kind, name) not in compared}
+        assert missing <= {"add_any", "and", "or", "xor"}, missing
+
+
 ROWS = jnp.asarray(np.random.default_rng(0).standard_normal((5, 12)), jnp.float32)
 
 
@@ -213,7 +231,7 @@ def test_what_all_rows_share():
         (lambda x: x @ jnp.ones((12, 12)), r"shape \(12, 12\) that all"),
         (lambda x: x.astype(jnp.complex64).real, "complex64"),
         (lambda x: x.astype(jnp.int8).astype(jnp.float32), "int8"),
-        (lambda x: lax.reduce_precision(x, 4, 3), r"reduce_precision to \(4, 3\)"),
+        (lambda x: lax.reduce_precision(x, 4, 3), "reduce_precision 4 3 of float32"),
     ],
 )
 def test_what_it_does_not_know(row_fn, words):
