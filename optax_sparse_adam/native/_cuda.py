@@ -109,8 +109,8 @@ def status() -> str:
     lines = [f"The kernel for GPUs is used: {architecture()}, NVRTC {_version()}."]
     used = sorted(_counts.items())
     lines += [f"By the kernel, traced {n} times: {what}" for what, n in used]
-    others = sorted(_reasons.items())
-    lines += [f"By XLA, traced {n} times: {what}, {why}" for (what, why), n in others]
+    by_xla = sorted(_reasons.items())
+    lines += [f"By XLA, traced {n} times: {what}, {why}" for (what, why), n in by_xla]
     return "\n".join(lines)
 
 
@@ -131,11 +131,11 @@ def _register(library: Path) -> None:
 
 def _candidates() -> list[str]:
     """Where NVRTC may be: in packages, then in the system."""
-    found = []
+    paths = []
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        found += glob.glob(os.path.join(folder, "*", "lib", "libnvrtc.so.*"))
-    names = sorted((x for x in found if "alt" not in x), key=_major, reverse=True)
+        paths += glob.glob(os.path.join(folder, "*", "lib", "libnvrtc.so.*"))
+    names = sorted((x for x in paths if "alt" not in x), key=_major, reverse=True)
     return [*names, "libnvrtc.so.13", "libnvrtc.so.12"]
 
 

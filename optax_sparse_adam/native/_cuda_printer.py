@@ -222,7 +222,7 @@ class _Printer:
         self.columns, self.rows = columns, (size,)
         self.lines: list[str] = []
         self.shared: list[jax.Array] = []
-        self._known: dict[int, Value] = {}
+        self._names: dict[int, Value] = {}
         self._count = 0
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -246,17 +246,17 @@ class _Printer:
             return x
         if isinstance(x, _Constant):
             return constant(x.value, x.dtype)
-        is_known = isinstance(x, np.ndarray | np.generic | int | float)
-        if is_known and np.size(x) == 1:
+        is_of_host = isinstance(x, np.ndarray | np.generic | int | float)
+        if is_of_host and np.size(x) == 1:
             return constant(x, jnp.result_type(x))
-        if id(x) not in self._known:
+        if id(x) not in self._names:
             stored_type(x.dtype)
             is_of_rows = x.shape[:1] == self.rows != (1,)
             if x.size not in (1, self.columns) or is_of_rows:
                 raise Unsupported(f"an array of shape {x.shape} that all rows share")
-            self._known[id(x)] = Value(f"s{len(self.shared)}", x.size > 1)
+            self._names[id(x)] = Value(f"s{len(self.shared)}", x.size > 1)
             self.shared.append(x)
-        return self._known[id(x)]
+        return self._names[id(x)]
 
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
         name, params = name_and_params(eqn)

@@ -121,8 +121,8 @@ def packed(shared: Sequence[jax.Array]) -> tuple[list[jax.Array], list[str], lis
             kind = stored_type(x.dtype)
             params.append(f"const {kind}* shared{i}_")
             arrays.append(x.reshape(-1))
-            own = computed_type(x.dtype)
-            lines.append(f"{own} s{i}[V]; load_row(s{i}, shared{i}_, 0, lane);")
+            c_type = computed_type(x.dtype)
+            lines.append(f"{c_type} s{i}[V]; load_row(s{i}, shared{i}_, 0, lane);")
             continue
         kind, dtype = {"int32": ("int", jnp.int32), "bool": ("int", jnp.int32)}.get(
             name,
@@ -159,11 +159,13 @@ def source_of(
         for i, array in enumerate(group):
             name, const = f"{kind}{i}", "const " if kind == "r" else ""
             params.append(f"{const}{array.c_type}* {name}_")
-            own = computed_type(array.dtype)
+            c_type = computed_type(array.dtype)
             if array.is_wide:
-                body.append(f"{own} {name}[V]; load_row({name}, {name}_, row, lane);")
+                body.append(
+                    f"{c_type} {name}[V]; load_row({name}, {name}_, row, lane);"
+                )
             else:
-                body.append(f"const {own} {name} = get({name}_[row]);")
+                body.append(f"const {c_type} {name} = get({name}_[row]);")
     body += shared_lines + program.lines
     results = [value for value, _ in program.results]
     if kernel.pools:

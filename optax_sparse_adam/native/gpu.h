@@ -71,15 +71,15 @@ ffi::Error function_of(std::string_view cubin, std::string_view key, std::string
   if (int code = driver().context(&context)) return failed("cuCtxGetCurrent", code);
   if (!context) return ffi::Error::Internal("optax_sparse_adam: no CUDA context.");
   std::lock_guard<std::mutex> lock(mutex);
-  Pointer& known = loaded[{context, std::string(key)}];
-  if (!known) {
+  Pointer& kernel = loaded[{context, std::string(key)}];
+  if (!kernel) {
     if (int code = driver().load(&module, cubin.data())) return failed("cuModuleLoadData", code);
-    if (int code = driver().function(&known, module, std::string(name).c_str()))
+    if (int code = driver().function(&kernel, module, std::string(name).c_str()))
       return failed("cuModuleGetFunction", code);
     // What a block may share beyond 48 KB has to be asked for: as much as any GPU has.
-    driver().attribute(known, 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, 96 << 10);
+    driver().attribute(kernel, 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, 96 << 10);
   }
-  *function = known;
+  *function = kernel;
   return ffi::Error::Success();
 }
 

@@ -422,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
   FOR sum[j] = 0;
   for (Int from = bag * length; from < (bag + 1) * length; from += 32) {
     const int count = (int)((bag + 1) * length - from < 32 ? (bag + 1) * length - from : 32);
-    const int own = lane < count ? keys[from + lane] : -1;
+    const int lane_key = lane < count ? keys[from + lane] : -1;
     float weight = 1;
 #if WEIGHTS
     if (lane < count) weight = weights[from + lane];
@@ -430,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_kernel(
     // Without a branch, so that rows which are only read are read several at once.
 #pragma unroll POOL
     for (int i = 0; i < count; ++i) {
-      const int key = __shfl_sync(ALL, own, i);
+      const int key = __shfl_sync(ALL, lane_key, i);
       const bool is_there = key >= 0 && key < rows;
       formula(is_there ? key : 0, 0, lane, sum, __shfl_sync(ALL, weight, i), is_there ARGS);
     }
