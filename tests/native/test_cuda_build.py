@@ -136,24 +136,27 @@ def test_compiled(recorded, monkeypatch, name, arch):
             lowered(OPTIMIZERS[name](), in_bags, width)
     for call in recorded:
         code = _cuda.compiled(call.source, arch, call.options)
-        found = resources(code)
+        found, dim = resources(code), re.findall(r"#define DIM (\d+)", call.source)
         assert found["registers"] <= 128
-        assert len(code) < 64 << 10
+        assert len(code) < (40 if dim == [str(WIDTH)] else 64) << 10
         # Ten columns a lane of five arrays do not fit; a lane of four does.
-        if "#define DIM 300" not in call.source:
-            assert found["stack"] <= 8, call.source[:900]
+        if dim != ["300"]:
+            assert found["stack"] == 0, call.source[:900]
 
 
 @needs_nvrtc
 @pytest.mark.slow
-def test_how_long_a_formula_takes(recorded):
-    lowered(OPTIMIZERS["exact_adamw"](), False)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_how_long_a_formula_takes(recorded, arch):
+    """The longest: 0.25 s of CPU."""
+    lowered(OPTIMIZERS["exact_adamw"](), True)
     source = max((call.source for call in recorded), key=len)
-    begin = time.process_time()
-    code = _cuda._compile(source, "sm_90", ())
-    assert time.process_time() - begin < 1.0
-    assert resources(code) == {"registers": resources(code)["registers"], "stack": 0}
-    assert len(code) < 40 << 10
+    seconds = []
+    for _ in range(3):  # the machine may have other work
+        begin = time.process_time()
+        _cuda._compile(source, arch, ())
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.5
 
 
 SOURCE = 'extern "C" __global__ void one(int* x) { *x = 1; }'
