@@ -50,6 +50,9 @@ def look_up_bags(
         None if x is None else walk.as_array(eqn, x) for x in (ids, segments, weights)
     )
     ids = ids_type if walk.is_plan else jnp.asarray(ids)
+    if not walk.is_plan:
+        ids = _can_be_flat(ids)
+        weights = None if weights is None else _can_be_flat(weights)
     # Else rows are read, as `_rows.bag_sums.take` reads them: of all ids everywhere.
     is_sum = _is_read_by_bags(value, weights)
     if not (is_sum or walk.is_plan):
@@ -100,6 +103,13 @@ def look_up_bags(
         delta = on_mesh_of_context(delta)
         sums = inject(sums, delta.astype(sums.dtype))
     return [sums]
+
+
+def _can_be_flat(x: jax.Array) -> jax.Array:
+    """An array `[bags, length]` that lies on Explicit axes so that JAX reshapes it."""
+    mesh, spec = mesh_of(x), partitions_of(jax.typeof(x).sharding.spec)
+    is_split = mesh.explicit_axes and spec[0] is None and any(spec)
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec())) if is_split else x
 
 
 def _is_read_by_bags(value: Expression, weights: Any) -> bool:

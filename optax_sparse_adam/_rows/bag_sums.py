@@ -56,9 +56,9 @@ def add_up(
     """The weighted sum of the values of each bag, `[num_bags, ...]`."""
     values = values.astype(accumulator_dtype(values.dtype))
     if weights is not None:
-        if segments is None and mesh_of(values).explicit_axes:
+        if mesh_of(values).explicit_axes:
             # Rows are looked up for all devices, and ids may lie on some each.
-            weights = shard_axes_like(values, weights, (0, 1))
+            weights = shard_axes_like(values, weights, range(weights.ndim))
         values = values * expand_like(weights, values)
     if segments is None:
         return jnp.sum(values, axis=1)

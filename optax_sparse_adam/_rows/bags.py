@@ -20,7 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._jax_extras.sharding import call_with_auto_axes
+from .._jax_extras.sharding import (
+    call_with_auto_axes,
+    mesh_axes,
+    mesh_of,
+    partitions_of,
+    shard_axes_like,
+)
 from .bag_sums import add_up
 from .entries import accumulator_dtype
 from .lookups import look_up_padded, sum_bags
@@ -167,7 +173,15 @@ def _pooled(
     counted = valid.astype(sums.dtype) if weights is None else weights
     if mode == "sqrtn":
         counted = counted * counted
-    size = expand_like(add_up(num_bags, counted, segments), sums)
+    size = add_up(num_bags, counted, segments)
+    bags, _, *columns = (
+        {*mesh_axes(axis)}
+        for x in (size, sums)
+        for axis in partitions_of(jax.typeof(x).sharding.spec)
+    )
+    if any(bags & axes for axes in columns):  # no axis can split both
+        size = shard_axes_like(sums, size, (0,))
+    size = expand_like(size, sums)
     empty, size = size == 0, jnp.where(size == 0, jnp.ones_like(size), size)
     means = sums / (jnp.sqrt(size) if mode == "sqrtn" else size)
     return jnp.where(empty, jnp.zeros_like(means), means).astype(dtype)
@@ -256,6 +270,8 @@ def _flatten(
         segments = jnp.clip(segments, 0, num_bags - 1)
     if weights is not None:
         weights = weights.astype(accumulator_dtype(table.dtype))
+        if mesh_of(ids, weights).explicit_axes:  # which may lie otherwise than ids
+            weights = shard_axes_like(ids, weights, range(ids.ndim))
         weights = jnp.where(valid, weights, jnp.zeros_like(weights))
     return ids, segments, weights, valid
 

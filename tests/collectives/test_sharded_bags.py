@@ -107,6 +107,50 @@ def test_weights_of_a_batch_over_explicit_axes(mode):
         assert_close(rows.todense(), expected[0], 1e-6, magnitude=10.0)
 
 
+# How a table, ids and weights lie, each otherwise; all but the first raise in JAX.
+OTHERWISE = {
+    "all as ids": ("sum", P(), P("x"), P("x")),
+    "weights everywhere": ("sum", P("x"), P("x"), P()),
+    "ids everywhere": ("sqrtn", P(None, "y"), P(), P(("x", "y"))),
+    "of two axes": ("mean", P(None, "y"), P("y"), P("x")),
+    "along the bag": ("sum", P("x"), P(None, "y"), P("x")),
+    "of all axes": ("mean", P(None, "y"), P(("x", "y")), P()),
+}
+OTHERWISE_TWICE = [(name, False) for name in OTHERWISE] + [
+    (name, True) for name in OTHERWISE if name != "along the bag"
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_flat"),
+    slow_but(OTHERWISE_TWICE, ("of two axes", False), ("of two axes", True)),
+)
+def test_weights_that_lie_otherwise(name, is_flat):
+    """They come to where the ids are; both gradients, as on one device."""
+    mode, *specs = OTHERWISE[name]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Explicit,) * 2)
+    shape, bags = IDS.shape, {}
+    if is_flat:
+        shape, bags = (-1,), {"segment_ids": np.arange(128) // 16, "num_segments": 8}
+    ids, weights = (x.reshape(shape) for x in (IDS, np.abs(WEIGHTS) + 0.1))
+
+    def loss(table, weights, ids):
+        pooled = osa.embedding_bag(table, ids, weights=weights, mode=mode, **bags)
+        return jnp.sum(jnp.sin(pooled))
+
+    expected = jax.grad(loss, (0, 1))(TABLE, weights, ids)
+    of_table, of_ids, of_weights = specs
+    with jax.set_mesh(mesh):
+        put = _put(mesh, (TABLE, of_table), (weights, of_weights), (ids, of_ids))
+        for gradient in (jax.grad, osa.grad):
+            table, other = jax.jit(gradient(loss, (0, 1)))(*put)
+            if gradient is osa.grad:
+                table = table.todense()
+            assert_close(table, expected[0], 1e-6, magnitude=10.0)
+            assert_close(other, expected[1], 1e-6, magnitude=10.0)
+            assert other.sharding.spec == jax.typeof(put[1]).sharding.spec
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_lowered_for_a_tpu(axis_type):
     """XLA's compiler for TPUs knows no `custom_partitioning`."""
