@@ -117,15 +117,18 @@ def make_train_step(
             return *update(grads, {}), value
         config: Any = jax.config  # not all of it has types in every version
         operands = "make_train_step", update, grads, asked
+        program: Any
         if config.jax_disable_jit:  # what is around an optimiser runs as Python does
             results = applied(*operands)
-            program = attempt(traced, *operands[1:])[0] if names else None
+            asks = names or read is not None  # else it would be called for nothing
+            program = attempt(traced, *operands[1:])[0] if asks else None
         else:
             program = first_that_traces(*operands)
-            refuse_stored_reads(program.jaxpr, params, grads, operands[0])
-            results = program(asked)
         if program is not None:
+            refuse_stored_reads(program.jaxpr, params, grads, operands[0])
             _check_are_read(names, program)
+        if not config.jax_disable_jit:
+            results = program(asked)
         return *results, value
 
     return step

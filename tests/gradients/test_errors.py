@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -346,3 +347,25 @@ def test_python_control_flow():
     """As under `jax.jit`, and as the documentation says."""
     with pytest.raises(jax.errors.TracerBoolConversionError):
         osa.grad(lambda t: jnp.sum(t[IDS]) if t[0, 0] > 0 else 0.0)(TABLE)
+
+
+def when_called_by_hand(tx):
+    """Outside of a program, of gradients as they are."""
+    state = tx.init(PARAMS)
+    grads = osa.grad(loss, read=state)(PARAMS, IDS)
+    return tx.update(grads, state, PARAMS)
+
+
+@pytest.mark.parametrize("adam", [osa.exact_adam, osa.sparse_adam])
+def test_errors_of_jax_say_what_to_do(adam):
+    """They name the type of a gradient; nothing else of this package is called."""
+    decay = optax.add_decayed_weights(0.1)
+    with pytest.raises(ValueError, match=r"(?s)different types.*add_dec.*inside.*lazy"):
+        when_called_by_hand(optax.chain(decay, adam(0.1)))
+    when_called_by_hand(optax.chain(osa.lazy(decay), adam(0.1)))
+    skips = optax.apply_if_finite(adam(0.1), 3)
+    with pytest.raises(TypeError, match=r"(?s)cond.*apply_if_finite.*coalesce has"):
+        when_called_by_hand(skips)
+    state = skips.init(PARAMS)
+    grads = osa.grad(loss, read=state)(PARAMS, IDS)
+    skips.update(grads | {"t": osa.coalesce(grads["t"])}, state, PARAMS)

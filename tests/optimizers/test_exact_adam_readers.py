@@ -411,6 +411,18 @@ def test_a_reader_of_ones_own(kind, way):
         WAYS[way](tx, all_rows(2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["step", "nnx"])
+def test_a_reader_without_jit(way):
+    """It is refused, and what gets rows of now inside of `lazy` is not."""
+    with jax.disable_jit():
+        reader = optax.chain(tracked(jnp.sum), osa.exact_adam(RATE))
+        with pytest.raises(ValueError, match="reads a table that exact_adam trains"):
+            WAYS[way](reader, all_rows(1))
+        clip = osa.lazy(optax.adaptive_grad_clip(0.1))
+        WAYS[way](optax.chain(clip, osa.exact_adam(RATE)), all_rows(1))
+
+
 def with_rows(function):
     """A wrapper that knows row-sparse gradients, and the shapes of parameters."""
 
