@@ -23,8 +23,14 @@ class FreshRows(np.ndarray):
         return np.pad(np.asarray(self), (0, size - len(self)), constant_values=-1)
 
 
-class Assignment(NamedTuple):
-    """What `Vocabulary.assign` has done.
+class _Assignment(NamedTuple):
+    rows: np.ndarray
+    fresh: FreshRows
+    evicted: np.ndarray
+
+
+class Assignment(_Assignment):
+    """What `Vocabulary.assign` has done: `rows, fresh, evicted`.
 
     Attributes:
       rows: int32, in the shape of the keys: the row of each.
@@ -35,11 +41,22 @@ class Assignment(NamedTuple):
       evicted: `[m]`, int64 or uint64: keys that have lost their row (of strings, their
         hashes). First those that were not there for `ttl` steps, by row; then those
         that had to make room, by score and row.
+      fresh_keys: `[n]`, likewise: the keys of `fresh`, for values by key. No part of
+        the tuple, and `None` in a copy of it that is made of its three parts.
     """
 
-    rows: np.ndarray
-    fresh: FreshRows
-    evicted: np.ndarray
+    fresh_keys: np.ndarray | None = None
+
+    def __new__(
+        cls,
+        rows: np.ndarray,
+        fresh: FreshRows,
+        evicted: np.ndarray,
+        fresh_keys: np.ndarray | None = None,
+    ) -> "Assignment":
+        self = super().__new__(cls, rows, fresh, evicted)
+        self.fresh_keys = fresh_keys
+        return self
 
 
 class ChangedRows(NamedTuple):

@@ -185,8 +185,9 @@ class Vocabulary:
                     held.take_back(changes, finished=False)
                     raise
             self._history.append(changes)
-            evicted = self._as_keys(evicted)
-        return Assignment(spread(rows, at, shape), fresh.view(FreshRows), evicted)
+            evicted, keys = map(self._as_keys, (evicted, main.keys[fresh]))
+        rows = spread(rows, at, shape)
+        return Assignment(rows, fresh.view(FreshRows), evicted, keys)
 
     def find(self, keys: Any, *, mask: Any = None) -> np.ndarray:
         """Looks rows up and changes nothing; for serving and evaluation.

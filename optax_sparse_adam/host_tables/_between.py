@@ -11,13 +11,12 @@ import jax
 import numpy as np
 
 from .._gradients.evaluate import evaluate
-from .._row_tables import refuse_repeated, tables_of
-from .._row_verbs import reset_rows
 from .._rows.stale import contains_stale
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds, kept_arguments, split_keywords
 from ._plan import CHUNK, compact
 from ._records import WORD
+from ._reset import reset_of
 from ._store import Ascending, ascending
 
 
@@ -100,30 +99,20 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
 def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
     """See `HostTrainer.reset_rows`: it is `reset_rows` of these rows alone."""
     host.check(changes=True)
-    plan: Any = host.plan
-    tables = tables_of("reset_rows", params, ids)
-    refuse_repeated(tables)
+    asked = reset_of(host.plan, params, ids, values)
     rows: list[Ascending] = []
-    places: list[Any] = [None] * len(tables)
-    for i, table in enumerate(tables):
-        if i in plan.tables:
-            part = plan.tables[i].partition
-            wanted = np.zeros(0, np.int32) if table is None else np.asarray(table.ids)
-            wanted = part.rows_here(wanted)
-            rows.append(ascending(wanted, part.count))
-            if table is not None:
-                is_row = (wanted >= 0) & (wanted < part.count)
-                places[i] = np.where(is_row, np.searchsorted(rows[-1], wanted), -1)
-        elif table is not None:
-            raise ValueError(
-                "HostTrainer.reset_rows resets rows of HostTables, got ids for "
-                f"{table.path} of the parameters, which is none. Put None there."
-            )
+    places: list[Any] = []
+    for numbers, table in zip(asked.rows, host.plan.tables.values(), strict=True):
+        part = table.partition
+        wanted = np.zeros(0, np.int32) if numbers is None else numbers
+        # Of other processes there are none, and no padding.
+        wanted = np.where(wanted < 0, -1, part.rows_here(np.maximum(wanted, 0)))
+        rows.append(ascending(wanted, part.count))
+        at = np.where(wanted < 0, -1, np.searchsorted(rows[-1], wanted))
+        places.append(None if numbers is None else at.astype(np.int32))
     if not any(map(len, rows)):
         return
     host.settle()
-    count = max(len(x) for x in places if x is not None)
-    params, state = plan.join(*host.here(rows, count))
-    of_few = plan.treedef.unflatten(places)
-    few = reset_rows(plan.tx, params, state, of_few, values)
-    host.change(rows, plan.split(*few)[1])
+    size = max(len(x) for x in places if x is not None)
+    arrays = host.reset_program(*host.here(rows, size), places, asked.values)
+    host.change(rows, arrays)

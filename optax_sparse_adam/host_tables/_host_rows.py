@@ -23,6 +23,7 @@ import numpy as np
 from ._ids import Batch, target_of
 from ._ledger import Ledger
 from ._plan import Plan
+from ._reset import program_of
 from ._spread import local
 from ._store import Ascending, Store
 
@@ -47,6 +48,8 @@ class Rows(NamedTuple):
       looked_up: That of the ids of the step that has made them.
       back: New `arrays` of each table, field and block on their way to the host: see
         `Spread.sent_back`.
+      reset: Of rows that begin again before the step: where they are among `padded`,
+        and their values, on the device.
     """
 
     unique: list[list[Ascending]]
@@ -56,6 +59,7 @@ class Rows(NamedTuple):
     fingerprint: Any = 0
     looked_up: Any = 0
     back: Sequence[Sequence[Sequence[jax.Array]]] = ()
+    reset: Any = None
 
 
 class HostRows:
@@ -71,6 +75,7 @@ class HostRows:
       torn: Why what there is belongs to no step, or `None`.
       is_open: Whether steps may still be done.
       work: What a thread does with the rows beside a step, or `None`.
+      reset_program: Begins rows again, on one device.
     """
 
     def __init__(self, plan: Plan):
@@ -89,6 +94,7 @@ class HostRows:
         self._value: Any = None
         self._unstored: collections.deque[Rows] = collections.deque()
         self._sizes: dict[Any, int] = {}
+        self.reset_program = program_of(plan)
 
     @property
     def dense(self) -> list[Any]:
@@ -167,13 +173,22 @@ class HostRows:
         unique, padded, arrays = [], [], []
         for k, (table, rows) in enumerate(zip(batch.tables, batch.rows(), strict=True)):
             cut = table.partition.cut(rows)
-            most = min(len(batch.ids[k]), table.partition.block_rows)
+            # Rows may begin again that are not looked up.
+            ids = len(batch.ids[k])
+            count = ids if len(rows) <= ids else 1 << (len(rows) - 1).bit_length()
+            most = min(count, table.partition.block_rows)
             size = self._size(k, max(map(len, cut)), most, len(cut))
             unique.append(table.partition.own(cut))
             padded.append(table.partition.padded(cut, size))
             arrays.append(self._read(k, unique[-1], size))
+        reset = None
+        if batch.reset is not None:
+            parts = [table.partition.position for table in batch.tables]
+            pairs = enumerate(zip(parts, padded, strict=True))
+            places = [batch.reset.places(k, *pair) for k, pair in pairs]
+            reset = self.plan.spread.sent((places, batch.reset.values), batch.target)
         padded, arrays = self.plan.spread.place(padded, arrays, batch.target)
-        return Rows(unique, padded, arrays, self.steps, batch.fingerprint)
+        return Rows(unique, padded, arrays, self.steps, batch.fingerprint, reset=reset)
 
     def _size(self, k: int, count: int, most: int, blocks: int) -> int:
         """How many rows a block of a step gets for so many, of at most `most`.

@@ -22,6 +22,7 @@ from ._compact import (
     without_callbacks,
     zeros_in_place_of,
 )
+from ._reset import Reset
 from ._store import Ascending, ascending
 
 _NOT_OF_ALL = (
@@ -47,6 +48,8 @@ class Batch:
       tables: What is looked up.
       lines: Where, for each of them.
       target: Where rows go: a device, or all of the batch's mesh.
+      given: The batch as it was drawn, by `run`.
+      reset: Rows that begin again before its step.
     """
 
     args: tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,15 +61,24 @@ class Batch:
     tables: Sequence[Whole]
     lines: Mapping[str, set[str]]
     target: Any
+    given: Any = None
+    reset: Reset | None = None
 
     @functools.cached_property
     def in_bounds(self) -> list[Ascending]:
-        """The rows that are looked up."""
-        pairs = zip(self.ids, self.tables, strict=True)
-        return [ascending(np.asarray(ids), whole.shape[0]) for ids, whole in pairs]
+        """The rows that are looked up, and those that begin again."""
+        begun = [None] * len(self.ids) if self.reset is None else self.reset.rows
+        triples = zip(self.ids, begun, self.tables, strict=True)
+        return [
+            ascending(
+                np.asarray(ids) if more is None else np.append(ids, more),
+                whole.shape[0],
+            )
+            for ids, more, whole in triples
+        ]
 
     def rows(self) -> list[Ascending]:
-        """The rows that are looked up.
+        """The rows that are looked up, and those that begin again.
 
         Raises:
           IndexError: If an id is out of bounds where the lookup promises that none is.

@@ -22,6 +22,7 @@ import numpy as np
 
 from ._host_rows import HostRows, Rows
 from ._ids import Batch, RowIds
+from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
 
 
@@ -33,7 +34,7 @@ class Source:
     """
 
     def __init__(
-        self, batches: Iterable[Any], rows: HostRows, ids: Callable[..., Batch]
+        self, batches: Iterable[Any], rows: HostRows, ids: Callable[[Any, str], Batch]
     ):
         self._iterator, self._rows, self._ids = iter(batches), rows, ids
         self._batches: collections.deque[Batch] = collections.deque()
@@ -49,13 +50,13 @@ class Source:
                     batch = next(self._iterator)
                 finally:
                     self._rows.draws(False)
-                batch = batch if isinstance(batch, tuple) else (batch,)
+                is_one = not isinstance(batch, tuple | BatchWithReset)
                 # A loader may refill the array that it has given.
-                batch = jax.tree.map(_kept, batch)
+                batch = jax.tree.map(_kept, (batch,) if is_one else batch)
                 self._without_ids = [batch]
                 with self._rows.alone():
                     name = f"Batch {self._rows.steps + len(self._batches)}"
-                    self._batches.append(self._ids((batch, {}), {}, name))
+                    self._batches.append(self._ids(batch, name))
                 self._without_ids = []
             except Exception as error:  # for when its turn comes
                 self._end = error
@@ -66,14 +67,12 @@ class Source:
     def take(self) -> Batch:
         """The next one, whose ids are those of now."""
         batch = self._batches.popleft()
-        if batch.needs_params:
-            batch = self._ids(batch.args, batch.static, batch.name)
-        return batch
+        return self._ids(batch.given, batch.name) if batch.needs_params else batch
 
     @property
     def left(self) -> list[Any]:
         """What was drawn and not taken."""
-        return [*(batch.args[0] for batch in self._batches), *self._without_ids]
+        return [*(batch.given for batch in self._batches), *self._without_ids]
 
 
 def _kept(x: Any) -> Any:
@@ -97,14 +96,18 @@ class Pipeline:
     Args:
       rows: Of all tables.
       loss: The user's.
+      params: The user's, with a `HostTable` in the place of each table.
       **options: Of `make_train_step`.
 
     Attributes:
       drawn: Batches that the last run has drawn and not trained.
     """
 
-    def __init__(self, rows: HostRows, loss: Any, **options: Any):
-        self._rows, self._overlay = rows, overlay_on(rows.plan.spread)
+    def __init__(self, rows: HostRows, loss: Any, params: Any, **options: Any):
+        spread, self._params = rows.plan.spread, params
+        self._rows, self._overlay = rows, overlay_on(spread)
+        layout = {} if spread.by_rows is None else {"out_shardings": spread.by_rows}
+        self._reset = program_of(rows.plan, **layout)
         self._program: Any = None
         make: Any = rows.plan.step
         self._compiled = functools.partial(make, loss, **options)
@@ -113,6 +116,17 @@ class Pipeline:
 
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
         return self._row_ids(self._rows.dense, args, static, name)
+
+    def _drawn(self, given: Any, name: str) -> Batch:
+        """A batch of `run`."""
+        args, reset = given, None
+        if isinstance(given, BatchWithReset):
+            args = given.batch if isinstance(given.batch, tuple) else (given.batch,)
+            plan = self._rows.plan
+            reset = reset_of(plan, self._params, given.ids, given.rows)
+        batch = self._ids((args, {}), {}, name)
+        batch.given, batch.reset = given, reset
+        return batch
 
     def step(self, args: Any, static: Mapping[str, Any]) -> Any:
         rows = self._rows
@@ -136,7 +150,7 @@ class Pipeline:
             unregister(values.close)
 
     def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
-        rows, source = self._rows, Source(batches, self._rows, self._ids)
+        rows, source = self._rows, Source(batches, self._rows, self._drawn)
         fetched: Rows | None = None  # for the next batch
         before: Rows | None = None  # what the last step has made, which that may lack
         state: Any = None  # of the rows after it
@@ -176,7 +190,7 @@ class Pipeline:
                 try:
                     rows.settle()
                 finally:
-                    left = [x.args[0] for x, steps in taken if steps == rows.steps]
+                    left = [x.given for x, steps in taken if steps == rows.steps]
                     self.drawn = left + source.left
 
     def _beside(
@@ -209,8 +223,10 @@ class Pipeline:
         if before is not None:
             own, newer = (rows.arrays, rows.padded), (before.padded, before.arrays)
             arrays = [*map(self._overlay, *own, *newer)]
+        if rows.reset is not None:
+            arrays = self._reset(self._rows.others, arrays, *rows.reset)
         static = tuple(sorted(batch.static.items()))
         self._program = self._program or self._compiled(self._rows.others)
         args = static, self._rows.others, arrays, rows.padded, batch.args
-        rows = rows._replace(step=self._rows.steps)
+        rows = rows._replace(step=self._rows.steps, reset=None)
         return self._rows.advance(self._program, args, rows)

@@ -83,6 +83,12 @@ class Spread:
         rows = [[*map(self._put_rows, own)] for own in arrays]
         return [*map(self._put, padded)], rows
 
+    def sent(self, tree: Any, target: Any) -> Any:
+        """Arrays that all processes have, on the device, or all over the mesh."""
+        if self.whole is None:
+            return jax.device_put(tree, target)
+        return jax.tree.map(self._put, tree)
+
     def kept(self, arrays: Iterable[Any]) -> list[Any]:
         """Copies of arrays that are no rows, as a step donates them: on the mesh."""
         copies, whole = [jnp.array(x) for x in arrays], self.whole

@@ -141,7 +141,7 @@ class HostTrainer:
         self._loss, self._params = loss, params
         self._rows = rows = HostRows(Plan(tx, params, Spread(mesh)))
         self._parts = [x.partition for x in rows.plan.tables.values()]
-        self._pipeline = Pipeline(rows, loss, has_aux=has_aux, sparse=sparse)
+        self._pipeline = Pipeline(*(rows, loss, params), has_aux=has_aux, sparse=sparse)
 
     def _open(
         self,

@@ -1,5 +1,8 @@
 """`HostTrainer.reset_rows` does what `reset_rows` does in memory; also for keys."""
 
+import itertools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,3 +112,109 @@ def test_what_cannot_be_begun_changes_nothing():
                 trainer.reset_rows(ids, values)
         trainer.reset_rows({"table": np.array([-1, ROWS]), "w": None}, new)
         np.testing.assert_array_equal(trainer.params["table"], rows)
+
+
+def with_resets(vocabs, stream, init):
+    """As a user's loader: it assigns rows ahead of the steps."""
+    for number, (keys, y) in enumerate(stream):
+        rows, fresh, _ = assignment = vocabs.assign(keys, number)
+        new = {"table": init(assignment.fresh_keys), "w": None}
+        yield host.BatchWithReset((rows, y), {"table": fresh, "w": None}, new)
+
+
+def by_key(keys):
+    """Values that each key begins with."""
+    column = np.arange(DIM, dtype=np.float32)
+    return np.sin(np.asarray(keys % 89, np.float32)[:, None] + column)
+
+
+def in_memory(tx, params, stream, vocab, init):
+    state, step, values = tx.init(params), osa.make_train_step(loss, tx), []
+    for number, (keys, y) in enumerate(stream):
+        rows, fresh, _ = vocab.assign(keys, number)
+        new = init(vocab.arrays["keys"].view(np.int64)[fresh])
+        ids = {"table": jnp.asarray(np.asarray(fresh)), "w": None}
+        new = {"table": jnp.asarray(new), "w": None}
+        params, state = osa.reset_rows(tx, params, state, ids, new)
+        params, state, value = step(params, state, rows, y)
+        values.append(np.asarray(value))
+    return params, state, values
+
+
+def stream_of(first, last):
+    for keys, y in batches(first, last, rows=2**60, ids=24):
+        yield keys.astype(np.int64) % 60 * 2**40 - 7, y
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("where", slow_but(["memory", "file", "cold", "mesh"], "cold"))
+def test_a_pipeline_begins_rows_of_keys(name, where, tmp_path):
+    """A full vocabulary, whose keys come and go; left by `break`, and gone on with."""
+    tx, options = OPTIMIZERS[name], {}
+    if where == "mesh":
+        axes = (jax.sharding.AxisType.Auto,)
+        options["mesh"] = jax.make_mesh((jax.device_count(),), ("x",), axes)
+    rows, w = begin((31, DIM))
+    params = jax.tree.map(jnp.array, {"table": rows, "w": w})
+    expected = in_memory(tx, params, stream_of(0, 20), osa.Vocabulary(31), by_key)
+    file = {"file": tmp_path / "x"} if where in ("file", "cold") else {}
+    given = host_params(rows, w, **file)
+    with host.HostTrainer(loss, tx, given, **options) as trainer:
+        iterator = with_resets(osa.Vocabulary(31), stream_of(0, 20), by_key)
+        values = []
+        for value in trainer.run(iterator):
+            values.append(value)
+            if where == "cold":
+                trainer._rows.stores[0]._cold_for = 9
+            if len(values) == 7:
+                break
+        assert len(trainer.drawn) > 0
+        assert all(isinstance(x, host.BatchWithReset) for x in trainer.drawn)
+        values += trainer.run(itertools.chain(trainer.drawn, iterator))
+        if where == "mesh":  # sums of a mesh are in another order
+            chex.assert_trees_all_close(values, expected[2], rtol=2e-5)
+        else:
+            assert_trained_alike(trainer, values, expected)
+
+
+def test_rows_that_nobody_looks_up_begin_as_well(tmp_path):
+    """Also in steps that follow each other, of the same row; and more than are read."""
+    tx, rng = osa.exact_adamw(0.1), np.random.default_rng(0)
+    rows, w = begin()
+    params = jax.tree.map(jnp.array, {"table": rows, "w": w})
+    state, step, given, expected = (
+        tx.init(params),
+        osa.make_train_step(loss, tx),
+        [],
+        [],
+    )
+    for number, batch in enumerate(batches(0, 8, ids=5)):
+        count = [0, 3, 70, 200][number % 4]
+        ids = np.append(rng.permutation(ROWS)[:count], [-1, ROWS])
+        new = rng.normal(size=(count + 2, DIM)).astype(np.float32)
+        trees = {"table": ids, "w": None}, {"table": new, "w": None}
+        given.append(host.BatchWithReset(batch, *trees) if count else batch)
+        if count:
+            params, state = osa.reset_rows(tx, params, state, *trees)
+        params, state, value = step(params, state, *batch)
+        expected.append(np.asarray(value))
+    own = host_params(rows, w, file=tmp_path / "x")
+    with host.HostTrainer(loss, tx, own) as trainer:
+        values = [*trainer.run(given)]
+        assert_trained_alike(trainer, values, (params, state, expected))
+
+
+def test_a_reset_that_is_wrong_is_said_when_its_turn_comes():
+    rows, w = begin()
+    new = {"table": np.zeros((2, DIM), np.float32), "w": None}
+    wrong = {"table": np.array([1, 1]), "w": None}
+    first, second, third = batches(0, 3)
+    batch = host.BatchWithReset(second, wrong, new)
+    with host.HostTrainer(loss, osa.sparse_adam(0.1), host_params(rows, w)) as trainer:
+        values = trainer.run([first, batch, third])
+        next(values)
+        with pytest.raises(ValueError, match="each row once"):
+            next(values)
+        assert trainer.steps == 1
+        assert trainer.drawn[0].ids["table"].tolist() == [1, 1]
+        assert [*trainer.run([third])]

@@ -703,3 +703,20 @@ def test_features_of_one_step_in_one_call():
     found = vocab.assign(np.concatenate([users, items]), 1)
     assert found.evicted.tolist() == [2, 3]
     assert found.rows.tolist() == [2, 3, 1, 3]
+
+
+@pytest.mark.parametrize("keys", [[5, -(2**40), 5, 7], ["b", "a", "b", "c"]])
+def test_an_assignment_has_the_keys_of_fresh_rows(keys):
+    """In the order of `fresh`, a copy; no part of the tuple, but of its pickle."""
+    vocab = osa.Vocabulary(4)
+    first = vocab.assign(keys[2:3], 0)
+    second = pickle.loads(pickle.dumps(vocab.assign(keys, 1)))
+    codes = osa.hash_keys(keys) if isinstance(keys[0], str) else np.array(keys)
+    np.testing.assert_array_equal(first.fresh_keys, codes[2:3])
+    np.testing.assert_array_equal(second.fresh_keys, codes[[1, 3]])
+    assert vocab.find(second.fresh_keys).tolist() == second.fresh.tolist()
+    vocab.assign([9, 10, 11], 2)
+    np.testing.assert_array_equal(second.fresh_keys, codes[[1, 3]])
+    assert len(second) == 3
+    assert second._replace(rows=first.rows).fresh_keys is None
+    assert osa.Vocabulary(4).assign([], 0).fresh_keys.shape == (0,)
