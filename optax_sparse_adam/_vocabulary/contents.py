@@ -3,6 +3,7 @@
 The arrays are those of a checkpoint; see there.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,6 +197,39 @@ class Contents:
         gone = np.append(gone, others[there == 0])
         gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
         return main.keys[rows], rows, gone[main.find(gone) == 0]
+
+    def arrays_before(
+        self, step: int, history: Iterable[Changes]
+    ) -> tuple[dict[str, np.ndarray], int]:
+        """Copies of the arrays, without batches of this step and later ones.
+
+        Args:
+          step: The step.
+          history: What batches have changed, the last one first.
+
+        Returns:
+          The copies, and the step of the first batch that was left out, or `step`.
+        """
+        copies: dict[int, np.ndarray] = {}
+
+        def copied(array: np.ndarray) -> np.ndarray:
+            owner = array
+            while isinstance(owner.base, np.ndarray):
+                owner = owner.base
+            if id(owner) not in copies:
+                copies[id(owner)] = owner.copy()
+            copy = copies[id(owner)]
+            places = [x.__array_interface__["data"][0] for x in (array, owner)]
+            offset, strides = places[0] - places[1], array.strides
+            return np.ndarray(array.shape, array.dtype, copy, offset, strides)
+
+        arrays, first = {name: copied(x) for name, x in self.arrays.items()}, step
+        for changes in history:
+            if arrays["numbers"][STEP] < step:
+                break
+            first = int(arrays["numbers"][STEP])
+            changes.undo_in(copied)
+        return {name: x.copy() for name, x in arrays.items()}, first
 
     def take_back(self, changes: Changes, finished: bool) -> None:
         changes.undo(finished)

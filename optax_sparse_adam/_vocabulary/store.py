@@ -1,5 +1,6 @@
 """Keeps codes in rows, with their last step and hits; writes that can be taken back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,11 @@ class Changes:
         """The rows of a store that got, or lost, their code; some several times."""
         parts = [rows for other, rows in self._moved if other is store]
         return np.concatenate([np.zeros(0, np.int32), *parts])
+
+    def undo_in(self, copied: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Takes all back in copies of the arrays, and leaves the arrays as they are."""
+        for array, at, old in reversed(self._writes):
+            copied(array)[at] = old
 
     def undo(self, finished: bool) -> None:
         """Takes all back. What was not finished may have left an index in pieces."""

@@ -352,6 +352,41 @@ class Vocabulary:
         with self._lock:
             return {name: x.copy() for name, x in self._contents.arrays.items()}
 
+    def arrays_before(self, step: int) -> dict[str, np.ndarray]:
+        """The `arrays` as they were between two steps: `step - 1` is the last one.
+
+        For a checkpoint of a run whose loader assigns ahead. Nothing changes: what the
+        last eight calls of `assign` have done is taken back in a copy.
+
+        Args:
+          step: How many steps have been trained, of which those of `assign` are 0, 1,
+            2, ...; in a step without keys call `assign([], step)`.
+
+        Returns:
+          The arrays, for `restore`.
+
+        Raises:
+          ValueError: If no call had the step before, so that steps are counted
+            otherwise here and there; or if there are more calls after it.
+        """
+        self._ready()
+        with self._lock:
+            history = reversed(self._history)
+            arrays, first = self._contents.arrays_before(step, history)
+            last, kind = int(arrays["numbers"][STEP]), int(arrays["numbers"][KIND])
+            is_before = last == step - 1 or step == last == kind == 0
+            if not is_before or first != step:
+                now = int(self._contents.numbers[STEP])
+                raise ValueError(
+                    f"arrays_before({step}) needs a vocabulary whose last call of "
+                    f"assign before had the step {step - 1}, got one of the step "
+                    f"{last}; the last call of all had the step {now}. Call assign "
+                    "once for each batch that is trained, in order, with the number of "
+                    "steps before it (trainer.steps of a HostTrainer), and at most "
+                    f"{_UNDO} calls ahead of the steps."
+                )
+            return arrays
+
     @property
     def rows(self) -> int:
         """How many rows the table has, that of unknown keys included."""

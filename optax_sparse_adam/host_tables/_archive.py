@@ -35,7 +35,8 @@ def read_archive(
             about = json.loads(file["about"].tobytes())
             if (type(about["name"]), type(about["step"])) != (str, int):
                 raise ValueError("it has no name")
-            count = len(about["arrays"]) if whole else 0
+            more = sum(map(len, about.get("stateful", {}).values()))
+            count = len(about["arrays"]) + more if whole else 0
             return about, [file[f"array{k}"] for k in range(count)]
     except Exception as error:  # zipfile and NumPy raise whatever they stumble over
         if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:

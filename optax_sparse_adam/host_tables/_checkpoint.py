@@ -1,7 +1,8 @@
 """Checkpoints: a folder from which a run goes on, killed at whatever moment.
 
     checkpoint.npz      what is no row: dense parameters, counts, their moments;
-                        and the rows of tables in memory: see `_archive`
+                        the rows of tables in memory, and what is `stateful`: see
+                        `_archive`
     journal-<name>      what rows elsewhere were, and no longer are: see `_journal`
 
 Which checkpoint is there, and in what order all of it is written, knows `_ledger`.
@@ -20,6 +21,7 @@ from ._archive import ARCHIVE, name_in, read_archive, write_archive
 from ._host_rows import HostRows
 from ._journal import Undo, read_journal
 from ._records import refuse_other, sync_folder
+from ._stateful import described, restored
 from ._store import Mark
 
 _VERSION = 2
@@ -44,12 +46,13 @@ def save(rows: HostRows, folder: Path) -> None:
             "own; or go on with the other one by HostTrainer.restore; or delete the "
             "folder, if it is of no use: the rows of this run do not need it."
         )
+    stateful, more = described(rows.stateful, rows.steps)
     with ledger.next(folder, rows.steps) as name:
         for store in rows.stores:
             store.flush()
         ids = [store.id for store in rows.stores]
-        about = {"name": name, "step": rows.steps, "stores": ids}
-        arrays = [_data(x) for _, x in _arrays(rows)]
+        about = {"name": name, "step": rows.steps, "stores": ids, "stateful": stateful}
+        arrays = [_data(x) for _, x in _arrays(rows)] + more
         write_archive(folder, arrays, about | _expected(rows))
     for old in folder.iterdir():  # what a process that was killed has left
         is_journal = re.fullmatch("journal-[0-9a-f]{32}", old.name)
@@ -67,9 +70,11 @@ def load(rows: HostRows, folder: Path) -> None:
         f"{path} is of other parameters, or of another optimiser",
         *(about, _expected(rows)),
     )
-    likes = (x for _, x in _arrays(rows))
-    read = [_of_bytes(x, like) for x, like in zip(held, likes, strict=True)]
+    likes = [x for _, x in _arrays(rows)]
+    read = [_of_bytes(x, like) for x, like in zip(held, likes, strict=False)]
     undo = _undo(rows, folder, about["name"], about["stores"])
+    more = about.get("stateful", {}), held[len(likes) :]
+    restored(folder, rows.stateful, *more)
     # All that is read is in order: from here on rows are changed.
     rows.ledger.go_on_from(about["name"], about["step"], undo)
     for k, ascending, records in undo.rows(rows.plan.layouts):

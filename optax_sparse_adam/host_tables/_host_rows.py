@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ._ledger import Ledger
 from ._plan import Plan
 from ._reset import program_of
 from ._spread import local
+from ._stateful import Stateful
 from ._store import Ascending, Store
 
 NOT_FETCHED = (
@@ -69,6 +70,7 @@ class HostRows:
       plan: Which parts of parameters and state are rows.
       others: What is none: the other parameters, then the rest of the state.
       stores: Of each table.
+      stateful: What is saved with them.
       ledger: Knows which checkpoint they go back to.
       steps: How many steps have been done.
       version: Grows whenever rows change by other means than steps.
@@ -82,6 +84,7 @@ class HostRows:
         self.plan = plan
         self.others: list[Any] = plan.spread.kept(plan.dense)
         self.stores: list[Store] = []
+        self.stateful: Mapping[str, Stateful] = {}
         self.ledger: Ledger
         self.steps = self.version = 0
         self.torn: str | None = None

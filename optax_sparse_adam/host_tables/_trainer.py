@@ -1,6 +1,6 @@
 """`HostTrainer`: `make_train_step` for parameters with tables on the host."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ._ledger import Ledger
 from ._pipeline import Pipeline
 from ._plan import Plan
 from ._spread import Spread
+from ._stateful import Stateful
 from ._store import Store
 from ._table import new_store
 
@@ -51,6 +52,8 @@ class HostTrainer:
       state: The optimiser's state, if there is one, of a table in memory or of another
         trainer: in the tree of `tx.init`, with arrays of JAX or NumPy, which are
         copied. Where it has fewer rows than a table, the others begin as new ones.
+      stateful: What checkpoints hold beside the trainer, by name: a `Vocabulary`, or
+        what has its methods `arrays_before` and `restore`: see `Stateful`.
       mesh: A mesh of Auto axes, over whose devices the rows of a batch are split, as
         a table in memory would be by its rows. Without, each device of a batch gets
         all of them.
@@ -103,6 +106,7 @@ class HostTrainer:
         has_aux: bool = False,
         *,
         state: Any = None,
+        stateful: Mapping[str, Stateful] | None = None,
         mesh: Mesh | None = None,
         sparse: Sparse = None,
         budget: float | None = None,
@@ -118,6 +122,7 @@ class HostTrainer:
             store.begin(self._parts[k].pieces(pieces))
 
         self._start(loss, tx, params, has_aux, sparse, mesh)
+        self._rows.stateful = dict(stateful or {})
         plan, others = self._rows.plan, None
         of_rows: list[list[Any]] = [[] for _ in plan.hosts]
         if state is not None:
@@ -179,7 +184,8 @@ class HostTrainer:
         """Makes a checkpoint, in place of an earlier one if there is one.
 
         A table in a file stays there; the folder gets the rest, and from now on a
-        journal of what rows were. Of a table in memory the folder gets a copy.
+        journal of what rows were. Of a table in memory the folder gets a copy. What is
+        `stateful` is of the same step, whatever a loader has drawn ahead.
 
         Args:
           path: Of a folder, which is made if it is not there.
@@ -187,7 +193,8 @@ class HostTrainer:
         Raises:
           FileExistsError: If the folder has a checkpoint of another run.
           FileNotFoundError: If the file of a table is no more at its path.
-          ValueError: If the folder has a checkpoint that cannot be read.
+          ValueError: If the folder has a checkpoint that cannot be read; if what is
+            `stateful` does not know what it was at this step.
           OSError: If a disk is full; the last checkpoint is as it was.
         """
         with self._rows.alone():
@@ -204,6 +211,7 @@ class HostTrainer:
         params: Any,
         has_aux: bool = False,
         *,
+        stateful: Mapping[str, Stateful] | None = None,
         mesh: Mesh | None = None,
         sparse: Sparse = None,
         budget: float | None = None,
@@ -218,6 +226,7 @@ class HostTrainer:
           params: Its parameters. Of arrays only shapes, types and devices matter, and
             `init` of tables is not called.
           has_aux: Whether `loss` returns a pair.
+          stateful: Of the same names; each is given what was saved of it.
           mesh: As for `HostTrainer`; not necessarily the same one.
           sparse: As in `value_and_grad`.
           budget: As for `HostTrainer`.
@@ -232,12 +241,14 @@ class HostTrainer:
           ValueError: If it is one of other parameters or of another optimiser, or
             damaged, or if rows that are not in memory have changed otherwise than its
             journal says: of an older checkpoint, or a folder that was copied without
-            them. Nothing is changed then.
+            them; if what is `stateful` has other names, or refuses what was saved. No
+            row is changed then.
           BlockingIOError: If another trainer has a file.
         """
 
         self = cls.__new__(cls)
         self._start(loss, tx, params, has_aux, sparse, mesh)
+        self._rows.stateful = dict(stateful or {})
         self._open(lambda _, store: store.open(), budget, fsync, Path(path).absolute())
         return self
 

@@ -1,5 +1,6 @@
 """Arrays that a vocabulary does not take, and servers whose batches are taken back."""
 
+import functools
 import pickle
 
 import numpy as np
@@ -211,3 +212,29 @@ def test_a_server_of_a_vocabulary_that_is_empty_again():
     vocab.undo()
     server.ask(vocab, 3)
     assert server.rows == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"min_hits": 3, "ttl": 4, "waiting": 20}])
+def test_arrays_before_are_those_of_a_vocabulary_that_has_seen_less(options):
+    """Of each of the last steps; nothing changes, and `undo` goes on as before."""
+    make = functools.partial(osa.Vocabulary, 20, tombstones=7, **options)
+    rng, vocab, seen = np.random.default_rng(0), make(), []
+    for step in range(40):
+        seen.append(vocab.arrays)
+        for _ in range(1 + step % 2):  # two calls for some steps
+            vocab.assign(rng.zipf(1.2, 7) % 50, step)
+        now = vocab.arrays
+        for before in range(max(0, step - 4), step + 1):
+            assert_identical(vocab.arrays_before(before), seen[before])
+        assert_identical(vocab.arrays_before(step + 1), now)
+        assert_identical(vocab.arrays, now)
+    with pytest.raises(ValueError, match="at most 8 calls ahead"):
+        vocab.arrays_before(30)
+    with pytest.raises(ValueError, match="the last call of all had the step 39"):
+        vocab.arrays_before(41)
+    vocab.undo()
+    vocab.undo()
+    assert_identical(vocab.arrays, seen[39])
+    again = make()
+    again.restore(vocab.arrays_before(38))
+    assert_identical(again.arrays_before(38), seen[38])

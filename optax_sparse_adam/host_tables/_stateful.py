@@ -1,0 +1,73 @@
+"""What is saved with a trainer, in one archive: vocabularies, and whatever has a state.
+
+{"keys": vocabulary, "stream": stream}  ->  {"keys": {"last": [1000] int32, ...}, ...}
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+Described = dict[str, list[list[Any]]]
+
+
+class Stateful(Protocol):
+    """What a checkpoint of a `HostTrainer` holds beside it, as a `Vocabulary`."""
+
+    def arrays_before(self, step: int) -> Mapping[str, np.ndarray]:
+        """What there was when so many steps had been trained, in arrays by name.
+
+        A pipeline draws batches ahead: what has been seen of later ones does not count.
+
+        Raises:
+          ValueError: If that is not known any more.
+        """
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Goes on from what `arrays_before` has returned."""
+
+
+def described(
+    stateful: Mapping[str, Stateful], step: int
+) -> tuple[Described, list[np.ndarray]]:
+    """What an archive says of them, and their arrays."""
+    names: Described = {}
+    arrays: list[np.ndarray] = []
+    for name, x in stateful.items():
+        names[name] = []
+        for key, value in x.arrays_before(step).items():
+            array = np.asarray(value)
+            if array.dtype.hasobject:
+                raise TypeError(
+                    f"A checkpoint holds arrays of numbers, got {key} of "
+                    f"stateful[{name!r}] of the type {array.dtype}. Text is "
+                    "np.frombuffer(text.encode(), np.uint8)."
+                )
+            names[name].append([key, list(array.shape), str(array.dtype)])
+            arrays.append(array)
+    return names, arrays
+
+
+def restored(
+    where: Any,
+    stateful: Mapping[str, Stateful],
+    names: Described,
+    arrays: Sequence[np.ndarray],
+) -> None:
+    """Gives all of them what an archive has.
+
+    Raises:
+      ValueError: If the archive has others, or one refuses its arrays.
+    """
+    if {*names} != {*stateful}:
+        raise ValueError(
+            f"{where} was made with stateful={sorted(names)}, and here are "
+            f"{sorted(stateful)}. Give the same names: what is not restored would be "
+            "of another step than the rows."
+        )
+    each: Iterator[np.ndarray] = iter(arrays)
+    for name, entries in names.items():
+        own = {}
+        for key, shape, dtype in entries:
+            own[key] = next(each).view(np.dtype(dtype)).reshape(shape)
+        stateful[name].restore(own)

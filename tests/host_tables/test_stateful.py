@@ -1,0 +1,111 @@
+"""One checkpoint of a trainer and its vocabularies: of one step, or refused."""
+
+import numpy as np
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+from ..helpers.host_tables import DIM, batches, begin, host_params, loss
+from ..helpers.support import assert_identical
+
+TX = osa.sparse_adam(0.1)
+
+
+def stream(vocab, first, last):
+    for number, (keys, y) in enumerate(batches(first, last, 2**60, 24), first):
+        keys = keys.astype(np.int64) % 60 * 2**40
+        rows, fresh, _ = vocab.assign(keys, number)
+        new = {"table": np.ones((len(fresh), DIM), np.float32), "w": None}
+        yield host.BatchWithReset((rows, y), {"table": fresh, "w": None}, new)
+
+
+class Losses:
+    """What a user counts, by step."""
+
+    def __init__(self):
+        self.values = []
+
+    def arrays_before(self, step):
+        return {"values": np.array(self.values[:step], np.float32)}
+
+    def restore(self, arrays):
+        self.values = [*map(float, arrays["values"])]
+
+
+def trainer_of(folder, stateful, restore=None):
+    rows, w = begin((31, DIM))
+    params = host_params(rows, w, file=folder / "table.bin")
+    if restore is None:
+        return host.HostTrainer(loss, TX, params, stateful=stateful)
+    return host.HostTrainer.restore(restore, loss, TX, params, stateful=stateful)
+
+
+@pytest.mark.parametrize("ahead", ["warm", "cold"])
+def test_a_checkpoint_in_a_pipeline_is_of_one_step(ahead, tmp_path):
+    """The loader has assigned ahead: two batches, or six where rows come from a disk.
+
+    Rows and keys go on as those of a vocabulary that has seen what was trained.
+    """
+    vocab, losses, other = osa.Vocabulary(31), Losses(), osa.Vocabulary(31)
+    stateful = {"keys": vocab, "losses": losses}
+    with trainer_of(tmp_path, stateful) as trainer:
+        for value in trainer.run(stream(vocab, 0, 14)):
+            losses.values.append(float(value))
+            if ahead == "cold":
+                trainer._rows.stores[0]._cold_for = 9
+            if trainer.steps == 9:
+                trainer.checkpoint(tmp_path / "run")
+        whole = [np.array(trainer.params["table"]), vocab.arrays, losses.values]
+    assert [*stream(other, 0, 9)]
+    again, losses = osa.Vocabulary(31), Losses()
+    stateful = {"losses": losses, "keys": again}
+    with trainer_of(tmp_path, stateful, tmp_path / "run") as trainer:
+        assert trainer.steps == len(losses.values) == 9
+        assert_identical(again.arrays, other.arrays)
+        for value in trainer.run(stream(again, 9, 14)):
+            losses.values.append(float(value))
+        assert_identical([trainer.params["table"], again.arrays, losses.values], whole)
+
+
+def test_what_is_of_another_step_is_refused(tmp_path):
+    """And the last checkpoint stays as it was."""
+    vocab = osa.Vocabulary(100)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        trainer.checkpoint(tmp_path / "run")
+        saved = (tmp_path / "run" / "checkpoint.npz").read_bytes()
+        trainer.step(np.arange(3), np.ones(3, np.float32))
+        vocab.assign([5], 7)
+        with pytest.raises(ValueError, match="last call of all had the step 7"):
+            trainer.checkpoint(tmp_path / "run")
+        vocab.undo()
+        for number in range(10):  # more than can be taken back
+            vocab.assign([number], number)
+        with pytest.raises(ValueError, match="at most 8 calls ahead"):
+            trainer.checkpoint(tmp_path / "run")
+        assert (tmp_path / "run" / "checkpoint.npz").read_bytes() == saved
+        trainer.step(np.arange(3), np.ones(3, np.float32))
+        trainer.checkpoint(tmp_path / "run")
+    words = r"made with stateful=\['keys'\], and here are "
+    for names in ([], ["keys", "more"], ["other"]):
+        stateful = {name: osa.Vocabulary(100) for name in names}
+        with pytest.raises(ValueError, match=words):
+            trainer_of(tmp_path, stateful, tmp_path / "run")
+    with pytest.raises(ValueError, match="not larger than the vocabulary's"):
+        trainer_of(tmp_path, {"keys": osa.Vocabulary(50)}, tmp_path / "run")
+    again = osa.Vocabulary(100)
+    trainer_of(tmp_path, {"keys": again}, tmp_path / "run").close()
+    assert again.find(np.arange(10)).tolist() == [1, 2, *[0] * 8]
+
+
+def test_a_checkpoint_holds_numbers_only(tmp_path):
+    class Texts(Losses):
+        def arrays_before(self, step):
+            return {"texts": np.array(["a", None])}
+
+    words = r"texts of stateful\['texts'\]"
+    with (
+        trainer_of(tmp_path, {"texts": Texts()}) as trainer,
+        pytest.raises(TypeError, match=words),
+    ):
+        trainer.checkpoint(tmp_path / "run")
