@@ -8,6 +8,7 @@ optax_sparse_adam import host_tables`.
 
 from ._nnx import nnx_tables as nnx_tables
 from ._reset import BatchWithReset as BatchWithReset
+from ._snapshot import Snapshot as Snapshot
 from ._stateful import Stateful as Stateful
 from ._store import Storage as Storage
 from ._table import HostTable as HostTable

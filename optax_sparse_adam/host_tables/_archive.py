@@ -50,10 +50,13 @@ def read_archive(
 
 
 def write_archive(
-    folder: Path, arrays: Sequence[np.ndarray], about: Mapping[str, Any]
+    folder: Path,
+    arrays: Sequence[np.ndarray],
+    about: Mapping[str, Any],
+    name: str = ARCHIVE,
 ) -> None:
     """Replaces the archive of a folder, at once."""
-    new = folder / (ARCHIVE + ".new")
+    new = folder / (name + ".new")
     try:
         with new.open("wb") as file:
             text = np.frombuffer(json.dumps(about).encode(), np.uint8)
@@ -63,7 +66,7 @@ def write_archive(
             np.savez(file, about=text, **named)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, folder / ARCHIVE)
+        os.replace(new, folder / name)
     except BaseException:
         new.unlink(missing_ok=True)  # half of it keeps a full disk full
         raise

@@ -52,7 +52,7 @@ def save(rows: HostRows, folder: Path) -> None:
             store.flush()
         ids = [store.id for store in rows.stores]
         about = {"name": name, "step": rows.steps, "stores": ids, "stateful": stateful}
-        arrays = [_data(x) for _, x in _arrays(rows)] + more
+        arrays = [data_of(x) for _, x in _arrays(rows)] + more
         write_archive(folder, arrays, about | _expected(rows))
     for old in folder.iterdir():  # what a process that was killed has left
         is_journal = re.fullmatch("journal-[0-9a-f]{32}", old.name)
@@ -71,7 +71,7 @@ def load(rows: HostRows, folder: Path) -> None:
         *(about, _expected(rows)),
     )
     likes = [x for _, x in _arrays(rows)]
-    read = [_of_bytes(x, like) for x, like in zip(held, likes, strict=False)]
+    read = [of_bytes(x, like) for x, like in zip(held, likes, strict=False)]
     undo = _undo(rows, folder, about["name"], about["stores"])
     more = about.get("stateful", {}), held[len(likes) :]
     restored(folder, rows.stateful, *more)
@@ -142,9 +142,9 @@ def _expected(rows: HostRows) -> dict[str, Any]:
     return {"version": _VERSION, "tables": tables, "arrays": arrays}
 
 
-def _of_bytes(held: np.ndarray, like: Any) -> Any:
+def of_bytes(held: np.ndarray, like: Any) -> Any:
     """An array like another one, and where that one is."""
-    data = _data(like)
+    data = data_of(like)
     value: Any = held.view(data.dtype).reshape(data.shape)
     if isinstance(like, np.ndarray):
         return value
@@ -153,6 +153,6 @@ def _of_bytes(held: np.ndarray, like: Any) -> Any:
     return jax.device_put(value, like.sharding)
 
 
-def _data(x: Any) -> np.ndarray:
+def data_of(x: Any) -> np.ndarray:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)

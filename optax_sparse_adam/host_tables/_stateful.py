@@ -53,13 +53,15 @@ def restored(
     stateful: Mapping[str, Stateful],
     names: Described,
     arrays: Sequence[np.ndarray],
+    *,
+    some: bool = False,
 ) -> None:
-    """Gives all of them what an archive has.
+    """Gives all of them what an archive has; it may have more if they may be `some`.
 
     Raises:
       ValueError: If the archive has others, or one refuses its arrays.
     """
-    if {*names} != {*stateful}:
+    if not {*stateful} <= {*names} or not (some or {*names} <= {*stateful}):
         raise ValueError(
             f"{where} was made with stateful={sorted(names)}, and here are "
             f"{sorted(stateful)}. Give the same names: what is not restored would be "
@@ -70,4 +72,5 @@ def restored(
         own = {}
         for key, shape, dtype in entries:
             own[key] = next(each).view(np.dtype(dtype)).reshape(shape)
-        stateful[name].restore(own)
+        if name in stateful:
+            stateful[name].restore(own)

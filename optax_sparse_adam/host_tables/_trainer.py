@@ -19,6 +19,7 @@ from ._ids import split_keywords
 from ._ledger import Ledger
 from ._pipeline import Pipeline
 from ._plan import Plan
+from ._snapshot import write_snapshot
 from ._spread import Spread
 from ._stateful import Stateful
 from ._store import Store
@@ -318,6 +319,24 @@ class HostTrainer:
           A function of the further arguments. Keep it: it is compiled once.
         """
         return evaluated(self._rows, fun)
+
+    def snapshot(self, path: Any) -> None:
+        """Writes all parameters as they are now, for a `Snapshot` to serve.
+
+        Nothing changes. Other threads wait. Rows are read by `evaluate` in parts,
+        within the budget. A table takes as much of the disk as it would of memory; the
+        optimiser's state is not there. What is `stateful` is of the same step.
+
+        Args:
+          path: Of a new folder, which is there when all of it is on the disk.
+
+        Raises:
+          FileExistsError: If it is there already.
+          OSError: If a disk is full; then there is no folder.
+          ValueError: If what is `stateful` does not know what it was at this step.
+        """
+        with self._rows.alone():
+            write_snapshot(self._rows, Path(path).absolute())
 
     def map_rows(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """`params, state = function(params, state)`, by chunks of rows.

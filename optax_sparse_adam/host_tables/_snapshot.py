@@ -1,0 +1,180 @@
+"""A snapshot to serve: parameters as they are now, in files that nobody changes.
+
+    table0.npy, table1.npy  the rows of each table, in NumPy's format: mapped, not read
+    snapshot.npz            other parameters, what is `stateful`, what all of it is
+
+It is written by `evaluate` in parts, under another name until it is whole.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+
+from ._archive import read_archive, write_archive
+from ._between import evaluated
+from ._checkpoint import data_of, of_bytes
+from ._host_rows import HostRows
+from ._plan import CHUNK, Plan
+from ._records import refuse_other, sync_folder
+from ._spread import Spread
+from ._stateful import Stateful, described, restored
+from ._store import Ascending, Store
+
+_ARCHIVE, _VERSION = "snapshot.npz", 1
+
+
+def write_snapshot(host: HostRows, folder: Path) -> None:
+    """See `HostTrainer.snapshot`."""
+    host.check()
+    if host.plan.spread.processes > 1:
+        raise NotImplementedError(
+            "HostTrainer.snapshot is for one process; of several, each has a part of "
+            "the rows: checkpoint, and restore in one process."
+        )
+    if folder.exists():
+        raise FileExistsError(
+            f"HostTrainer.snapshot writes a new folder, as servers may read an old one;"
+            f" {folder} is there. Take another name, such as one with the step."
+        )
+    host.settle()
+    new = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    new.mkdir(parents=True)
+    try:
+        for k, i in enumerate(host.plan.tables):
+            _write_table(host, i, new / f"table{k}.npy")
+        stateful, more = described(host.stateful, host.steps)
+        dense = evaluated(host, lambda params: _split(host.plan, params)[1])()
+        names = {"name": "", "step": host.steps, "stateful": stateful}
+        arrays = [data_of(x) for x in dense] + more
+        write_archive(new, arrays, names | _expected(host.plan), _ARCHIVE)
+        os.replace(new, folder)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+
+
+def _split(plan: Plan, params: Any) -> tuple[list[Any], list[Any]]:
+    """Tables, and other parameters."""
+    leaves = plan.treedef.flatten_up_to(params)
+    tables = [leaves[i] for i in plan.tables]
+    return tables, [x for i, x in enumerate(leaves) if i not in plan.tables]
+
+
+def _write_table(host: HostRows, i: int, path: Path) -> None:
+    """The rows of a table as they are now, a part at a time."""
+    table = host.plan.tables[i]
+    rows_of = evaluated(
+        host, lambda params, ids: host.plan.treedef.flatten_up_to(params)[i][ids]
+    )
+    total, dtype = table.shape[0], np.dtype(table.dtype)
+    size = max(1, min(total, CHUNK // max(1, dtype.itemsize * _width(table.shape))))
+    with path.open("wb") as file:
+        # Of types that NumPy does not know, such as bfloat16, the bytes.
+        held = dtype if dtype.kind == "f" else np.dtype(f"u{dtype.itemsize}")
+        head = {"descr": np.lib.format.dtype_to_descr(held), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(file, head | {"shape": table.shape})
+        for first in range(0, total, size):
+            ids = np.minimum(np.arange(first, first + size, dtype=np.int32), total - 1)
+            rows = np.ascontiguousarray(rows_of(ids))[: total - first]
+            file.write(rows.view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _width(shape: Sequence[int]) -> int:
+    return int(np.prod(shape[1:], dtype=np.int64))
+
+
+def _expected(plan: Plan) -> dict[str, Any]:
+    """What a snapshot of these parameters says of itself."""
+    tables = [[x.name, list(x.shape), str(x.dtype)] for x in plan.tables.values()]
+    names = plan.names[: plan.num_dense]
+    pairs = zip(names, plan.dense, strict=True)
+    arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in pairs]
+    return {"version": _VERSION, "tables": tables, "arrays": arrays}
+
+
+class _Rows(Store):
+    """The rows of a snapshot: to read."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def take_fields(self, rows: Ascending, out: Sequence[np.ndarray]) -> None:
+        out[0][: len(rows)] = self.array[rows]
+
+
+class Snapshot:
+    """What `HostTrainer.snapshot` has written, to serve; in any number of processes.
+
+    Tables are mapped: a server reads the rows that it is asked for, and those that all
+    servers of a machine read are in memory once.
+
+    Args:
+      path: Of the folder.
+      params: The parameters as the trainer had them, with a `HostTable` for each table;
+        of `HostTable`s and arrays only shapes and types matter.
+      stateful: Such as `{"keys": vocabulary}`: each is given what it was at this step.
+        Of the names that the trainer had, any.
+
+    Attributes:
+      steps: How many steps had been done.
+      params: The tree, with read-only arrays of NumPy; tables are mappings of files.
+
+    Raises:
+      FileNotFoundError: If there is no snapshot.
+      ValueError: If it is one of other parameters, or was damaged; if a name of
+        `stateful` is not in it.
+    """
+
+    steps: int
+    params: Any
+
+    def __init__(
+        self, path: Any, params: Any, *, stateful: Mapping[str, Stateful] | None = None
+    ):
+        folder = Path(path)
+        if not (folder / _ARCHIVE).exists():
+            raise FileNotFoundError(f"There is no snapshot in {folder}.")
+        plan = Plan(optax.identity(), params, Spread())
+        about, held = read_archive(folder / _ARCHIVE)
+        words = f"{folder} is a snapshot of other parameters"
+        refuse_other(words, about, _expected(plan))
+        self._rows = HostRows(plan)
+        tables = []
+        for k, table in enumerate(plan.tables.values()):
+            array = np.load(folder / f"table{k}.npy", mmap_mode="r")
+            if array.shape != table.shape:
+                raise ValueError(f"{folder} was damaged: table{k}.npy is another one.")
+            tables.append(array.view(table.dtype))
+            self._rows.stores.append(_Rows(tables[-1]))
+        self._rows.others = [
+            of_bytes(x, like) for x, like in zip(held, self._rows.others, strict=False)
+        ]
+        self._rows.steps = self.steps = about["step"]
+        dense = [np.asarray(data_of(x)) for x in self._rows.others]
+        leaves = iter(dense), iter(tables)
+        self.params = plan.treedef.unflatten(
+            next(leaves[i in plan.tables]) for i in range(plan.treedef.num_leaves)
+        )
+        restored(
+            folder, stateful or {}, about["stateful"], held[len(dense) :], some=True
+        )
+
+    def evaluate(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """`fun(params, *args)`, as `HostTrainer.evaluate`, and to the same bits.
+
+        Args:
+          fun: Any function that JAX can trace; what it returns may not hold a table.
+
+        Returns:
+          A function of the further arguments. Keep it: it is compiled once.
+        """
+        return evaluated(self._rows, fun)

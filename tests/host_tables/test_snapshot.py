@@ -1,0 +1,137 @@
+"""A snapshot to serve: rows of now, of one step, in files; nothing changes by it."""
+
+import multiprocessing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables import _snapshot
+
+from ..helpers.host_tables import (
+    DIM,
+    ROWS,
+    arrays,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import assert_identical, slow_but
+
+
+def predict(params, ids):
+    return params["table"][ids] @ params["w"]
+
+
+def declared(dtype):
+    return {"table": host.HostTable((ROWS, DIM), dtype), "w": jnp.zeros((DIM, 4))}
+
+
+OPTIMIZERS = {"sparse_adam": osa.sparse_adam(0.1), "exact_adamw": osa.exact_adamw(0.1)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_it_answers_as_evaluate_and_changes_nothing(name, where, tmp_path, monkeypatch):
+    """In the middle of a pipeline, in parts of 70 rows, some of them stale."""
+    monkeypatch.setattr(_snapshot, "CHUNK", 70 * DIM * 4)
+    rows, w = begin()
+    tx = OPTIMIZERS[name]
+    known = train_in_memory(loss, tx, {"table": rows, "w": w}, batches(0, 8))
+    file = {"file": tmp_path / "x"} if where == "file" else {}
+    ids = np.arange(ROWS).reshape(3, 100)
+    with host.HostTrainer(loss, tx, host_params(rows, w, **file)) as trainer:
+        values = []
+        for value in trainer.run(batches(0, 8)):
+            values.append(value)
+            if len(values) == 5:
+                trainer.snapshot(tmp_path / "five")
+                expected = trainer.evaluate(predict)(ids)
+        assert_trained_alike(trainer, values, known)
+    snapshot = host.Snapshot(tmp_path / "five", declared("float32"))
+    assert snapshot.steps == 5
+    assert_identical(snapshot.evaluate(predict)(ids), expected)
+    table, w = snapshot.params["table"], snapshot.params["w"]
+    assert isinstance(table, np.memmap)
+    assert not table.flags.writeable
+    np.testing.assert_allclose(table[ids] @ w, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16", "float16"], "bfloat16"))
+def test_types_and_stateful(dtype, tmp_path):
+    rows, w = begin(dtype=dtype)
+    vocab = osa.Vocabulary(ROWS)
+    stateful = {"keys": vocab, "others": osa.Vocabulary(9)}
+    params = host_params(rows, w)
+    trainer = host.HostTrainer(loss, osa.sparse_adam(0.1), params, stateful=stateful)
+    vocab.assign([2**50], 0)  # of a batch that is drawn and not trained
+    trainer.snapshot(tmp_path / "new" / "x")
+    again = osa.Vocabulary(ROWS)
+    again.assign([1, 2], 3)
+    args = tmp_path / "new" / "x", declared(dtype)
+    snapshot = host.Snapshot(*args, stateful={"keys": again})
+    assert len(again) == 0
+    assert_identical(arrays(snapshot.params["table"]), arrays(jnp.asarray(rows)))
+    with pytest.raises(ValueError, match=r"stateful=\['keys', 'others'\]"):
+        host.Snapshot(*args, stateful={"key": again})
+    with pytest.raises(FileExistsError, match=r"is there.* another name"):
+        trainer.snapshot(args[0])
+    with pytest.raises(FileNotFoundError, match="no snapshot in"):
+        host.Snapshot(tmp_path, declared(dtype))
+    other = {"table": host.HostTable((ROWS, DIM + 1), dtype), "w": w}
+    with pytest.raises(ValueError, match="is a snapshot of other parameters: tables"):
+        host.Snapshot(args[0], other)
+    for number in range(1, 10):  # too far ahead
+        vocab.assign([number], number)
+    with pytest.raises(ValueError, match="needs a vocabulary whose last call"):
+        trainer.snapshot(tmp_path / "new" / "y")
+    assert [x.name for x in (tmp_path / "new").iterdir()] == ["x"]
+
+
+def serve(folder, ids, answers):
+    snapshot = host.Snapshot(folder, declared("float32"))
+    answers.put(np.asarray(snapshot.evaluate(predict)(ids)))
+
+
+@pytest.mark.slow
+def test_a_server_in_another_process(tmp_path):
+    """To the bits of `evaluate`, while the trainer goes on; two servers at a time."""
+    rows, w = begin()
+    given, ids = host_params(rows, w, file=tmp_path / "x"), np.arange(90)
+    tx, spawn = osa.exact_adam(0.1), multiprocessing.get_context("spawn")
+    with host.HostTrainer(loss, tx, given) as trainer:
+        assert [*trainer.run(batches(0, 6))]
+        trainer.snapshot(tmp_path / "served")
+        expected = np.asarray(trainer.evaluate(predict)(ids))
+        answers = spawn.Queue()
+        args = tmp_path / "served", ids, answers
+        servers = [spawn.Process(target=serve, args=args) for _ in range(2)]
+        for server in servers:
+            server.start()
+        assert [*trainer.run(batches(6, 12))]
+        for _ in servers:
+            assert_identical(answers.get(timeout=300), expected)
+        for server in servers:
+            server.join()
+
+
+def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    rows, w = begin()
+    with host.HostTrainer(loss, osa.sparse_adam(0.1), host_params(rows, w)) as trainer:
+        monkeypatch.setattr(_snapshot, "write_archive", full)
+        with pytest.raises(OSError, match="No space"):
+            trainer.snapshot(tmp_path / "x")
+        assert not list(tmp_path.iterdir())
+        monkeypatch.undo()
+        trainer.snapshot(tmp_path / "x")
+    snapshot = host.Snapshot(tmp_path / "x", declared("float32"))
+    assert_identical(jax.tree.map(np.asarray, snapshot.params), {"table": rows, "w": w})
