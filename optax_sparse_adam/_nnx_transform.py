@@ -149,14 +149,23 @@ def _by_rows(
         return ((value, aux) if has_aux else value), grads
 
     by_graph = nnx.update_context(_CONTEXT)(value_and_grad_fun)
+    return _with_ordinary_variables(fun, by_graph)
+
+
+def _with_ordinary_variables(
+    fun: Callable[..., Any], by_graph: Callable[..., tuple[Any, Any]]
+) -> Callable[..., tuple[Any, Any]]:
+    """`by_graph`, for modules with mutable variables, too.
+
+    JAX makes no gradient of a mutable variable, and in a compiled program Flax's layers
+    and transforms do not take them (flax 0.12).
+    """
 
     @functools.wraps(fun)
-    def with_ordinary_variables(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         arguments = args, kwargs
         if not any(map(_is_mutable, nnx.iter_graph(arguments))):
             return by_graph(*args, **kwargs)
-        # JAX makes no gradient of a mutable variable, and in a compiled program Flax's
-        # layers and transforms do not take them (flax 0.12).
         types = {"hijax": False, "ref": False}
         ordinary = nnx.with_vars(arguments, **types, allow_duplicates=True)
         graphdef, state = nnx.split(ordinary)
@@ -179,7 +188,7 @@ def _by_rows(
                     _write(node, new)
         return result
 
-    return with_ordinary_variables
+    return call
 
 
 def _by_tree(

@@ -220,14 +220,17 @@ def differentiated(
             arrays, grads = evaluate_with_gradients(
                 closed, paths, wanted, tables, are_stale, sizes
             )
-        for leaf, table, gradient in zip(
-            jax.tree.leaves(tree), tables, grads, strict=True
-        ):
-            if table.stale is not None and isinstance(gradient, CanaryBCOO):
-                gradient.read_of = (Source(leaf, table.stale),)
+        _say_what_was_read(tree, tables, grads)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 
     return value_and_grad_fun
+
+
+def _say_what_was_read(tree: Any, tables: list[Source], grads: list[Any]) -> None:
+    """Gradients of stale tables remember by what their rows were read."""
+    for leaf, table, grad in zip(jax.tree.leaves(tree), tables, grads, strict=True):
+        if table.stale is not None and isinstance(grad, CanaryBCOO):
+            grad.read_of = (Source(leaf, table.stale),)
 
 
 def grad(
