@@ -84,7 +84,7 @@ def check_step(
 
 
 def as_nan(
-    found: Findings, constants: Constants, rate: jax.Array
+    findings: Findings, constants: Constants, rate: jax.Array
 ) -> tuple[Constants, Constants, jax.Array]:
     """What a step computes with, NaN where it is wrong.
 
@@ -92,16 +92,16 @@ def as_nan(
       The constants of what is read later, and those of the update, whose `eps` have one
       for each parameter; and the learning rate of parameters with dense gradients.
     """
-    eps = jnp.where(found.is_continued, constants.eps, jnp.nan)
-    own_eps = jnp.where(found.is_read, eps, jnp.nan)
-    rate = jnp.where(found.is_own, rate, jnp.nan)
-    rate = jnp.where(found.is_stale, jnp.nan, rate)
-    return constants._replace(eps=eps), constants._replace(eps=own_eps), rate
+    eps = jnp.where(findings.is_continued, constants.eps, jnp.nan)
+    eps_of_updates = jnp.where(findings.is_read, eps, jnp.nan)
+    rate = jnp.where(findings.is_own, rate, jnp.nan)
+    rate = jnp.where(findings.is_stale, jnp.nan, rate)
+    return constants._replace(eps=eps), constants._replace(eps=eps_of_updates), rate
 
 
-def later_as_nan(found: Findings, after: TableState) -> TableState:
+def later_as_nan(findings: Findings, after: TableState) -> TableState:
     """The state after a step, of which comes all that is read later; NaN likewise."""
-    is_right = found.is_continued[:, None, None]
+    is_right = findings.is_continued[:, None, None]
     return after._replace(remaining=jnp.where(is_right, after.remaining, jnp.nan))
 
 
@@ -111,13 +111,15 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
     Raises:
       ValueError: If that is known at once: outside of `jit`, or by the shapes.
     """
-    found = state.constants
-    dtype = jax.dtypes.canonicalize_dtype(found.eps.dtype)
-    own = constants_of(betas, dtype)
+    stored = state.constants
+    dtype = jax.dtypes.canonicalize_dtype(stored.eps.dtype)
+    wanted = constants_of(betas, dtype)
     # As close as two machines compute a logarithm.
-    given, wanted = (jnp.stack(x[:3]).astype(dtype) for x in (found, own))
-    is_same = jnp.all(abs(given - wanted) <= jnp.asarray(1e-5, dtype) * abs(wanted))
-    is_same &= found.lead == own.lead
+    numbers, expected = (jnp.stack(x[:3]).astype(dtype) for x in (stored, wanted))
+    is_same = jnp.all(
+        abs(numbers - expected) <= jnp.asarray(1e-5, dtype) * abs(expected)
+    )
+    is_same &= stored.lead == wanted.lead
     degree = fit(betas.b1, betas.b2, dtype)[1]
     is_traced = isinstance(is_same, jax.core.Tracer)
     if state.remaining.shape[-1] != degree or not (is_traced or is_same):
@@ -127,7 +129,7 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
             "and the weight decay may change, after flush(params, state), but not "
             "jax_enable_x64. Make a new state by init."
         )
-    return type(own)(*found)._replace(eps=jnp.where(is_same, found.eps, jnp.nan))
+    return type(wanted)(*stored)._replace(eps=jnp.where(is_same, stored.eps, jnp.nan))
 
 
 def _is_continued(

@@ -23,10 +23,10 @@ def _flush_rows(
 ) -> Tables:
     param, *arrays = tables
     rows = RowState.of(*arrays)
-    found = catch_up_rows(param, rows, before, constants)
-    mu, nu = found.moments(rows)
+    catch_up = catch_up_rows(param, rows, before, constants)
+    mu, nu = catch_up.moments(rows)
     moments = mu.astype(rows.mu.dtype), nu.astype(rows.nu.dtype)
-    return value_of(param, rows, before, found), *moments, *mark_updated(rows, after)
+    return value_of(param, rows, before, catch_up), *moments, *mark_updated(rows, after)
 
 
 @jax.jit
@@ -98,13 +98,13 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
             continue
         node = next(stale)
         parts = rows_by_parameter(node, list(map(jnp.shape, leaves)), treedef)
-        before, news = table_states(node), []
+        before, new_rows = table_states(node), []
         after = hold_values(before)
         for place, (i, rows) in enumerate(parts.items()):
             args = rows, before.at(place), after.at(place), node.constants
             leaf = jnp.asarray(leaves[i])
             flushed, new = _flush(without_reduced(leaf), *args)
             leaves[i] = reduced_like(flushed, leaf)
-            news.append(new)
-        nodes[n] = replaced(node, news, after)
+            new_rows.append(new)
+        nodes[n] = replaced(node, new_rows, after)
     return treedef.unflatten(leaves), structure.unflatten(nodes)

@@ -53,8 +53,8 @@ class Leaves(NamedTuple):
         if marks is not None:
             decays = treedef.flatten_up_to(marks)
         nus = leaves_like(treedef, state.nu, "The moments", "gradients")
-        known = [nu if old is None else old for old, nu in zip(olds, nus, strict=True)]
-        shapes = [None if x is None else jnp.shape(x) for x in known]
+        shaped = [nu if old is None else old for old, nu in zip(olds, nus, strict=True)]
+        shapes = [None if x is None else jnp.shape(x) for x in shaped]
         rows = rows_by_parameter(state, shapes, treedef)
         is_dense = [not (grads[i] is None or is_bcoo(grads[i])) for i in rows]
         return cls(

@@ -79,11 +79,11 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any) -> None:
         )
 
 
-def _check_decay(state: ExactAdamState, own: str) -> None:
-    given = "exact_adamw" if state.log_decay else "exact_adam"
-    if given != own:
+def _check_decay(state: ExactAdamState, name: str) -> None:
+    maker = "exact_adamw" if state.log_decay else "exact_adam"
+    if maker != name:
         raise ValueError(
-            f"{own} needs a state that was made by {own}, got that of {given}: "
+            f"{name} needs a state that was made by {name}, got that of {maker}: "
             "only the state of exact_adamw knows how far each row has decayed. To "
             "change the weight decay between runs, use exact_adamw in all of them, "
             "with weight_decay=0 where nothing decays."
@@ -102,7 +102,7 @@ def _exact_adam(
     mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Both public forms; `weight_decay` is `None` where nothing decays."""
-    own = "exact_adam" if weight_decay is None else "exact_adamw"
+    name = "exact_adam" if weight_decay is None else "exact_adamw"
     rate = _schedule(learning_rate, "learning rate")
     _check(b1, b2, eps, eps_root)
     decay = None
@@ -131,7 +131,7 @@ def _exact_adam(
 
     def init_fn(params: optax.Params) -> ExactAdamState:
         for leaf in jax.tree.leaves(params):
-            refuse_complex(leaf, own)
+            refuse_complex(leaf, name)
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 raise ValueError(
                     "exact_adam trains floating-point parameters, got "
@@ -175,8 +175,8 @@ def _exact_adam(
         **extra_args: Any,
     ) -> Updated:
         del extra_args
-        check_state_class(state, ExactAdamState, own)
-        _check_decay(state, own)
+        check_state_class(state, ExactAdamState, name)
+        _check_decay(state, name)
         if decay is not None and params is None:
             raise ValueError(
                 "exact_adamw needs the parameters, which decay. Call "

@@ -163,10 +163,10 @@ def log_decay_of(rows: RowState, table: TableState, like: jax.Array) -> Any:
 
 
 def value_of(
-    param: jax.Array, rows: RowState, table: TableState, found: CatchUp
+    param: jax.Array, rows: RowState, table: TableState, catch_up: CatchUp
 ) -> jax.Array:
     """The values of rows, from what brings them up to date."""
-    value, by = param.astype(found.by.dtype), found.by
+    value, by = param.astype(catch_up.by.dtype), catch_up.by
     if rows.log_decay:
         value = jnp.exp(log_decay_of(rows, table, by)) * value
     return (value + by).astype(param.dtype)
@@ -176,8 +176,8 @@ def values_of_rows(
     param: jax.Array, rows: RowState, table: TableState, constants: Constants
 ) -> jax.Array:
     """The values of rows, or of a whole parameter, as they are now."""
-    found = catch_up_rows(param, rows, table, constants)
-    return value_of(param, rows, table, found)
+    catch_up = catch_up_rows(param, rows, table, constants)
+    return value_of(param, rows, table, catch_up)
 
 
 def mark_updated(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
@@ -190,8 +190,8 @@ def mark_updated(rows: RowState, table: TableState) -> tuple[jax.Array, ...]:
         # `tests/optimizers/test_memory.py`.
         return jnp.where(rows.last > table.clock, old, new.astype(old.dtype))
 
-    news: list[jax.Array] = [table.clock]
+    marks: list[jax.Array] = [table.clock]
     if rows.log_decay:
-        news += decay_in(table, rows.log_decay[0].dtype)
-    pairs = zip((rows.last, *rows.log_decay), news, strict=True)
+        marks += decay_in(table, rows.log_decay[0].dtype)
+    pairs = zip((rows.last, *rows.log_decay), marks, strict=True)
     return tuple(marked(*pair) for pair in pairs)

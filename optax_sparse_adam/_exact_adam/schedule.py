@@ -99,7 +99,7 @@ def fit(b1: float, b2: float, dtype: Any) -> tuple[int, int, bool]:
             f"exact_adam cannot sum up the updates of a row without gradients to full "
             f"precision with b1={b1} and b2={b2}. Choose a smaller b1 or a larger b2."
         )
-    return min(fits, key=lambda found: found[1])
+    return min(fits, key=lambda each: each[1])
 
 
 def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> int:
@@ -150,10 +150,10 @@ def outlook(
         def one(count: jax.Array) -> jax.Array:
             return jnp.asarray(schedule(count), dtype).reshape(())
 
-        found = jax.vmap(one)(counts)
+        numbers = jax.vmap(one)(counts)
         # Schedules need not be defined after their last step, as `(1 - t / T) ** 0.9`.
         # Rows do not move there; if training does get there, it is the first value.
-        return jnp.where(jnp.isfinite(found) | (counts == count), found, 0)
+        return jnp.where(jnp.isfinite(numbers) | (counts == count), numbers, 0)
 
     # Steps ahead for the sums; steps of the past for the largest rate, by which a rate
     # near zero at the end of a schedule is compared.
@@ -211,8 +211,8 @@ def _sum_ahead(
     z = nodes(degree).astype(dtype)
     poles = rho / rho[lead - 1]
     # The smallest terms first, which lose less in a sum.
-    found = sum_at_nodes(size[::-1], poles[::-1], powers, z, uses_roots=uses_roots)
-    return jnp.where(is_over, found, jnp.nan)
+    total = sum_at_nodes(size[::-1], poles[::-1], powers, z, uses_roots=uses_roots)
+    return jnp.where(is_over, total, jnp.nan)
 
 
 def constants_of(betas: Betas, dtype: Any) -> Constants:

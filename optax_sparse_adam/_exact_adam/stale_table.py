@@ -47,5 +47,5 @@ class StaleTable(NamedTuple):
 
     def map(self, function: Callable[[Any, bool], Any]) -> "StaleTable":
         rows = jax.tree.map(lambda x: function(x, True), self.rows)
-        others = jax.tree.map(lambda x: function(x, False), self[1:])
-        return StaleTable(rows, *others)
+        shared = jax.tree.map(lambda x: function(x, False), self[1:])
+        return StaleTable(rows, *shared)

@@ -64,8 +64,8 @@ class ExactAdamState(NamedTuple):
         arrays = stale_arrays(states, self.constants)
         rows = rows_by_parameter(self, shapes, treedef)
         return {
-            i: StaleTable(own, states.at(place), self.constants, arrays.at(place))
-            for place, (i, own) in enumerate(rows.items())
+            i: StaleTable(row_state, states.at(place), self.constants, arrays.at(place))
+            for place, (i, row_state) in enumerate(rows.items())
         }
 
     def refuse_stale(self, names: dict[int, str]) -> jax.Array:
@@ -139,8 +139,8 @@ def _refuse_changes(state: Any) -> None:
                 "Use optax.adam there, or exact_adam without it."
             )
         if type(node) in (tuple, list):
-            found = [i for i, part in enumerate(node) if contains_stale(part)]
-            behind = node[found[0] + 1 :] if found else ()
+            places = [i for i, part in enumerate(node) if contains_stale(part)]
+            behind = node[places[0] + 1 :] if places else ()
             if behind:
                 raise ValueError(
                     "Nothing may follow exact_adam in a chain, as it would change "
@@ -178,10 +178,10 @@ def _parameter_indices(state: ExactAdamState, treedef: Any) -> list[int]:
     # state's {"a": MaskedNode, "b": {"c": nu, "d": nu}} has the branches 0, 1, 2, and 0
     # is a hole.
     indices = treedef.unflatten(range(treedef.num_leaves))
-    own: Any
-    parts, own = jax.tree.flatten(state.nu, is_leaf=_is_hole)
+    structure: Any
+    parts, structure = jax.tree.flatten(state.nu, is_leaf=_is_hole)
     try:
-        branches = own.flatten_up_to(indices)
+        branches = structure.flatten_up_to(indices)
     except ValueError:
         parts = jax.tree.leaves(
             state.nu, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
@@ -233,8 +233,8 @@ def rows_by_parameter(
                 )
 
     for index, (mu, nu, last, log_decay) in rows.items():
-        known = shapes[index]
-        shape = jnp.shape(nu) if known is None else tuple(known)
+        param_shape = shapes[index]
+        shape = jnp.shape(nu) if param_shape is None else tuple(param_shape)
         decays = {f"log_decay[{i}]": x for i, x in enumerate(log_decay)}
         what = f"a parameter of shape {shape}"
         check({"mu": mu, "nu": nu}, shape, what)

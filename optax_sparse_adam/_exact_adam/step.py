@@ -97,8 +97,8 @@ def _update_rows(
     count = 3 if before.decay is None else 5
     rows, params = RowState.of(*tables[:count]), tables[count:]
     param = params[0].astype(dtype) if params else grad
-    found = catch_up_rows(param, rows, before, constants, dtype=dtype)
-    mu, nu = found.moments(rows)
+    catch_up = catch_up_rows(param, rows, before, constants, dtype=dtype)
+    mu, nu = catch_up.moments(rows)
     constants, step = cast_floats((constants, step), dtype)
 
     mu = mu + jnp.asarray(1 - betas.b1, dtype) * (grad - mu)
@@ -106,7 +106,7 @@ def _update_rows(
     change = grad * grad - jnp.minimum(nu, jnp.finfo(dtype).max)
     nu = nu + jnp.asarray(1 - betas.b2, dtype) * change
     # What is stored goes from the old projected final value to the new one: it is
-    # brought up to date (`found.by`), moved by Adam's update, and moved on by the
+    # brought up to date (`catch_up.by`), moved by Adam's update, and moved on by the
     # remaining update of its new moments. In the worked example of `remaining_update`,
     # a first update by 0.1 of a row at 2.1 stores `2.1 - 0.1 - 0.1 = 1.9`.
     move = step.size * mu
@@ -114,10 +114,10 @@ def _update_rows(
         move = move + step.grad_size * grad
     change = -move / (jnp.sqrt(nu) + constants.eps * step.rho)
     if step.log_decay is None:
-        change = change + found.by
+        change = change + catch_up.by
     else:
         log_decay = log_decay_of(rows, before, grad) + step.log_decay
-        change = change + jnp.exp(step.log_decay) * found.by
+        change = change + jnp.exp(step.log_decay) * catch_up.by
         change = change + jnp.expm1(log_decay) * param
     # Of the moments as they are stored, since it is read back from these.
     (_, ahead), (_, centre) = coefficients_of(after, constants, dtype)
@@ -191,25 +191,25 @@ def update_whole(
     parameters those that decay are read. Returns the updates and the new rows.
     """
     types = [
-        accumulator_dtype(grad.dtype, *(x.dtype for x in own[:2]))
-        for grad, own in zip(grads, rows, strict=True)
+        accumulator_dtype(grad.dtype, *(x.dtype for x in old[:2]))
+        for grad, old in zip(grads, rows, strict=True)
     ]
-    columns = grads, *zip(*(own[:2] for own in rows), strict=True)
+    columns = grads, *zip(*(old[:2] for old in rows), strict=True)
     wide, mus, nus = (list(map(jnp.astype, column, types)) for column in columns)
     adam = optax.scale_by_adam(*betas[:3], nesterov=betas.nesterov)
     updates: Any
     with jax.numpy_dtype_promotion("standard"):  # optax has no other
         updates, state = adam.update(wide, optax.ScaleByAdamState(count, mus, nus))
-    news = []
-    for i, (own, dtype) in enumerate(zip(rows, types, strict=True)):
+    new_rows = []
+    for i, (old, dtype) in enumerate(zip(rows, types, strict=True)):
         update = updates[i]
         if decays[i]:
             update = update + weight_decay.astype(dtype) * params[i].astype(dtype)
         updates[i] = (-rate.astype(dtype) * update).astype(grads[i].dtype)
-        mu, nu = state.mu[i].astype(own.mu.dtype), state.nu[i].astype(own.nu.dtype)
+        mu, nu = state.mu[i].astype(old.mu.dtype), state.nu[i].astype(old.nu.dtype)
         # The rows have not decayed since they held their values, just as before.
-        news.append(RowState(mu, nu, jnp.full_like(own.last, clock), own.log_decay))
-    return updates, news
+        new_rows.append(RowState(mu, nu, jnp.full_like(old.last, clock), old.log_decay))
+    return updates, new_rows
 
 
 def step_arrays(

@@ -64,14 +64,14 @@ def look_ahead(
     constants = checked_constants(state, betas)
     schedules = learning_rate, weight_decay
     view = outlook(state.count, *schedules, betas, constants.eps.dtype)
-    found = check_step(leaves, state, constants, view, betas)
+    findings = check_step(leaves, state, constants, view, betas)
     before, step = table_states(state), view.now
     # After `flush`, `count` may have been set by hand, and `origin` follows it.
     origin = state.count - state.clock
     tables = before._replace(origin=origin)
-    of_tables, constants, rate = as_nan(found, constants, step.rate)
+    of_tables, constants, rate = as_nan(findings, constants, step.rate)
     after = take_step(tables, of_tables, view, leaves.decays)
-    after = later_as_nan(found, after)
+    after = later_as_nan(findings, after)
     count = optax.safe_increment(state.count)  # which may stand still
     # Rows of a parameter with a dense gradient hold their value, before and after.
     after = hold_values(after._replace(origin=count - after.clock), leaves.is_dense)
@@ -92,23 +92,23 @@ def update_leaves(
     """The update of each gradient, and the new rows of each parameter of the state."""
     made, rows = [*map(Update, leaves.grads)], dict(leaves.rows)
     step, constants = outset.step, outset.constants
-    for place, (i, own) in enumerate(rows.items()):
+    for place, (i, row_state) in enumerate(rows.items()):
         grad, param = leaves.grads[i], leaves.params[i]
         if not is_bcoo(grad):
             continue
         read: Any = ()
-        own_step = step
+        leaf_step = step
         if step.log_decay is not None:
             read = (param,)
-            own_step = step._replace(log_decay=step.log_decay[place])
+            leaf_step = step._replace(log_decay=step.log_decay[place])
         made[i], rows[i] = update_touched_rows(
             without_clock(grad),
             read,
-            own,
+            row_state,
             outset.before.at(place),
             outset.after.at(place),
             constants._replace(eps=constants.eps[place]),
-            own_step,
+            leaf_step,
             outset.arrays.at(place),
             param if adds_to_params else None,
             betas=betas,
@@ -119,7 +119,7 @@ def update_leaves(
     # All at once: XLA would compute the rates of all in the fusion of each.
     keys = [*rows]
     whole = [keys[place] for place in places]
-    news = update_whole(
+    updates_and_rows = update_whole(
         [leaves.grads[i] for i in whole],
         [leaves.params[i] for i in whole],
         [rows[i] for i in whole],
@@ -130,6 +130,6 @@ def update_leaves(
         betas=betas,
         decays=tuple(leaves.decays[places].tolist()),
     )
-    for i, change, new in zip(whole, *news, strict=True):
+    for i, change, new in zip(whole, *updates_and_rows, strict=True):
         made[i], rows[i] = Update(change), new
     return made, [*rows.values()]
