@@ -38,19 +38,19 @@ def new_arrays(
     return new | {"numbers": np.append([0, 0, 0, -1], options.numbers())}
 
 
-def checked(given: Mapping[str, Any], options: Options) -> dict[str, np.ndarray]:
+def checked(saved: Mapping[str, Any], options: Options) -> dict[str, np.ndarray]:
     """Copies of arrays that a user gives, if they are those of a checkpoint.
 
     Raises:
       TypeError: If they have other types.
       ValueError: If they are of a vocabulary with other options, or damaged.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(saved, Mapping):
         raise TypeError(
             f"A vocabulary's arrays are a dictionary of them, got "
-            f"{type(given).__name__}. Pass what `arrays` has returned."
+            f"{type(saved).__name__}. Pass what `arrays` has returned."
         )
-    arrays = {name: np.array(given[name]) for name in given}
+    arrays = {name: np.array(saved[name]) for name in saved}
     for name, x in arrays.items():
         dtype = np.dtype(_TYPES.get(name, np.int32))
         if x.dtype != dtype or x.ndim != 1:
@@ -73,17 +73,17 @@ def checked(given: Mapping[str, Any], options: Options) -> dict[str, np.ndarray]
     return arrays
 
 
-def _refuse_names(names: list[str], given: Mapping[str, Any]) -> None:
+def _refuse_names(names: list[str], saved: Mapping[str, Any]) -> None:
     raise ValueError(
-        f"restore needs the arrays {', '.join(names)}; got {', '.join(given)}. Make "
+        f"restore needs the arrays {', '.join(names)}; got {', '.join(saved)}. Make "
         "the vocabulary with the options of the one that was saved."
     )
 
 
-def _refuse_other_options(given: np.ndarray, options: Options) -> None:
-    own = options.numbers()
+def _refuse_other_options(saved: np.ndarray, options: Options) -> None:
+    numbers = options.numbers()
     names = "min_hits", "ttl", "score", "padding", "padding"
-    for name, a, b in zip(names, given.tolist(), own.tolist(), strict=True):
+    for name, a, b in zip(names, saved.tolist(), numbers.tolist(), strict=True):
         if a != b:
             was = f" {a or None}" if name in ("min_hits", "ttl") else ""
             raise ValueError(
@@ -125,13 +125,13 @@ def _fault_of(arrays: dict[str, np.ndarray]) -> str:
 
 
 def resized(
-    given: dict[str, np.ndarray], like: Mapping[str, Sized]
+    saved: dict[str, np.ndarray], like: Mapping[str, Sized]
 ) -> dict[str, np.ndarray]:
     """The same contents in arrays as long as others."""
-    if {*given} != {*like}:
-        _refuse_names([*like], given)
+    if {*saved} != {*like}:
+        _refuse_names([*like], saved)
     new = {}
-    for name, x in given.items():
+    for name, x in saved.items():
         more = len(like[name]) - len(x)
         if more < 0:
             raise ValueError(
@@ -141,11 +141,11 @@ def resized(
             )
         fill = -1 if name == "changed" else 0
         new[name] = np.pad(x, (0, more), constant_values=fill) if more else x
-    size = len(given.get("gone", ()))
+    size = len(saved.get("gone", ()))
     if size != len(like.get("gone", ())):  # the ring begins again
-        count = int(given["numbers"][GONE])
+        count = int(saved["numbers"][GONE])
         places = np.arange(max(0, count - size), count) % size
         for name in ("gone", "gone_at"):
-            new[name][: len(places)] = given[name][places]
+            new[name][: len(places)] = saved[name][places]
         new["numbers"][GONE] = len(places)
     return new

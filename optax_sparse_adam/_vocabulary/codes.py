@@ -88,10 +88,10 @@ def codes_of(function: str, array: np.ndarray, kind: int) -> tuple[np.ndarray, i
       TypeError: If the keys are no integers, strings or bytes.
       ValueError: If a vocabulary of this kind cannot tell a key from another one.
     """
-    given = array.dtype.kind
+    type_kind = array.dtype.kind
     if array.size == 0:
         return np.zeros(0, np.uint64), kind
-    if given in "USTO":
+    if type_kind in "USTO":
         if kind == SIGNED:
             raise TypeError(
                 f"{function} cannot take strings here, as this vocabulary has signed "
@@ -99,27 +99,27 @@ def codes_of(function: str, array: np.ndarray, kind: int) -> tuple[np.ndarray, i
                 "negative one. Make a vocabulary for each."
             )
         return _hash(function, array).reshape(-1), UNSIGNED
-    if given not in "iu":
+    if type_kind not in "iu":
         raise TypeError(
             f"{function} needs {_KEYS}, got an array of {array.dtype}: other numbers "
             "would be rounded or cut. Cast them, and see that they are equal after it."
         )
-    kind = kind or (SIGNED if given == "i" else UNSIGNED)
-    if kind == UNSIGNED and given == "i" and (least := array.min()) < 0:
+    kind = kind or (SIGNED if type_kind == "i" else UNSIGNED)
+    if kind == UNSIGNED and type_kind == "i" and (least := array.min()) < 0:
         raise ValueError(
             f"{function} cannot take negative keys here, as this vocabulary has "
             "unsigned integers or strings as keys, and the bits of a negative number "
             f"are those of a large one; got {least}. Make a vocabulary for each, or "
             "give it int64 from the first key on."
         )
-    if kind == SIGNED and given == "u" and (most := array.max()) >= 2**63:
+    if kind == SIGNED and type_kind == "u" and (most := array.max()) >= 2**63:
         raise ValueError(
             f"{function} cannot take keys above 2**63 - 1 here, as this vocabulary has "
             "signed integers as keys, and the bits of a large number are those of a "
             f"negative one; got {most}. Make a vocabulary for each, or give it uint64 "
             "from the first key on."
         )
-    wide = array.astype(np.int64 if given == "i" else np.uint64, copy=False)
+    wide = array.astype(np.int64 if type_kind == "i" else np.uint64, copy=False)
     return np.ascontiguousarray(wide).reshape(-1).view(np.uint64), kind
 
 

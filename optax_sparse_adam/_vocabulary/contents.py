@@ -92,12 +92,12 @@ class Contents:
             self._ids = 0 if step > self.numbers[STEP] else _ANY_NUMBER
         self._ids, self._ids_step = self._ids + number, step
 
-    def plan(self, codes: np.ndarray, known: np.ndarray, step: int) -> _Plan:
+    def plan(self, codes: np.ndarray, touched: np.ndarray, step: int) -> _Plan:
         """Plans what to do with codes without a row; raises where it cannot be done.
 
         Args:
           codes: Those without a row, as the batch has them.
-          known: The rows of the others.
+          touched: The rows of the others.
           step: The step.
         """
         codes, hits, of = self.main.index.distinct(codes)
@@ -113,8 +113,8 @@ class Contents:
         number = int(np.count_nonzero(enters))
         rows = len(self.main.keys) - 1
         if number > self.main.room and self._ids > rows:
-            known = np.unique(known)
-            number += len(known) + self.main.number_at(step, known)
+            touched = np.unique(touched)
+            number += len(touched) + self.main.number_at(step, touched)
             if number > rows:
                 raise ValueError(
                     f"assign needs a row for each different key of a step: {number:,} "
@@ -181,20 +181,20 @@ class Contents:
         changes.write(self.numbers, [GONE], count)
 
     def changed_since(
-        self, step: int, others: np.ndarray
+        self, step: int, taken_back: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes that have got their row since then, the rows, and codes that have gone.
 
-        Of `others`, too, whenever that was.
+        Of codes that were `taken_back`, too, whenever that was.
         """
-        main, there = self.main, self.main.find(others)
+        main, there = self.main, self.main.find(taken_back)
         is_new = (main.hits > 0) & (self.changed >= step)
         is_new[there[there > 0]] = True
         rows = np.flatnonzero(is_new).astype(np.int32)
         size, count = len(self._gone), int(self.numbers[GONE])
         places = np.arange(max(0, count - size), count) % max(size, 1)
         gone = self._gone[places][self._gone_at[places] >= step]
-        gone = np.append(gone, others[there == 0])
+        gone = np.append(gone, taken_back[there == 0])
         gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
         return main.keys[rows], rows, gone[main.find(gone) == 0]
 

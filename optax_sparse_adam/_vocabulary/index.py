@@ -56,11 +56,11 @@ class Index:
             return by_library
         mixed = self._mix(codes)
         rows = self._slots.take(self._first(mixed), mode="clip")
-        others = np.flatnonzero(self.codes.take(rows, mode="clip") != codes)
-        if len(others):
-            second = self._slots.take(self._second(mixed[others]), mode="clip")
-            found = self.codes.take(second, mode="clip") == codes[others]
-            rows[others] = np.where(found, second, 0)
+        misses = np.flatnonzero(self.codes.take(rows, mode="clip") != codes)
+        if len(misses):
+            second = self._slots.take(self._second(mixed[misses]), mode="clip")
+            is_there = self.codes.take(second, mode="clip") == codes[misses]
+            rows[misses] = np.where(is_there, second, 0)
         return rows
 
     def insert(self, rows: np.ndarray) -> bool:

@@ -117,12 +117,12 @@ class Order:
         rows = np.flatnonzero(self._hits).astype(np.int32)
         scores = self._scores_of(rows)
         usable = self._last[rows] != now
-        own, low = rows[usable], scores[usable]
-        assert len(own) >= count
-        size = max(count, len(own) // _SHARE, _FEW)
-        if size < len(own):
+        movable, low = rows[usable], scores[usable]
+        assert len(movable) >= count
+        size = max(count, len(movable) // _SHARE, _FEW)
+        if size < len(movable):
             most = np.partition(low, size - 1)[size - 1]
-            ties = own[low == most][: size - np.count_nonzero(low < most)]
+            ties = movable[low == most][: size - np.count_nonzero(low < most)]
             kept = _up_to((rows, scores), (most, ties[-1]))
             rows, scores = rows[kept], scores[kept]
         by = np.argsort(scores, kind="stable")

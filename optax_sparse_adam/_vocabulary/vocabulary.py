@@ -165,13 +165,13 @@ class Vocabulary:
             held.count_ids(len(codes), step)
             rows = main.find(codes)
             new = np.flatnonzero(rows == 0)
-            known = rows[rows != 0] if len(new) else rows
-            plan = held.plan(codes[new], known, step) if len(new) else None
+            touched = rows[rows != 0] if len(new) else rows
+            plan = held.plan(codes[new], touched, step) if len(new) else None
             changes, fresh, evicted = Changes(), rows[:0], codes[:0]
             moves = plan is not None or self._options.ttl is not None
             with self._move() if moves else contextlib.nullcontext():
                 try:
-                    main.touch(changes, known, step)
+                    main.touch(changes, touched, step)
                     changes.write(held.numbers, [KIND, STEP], (kind, step))
                     if moves:
                         evicted = held.expire(changes, int(before), step)
@@ -179,7 +179,7 @@ class Vocabulary:
                         rows[new], fresh, gone = held.admit(changes, plan, step)
                         evicted = np.append(evicted, gone)
                     held.bury(changes, evicted, step)
-                    main.order.add(known, step)
+                    main.order.add(touched, step)
                     main.order.add(fresh, step)
                 except BaseException:  # before `find` may look again
                     held.take_back(changes, finished=False)

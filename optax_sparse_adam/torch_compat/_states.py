@@ -79,7 +79,9 @@ def to_state(tx: optax.GradientTransformation, params: Any, states: Any) -> Any:
       3
     """
     names, treedef = _names(params)
-    given = [_checked(*x) for x in zip(names, _up_to(treedef, states), strict=True)]
+    torch_states = [
+        _checked(*x) for x in zip(names, _up_to(treedef, states), strict=True)
+    ]
     used: set[int] = set()
 
     def filled(node: Any) -> tuple[Any, int]:
@@ -89,9 +91,9 @@ def to_state(tx: optax.GradientTransformation, params: Any, states: Any) -> Any:
             leaves: Any = treedef.flatten_up_to(trees[field])
             for i, x in enumerate(leaves):
                 if not _is_masked(x):
-                    _refuse_none(names[i], given[i])
-                    steps[names[i]] = _step(names[i], given[i])
-                    leaves[i] = _placed(names[i], key, given[i][key], x)
+                    _refuse_none(names[i], torch_states[i])
+                    steps[names[i]] = _step(names[i], torch_states[i])
+                    leaves[i] = _placed(names[i], key, torch_states[i][key], x)
                     used.add(i)
             trees[field] = treedef.unflatten(leaves)
         if len({*steps.values()}) > 1:
@@ -104,9 +106,9 @@ def to_state(tx: optax.GradientTransformation, params: Any, states: Any) -> Any:
         step = next(iter(steps.values()), 0)
         return node._replace(count=_count(step, node.count), **trees), step
 
-    state = _by_part(tx.init(params), filled, _common_step(names, given))
-    for i, (name, own) in enumerate(zip(names, given, strict=True)):
-        if i not in used and own.keys() & _FIELDS.keys():
+    state = _by_part(tx.init(params), filled, _common_step(names, torch_states))
+    for i, (name, torch_state) in enumerate(zip(names, torch_states, strict=True)):
+        if i not in used and torch_state.keys() & _FIELDS.keys():
             raise ValueError(
                 f"to_state has a state of torch for {name}, of which the "
                 "transformation keeps no two moments as Adam does: it would be lost. "
@@ -173,8 +175,10 @@ def _by_part(state: State, filled: Callable[[Any], Any], common: int | None) -> 
             steps.add(step)
         elif isinstance(x, optax.transforms.PartitionState):
             parts = x.inner_states.items()
-            own = {name: _by_part(part, filled, common) for name, part in parts}
-            leaves[i] = x._replace(inner_states=own)
+            inner_states = {
+                name: _by_part(part, filled, common) for name, part in parts
+            }
+            leaves[i] = x._replace(inner_states=inner_states)
     for i, (path, x) in enumerate(pairs):
         name = getattr(path[-1], "name", "") if path else ""
         if name in _COUNTS and jnp.ndim(x) == 0:
