@@ -142,6 +142,36 @@ def _store(name: str, row: str, value: Value) -> str:
     return f"store_row({name}, {row}, lane, [&](int j) {{ return {value.element}; }});"
 
 
+def _macros(
+    kernel: Kernel, program: Program, tuning: Tuning, params: list[str]
+) -> dict[str, Any]:
+    """What `rows.cu` is compiled with, beside its formula."""
+    at_once, _ = columns_of_lane(kernel.columns)
+    names = [param.split()[-1] for param in params]
+    macros: dict[str, Any] = {
+        "DIM": kernel.columns,
+        "VEC": at_once,
+        "AHEAD": tuning.ahead,
+        "THREADS": tuning.threads,
+        "PARAMS": "".join(f", {param}" for param in params),
+        "ARGS": "".join(f", {name}" for name in names),
+        "PLACES": int(kernel.by_place),
+        "WEIGHTS": int(kernel.weighted),
+    }
+    if kernel.bags is not None:
+        macros["BAGS"] = kernel.bags
+    if kernel.data is not None:
+        macros["DATA"] = stored_type(kernel.data)
+    if kernel.out is not None:
+        macros["OUT"] = stored_type(kernel.out)
+        macros["FILL"] = constant(kernel.fill, jnp.float32).text
+    if kernel.reduces:
+        macros["REDUCE"] = 1
+    elif kernel.pools:
+        macros["POOL"] = 1 if program.lines else 4  # rows at once
+    return macros
+
+
 def source_of(
     kernel: Kernel, program: Program, tuning: Tuning
 ) -> tuple[str, list[jax.Array]]:
@@ -184,29 +214,7 @@ def source_of(
             # Of a single column lane 0 has it.
             number = f"{value.text}[0]" if value.is_wide else value.text
             body.append(f"if (lane == 0) put(t{i}_[row], {number});")
-    at_once, _ = columns_of_lane(kernel.columns)
-    names = [param.split()[-1] for param in params]
-    macros = {
-        "DIM": kernel.columns,
-        "VEC": at_once,
-        "AHEAD": tuning.ahead,
-        "THREADS": tuning.threads,
-        "PARAMS": "".join(f", {param}" for param in params),
-        "ARGS": "".join(f", {name}" for name in names),
-        "PLACES": int(kernel.by_place),
-        "WEIGHTS": int(kernel.weighted),
-    }
-    if kernel.bags is not None:
-        macros["BAGS"] = kernel.bags
-    if kernel.data is not None:
-        macros["DATA"] = stored_type(kernel.data)
-    if kernel.out is not None:
-        macros["OUT"] = stored_type(kernel.out)
-        macros["FILL"] = constant(kernel.fill, jnp.float32).text
-    if kernel.reduces:
-        macros["REDUCE"] = 1
-    elif kernel.pools:
-        macros["POOL"] = 1 if program.lines else 4  # rows at once
+    macros = _macros(kernel, program, tuning, params)
     head = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     text = text_of("rows.cu").replace(
         "  FORMULA\n", "".join(f"  {line}\n" for line in body)
