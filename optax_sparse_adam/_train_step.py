@@ -12,7 +12,7 @@ from ._gradients.value_and_grad import Sparse, value_and_grad
 from ._optimizers.attempt import attempt
 from ._optimizers.current_rows import refuse_stored_reads, without_stored_reads
 from ._optimizers.forms import (
-    Program,
+    UpdateProgram,
     applied,
     first_that_traces,
     sparse_leaves,
@@ -159,7 +159,7 @@ def _taken_by(
     }
 
 
-def _check_are_read(names: Iterable[str], program: Program) -> None:
+def _check_are_read(names: Iterable[str], program: UpdateProgram) -> None:
     for name in names:
         if not program.reads(name):
             raise TypeError(

@@ -21,7 +21,7 @@ from .._rows.canary import lacks_clock
 from .._rows.checks import is_bcoo
 from .._rows.clocks import is_read_at
 from .._rows.gather_scatter import gather_rows
-from .leaves import Leaves
+from .leaves import StepLeaves
 from .remaining_update import Constants
 from .rows import TableState
 from .schedule import Outlook, constants_of, fit, mean_ahead
@@ -51,7 +51,7 @@ class Findings(NamedTuple):
 
 
 def check_step(
-    leaves: Leaves,
+    leaves: StepLeaves,
     state: ExactAdamState,
     constants: Constants,
     view: Outlook,

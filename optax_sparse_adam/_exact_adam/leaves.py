@@ -12,7 +12,7 @@ from .rows import RowState
 from .state import ExactAdamState, rows_by_parameter
 
 
-class Leaves(NamedTuple):
+class StepLeaves(NamedTuple):
     """Gradients and parameters, and what the state knows of their rows.
 
     Attributes:
@@ -37,7 +37,7 @@ class Leaves(NamedTuple):
     @classmethod
     def of(
         cls, updates: optax.Updates, state: ExactAdamState, params: Any, marks: Any
-    ) -> "Leaves":
+    ) -> "StepLeaves":
         """The leaves; `marks` is the tree of what decays, or `None` if nothing does.
 
         Raises:

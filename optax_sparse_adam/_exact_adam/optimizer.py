@@ -25,7 +25,7 @@ from .._optimizers.update_fn import RowUpdateFn, Updated
 from .._rows.checks import refuse_complex
 from .._rows.entries import accumulator_dtype
 from .._rows.new_arrays import full_along
-from .leaves import Leaves
+from .leaves import StepLeaves
 from .schedule import Schedule, constants_of, fit, largest_decay
 from .state import ExactAdamState, replaced
 from .step import Betas
@@ -184,7 +184,7 @@ def _exact_adam(
             )
         state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
         marks = None if decay is None else decaying(params)
-        leaves = Leaves.of(updates, state, params, marks)
+        leaves = StepLeaves.of(updates, state, params, marks)
         outset = look_ahead(leaves, state, rate, decay, betas)
         made, rows = update_leaves(leaves, outset, betas, adds_to_params=adds_to_params)
         new = replaced(state, rows, outset.after)

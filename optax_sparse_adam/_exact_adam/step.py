@@ -13,7 +13,7 @@ from .._optimizers.rounding import nearest
 from .._rows.clocks import as_update
 from .._rows.entries import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
-from .._rows.kernel_ops import CALLS, Call
+from .._rows.kernel_ops import CALLS, KernelFormula
 from .._rows.map_rows import Tables
 from .._rows.row_ops import Formula, Update
 from .._rows.update_table import update_table
@@ -136,7 +136,7 @@ def _by_kernel(
     return native.exact_adam_rows(entries, stale, arrays.step, read, targets)
 
 
-CALLS["exact_adam"] = Call(_by_kernel, "float32")
+CALLS["exact_adam"] = KernelFormula(_by_kernel, "float32")
 
 
 @functools.partial(jit_with_bags, static_argnames="betas")

@@ -16,7 +16,7 @@ from .._rows.clocks import without_clock
 from .._rows.row_ops import Update
 from .checks import as_nan, check_step, checked_constants, later_as_nan
 from .kernel_arrays import KernelArrays, stale_arrays
-from .leaves import Leaves
+from .leaves import StepLeaves
 from .remaining_update import Constants
 from .rows import RowState, TableState
 from .schedule import Schedule, decay_of, hold_values, outlook, take_step
@@ -49,7 +49,7 @@ class Outset(NamedTuple):
 
 
 def look_ahead(
-    leaves: Leaves,
+    leaves: StepLeaves,
     state: ExactAdamState,
     learning_rate: Schedule,
     weight_decay: Schedule | None,
@@ -87,7 +87,7 @@ def look_ahead(
 
 
 def update_leaves(
-    leaves: Leaves, outset: Outset, betas: Betas, *, adds_to_params: bool
+    leaves: StepLeaves, outset: Outset, betas: Betas, *, adds_to_params: bool
 ) -> tuple[list[Update], list[RowState]]:
     """The update of each gradient, and the new rows of each parameter of the state."""
     made, rows = [*map(Update, leaves.grads)], dict(leaves.rows)

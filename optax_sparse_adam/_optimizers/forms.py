@@ -60,7 +60,7 @@ def _dense(grads: Any) -> Any:
     return jax.tree.map(of_leaf, grads, is_leaf=is_bcoo)
 
 
-class Program(NamedTuple):
+class UpdateProgram(NamedTuple):
     """An update as a program of its own, of the keywords that are asked about.
 
     It is evaluated where it is known to be right: a trace that fails leaves nothing
@@ -89,7 +89,7 @@ class Program(NamedTuple):
         return any(var in used for of, var in pairs if of == name)
 
 
-def traced(update: UpdateFn, grads: Any, keywords: dict[str, Any]) -> Program:
+def traced(update: UpdateFn, grads: Any, keywords: dict[str, Any]) -> UpdateProgram:
     """`update(grads, keywords)`, of gradients that are armed."""
 
     def armed_update(keywords: dict[str, Any]) -> Any:
@@ -97,12 +97,12 @@ def traced(update: UpdateFn, grads: Any, keywords: dict[str, Any]) -> Program:
 
     jaxpr, results = jax.make_jaxpr(armed_update, return_shape=True)(keywords)
     names = [name for name in sorted(keywords) for _ in jax.tree.leaves(keywords[name])]
-    return Program(jaxpr, jax.tree.structure(results), names)
+    return UpdateProgram(jaxpr, jax.tree.structure(results), names)
 
 
 def first_that_traces(
     name: str, update: UpdateFn, grads: Any, keywords: dict[str, Any]
-) -> Program:
+) -> UpdateProgram:
     """The update of gradients as they are, or with their duplicates added up.
 
     Args:
@@ -114,7 +114,7 @@ def first_that_traces(
     Raises:
       Exception: What `update` raises of the gradients as they are.
     """
-    program: Program
+    program: UpdateProgram
     program, refusal = attempt(traced, update, grads, keywords)
     if refusal is None:
         return program

@@ -17,7 +17,7 @@ from .row_ops import Formula, RowOps, Update, where
 from .source import Bounds, Source
 
 
-class Call(NamedTuple):
+class KernelFormula(NamedTuple):
     """A formula in the kernel.
 
     Attributes:
@@ -39,9 +39,9 @@ def _by_formula(name: str) -> Callable[..., Any]:
 
 # The formulas by their names. That of exact Adam is added in `_exact_adam/step.py`.
 CALLS = {
-    "adam": Call(_by_formula("adam"), "low"),
-    "rowwise_adagrad": Call(_by_formula("rowwise_adagrad"), "single"),
-    "rowwise_adam": Call(_by_formula("rowwise_adam"), "single"),
+    "adam": KernelFormula(_by_formula("adam"), "low"),
+    "rowwise_adagrad": KernelFormula(_by_formula("rowwise_adagrad"), "single"),
+    "rowwise_adam": KernelFormula(_by_formula("rowwise_adam"), "single"),
 }
 
 
