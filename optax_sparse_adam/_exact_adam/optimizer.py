@@ -1,8 +1,6 @@
 """Dense Adam's own numbers, at the cost of the rows that a gradient holds."""
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._jax_extras.huge_pages import use_huge_pages
 from .._jax_extras.sharding import jit_on_mesh
-from .._optimizers.by_leaf import all_but_last
 from .._optimizers.hyperparameters import (
     NUMBER,
     check_at_least,
@@ -22,11 +18,9 @@ from .._optimizers.hyperparameters import (
     floating_type,
 )
 from .._optimizers.update_fn import RowUpdateFn, Updated
-from .._rows.checks import refuse_complex
-from .._rows.entries import accumulator_dtype
-from .._rows.new_arrays import full_along
 from .leaves import StepLeaves
-from .schedule import Schedule, constants_of, fit, largest_decay
+from .new_state import new_state
+from .schedule import Schedule, fit, largest_decay
 from .state import ExactAdamState, replaced
 from .step import Betas
 from .update import look_ahead, update_leaves
@@ -90,6 +84,34 @@ def _check_decay(state: ExactAdamState, name: str) -> None:
         )
 
 
+def _decay_schedule(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: Any, limit: float
+) -> Schedule | None:
+    """The weight decay of each step, if anything decays."""
+    if weight_decay is None:
+        return None
+    decay = _schedule(weight_decay, "weight decay")
+    are_known = isinstance(learning_rate, NUMBER), isinstance(weight_decay, NUMBER)
+    if all(are_known) and not learning_rate * weight_decay <= limit:
+        raise ValueError(
+            "exact_adamw needs learning_rate * weight_decay of at most "
+            f"(1 - b1 / sqrt(b2)) / 2 = {limit:.3g}, got {learning_rate} * "
+            f"{weight_decay}: a row must keep more in a step than its momentum "
+            "does. Choose a smaller weight_decay."
+        )
+    return decay
+
+
+def _decaying(params: optax.Params, mask: Any) -> Any:
+    """Says of each parameter whether it decays."""
+    if mask is None:
+        return jax.tree.map(lambda _: True, params)
+    marks = mask(params) if callable(mask) else mask
+    return jax.tree.map(
+        lambda mark, part: jax.tree.map(lambda _: bool(mark), part), marks, params
+    )
+
+
 def _exact_adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: float,
@@ -105,66 +127,13 @@ def _exact_adam(
     name = "exact_adam" if weight_decay is None else "exact_adamw"
     rate = _schedule(learning_rate, "learning rate")
     _check(b1, b2, eps, eps_root)
-    decay = None
-    if weight_decay is not None:
-        decay = _schedule(weight_decay, "weight decay")
-        are_known = isinstance(learning_rate, NUMBER), isinstance(weight_decay, NUMBER)
-        limit = largest_decay(b1, b2)
-        if all(are_known) and not learning_rate * weight_decay <= limit:
-            raise ValueError(
-                "exact_adamw needs learning_rate * weight_decay of at most "
-                f"(1 - b1 / sqrt(b2)) / 2 = {limit:.3g}, got {learning_rate} * "
-                f"{weight_decay}: a row must keep more in a step than its momentum "
-                "does. Choose a smaller weight_decay."
-            )
+    decay = _decay_schedule(learning_rate, weight_decay, largest_decay(b1, b2))
     mu_dtype = floating_type(mu_dtype, "mu_dtype")
     betas = Betas(float(b1), float(b2), float(eps), bool(nesterov))
     fit(betas.b1, betas.b2, np.dtype("float32"))  # raises where there is none
 
-    def decaying(params: optax.Params) -> Any:
-        if mask is None:
-            return jax.tree.map(lambda _: True, params)
-        marks = mask(params) if callable(mask) else mask
-        return jax.tree.map(
-            lambda mark, part: jax.tree.map(lambda _: bool(mark), part), marks, params
-        )
-
     def init_fn(params: optax.Params) -> ExactAdamState:
-        for leaf in jax.tree.leaves(params):
-            refuse_complex(leaf, name)
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise ValueError(
-                    "exact_adam trains floating-point parameters, got "
-                    f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}. Leave it out "
-                    "with optax.masked or optax.partition."
-                )
-        use_huge_pages(params)
-        dtype = jnp.result_type(float)
-        degree = fit(betas.b1, betas.b2, dtype)[1]
-
-        def for_each(make: Callable[[Any], jax.Array]) -> Any:
-            return jax.tree.map(make, params)
-
-        def for_rows(param: Any, dtype: Any) -> jax.Array:
-            return full_along(param, 0, dtype, all_but_last(jnp.ndim(param)))
-
-        def log_decay(param: Any) -> jax.Array:
-            return for_rows(param, accumulator_dtype(jnp.result_type(param)))
-
-        size = len(jax.tree.leaves(params))
-        return ExactAdamState(
-            count=jnp.zeros([], jnp.int32),
-            mu=for_each(functools.partial(full_along, dtype=mu_dtype)),
-            nu=for_each(full_along),
-            last=for_each(lambda param: for_rows(param, jnp.int32)),
-            log_decay=(for_each(log_decay), for_each(log_decay)) if decay else (),
-            clock=jnp.zeros([], jnp.int32),
-            origin=jnp.zeros([], jnp.int32),
-            values_until=jnp.zeros([size], jnp.int32),
-            remaining=jnp.zeros([size, 2, degree], dtype),
-            decay=jnp.zeros([size, 2], dtype) if decay else (),
-            constants=constants_of(betas, dtype),
-        )
+        return new_state(params, betas, mu_dtype, name)
 
     def update_fn(
         updates: optax.Updates,
@@ -183,7 +152,7 @@ def _exact_adam(
                 "update(updates, state, params)."
             )
         state = state._replace(count=jnp.asarray(state.count, state.clock.dtype))
-        marks = None if decay is None else decaying(params)
+        marks = None if decay is None else _decaying(params, mask)
         leaves = StepLeaves.of(updates, state, params, marks)
         outset = look_ahead(leaves, state, rate, decay, betas)
         made, rows = update_leaves(leaves, outset, betas, adds_to_params=adds_to_params)
