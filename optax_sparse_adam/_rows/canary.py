@@ -61,7 +61,6 @@ from .canary_arrays import (
 )
 from .source import Source
 
-
 _BCOOType: Any = type(BCOO)
 
 
