@@ -25,7 +25,7 @@ from .lazy_row_analysis import split_update
 from .lazy_tables import (
     compact_shapes,
     look_up,
-    step,
+    step_rows,
     sum_rows,
     summed_data,
     write,
@@ -124,8 +124,9 @@ def _update_tables(
     # Write back.
     for i, table in tables.items():
         if i in split.formulas:
-            operands = table, rows.get(i), split.shapes.of_table(i, owners), shared[i]
-            new = step(split.formulas[i], *operands, adds_to_param=adds_to_params)
+            formula, like = split.formulas[i], split.shapes.of_table(i, owners)
+            operands = formula, table, rows.get(i), like, shared[i]
+            new = step_rows(*operands, adds_to_param=adds_to_params)
         else:
             new = write(table, rows[i], looked_up[i], results.of_table(i, owners))
         made.put(i, owners, new)

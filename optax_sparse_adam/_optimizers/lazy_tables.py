@@ -132,7 +132,7 @@ def _put(ops: RowOps, tables: Tables, indices: jax.Array, rows: Tables) -> Table
     return tuple(ops.put(table, indices, new) for table, new in pairs)
 
 
-def step(
+def step_rows(
     formula: RowFormula,
     table: OfTable[Any],
     rows: Rows | None,
@@ -152,7 +152,7 @@ def step(
       adds_to_param: Whether the update may be added to the parameter.
     """
     pairs = zip(table.state, results.state, strict=True)
-    update, state = _step(
+    update, state = _step_rows(
         formula,
         table.grad,
         rows,
@@ -166,7 +166,7 @@ def step(
 
 
 @functools.partial(jit_with_bags, static_argnames=("formula", "update_dtype"))
-def _step(
+def _step_rows(
     formula: RowFormula,
     grad: Any,
     rows: Rows | None,

@@ -59,7 +59,7 @@ def update_table(
         rows = rows._replace(data=rows.data.astype(dtype))
         entries = SummedEntries(rows, grad.shape)
     targets = _targets(adds_to, grad)
-    step = functools.partial(_step, formula)
+    step = functools.partial(_step_with_ops, formula)
     operands = entries, tables, read, targets, *args
     update, tables = with_ops(step, *operands, sums=True, maps=True, keeps_order=False)
     if targets:
@@ -69,7 +69,9 @@ def update_table(
     return Update(change), tables
 
 
-def _step(formula: Formula, ops: RowOps, *operands: Any) -> tuple[Update, Tables]:
+def _step_with_ops(
+    formula: Formula, ops: RowOps, *operands: Any
+) -> tuple[Update, Tables]:
     return ops.step(formula, *operands)
 
 
