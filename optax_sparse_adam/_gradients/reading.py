@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax_extras.inject import inject
-from .._rows.lookups import look_up as look_up_rows
+from .._rows.lookups import look_up as read_rows
 from .._rows.lookups import reads_by_kernel
 from .._rows.source import Mode, Source
 from .expressions import Expression, Leaf, operands_first, table
@@ -35,7 +35,7 @@ def _read_table(source: Source, lookup: Lookup) -> jax.Array:
     if bounds is not None and (
         is_hidden or reads_by_kernel(source, lookup.row_ids, bounds)
     ):
-        rows: jax.Array = look_up_rows(bounds, source, lookup.row_ids)
+        rows: jax.Array = read_rows(bounds, source, lookup.row_ids)
         return rows.reshape(lookup.out)
     if source.stale is None:
         return source.values(lookup.read)
