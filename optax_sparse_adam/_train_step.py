@@ -38,9 +38,9 @@ def make_train_step(
     updated in place, and the old ones must not be used again. The first state is
     `tx.init(params)`.
 
-    The kernel for CPUs adds updates of float32 tables while it computes them, with the
-    same bits, where `tx` is an optimiser of this package as it was made. Whatever is
-    around it, as a chain or a wrapper of your own, sees the updates.
+    A kernel adds updates of float32 tables while it computes them, with the same bits,
+    where `tx` is an optimiser of this package as it was made. Whatever is around it, as
+    a chain or a wrapper of your own, sees the updates.
 
     Gradients are row-sparse wherever possible. Their duplicates are added up first for
     an optimiser that needs it, such as `optax.apply_if_finite`. An optimiser that takes

@@ -2,7 +2,7 @@
 
 A walk evaluates the jaxpr of the loss with an `Expression` in the place of each table.
 At each lookup it injects a *delta*, zeros with respect to which JAX then differentiates
-(`expressions.inject`), and keeps the row ids beside it:
+(`_jax_extras.inject`), and keeps the row ids beside it:
 
     rows = f(inject(gather(table, ids), delta))
 

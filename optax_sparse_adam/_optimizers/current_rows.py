@@ -1,5 +1,7 @@
 """What reads parameters in front of `exact_adam`: rows of now, or a refusal.
 
+Not the lookups of a loss, which `_rows/source.py` brings up to date.
+
 In `optax.chain(lazy(f), exact_adam(0.1))` all parts get the same parameters, and these
 hold the projected final value of each row: 1.0, 0.399, 0.153 where the row is at 1.0,
 0.9, 0.8.

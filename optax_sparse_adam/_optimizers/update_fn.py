@@ -53,9 +53,8 @@ class RowUpdateFn:
         """The new parameters and the new state: `update`, then `apply_updates`.
 
         With the same bits. Float32 updates of rows are added in the step of their
-        table, by the kernel for CPUs while it computes them, where it knows the types:
-        float32 and one sparse axis, in a process with one device. All other updates are
-        computed first, and then added.
+        table; a kernel, where it takes that step, adds them while it computes them. All
+        other updates are computed first, and then added.
 
         Args:
           updates: The gradients, as `update` takes them.

@@ -197,9 +197,9 @@ class RowOps:
     def look_up(self, source: Source, ids: jax.Array, *, bounds: Bounds) -> jax.Array:
         """`table[ids]` in a loss: rows of a table, or of a stale one as they are now.
 
-        Under `vmap` and derivatives this one is used, not that of a kernel. A kernel
-        gets the arrays as they are; `source` says how stale rows are brought up to
-        date.
+        Under `vmap` over tables, and in derivatives by the table, this one is used, not
+        that of a kernel: see `lookups`. A kernel gets the arrays as they are; `source`
+        says how stale rows are brought up to date.
 
         Args:
           source: A table `[num_rows, *row_shape]`, and what brings its rows up to date.

@@ -1,4 +1,4 @@
-"""`python -m optax_sparse_adam.native`: compiles the optional kernel for CPUs."""
+"""`python -m optax_sparse_adam.native`: compiles the optional library of kernels."""
 
 import argparse
 import sys
@@ -19,8 +19,9 @@ def _remove() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m optax_sparse_adam.native",
-        description="Compiles the optional kernel for CPUs with the C++ compiler of "
-        "this machine (CXX, or the first of c++, g++, clang++), into the user's cache.",
+        description="Compiles the optional library, with the kernel for CPUs and what "
+        "launches that for GPUs, by the C++ compiler of this machine (CXX, or the "
+        "first of c++, g++, clang++), into the user's cache.",
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
