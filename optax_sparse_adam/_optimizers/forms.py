@@ -20,11 +20,13 @@ from .._rows.coalesce import coalesce
 from .attempt import attempt
 
 _DENSE_ONLY = (
-    "{name} gives row-sparse gradients to the optimiser, and this one, or a "
-    "part of it, takes dense ones only. For dense Adam's numbers take exact_adam or "
-    "exact_adamw. To update the rows of the batch only, put that part inside lazy: "
-    "lazy(optax.adam(1e-3)), or optax.chain(lazy(optax.clip_by_global_norm(1.0)), "
-    "sparse_adam(1e-3)). Labels and masks that are functions see gradients; pass their "
+    "Put the optimiser, or the part of it that is refused, inside lazy, to update the "
+    "rows of the batch only: lazy(optax.adam(1e-3)), lazy(optax.chain(...)), or "
+    "optax.chain(lazy(optax.clip_by_global_norm(1.0)), sparse_adam(1e-3)). {name} "
+    "gives row-sparse gradients to the optimiser, and this one, or a part of it, takes "
+    "dense ones only: what maps over all arrays, as optax.scale does, would change "
+    "their indices, too. For dense Adam's numbers take exact_adam or "
+    "exact_adamw. Labels and masks that are functions see gradients; pass their "
     "trees: optax.partition(parts, labels(params)). In place of optax.MultiSteps, let "
     "one gradient span the micro-batches, by a lax.scan in the loss. For dense "
     "gradients, at the tables' price, pass sparse=False."
