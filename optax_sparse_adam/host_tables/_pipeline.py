@@ -117,22 +117,23 @@ class Pipeline:
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
         return self._row_ids(self._rows.dense, args, static, name)
 
-    def _drawn(self, given: Any, name: str) -> Batch:
-        """A batch of `run`."""
+    def _drawn(self, given: Any, name: str, keywords: Any = ({}, {})) -> Batch:
+        """A batch of `run`, or of `step` with its traced and its static keywords."""
         args, reset = given, None
         if isinstance(given, BatchWithReset):
             args = given.batch if isinstance(given.batch, tuple) else (given.batch,)
             plan = self._rows.plan
             reset = reset_of(plan, self._params, given.ids, given.rows)
-        batch = self._ids((args, {}), {}, name)
+        traced, static = keywords
+        batch = self._ids((args, traced), static, name)
         batch.given, batch.reset = given, reset
         return batch
 
-    def step(self, args: Any, static: Mapping[str, Any]) -> Any:
+    def step(self, given: Any, *keywords: Any) -> Any:
         rows = self._rows
         rows.settle()
         rows.version += 1
-        batch = self._ids(args, static, f"Batch {rows.steps}")
+        batch = self._drawn(given, f"Batch {rows.steps}", keywords)
         value = self._advance(batch, rows.fetch(batch))
         rows.settle()
         return value

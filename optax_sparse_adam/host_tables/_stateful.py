@@ -36,6 +36,11 @@ def described(
     for name, x in stateful.items():
         names[name] = []
         for key, value in x.arrays_before(step).items():
+            if not (type(name) is type(key) is str):
+                raise TypeError(
+                    "A checkpoint has what is `stateful` by its names, and the arrays "
+                    f"of each: strings, got {name!r} and {key!r}."
+                )
             array = np.asarray(value)
             if array.dtype.hasobject:
                 raise TypeError(

@@ -19,6 +19,7 @@ from ._ids import split_keywords
 from ._ledger import Ledger
 from ._pipeline import Pipeline
 from ._plan import Plan
+from ._reset import BatchWithReset
 from ._snapshot import write_snapshot
 from ._spread import Spread
 from ._stateful import Stateful
@@ -262,7 +263,7 @@ class HostTrainer:
         """One step. Its rows are in host memory, or in the file, when it returns.
 
         Args:
-          *batch: What the loss takes beside the parameters.
+          *batch: What the loss takes beside the parameters; or a `BatchWithReset`.
           **keywords: As for a step of `make_train_step`.
 
         Returns:
@@ -270,8 +271,9 @@ class HostTrainer:
         """
         with self._rows.alone():
             self._rows.check(changes=True)
-            traced, static = split_keywords(self._loss, keywords)
-            return self._pipeline.step((batch, traced), static)
+            split = split_keywords(self._loss, keywords)
+            is_reset = len(batch) == 1 and isinstance(batch[0], BatchWithReset)
+            return self._pipeline.step(batch[0] if is_reset else batch, *split)
 
     def run(self, batches: Iterable[Any], *, ahead: int = 4) -> Iterator[Any]:
         """Does a step for each batch, as a pipeline, and yields its value.
@@ -284,7 +286,7 @@ class HostTrainer:
 
         Args:
           batches: Tuples of what the loss takes beside the parameters; what is no tuple
-            is the one argument.
+            is the one argument. Each may be in a `BatchWithReset`.
           ahead: Where rows have come from a disk: of how many further batches pages are
             read in advance. So many more batches are drawn.
 

@@ -146,7 +146,7 @@ def stream_of(first, last):
         yield keys.astype(np.int64) % 60 * 2**40 - 7, y
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but([*OPTIMIZERS], "exact_adamw"))
 @pytest.mark.parametrize("where", slow_but(["memory", "file", "cold", "mesh"], "cold"))
 def test_a_pipeline_begins_rows_of_keys(name, where, tmp_path):
     """A full vocabulary, whose keys come and go; left by `break`, and gone on with."""
@@ -177,6 +177,7 @@ def test_a_pipeline_begins_rows_of_keys(name, where, tmp_path):
             assert_trained_alike(trainer, values, expected)
 
 
+@pytest.mark.slow
 def test_rows_that_nobody_looks_up_begin_as_well(tmp_path):
     """Also in steps that follow each other, of the same row; and more than are read."""
     tx, rng = osa.exact_adamw(0.1), np.random.default_rng(0)
@@ -201,6 +202,10 @@ def test_rows_that_nobody_looks_up_begin_as_well(tmp_path):
     own = host_params(rows, w, file=tmp_path / "x")
     with host.HostTrainer(loss, tx, own) as trainer:
         values = [*trainer.run(given)]
+        assert_trained_alike(trainer, values, (params, state, expected))
+    with host.HostTrainer(loss, tx, host_params(rows, w)) as trainer:
+        tuples = (x if isinstance(x, tuple) else (x,) for x in given)
+        values = [trainer.step(*x) for x in tuples]
         assert_trained_alike(trainer, values, (params, state, expected))
 
 

@@ -98,6 +98,14 @@ def test_what_is_of_another_step_is_refused(tmp_path):
     assert again.find(np.arange(10)).tolist() == [1, 2, *[0] * 8]
 
 
+def test_names_are_strings(tmp_path):
+    with (
+        trainer_of(tmp_path, {1: osa.Vocabulary(9)}) as trainer,
+        pytest.raises(TypeError, match="strings, got 1 and 'keys'"),
+    ):
+        trainer.checkpoint(tmp_path / "run")
+
+
 def test_a_checkpoint_holds_numbers_only(tmp_path):
     class Texts(Losses):
         def arrays_before(self, step):
