@@ -68,14 +68,8 @@ def look_up_bags(
         if walk.is_plan:
             return [None]
         return [add_up(num_bags, look_up(value, lookup, deltas), segments, weights)]
-    requests = []
-    for leaf in value.leaves:  # one, of a table or of a cast of one; or none
-        depth, size = walk.depth_of(leaf, 1), ids_type.size
-        request = Request(leaf, value.shape, size, depth, axes, is_whole=True)
-        if leaf.index not in walk.program.whole_leaves:
-            bags = Bags(size, num_bags, out.dtype, has_weights, not is_flat)
-            request = request._replace(count=num_bags, is_whole=False, bags=bags)
-        requests.append(request)
+    bags = Bags(ids_type.size, num_bags, out.dtype, has_weights, not is_flat)
+    requests = _requests_for(walk, value, axes, bags)
     of_bags = walk.request(requests)
     if weights is not None:  # whose gradient reads rows
         walk.program.reread.update(x.index for x in value.leaves)
@@ -92,17 +86,37 @@ def look_up_bags(
             whole = on_mesh_of_context(walk.whole_deltas[request.leaf])
             delta = sum_bags(num_bags, Source(whole), ids, segments, weights)
         else:
-            # For ids [2, 3]: [0, 0, 0, 1, 1, 1].
-            bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]
-            entries = LookupEntries(
-                entries.ids,
-                bag if segments is None else segments,
-                None if weights is None else weights.ravel(),
-            )
+            entries = _entries_of_bags(entries.ids, ids, segments, weights)
         walk.entries.append(entries)
         delta = on_mesh_of_context(delta)
         sums = inject(sums, delta.astype(sums.dtype))
     return [sums]
+
+
+def _requests_for(
+    walk: Walk, value: Expression, axes: tuple[str, ...], bags: Bags
+) -> list[Request]:
+    """One for the leaf, of a table or of a cast of one; or none."""
+    requests, size = [], bags.entries
+    for leaf in value.leaves:
+        depth = walk.depth_of(leaf, 1)
+        request = Request(leaf, value.shape, size, depth, axes, is_whole=True)
+        if leaf.index not in walk.program.whole_leaves:
+            request = request._replace(count=bags.bags, is_whole=False, bags=bags)
+        requests.append(request)
+    return requests
+
+
+def _entries_of_bags(
+    rows: jax.Array, ids: jax.Array, segments: Any, weights: Any
+) -> LookupEntries:
+    """Rows, and the bag and the weight of each: of ids [2, 3], [0, 0, 0, 1, 1, 1]."""
+    bag = jnp.arange(ids.size, dtype=jnp.int32) // ids.shape[-1]
+    return LookupEntries(
+        rows,
+        bag if segments is None else segments,
+        None if weights is None else weights.ravel(),
+    )
 
 
 def _can_be_flat(x: jax.Array) -> jax.Array:
