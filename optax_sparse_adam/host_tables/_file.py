@@ -111,8 +111,8 @@ class File(Memory):
             for first, records in pieces:
                 place = self._start + first * self._words * WORD
                 write_at(self._file, place, np.ascontiguousarray(records))
+            self._is_new = True  # before it is: Ctrl-C may come in between
             os.replace(self._new, self.path)
-            self._is_new = True
             sync_folder(self.path.parent)
         except BaseException:
             self._new.unlink(missing_ok=True)

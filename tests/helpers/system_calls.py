@@ -1,7 +1,8 @@
 """What a process leaves when it is killed, or interrupted, at any of its system calls.
 
-`Snapshots` copies a folder before each system call of a program, and in the middle of
-each write: what a process that is killed there leaves on the disk, as pages that were
+Calls that put records are among them: into mapped memory, by the library or by NumPy.
+`Snapshots` copies a folder before each call of a program, and in the middle of each
+write: what a process that is killed there leaves on the disk, as pages that were
 written stay. `interrupted` raises a KeyboardInterrupt at one of them.
 """
 
@@ -10,29 +11,29 @@ import hashlib
 import shutil
 import sys
 
-import numpy as np
-
 from optax_sparse_adam.host_tables import _file, _journal
 from optax_sparse_adam.host_tables._store import Memory
+from optax_sparse_adam.native import _records
 
+# What they call is no function of C to the interpreter: a pointer, or an assignment.
+_PUTS = {x.__code__ for x in (_records.put, _records.put_fields)}
 _MODULES = {"posix", "io", "_io", "mmap", "fcntl"}
 
 
 def is_system_call(function):
-    """Whether a C function reaches the system, or writes to memory, perhaps mapped."""
+    """Whether a C function reaches the system."""
     owner = getattr(function, "__self__", None)
     modules = {getattr(function, "__module__", None), type(owner).__module__}
-    is_put = isinstance(owner, np.ndarray) and function.__name__ == "put"
-    return is_put or bool(_MODULES & modules)
+    return bool(_MODULES & modules)
 
 
 @contextlib.contextmanager
 def at_each_call(see):
-    """Calls `see()` before each system call of this thread."""
+    """Calls `see()` before each system call of this thread, and after each put."""
 
     def profile(frame, event, function):
-        del frame
-        if event == "c_call" and is_system_call(function):
+        is_put = event in ("call", "return") and frame.f_code in _PUTS
+        if is_put or (event == "c_call" and is_system_call(function)):
             sys.setprofile(None)  # what `see` calls is not seen
             see()
             sys.setprofile(profile)
@@ -87,15 +88,18 @@ class Snapshots:
         put, write_at = Memory.put, _journal.write_at
         put_fields = Memory.put_fields
 
+        # Some threads of the library may be done: each second row, and then the first
+        # half as well.
         def half_put(store, rows, records):
-            put(store, rows[: len(rows) // 2], records[: len(rows) // 2])
-            self.take()
+            for part in (slice(None, None, 2), slice(len(rows) // 2)):
+                put(store, rows[part], records[part])
+                self.take()
             put(store, rows, records)
 
         def half_put_fields(store, rows, arrays):
-            half = len(rows) // 2
-            put_fields(store, rows[:half], [x[:half] for x in arrays])
-            self.take()
+            for part in (slice(None, None, 2), slice(len(rows) // 2)):
+                put_fields(store, rows[part], [x[part] for x in arrays])
+                self.take()
             put_fields(store, rows, arrays)
 
         def half_write(file, place, data):

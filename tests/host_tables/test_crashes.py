@@ -14,6 +14,7 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.host_tables import _between
+from optax_sparse_adam.native import _records
 
 from ..helpers.host_tables import (
     DIM,
@@ -101,6 +102,15 @@ def assert_goes_on(folder, expected, steps):
         assert_as_never_stopped(trainer, expected)
 
 
+@pytest.fixture(params=["NumPy", "library"])
+def copies(request, monkeypatch):
+    """Who copies records: both count as calls at which a process may be stopped."""
+    if request.param == "library":
+        if _records._functions() is None:
+            pytest.skip("needs the library")
+        monkeypatch.setattr(_records, "_FEWEST_BYTES", 0)
+
+
 def killed(call, folder, tmp_path, monkeypatch):
     with Snapshots(folder, tmp_path / "copies").taken(monkeypatch) as snapshots:
         call()
@@ -124,6 +134,7 @@ def test_a_checkpoint_that_is_killed(folder, tmp_path, expected, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("copies")
 def test_a_restore_that_is_killed(folder, tmp_path, expected, monkeypatch):
     call = lambda: restored(folder).close()  # noqa: E731
     snapshots = killed(call, folder, tmp_path, monkeypatch)
@@ -146,6 +157,7 @@ def test_killed_twice_in_a_row(folder, tmp_path, expected, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("copies")
 def test_a_map_rows_that_is_killed(folder, tmp_path, expected, monkeypatch):
     monkeypatch.setattr(_between, "CHUNK", 23 * 3 * DIM * 4)
     with restored(folder) as trainer:
@@ -158,6 +170,31 @@ def test_a_map_rows_that_is_killed(folder, tmp_path, expected, monkeypatch):
 
 
 # Ctrl-C.
+
+
+@pytest.mark.slow
+def test_a_beginning_that_is_interrupted(tmp_path):
+    """No file is left by the tables before it; perhaps the empty one of a name."""
+
+    def begun(folder):
+        return host.HostTrainer(loss, TX, params_in(folder))
+
+    begun(tmp_path).close()  # what JAX compiles, it reads from files
+    trainer, number = None, 0
+    while trainer is None:
+        number += 1
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with interrupted(number):
+            trainer = begun(folder)
+        if trainer is None:
+            left = [*folder.iterdir()]
+            assert all(x.suffix == ".new" and not x.stat().st_size for x in left)
+            assert len(left) <= 1
+    trainer.close()
+    assert number > 80
+    for path in tmp_path.glob("*/*.new"):
+        begun(path.parent).close()
 
 
 def test_a_checkpoint_that_is_interrupted(folder, tmp_path, expected):
@@ -201,6 +238,7 @@ def _interrupt_checkpoints(folder, tmp_path, expected, every):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("copies")
 def test_a_restore_that_is_interrupted(run, tmp_path, expected):
     number = 0
     while True:
@@ -232,6 +270,7 @@ def assert_refuses(trainer, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("copies")
 def test_a_map_rows_that_is_interrupted(run, tmp_path, expected, monkeypatch):
     """It has changed nothing, or all, or the trainer says what to do."""
     monkeypatch.setattr(_between, "CHUNK", 23 * 3 * DIM * 4)
