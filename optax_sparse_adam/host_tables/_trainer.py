@@ -1,5 +1,6 @@
 """`HostTrainer`: `make_train_step` for parameters with tables on the host."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class HostTrainer:
       state: The optimiser's state, if there is one, of a table in memory or of another
         trainer: in the tree of `tx.init`, with arrays of JAX or NumPy, which are
         copied. Where it has fewer rows than a table, the others begin as new ones.
+      steps: How many steps that state has seen: `HostTrainer.steps` counts from there.
       stateful: What checkpoints hold beside the trainer, by name: a `Vocabulary`, or
         what has its methods `arrays_before` and `restore`: see `Stateful`.
       mesh: A mesh of Auto axes, over whose devices the rows of a batch are split, as
@@ -108,6 +110,7 @@ class HostTrainer:
         has_aux: bool = False,
         *,
         state: Any = None,
+        steps: int = 0,
         stateful: Mapping[str, Stateful] | None = None,
         mesh: Mesh | None = None,
         sparse: Sparse = None,
@@ -123,8 +126,10 @@ class HostTrainer:
             pieces = pieces if progress is None else progress(pieces)
             store.begin(self._parts[k].pieces(pieces))
 
+        if operator.index(steps) < 0:
+            raise ValueError(f"HostTrainer needs a count of steps, got {steps}.")
         self._start(loss, tx, params, has_aux, sparse, mesh)
-        self._rows.stateful = dict(stateful or {})
+        self._rows.stateful, self._rows.steps = dict(stateful or {}), int(steps)
         plan, others = self._rows.plan, None
         of_rows: list[list[Any]] = [[] for _ in plan.hosts]
         if state is not None:

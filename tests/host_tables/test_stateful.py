@@ -98,6 +98,46 @@ def test_what_is_of_another_step_is_refused(tmp_path):
     assert again.find(np.arange(10)).tolist() == [1, 2, *[0] * 8]
 
 
+@pytest.mark.slow
+def test_a_table_and_its_vocabulary_grow(tmp_path):
+    """Into a new trainer, whose steps go on as those of the keys do."""
+    vocab = osa.Vocabulary(31)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        assert len([*trainer.run(stream(vocab, 0, 5))]) == 5
+        old, state, steps = trainer.params, trainer.state, trainer.steps
+        old = {name: np.array(x) for name, x in old.items()}
+    vocab.grow(61)
+
+    def init(first, last):
+        rows = np.zeros((last - first, DIM), np.float32)
+        there = old["table"][first:last]
+        rows[: len(there)] = there
+        return rows
+
+    table = host.HostTable((61, DIM), file=tmp_path / "larger", init=init)
+    args, stateful = (loss, TX, {"table": table, "w": old["w"]}), {"keys": vocab}
+    new = host.HostTrainer(*args, state=state, steps=steps, stateful=stateful)
+    with new as trainer:
+        for _ in trainer.run(stream(vocab, 5, 12)):
+            if trainer.steps == 9:
+                trainer.checkpoint(tmp_path / "run")
+        whole = [np.array(trainer.params["table"]), vocab.arrays]
+    again = osa.Vocabulary(61, tombstones=31)
+    restored = host.HostTrainer.restore(
+        tmp_path / "run", *args, stateful={"keys": again}
+    )
+    with restored as trainer:
+        assert trainer.steps == 9
+        assert len([*trainer.run(stream(again, 9, 12))]) == 3
+        assert_identical([trainer.params["table"], again.arrays], whole)
+    with pytest.raises(ValueError, match=r"arrays_before\(0\) needs"):
+        host.HostTrainer(
+            *(loss, TX, {"table": host.HostTable((61, DIM)), "w": old["w"]}),
+            state=state,
+            stateful=stateful,
+        ).checkpoint(tmp_path / "other")
+
+
 def test_names_are_strings(tmp_path):
     with (
         trainer_of(tmp_path, {1: osa.Vocabulary(9)}) as trainer,
