@@ -24,7 +24,7 @@ from .._rows.gather_scatter import gather_rows
 from .leaves import StepLeaves
 from .remaining_update import Constants
 from .rows import TableState
-from .schedule import Outlook, constants_of, fit, mean_ahead
+from .schedule import Outlook, constants_of, fit, mean_ahead, of_each
 from .state import ExactAdamState, table_states
 from .step import Betas, Step
 
@@ -141,7 +141,7 @@ def _is_continued(
     It is true of a parameter all of whose rows hold values, as after `flush`.
     """
     clock, origin, until, remaining, *_ = table_states(state)
-    stored, now = remaining[:, 1], view.before[decays.astype(int)]
+    stored, now = remaining[:, 1], of_each(view.before, decays)
     # `stored` and `now` are [parameters, nodes]. Their values are about the learning
     # rate times `mean_ahead`, to which the second limit is relative.
     limit = _SAME * jnp.max(jnp.abs(now), axis=1)

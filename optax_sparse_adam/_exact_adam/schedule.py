@@ -146,9 +146,14 @@ def outlook(
     counts = jnp.concatenate([ahead, past])
     t = later(ahead, 1)
 
+    are_constant = []
+
     def values(schedule: Schedule) -> jax.Array:
         def one(count: jax.Array) -> jax.Array:
-            return jnp.asarray(schedule(count), dtype).reshape(())
+            value = schedule(count)
+            # Under `vmap` the count is traced, in a program and outside of one.
+            are_constant.append(not isinstance(value, jax.core.Tracer))
+            return jnp.asarray(value, dtype).reshape(())
 
         numbers = jax.vmap(one)(counts)
         # Schedules need not be defined after their last step, as `(1 - t / T) ** 0.9`.
@@ -184,23 +189,38 @@ def outlook(
 
     # `size` and `rho` [2, length], `log_products` [2, 1 or 2, length], for parameters
     # without and with decay: sums of [2, 1 or 2, nodes].
-    of_decays = jax.vmap(_sum_ahead, (None, None, 0, None))
-    of_both = jax.vmap(of_decays, (0, 0, 0, None))
-    before, after = of_both(both(size), both(rho), log_products, betas)
+    # Constant rates that do not exceed `largest_decay` have an end.
+    sums_ahead = functools.partial(_sum_ahead, betas=betas, ends=all(are_constant))
+    of_both = jax.vmap(jax.vmap(sums_ahead, (None, None, 0)))
+    before, after = of_both(both(size), both(rho), log_products)
     steps = Step(size, grad_size, rho, log_decay, rate, decay)
     now = jax.tree.map(lambda x: x[0], steps)
     return Outlook(now, before, after, jnp.max(jnp.abs(every_rate)))
 
 
 def _sum_ahead(
-    size: jax.Array, rho: jax.Array, log_products: jax.Array, betas: Betas
+    size: jax.Array,
+    rho: jax.Array,
+    log_products: jax.Array,
+    *,
+    betas: Betas,
+    ends: bool,
 ) -> jax.Array:
-    """The remaining update of these steps, at the nodes; NaN if it has no end."""
+    """The remaining update of these steps, at the nodes; NaN if it has no end.
+
+    `ends` says that it has one: there is no need to look at the terms.
+    """
     dtype, (b1, b2) = size.dtype, betas[:2]
     lead, degree, uses_roots = fit(b1, b2, dtype)
     size = size * jnp.exp(-log_products)
     # In NumPy: what is known while tracing is no part of the step.
     powers = [x.astype(dtype)[::-1] for x in _powers(b1, b2, len(size))]
+    z = nodes(degree).astype(dtype)
+    poles = rho / rho[lead - 1]
+    # The smallest terms first, which lose less in a sum.
+    total = sum_at_nodes(size[::-1], poles[::-1], powers, z, uses_roots=uses_roots)
+    if ends:
+        return total
     # Without an end, the learning rate grows for all of these steps as fast as momentum
     # dies out, or until it overflows. What is smaller than 0.02 tolerances can be no
     # part of a parameter.
@@ -208,10 +228,6 @@ def _sum_ahead(
     terms = abs(size) * jnp.asarray(r ** np.arange(1, 1 + len(size)), dtype)
     is_over = terms[-1] < tolerance * jnp.maximum(50 * jnp.sum(terms), 0.02)
     is_over &= jnp.max(terms) <= _LARGEST * jnp.maximum(1, terms[0])
-    z = nodes(degree).astype(dtype)
-    poles = rho / rho[lead - 1]
-    # The smallest terms first, which lose less in a sum.
-    total = sum_at_nodes(size[::-1], poles[::-1], powers, z, uses_roots=uses_roots)
     return jnp.where(is_over, total, jnp.nan)
 
 
@@ -257,9 +273,18 @@ def take_step(
         lost = (before - (total - added)) + (addend - added)
         decay = jnp.stack([total, lost], axis=1)
     behind = behind + jax.vmap(term)(passed, poles)
-    remaining = jnp.stack([behind, view.after[decays.astype(int)]], axis=1)
+    remaining = jnp.stack([behind, of_each(view.after, decays)], axis=1)
     clock = optax.safe_increment(tables.clock)
     return tables._replace(clock=clock, remaining=remaining, decay=decay)
+
+
+def of_each(of_both: jax.Array, decays: np.ndarray) -> jax.Array:
+    """Of parameters without decay and with it, those of each, `[parameters, nodes]`.
+
+    Not by a gather, which XLA for CPUs compiles apart.
+    """
+    which: Any = jnp.asarray(decays)[:, None]
+    return jnp.where(which, of_both[-1], of_both[0])
 
 
 def decay_of(now: Step, decays: np.ndarray) -> jax.Array:
