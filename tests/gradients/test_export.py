@@ -125,7 +125,7 @@ def weighted(b, n):
 
 
 FEW, BAGS, SEGMENTS = ["b <= 50"], ["b * n <= 50"], ["n <= 50"]
-CORE = "sum", "mean", "largest", "frozen", "evaluate of pairs"
+CORE = "sum", "mean", "frozen", "evaluate of pairs"
 # The function, its arguments but the table, their shapes, sizes, constraints.
 PROGRAMS = {
     "sum": (with_mode("sum"), padded, ["b, n"], [(1, 3), (5, 2), (17, 8)]),

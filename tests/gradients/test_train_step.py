@@ -124,8 +124,8 @@ PARTS = [(name, way) for name in OPTIMIZERS for way in ("plain", "kernel")]
     ("name", "backend"),
     slow_but(
         PARTS,
-        *((name, "plain") for name in ("lazy", "exact_adamw")),
-        *((name, "kernel") for name in ("sparse_adam", "rowwise_adam", "exact_adam")),
+        ("lazy", "plain"),
+        *((name, "kernel") for name in ("sparse_adam", "rowwise_adam", "exact_adamw")),
     ),
     indirect=["backend"],
 )
@@ -371,7 +371,11 @@ def test_keywords_of_nobody(tx):
 
 @pytest.mark.parametrize(
     "tx",
-    [INNER, Slots(INNER), osa.lazy(optax.adam(RATE))],
+    [
+        INNER,
+        Slots(INNER),
+        pytest.param(osa.lazy(optax.adam(RATE)), marks=pytest.mark.slow),
+    ],
     ids=["rows", "slots", "lazy"],
 )
 def test_keywords_of_nobody_without_jit(tx):

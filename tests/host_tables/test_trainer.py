@@ -26,7 +26,7 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, slow_but
 
 TX = osa.sparse_adam(1e-2)
 
@@ -483,7 +483,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("name", slow_but(FROZEN, "partition"))
 def test_a_frozen_table(name):
     """As docs/frozen_rows.md names them: the others are trained as in memory."""
     rows, w = begin()

@@ -158,10 +158,15 @@ def test_what_a_kernel_reads_of_a_stale_table(monkeypatch):
     rng = np.random.default_rng(0)
     tx, table = osa.exact_adamw(0.1), jnp.asarray(rng.standard_normal((20, 4)))
     state = tx.init(table)
-    for row in (3, 7, 3):
-        grad = BCOO((jnp.ones((1, 4)), jnp.array([[row]])), shape=(20, 4))
+
+    @jax.jit
+    def step(table, state, index):
+        grad = BCOO((jnp.ones((1, 4)), index), shape=(20, 4))
         update, state = tx.update(grad, state, table)
-        table = osa.apply_updates(table, update)
+        return osa.apply_updates(table, update), state
+
+    for row in (3, 7, 3):
+        table, state = step(table, state, np.array([[row]]))
     sources = []
 
     class Watching(MadeUp):
@@ -173,6 +178,7 @@ def test_what_a_kernel_reads_of_a_stale_table(monkeypatch):
     expected = osa.evaluate(lambda t: t[IDS], read=state)(table)
     assert sources
 
+    @jax.jit
     def one_by_one(table, ids):
         array, stale = value_and_grad.current_tables(table, state)[0]
 

@@ -9,7 +9,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.host_tables import _file
 
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, slow_but
 
 ROWS, WIDTH = 40, 512  # of two pages each
 
@@ -26,7 +26,9 @@ def batches(steps=20):
         yield step, keys, rng.integers(0, 2, 6).astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", ["memory", "file", "cold file"])
+@pytest.mark.parametrize(
+    "kind", slow_but(["memory", "file", "cold file"], "memory", "cold file")
+)
 def test_fresh_rows_of_a_table_on_the_host(kind, tmp_path, monkeypatch):
     """`fresh` is in the order of the batch and of scores, and not ascending."""
     if kind == "cold file":  # as after a batch that has waited for the disk
