@@ -105,6 +105,12 @@ class HostRows:
         return self.others[: self.plan.num_dense]
 
     @property
+    def steps_done(self) -> int:
+        """How many steps have been done, also where nobody has adopted the last one."""
+        results = [*self._results]  # adopted in between, it is among the steps
+        return results[-1][0].step + 1 if results else self.steps
+
+    @property
     def state(self) -> tuple[int, int]:
         """Another one after each change: what was fetched before is old then."""
         return self.version, self.steps

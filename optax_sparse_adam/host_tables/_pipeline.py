@@ -12,6 +12,7 @@ settings of the caller's thread.
 import atexit
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,48 +32,79 @@ class Source:
 
     They are drawn while the trainer is free for other threads, for which their iterator
     may wait. What it raises, or the ids of a batch, is raised when its turn comes.
+
+    A KeyboardInterrupt may come between any two operations of Python. So each batch
+    has one place from the moment it is drawn until its step is done, a list
+
+        [given]                 drawn
+        [given, batch]          its ids are computed
+        [given, batch, steps]   its step is to be done after so many others
     """
 
     def __init__(
         self, batches: Iterable[Any], rows: HostRows, ids: Callable[[Any, str], Batch]
     ):
         self._iterator, self._rows, self._ids = iter(batches), rows, ids
-        self._batches: collections.deque[Batch] = collections.deque()
+        self._places: collections.deque[list[Any]] = collections.deque()
         self._end: Exception | None = None
-        self._without_ids: list[Any] = []  # whose ids could not be computed
 
     def peek(self, count: int) -> list[Batch]:
         """So many of the next batches at least, if there are; none at the end."""
-        while len(self._batches) < count and self._end is None:
+        while len(batches := self._batches) < count and self._end is None:
             try:
-                self._rows.draws(True)
-                try:
-                    batch = next(self._iterator)
-                finally:
-                    self._rows.draws(False)
-                is_one = not isinstance(batch, tuple | BatchWithReset)
-                # A loader may refill the array that it has given.
-                batch = jax.tree.map(_kept, (batch,) if is_one else batch)
-                self._without_ids = [batch]
-                with self._rows.alone():
-                    name = f"Batch {self._rows.steps + len(self._batches)}"
-                    self._batches.append(self._ids(batch, name))
-                self._without_ids = []
+                self._draw()
             except Exception as error:  # for when its turn comes
                 self._end = error
-        if not self._batches and count and not isinstance(self._end, StopIteration):
+        if not batches and count and not isinstance(self._end, StopIteration):
             raise self._end  # type: ignore[misc]
-        return [*self._batches]
+        return batches
+
+    @property
+    def _batches(self) -> list[Batch]:
+        return [place[1] for place in [*self._places] if len(place) == 2]
+
+    def _draw(self) -> None:
+        count = len(self._places)
+        self._rows.draws(True)
+        try:
+            # One call, without Python between the iterator and the place.
+            drawn = zip(itertools.islice(self._iterator, 1))
+            self._places.extend(map(list, drawn))
+        finally:
+            self._rows.draws(False)
+        if len(self._places) == count:
+            raise StopIteration
+        place = self._places[-1]
+        # A loader may refill the array that it has given.
+        place[0] = given = jax.tree.map(_kept, _as_batch(place[0]))
+        with self._rows.alone():
+            name = f"Batch {self._rows.steps_done + len(self._batches)}"
+            place.append(self._ids(given, name))
 
     def take(self) -> Batch:
         """The next one, whose ids are those of now."""
-        batch = self._batches.popleft()
-        return self._ids(batch.given, batch.name) if batch.needs_params else batch
+        while self._is_trained(self._places[0]):
+            self._places.popleft()
+        place = next(place for place in self._places if len(place) == 2)
+        batch: Batch = place[1]
+        if batch.needs_params:
+            batch = self._ids(batch.given, batch.name)
+        place.append(self._rows.steps_done)
+        return batch
+
+    def _is_trained(self, place: list[Any]) -> bool:
+        return len(place) == 3 and place[2] < self._rows.steps_done
 
     @property
     def left(self) -> list[Any]:
-        """What was drawn and not taken."""
-        return [*(batch.given for batch in self._batches), *self._without_ids]
+        """What was drawn and not trained."""
+        places = [x for x in [*self._places] if not self._is_trained(x)]
+        return [_as_batch(place[0]) for place in places]
+
+
+def _as_batch(given: Any) -> Any:
+    """What is neither a tuple nor rows and a batch is the one argument."""
+    return given if isinstance(given, tuple | BatchWithReset) else (given,)
 
 
 def _kept(x: Any) -> Any:
@@ -98,9 +130,6 @@ class Pipeline:
       loss: The user's.
       params: The user's, with a `HostTable` in the place of each table.
       **options: Of `make_train_step`.
-
-    Attributes:
-      drawn: Batches that the last run has drawn and not trained.
     """
 
     def __init__(self, rows: HostRows, loss: Any, params: Any, **options: Any):
@@ -112,7 +141,14 @@ class Pipeline:
         make: Any = rows.plan.step
         self._compiled = functools.partial(make, loss, **options)
         self._row_ids = RowIds(loss, rows.plan.tables, rows.plan.treedef)
-        self.drawn: list[Any] = []
+        self._source: Source | None = None  # of a run that has not ended
+        self._left: list[Any] = []
+
+    @property
+    def drawn(self) -> list[Any]:
+        """Batches that the last run has drawn and not trained."""
+        source = self._source
+        return [*self._left] if source is None else source.left
 
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
         return self._row_ids(self._rows.dense, args, static, name)
@@ -156,10 +192,8 @@ class Pipeline:
         before: Rows | None = None  # what the last step has made, which that may lack
         state: Any = None  # of the rows after it
         config: Any = jax.config  # not all of it has types in every version
-        # The last batch that was taken, and how many steps were before it.
-        taken: list[tuple[Batch, int]] = []
         rows.check(changes=True)
-        self.drawn = []
+        self._source = source
         try:
             with ThreadPoolExecutor(1, "host_tables") as worker:
                 while drawn := len(first := source.peek(1)):
@@ -169,7 +203,6 @@ class Pipeline:
                     with rows.alone():
                         rows.check(changes=True)
                         batch = source.take()
-                        taken = [(batch, rows.steps)]
                         if fetched is None or rows.state != state:
                             rows.settle()  # the first one, or the caller has changed it
                             fetched, before = rows.fetch(batch), None
@@ -191,8 +224,9 @@ class Pipeline:
                 try:
                     rows.settle()
                 finally:
-                    left = [x.given for x, steps in taken if steps == rows.steps]
-                    self.drawn = left + source.left
+                    if self._source is source:
+                        self._left = source.left
+                        self._source = None
 
     def _beside(
         self, x64: bool, results: Sequence[Rows], following: Sequence[Batch], known: int

@@ -262,7 +262,7 @@ class HostTrainer:
     @property
     def steps(self) -> int:
         """How many steps have been done since the beginning, over restarts."""
-        return self._rows.steps
+        return self._rows.steps_done
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
         """One step. Its rows are in host memory, or in the file, when it returns.

@@ -8,8 +8,11 @@ written stay. `interrupted` raises a KeyboardInterrupt at one of them.
 
 import contextlib
 import hashlib
+import os
 import shutil
 import sys
+
+import jax
 
 from optax_sparse_adam.host_tables import _file, _journal
 from optax_sparse_adam.host_tables._store import Memory
@@ -17,6 +20,7 @@ from optax_sparse_adam.native import _records
 
 # What they call is no function of C to the interpreter: a pointer, or an assignment.
 _PUTS = {x.__code__ for x in (_records.put, _records.put_fields)}
+_JAX = os.path.dirname(jax.__file__)
 _MODULES = {"posix", "io", "_io", "mmap", "fcntl"}
 
 
@@ -27,13 +31,21 @@ def is_system_call(function):
     return bool(_MODULES & modules)
 
 
+def _is_of_jax(frame):
+    """Whether JAX calls it, whose C++ may end the process at what is raised there."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_JAX):
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextlib.contextmanager
 def at_each_call(see):
     """Calls `see()` before each system call of this thread, and after each put."""
 
     def profile(frame, event, function):
         is_put = event in ("call", "return") and frame.f_code in _PUTS
-        if is_put or (event == "c_call" and is_system_call(function)):
+        is_call = is_put or (event == "c_call" and is_system_call(function))
+        if is_call and not _is_of_jax(frame):
             sys.setprofile(None)  # what `see` calls is not seen
             see()
             sys.setprofile(profile)
@@ -57,6 +69,34 @@ def interrupted(number):
 
     with contextlib.suppress(KeyboardInterrupt), at_each_call(see):
         yield calls
+
+
+@contextlib.contextmanager
+def interrupted_at_line(number, *modules):
+    """Raises a KeyboardInterrupt before a line of some modules, counted as they run.
+
+    Yields a list: how many lines there were, and where it was raised, if it was.
+    """
+    lines, files = [0], {x.__file__ for x in modules}
+
+    def in_frame(frame, event, _):
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == number:
+                lines.append(f"{frame.f_code.co_name}, line {frame.f_lineno}")
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return in_frame
+
+    def trace(frame, *_):
+        return in_frame if frame.f_code.co_filename in files else None
+
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield lines
+    finally:
+        sys.settrace(None)
 
 
 class Snapshots:
@@ -98,7 +138,7 @@ class Snapshots:
 
         def half_put_fields(store, rows, arrays):
             for part in (slice(None, None, 2), slice(len(rows) // 2)):
-                put_fields(store, rows[part], [x[part] for x in arrays])
+                put_fields(store, rows[part], [x[part].copy() for x in arrays])
                 self.take()
             put_fields(store, rows, arrays)
 

@@ -4,16 +4,18 @@ Each leaves what restores to the bits of a run that was not stopped, or what say
 to do; then that is done.
 """
 
+import itertools
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _between
+from optax_sparse_adam.host_tables import _between, _host_rows, _pipeline
 from optax_sparse_adam.native import _records
 
 from ..helpers.host_tables import (
@@ -23,7 +25,8 @@ from ..helpers.host_tables import (
     begin,
     train_in_memory,
 )
-from ..helpers.system_calls import Snapshots, interrupted
+from ..helpers.support import slow_but
+from ..helpers.system_calls import Snapshots, interrupted, interrupted_at_line
 
 # What is interrupted may leave a file to the garbage collector.
 pytestmark = pytest.mark.filterwarnings(
@@ -291,3 +294,50 @@ def test_a_map_rows_that_is_interrupted(run, tmp_path, expected, monkeypatch):
                 assert_refuses(trainer, folder)
         assert_goes_on(folder, expected, {1})
     assert seen == {"nothing", "half", "all"}
+
+
+# Between any two lines of a run.
+
+
+def of_one_row(params, ids, _):
+    return jnp.sum(params["a"][ids])
+
+
+@pytest.mark.parametrize("every", slow_but([1, 23], 23))
+def test_a_run_that_is_interrupted_anywhere(every):
+    """Each batch is trained once: `steps` and `drawn` know of it from the first on."""
+    tx, count = osa.lazy(optax.sgd(1.0)), 5
+    batches = [(np.array([2 * k, 2 * k + 1]), np.zeros(3)) for k in range(count)]
+    trainer = host.HostTrainer(of_one_row, tx, {"a": host.HostTable((12, 2))})
+    list(trainer.run(batches))
+    lines, seen = [0, 0], 0
+    while len(lines) == 2:
+        seen += every
+        iterator, steps = iter(batches), trainer.steps
+        with interrupted_at_line(seen, _pipeline, _host_rows) as lines:
+            for _ in trainer.run(iterator):
+                pass
+        where = lines[1:]
+        done, drawn = trainer.steps - steps, trainer.drawn
+        left = [int(batch[0][0]) // 2 for batch in drawn]
+        assert left == [*range(done, done + len(left))], where
+        list(trainer.run(itertools.chain(drawn, iterator)))
+        assert trainer.steps == steps + count, where
+        rows = trainer.params["a"]
+        np.testing.assert_array_equal(rows[:10], -trainer.steps // count, str(where))
+    assert seen > 500
+
+
+def test_a_step_that_is_interrupted_anywhere():
+    """`steps` says at once whether it has been done."""
+    tx = osa.lazy(optax.sgd(1.0))
+    trainer = host.HostTrainer(of_one_row, tx, {"a": host.HostTable((3, 2))})
+    trainer.step(np.array([1]), np.zeros(3))
+    lines, seen = [0, 0], 0
+    while len(lines) == 2:
+        seen += 1
+        with interrupted_at_line(seen, _pipeline, _host_rows) as lines:
+            trainer.step(np.array([1]), np.zeros(3))
+        steps = trainer.steps
+        assert int(-trainer.params["a"][1, 0]) == steps == trainer.steps, lines[1:]
+    assert 0 < steps < seen

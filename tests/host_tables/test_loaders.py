@@ -63,7 +63,7 @@ def test_a_loader_that_refills_its_arrays(what, tmp_path, expected, monkeypatch)
     where = {"file": tmp_path / "x"} if "file" in what else {}
     with new_trainer(**where) as trainer:
         if what == "a cold file":
-            monkeypatch.setattr(type(trainer._rows), "is_cold", True)
+            monkeypatch.setattr(type(trainer._rows), "looks_ahead", True)
         values = list(trainer.run(refilled(0, 6, what), ahead=2))
         assert_trained_alike(trainer, values, expected)
 
