@@ -172,5 +172,15 @@ static inline int __ffs(unsigned x) { return x ? __builtin_ctz(x) + 1 : 0; }
 static inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
 static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
 
-// Of a block; filled anew for each, as what is in it is left to chance.
+// Of a block. The address sanitizer is told what a launch has not asked for.
 static uint4 shared_memory[(96 << 10) / 16];
+#ifdef __SANITIZE_ADDRESS__
+extern "C" void __asan_poison_memory_region(const volatile void*, size_t);
+extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t);
+extern "C" void limit_shared(unsigned bytes) {
+  __asan_unpoison_memory_region(shared_memory, sizeof(shared_memory));
+  __asan_poison_memory_region((char*)shared_memory + bytes, sizeof(shared_memory) - bytes);
+}
+#else
+extern "C" void limit_shared(unsigned) {}
+#endif

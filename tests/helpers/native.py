@@ -56,6 +56,13 @@ def sanitized(folder):
     command = [*compiler, *_build.FLAGS.split(), *flags.split()]
     command += [f"-isystem{jax.ffi.include_dir()}", str(_build.SOURCE)]
     built = subprocess.run([*command, "-o", library], capture_output=True, check=False)
+    variables = sanitizers()
+    return None if built.returncode or variables is None else (library, variables)
+
+
+def sanitizers():
+    """What a process sets to load a library with sanitizers; `None` without them."""
+    compiler = _build.compiler()
     # An interpreter that is not sanitized loads the runtime first; and with it the
     # library of C++, whose exceptions the runtime wraps.
     runtimes = [
@@ -67,13 +74,10 @@ def sanitized(folder):
         ).stdout.strip()
         for name in ("libasan.so", "libstdc++.so.6")
     ]
-    if built.returncode or not all(Path(name).is_absolute() for name in runtimes):
+    if not all(Path(name).is_absolute() for name in runtimes):
         return None
     # Python and JAX keep memory until the end.
-    return library, {
-        "LD_PRELOAD": " ".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0",
-    }
+    return {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
 def flags_of_memory(address):

@@ -12,8 +12,8 @@ from optax_sparse_adam._rows.row_ops import RowOps
 from optax_sparse_adam.native import _cuda
 from optax_sparse_adam.native._cuda_source import Tuning
 
-from ..helpers.cuda_on_cpu import CudaOnCpu, emulated
-from ..helpers.native import needs_compiler
+from ..helpers.cuda_on_cpu import SANITIZERS, CudaOnCpu, emulated
+from ..helpers.native import needs_compiler, python, sanitizers
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("as_optax_expects")]
 
@@ -110,6 +110,21 @@ def test_order_of_few_entries():
         np.testing.assert_array_equal(
             places, np.where(valid, np.arange(size), -1)[order]
         )
+
+
+@pytest.mark.slow
+def test_sanitized():
+    """Every optimiser and sum by kernels compiled with sanitizers."""
+    variables = sanitizers()
+    if variables is None:
+        pytest.skip("the compiler has no sanitizers to preload")
+    variables |= {"CUDA_ON_CPU_FLAGS": SANITIZERS, "XLA_FLAGS": ""}
+    variables |= {"JAX_PLATFORMS": "cpu", "OPTAX_SPARSE_ADAM_NATIVE": "0"}
+    program = "-m", "tests.helpers.cuda_sanitized"
+    wrong = python(*program, "wrong", **variables)
+    assert "heap-buffer-overflow" in wrong.stderr
+    done = python(*program, **variables)
+    assert done.stdout == "no call has left its buffers\n", done.stderr[-5000:]
 
 
 OPTIMIZERS = {

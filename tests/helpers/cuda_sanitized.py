@@ -1,0 +1,46 @@
+"""A process that the address sanitizer ends where a kernel leaves its buffers.
+
+    LD_PRELOAD=libasan.so CUDA_ON_CPU_FLAGS=... python -m tests.helpers.cuda_sanitized
+
+Every optimiser takes its steps, and sums are made, at sizes and widths that fill no
+chunk and no lane. With an argument a lane writes one number too many: that is seen.
+"""
+
+import itertools
+import sys
+
+import numpy as np
+
+from optax_sparse_adam.native._cuda import Call
+
+from ..native.test_cuda import OPTIMIZERS, SUMS, check_sums, trained
+from . import cuda_on_cpu
+
+WIDTHS, SIZES = (1, 33, 2, 129, 7, 300, 20), (5, 35, 100, 165, 30)
+WRONG = """
+extern "C" __global__ void rows_kernel(float* out, long long size) {
+  if (threadIdx.x <= size) out[threadIdx.x] = 1;
+}
+"""
+
+
+def main():
+    # Rows and bags in turn; both of two formulas.
+    names = list(enumerate([*OPTIMIZERS, "sparse_adam", "exact_adamw"]))
+    shapes = zip(names, itertools.cycle(WIDTHS), itertools.cycle(SIZES))  # 35 pairs
+    with cuda_on_cpu.emulated() as calls:
+        for (i, name), width, size in shapes:
+            trained(OPTIMIZERS[name](), width, False, i % 2 == 1, size=size)
+    for ops, kind, size, width in SUMS:
+        check_sums(ops(), kind, size, width)
+    kernels = {call.source for call in calls}
+    assert len(kernels) > 30, len(kernels)
+    print("no call has left its buffers")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        like = np.zeros(31, np.float32)
+        call = Call(WRONG, "rows_kernel", (), (-1,), ((1, 32, 0, 31),))
+        cuda_on_cpu.run(call, [like], {})
+    main()
