@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables._archive import read_archive
 
 from ..helpers import stream_worker as worker
 from ..helpers.support import assert_identical, program_environment
@@ -124,6 +125,8 @@ def test_a_run_that_is_killed_ten_times(whole):
     # Between two checkpoints there are some five hundred moments.
     for moment in np.random.default_rng(0).integers(5, 1200, 10):
         run(folder, int(moment))
+    about, _ = read_archive(folder / "run" / "checkpoint.npz", whole=False)
+    assert 4 * worker.EVERY <= about["step"] < worker.STEPS
     run(folder, 0)
     assert_identical(result(folder), whole[2])
 
