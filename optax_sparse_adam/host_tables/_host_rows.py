@@ -290,7 +290,7 @@ class HostRows:
                 self.torn = self.torn or NOT_FETCHED.format(what=f"Batch {rows.step}")
                 self._unstored.clear()
                 self.check()
-            self._store(rows.unique, rows.back, None)
+            self._write_rows(rows.unique, rows.back, None)
             self._unstored.popleft()
 
     @contextlib.contextmanager
@@ -301,12 +301,12 @@ class HostRows:
         """
         torn = f"{what} has ended half way: some rows are changed, and others are not"
         self.version += 1
-        yield lambda unique, arrays: self._store(
+        yield lambda unique, arrays: self._write_rows(
             unique, self.plan.spread.sent_back(arrays), torn
         )
         self.torn = None
 
-    def _store(
+    def _write_rows(
         self,
         unique: Sequence[Sequence[Ascending]],
         arrays: Sequence[Sequence[Sequence[jax.Array]]],
