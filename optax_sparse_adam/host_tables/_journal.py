@@ -61,7 +61,7 @@ class Journal:
         self._file: Any = path.open("wb", buffering=0)
         self._write_head()
 
-    def remember(self, table: int, rows: Ascending, store: Store) -> None:
+    def append(self, table: int, rows: Ascending, store: Store) -> None:
         """Appends rows that have not changed before; they are in the store still."""
         saved = self._saved[table]
         byte, bit = rows >> 3, np.uint8(1) << (rows & 7).astype(np.uint8)

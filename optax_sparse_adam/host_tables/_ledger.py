@@ -54,7 +54,7 @@ class Ledger:
             return
         for k, rows in changes:
             if self._stores[k].archived() is None and len(rows):
-                self._journal.remember(k, rows, self._stores[k])
+                self._journal.append(k, rows, self._stores[k])
         self._journal.commit()
         self.mark = self.mark._replace(journal=self._journal.end)
         self._set_marks(self.mark)
