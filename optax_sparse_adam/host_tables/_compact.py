@@ -155,22 +155,22 @@ def _read(value: Expression, lookup: Lookup) -> jax.Array:
     sources: Any = {id(x.source): x.source for x in tables}
     if len(sources) == 1:
         (source,) = sources.values()
-        known = {x: x.function(source.array) for x in tables}
+        values = {x: x.function(source.array) for x in tables}
         last = lookup.shape[0] - 1
 
         def take(array: jax.Array) -> jax.Array:
             return array[jnp.minimum(source.partition.rows_at(source.unique), last)]
 
-        rows = value.select(take, None, known)
+        rows = value.select(take, None, values)
         return _look_up(lookup, source, rows)
 
     def read(clamped: Lookup) -> jax.Array:
         # Of two tables, each has other rows.
-        known = {
+        values = {
             x: x.function(_look_up(clamped, x.source, x.source.array))  # type: ignore[union-attr]
             for x in tables
         }
-        return value.select(clamped.read, None, known)
+        return value.select(clamped.read, None, values)
 
     return lookup.read_and_fill(read)
 
@@ -183,9 +183,9 @@ def _entries(lookup: Lookup) -> LookupEntries:
     """
     rows, size = lookup.rows(1), lookup.shape[0]
     if lookup.params["mode"] == Mode.PROMISE_IN_BOUNDS:
-        own = lookup._columns([0])
-        above = jnp.minimum(own, _LARGEST_ID - 1) + 1
-        rows = jnp.where(own < 0, own, jnp.where(own >= size, above, own))
+        ids = lookup._columns([0])
+        above = jnp.minimum(ids, _LARGEST_ID - 1) + 1
+        rows = jnp.where(ids < 0, ids, jnp.where(ids >= size, above, ids))
     else:  # distinct padding, where ids are promised to be unique
         rows = jnp.minimum(rows, size)
     return LookupEntries(rows)

@@ -267,7 +267,7 @@ class HostRows:
         """Rows that were made between two steps, by their numbers in stores."""
         self.version += 1
         blocks = [[rows] for rows in unique]
-        back = [[[x] for x in own] for own in arrays]
+        back = [[[x] for x in fields] for fields in arrays]
         self._keep(Rows(blocks, [], arrays, self.steps, back=back))
         self.settle()
 

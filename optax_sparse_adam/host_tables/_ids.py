@@ -130,28 +130,28 @@ class RowIds:
           TypeError: For a tensor of another library.
         """
         # What the optimiser alone takes is nothing to the loss.
-        known = args[0], self._taken(args[1])
-        leaves, structure = jax.tree.flatten(known)
-        own = self._taken(static)
+        taken = args[0], self._taken(args[1])
+        leaves, structure = jax.tree.flatten(taken)
+        static_taken = self._taken(static)
         for x in leaves:
             _refuse_others(x, name)
         # With weak types: an int8 times a Python number is an int8.
         avals = tuple((_type_of(x), _layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        key = structure, avals, tuple(sorted(own.items())), x64
+        key = structure, avals, tuple(sorted(static_taken.items())), x64
         if key not in self._programs:
-            self._programs[key] = self._trace(dense, leaves, structure, own)
+            self._programs[key] = self._trace(dense, leaves, structure, static_taken)
         program, kept = self._programs[key]
         values = [*dense, *leaves]
-        given = [values[i] for i in kept]
-        for x in given:
+        operands = [values[i] for i in kept]
+        for x in operands:
             _refuse_other_numbers(x, name)
             if jax.process_count() > 1 and _layout(x) is None:
                 raise ValueError(_NOT_OF_ALL.format(name=name, x=x))
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
-            given = jax.device_put(given, cpu_device())
-        ids, number = program(*given)
+            operands = jax.device_put(operands, cpu_device())
+        ids, number = program(*operands)
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),
@@ -161,10 +161,29 @@ class RowIds:
         )
 
     def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        known = _parameters(self._fun) if keywords else {}
-        if known is None or any(x.kind == x.VAR_KEYWORD for x in known.values()):
+        parameters = _parameters(self._fun) if keywords else {}
+        if parameters is None or any(
+            x.kind == x.VAR_KEYWORD for x in parameters.values()
+        ):
             return dict(keywords)
-        return {k: x for k, x in keywords.items() if k in known}
+        return {k: x for k, x in keywords.items() if k in parameters}
+
+    def _refuse_reads(self, closed: ClosedJaxpr, exported: jax.export.Exported) -> None:
+        """Raises where ids depend on rows, or on what happens once."""
+        if f"@{zeros_in_place_of('io_callback')}" in exported.mlir_module():
+            raise ValueError(
+                "Rows of tables in host memory are fetched before the function runs, "
+                "so ids must not depend on the result of an io_callback, which would "
+                "be called twice. Compute ids before, and pass them in the batch; or "
+                "by jax.pure_callback."
+            )
+        for i, table in enumerate(self._tables.values()):
+            if i in exported.module_kept_var_idx:
+                places = ", ".join(sorted(self._lines.get(table.name, ())))
+                raise ValueError(
+                    "Rows of tables in host memory are fetched before the function "
+                    + _why_not(closed.jaxpr.eqns).format(table=table.name, at=places)
+                )
 
     def _trace(
         self,
@@ -176,18 +195,20 @@ class RowIds:
         """The program, and which of dense parameters and batch it reads."""
         count, num_dense = len(self._tables), len(dense)
 
-        def ids(rows: list[Any], *others: Any) -> list[jax.Array]:
-            own, given = iter(rows), iter(others[:num_dense])
+        def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
+            tables, left = iter(rows), iter(values[:num_dense])
             params = self._treedef.unflatten(
-                next(own if i in self._tables else given)
+                next(tables if i in self._tables else left)
                 for i in range(self._treedef.num_leaves)
             )
-            args, keywords = jax.tree.unflatten(structure, others[num_dense:])
+            args, keywords = jax.tree.unflatten(structure, values[num_dense:])
             fun = functools.partial(self._fun, **keywords, **static)
-            _, found, lines = evaluate_compact(fun, self._tables, params, None, args)
-            for name, own_lines in lines.items():
-                self._lines.setdefault(name, set()).update(own_lines)
-            return found
+            _, looked_up, lines = evaluate_compact(
+                fun, self._tables, params, None, args
+            )
+            for name, new_lines in lines.items():
+                self._lines.setdefault(name, set()).update(new_lines)
+            return looked_up
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -202,20 +223,7 @@ class RowIds:
         closed = jax.make_jaxpr(ids)(rows, *shapes)
         exported = _without_dead_code(closed, [*rows, *shapes])
         reads = list(exported.module_kept_var_idx)
-        if f"@{zeros_in_place_of('io_callback')}" in exported.mlir_module():
-            raise ValueError(
-                "Rows of tables in host memory are fetched before the function runs, "
-                "so ids must not depend on the result of an io_callback, which would "
-                "be called twice. Compute ids before, and pass them in the batch; or "
-                "by jax.pure_callback."
-            )
-        for i, table in enumerate(self._tables.values()):
-            if i in reads:
-                places = ", ".join(sorted(self._lines.get(table.name, ())))
-                raise ValueError(
-                    "Rows of tables in host memory are fetched before the function "
-                    + _why_not(closed.jaxpr.eqns).format(table=table.name, at=places)
-                )
+        self._refuse_reads(closed, exported)
         kept = [i - count for i in reads]
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if _is_key(x) and i not in kept]
@@ -226,14 +234,14 @@ class RowIds:
             whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
         @functools.partial(jax.jit, out_shardings=whole)
-        def program(*given: Any) -> tuple[list[jax.Array], jax.Array]:
-            known = dict(zip(kept, given, strict=True))
-            others = [
-                known[i] if i in known else jnp.zeros(x.shape, x.dtype)
+        def program(*operands: Any) -> tuple[list[jax.Array], jax.Array]:
+            by_place = dict(zip(kept, operands, strict=True))
+            values = [
+                by_place[i] if i in by_place else jnp.zeros(x.shape, x.dtype)
                 for i, x in enumerate(shapes)
             ]
             zeros = [jnp.zeros(x.shape, x.dtype) for x in rows]
-            ids = jaxpr_as_fun(closed)(*zeros, *others)
+            ids = jaxpr_as_fun(closed)(*zeros, *values)
             return ids, fingerprint(ids)
 
         return program, kept
@@ -269,11 +277,11 @@ def split_keywords(
     fun: Callable[..., Any], keywords: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those that `make_train_step` traces, and those that it does not: see there."""
-    known = (_parameters(fun) if keywords else None) or {}
+    parameters = (_parameters(fun) if keywords else None) or {}
     static = {
         name: x
         for name, x in keywords.items()
-        if name in known and isinstance(known[name].default, bool | str)
+        if name in parameters and isinstance(parameters[name].default, bool | str)
     }
     return {k: x for k, x in keywords.items() if k not in static}, static
 
@@ -310,11 +318,11 @@ def _refuse_other_numbers(x: Any, batch: str) -> None:
         return
     held: Any = jax.dtypes.canonicalize_dtype(x.dtype)
     if held.itemsize < x.dtype.itemsize and np.any(x.astype(held) != x):
-        own = int(np.asarray(x)[x.astype(held) != x].flat[0])
+        number = int(np.asarray(x)[x.astype(held) != x].flat[0])
         raise IndexError(
-            f"{batch} has the integer {own}, of which rows are computed, and which JAX "
-            f"takes for {np.asarray(own, x.dtype).astype(held)}, as it computes in "
-            f"{held} unless jax_enable_x64 is set. Give rows that {held} holds; for "
+            f"{batch} has the integer {number}, of which rows are computed, and which "
+            f"JAX takes for {np.asarray(number, x.dtype).astype(held)}, as it computes "
+            f"in {held} unless jax_enable_x64 is set. Give rows that {held} holds; for "
             f"a hash of numbers that it does not hold, say .astype(np.{held}) first."
         )
 

@@ -53,7 +53,7 @@ def nnx_tables(
     from flax import nnx
 
     treedef: Any
-    graph, shapes, *others = nnx.split(nnx.eval_shape(make_model), nnx.Param, ...)
+    graph, shapes, *untrained = nnx.split(nnx.eval_shape(make_model), nnx.Param, ...)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     tables: list[HostTable | None] = []
     for path, x in pairs:
@@ -80,5 +80,5 @@ def nnx_tables(
     kept, rest = small()
     left = iter(kept)
     params = treedef.unflatten(next(left) if x is None else x for x in tables)
-    (others,) = jax.tree.unflatten(jax.tree.structure(others), rest)
-    return graph, params, others
+    (untrained,) = jax.tree.unflatten(jax.tree.structure(untrained), rest)
+    return graph, params, untrained

@@ -97,11 +97,11 @@ class Layout:
 
 
 def refuse_other(
-    words: str, found: Mapping[str, Any], expected: Mapping[str, Any]
+    words: str, header: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
     """Raises if a header says something else, with the first difference."""
     for key, here in expected.items():
-        there = found.get(key)
+        there = header.get(key)
         if there == here:
             continue
         if isinstance(here, list) and isinstance(there, list):

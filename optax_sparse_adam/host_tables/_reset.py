@@ -97,7 +97,7 @@ def reset_of(plan: Any, params: Any, ids: Any, rows: Any) -> Reset:
                 f"{table.path} of the parameters, which is none. Put None there."
             )
     tree = jax.tree.map(
-        lambda x, own, new: own if x is None else new,
+        lambda x, param, new: param if x is None else new,
         *(ids, params, rows),
         is_leaf=lambda x: x is None,
     )
@@ -110,8 +110,8 @@ def reset_of(plan: Any, params: Any, ids: Any, rows: Any) -> Reset:
             reset.values.append(None)
             continue
         table.check_rows(host, new[i])
-        given = np.asarray(table.ids)
-        numbers = np.where((given >= 0) & (given < host.shape[0]), given, -1)
+        wanted = np.asarray(table.ids)
+        numbers = np.where((wanted >= 0) & (wanted < host.shape[0]), wanted, -1)
         more = _length(len(numbers)) - len(numbers)
         values = np.asarray(new[i])
         values = values.astype(native_dtype(values), copy=False)

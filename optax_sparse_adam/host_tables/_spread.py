@@ -80,7 +80,7 @@ class Spread:
         """Positions and rows on the device, or on the mesh."""
         if self.whole is None:
             return jax.device_put((padded, arrays), target)
-        rows = [[*map(self._put_rows, own)] for own in arrays]
+        rows = [[*map(self._put_rows, fields)] for fields in arrays]
         return [*map(self._put, padded)], rows
 
     def sent(self, tree: Any, target: Any) -> Any:
@@ -107,10 +107,10 @@ class Spread:
         """An array of the blocks of this process, each on its device."""
         assert self.by_rows is not None
         size = len(x) // self.num_own
-        own = self.blocks[self.process].tolist()
+        blocks = self.blocks[self.process].tolist()
 
         def block(at: Any) -> np.ndarray:
-            first = own.index((at[0].start or 0) // size) * size
+            first = blocks.index((at[0].start or 0) // size) * size
             return x[first : first + size]
 
         shape = self.blocks.size * size, *x.shape[1:]
@@ -127,7 +127,7 @@ class Spread:
 
     def sent_back(self, arrays: list[list[jax.Array]]) -> list[list[list[jax.Array]]]:
         """Arrays of each block on their way to the host, as `_to_host` says."""
-        return [[_to_host(self._own_blocks(x)) for x in own] for own in arrays]
+        return [[_to_host(self._own_blocks(x)) for x in fields] for fields in arrays]
 
 
 def local(x: jax.Array) -> Any:

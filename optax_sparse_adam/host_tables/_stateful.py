@@ -74,8 +74,8 @@ def restored(
         )
     each: Iterator[np.ndarray] = iter(arrays)
     for name, entries in names.items():
-        own = {}
+        state = {}
         for key, shape, dtype in entries:
-            own[key] = next(each).view(np.dtype(dtype)).reshape(shape)
+            state[key] = next(each).view(np.dtype(dtype)).reshape(shape)
         if name in stateful:
-            stateful[name].restore(own)
+            stateful[name].restore(state)
