@@ -13,7 +13,10 @@ import zlib
 from pathlib import Path
 
 import jax
+import optax
 import pytest
+
+import optax_sparse_adam as osa
 
 pytestmark = pytest.mark.slow
 
@@ -226,3 +229,34 @@ def test_the_files_to_read_have_what_is_to_be_read():
         code = (_ROOT / _PACKAGE / row[at].strip(" `")).read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", row[at + 1]):
             assert re.search(rf"(def |class |^){name}\b", code, re.M), (name, row[at])
+
+
+def test_the_tree_of_calls_is_that_of_a_step(defaults, without_kernel):
+    """Each line of it is called while the one that it stands below runs."""
+    text = _TEXTS[_DOCS / "how_it_works.md"]
+    block = re.search(r"^```text\n(step .*?)^```$", text, re.M | re.S)[1]
+    stack, expected, running, seen = [], [], [], set()
+    for line in block.splitlines():
+        name, file = line.split()[:2]
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack[depth:] = [(file, name)]
+        expected.append(tuple(stack[-2:]))
+
+    def profile(frame, event, arg):
+        path, _, file = frame.f_code.co_filename.rpartition(f"{_PACKAGE}/")
+        call = file, frame.f_code.co_name
+        if path and event == "call":
+            seen.update((caller, call) for caller in running)
+            running.append(call)
+        elif path and event == "return":
+            running.pop()
+
+    table, tx = jax.numpy.ones((1013, 5)), osa.lazy(optax.adamw(1e-3))
+    step, state = osa.make_train_step(lambda t, ids: t[ids].sum(), tx), tx.init(table)
+    sys.setprofile(profile)
+    try:
+        step(table, state, jax.numpy.array([3, 7, 3]))
+    finally:
+        sys.setprofile(None)
+    assert len(expected) > 20
+    assert [x for x in expected[1:] if x not in seen] == []
