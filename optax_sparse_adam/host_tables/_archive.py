@@ -14,6 +14,11 @@ from ._records import sync_folder
 ARCHIVE = "checkpoint.npz"
 
 
+def part_name(kind: str, name: str, process: int, processes: int) -> str:
+    """The name of what one of several processes adds to a checkpoint."""
+    return f"{kind}-{name}" + (f"-{process}" if processes > 1 else "")
+
+
 def name_in(folder: Path) -> str | None:
     """Of the checkpoint that a folder has, if there is one."""
     if not (folder / ARCHIVE).exists():

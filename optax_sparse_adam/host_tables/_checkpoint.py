@@ -5,26 +5,40 @@
                         `_archive`
     journal-<name>      what rows elsewhere were, and no longer are: see `_journal`
 
+Of several processes each has a journal, and an archive of its rows beside that of what
+all of them have, which comes to be when all else is there:
+
+    checkpoint.npz      what is no row
+    rows-<name>-<k>     the rows in memory of process k, and what is `stateful` there
+    journal-<name>-<k>  what its rows elsewhere were
+
 Which checkpoint is there, and in what order all of it is written, knows `_ledger`.
 """
 
+import contextlib
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from ._archive import ARCHIVE, name_in, read_archive, write_archive
+from ._archive import ARCHIVE, name_in, part_name, read_archive, write_archive
 from ._host_rows import HostRows
 from ._journal import Undo, read_journal
 from ._records import refuse_other, sync_folder
-from ._stateful import described, restored
-from ._store import Mark
+from ._stateful import Described, described, restored
+from ._store import Mark, Store
+from ._together import new_name, together
 
 _VERSION = 2
+_SECONDS = 90  # NFS keeps names for 60
+_PART = "rows"
+_OF_A_CHECKPOINT = re.compile(f"(?:journal|{_PART})-([0-9a-f]{{32}})(?:-[0-9]+)?")
 
 
 def save(rows: HostRows, folder: Path) -> None:
@@ -32,86 +46,208 @@ def save(rows: HostRows, folder: Path) -> None:
 
     Raises:
       FileExistsError: If the folder has a checkpoint of another run.
+      FileNotFoundError: If another process has another folder.
     """
-    ledger = rows.ledger
-    ledger.resolve()  # so that it knows all its names
+    ledger, spread, name = rows.ledger, rows.plan.spread, new_name()
+    about: dict[str, Any] = {"name": name, "step": rows.steps}
+    shared, own = _others(rows), _in_memory(rows)
+    arrays = [data_of(x) for _, x in shared]
+    with contextlib.ExitStack() as end:
+        with together("HostTrainer.checkpoint"):
+            _begin_in(folder, rows)
+            stateful, more = described(rows.stateful, rows.steps)
+            of_part = {"stores": [x.id for x in rows.stores], "stateful": stateful}
+            held = [*(x for _, x in own), *more]
+            end.enter_context(ledger.next(folder, name, rows.steps))
+            for store in rows.stores:
+                store.flush()
+            if spread.processes == 1:
+                shared, arrays = [*shared, *own], [*arrays, *held]
+                about |= of_part
+            else:
+                path = part_name(_PART, name, spread.process, spread.processes)
+                of_part |= about | _described(rows, own)
+                write_archive(folder, held, of_part, path)
+                about |= {"processes": spread.processes}
+        with together("HostTrainer.checkpoint"):
+            if spread.process == 0:
+                write_archive(folder, arrays, about | _described(rows, shared))
+        with together("HostTrainer.checkpoint"):
+            if not _comes_to_be(folder, name):
+                raise FileNotFoundError(
+                    f"Process 0 has made a checkpoint in {folder}, which process "
+                    f"{spread.process} does not see. Give a folder that is one for "
+                    "all processes."
+                )
+    for old in folder.iterdir() if spread.process == 0 else ():
+        # What a process that was killed has left, or others no longer need.
+        of = _OF_A_CHECKPOINT.fullmatch(old.name)
+        if of and of[1] != name:
+            old.unlink(missing_ok=True)
+
+
+def _comes_to_be(folder: Path, name: str) -> bool:
+    """Whether a checkpoint is seen, on a file system that may show it later."""
+    end = time.monotonic() + _SECONDS
+    while name_in(folder) != name:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _begin_in(folder: Path, rows: HostRows) -> None:
+    rows.ledger.resolve()  # so that it knows all its names
     if not folder.exists():
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
     # Another run's journal would go with its checkpoint, and with it its files.
-    if name_in(folder) not in {None, *ledger.names}:
+    if name_in(folder) not in {None, *rows.ledger.names}:
         raise FileExistsError(
             f"There is a checkpoint of another run in {folder}, or one that this run "
             "made before it was restored from another folder. Give it a folder of its "
             "own; or go on with the other one by HostTrainer.restore; or delete the "
             "folder, if it is of no use: the rows of this run do not need it."
         )
-    stateful, more = described(rows.stateful, rows.steps)
-    with ledger.next(folder, rows.steps) as name:
-        for store in rows.stores:
-            store.flush()
-        ids = [store.id for store in rows.stores]
-        about = {"name": name, "step": rows.steps, "stores": ids, "stateful": stateful}
-        arrays = [data_of(x) for _, x in _arrays(rows)] + more
-        write_archive(folder, arrays, about | _expected(rows))
-    for old in folder.iterdir():  # what a process that was killed has left
-        is_journal = re.fullmatch("journal-[0-9a-f]{32}", old.name)
-        if is_journal and old.name != f"journal-{name}":
-            old.unlink()
+
+
+class Part(NamedTuple):
+    """What a process has written of a checkpoint.
+
+    Attributes:
+      name: Of the checkpoint.
+      step: Of the checkpoint.
+      others: What is no row, in bytes.
+      stores: What identifies each store.
+      records: Of tables in memory, in their order, `[rows, words]`.
+      stateful: What an archive says of what is saved with them, and the arrays.
+    """
+
+    name: str
+    step: int
+    others: list[np.ndarray]
+    stores: list[Any]
+    records: list[np.ndarray]
+    stateful: tuple[Described, list[np.ndarray]]
+
+
+def processes_of(folder: Path) -> int | None:
+    """How many have made the checkpoint of a folder, if there is one.
+
+    Raises:
+      ValueError: If it is damaged.
+    """
+    if not (folder / ARCHIVE).exists():
+        return None
+    return int(read_archive(folder / ARCHIVE, whole=False)[0].get("processes", 1))
+
+
+def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Part:
+    """What one of so many processes has written of a checkpoint.
+
+    Raises:
+      ValueError: If it is one of other parameters or of another optimiser, or damaged.
+      FileNotFoundError: If it is not there.
+    """
+    path, shared = folder / ARCHIVE, _others(rows)
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
+    about, held = read_archive(path)
+    own = [
+        ("rows", jax.ShapeDtypeStruct((count, layout.words), np.uint32))
+        for store, layout, count in zip(
+            rows.stores,
+            rows.plan.layouts,
+            (
+                x.partition.count_of(process, processes)
+                for x in rows.plan.tables.values()
+            ),
+            strict=True,
+        )
+        if store.archived() is not None
+    ]
+    of_part = about
+    if processes == 1:
+        shared = [*shared, *own]
+    else:
+        own_path = folder / part_name(_PART, about["name"], process, processes)
+        of_part, records = read_archive(own_path)
+        _refuse(own_path, of_part, {"name": about["name"]} | _described(rows, own))
+        held = [*held, *records]
+    _refuse(path, about, _described(rows, shared))
+    count = len(rows.others)
+    records = [
+        x.view(np.uint32).reshape(like.shape)
+        for x, (_, like) in zip(held[count:], own, strict=False)
+    ]
+    more = held[count + len(own) :]
+    return Part(
+        *(about["name"], about["step"], held[:count], of_part["stores"], records),
+        stateful=(of_part.get("stateful", {}), more),
+    )
+
+
+def _refuse(path: Path, about: Any, expected: Any) -> None:
+    refuse_other(
+        f"{path} is of other parameters, or of another optimiser", about, expected
+    )
 
 
 def load(rows: HostRows, folder: Path) -> None:
     """Takes a trainer whose stores are open back to a checkpoint."""
-    path = folder / ARCHIVE
-    if not path.exists():
-        raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
-    about, held = read_archive(path)
-    refuse_other(
-        f"{path} is of other parameters, or of another optimiser",
-        *(about, _expected(rows)),
-    )
-    likes = [x for _, x in _arrays(rows)]
-    read = [of_bytes(x, like) for x, like in zip(held, likes, strict=False)]
-    undo = _undo(rows, folder, about["name"], about["stores"])
-    more = about.get("stateful", {}), held[len(likes) :]
-    restored(folder, rows.stateful, *more)
+    spread = rows.plan.spread
+    with together("HostTrainer.restore"):
+        part = read_part(rows, folder, spread.process, spread.processes)
+        undo = undo_of(
+            rows, folder, part, rows.stores, spread.process, spread.processes
+        )
+        restored(folder, rows.stateful, *part.stateful)
+    others = others_of(rows, part)
     # All that is read is in order: from here on rows are changed.
-    rows.ledger.go_on_from(about["name"], about["step"], undo)
+    rows.ledger.go_on_from(part.name, part.step, undo)
     for k, ascending, records in undo.rows(rows.plan.layouts):
         rows.stores[k].put(ascending, records)
-    rows.others, archived = read[: len(rows.others)], iter(read[len(rows.others) :])
+    rows.others, archived = others, iter(part.records)
     for store in rows.stores:
         if store.archived() is not None:
             store.restore(next(archived))
-    rows.steps = about["step"]
+    rows.steps = part.step
 
 
-def _undo(rows: HostRows, folder: Path, name: str, ids: Sequence[Any]) -> Undo:
-    """The journal of a checkpoint.
+def undo_of(
+    rows: HostRows,
+    folder: Path,
+    part: Part,
+    stores: Sequence[Store],
+    process: int,
+    processes: int,
+) -> Undo:
+    """The journal of a process, for stores that it had.
 
     Raises:
       ValueError: If it does not bring the rows back: it was damaged, or the rows have
         changed since, and that is in another journal.
     """
-    path, tables = folder / f"journal-{name}", rows.plan.tables.values()
-    stores = [
+    path = folder / part_name("journal", part.name, process, processes)
+    tables = rows.plan.tables.values()
+    elsewhere = [
         (store, table.name, own)
-        for store, table, own in zip(rows.stores, tables, ids, strict=True)
+        for store, table, own in zip(stores, tables, part.stores, strict=True)
         if store.archived() is None
     ]
-    if not stores:
+    if not elsewhere:
         return Undo(path, {0: 0}, [])
     undo = Undo(path, {}, [])
     if path.exists():
         undo = read_journal(path, rows.plan.layouts)
-    for store, table, own in stores:
+    for store, table, own in elsewhere:
         if store.id != own:
             raise ValueError(
                 f"The file of {table} is another one than that of the checkpoint in "
                 f"{folder}, and no copy of it: another HostTrainer has begun it. Give "
                 "the path of the file that this checkpoint was made with."
             )
-        if not _brings_back(undo, store.mark, name):
+        if not _brings_back(undo, store.mark, part.name):
             raise ValueError(
                 f"What keeps the rows of {table} has changed since the checkpoint in "
                 f"{folder}, by a run whose journal is elsewhere: restore the last "
@@ -128,18 +264,28 @@ def _brings_back(undo: Undo, mark: Mark | None, name: str) -> bool:
     return mark.checkpoint == name and undo.ends.get(length) == checksum
 
 
-def _arrays(rows: HostRows) -> list[tuple[str, Any]]:
-    """What the archive holds, by name."""
-    archived = [x for store in rows.stores if (x := store.archived()) is not None]
-    names = [*rows.plan.names, *("rows" for _ in archived)]
-    return [*zip(names, [*rows.others, *archived], strict=True)]
+def _others(rows: HostRows) -> list[tuple[str, Any]]:
+    """What is no row, by name."""
+    return [*zip(rows.plan.names, rows.others, strict=True)]
 
 
-def _expected(rows: HostRows) -> dict[str, Any]:
-    """What the archive of a checkpoint of such a trainer says of itself."""
-    arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in _arrays(rows)]
+def _in_memory(rows: HostRows) -> list[tuple[str, Any]]:
+    """The records that an archive holds."""
+    archived = (store.archived() for store in rows.stores)
+    return [("rows", x) for x in archived if x is not None]
+
+
+def _described(rows: HostRows, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """What the archive of these arrays says of itself."""
+    arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in pairs]
     tables = [x.described for x in rows.plan.layouts]
     return {"version": _VERSION, "tables": tables, "arrays": arrays}
+
+
+def others_of(rows: HostRows, part: Part) -> list[Any]:
+    """What is no row, where it is now."""
+    pairs = zip(part.others, rows.others, strict=True)
+    return [of_bytes(x, like) for x, like in pairs]
 
 
 def of_bytes(held: np.ndarray, like: Any) -> Any:
@@ -155,4 +301,9 @@ def of_bytes(held: np.ndarray, like: Any) -> Any:
 
 def data_of(x: Any) -> np.ndarray:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
+    x = jax.random.key_data(x) if is_key else x
+    if isinstance(x, jax.Array) and not (
+        x.is_fully_addressable or x.is_fully_replicated
+    ):
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)

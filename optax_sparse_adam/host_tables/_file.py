@@ -119,8 +119,8 @@ class File(Memory):
             raise
         self._map()
 
-    def open(self) -> None:
-        """The file as it is.
+    def open(self, *, to_read: bool = False) -> None:
+        """The file as it is; to be read only, others may read it as well.
 
         Raises:
           FileNotFoundError, PermissionError: If it cannot be opened to read and write.
@@ -128,7 +128,7 @@ class File(Memory):
           BlockingIOError: If another trainer has it.
         """
         try:
-            self._file = self.path.open("r+b", buffering=0)
+            self._file = self.path.open("rb" if to_read else "r+b", buffering=0)
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -136,7 +136,7 @@ class File(Memory):
                 f"but: {error.strerror}",
                 str(self.path),
             ) from None
-        self._lock()
+        self._lock(fcntl.LOCK_SH if to_read else fcntl.LOCK_EX)
         head = self._file.read(1 << 20)
         if not head.startswith(_MAGIC):
             is_older = head.startswith(_MAGIC[:-3])
@@ -166,16 +166,16 @@ class File(Memory):
             raise ValueError(
                 f"{self.path} was cut: it should have {self._size:,} bytes."
             )
-        self._map()
+        self._map(mmap.ACCESS_READ if to_read else mmap.ACCESS_DEFAULT)
 
     def _set_size(self, text: bytes) -> None:
         """Where the rows begin, and how long the file is."""
         self._start = -(-(_MARK + len(text) + 1) // _PAGE) * _PAGE
         self._size = self._start + self._shape[0] * self._words * WORD
 
-    def _lock(self) -> None:
+    def _lock(self, kind: int = fcntl.LOCK_EX) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
             raise BlockingIOError(
@@ -185,8 +185,8 @@ class File(Memory):
                 str(self.path),
             ) from None
 
-    def _map(self) -> None:
-        self._mmap = mmap.mmap(self._file.fileno(), 0)
+    def _map(self, access: int = mmap.ACCESS_DEFAULT) -> None:
+        self._mmap = mmap.mmap(self._file.fileno(), 0, access=access)
         register(self._mmap)
         # Single rows are read: no page before or after them.
         self._mmap.madvise(mmap.MADV_RANDOM)
@@ -341,6 +341,17 @@ class File(Memory):
         disk = os.fstatvfs(self._file.fileno())
         pages = count * (2 + self._words * WORD // _PAGE)
         return disk.f_bavail * disk.f_frsize < pages * _PAGE
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes a file that was begun, and that no checkpoint has."""
+    if path.exists():
+        with path.open("rb", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            head = file.read(_MARK)
+            is_ours = head.startswith(_MAGIC)
+            if is_ours and not Mark.read(head[len(_MAGIC) :]).checkpoint:
+                path.unlink()
 
 
 def _disk_reads() -> int:

@@ -7,14 +7,17 @@ that it may be, and no row changes until it is known: `resolve` looks at the arc
 and whatever ended `next`, the next call that writes resolves it first. So a process
 that is killed leaves one of two states: the archive is `n1`, to which the journal of
 `n1` brings the rows; or it is `n2`, and the rows are those of `n2`.
+
+Of several processes one writes the archive, when all others have done what comes before
+it. An interrupt of another one does not say whether it is there, so that is resolved
+later.
 """
 
 import contextlib
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ._archive import name_in
+from ._archive import name_in, part_name
 from ._journal import Journal, Undo
 from ._records import Layout
 from ._store import Ascending, Mark, Store
@@ -28,6 +31,7 @@ class Ledger:
       layouts: Their records.
       sizes: How many rows each has.
       fsync: Whether journals wait for the disk.
+      processes: The number of this process, and of all: each has a journal.
 
     Attributes:
       mark: What stores say of themselves.
@@ -40,9 +44,10 @@ class Ledger:
         layouts: Sequence[Layout],
         sizes: Sequence[int],
         fsync: bool,
+        processes: tuple[int, int] = (0, 1),
     ):
         self.mark, self.names = Mark(), set[str]()
-        self._stores = stores
+        self._stores, self._processes = stores, processes
         self._options = layouts, sizes, fsync
         self._journal: Journal | None = None
         self._pending: tuple[Journal, Mark] | None = None
@@ -60,17 +65,19 @@ class Ledger:
         self._set_marks(self.mark)
 
     @contextlib.contextmanager
-    def next(self, folder: Path, step: int) -> Iterator[str]:
-        """The name of a new checkpoint, whose archive is written inside of `with`."""
+    def next(self, folder: Path, name: str, step: int) -> Iterator[None]:
+        """Of a new checkpoint of this name the archive is written inside of `with`."""
         self.resolve()
-        name = uuid.uuid4().hex
-        journal = Journal(folder / f"journal-{name}", *self._options)
+        own = part_name("journal", name, *self._processes)
+        journal = Journal(folder / own, *self._options)
         self._pending = journal, Mark(step, name, journal.end)
         try:
             self._set_marks(self.mark._replace(pending=name))
-            yield name
-        finally:
+            yield
+        except Exception:
             self.resolve()
+            raise
+        self.resolve()
 
     def resolve(self) -> None:
         """Finds out which checkpoint is there, where it is not known."""

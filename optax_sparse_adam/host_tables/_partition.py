@@ -38,7 +38,7 @@ class Partition:
     def __init__(self, num_rows: int, spread: Spread):
         self.num_rows, self._spread = num_rows, spread
         self._processes, self._devices = spread.blocks.shape
-        self.count = len(range(spread.process, num_rows, self._processes))
+        self.count = self.count_of(spread.process, self._processes)
         self.block_rows = -(-num_rows // spread.blocks.size)
         # One more in each block, which is padding.
         self._stride = self.block_rows + 1
@@ -52,6 +52,14 @@ class Partition:
     @property
     def _is_whole(self) -> bool:
         return self._spread.blocks.size == 1
+
+    def count_of(self, process: int, processes: int) -> int:
+        """How many rows are of one of so many processes."""
+        return len(range(process, self.num_rows, processes))
+
+    def rows_of_table(self, stored: np.ndarray) -> np.ndarray:
+        """The numbers in the table of rows of the store of this process."""
+        return stored * self._processes + self._spread.process
 
     def position(self, rows: Any) -> Any:
         """Of rows, by their numbers, in arrays of NumPy or of JAX."""

@@ -159,6 +159,11 @@ class Pipeline:
         if isinstance(given, BatchWithReset):
             args = given.batch if isinstance(given.batch, tuple) else (given.batch,)
             plan = self._rows.plan
+            if plan.spread.processes > 1:
+                raise NotImplementedError(
+                    "BatchWithReset is for one process. In several, call "
+                    "HostTrainer.reset_rows in each, between two steps."
+                )
             reset = reset_of(plan, self._params, given.ids, given.rows)
         traced, static = keywords
         batch = self._ids((args, traced), static, name)

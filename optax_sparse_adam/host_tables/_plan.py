@@ -174,7 +174,8 @@ class Plan:
     def split_state(self, state: Any) -> tuple[list[Any], list[list[Any]]]:
         """What of a state that exists is no row, and the rows of each table.
 
-        Of a table there may be fewer rows than it has.
+        Of a table there may be fewer rows than it has; not in one of several processes,
+        where the state of a trainer has the rows of one of them.
 
         Raises:
           ValueError: If it is the state of other parameters, or of another optimiser.
@@ -193,14 +194,14 @@ class Plan:
         owners = self._owners[len(self._owners) - len(leaves) :]
         for (path, own), x, k in zip(pairs, leaves, owners, strict=True):
             shape = np.shape(x)
-            if k is not None and shape and shape[0] <= own.shape[0]:
+            may_grow = k is not None and self.spread.processes == 1
+            if may_grow and shape and shape[0] <= own.shape[0]:
                 shape = own.shape[0], *shape[1:]
             if shape != own.shape or _type_of(x) != own.dtype:
                 raise ValueError(
                     f"`state{jax.tree_util.keystr(path)}` is {_type_of(x)}"
                     f"{list(np.shape(x))}, and HostTrainer needs {own.dtype}"
-                    f"{list(own.shape)}"
-                    + (", or fewer rows." if k is not None else ".")
+                    f"{list(own.shape)}" + (", or fewer rows." if may_grow else ".")
                 )
             (others if k is None else arrays[k]).append(x)
         return others, arrays

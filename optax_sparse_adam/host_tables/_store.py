@@ -7,7 +7,7 @@ take them apart; rows come there `Ascending`.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy as np
@@ -211,9 +211,16 @@ class UserStore(Store):
 
     begins_with_zeros = False
 
-    def __init__(self, storage: Storage, name: str, rows: int, layout: Layout):
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        rows: int,
+        layout: Layout,
+        numbers: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    ):
         self._storage, self._name, self._num_rows = storage, name, rows
-        self.layout = layout
+        self.layout, self._numbers = layout, numbers
         self._read_mark = getattr(storage, "read_mark", None)
         self._write_mark = getattr(storage, "write_mark", None)
         self.flush = getattr(storage, "flush", self.flush)  # type: ignore[method-assign]
@@ -241,7 +248,7 @@ class UserStore(Store):
     def take_into(self, rows: Ascending, out: np.ndarray) -> None:
         if len(rows) == 0:
             return
-        records = np.asarray(self._storage.take(rows))
+        records = np.asarray(self._storage.take(self._numbers(rows)))
         shape = len(rows), self.layout.words
         if records.shape != shape or records.dtype != np.uint32:
             raise ValueError(
@@ -254,7 +261,7 @@ class UserStore(Store):
     def put(self, rows: Ascending, records: np.ndarray) -> None:
         if len(rows):
             # Its own: it may keep them, and what is given here may be used again.
-            self._storage.put(rows.copy(), np.array(records))
+            self._storage.put(self._numbers(rows).copy(), np.array(records))
 
     def fields(self, layout: Layout) -> list[Any]:
         return [

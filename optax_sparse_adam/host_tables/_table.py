@@ -111,15 +111,31 @@ def tables_among(
 
 
 def new_store(
-    host: HostTable, table: Whole, layout: Layout, budget: float | None
+    host: HostTable,
+    table: Whole,
+    layout: Layout,
+    budget: float | None,
+    spread: Spread,
 ) -> Store:
-    """Where a table is kept, neither begun nor opened."""
+    """Where the rows of a process are kept, neither begun nor opened."""
     name, rows = table.name, table.partition.count
     if host.storage is not None:
-        return UserStore(host.storage, name, rows, layout)
-    if host.file is None:
+        numbers = table.partition.rows_of_table
+        return UserStore(host.storage, name, rows, layout, numbers)
+    path = file_of(host, spread.process, spread.processes)
+    if path is None:
         return Memory(rows, layout)
     from ._file import File  # needs POSIX
 
+    return File(path, name, rows, layout, budget)
+
+
+def file_of(host: HostTable, process: int, processes: int) -> Path | None:
+    """The file of one of so many processes: `rows.bin`, or `rows.bin-0-of-4`."""
+    if host.file is None:
+        return None
     # Absolute, as the process may go to another folder.
-    return File(Path(host.file).absolute(), name, rows, layout, budget)
+    path = Path(host.file).absolute()
+    if processes == 1:
+        return path
+    return path.with_name(f"{path.name}-{process}-of-{processes}")

@@ -14,18 +14,20 @@ from jax.sharding import Mesh
 from .._gradients.value_and_grad import Sparse
 from ._between import evaluated, map_rows, reset
 from ._budget import keep
-from ._checkpoint import load, save
+from ._checkpoint import load, processes_of, save
 from ._host_rows import HostRows
 from ._ids import split_keywords
 from ._ledger import Ledger
 from ._pipeline import Pipeline
 from ._plan import Plan
+from ._repartition import begin_again, move, remove_files
 from ._reset import BatchWithReset
 from ._snapshot import write_snapshot
 from ._spread import Spread
 from ._stateful import Stateful
 from ._store import Store
 from ._table import new_store
+from ._together import together
 
 
 class HostTrainer:
@@ -60,7 +62,8 @@ class HostTrainer:
         what has its methods `arrays_before` and `restore`: see `Stateful`.
       mesh: A mesh of Auto axes, over whose devices the rows of a batch are split, as
         a table in memory would be by its rows. Without, each device of a batch gets
-        all of them.
+        all of them. In one of several processes it has the devices of all, and row `r`
+        of a table belongs to process `r % processes`; then all make the same calls.
       sparse: As in `value_and_grad`.
       budget: Bytes that the process may hold, mapped pages of files included; when
         there are more, pages of all files of the process are given back to the system.
@@ -71,8 +74,10 @@ class HostTrainer:
       TypeError: If `tx` is no transformation; by steps, as those of `make_train_step`.
       ValueError: If there is no `HostTable`; if two have one file or one storage; if
         the state of `tx` has rows along another axis, or begins with what is computed
-        of all rows, such as a norm. By steps, with the user's line,
-        for a loss that uses all of a table, or whose ids depend on rows.
+        of all rows, such as a norm; in one of several processes without a `mesh`. By
+        steps, with the user's line, for a loss that uses all of a table, or whose ids
+        depend on rows; in one of several processes for ids that are computed of what
+        is no global array.
       IndexError: By a step, before anything is changed, for an id out of bounds, or
         for an integer of NumPy that JAX would take for another one.
       FileExistsError: If a file is there already: `restore` opens it.
@@ -81,7 +86,8 @@ class HostTrainer:
         next call for which there is room. If another program has cut a file.
       MemoryError: If the process holds more than the budget without pages of files;
         when it is made, before anything is written, and by steps.
-      NotImplementedError: In one of several processes.
+      NotImplementedError: For a `BatchWithReset`, and by `snapshot`, in one of several
+        processes.
       RuntimeError: By any use in a process that was forked. By a step or an evaluation
         that looks up other ids than those that were computed before it, as of
         `np.random`; after such a step, and after a `map_rows` that has ended half way,
@@ -145,11 +151,6 @@ class HostTrainer:
         sparse: Sparse,
         mesh: Mesh | None,
     ) -> None:
-        if jax.process_count() > 1:
-            raise NotImplementedError(
-                f"HostTrainer runs in one process, and here are {jax.process_count()}. "
-                "The page on large tables names what there is for several."
-            )
         self._loss, self._params = loss, params
         self._rows = rows = HostRows(Plan(tx, params, Spread(mesh)))
         self._parts = [x.partition for x in rows.plan.tables.values()]
@@ -164,27 +165,50 @@ class HostTrainer:
         others: list[Any] | None = None,
     ) -> None:
         """Begins a run, or goes on with that of a checkpoint."""
-        if budget is not None:
-            keep(budget)
-        rows, plan = self._rows, self._rows.plan
-        sizes = [x.count for x in self._parts]
+        rows, plan, spread = self._rows, self._rows.plan, self._rows.plan.spread
+        function = "HostTrainer" if path is None else "HostTrainer.restore"
+        before = processes = spread.processes
+        with together(function):
+            if budget is not None:
+                keep(budget)
+            if path is not None:
+                before = processes_of(path) or processes
         try:
             # A training step donates it, and two arrays of a state may be one.
             others = plan.begin_others(rows.dense) if others is None else others
-            rows.others += plan.spread.kept(others)
-            rows.ledger = Ledger(rows.stores, plan.layouts, sizes, fsync)
-            pairs = zip(plan.hosts, plan.tables.values(), strict=True)
-            for k, (host, table) in enumerate(pairs):
-                store = new_store(host, table, plan.layouts[k], budget)
-                rows.stores.append(store)
-                begin(k, store)
-            if path is not None:
+            rows.others += spread.kept(others)
+            sizes = [x.count for x in self._parts]
+            numbers = spread.process, processes
+            rows.ledger = Ledger(rows.stores, plan.layouts, sizes, fsync, numbers)
+            with together(function):
+                pairs = zip(plan.hosts, plan.tables.values(), strict=True)
+                for k, (host, table) in enumerate(pairs):
+                    store = new_store(host, table, plan.layouts[k], budget, spread)
+                    rows.stores.append(store)
+                    if before == processes:
+                        begin(k, store)
+                    else:
+                        begin_again(rows, k)
+            if path is not None and before == processes:
                 load(rows, path)
-                save(rows, path)
+            elif path is not None:
+                move(rows, path, before)
         except BaseException:
             rows.close()
-            for store in rows.stores if path is None else ():
+            for store in rows.stores:
                 store.discard()
+            raise
+        if path is not None:
+            self._save_again(path, before)
+
+    def _save_again(self, path: Path, before: int) -> None:
+        """Saves what was restored of so many processes; new files are part of it."""
+        try:
+            save(self._rows, path)
+            if before != self._rows.plan.spread.processes:
+                remove_files(self._rows, before)
+        except BaseException:
+            self._rows.close()
             raise
 
     def checkpoint(self, path: Any) -> None:
@@ -206,7 +230,8 @@ class HostTrainer:
         """
         with self._rows.alone():
             self._rows.check()
-            self._rows.settle()
+            with together("HostTrainer.checkpoint"):
+                self._rows.settle()
             save(self._rows, Path(path).absolute())
 
     @classmethod
@@ -227,7 +252,7 @@ class HostTrainer:
         """A trainer that goes on from a checkpoint, whatever has happened since.
 
         Args:
-          path: Of the checkpoint.
+          path: Of the checkpoint, which may be of another number of processes.
           loss: As for the trainer that made it, and so on.
           tx: The optimiser.
           params: Its parameters. Of arrays only shapes, types and devices matter, and
@@ -251,6 +276,8 @@ class HostTrainer:
             them; if what is `stateful` has other names, or refuses what was saved. No
             row is changed then.
           BlockingIOError: If another trainer has a file.
+          NotImplementedError: With another number of processes, where a table is in a
+            storage of the user's, or something is `stateful`.
         """
 
         self = cls.__new__(cls)
@@ -390,7 +417,8 @@ class HostTrainer:
     def params(self) -> Any:
         """The parameters, with an array of NumPy for each leaf.
 
-        Tables are read-only views of memory, or of the file. Others are copies.
+        Tables are read-only views of memory, or of the file; in one of several
+        processes, of the rows that belong to it. Others are copies.
         """
         return self._trees()[0]
 
@@ -432,4 +460,6 @@ class HostTrainer:
 
 def _copied(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jnp.array(x) if is_key else np.array(x)
+    # Of an array that is split over processes none has all.
+    is_here = x.is_fully_addressable or x.is_fully_replicated
+    return np.array(x) if is_here and not is_key else jnp.array(x)

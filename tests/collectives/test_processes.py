@@ -1,11 +1,6 @@
 """Two processes of two devices each give one process's numbers."""
 
-import contextlib
-import os
-import socket
-import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -14,47 +9,15 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from ..helpers import process_worker as worker
+from ..helpers.processes import free_port, run_processes
 from ..helpers.support import (
     TOLERANCE,
     assert_close,
     assert_identical,
     assert_same_on_devices,
-    program_environment,
 )
 
 pytestmark = pytest.mark.slow
-
-_SECONDS = 300  # 8 where two cores are free
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run_processes(commands):
-    """Runs all at once; stops all as soon as one fails or the time is over."""
-    compiler = [x for x in os.environ["XLA_FLAGS"].split() if x.startswith("--xla_cpu")]
-    env = program_environment() | {"XLA_FLAGS": " ".join(compiler)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for command in commands:
-            process = stack.enter_context(subprocess.Popen(command, env=env, **pipes))
-            stack.callback(process.kill)
-            processes.append(process)
-        end = time.monotonic() + _SECONDS
-        while any(process.poll() is None for process in processes):
-            failed = any(process.poll() for process in processes)
-            if failed or time.monotonic() > end:
-                break
-            time.sleep(0.05)
-        finished = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
-        output = "\n".join(process.communicate()[0] for process in processes)
-    assert finished == [0] * len(commands), f"exit statuses {finished}:\n{output}"
 
 
 @pytest.fixture(scope="module")

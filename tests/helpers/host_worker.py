@@ -66,6 +66,17 @@ def half_of_file(savez, file, **arrays):
     file.flush()
 
 
+def interrupt_files(moments):
+    moments.around(_file.File, "put", half_of_rows)
+    moments.around(_file.File, "put_fields", half_of_fields)
+    moments.around(_journal, "write_at", half_of_bytes)
+    moments.around(np, "savez", half_of_file)
+    moments.around(os, "replace")
+    moments.around(_file.File, "set_mark")
+    moments.around(_ledger, "Journal")
+    moments.around(Path, "unlink")
+
+
 def main(folder, moment, *options):
     if options:
         _journal.Journal.append = lambda *_: None
@@ -77,15 +88,7 @@ def main(folder, moment, *options):
     else:
         trainer = host.HostTrainer(*args)
         trainer.checkpoint(folder / "run")
-    moments = Moments(moment)
-    moments.around(_file.File, "put", half_of_rows)
-    moments.around(_file.File, "put_fields", half_of_fields)
-    moments.around(_journal, "write_at", half_of_bytes)
-    moments.around(np, "savez", half_of_file)
-    moments.around(os, "replace")
-    moments.around(_file.File, "set_mark")
-    moments.around(_ledger, "Journal")
-    moments.around(Path, "unlink")
+    interrupt_files(Moments(moment))
     first = trainer.steps
     for number, _ in enumerate(trainer.run(batches(first, STEPS)), first + 1):
         if number % EVERY == 0:

@@ -415,9 +415,9 @@ def test_a_batch_over_a_mesh(name, kind):
 
 
 @pytest.mark.slow
-def test_several_processes_are_refused(monkeypatch):
+def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(NotImplementedError, match="here are 2"):
+    with pytest.raises(ValueError, match="one of 2 processes, so it needs a `mesh`"):
         new_trainer()
 
 

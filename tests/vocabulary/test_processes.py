@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from ..collectives.test_processes import free_port, of_process, run_processes
+from ..collectives.test_processes import of_process
 from ..helpers import vocabulary_worker as worker
+from ..helpers.processes import free_port, run_processes
 from ..helpers.support import TOLERANCE, assert_close, assert_identical
 
 pytestmark = pytest.mark.slow
