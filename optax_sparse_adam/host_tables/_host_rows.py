@@ -185,8 +185,10 @@ class HostRows:
             # Rows may begin again that are not looked up.
             ids = len(batch.ids[k])
             count = ids if len(rows) <= ids else 1 << (len(rows) - 1).bit_length()
-            most = min(count, table.partition.block_rows)
-            size = self._size(k, max(map(len, cut)), most, len(cut))
+            # At least two, if there are: a transformation may see that a table has one
+            # row, as optax.adaptive_grad_clip, which takes it for a vector.
+            most = min(max(2, count), table.partition.block_rows)
+            size = self._size(k, max(2, *map(len, cut)), most, len(cut))
             unique.append(table.partition.own(cut))
             padded.append(table.partition.padded(cut, size))
             arrays.append(self._read(k, unique[-1], size))

@@ -104,6 +104,29 @@ def test_float64(name, as_optax_expects):
         assert_trained_alike(trainer, list(trainer.run(batches(0, 9))), expected)
 
 
+@pytest.mark.slow
+def test_a_batch_of_one_row(as_optax_expects):
+    """`adaptive_grad_clip` takes a table of one row for a vector; here it is none."""
+    tx = optax.chain(osa.lazy(optax.adaptive_grad_clip(0.1)), osa.exact_adam(0.05))
+
+    def loss(params, ids):
+        def of_table():
+            return jnp.sum((params["table"][ids] - 1) ** 2)
+
+        def of_memory():
+            return jnp.sum(params["memory"][ids % 13] ** 2)
+
+        return lax.cond(ids[0] >= 0, of_table, of_memory)
+
+    rows, memory = begin()[0], jnp.ones((13, DIM))
+    made = [(np.full(6, 3),), (np.array([3, 7, 9, 9, 9, 9]),)]
+    params = {"table": rows, "memory": memory}
+    expected = train_in_memory(loss, tx, params, made)
+    params = {"table": host_params(rows, memory)["table"], "memory": memory}
+    trainer = host.HostTrainer(loss, tx, params)
+    assert_trained_alike(trainer, list(trainer.run(made)), expected)
+
+
 # Models: functions of the table, ids [IDS] and targets.
 
 
