@@ -14,7 +14,7 @@ from jax import lax
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam._gradients.value_and_grad import PartsOfTables
-from optax_sparse_adam.host_tables import _host_rows, _spread
+from optax_sparse_adam.host_tables import _host_rows
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import UserStore, View
 
@@ -196,9 +196,9 @@ def test_rows_that_travel_are_the_real_ones_in_eighths(monkeypatch):
 
     def fetched(self, batch):
         rows = fetch(self, batch)
-        for k, ((own,), x) in enumerate(zip(rows.unique, rows.arrays, strict=True)):
-            most = max(1, min(len(batch.ids[k]), batch.tables[k].shape[0]))
-            sent.append((len(own), len(x[0]), most, -(-most // 8)))
+        for k, (own, x) in enumerate(zip(rows.unique, rows.arrays, strict=True)):
+            most = min(max(2, len(batch.ids[k])), batch.tables[k].shape[0])
+            sent.append((sum(map(len, own)), len(x[0]), most, -(-most // 8)))
         return rows
 
     monkeypatch.setattr(_host_rows.HostRows, "fetch", fetched)
@@ -230,15 +230,15 @@ def test_rows_that_travel_are_the_real_ones_in_eighths(monkeypatch):
 
 def test_results_come_back_by_pinned_memory(monkeypatch):
     """The way from an accelerator, on a CPU that has such memory, too."""
-    kinds, to_host = [], _spread._to_host
+    kinds, sent_back = [], _host_rows._sent_back
 
     def sent(arrays):
-        back = to_host(arrays)
-        kinds.extend(x.sharding.memory_kind for x in back)
+        back = sent_back(arrays)
+        kinds.extend(x.sharding.memory_kind for own in back for x in own)
         return back
 
-    monkeypatch.setattr(_spread, "_has_pinned_memory", lambda _: True)
-    monkeypatch.setattr(_spread, "_to_host", sent)
+    monkeypatch.setattr(_host_rows, "_has_pinned_memory", lambda _: True)
+    monkeypatch.setattr(_host_rows, "_sent_back", sent)
     rows, w = begin()
     known = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 6))
     trainer = new_trainer()
