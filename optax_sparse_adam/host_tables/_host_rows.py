@@ -35,7 +35,7 @@ NOT_FETCHED = (
 )
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """Rows of a batch, as they were fetched or as a step has made them.
 
     Attributes:
@@ -95,7 +95,7 @@ class HostRows:
         self._drawing = threading.local()
         self._results: collections.deque[Any] = collections.deque()
         self._value: Any = None
-        self._unstored: collections.deque[Rows] = collections.deque()
+        self._unstored: collections.deque[BatchRows] = collections.deque()
         self._sizes: dict[Any, int] = {}
         self.reset_program = program_of(plan)
 
@@ -177,7 +177,7 @@ class HostRows:
 
     # From the stores.
 
-    def fetch(self, batch: Batch) -> Rows:
+    def fetch(self, batch: Batch) -> BatchRows:
         """The rows of a batch, from the host."""
         unique, padded, arrays = [], [], []
         for k, (table, rows) in enumerate(zip(batch.tables, batch.rows(), strict=True)):
@@ -199,7 +199,9 @@ class HostRows:
             places = [batch.reset.places(k, *pair) for k, pair in pairs]
             reset = self.plan.spread.sent((places, batch.reset.values), batch.target)
         padded, arrays = self.plan.spread.place(padded, arrays, batch.target)
-        return Rows(unique, padded, arrays, self.steps, batch.fingerprint, reset=reset)
+        return BatchRows(
+            unique, padded, arrays, self.steps, batch.fingerprint, reset=reset
+        )
 
     def _size(self, k: int, count: int, most: int, blocks: int) -> int:
         """How many rows a block of a step gets for so many, of at most `most`.
@@ -239,11 +241,11 @@ class HostRows:
     # To the stores.
 
     @property
-    def unstored(self) -> list[Rows]:
+    def unstored(self) -> list[BatchRows]:
         """Rows that were made and may not be written yet, the oldest first."""
         return [*self._unstored]
 
-    def advance(self, program: Callable[..., Any], args: Any, rows: Rows) -> Any:
+    def advance(self, program: Callable[..., Any], args: Any, rows: BatchRows) -> Any:
         """A step: the program's value, and its result as what there is now."""
         # One call, without Python in between: a KeyboardInterrupt comes before the step
         # or when its result is kept, and not when the old parameters, which are
@@ -261,7 +263,7 @@ class HostRows:
             self._keep(rows._replace(arrays=arrays, back=back, looked_up=looked_up))
             self._results.popleft()
 
-    def _keep(self, rows: Rows) -> None:
+    def _keep(self, rows: BatchRows) -> None:
         if not any(x.arrays is rows.arrays for x in self.unstored):
             self._unstored.append(rows)
 
@@ -270,7 +272,7 @@ class HostRows:
         self.version += 1
         blocks = [[rows] for rows in unique]
         back = [[[x] for x in fields] for fields in arrays]
-        self._keep(Rows(blocks, [], arrays, self.steps, back=back))
+        self._keep(BatchRows(blocks, [], arrays, self.steps, back=back))
         self.settle()
 
     def settle(self) -> None:
@@ -283,7 +285,7 @@ class HostRows:
             self.work = None
         self.write(self.unstored)
 
-    def write(self, results: Sequence[Rows]) -> None:
+    def write(self, results: Sequence[BatchRows]) -> None:
         """Writes the oldest results; one that could not be written stays."""
         for rows in results:
             if int(rows.looked_up) != int(rows.fingerprint):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._host_rows import HostRows, Rows
+from ._host_rows import BatchRows, HostRows
 from ._ids import Batch, RowIds
 from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
@@ -193,8 +193,8 @@ class Pipeline:
 
     def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
         rows, source = self._rows, Source(batches, self._rows, self._drawn)
-        fetched: Rows | None = None  # for the next batch
-        before: Rows | None = None  # what the last step has made, which that may lack
+        fetched: BatchRows | None = None  # for the next batch
+        before: BatchRows | None = None  # of the last step, which that may lack
         state: Any = None  # of the rows after it
         config: Any = jax.config  # not all of it has types in every version
         rows.check(changes=True)
@@ -234,19 +234,23 @@ class Pipeline:
                         self._source = None
 
     def _beside(
-        self, x64: bool, results: Sequence[Rows], following: Sequence[Batch], known: int
-    ) -> Rows | None:
+        self,
+        x64: bool,
+        results: Sequence[BatchRows],
+        following: Sequence[Batch],
+        num_advised: int,
+    ) -> BatchRows | None:
         """What the thread does during a step."""
         # The caller's setting may be that of its thread: rows would become float32.
         with jax.enable_x64(x64):
-            return self._write_and_fetch(results, following, known)
+            return self._write_and_fetch(results, following, num_advised)
 
     def _write_and_fetch(
-        self, results: Sequence[Rows], following: Sequence[Batch], known: int
-    ) -> Rows | None:
+        self, results: Sequence[BatchRows], following: Sequence[Batch], num_advised: int
+    ) -> BatchRows | None:
         rows = self._rows
         rows.write(results)
-        for batch in following[max(1, known) :]:
+        for batch in following[max(1, num_advised) :]:
             # What is wrong with a batch is said when its turn comes.
             for store, table, x in zip(
                 rows.stores, batch.tables, batch.in_bounds, strict=True
@@ -257,12 +261,14 @@ class Pipeline:
             return None
         return rows.fetch(following[0])
 
-    def _advance(self, batch: Batch, rows: Rows, before: Rows | None = None) -> Any:
+    def _advance(
+        self, batch: Batch, rows: BatchRows, before: BatchRows | None = None
+    ) -> Any:
         """A step on fetched rows, some of which the step before has changed since."""
         arrays = rows.arrays
         if before is not None:
-            own, newer = (rows.arrays, rows.padded), (before.padded, before.arrays)
-            arrays = [*map(self._overlay, *own, *newer)]
+            fetched, made = (rows.arrays, rows.padded), (before.padded, before.arrays)
+            arrays = [*map(self._overlay, *fetched, *made)]
         if rows.reset is not None:
             arrays = self._reset(self._rows.others, arrays, *rows.reset)
         static = tuple(sorted(batch.static.items()))
