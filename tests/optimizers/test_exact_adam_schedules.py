@@ -1,5 +1,7 @@
 """exact_adam under schedules: odd ones, those without an end, those that stay."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,12 @@ import optax
 import pytest
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._exact_adam.schedule import outlook
+from optax_sparse_adam._exact_adam.step import Betas
 
 from ..helpers import exact_adam as model
 from ..helpers.exact_adam import RATE
-from ..helpers.support import assert_close, bcoo, slow_but
+from ..helpers.support import assert_close, assert_identical, bcoo, slow_but
 
 ROWS, WIDTH = 8, 3
 
@@ -83,6 +87,22 @@ def test_a_way_without_an_end(factor):
     grad = bcoo(np.ones((1, WIDTH)), np.zeros((1, 1), np.int32), (ROWS, WIDTH))
     update, _ = jax.jit(tx.update)(grad, tx.init(start()))
     assert np.isnan(update.data).all()
+
+
+@pytest.mark.parametrize(
+    ("rate", "decay"), slow_but([(1e-3, None), (0.3, 0.1)], (0.3, 0.1))
+)
+def test_a_constant_has_an_end(rate, decay):
+    """Its sums are not searched for one, and are those of equal numbers that are."""
+    betas, texts, views = Betas(0.9, 0.999, 1e-8, nesterov=False), [], []
+    for add in (lambda value, count: value, lambda value, count: value + 0.0 * count):
+        schedules = [x and functools.partial(add, x) for x in (rate, decay)]
+        look = functools.partial(outlook, betas=betas, dtype="float32")
+        look = jax.jit(lambda count, look=look, of=schedules: look(count, *of))
+        views.append([look(jnp.asarray(count, "int32")) for count in (0, 7)])
+        texts.append(look.lower(jnp.asarray(0, "int32")).as_text())
+    assert_identical(*views)
+    assert texts[0].count("maximum") < texts[1].count("maximum")
 
 
 def test_the_end_of_a_schedule_that_does_not_end_training():
