@@ -76,6 +76,7 @@ class HostRows:
       version: Grows whenever rows change by other means than steps.
       torn: Why what there is belongs to no step, or `None`.
       is_open: Whether steps may still be done.
+      is_closed: Whether all files have been given back.
       work: What a thread does with the rows beside a step, or `None`.
       reset_program: Begins rows again, on one device.
     """
@@ -88,7 +89,7 @@ class HostRows:
         self.ledger: Ledger
         self.steps = self.version = 0
         self.torn: str | None = None
-        self.is_open = True
+        self.is_open, self.is_closed = True, False
         self.work: Future[Any] | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -174,6 +175,7 @@ class HostRows:
             self.ledger.close()
         for store in self.stores:
             store.close()
+        self.is_closed = True
 
     # From the stores.
 

@@ -335,8 +335,9 @@ class HostTrainer:
     def drawn(self) -> list[tuple[Any, ...]]:
         """Batches that the last `run` has drawn and not trained, the first one first.
 
-        There are some where it was left by `break`, or by an exception: of a batch that
-        has raised, that one, too. `run(itertools.chain(trainer.drawn, iterator))`, of
+        There are some where it was left by `break`, by an exception or by a
+        KeyboardInterrupt, whether or not its iterator is closed: of a batch that has
+        raised, that one, too. `run(itertools.chain(trainer.drawn, iterator))`, of
         the iterator that it was left with, goes on as if nothing had happened.
         """
         return [*self._pipeline.drawn]
@@ -439,10 +440,13 @@ class HostTrainer:
     # The end.
 
     def close(self) -> None:
-        """Writes what is pending, and gives files back. May be called twice."""
+        """Writes what is pending, and gives files back. May be called twice.
+
+        After a KeyboardInterrupt in it a second call gives back the rest.
+        """
         rows = self._rows
         with rows.alone():
-            if not rows.is_open or rows.is_of_another_process:
+            if rows.is_closed or rows.is_of_another_process:
                 return
             rows.refuse_in_batches()
             rows.is_open = False

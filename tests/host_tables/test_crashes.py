@@ -4,6 +4,7 @@ Each leaves what restores to the bits of a run that was not stopped, or what say
 to do; then that is done.
 """
 
+import fcntl
 import itertools
 import shutil
 
@@ -15,7 +16,14 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _between, _host_rows, _pipeline
+from optax_sparse_adam.host_tables import (
+    _between,
+    _file,
+    _host_rows,
+    _ledger,
+    _pipeline,
+    _trainer,
+)
 from optax_sparse_adam.native import _records
 
 from ..helpers.host_tables import (
@@ -341,3 +349,19 @@ def test_a_step_that_is_interrupted_anywhere():
         steps = trainer.steps
         assert int(-trainer.params["a"][1, 0]) == steps == trainer.steps, lines[1:]
     assert 0 < steps < seen
+
+
+def test_a_close_that_is_interrupted_anywhere(tmp_path):
+    """A second one gives the files back."""
+    params = {"a": host.HostTable((3, 2), file=tmp_path / "a.bin")}
+    lines, seen = [0, 0], 0
+    while len(lines) == 2:
+        seen += 1
+        trainer = host.HostTrainer(of_one_row, osa.lazy(optax.sgd(1.0)), params)
+        with interrupted_at_line(seen, _file, _host_rows, _ledger, _trainer) as lines:
+            trainer.close()
+        trainer.close()
+        (tmp_path / "a.bin").rename(tmp_path / "before.bin")
+        with (tmp_path / "before.bin").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert seen > 20

@@ -144,3 +144,22 @@ def test_what_was_drawn_ahead_is_given_back(way):
     values += trainer.run(itertools.chain(drawn, iterator))
     assert trainer.drawn == []
     assert_trained_alike(trainer, values, known)
+
+
+def test_drawn_of_a_run_that_is_still_open():
+    """As a notebook, or a progress bar, has a name for it; whenever that goes."""
+    rows, w = begin()
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 8))
+    trainer = host.HostTrainer(loss, TX, host_params(rows, w))
+    iterator = batches(0, 8)
+    first = trainer.run(iterator)
+    values = [next(first)]
+    second = trainer.run(itertools.chain(trainer.drawn, iterator))
+    values += [next(second), next(second)]
+    drawn = trainer.drawn
+    first.close()
+    assert [x[1].tolist() for x in trainer.drawn] == [x[1].tolist() for x in drawn]
+    values += trainer.run(itertools.chain(trainer.drawn, iterator))
+    second.close()
+    assert trainer.drawn == []
+    assert_trained_alike(trainer, values, known)
