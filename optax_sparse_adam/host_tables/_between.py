@@ -25,8 +25,8 @@ def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
     plan, few = host.plan, compact(fun, host.plan.tables)
     ids = RowIds(fun, plan.tables, plan.treedef)
 
-    def on_rows(static: Any, others: Any, arrays: Any, rows: Any, args: Any) -> Any:
-        params, state = plan.join(others, arrays)
+    def on_rows(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
+        params, state = plan.join(rest, arrays)
         bound = evaluate(few, read=state if contains_stale(state) else None)
         batch, keywords = args
         return bound(params, rows, *batch, **keywords, **dict(static))
@@ -42,7 +42,7 @@ def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
             rows = host.fetch(ids(host.dense, batch, static, "The batch of evaluate"))
             named = tuple(sorted(static.items()))
             result, looked_up = program(
-                named, host.others, rows.arrays, rows.padded, batch
+                named, host.rest, rows.arrays, rows.padded, batch
             )
             if int(looked_up) != int(rows.fingerprint):
                 raise RuntimeError(NOT_FETCHED.format(what="The function"))
@@ -68,32 +68,32 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     leaves = jax.tree.leaves(shapes)
     structure: Any = jax.tree.structure(shapes)
 
-    def mapped(arrays: Any, others: Any) -> Any:
-        return plan.split(*function(*plan.join(others, arrays)))
+    def mapped(arrays: Any, rest: Any) -> Any:
+        return plan.split(*function(*plan.join(rest, arrays)))
 
-    def new_others(*args: Any) -> Any:
-        arrays, others = args[: len(leaves)], args[len(leaves) :]
-        return mapped(structure.unflatten(arrays), others)[0]
+    def new_rest(*args: Any) -> Any:
+        arrays, rest = args[: len(leaves)], args[len(leaves) :]
+        return mapped(structure.unflatten(arrays), rest)[0]
 
-    trees = jax.eval_shape(plan.join, host.others, shapes)
+    trees = jax.eval_shape(plan.join, host.rest, shapes)
     if jax.eval_shape(function, *trees) != trees:
         raise ValueError(
             "map_rows needs a function that returns parameters and state in the "
             "shapes and types that it gets."
         )
-    if any(i < len(leaves) for i in kept_arguments(new_others, leaves + host.others)):
+    if any(i < len(leaves) for i in kept_arguments(new_rest, leaves + host.rest)):
         raise ValueError(
             "map_rows needs a function that treats each row alone; in the result of "
             "this one, arrays that are no rows depend on rows, of which it sees some "
             "at a time."
         )
-    program, others = jax.jit(mapped, **plan.spread.stays(host.others)), host.others
+    program, rest = jax.jit(mapped, **plan.spread.stays(host.rest)), host.rest
     with host.as_a_whole("map_rows") as store:
         for first in range(0, most, size):
             rows = [x.between(first, first + size) for x in parts]
-            others, arrays = program(host.take(rows, size), host.others)
+            rest, arrays = program(host.take(rows, size), host.rest)
             store(rows, arrays)
-        host.others = others
+        host.rest = rest
 
 
 def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:

@@ -50,23 +50,23 @@ def save(rows: HostRows, folder: Path) -> None:
     """
     ledger, spread, name = rows.ledger, rows.plan.spread, new_name()
     about: dict[str, Any] = {"name": name, "step": rows.steps}
-    shared, own = _others(rows), _in_memory(rows)
+    shared, in_memory = _rest(rows), _in_memory(rows)
     arrays = [data_of(x) for _, x in shared]
     with contextlib.ExitStack() as end:
         with together("HostTrainer.checkpoint"):
             _begin_in(folder, rows)
             stateful, more = described(rows.stateful, rows.steps)
             of_part = {"stores": [x.id for x in rows.stores], "stateful": stateful}
-            held = [*(x for _, x in own), *more]
+            held = [*(x for _, x in in_memory), *more]
             end.enter_context(ledger.next(folder, name, rows.steps))
             for store in rows.stores:
                 store.flush()
             if spread.processes == 1:
-                shared, arrays = [*shared, *own], [*arrays, *held]
+                shared, arrays = [*shared, *in_memory], [*arrays, *held]
                 about |= of_part
             else:
                 path = part_name(_PART, name, spread.process, spread.processes)
-                of_part |= about | _described(rows, own)
+                of_part |= about | _described(rows, in_memory)
                 write_archive(folder, held, of_part, path)
                 about |= {"processes": spread.processes}
         with together("HostTrainer.checkpoint"):
@@ -117,7 +117,7 @@ class Part(NamedTuple):
     Attributes:
       name: Of the checkpoint.
       step: Of the checkpoint.
-      others: What is no row, in bytes.
+      rest: What has no rows, in bytes.
       stores: What identifies each store.
       records: Of tables in memory, in their order, `[rows, words]`.
       stateful: What an archive says of what is saved with them, and the arrays.
@@ -125,7 +125,7 @@ class Part(NamedTuple):
 
     name: str
     step: int
-    others: list[np.ndarray]
+    rest: list[np.ndarray]
     stores: list[Any]
     records: list[np.ndarray]
     stateful: tuple[Described, list[np.ndarray]]
@@ -149,11 +149,11 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
       ValueError: If it is one of other parameters or of another optimiser, or damaged.
       FileNotFoundError: If it is not there.
     """
-    path, shared = folder / ARCHIVE, _others(rows)
+    path, shared = folder / ARCHIVE, _rest(rows)
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
     about, held = read_archive(path)
-    own = [
+    in_memory = [
         ("rows", jax.ShapeDtypeStruct((count, layout.words), np.uint32))
         for store, layout, count in zip(
             rows.stores,
@@ -168,19 +168,21 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
     ]
     of_part = about
     if processes == 1:
-        shared = [*shared, *own]
+        shared = [*shared, *in_memory]
     else:
         own_path = folder / part_name(_PART, about["name"], process, processes)
         of_part, records = read_archive(own_path)
-        _refuse(own_path, of_part, {"name": about["name"]} | _described(rows, own))
+        _refuse(
+            own_path, of_part, {"name": about["name"]} | _described(rows, in_memory)
+        )
         held = [*held, *records]
     _refuse(path, about, _described(rows, shared))
-    count = len(rows.others)
+    count = len(rows.rest)
     records = [
         x.view(np.uint32).reshape(like.shape)
-        for x, (_, like) in zip(held[count:], own, strict=False)
+        for x, (_, like) in zip(held[count:], in_memory, strict=False)
     ]
-    more = held[count + len(own) :]
+    more = held[count + len(in_memory) :]
     return Part(
         *(about["name"], about["step"], held[:count], of_part["stores"], records),
         stateful=(of_part.get("stateful", {}), more),
@@ -202,12 +204,12 @@ def load(rows: HostRows, folder: Path) -> None:
             rows, folder, part, rows.stores, spread.process, spread.processes
         )
         restored(folder, rows.stateful, *part.stateful)
-    others = others_of(rows, part)
+    rest = rest_of(rows, part)
     # All that is read is in order: from here on rows are changed.
     rows.ledger.go_on_from(part.name, part.step, undo)
     for k, ascending, records in undo.rows(rows.plan.layouts):
         rows.stores[k].put(ascending, records)
-    rows.others, archived = others, iter(part.records)
+    rows.rest, archived = rest, iter(part.records)
     for store in rows.stores:
         if store.archived() is not None:
             store.restore(next(archived))
@@ -231,8 +233,8 @@ def undo_of(
     path = folder / part_name("journal", part.name, process, processes)
     tables = rows.plan.tables.values()
     elsewhere = [
-        (store, table.name, own)
-        for store, table, own in zip(stores, tables, part.stores, strict=True)
+        (store, table.name, store_id)
+        for store, table, store_id in zip(stores, tables, part.stores, strict=True)
         if store.archived() is None
     ]
     if not elsewhere:
@@ -240,8 +242,8 @@ def undo_of(
     undo = Undo(path, {}, [])
     if path.exists():
         undo = read_journal(path, rows.plan.layouts)
-    for store, table, own in elsewhere:
-        if store.id != own:
+    for store, table, store_id in elsewhere:
+        if store.id != store_id:
             raise ValueError(
                 f"The file of {table} is another one than that of the checkpoint in "
                 f"{folder}, and no copy of it: another HostTrainer has begun it. Give "
@@ -264,9 +266,9 @@ def _brings_back(undo: Undo, mark: Mark | None, name: str) -> bool:
     return mark.checkpoint == name and undo.ends.get(length) == checksum
 
 
-def _others(rows: HostRows) -> list[tuple[str, Any]]:
+def _rest(rows: HostRows) -> list[tuple[str, Any]]:
     """What is no row, by name."""
-    return [*zip(rows.plan.names, rows.others, strict=True)]
+    return [*zip(rows.plan.names, rows.rest, strict=True)]
 
 
 def _in_memory(rows: HostRows) -> list[tuple[str, Any]]:
@@ -282,9 +284,9 @@ def _described(rows: HostRows, pairs: Sequence[tuple[str, Any]]) -> dict[str, An
     return {"version": _VERSION, "tables": tables, "arrays": arrays}
 
 
-def others_of(rows: HostRows, part: Part) -> list[Any]:
+def rest_of(rows: HostRows, part: Part) -> list[Any]:
     """What is no row, where it is now."""
-    pairs = zip(part.others, rows.others, strict=True)
+    pairs = zip(part.rest, rows.rest, strict=True)
     return [of_bytes(x, like) for x, like in pairs]
 
 

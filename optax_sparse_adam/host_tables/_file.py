@@ -290,8 +290,8 @@ class File(Memory):
         Raises:
           FileNotFoundError: If the file is not at its path, from where it is restored.
         """
-        own = os.fstat(self._file.fileno())
-        if not self.path.exists() or not os.path.samestat(own, self.path.stat()):
+        opened = os.fstat(self._file.fileno())
+        if not self.path.exists() or not os.path.samestat(opened, self.path.stat()):
             raise FileNotFoundError(
                 errno.ENOENT,
                 f"HostTrainer cannot make a checkpoint: the file of {self._name} has "
@@ -327,16 +327,16 @@ class File(Memory):
         Raises:
           OSError: If the file was cut.
         """
-        own = os.fstat(self._file.fileno())
-        if own.st_size < self._size:
+        opened = os.fstat(self._file.fileno())
+        if opened.st_size < self._size:
             raise OSError(
                 errno.EIO,
                 f"The file of {self._name} was cut by another program while it is "
-                f"open: it has {own.st_size:,} bytes, and had {self._size:,}. Close "
+                f"open: it has {opened.st_size:,} bytes, and had {self._size:,}. Close "
                 "the trainer, and restore a copy of the file with that of its folder",
                 str(self.path),
             )
-        if own.st_blocks * 512 >= own.st_size:  # no holes
+        if opened.st_blocks * 512 >= opened.st_size:  # no holes
             return False
         disk = os.fstatvfs(self._file.fileno())
         pages = count * (2 + self._words * WORD // _PAGE)

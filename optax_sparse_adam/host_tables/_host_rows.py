@@ -68,7 +68,7 @@ class HostRows:
 
     Attributes:
       plan: Which parts of parameters and state are rows.
-      others: What is none: the other parameters, then the rest of the state.
+      rest: What has no rows: the other parameters, then the rest of the state.
       stores: Of each table.
       stateful: What is saved with them.
       ledger: Knows which checkpoint they go back to.
@@ -83,7 +83,7 @@ class HostRows:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.others: list[Any] = plan.spread.kept(plan.dense)
+        self.rest: list[Any] = plan.spread.kept(plan.dense)
         self.stores: list[Store] = []
         self.stateful: Mapping[str, Stateful] = {}
         self.ledger: Ledger
@@ -103,7 +103,7 @@ class HostRows:
     @property
     def dense(self) -> list[Any]:
         """The parameters that are no tables."""
-        return self.others[: self.plan.num_dense]
+        return self.rest[: self.plan.num_dense]
 
     @property
     def steps_done(self) -> int:
@@ -236,9 +236,9 @@ class HostRows:
     ) -> tuple[list[Any], list[list[Any]]]:
         """What is no row, and rows of stores, on one device if there is a mesh."""
         if self.plan.spread.whole is None:
-            return self.others, self.take([[x] for x in rows], size)
+            return self.rest, self.take([[x] for x in rows], size)
         arrays = [self._read(k, [x], size) for k, x in enumerate(rows)]
-        return [*map(local, self.others)], jax.device_put(arrays)
+        return [*map(local, self.rest)], jax.device_put(arrays)
 
     # To the stores.
 
@@ -259,7 +259,7 @@ class HostRows:
     def _adopt(self) -> None:
         """Takes over the result of a step. May be interrupted and called again."""
         while self._results:
-            rows, (self.others, arrays, self._value, looked_up) = self._results[0]
+            rows, (self.rest, arrays, self._value, looked_up) = self._results[0]
             self.steps = rows.step + 1
             back = self.plan.spread.sent_back(arrays)
             self._keep(rows._replace(arrays=arrays, back=back, looked_up=looked_up))

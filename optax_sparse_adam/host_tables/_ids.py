@@ -48,7 +48,7 @@ class Batch:
       tables: What is looked up.
       lines: Where, for each of them.
       target: Where rows go: a device, or all of the batch's mesh.
-      given: The batch as it was drawn, by `run`.
+      item: The batch as it was drawn, by `run`.
       reset: Rows that begin again before its step.
     """
 
@@ -61,7 +61,7 @@ class Batch:
     tables: Sequence[Whole]
     lines: Mapping[str, set[str]]
     target: Any
-    given: Any = None
+    item: Any = None
     reset: Reset | None = None
 
     @functools.cached_property

@@ -68,8 +68,8 @@ class Ledger:
     def next(self, folder: Path, name: str, step: int) -> Iterator[None]:
         """Of a new checkpoint of this name the archive is written inside of `with`."""
         self.resolve()
-        own = part_name("journal", name, *self._processes)
-        journal = Journal(folder / own, *self._options)
+        file_name = part_name("journal", name, *self._processes)
+        journal = Journal(folder / file_name, *self._options)
         self._pending = journal, Mark(step, name, journal.end)
         try:
             self._set_marks(self.mark._replace(pending=name))

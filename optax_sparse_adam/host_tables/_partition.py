@@ -65,11 +65,11 @@ class Partition:
         """Of rows, by their numbers, in arrays of NumPy or of JAX."""
         if self._is_whole:
             return rows
-        process, own = rows % self._processes, rows // self._processes
+        process, stored = rows % self._processes, rows // self._processes
         blocks = self._spread.blocks.ravel()
         table = blocks if isinstance(rows, np.ndarray) else jnp.asarray(blocks)
-        block = table[process * self._devices + own % self._devices]
-        return block * self._stride + own // self._devices
+        block = table[process * self._devices + stored % self._devices]
+        return block * self._stride + stored // self._devices
 
     def rows_here(self, rows: np.ndarray) -> np.ndarray:
         """Their numbers in the store of this process; of others, -1."""
@@ -84,8 +84,8 @@ class Partition:
             return positions
         place = jnp.asarray(np.argsort(self._spread.blocks.ravel()).astype(np.int32))
         device = place[positions // self._stride]
-        own = positions % self._stride * self._devices + device % self._devices
-        return own * self._processes + device // self._devices
+        stored = positions % self._stride * self._devices + device % self._devices
+        return stored * self._processes + device // self._devices
 
     def cut(self, rows: Ascending) -> list[np.ndarray]:
         """Positions of rows, of each block, ascending."""
@@ -134,5 +134,5 @@ class Partition:
         for first, records in pieces:
             skipped = (self._spread.process - first) % self._processes
             if skipped < len(records):
-                own = (first + skipped) // self._processes
-                yield own, records[skipped :: self._processes]
+                stored = (first + skipped) // self._processes
+                yield stored, records[skipped :: self._processes]

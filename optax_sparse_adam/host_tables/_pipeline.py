@@ -36,9 +36,9 @@ class Source:
     A KeyboardInterrupt may come between any two operations of Python. So each batch
     has one place from the moment it is drawn until its step is done, a list
 
-        [given]                 drawn
-        [given, batch]          its ids are computed
-        [given, batch, steps]   its step is to be done after so many others
+        [item]                  drawn
+        [item, batch]           its ids are computed
+        [item, batch, steps]    its step is to be done after so many others
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Source:
             raise StopIteration
         place = self._places[-1]
         # A loader may refill the array that it has given.
-        place[0] = given = jax.tree.map(_kept, _as_batch(place[0]))
+        place[0] = item = jax.tree.map(_kept, _as_batch(place[0]))
         with self._rows.alone():
             name = f"Batch {self._rows.steps_done + len(self._batches)}"
-            place.append(self._ids(given, name))
+            place.append(self._ids(item, name))
 
     def take(self) -> Batch:
         """The next one, whose ids are those of now."""
@@ -88,7 +88,7 @@ class Source:
         place = next(place for place in self._places if len(place) == 2)
         batch: Batch = place[1]
         if batch.needs_params:
-            batch = self._ids(batch.given, batch.name)
+            batch = self._ids(batch.item, batch.name)
         place.append(self._rows.steps_done)
         return batch
 
@@ -102,9 +102,9 @@ class Source:
         return [_as_batch(place[0]) for place in places]
 
 
-def _as_batch(given: Any) -> Any:
+def _as_batch(item: Any) -> Any:
     """What is neither a tuple nor rows and a batch is the one argument."""
-    return given if isinstance(given, tuple | BatchWithReset) else (given,)
+    return item if isinstance(item, tuple | BatchWithReset) else (item,)
 
 
 def _kept(x: Any) -> Any:
@@ -153,28 +153,28 @@ class Pipeline:
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
         return self._row_ids(self._rows.dense, args, static, name)
 
-    def _drawn(self, given: Any, name: str, keywords: Any = ({}, {})) -> Batch:
+    def _drawn(self, item: Any, name: str, keywords: Any = ({}, {})) -> Batch:
         """A batch of `run`, or of `step` with its traced and its static keywords."""
-        args, reset = given, None
-        if isinstance(given, BatchWithReset):
-            args = given.batch if isinstance(given.batch, tuple) else (given.batch,)
+        args, reset = item, None
+        if isinstance(item, BatchWithReset):
+            args = item.batch if isinstance(item.batch, tuple) else (item.batch,)
             plan = self._rows.plan
             if plan.spread.processes > 1:
                 raise NotImplementedError(
                     "BatchWithReset is for one process. In several, call "
                     "HostTrainer.reset_rows in each, between two steps."
                 )
-            reset = reset_of(plan, self._params, given.ids, given.rows)
+            reset = reset_of(plan, self._params, item.ids, item.rows)
         traced, static = keywords
         batch = self._ids((args, traced), static, name)
-        batch.given, batch.reset = given, reset
+        batch.item, batch.reset = item, reset
         return batch
 
-    def step(self, given: Any, *keywords: Any) -> Any:
+    def step(self, item: Any, *keywords: Any) -> Any:
         rows = self._rows
         rows.settle()
         rows.version += 1
-        batch = self._drawn(given, f"Batch {rows.steps}", keywords)
+        batch = self._drawn(item, f"Batch {rows.steps}", keywords)
         value = self._advance(batch, rows.fetch(batch))
         rows.settle()
         return value
@@ -270,9 +270,9 @@ class Pipeline:
             fetched, made = (rows.arrays, rows.padded), (before.padded, before.arrays)
             arrays = [*map(self._overlay, *fetched, *made)]
         if rows.reset is not None:
-            arrays = self._reset(self._rows.others, arrays, *rows.reset)
+            arrays = self._reset(self._rows.rest, arrays, *rows.reset)
         static = tuple(sorted(batch.static.items()))
-        self._program = self._program or self._compiled(self._rows.others)
-        args = static, self._rows.others, arrays, rows.padded, batch.args
+        self._program = self._program or self._compiled(self._rows.rest)
+        args = static, self._rows.rest, arrays, rows.padded, batch.args
         rows = rows._replace(step=self._rows.steps, reset=None)
         return self._rows.advance(self._program, args, rows)

@@ -117,21 +117,21 @@ class Plan:
     # Between the user's trees and lists: what is no row, and for each table its arrays,
     # as its layout says.
 
-    def join(self, others: Iterable[Any], arrays: Iterable[Iterable[Any]]) -> Any:
+    def join(self, rest: Iterable[Any], arrays: Iterable[Iterable[Any]]) -> Any:
         """Parameters and state."""
-        left, own = iter(others), [*map(iter, arrays)]
+        left, columns = iter(rest), [*map(iter, arrays)]
         return self._structure.unflatten(
-            next(left if k is None else own[k]) for k in self._owners
+            next(left if k is None else columns[k]) for k in self._owners
         )
 
     def split(self, params: Any, state: Any) -> tuple[list[Any], list[list[Any]]]:
         """The inverse of `join`."""
-        others: list[Any] = []
+        rest: list[Any] = []
         arrays: list[list[Any]] = [[] for _ in self.layouts]
         leaves = self._structure.flatten_up_to((params, state))
         for x, k in zip(leaves, self._owners, strict=True):
-            (others if k is None else arrays[k]).append(x)
-        return others, arrays
+            (rest if k is None else arrays[k]).append(x)
+        return rest, arrays
 
     # The beginning.
 
@@ -149,7 +149,7 @@ class Plan:
             i: jnp.zeros((2, *x.shape[1:]), x.dtype) for i, x in self.tables.items()
         }
 
-    def begin_others(self, dense: Sequence[Any]) -> list[Any]:
+    def begin_rest(self, dense: Sequence[Any]) -> list[Any]:
         """The state that is no row.
 
         Raises:
@@ -157,19 +157,19 @@ class Plan:
         """
         tables = self._two_rows()
 
-        def others(*leaves: Any) -> Any:
+        def rest(*leaves: Any) -> Any:
             rows = dict(zip(tables, leaves[: len(tables)], strict=True))
             return self._begin(leaves[len(tables) :], rows)[0][self.num_dense :]
 
         leaves = [*tables.values(), *dense]
-        if any(i < len(tables) for i in kept_arguments(others, leaves)):
+        if any(i < len(tables) for i in kept_arguments(rest, leaves)):
             raise ValueError(
                 "HostTrainer begins rows of tables a chunk at a time, but `init` of "
                 "this optimiser computes of all rows what is no row, such as a norm "
                 "over all parameters. Give the tables another optimiser, by "
                 "optax.partition; or keep them on the device."
             )
-        return others(*leaves)
+        return rest(*leaves)
 
     def split_state(self, state: Any) -> tuple[list[Any], list[list[Any]]]:
         """What of a state that exists is no row, and the rows of each table.
@@ -189,22 +189,22 @@ class Plan:
                 "HostTrainer needs a `state` of this optimiser for these parameters: "
                 f"{expected}; got {treedef}."
             )
-        others: list[Any] = []
+        rest: list[Any] = []
         arrays: list[list[Any]] = [[] for _ in self.layouts]
         owners = self._owners[len(self._owners) - len(leaves) :]
-        for (path, own), x, k in zip(pairs, leaves, owners, strict=True):
+        for (path, shaped), x, k in zip(pairs, leaves, owners, strict=True):
             shape = np.shape(x)
             may_grow = k is not None and self.spread.processes == 1
-            if may_grow and shape and shape[0] <= own.shape[0]:
-                shape = own.shape[0], *shape[1:]
-            if shape != own.shape or _type_of(x) != own.dtype:
+            if may_grow and shape and shape[0] <= shaped.shape[0]:
+                shape = shaped.shape[0], *shape[1:]
+            if shape != shaped.shape or _type_of(x) != shaped.dtype:
                 raise ValueError(
                     f"`state{jax.tree_util.keystr(path)}` is {_type_of(x)}"
-                    f"{list(np.shape(x))}, and HostTrainer needs {own.dtype}"
-                    f"{list(own.shape)}" + (", or fewer rows." if may_grow else ".")
+                    f"{list(np.shape(x))}, and HostTrainer needs {shaped.dtype}"
+                    f"{list(shaped.shape)}" + (", or fewer rows." if may_grow else ".")
                 )
-            (others if k is None else arrays[k]).append(x)
-        return others, arrays
+            (rest if k is None else arrays[k]).append(x)
+        return rest, arrays
 
     def init_records(
         self, k: int, dense: Sequence[Any], state: Sequence[Any], *, skips_zeros: bool
@@ -235,23 +235,23 @@ class Plan:
         for first in range(0, total, size):
             count = min(size, total - first)
             if host.init is not None:
-                given = np.asarray(host.init(first, first + count))
-                if given.dtype.kind == "V" and given.itemsize == host.dtype.itemsize:
-                    given = given.view(host.dtype)  # as np.savez writes bfloat16
-                if given.shape != (count, *host.shape[1:]):
+                values = np.asarray(host.init(first, first + count))
+                if values.dtype.kind == "V" and values.itemsize == host.dtype.itemsize:
+                    values = values.view(host.dtype)  # as np.savez writes bfloat16
+                if values.shape != (count, *host.shape[1:]):
                     raise ValueError(
                         f"`init` of {self.tables[index].name} returned the shape "
-                        f"{given.shape} for the rows from {first} to before "
+                        f"{values.shape} for the rows from {first} to before "
                         f"{first + count}, of the shape {(count, *host.shape[1:])}."
                     )
-                if given.dtype.kind not in "biuf" and not jnp.issubdtype(
-                    given.dtype, jnp.floating
+                if values.dtype.kind not in "biuf" and not jnp.issubdtype(
+                    values.dtype, jnp.floating
                 ):
                     raise TypeError(
                         f"`init` of {self.tables[index].name} returned numbers of the "
-                        f"type {given.dtype}; the table has {host.dtype}."
+                        f"type {values.dtype}; the table has {host.dtype}."
                     )
-                rows[:count] = given.astype(host.dtype)
+                rows[:count] = values.astype(host.dtype)
             if host.init is not None or state:
                 records = layout.pack(arrays(dense, rows), count)
             for number, x in enumerate(state, 1):
@@ -262,15 +262,15 @@ class Plan:
     # Programs.
 
     def step(
-        self, loss: Callable[..., Any], others: Any, *, has_aux: bool, **options: Any
+        self, loss: Callable[..., Any], rest: Any, *, has_aux: bool, **options: Any
     ) -> Any:
-        """`step(static, others, arrays, rows, args)`, compiled and donated.
+        """`step(static, rest, arrays, rows, args)`, compiled and donated.
 
-        It returns others and arrays, the value, and a fingerprint of the ids. All that
+        It returns rest and arrays, the value, and a fingerprint of the ids. All that
         is trained stays where it is.
         """
         few = compact(loss, self.tables)
-        stays = self.spread.stays(others, None, self.spread.whole)
+        stays = self.spread.stays(rest, None, self.spread.whole)
 
         @functools.wraps(loss)
         def with_fingerprint(*args: Any, **keywords: Any) -> Any:
@@ -289,9 +289,9 @@ class Plan:
         inner = make_train_step(with_fingerprint, self.tx, True, **options)
 
         @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **stays)
-        def step(static: Any, others: Any, arrays: Any, rows: Any, args: Any) -> Any:
+        def step(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
             batch, keywords = args
-            params, state = self.join(others, arrays)
+            params, state = self.join(rest, arrays)
             new = inner(params, state, rows, *batch, **keywords, **dict(static))
             value, (aux, number) = new[2]
             value = (value, aux) if has_aux else value

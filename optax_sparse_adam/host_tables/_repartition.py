@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ._checkpoint import Part, others_of, read_part, undo_of
+from ._checkpoint import Part, read_part, rest_of, undo_of
 from ._host_rows import HostRows
 from ._plan import CHUNK
 from ._records import WORD
@@ -82,7 +82,7 @@ def move(rows: HostRows, folder: Path, before: int) -> None:
             finally:
                 for store in stores:
                     store.close()
-    rows.others = others_of(rows, part)
+    rows.rest = rest_of(rows, part)
     rows.ledger.names, rows.steps = {part.name}, part.step
 
 
@@ -136,12 +136,12 @@ def _write(
     part = [*rows.plan.tables.values()][k].partition
     here = part.rows_here(old.astype(np.int64) * before + process)
     is_here = here >= 0
-    own = Ascending(here[is_here].astype(np.int32))
-    if not len(own):
+    moved = Ascending(here[is_here].astype(np.int32))
+    if not len(moved):
         return
     if isinstance(source, Store):
-        records = np.empty((len(own), source.layout.words), np.uint32)
+        records = np.empty((len(moved), source.layout.words), np.uint32)
         source.take_into(Ascending(old[is_here]), records)
     else:
         records = source[is_here]
-    rows.stores[k].put(own, records)
+    rows.stores[k].put(moved, records)

@@ -131,15 +131,15 @@ def _length(count: int) -> int:
 
 
 def program_of(plan: Any, **options: Any) -> Callable[..., Any]:
-    """`arrays = program(others, arrays, places, values)`, compiled and donated.
+    """`arrays = program(rest, arrays, places, values)`, compiled and donated.
 
     Args:
       plan: The `Plan`.
       **options: Of `jax.jit`.
     """
 
-    def begin(others: Any, arrays: Any, places: Any, values: Any) -> Any:
-        params, state = plan.join(others, arrays)
+    def begin(rest: Any, arrays: Any, places: Any, values: Any) -> Any:
+        params, state = plan.join(rest, arrays)
         ids: list[Any] = [None] * plan.treedef.num_leaves
         new = jax.tree.leaves(params)
         for i, at, rows in zip(plan.tables, places, values, strict=True):

@@ -155,11 +155,11 @@ class Snapshot:
                 raise ValueError(f"{folder} was damaged: table{k}.npy is another one.")
             tables.append(array.view(table.dtype))
             self._rows.stores.append(_Rows(tables[-1]))
-        self._rows.others = [
-            of_bytes(x, like) for x, like in zip(held, self._rows.others, strict=False)
+        self._rows.rest = [
+            of_bytes(x, like) for x, like in zip(held, self._rows.rest, strict=False)
         ]
         self._rows.steps = self.steps = about["step"]
-        dense = [np.asarray(data_of(x)) for x in self._rows.others]
+        dense = [np.asarray(data_of(x)) for x in self._rows.rest]
         leaves = iter(dense), iter(tables)
         self.params = plan.treedef.unflatten(
             next(leaves[i in plan.tables]) for i in range(plan.treedef.num_leaves)

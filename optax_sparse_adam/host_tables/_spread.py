@@ -70,11 +70,11 @@ class Spread:
         """How many blocks are of this process."""
         return self.blocks.shape[1]
 
-    def stays(self, others: Sequence[jax.Array], *more: Any) -> dict[str, Any]:
-        """Arguments of `jit` for what returns others, rows and more: where they are."""
+    def stays(self, rest: Sequence[jax.Array], *more: Any) -> dict[str, Any]:
+        """Arguments of `jit` for what returns rest, rows and more: where they are."""
         if self.by_rows is None:
             return {}
-        return {"out_shardings": ([x.sharding for x in others], self.by_rows, *more)}
+        return {"out_shardings": ([x.sharding for x in rest], self.by_rows, *more)}
 
     def place(self, padded: list[Any], arrays: list[Any], target: Any) -> Any:
         """Positions and rows on the device, or on the mesh."""

@@ -44,7 +44,7 @@ def together(function: str) -> Iterator[None]:
 
 def new_name() -> str:
     """A name that no other checkpoint has, the same in all processes."""
-    own = np.frombuffer(uuid.uuid4().bytes, np.uint8)
+    drawn = np.frombuffer(uuid.uuid4().bytes, np.uint8)
     if jax.process_count() == 1:
-        return own.tobytes().hex()
-    return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes().hex()
+        return drawn.tobytes().hex()
+    return np.asarray(multihost_utils.broadcast_one_to_all(drawn)).tobytes().hex()

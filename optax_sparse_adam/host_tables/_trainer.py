@@ -136,11 +136,11 @@ class HostTrainer:
             raise ValueError(f"HostTrainer needs a count of steps, got {steps}.")
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful, self._rows.steps = dict(stateful or {}), int(steps)
-        plan, others = self._rows.plan, None
+        plan, rest = self._rows.plan, None
         of_rows: list[list[Any]] = [[] for _ in plan.hosts]
         if state is not None:
-            others, of_rows = plan.split_state(state)
-        self._open(begin, budget, fsync, others=others)
+            rest, of_rows = plan.split_state(state)
+        self._open(begin, budget, fsync, rest=rest)
 
     def _start(
         self,
@@ -162,7 +162,7 @@ class HostTrainer:
         budget: float | None,
         fsync: bool,
         path: Path | None = None,
-        others: list[Any] | None = None,
+        rest: list[Any] | None = None,
     ) -> None:
         """Begins a run, or goes on with that of a checkpoint."""
         rows, plan, spread = self._rows, self._rows.plan, self._rows.plan.spread
@@ -175,8 +175,8 @@ class HostTrainer:
                 before = processes_of(path) or processes
         try:
             # A training step donates it, and two arrays of a state may be one.
-            others = plan.begin_others(rows.dense) if others is None else others
-            rows.others += spread.kept(others)
+            rest = plan.begin_rest(rows.dense) if rest is None else rest
+            rows.rest += spread.kept(rest)
             sizes = [x.count for x in self._parts]
             numbers = spread.process, processes
             rows.ledger = Ledger(rows.stores, plan.layouts, sizes, fsync, numbers)
@@ -435,7 +435,7 @@ class HostTrainer:
             rows.settle()
             pairs = zip(rows.stores, plan.layouts, strict=True)
             fields = [store.fields(layout) for store, layout in pairs]
-            return plan.join(map(_copied, rows.others), fields)
+            return plan.join(map(_copied, rows.rest), fields)
 
     # The end.
 

@@ -84,7 +84,7 @@ def test_as_in_memory_on_the_same_mesh(name, shape, backwards, where, tmp_path):
         values = list(trainer.run(split_over(mesh, batches(0, 10))))
         values += [trainer.step(*x) for x in split_over(mesh, batches(10, 12))]
         assert_trained_alike(trainer, values, expected)
-        assert trainer._rows.others[0].sharding.is_fully_replicated
+        assert trainer._rows.rest[0].sharding.is_fully_replicated
 
 
 @pytest.mark.slow
