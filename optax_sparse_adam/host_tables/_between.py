@@ -84,7 +84,7 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     if any(i < len(leaves) for i in kept_arguments(new_rest, leaves + host.rest)):
         raise ValueError(
             "map_rows needs a function that treats each row alone; in the result of "
-            "this one, arrays that are no rows depend on rows, of which it sees some "
+            "this one, arrays without rows depend on rows, of which it sees some "
             "at a time."
         )
     program, rest = jax.jit(mapped, **plan.spread.stays(host.rest)), host.rest

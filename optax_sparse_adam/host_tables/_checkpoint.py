@@ -1,6 +1,6 @@
 """Checkpoints: a folder from which a run goes on, killed at whatever moment.
 
-    checkpoint.npz      what is no row: dense parameters, counts, their moments;
+    checkpoint.npz      what has no rows: dense parameters, counts, their moments;
                         the rows of tables in memory, and what is `stateful`: see
                         `_archive`
     journal-<name>      what rows elsewhere were, and no longer are: see `_journal`
@@ -8,7 +8,7 @@
 Of several processes each has a journal, and an archive of its rows beside that of what
 all of them have, which comes to be when all else is there:
 
-    checkpoint.npz      what is no row
+    checkpoint.npz      what has no rows
     rows-<name>-<k>     the rows in memory of process k, and what is `stateful` there
     journal-<name>-<k>  what its rows elsewhere were
 
@@ -267,7 +267,7 @@ def _brings_back(undo: Undo, mark: Mark | None, name: str) -> bool:
 
 
 def _rest(rows: HostRows) -> list[tuple[str, Any]]:
-    """What is no row, by name."""
+    """What has no rows, by name."""
     return [*zip(rows.plan.names, rows.rest, strict=True)]
 
 
@@ -285,7 +285,7 @@ def _described(rows: HostRows, pairs: Sequence[tuple[str, Any]]) -> dict[str, An
 
 
 def rest_of(rows: HostRows, part: Part) -> list[Any]:
-    """What is no row, where it is now."""
+    """What has no rows, where it is now."""
     pairs = zip(part.rest, rows.rest, strict=True)
     return [of_bytes(x, like) for x, like in pairs]
 

@@ -234,7 +234,7 @@ class HostRows:
     def here(
         self, rows: Sequence[Ascending], size: int
     ) -> tuple[list[Any], list[list[Any]]]:
-        """What is no row, and rows of stores, on one device if there is a mesh."""
+        """What has no rows, and rows of stores, on one device if there is a mesh."""
         if self.plan.spread.whole is None:
             return self.rest, self.take([[x] for x in rows], size)
         arrays = [self._read(k, [x], size) for k, x in enumerate(rows)]

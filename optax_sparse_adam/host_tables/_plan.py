@@ -3,7 +3,7 @@
     fetch    arrays of the rows of a batch, one for each field of a record
     join     parameters and state of a table of K rows
     step     `make_train_step` of the compact loss
-    split    the arrays again, and what is no row
+    split    the arrays again, and what has no rows
 
 Which arrays of the state have rows is asked of `tx.init`, as the row verbs do.
 """
@@ -66,7 +66,7 @@ class Plan:
       layouts: The records of each, in the same order.
       treedef: Of the parameters.
       dense: The parameters that are no tables, as they were given.
-      names: Of what is no row: the other parameters, then the rest of the state.
+      names: Of what has no rows: the other parameters, then the rest of the state.
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any, spread: Spread):
@@ -114,8 +114,8 @@ class Plan:
                 fields[k].append((name, x.shape[1:], x.dtype))
         self.layouts = [Layout(x) for x in fields]
 
-    # Between the user's trees and lists: what is no row, and for each table its arrays,
-    # as its layout says.
+    # Between the user's trees and lists: what has no rows, and for each table its
+    # arrays, as its layout says.
 
     def join(self, rest: Iterable[Any], arrays: Iterable[Iterable[Any]]) -> Any:
         """Parameters and state."""
@@ -150,7 +150,7 @@ class Plan:
         }
 
     def begin_rest(self, dense: Sequence[Any]) -> list[Any]:
-        """The state that is no row.
+        """The state that has no rows.
 
         Raises:
           ValueError: If it depends on rows, of which `init` would see zeros.
@@ -165,7 +165,7 @@ class Plan:
         if any(i < len(tables) for i in kept_arguments(rest, leaves)):
             raise ValueError(
                 "HostTrainer begins rows of tables a chunk at a time, but `init` of "
-                "this optimiser computes of all rows what is no row, such as a norm "
+                "this optimiser computes of all rows what has none, such as a norm "
                 "over all parameters. Give the tables another optimiser, by "
                 "optax.partition; or keep them on the device."
             )

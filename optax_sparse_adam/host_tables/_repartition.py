@@ -62,7 +62,7 @@ def move(rows: HostRows, folder: Path, before: int) -> None:
     common = math.gcd(before, spread.processes)
     with together("HostTrainer.restore"):
         for process in range(before):
-            # Of the others no row is one of this process; the first says what is none.
+            # No row of another process is one of this one's; the first has the rest.
             if process and (process - spread.process) % common:
                 continue
             part = read_part(rows, folder, process, before)

@@ -90,7 +90,7 @@ class Spread:
         return jax.tree.map(self._put, tree)
 
     def kept(self, arrays: Iterable[Any]) -> list[Any]:
-        """Copies of arrays that are no rows, as a step donates them: on the mesh."""
+        """Copies of arrays without rows, as a step donates them: on the mesh."""
         copies, whole = [jnp.array(x) for x in arrays], self.whole
         if whole is None:
             return copies

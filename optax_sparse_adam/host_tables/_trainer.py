@@ -215,7 +215,7 @@ class HostTrainer:
         """Makes a checkpoint, in place of an earlier one if there is one.
 
         A table in a file stays there; the folder gets the rest, and from now on a
-        journal of what rows were. Of a table in memory the folder gets a copy. What is
+        journal of what rows were. A table in memory is copied into the folder. What is
         `stateful` is of the same step, whatever a loader has drawn ahead.
 
         Args:
@@ -385,7 +385,7 @@ class HostTrainer:
             returns both in the same shapes. Jitted.
 
         Raises:
-          ValueError: Before anything is changed, if what is no row depends on rows in
+          ValueError: Before anything is changed, if what has no rows depends on rows in
             the result, or has another shape or type. What is raised later, such as a
             KeyboardInterrupt, leaves some rows as they were: go on from a checkpoint.
         """

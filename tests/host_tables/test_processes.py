@@ -53,7 +53,7 @@ def expected(tmp_path_factory):
 
 
 def assert_has(folder, processes, expected):
-    """Each process has its rows, and with all others what is no row: to the bit.
+    """Each process has its rows, and with all others what has no rows: to the bit.
 
     Losses are sums over devices, whose order differs.
     """

@@ -84,7 +84,7 @@ def test_checkpoints_by_another_thread(trainer, params, tmp_path):
 
 @pytest.mark.parametrize("what", ["evaluate", "params", "state"])
 def test_another_thread_reads(trainer, what):
-    """What it reads is of one step: rows and what is no row."""
+    """What it reads is of one step: rows and what has no rows."""
     read = trainer.evaluate(lambda params: params["table"][jnp.arange(5)])
     seen = []
     look = {
