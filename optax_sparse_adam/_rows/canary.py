@@ -59,35 +59,12 @@ from .canary_arrays import (
     new_canary,
     new_guard,
 )
+from .named_in_errors import NamedInErrors
 from .source import Source
-
-_BCOOType: Any = type(BCOO)
-
-
-class _InErrors(_BCOOType):  # type: ignore[misc]
-    """The type of a type that says what to do where an error names it.
-
-    Problem: `optax.add_decayed_weights`, called by hand, raises "pytree structure
-    error: different types at key path", and `optax.apply_if_finite` "cond branch
-    outputs must have the same pytree structure". Cause: JAX compares trees of arrays,
-    and nothing of this package is called. Remedy: both name the types of what they got,
-    by their `repr`. Safe, because nobody computes with that; a tree's text has the name
-    alone.
-    Test: `test_errors_of_jax_say_what_to_do` in `tests/gradients/test_errors.py`.
-    """
-
-    def __repr__(cls) -> str:
-        return (
-            f"{super().__repr__()} (a row-sparse gradient or update, which functions "
-            "of dense ones do not take: put optax.add_decayed_weights and the like "
-            "inside optax_sparse_adam.lazy, in front of an exact_adam; give "
-            "optax.apply_if_finite gradients that optax_sparse_adam.coalesce has "
-            "returned)"
-        )
 
 
 @jax.tree_util.register_pytree_node_class
-class CanaryBCOO(BCOO, metaclass=_InErrors):
+class CanaryBCOO(BCOO, metaclass=NamedInErrors):
     """A BCOO with a canary, `int32` of shape `[*batch, nse, 1]`, behind its indices.
 
     Its shape is that of one matrix and, in front, the axes that its arrays have more:
