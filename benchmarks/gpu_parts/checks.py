@@ -67,8 +67,9 @@ TABLES = {
 # Of the largest number of an array, after one step from the same numbers: formulas are
 # rounded at other places, and bfloat16 once, to one of two neighbours.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
-# A loss is a sum of 600,000 products that cancel, in another order.
-LOSS_TOLERANCE = 1e-4
+# A loss is a sum of 600,000 products that cancel; some are of rows of bfloat16, which
+# `exact_adam` brings up to date as they are read, and rounds.
+LOSS_TOLERANCE = 1e-3
 
 
 def drawn(table, rng):

@@ -235,7 +235,8 @@ def compare(run):
     for key, of_path in runs.items():
         if len(of_path) == 2:
             plain, kernel = of_path.values()
-            difference = float(np.max(np.abs(kernel - plain) / np.abs(plain)))
+            size = np.where(plain == kernel, 1, np.abs(plain))  # both may be 0
+            difference = float(np.max(np.abs(kernel - plain) / size))
             words = "" if difference < 1e-3 else "  DIFFERS"
             run.say(f"{key}: kernel and XLA differ by {difference:.1e}{words}")
             run.record(compared=list(key), difference=difference)

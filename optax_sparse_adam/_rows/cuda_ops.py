@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ..native import _cuda
 from ..native._cuda_printer import ROWS, Unsupported
+from .bag_gradient import BagEntries
 from .cuda_calls import KernelCalls, SortedEntries
 from .cuda_layout import MOST, Layout, RowProgram, row_program
 from .entries import Entries, Rows, accumulator_dtype
@@ -47,9 +48,10 @@ def _or_by_xla(method: Method) -> Method:
     return cast(Method, either)
 
 
-# Entries that are unique need no sum, and rows as they are stored XLA looks up as fast.
+# XLA adds single entries up as fast (steps of 1,048,576 x 128 take 2.74 ms for 2.76, of
+# 262,144 x 64 0.48 for 0.52), and looks rows up as fast that are as they are stored.
 def _takes_sum(entries: Entries) -> bool:
-    return not entries.unique_indices
+    return isinstance(entries, BagEntries)
 
 
 def _takes_look_up(source: Source, ids: jax.Array, *, bounds: Bounds) -> bool:

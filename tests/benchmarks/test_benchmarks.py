@@ -149,7 +149,7 @@ def test_the_tests_for_a_gpu_are_there():
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for file in gpu_selection.FILES:
-        assert f"{file}::" in done.stdout, file
+        assert file in done.stdout, file
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("cpu*.json")), ids=lambda p: p.stem)
