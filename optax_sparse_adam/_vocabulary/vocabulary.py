@@ -1,11 +1,12 @@
 """The public `Vocabulary`: its batches, threads, checkpoints."""
 
 import contextlib
+import functools
 import operator
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +22,39 @@ from .store import Changes
 from .taken_back import TakenBack, changed_codes
 
 _UNDO = 8  # batches that `undo` can take back
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _changes(
+    method: Callable[Concatenate["Vocabulary", _Args], _Result],
+) -> Callable[Concatenate["Vocabulary", _Args], _Result]:
+    """One thread changes. A second one is refused: its turn would be by chance.
+
+    The locks are taken by `with` alone: a KeyboardInterrupt may come after any call,
+    and a lock that was taken by one would stay so
+    (tests/vocabulary/test_interrupts.py).
+    """
+
+    @functools.wraps(method)
+    def alone(
+        self: "Vocabulary", /, *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> _Result:
+        changing, turn = self._changing, self._turn  # a child of `fork` has others
+        if not changing.locked():
+            with changing:
+                if self._turn == turn:  # else another thread was here in between
+                    self._turn += 1
+                    with self._lock:
+                        self._ready()
+                        return method(self, *args, **kwargs)
+        raise RuntimeError(
+            f"{method.__name__} was called while another thread changes the "
+            "vocabulary: which of them is first would be left to chance. Change it "
+            "from one thread; find may be called by all."
+        )
+
+    return alone
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -89,6 +123,7 @@ class Vocabulary:
 
     _changing: threading.Lock
     _lock: threading.RLock
+    _turn: int  # of those who change it
     _version: int  # odd while keys change their places
     _history: deque[Changes]
     _options: Options
@@ -101,7 +136,7 @@ class Vocabulary:
         """Makes the locks, which neither a pickle nor a pytree has."""
         self = super().__new__(cls)
         self._changing, self._lock = threading.Lock(), threading.RLock()
-        self._version, self._taken_back = 0, TakenBack()
+        self._version, self._turn, self._taken_back = 0, 0, TakenBack()
         survives_forks(self)
         return self
 
@@ -125,6 +160,7 @@ class Vocabulary:
         places = 0 if min_hits == 1 else 1 + waiting
         self._load(new_arrays(self._options, rows, places, tombstones))
 
+    @_changes
     def assign(self, keys: Any, step: int, *, mask: Any = None) -> Assignment:
         """Gives a row to each key of a batch; for training.
 
@@ -153,41 +189,42 @@ class Vocabulary:
             others. Nothing has changed then.
           RuntimeError: If another thread is changing the vocabulary.
         """
-        with self._change("assign"):
-            held = self._contents
-            main, step, before = held.main, operator.index(step), held.numbers[STEP]
-            if not before <= step < 2**31:
-                raise ValueError(
-                    "assign needs steps that do not go back, as keys are judged by "
-                    f"them: from {before}, the last one, to 2**31 - 1; got {step}."
-                )
-            codes, kind, at, shape = held.read("assign", keys, mask)
-            held.count_ids(len(codes), step)
-            rows = main.find(codes)
-            new = np.flatnonzero(rows == 0)
-            touched = rows[rows != 0] if len(new) else rows
-            plan = held.plan(codes[new], touched, step) if len(new) else None
-            changes, fresh, evicted = Changes(), rows[:0], codes[:0]
-            moves = plan is not None or self._options.ttl is not None
-            with self._move() if moves else contextlib.nullcontext():
-                try:
-                    main.touch(changes, touched, step)
-                    changes.write(held.numbers, [KIND, STEP], (kind, step))
-                    if moves:
-                        evicted = held.expire(changes, int(before), step)
-                    if plan:
-                        rows[new], fresh, gone = held.admit(changes, plan, step)
-                        evicted = np.append(evicted, gone)
-                    held.bury(changes, evicted, step)
-                    main.order.add(touched, step)
-                    main.order.add(fresh, step)
-                except BaseException:  # before `find` may look again
-                    held.take_back(changes, finished=False)
-                    raise
-            self._history.append(changes)
-            evicted, keys = map(self._as_keys, (evicted, main.keys[fresh]))
-        rows = spread(rows, at, shape)
-        return Assignment(rows, fresh.view(FreshRows), evicted, keys)
+        held = self._contents
+        main, step, before = held.main, operator.index(step), held.numbers[STEP]
+        if not before <= step < 2**31:
+            raise ValueError(
+                "assign needs steps that do not go back, as keys are judged by "
+                f"them: from {before}, the last one, to 2**31 - 1; got {step}."
+            )
+        codes, kind, at, shape = held.read("assign", keys, mask)
+        held.count_ids(len(codes), step)
+        rows = main.find(codes)
+        new = np.flatnonzero(rows == 0)
+        touched = rows[rows != 0] if len(new) else rows
+        plan = held.plan(codes[new], touched, step) if len(new) else None
+        changes, fresh, evicted = Changes(), rows[:0], codes[:0]
+        moves = plan is not None or self._options.ttl is not None
+        with self._move() if moves else contextlib.nullcontext():
+            try:
+                main.touch(changes, touched, step)
+                changes.write(held.numbers, [KIND, STEP], (kind, step))
+                if moves:
+                    evicted = held.expire(changes, int(before), step)
+                if plan:
+                    rows[new], fresh, gone = held.admit(changes, plan, step)
+                    evicted = np.append(evicted, gone)
+                held.bury(changes, evicted, step)
+                main.order.add(touched, step)
+                main.order.add(fresh, step)
+                evicted, keys = map(self._as_keys, (evicted, main.keys[fresh]))
+                rows = spread(rows, at, shape)
+                result = Assignment(rows, fresh.view(FreshRows), evicted, keys)
+                self._history.append(changes)
+            except BaseException:  # before `find` may look again
+                held.take_back(changes, finished=False)
+                self._forget(changes)
+                raise
+        return result
 
     def find(self, keys: Any, *, mask: Any = None) -> np.ndarray:
         """Looks rows up and changes nothing; for serving and evaluation.
@@ -263,6 +300,7 @@ class Vocabulary:
             keys, rows, gone = held.changed_since(first, other)
             return ChangedRows(self._as_keys(keys), rows, self._as_keys(gone))
 
+    @_changes
     def undo(self) -> None:
         """Takes the last call of `assign` back, bit for bit; up to eight, one by one.
 
@@ -273,21 +311,30 @@ class Vocabulary:
           RuntimeError: If there is none to take back, since the vocabulary was made,
             restored or grown; or if another thread is changing it.
         """
-        with self._change("undo"):
-            if not self._history:
-                raise RuntimeError(
-                    f"undo takes back the last {_UNDO} calls of assign since the "
-                    "vocabulary was made, restored or grown; there is none left."
-                )
-            held, changes = self._contents, self._history.pop()
-            main, numbers = held.main, held.numbers.copy()
-            rows = np.unique(changes.moved(main))
-            before = main.keys[rows], main.hits[rows].copy()
-            with self._move():
-                held.take_back(changes, finished=True)
+        if not self._history:
+            raise RuntimeError(
+                f"undo takes back the last {_UNDO} calls of assign since the "
+                "vocabulary was made, restored or grown; there is none left."
+            )
+        held, changes = self._contents, self._history[-1]
+        main, numbers = held.main, held.numbers.copy()
+        rows = np.unique(changes.moved(main))
+        before = main.keys[rows], main.hits[rows].copy()
+
+        def take_back(finished: bool) -> None:
+            held.take_back(changes, finished)
             codes = changed_codes(before, (main.keys[rows], main.hits[rows]))
             self._taken_back.note(numbers, held.numbers, codes, 2 * self.rows)
+            self._forget(changes)
 
+        with self._move():
+            try:
+                take_back(finished=True)
+            except BaseException:  # a KeyboardInterrupt: what it has begun, it ends
+                take_back(finished=False)
+                raise
+
+    @_changes
     def grow(self, rows: int) -> None:
         """Makes room for more keys; all keep their rows, and `unknown` is row 0.
 
@@ -300,17 +347,17 @@ class Vocabulary:
           ValueError: If it has more rows now.
           RuntimeError: If another thread is changing the vocabulary.
         """
-        with self._change("grow"):
-            if not self.rows <= operator.index(rows) < 2**31:
-                raise ValueError(
-                    f"grow needs as many rows as there are, {self.rows}, or more, up "
-                    f"to 2**31 - 1; got {rows}."
-                )
-            old = self._contents.arrays
-            like = old | dict.fromkeys(("keys", "last", "hits", "changed"), range(rows))
-            with self._move():
-                self._load(resized(old, like))
+        if not self.rows <= operator.index(rows) < 2**31:
+            raise ValueError(
+                f"grow needs as many rows as there are, {self.rows}, or more, up "
+                f"to 2**31 - 1; got {rows}."
+            )
+        old = self._contents.arrays
+        like = old | dict.fromkeys(("keys", "last", "hits", "changed"), range(rows))
+        with self._move():
+            self._load(resized(old, like))
 
+    @_changes
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """Takes the contents of another vocabulary, of as many rows or fewer.
 
@@ -326,20 +373,21 @@ class Vocabulary:
             one.
           RuntimeError: If another thread is changing the vocabulary.
         """
-        with self._change("restore"):
-            old = self._contents
-            new = resized(checked(arrays, self._options), old.arrays)
-            names = "keys", "hits", "changed"
-            both = (tuple(x[name] for name in names) for x in (old.arrays, new))
-            codes = changed_codes(*both)
-            # Servers may not have asked for what has gone from the old one, either.
-            gone = old.arrays.get("gone", codes[:0])[: old.numbers[GONE]]
-            with self._move():
-                self._load(new)
-            codes, most = np.append(codes, gone), 2 * self.rows + len(gone)
+        old = self._contents
+        new = resized(checked(arrays, self._options), old.arrays)
+        names = "keys", "hits", "changed"
+        both = (tuple(x[name] for name in names) for x in (old.arrays, new))
+        codes = changed_codes(*both)
+        # Servers may not have asked for what has gone from the old one, either.
+        gone = old.arrays.get("gone", codes[:0])[: old.numbers[GONE]]
+        contents = Contents(self._options, new)  # raises before a change
+        codes, most = np.append(codes, gone), 2 * self.rows + len(gone)
+        with self._move():
+            # Servers are told first: too much, if a KeyboardInterrupt comes now.
             self._taken_back.note(old.numbers, new["numbers"], codes, most)
             self._taken_back.lost = max(self._taken_back.lost, int(old.numbers[LOST]))
             self._is_copy = True
+            self._hold(contents)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -421,9 +469,17 @@ class Vocabulary:
         return self
 
     def _load(self, arrays: dict[str, np.ndarray]) -> None:
-        self._contents = Contents(self._options, arrays)  # raises before a change
-        self._history = deque(maxlen=_UNDO)
+        self._hold(Contents(self._options, arrays))  # raises before a change
+
+    def _hold(self, contents: Contents) -> None:
+        self._history = deque(maxlen=_UNDO)  # first: it is of other arrays
+        self._contents = contents
         self._given = None
+
+    def _forget(self, changes: Changes) -> None:
+        """Drops changes that were taken back, if they are in the history."""
+        if self._history and self._history[-1] is changes:
+            self._history.pop()
 
     def _ready(self) -> None:
         """Takes up what a pickle or a pytree has given, when it is first needed."""
@@ -433,30 +489,13 @@ class Vocabulary:
                     self._load(checked(self._given, self._options))
 
     @contextlib.contextmanager
-    def _change(self, function: str) -> Iterator[None]:
-        """One thread changes. A second one is refused: its turn would be by chance."""
-        changing = self._changing  # a child of `fork` gets another one
-        if not changing.acquire(blocking=False):
-            raise RuntimeError(
-                f"{function} was called while another thread changes the vocabulary: "
-                "which of them is first would be left to chance. Change it from one "
-                "thread; find may be called by all."
-            )
-        try:
-            with self._lock:
-                self._ready()
-                yield
-        finally:
-            changing.release()
-
-    @contextlib.contextmanager
     def _move(self) -> Iterator[None]:
         """Keys change their places; `find` looks again then. This is a seqlock."""
-        self._version += 1
+        self._version |= 1
         try:
             yield
         finally:
-            self._version += 1
+            self._version += self._version & 1
 
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
         kind = int(self._contents.numbers[KIND]) or self._taken_back.kind
