@@ -11,7 +11,6 @@ UTF-8 bytes (Fowler, Noll and Vo; RFC 9923), which has a few lines in any langua
 Known limit: FNV-1a is no secret. Who chooses strings may choose two of one code.
 """
 
-import contextlib
 from typing import Any
 
 import jax
@@ -46,6 +45,8 @@ def hash_keys(keys: Any) -> np.ndarray:
 
     Raises:
       TypeError: For anything else than strings and bytes.
+      ValueError: For lists of different lengths, and for a string that has no UTF-8
+        bytes, as half of a pair of surrogates has none.
 
     Examples:
       >>> import optax_sparse_adam as osa
@@ -74,8 +75,16 @@ def as_array(function: str, keys: Any) -> np.ndarray:
             "mask=~keys.mask where keys are meant."
         )
     array = None
-    with contextlib.suppress(UnicodeDecodeError):  # of bytes beside strings
+    try:
         array = np.asarray(keys)
+    except UnicodeDecodeError:  # of bytes beside strings
+        pass
+    except ValueError as error:
+        raise ValueError(
+            f"{function} needs keys in an array, or in lists of one length, got a "
+            f"{type(keys).__name__} that is none: {error} Fill shorter lists with the "
+            "padding key, or leave places out by mask=."
+        ) from None
     if array is None or (array.dtype.kind in "US" and not hasattr(keys, "dtype")):
         array = np.array(keys, dtype=object)
     return array
@@ -164,7 +173,14 @@ def _bytes(function: str, array: np.ndarray) -> tuple[np.ndarray, ...]:
     if array.dtype.kind == "S" and array.dtype.itemsize:
         flat, width = np.ascontiguousarray(array).view(np.uint8), array.dtype.itemsize
         return flat, np.arange(len(array)) * width, np.strings.str_len(array)
-    parts = [x.encode() if isinstance(x, str) else x for x in array.tolist()]
+    try:
+        parts = [x.encode() if isinstance(x, str) else x for x in array.tolist()]
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{function} hashes the UTF-8 bytes of strings, and {error.object!r} has "
+            "none: half of a pair of surrogates is no character. Mend it where it is "
+            'decoded, or pass key.encode("utf-8", "surrogatepass").'
+        ) from None
     for part in parts:
         if not isinstance(part, bytes):
             raise TypeError(

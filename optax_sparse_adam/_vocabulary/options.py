@@ -53,10 +53,20 @@ def checked_options(
 
 
 def check_number(name: str, value: int, least: int) -> None:
-    if not least <= operator.index(value) < 2**31:
+    if not least <= as_integer(f"Vocabulary needs {name}", value) < 2**31:
         raise ValueError(
             f"Vocabulary needs {name} from {least} to 2**31 - 1, got {value}."
         )
+
+
+def as_integer(rule: str, value: Any) -> int:
+    """The number, if it is an integer; what needs it says so in front."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{rule} as an integer, got {value!r} of type {type(value).__name__}."
+        ) from None
 
 
 def code_of_padding(padding: Any, kind: int) -> tuple[np.ndarray, int]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from .checkpoint import GONE, KIND, LOST, STEP, checked, new_arrays, resized
 from .codes import SIGNED
 from .contents import Contents, spread
 from .forks import survives_forks
-from .options import Options, check_number, checked_options
+from .options import Options, as_integer, check_number, checked_options
 from .order import Score
 from .results import Assignment, ChangedRows, FreshRows
 from .store import Changes
@@ -190,7 +189,11 @@ class Vocabulary:
           RuntimeError: If another thread is changing the vocabulary.
         """
         held = self._contents
-        main, step, before = held.main, operator.index(step), held.numbers[STEP]
+        main, step, before = (
+            held.main,
+            as_integer("assign needs a step", step),
+            held.numbers[STEP],
+        )
         if not before <= step < 2**31:
             raise ValueError(
                 "assign needs steps that do not go back, as keys are judged by "
@@ -347,7 +350,7 @@ class Vocabulary:
           ValueError: If it has more rows now.
           RuntimeError: If another thread is changing the vocabulary.
         """
-        if not self.rows <= operator.index(rows) < 2**31:
+        if not self.rows <= as_integer("grow needs rows", rows) < 2**31:
             raise ValueError(
                 f"grow needs as many rows as there are, {self.rows}, or more, up "
                 f"to 2**31 - 1; got {rows}."

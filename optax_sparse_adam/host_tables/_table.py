@@ -134,8 +134,9 @@ def file_of(host: HostTable, process: int, processes: int) -> Path | None:
     """The file of one of so many processes: `rows.bin`, or `rows.bin-0-of-4`."""
     if host.file is None:
         return None
-    # Absolute, as the process may go to another folder.
-    path = Path(host.file).absolute()
-    if processes == 1:
-        return path
-    return path.with_name(f"{path.name}-{process}-of-{processes}")
+    path = Path(host.file)
+    if processes > 1:
+        path = path.with_name(f"{path.name}-{process}-of-{processes}")
+    # Absolute, as the process may go to another folder; and where a symbolic link
+    # leads, which a new file would replace.
+    return path.resolve()

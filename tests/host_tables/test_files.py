@@ -317,3 +317,19 @@ host.HostTrainer(lambda p: 0.0, osa.sparse_adam(1), {"table": table, "w": jnp.on
     assert [x.name for x in folder.iterdir()] == ["table.bin.new"]
     trainer_in(folder).close()
     assert [x.name for x in folder.iterdir()] == ["table.bin"]
+
+
+def test_a_symbolic_link_stays_one(tmp_path):
+    """Also to a place where no file is yet, as on a larger disk."""
+    place, link = tmp_path / "large" / "table.bin", tmp_path / "table.bin"
+    place.parent.mkdir()
+    link.symlink_to(place)
+    params = host_params(*begin(), file=link)
+    with host.HostTrainer(loss, TX, params) as trainer:
+        trainer.step(*next(batches(0, 1)))
+        trainer.checkpoint(tmp_path / "run")
+        rows = np.array(trainer.params["table"])
+    assert link.is_symlink()
+    assert place.stat().st_size > rows.nbytes
+    with host.HostTrainer.restore(tmp_path / "run", loss, TX, params) as trainer:
+        assert_identical(np.asarray(trainer.params["table"]), rows)

@@ -122,6 +122,8 @@ REFUSED = [
     (np.array(["2020-01-01"], np.datetime64), TypeError, "datetime64"),
     (np.ma.array([1, 2], mask=[0, 1]), TypeError, r"mask=~keys\.mask"),
     (np.array([1j]), TypeError, "complex"),
+    ([[1], [2, 3]], ValueError, "lists of one length, got a list"),
+    (["a", "\ud83d"], ValueError, r"'\\ud83d' has none.*surrogatepass"),
 ]
 
 
@@ -135,6 +137,24 @@ def test_keys_that_would_be_cut_are_refused(function, keys, error, words):
         "hash_keys": lambda: osa.hash_keys(keys),
     }[function]
     with pytest.raises(error, match=rf"(?s)^{function} .*({words})"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: osa.Vocabulary(2.5), "Vocabulary needs rows.* integer, got 2.5"),
+        (lambda: osa.Vocabulary(9, ttl="5"), "Vocabulary needs ttl.*'5' of type str"),
+        (
+            lambda: osa.Vocabulary(9).assign([1], 1.0),
+            "assign needs a step.*1.0 of type",
+        ),
+        (lambda: osa.Vocabulary(9).grow(10.0), "grow needs rows as an integer"),
+    ],
+    ids=["rows", "ttl", "step", "grow"],
+)
+def test_no_integers(call, words):
+    with pytest.raises(TypeError, match=f"^{words}"):
         call()
 
 
