@@ -90,7 +90,7 @@ def value_and_grad(
     `jax.debug.print` in `fun` shows, is read before the table is updated in place. Old
     rows that the step reads elsewhere make XLA copy the table: see `apply_updates`.
     Under `checkify.index_checks`, lookups out of bounds are found as under `jax.grad`,
-    by the kernel, too.
+    by the kernel, too; the padding of `embedding_bag` and `frozen_lookup` is none.
 
     Inside of `jax.experimental.jet.jet`, which knows arrays only, gradients are dense.
 
