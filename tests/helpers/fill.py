@@ -1,7 +1,7 @@
 """Arrays of one number, such as `jnp.zeros`, without a program for each shape.
 
-Outside of programs JAX compiles one for each shape and type, some 15 ms of CPU: the
-core had seven hundred. NumPy makes the same arrays.
+Outside of programs JAX compiles one for each shape and type, some 15 ms of CPU: the core
+had seven hundred. NumPy makes the same arrays.
 """
 
 import jax
