@@ -49,13 +49,10 @@ import pytest
 from optax_sparse_adam._rows.with_ops import KERNELS
 from optax_sparse_adam.native import _build, _calls, _library
 
-from .helpers.fill import fill_by_numpy
 from .helpers.native import compile_once
 from .helpers.support import need_devices, slow_but
 
 DEVICES = int(os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"])
-
-fill_by_numpy()
 
 # The same examples in every run, and no database: a failure can be run again anywhere.
 hypothesis.settings.register_profile(
