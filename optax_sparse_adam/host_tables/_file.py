@@ -74,7 +74,7 @@ class File(Memory):
         self._expected: dict[str, Any] = about
         self._name, self._shape = name, (rows, layout.words)
         self._file: Any = None
-        self._is_new = False
+        self._is_begun = self._is_new = False
         self._cold_for = 0  # so many batches more
 
     # Begin and open.
@@ -100,6 +100,15 @@ class File(Memory):
                     f"{self.path}, which exists. HostTrainer.restore goes on from a "
                     "checkpoint; remove the file to begin again."
                 )
+            head = self._file.read(len(_MAGIC))
+            if head.strip(b"\0") and head != _MAGIC:
+                self._file.close()
+                raise FileExistsError(
+                    f"HostTrainer begins the table {self._name} in the file "
+                    f"{self._new}, and then gives it its name. There is a file of "
+                    "another kind: move it."
+                )
+            self._is_begun = True
             self._file.truncate(0)  # what was begun and not finished
             self.id = uuid.uuid4().hex
             text = json.dumps({"id": self.id} | self._expected).encode()
@@ -115,7 +124,8 @@ class File(Memory):
             os.replace(self._new, self.path)
             sync_folder(self.path.parent)
         except BaseException:
-            self._new.unlink(missing_ok=True)
+            if self._is_begun:
+                self._new.unlink(missing_ok=True)
             raise
         self._map()
 

@@ -7,6 +7,7 @@ It is written by `evaluate` in parts, under another name until it is whole.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,14 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
         )
     host.settle()
     new = folder.with_name(folder.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    if new.exists():  # of a process that was killed
+        for x in new.iterdir():
+            if not re.fullmatch(r"table\d+\.npy|snapshot\.npz(\.new)?", x.name):
+                raise FileExistsError(
+                    f"HostTrainer.snapshot writes {new} first, and {x} there is no "
+                    "file of a snapshot. Move that folder, or take another name."
+                )
+        shutil.rmtree(new)
     new.mkdir(parents=True)
     try:
         for k, i in enumerate(host.plan.tables):

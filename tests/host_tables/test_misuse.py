@@ -334,6 +334,24 @@ def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path):
     new_trainer(file=tmp_path / "table.bin").close()
 
 
+def test_what_is_not_ours_stays(tmp_path):
+    """Files and folders that have the names under which ours are begun."""
+    file, folder = tmp_path / "table.bin.new", tmp_path / "shot.new"
+    file.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"table\.bin\.new, .*another kind"):
+        new_trainer(file=tmp_path / "table.bin")
+    assert file.read_text() == "mine"
+    file.write_bytes(b"")
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    with new_trainer(file=tmp_path / "table.bin") as trainer:
+        with pytest.raises(FileExistsError, match="mine there is no file of a snap"):
+            trainer.snapshot(tmp_path / "shot")
+        assert (folder / "mine").read_text() == "mine"
+        (folder / "mine").rename(folder / "table0.npy")
+        trainer.snapshot(tmp_path / "shot")
+
+
 # Checkpoints.
 
 
