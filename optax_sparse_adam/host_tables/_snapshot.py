@@ -37,21 +37,15 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
             "HostTrainer.snapshot is for one process; of several, each has a part of "
             "the rows: checkpoint, and restore in one process."
         )
-    if folder.exists():
+    if os.path.lexists(folder):
         raise FileExistsError(
             f"HostTrainer.snapshot writes a new folder, as servers may read an old one;"
             f" {folder} is there. Take another name, such as one with the step."
         )
     host.settle()
     new = folder.with_name(folder.name + ".new")
-    if new.exists():  # of a process that was killed
-        for x in new.iterdir():
-            if not re.fullmatch(r"table\d+\.npy|snapshot\.npz(\.new)?", x.name):
-                raise FileExistsError(
-                    f"HostTrainer.snapshot writes {new} first, and {x} there is no "
-                    "file of a snapshot. Move that folder, or take another name."
-                )
-        shutil.rmtree(new)
+    if os.path.lexists(new):
+        _remove_unfinished(new)
     new.mkdir(parents=True)
     try:
         for k, i in enumerate(host.plan.tables):
@@ -66,6 +60,20 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
         raise
     sync_folder(folder.parent)
+
+
+def _remove_unfinished(new: Path) -> None:
+    """Removes what a process that was killed has begun, and nothing else."""
+    is_folder = new.is_dir() and not new.is_symlink()
+    for x in new.iterdir() if is_folder else [new]:
+        # With an archive a snapshot is whole: somebody may have given it this name.
+        if not re.fullmatch(r"table\d+\.npy|snapshot\.npz\.new", x.name):
+            raise FileExistsError(
+                f"HostTrainer.snapshot writes {new} first, and then gives it its name. "
+                f"There is {x}, which is no part of a snapshot that was begun and not "
+                "finished. Move it, or take another name."
+            )
+    shutil.rmtree(new)
 
 
 def _split(plan: Plan, params: Any) -> tuple[list[Any], list[Any]]:

@@ -345,11 +345,23 @@ def test_what_is_not_ours_stays(tmp_path):
     folder.mkdir()
     (folder / "mine").write_text("mine")
     with new_trainer(file=tmp_path / "table.bin") as trainer:
-        with pytest.raises(FileExistsError, match="mine there is no file of a snap"):
+        with pytest.raises(FileExistsError, match=r"There is .*mine, which is no"):
             trainer.snapshot(tmp_path / "shot")
         assert (folder / "mine").read_text() == "mine"
         (folder / "mine").rename(folder / "table0.npy")
         trainer.snapshot(tmp_path / "shot")
+        trainer.snapshot(tmp_path / "other.new")  # whole, by its name
+        (tmp_path / "third.new").write_text("mine")
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        for name, words in [
+            ("other", r"There is .*snapshot\.npz, which is no part"),
+            ("third", r"There is .*third\.new, which is no part"),
+            ("link", "link is there"),
+        ]:
+            with pytest.raises(FileExistsError, match=words):
+                trainer.snapshot(tmp_path / name)
+    assert (tmp_path / "other.new" / "snapshot.npz").exists()
+    assert (tmp_path / "third.new").read_text() == "mine"
 
 
 # Checkpoints.
