@@ -92,9 +92,8 @@ def _write_table(host: HostRows, i: int, path: Path) -> None:
     total, dtype = table.shape[0], np.dtype(table.dtype)
     size = max(1, min(total, CHUNK // max(1, dtype.itemsize * _width(table.shape))))
     with path.open("wb") as file:
-        # Of types that NumPy does not know, such as bfloat16, the bytes.
-        held = dtype if dtype.kind == "f" else np.dtype(f"u{dtype.itemsize}")
-        head = {"descr": np.lib.format.dtype_to_descr(held), "fortran_order": False}
+        descr = np.lib.format.dtype_to_descr(_held(dtype))
+        head = {"descr": descr, "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, head | {"shape": table.shape})
         for first in range(0, total, size):
             ids = np.minimum(np.arange(first, first + size, dtype=np.int32), total - 1)
@@ -102,6 +101,16 @@ def _write_table(host: HostRows, i: int, path: Path) -> None:
             file.write(rows.view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _held(dtype: Any) -> np.dtype[Any]:
+    """The type of a file: of those that NumPy does not know, such as bfloat16, bytes.
+
+    Some of them say that they are of its kind of floating types, and are not.
+    """
+    dtype = np.dtype(dtype)
+    is_of_numpy = dtype in (np.float16, np.float32, np.float64)
+    return dtype if is_of_numpy else np.dtype(f"u{dtype.itemsize}")
 
 
 def _width(shape: Sequence[int]) -> int:
@@ -115,6 +124,26 @@ def _expected(plan: Plan) -> dict[str, Any]:
     pairs = zip(names, plan.dense, strict=True)
     arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in pairs]
     return {"version": _VERSION, "tables": tables, "arrays": arrays}
+
+
+def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The rows of a table, to read.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is not as `_write_table` has written it.
+    """
+    try:
+        array = np.load(path, mmap_mode="r")
+        if (array.shape, array.dtype) != (shape, _held(dtype)):
+            raise ValueError(f"it has {array.dtype}{list(array.shape)}")
+    except (EOFError, ValueError) as error:  # NumPy raises both for files that were cut
+        raise ValueError(
+            f"{path} does not hold {dtype}{list(shape)}, or was damaged: {error}. Take "
+            "another snapshot."
+        ) from error
+    rows: np.ndarray = array.view(dtype)
+    return rows
 
 
 class _Rows(Store):
@@ -166,10 +195,7 @@ class Snapshot:
         self._rows = HostRows(plan)
         tables = []
         for k, table in enumerate(plan.tables.values()):
-            array = np.load(folder / f"table{k}.npy", mmap_mode="r")
-            if array.shape != table.shape:
-                raise ValueError(f"{folder} was damaged: table{k}.npy is another one.")
-            tables.append(array.view(table.dtype))
+            tables.append(_mapped(folder / f"table{k}.npy", table.shape, table.dtype))
             self._rows.stores.append(_Rows(tables[-1]))
         self._rows.rest = [
             of_bytes(x, like) for x, like in zip(held, self._rows.rest, strict=False)

@@ -63,7 +63,9 @@ def test_it_answers_as_evaluate_and_changes_nothing(name, where, tmp_path, monke
     np.testing.assert_allclose(table[ids] @ w, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", slow_but(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize(
+    "dtype", slow_but(["bfloat16", "float16", "float8_e5m2"], "bfloat16")
+)
 def test_types_and_stateful(dtype, tmp_path):
     rows, w = begin(dtype=dtype)
     vocab = osa.Vocabulary(ROWS)
@@ -135,3 +137,16 @@ def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
         trainer.snapshot(tmp_path / "x")
     snapshot = host.Snapshot(tmp_path / "x", declared("float32"))
     assert_identical(jax.tree.map(np.asarray, snapshot.params), {"table": rows, "w": w})
+
+
+def test_a_file_of_other_rows_is_refused(tmp_path):
+    rows, w = begin()
+    with host.HostTrainer(loss, osa.sparse_adam(0.1), host_params(rows, w)) as trainer:
+        trainer.snapshot(tmp_path / "x")
+    file = tmp_path / "x" / "table0.npy"
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[:9], whole.replace(b"<f4", b"<i4"), b""):
+        file.write_bytes(damaged)
+        words = r"table0\.npy does not hold float32\[300, 8\], or was damaged"
+        with pytest.raises(ValueError, match=words):
+            host.Snapshot(tmp_path / "x", declared("float32"))
