@@ -23,7 +23,7 @@ from ._host_rows import HostRows
 from ._plan import CHUNK, Plan
 from ._records import refuse_other, sync_folder
 from ._spread import Spread
-from ._stateful import Stateful, described, restored
+from ._stateful import Stateful, checked, described, restored
 from ._store import Ascending, Store
 
 _ARCHIVE, _VERSION = "snapshot.npz", 1
@@ -175,8 +175,10 @@ class Snapshot:
 
     Raises:
       FileNotFoundError: If there is no snapshot.
+      TypeError: If what is `stateful` is no dictionary of such things.
       ValueError: If it is one of other parameters, or was damaged; if a name of
-        `stateful` is not in it.
+        `stateful` is not in it, or one refuses what was saved: those before it have
+        been restored then.
     """
 
     steps: int
@@ -185,7 +187,7 @@ class Snapshot:
     def __init__(
         self, path: Any, params: Any, *, stateful: Mapping[str, Stateful] | None = None
     ):
-        folder = Path(path)
+        folder, parts = Path(path), checked("Snapshot", stateful)
         if not (folder / _ARCHIVE).exists():
             raise FileNotFoundError(f"There is no snapshot in {folder}.")
         plan = Plan(optax.identity(), params, Spread())
@@ -206,9 +208,7 @@ class Snapshot:
         self.params = plan.treedef.unflatten(
             next(leaves[i in plan.tables]) for i in range(plan.treedef.num_leaves)
         )
-        restored(
-            folder, stateful or {}, about["stateful"], held[len(dense) :], some=True
-        )
+        restored(folder, parts, about["stateful"], held[len(dense) :], some=True)
 
     def evaluate(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun(params, *args)`, as `HostTrainer.evaluate`, and to the same bits.

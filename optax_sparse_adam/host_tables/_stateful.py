@@ -27,6 +27,29 @@ class Stateful(Protocol):
         """Goes on from what `arrays_before` has returned."""
 
 
+def checked(function: str, stateful: Any) -> dict[str, Stateful]:
+    """What is `stateful`, by name; `None` is nothing.
+
+    Raises:
+      TypeError: If it is no such dictionary. (A `Vocabulary` without keys is false, as
+        what is empty is.)
+    """
+    parts = {} if stateful is None else stateful
+    if not isinstance(parts, Mapping) or any(type(name) is not str for name in parts):
+        raise TypeError(
+            f"{function} needs what is `stateful` by name, a dictionary such as "
+            f'{{"keys": vocabulary}}; got {parts!r}.'
+        )
+    for name, x in parts.items():
+        if not all(callable(getattr(x, y, None)) for y in ("arrays_before", "restore")):
+            raise TypeError(
+                f"{function} needs what is `stateful` to have methods arrays_before "
+                f"and restore, as a Vocabulary has; got {x!r} of {type(x).__name__} "
+                f"for {name!r}."
+            )
+    return dict(parts)
+
+
 def described(
     stateful: Mapping[str, Stateful], step: int
 ) -> tuple[Described, list[np.ndarray]]:
@@ -36,10 +59,10 @@ def described(
     for name, x in stateful.items():
         names[name] = []
         for key, value in x.arrays_before(step).items():
-            if not (type(name) is type(key) is str):
+            if type(key) is not str:
                 raise TypeError(
-                    "A checkpoint has what is `stateful` by its names, and the arrays "
-                    f"of each: strings, got {name!r} and {key!r}."
+                    f"A checkpoint has the arrays of stateful[{name!r}] by names, "
+                    f"which are strings; got {key!r}."
                 )
             array = np.asarray(value)
             if array.dtype.hasobject:

@@ -24,7 +24,7 @@ from ._repartition import begin_again, move, remove_files
 from ._reset import BatchWithReset
 from ._snapshot import write_snapshot
 from ._spread import Spread
-from ._stateful import Stateful
+from ._stateful import Stateful, checked
 from ._store import Store
 from ._table import new_store
 from ._together import together
@@ -71,7 +71,8 @@ class HostTrainer:
       progress: Wraps the iterator over the pieces of a new table, as `tqdm.tqdm`.
 
     Raises:
-      TypeError: If `tx` is no transformation; by steps, as those of `make_train_step`.
+      TypeError: If `tx` is no transformation; if what is `stateful` is no dictionary of
+        such things; by steps, as those of `make_train_step`.
       ValueError: If there is no `HostTable`; if two have one file or one storage; if
         the state of `tx` has rows along another axis, or begins with what is computed
         of all rows, such as a norm; in one of several processes without a `mesh`. By
@@ -132,10 +133,11 @@ class HostTrainer:
             pieces = pieces if progress is None else progress(pieces)
             store.begin(self._parts[k].pieces(pieces))
 
-        if operator.index(steps) < 0:
-            raise ValueError(f"HostTrainer needs a count of steps, got {steps}.")
+        if not hasattr(steps, "__index__") or operator.index(steps) < 0:
+            raise ValueError(f"HostTrainer needs a count of steps, got {steps!r}.")
+        parts = checked("HostTrainer", stateful)
         self._start(loss, tx, params, has_aux, sparse, mesh)
-        self._rows.stateful, self._rows.steps = dict(stateful or {}), int(steps)
+        self._rows.stateful, self._rows.steps = parts, int(steps)
         plan, rest = self._rows.plan, None
         of_rows: list[list[Any]] = [[] for _ in plan.hosts]
         if state is not None:
@@ -274,15 +276,18 @@ class HostTrainer:
             damaged, or if rows that are not in memory have changed otherwise than its
             journal says: of an older checkpoint, or a folder that was copied without
             them; if what is `stateful` has other names, or refuses what was saved. No
-            row is changed then.
+            row is changed then; of several that are `stateful`, those before it are
+            restored.
+          TypeError: If what is `stateful` is no dictionary of such things.
           BlockingIOError: If another trainer has a file.
           NotImplementedError: With another number of processes, where a table is in a
             storage of the user's, or something is `stateful`.
         """
 
+        parts = checked("HostTrainer.restore", stateful)
         self = cls.__new__(cls)
         self._start(loss, tx, params, has_aux, sparse, mesh)
-        self._rows.stateful = dict(stateful or {})
+        self._rows.stateful = parts
         self._open(lambda _, store: store.open(), budget, fsync, Path(path).absolute())
         return self
 

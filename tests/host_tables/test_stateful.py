@@ -138,12 +138,23 @@ def test_a_table_and_its_vocabulary_grow(tmp_path):
         ).checkpoint(tmp_path / "other")
 
 
-def test_names_are_strings(tmp_path):
-    with (
-        trainer_of(tmp_path, {1: osa.Vocabulary(9)}) as trainer,
-        pytest.raises(TypeError, match="strings, got 1 and 'keys'"),
-    ):
-        trainer.checkpoint(tmp_path / "run")
+def test_what_has_no_state_is_refused(tmp_path):
+    """When it is given; a vocabulary without keys is false, and is not nothing."""
+    params = host_params(*begin((31, DIM)))
+    makers = [
+        lambda x: host.HostTrainer(loss, TX, params, stateful=x),
+        lambda x: host.HostTrainer.restore(tmp_path, loss, TX, params, stateful=x),
+        lambda x: host.Snapshot(tmp_path, params, stateful=x),
+    ]
+    names = "HostTrainer", r"HostTrainer\.restore", "Snapshot"
+    for name, make in zip(names, makers, strict=True):
+        for x in (osa.Vocabulary(9), {1: Losses()}, [Losses()]):
+            with pytest.raises(TypeError, match=f"{name} needs what is .* by name, a"):
+                make(x)
+        with pytest.raises(TypeError, match=f"{name} .* methods .* got 3 of int for"):
+            make({"a": 3})
+    with pytest.raises(ValueError, match=r"a count of steps, got 2\.0"):
+        host.HostTrainer(loss, TX, params, steps=2.0)
 
 
 def test_a_checkpoint_holds_numbers_only(tmp_path):
