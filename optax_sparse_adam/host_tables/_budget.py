@@ -1,12 +1,13 @@
 """What a process may hold, pages of mapped files included.
 
 A page of a file that a process has touched counts as its own until the system takes it
-back, whoever has mapped the file: another table, another trainer, or what is left of
-one that was closed while somebody has its arrays. So the mappings of the whole process
-are known here, and all give their pages back. Of a shared mapping nothing is lost, and
-changes are included: pages stay in the system's page cache, and are mapped again when
-they are touched. Where the system maps whole folios, each touch of a row may map two
-megabytes, which it would take back only when memory is short.
+back, whoever has mapped the file: another table, another trainer, what is left of one
+that was closed while somebody has its arrays, or a snapshot that is served. So the
+mappings of the whole process are known here, and all give their pages back. Of a shared
+mapping nothing is lost, and changes are included: pages stay in the system's page
+cache, and are mapped again when they are touched. Where the system maps whole folios,
+each touch of a row may map two megabytes, which it would take back only when memory is
+short.
 """
 
 import mmap

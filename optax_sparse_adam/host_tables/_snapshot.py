@@ -18,6 +18,7 @@ import optax
 
 from ._archive import read_archive, write_archive
 from ._between import evaluated
+from ._budget import register
 from ._checkpoint import data_of, of_bytes
 from ._host_rows import HostRows
 from ._plan import CHUNK, Plan
@@ -142,6 +143,8 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             f"{path} does not hold {dtype}{list(shape)}, or was damaged: {error}. Take "
             "another snapshot."
         ) from error
+    mapping: Any = array.base
+    register(mapping)  # a trainer in this process may have a budget
     rows: np.ndarray = array.view(dtype)
     return rows
 

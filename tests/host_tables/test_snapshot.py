@@ -1,6 +1,7 @@
 """A snapshot to serve: rows of now, of one step, in files; nothing changes by it."""
 
 import multiprocessing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.host_tables import _snapshot
+from optax_sparse_adam.host_tables._budget import keep, resident_bytes
 
 from ..helpers.host_tables import (
     DIM,
@@ -150,3 +152,18 @@ def test_a_file_of_other_rows_is_refused(tmp_path):
         words = r"table0\.npy does not hold float32\[300, 8\], or was damaged"
         with pytest.raises(ValueError, match=words):
             host.Snapshot(tmp_path / "x", declared("float32"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says it")
+def test_its_pages_are_given_back_over_a_budget(tmp_path):
+    """Of a trainer in the same process: 64 MB of a table that was read."""
+    params = {"table": host.HostTable((1_000_000, 16))}
+    trainer = host.HostTrainer(
+        lambda p, ids: p["table"][ids].sum(), osa.sparse_adam(0.1), params
+    )
+    trainer.snapshot(tmp_path / "x")
+    served = host.Snapshot(tmp_path / "x", params)
+    assert served.params["table"].sum() == 0
+    keep(resident_bytes() - 32e6)
+    assert served.params["table"].sum() == 0
