@@ -10,7 +10,9 @@ shape would be taken for each other in silence. So a tree with one dictionary fo
 parameter goes in, and comes out; whose it is says its place in the tree.
 
 Known limit: states of Adam, AdamW and SparseAdam. The formula and its options are the
-transformation's; torch keeps them in `param_groups`, which nothing here reads.
+transformation's; torch keeps them in `param_groups`, which nothing here reads. A state
+does not say what its numbers are: that of `optax.adamax`, with a maximum in the place
+of `nu`, is of Adam's type, and torch's RAdam has the keys of Adam, for `optax.radam`.
 """
 
 from collections.abc import Callable
@@ -39,7 +41,10 @@ def to_state(tx: optax.GradientTransformation, params: Any, states: Any) -> Any:
 
     Each part of an `optax.partition`, of `sparse_adam`, `optax.adam`, `optax.adamw`,
     `exact_adam`, or of `lazy`, a chain or `optax.inject_hyperparams` of these, gets the
-    moments of its parameters and their step, and a schedule beside it the step.
+    moments of its parameters and their step, and a schedule beside it the step. What
+    remembers otherwise, such as `optax.ema`, begins as a new one. Not for
+    `optax.adamax`, which has a maximum where Adam has `exp_avg_sq`, in a state of the
+    same type.
 
     Args:
       tx: The transformation, with the options that the optimisers had in torch.
@@ -57,8 +62,9 @@ def to_state(tx: optax.GradientTransformation, params: Any, states: Any) -> Any:
     Raises:
       ValueError: If a state has other arrays than these, or of another shape than the
         parameter; if one has no place in the state of `tx`, or `tx` keeps moments of a
-        parameter without one; if parameters that `tx` counts together have made
-        different numbers of steps, as torch counts those of each.
+        parameter without one; if `tx` counts the steps of each row, as `per_row`; if
+        parameters that `tx` counts together have made different numbers of steps, as
+        torch counts those of each.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -86,6 +92,7 @@ def to_state(tx: optax.GradientTransformation, params: Any, states: Any) -> Any:
 
     def filled(node: Any) -> tuple[Any, int]:
         """Moments of torch in place of those of `tx.init`, and their step."""
+        _refuse_by_row("to_state", node)
         trees, steps = {field: getattr(node, field) for field in _FIELDS.values()}, {}
         for key, field in _FIELDS.items():
             leaves: Any = treedef.flatten_up_to(trees[field])
@@ -130,7 +137,8 @@ def from_state(params: Any, state: Any) -> Any:
       The step is a Python integer for torch's SparseAdam, and an array for its Adam.
 
     Raises:
-      ValueError: If rows of `exact_adam` are stale, or the state has no moments.
+      ValueError: If rows of `exact_adam` are stale, or the state has no moments, or
+        counts the steps of each row.
     """
     names, treedef = _names(params)
     results: list[Any] = [None] * len(names)
@@ -144,6 +152,7 @@ def from_state(params: Any, state: Any) -> Any:
                 "rows whose updates are to come. Call params, state = "
                 "optax_sparse_adam.flush(params, state) first."
             )
+        _refuse_by_row("from_state", node)
         step = int(node.count)
         is_sparse = isinstance(node, ScaleBySparseAdamState)
         for key, field in _FIELDS.items():
@@ -181,7 +190,7 @@ def _by_part(state: State, filled: Callable[[Any], Any], common: int | None) -> 
             leaves[i] = x._replace(inner_states=inner_states)
     for i, (path, x) in enumerate(pairs):
         name = getattr(path[-1], "name", "") if path else ""
-        if name in _COUNTS and jnp.ndim(x) == 0:
+        if name in _COUNTS and jnp.ndim(x) == 0 and not _remembers(path, pairs):
             (step,) = steps if len(steps) == 1 else (common,)
             if step is None:
                 raise ValueError(
@@ -194,6 +203,23 @@ def _by_part(state: State, filled: Callable[[Any], Any], common: int | None) -> 
             leaves[i] = _count(step, x)
     result: State = jax.tree.unflatten(treedef, leaves)
     return result
+
+
+def _remembers(path: tuple[Any, ...], pairs: list[tuple[Any, Any]]) -> bool:
+    """Whether there are moments beside a count, which are new, and so is the count.
+
+    `EmaState(count, ema)` divides by what `count` steps leave of its zeros. A state of
+    a schedule has a count alone. Those with a state inside count for that one.
+    """
+    count, parent = path[-1].name, path[:-1]
+    beside = [
+        (other[len(parent)], x)
+        for other, x in pairs
+        if other[: len(parent)] == parent and other != path
+    ]
+    has_inner = any("inner" in getattr(key, "name", "") for key, _ in beside)
+    is_floating = (jnp.issubdtype(x.dtype, jnp.floating) for _, x in beside)
+    return count == "count" and not has_inner and any(is_floating)
 
 
 def _names(params: Any) -> tuple[list[str], Any]:
@@ -231,6 +257,15 @@ def _common_step(names: list[str], states: list[dict[str, Any]]) -> int | None:
     pairs = zip(names, states, strict=True)
     steps = {_step(name, x) for name, x in pairs if "step" in x}
     return steps.pop() if len(steps) == 1 else None
+
+
+def _refuse_by_row(function: str, node: Any) -> None:
+    if getattr(node.count, "ndim", 1):
+        raise ValueError(
+            f"{function} needs a transformation that counts steps as torch does, one "
+            "for all rows of a table; got one that counts those of each, as "
+            "optax_sparse_adam.per_row does. Begin it anew, by tx.init."
+        )
 
 
 def _refuse_none(name: str, state: dict[str, Any]) -> None:

@@ -223,6 +223,10 @@ WRONG = {
     "no two moments": (osa.lazy(optax.rmsprop(1)), {"a": None, "b": state_of()}),
     "Of amsgrad": (ADAM, {"a": state_of() | {"max_exp_avg_sq": 1}, "b": state_of()}),
     "of a whole state_dict give": (ADAM, {"a": {"state": {}}, "b": state_of()}),
+    "got one that counts those of each": (
+        osa.lazy(osa.per_row(ADAM)),
+        {"a": state_of(), "b": state_of()},
+    ),
     "a count of steps": (ADAM, {"a": state_of(step=1.5), "b": state_of(step=1.5)}),
 }
 
@@ -254,6 +258,28 @@ def test_steps_apart_and_counts_without_moments():
     assert torch_compat.from_state(TWO, state)["b"] is None
     with pytest.raises(ValueError, match="keeps two moments"):
         torch_compat.from_state(TWO, sgd.init(TWO))
+
+
+def test_what_remembers_otherwise_is_new():
+    """A count goes with the moments beside it, of which torch has none."""
+    schedule = optax.scale_by_schedule(lambda count: jnp.where(count == 50, 2.0, 9.0))
+    states = {x: state_of(step=50) for x in TWO}
+    for adam in (ADAM, optax.inject_hyperparams(optax.adam)(1.0)):
+        tx = optax.chain(adam, optax.ema(0.9), schedule)
+        state = torch_compat.to_state(tx, TWO, states)
+        assert [int(state[i].count) for i in (1, 2)] == [0, 50]
+        with jax.numpy_dtype_promotion("standard"):  # optax.ema mixes types
+            updates, _ = tx.update(TWO, state, TWO)
+            alone, _ = adam.update(TWO, state[0], TWO)
+        twice = jax.tree.map(lambda x: 2 * x, alone)
+        chex.assert_trees_all_close(updates, twice, rtol=1e-6)
+    noise = torch_compat.to_state(
+        optax.chain(ADAM, optax.add_noise(1.0, 0.5, 0)), TWO, states
+    )
+    assert int(noise[1].count) == 50  # a random key is no moment
+    by_row = osa.lazy(osa.per_row(ADAM))
+    with pytest.raises(ValueError, match=r"from_state needs .* counts those of each"):
+        torch_compat.from_state(TWO, by_row.init(TWO))
 
 
 def test_the_state_owns_its_arrays():
