@@ -47,11 +47,11 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
     new = folder.with_name(folder.name + ".new")
     if os.path.lexists(new):
         _remove_unfinished(new)
+    stateful, more = described(host.stateful, host.steps)
     new.mkdir(parents=True)
     try:
         for k, i in enumerate(host.plan.tables):
             _write_table(host, i, new / f"table{k}.npy")
-        stateful, more = described(host.stateful, host.steps)
         dense = evaluated(host, lambda params: _split(host.plan, params)[1])()
         names = {"name": "", "step": host.steps, "stateful": stateful}
         arrays = [data_of(x) for x in dense] + more
@@ -97,11 +97,18 @@ def _write_table(host: HostRows, i: int, path: Path) -> None:
         head = {"descr": descr, "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, head | {"shape": table.shape})
         for first in range(0, total, size):
-            ids = np.minimum(np.arange(first, first + size, dtype=np.int32), total - 1)
-            rows = np.ascontiguousarray(rows_of(ids))[: total - first]
+            part = rows_of(_ids_of_part(first, size, total))
+            rows = np.ascontiguousarray(part)[: total - first]
             file.write(rows.view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _ids_of_part(first: int, size: int, total: int) -> np.ndarray:
+    """As many for each part, so that one program serves all: the last one ends with
+    the same row again and again.
+    """
+    return np.minimum(first + np.arange(size), total - 1).astype(np.int32)
 
 
 def _held(dtype: Any) -> np.dtype[Any]:

@@ -154,6 +154,25 @@ def test_a_file_of_other_rows_is_refused(tmp_path):
             host.Snapshot(tmp_path / "x", declared("float32"))
 
 
+def test_the_last_part_of_the_largest_table():
+    """Of 2**31 - 2 rows, in parts of ten: numbers of rows do not begin again."""
+    ids = _snapshot._ids_of_part(2**31 - 4, 10, 2**31 - 2)
+    assert ids.tolist() == [2**31 - 4] + 9 * [2**31 - 3]
+
+
+def test_what_is_refused_is_refused_before_rows_are_read(tmp_path, monkeypatch):
+    vocab = osa.Vocabulary(ROWS)
+    vocab.assign([1], 5)
+    params = host_params(*begin())
+    trainer = host.HostTrainer(
+        loss, osa.sparse_adam(0.1), params, stateful={"keys": vocab}
+    )
+    monkeypatch.setattr(_snapshot, "evaluated", None)
+    with pytest.raises(ValueError, match="last call of all had the step 5"):
+        trainer.snapshot(tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says it")
 def test_its_pages_are_given_back_over_a_budget(tmp_path):
