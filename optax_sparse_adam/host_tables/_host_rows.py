@@ -124,8 +124,9 @@ class HostRows:
             raise ValueError("This HostTrainer is closed; restore a new one.")
         if self.is_of_another_process:
             raise RuntimeError(
-                "This HostTrainer is of the process that forked this one, and both "
-                "would write the same rows. Make it after the fork."
+                "This HostTrainer, or Snapshot, is of the process that forked this "
+                "one. Make it after the fork: both would write the same rows, and JAX "
+                "cannot go on in a process that was forked."
             )
         if self.torn is not None:
             raise RuntimeError(

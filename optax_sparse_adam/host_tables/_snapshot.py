@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -185,6 +186,7 @@ class Snapshot:
 
     Raises:
       FileNotFoundError: If there is no snapshot.
+      NotImplementedError: In one of several processes of `jax.distributed`.
       TypeError: If what is `stateful` is no dictionary of such things.
       ValueError: If it is one of other parameters, or was damaged; if a name of
         `stateful` is not in it, or one refuses what was saved: those before it have
@@ -198,6 +200,12 @@ class Snapshot:
         self, path: Any, params: Any, *, stateful: Mapping[str, Stateful] | None = None
     ):
         folder, parts = Path(path), checked("Snapshot", stateful)
+        if (count := jax.process_count()) > 1:
+            raise NotImplementedError(
+                f"Snapshot got one of {count} processes of jax.distributed. Each "
+                "server reads a snapshot by itself: start it without "
+                "jax.distributed.initialize."
+            )
         if not (folder / _ARCHIVE).exists():
             raise FileNotFoundError(f"There is no snapshot in {folder}.")
         plan = Plan(optax.identity(), params, Spread())

@@ -173,6 +173,12 @@ def test_what_is_refused_is_refused_before_rows_are_read(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_servers_are_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match="Snapshot got one of 2 processes of"):
+        host.Snapshot(tmp_path, declared("float32"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says it")
 def test_its_pages_are_given_back_over_a_budget(tmp_path):
