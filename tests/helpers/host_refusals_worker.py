@@ -118,7 +118,7 @@ def a_folder_that_one_does_not_see(folder, monkeypatch):
         trainer.checkpoint(folder / "of-all")
 
 
-def a_storage_has_the_numbers_of_the_table():
+def a_storage_has_the_numbers_of_the_table(folder):
     storage = Dictionary()
     with begun(storage=storage) as trainer, begun() as other:
         for batch in some(0, 3):
@@ -126,6 +126,7 @@ def a_storage_has_the_numbers_of_the_table():
             other.step(*batch)
         rows = [*range(jax.process_index(), ROWS, 2)]
         assert sorted(storage.rows) == rows
+        trainer.checkpoint(folder / "storage")
         own = other.params["table"]
         assert_identical(np.asarray(trainer.params["table"]), own)
         with pytest.raises(ValueError, match=r"needs float32\[300, 8\]\."):
@@ -183,7 +184,7 @@ def main(address, process, folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
         a_part_that_cannot_be_written(folder, monkeypatch)
         a_folder_that_one_does_not_see(folder, monkeypatch)
-    a_storage_has_the_numbers_of_the_table()
+    a_storage_has_the_numbers_of_the_table(folder)
     what_is_stateful_is_of_its_process(folder)
     what_one_process_alone_has(folder)
 

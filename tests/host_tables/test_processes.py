@@ -5,8 +5,11 @@ import sys
 import numpy as np
 import pytest
 
+from optax_sparse_adam import host_tables as host
+
 from ..helpers import host_process_worker as worker
 from ..helpers import host_refusals_worker as refusals
+from ..helpers.host_tables import Dictionary, begin, host_params, loss
 from ..helpers.processes import free_port, run_processes
 from ..helpers.support import assert_identical
 
@@ -95,3 +98,32 @@ def test_what_one_process_cannot_do_no_other_does(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     program = [sys.executable, "-m", refusals.__name__, address]
     run_processes([[*program, str(process), str(tmp_path)] for process in range(2)])
+    what_one_process_cannot_restore(tmp_path)
+
+
+def what_one_process_cannot_restore(folder):
+    """Of what two have saved; what they have stays, to be restored by two or by one."""
+    there = {x: x.read_bytes() for x in folder.rglob("*") if x.is_file()}
+
+    def restore(name, stateful=None, **where):
+        params = host_params(*begin(), **where)
+        return host.HostTrainer.restore(
+            folder / name, loss, refusals.TX, params, stateful=stateful
+        )
+
+    with pytest.raises(NotImplementedError, match="belongs to the process that has"):
+        restore("stateful", {"own": refusals.Own(0)})
+    with pytest.raises(NotImplementedError, match="rows belong to the processes"):
+        restore("storage", storage=Dictionary())
+    file = folder / "table.bin"
+    with host.HostTrainer(
+        loss, refusals.TX, host_params(*begin(), file=file)
+    ) as trainer:
+        trainer.checkpoint(folder / "other")
+    with pytest.raises(FileExistsError, match="there is one, of another checkpoint"):
+        restore("run", file=file)
+    file.unlink()
+    assert there == {x: x.read_bytes() for x in there}
+    with restore("run", file=file) as trainer:
+        assert trainer.steps == 3
+    assert not [*folder.glob("table.bin-*")]
