@@ -337,7 +337,7 @@ class HostTrainer:
         return self._pipeline.run(batches, max(0, ahead))
 
     @property
-    def drawn(self) -> list[tuple[Any, ...]]:
+    def drawn(self) -> list[tuple[Any, ...] | BatchWithReset]:
         """Batches that the last `run` has drawn and not trained, the first one first.
 
         There are some where it was left by `break`, by an exception or by a
