@@ -65,11 +65,11 @@ def described(
                     f"which are strings; got {key!r}."
                 )
             array = np.asarray(value)
-            if array.dtype.hasobject:
+            if array.dtype.hasobject or array.dtype.fields:
                 raise TypeError(
                     f"A checkpoint holds arrays of numbers, got {key} of "
                     f"stateful[{name!r}] of the type {array.dtype}. Text is "
-                    "np.frombuffer(text.encode(), np.uint8)."
+                    "np.frombuffer(text.encode(), np.uint8); fields are arrays."
                 )
             names[name].append([key, list(array.shape), str(array.dtype)])
             arrays.append(array)
