@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax_extras.sharding import partitions_of
+from .._rows.bag_sums import take_whole
 from .._rows.gather_scatter import gather_windows
 from .._rows.padding import narrow_ids, pad_indices, row_bounds
 from .._rows.source import ZEROS, Bounds, Mode
@@ -137,6 +138,11 @@ class Lookup:
             )
             return jnp.asarray(gather(array, self.indices))
         return gather_windows(array, self.indices, **params)
+
+    def read_whole(self, delta: jax.Array) -> jax.Array:
+        """`read` of the delta of a whole leaf."""
+        is_padded = self.is_padded and self.sharding is None
+        return take_whole(delta, self.row_ids) if is_padded else self.read(delta)
 
     @property
     def bounds_of_rows(self) -> Bounds | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import call_with_auto_axes, layout_of
+from .._jax_extras.unchecked import unchecked
 from .._rows.bag_gradient import BagEntries
 from .._rows.canary import CanaryBCOO
 from .._rows.coalesce import touched_rows
@@ -97,7 +98,7 @@ def _every_row(indices: jax.Array, total: jax.Array, depth: int) -> tuple[Any, A
     # For 4 rows of which [2, 2, 0] were read, the ids are [0, 5, 2, 7].
     zeros = jnp.zeros(shape, bool)
     touched = call_with_auto_axes(
-        mark, zeros, indices, like=total, axes=range(depth)
+        unchecked(mark), zeros, indices, like=total, axes=range(depth)
     ).reshape(-1, 1)
     ids = jnp.indices(shape, jnp.int32, sparse=False).reshape(depth, -1).T
     slot = jnp.arange(len(ids), dtype=jnp.int32)[:, None]

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.inject import inject
 from .._jax_extras.sharding import mesh_of, partitions_of
 from .._jax_extras.varying_axes import axes_of_type
-from .._rows.bag_sums import add_up
+from .._rows.bag_sums import add_up, take_whole
 from .._rows.lookups import sum_bags
 from .._rows.source import Source
 from .expressions import Expression
@@ -84,7 +84,8 @@ def look_up_bags(
         entries = LookupEntries(lookup.rows(1))
         if request.is_whole:
             whole = on_mesh_of_context(walk.whole_deltas[request.leaf])
-            delta = sum_bags(num_bags, Source(whole), ids, segments, weights)
+            rows = take_whole(whole, ids)
+            delta = add_up(num_bags, rows, segments, weights)
         else:
             entries = _entries_of_bags(entries.ids, ids, segments, weights)
         walk.entries.append(entries)

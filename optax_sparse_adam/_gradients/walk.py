@@ -339,7 +339,7 @@ class Walk:
         self.entries += [LookupEntries(lookup.rows(x.depth)) for x in requests]
         return {
             # The transpose of this gather scatters into the one delta of the leaf.
-            x.leaf: lookup.read(on_mesh_of_context(self.whole_deltas[x.leaf]))
+            x.leaf: lookup.read_whole(on_mesh_of_context(self.whole_deltas[x.leaf]))
             if x.is_whole
             else lookup.windows(on_mesh_of_context(delta), x.depth)
             for x, delta in zip(requests, deltas, strict=True)

@@ -40,6 +40,7 @@ LOOKUPS = {
 
 OFFSETS = jnp.array([0, 2, 3])  # the last bag is empty
 FROZEN = np.array([2, 5, 60])
+MANY = np.arange(-9, 57).reshape(-1, 3)
 
 
 def bags(**options):
@@ -61,6 +62,16 @@ PADDED = {
     "sorted segments": (
         bags(segment_ids=jnp.array([0, 1, 3]), num_segments=3, indices_are_sorted=True),
         [3, 49, 49],
+    ),
+    # More ids than rows: the gradient has a row for each row of the table.
+    "many bags": (bags(), MANY),
+    "many of max": (bags(mode="max"), MANY),
+    "many by offsets": (bags(offsets=OFFSETS, mode="mean"), MANY.ravel()),
+    "many trained": (
+        lambda t, i: osa.frozen_lookup(
+            t, i, frozen=jnp.ones((9, WIDTH)), rows=np.arange(4, 4 + ROWS)
+        ),
+        MANY,
     ),
     "unique": (bags(unique_indices=True), [[3, -1], [-2, 7]]),
     "of a function": (lambda t, i: bags(mode="max")(jnp.tanh(t), i), [[3, -1]]),
@@ -128,7 +139,12 @@ PADDED_TWICE += [("max", "kernel"), ("trained", "kernel")]
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    slow_but(PADDED_TWICE, ("max by offsets", "plain"), ("trained", "plain")),
+    slow_but(
+        PADDED_TWICE,
+        ("max by offsets", "plain"),
+        ("trained", "plain"),
+        ("many bags", "plain"),
+    ),
     indirect=["backend"],
 )
 @pytest.mark.parametrize("is_stale", slow_but([False, True], False))
