@@ -26,6 +26,7 @@ class Spread:
       by_rows: That of arrays of rows.
 
     Raises:
+      TypeError: If it is no mesh.
       ValueError: If processes have no mesh, or not one with as many devices of each; if
         its axes are not Auto.
     """
@@ -44,6 +45,10 @@ class Spread:
                 )
             self.blocks = np.zeros((1, 1), np.int32)
             return
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"HostTrainer needs a jax.sharding.Mesh as `mesh`, got {mesh!r}."
+            )
         if any(x != AxisType.Auto for x in mesh.axis_types):
             raise ValueError(
                 "HostTrainer needs a `mesh` of Auto axes, over which the lookups of a "
@@ -94,9 +99,9 @@ class Spread:
         copies, whole = [jnp.array(x) for x in arrays], self.whole
         if whole is None:
             return copies
-        is_there = [x.devices() == whole.device_set for x in copies]
-        pairs = zip(copies, is_there, strict=True)
-        return [x if there else jax.device_put(x, whole) for x, there in pairs]
+        return [
+            x if _is_on(whole.mesh, x) else jax.device_put(x, whole) for x in copies
+        ]
 
     def _put(self, x: np.ndarray) -> jax.Array:
         """An array that all processes have, on every device."""
@@ -128,6 +133,25 @@ class Spread:
     def sent_back(self, arrays: list[list[jax.Array]]) -> list[list[list[jax.Array]]]:
         """Arrays of each block on their way to the host, as `_to_host` says."""
         return [[_to_host(self._own_blocks(x)) for x in fields] for fields in arrays]
+
+
+def _is_on(mesh: Any, x: jax.Array) -> bool:
+    """Whether an array is on the devices of a mesh, in the order that a step needs.
+
+    Raises:
+      ValueError: For one that is split over devices otherwise.
+    """
+    of_array: Any = getattr(x.sharding, "mesh", None)
+    if of_array is None or len(x.devices()) == 1:
+        return x.devices() == {*mesh.devices.flat}
+    is_there = [*of_array.devices.flat] == [*mesh.devices.flat]
+    if not (is_there or x.is_fully_replicated):
+        raise ValueError(
+            "HostTrainer needs parameters and state that are split over the devices of "
+            f"its `mesh`, in the order of {mesh}; got an array with {x.sharding} on "
+            f"{of_array}. Pass that mesh, or jax.device_put them to this one."
+        )
+    return is_there
 
 
 def local(x: jax.Array) -> Any:

@@ -72,7 +72,7 @@ class HostTrainer:
 
     Raises:
       TypeError: If `tx` is no transformation; if what is `stateful` is no dictionary of
-        such things; by steps, as those of `make_train_step`.
+        such things, or `mesh` no mesh; by steps, as those of `make_train_step`.
       ValueError: If there is no `HostTable`; if two have one file or one storage; if
         the state of `tx` has rows along another axis, or begins with what is computed
         of all rows, such as a norm; in one of several processes without a `mesh`. By

@@ -23,7 +23,7 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import assert_same_on_devices, slow_but
+from ..helpers.support import assert_identical, assert_same_on_devices, slow_but
 
 ADAM = osa.sparse_adam(0.1)
 
@@ -185,3 +185,21 @@ def test_axes_that_are_explicit_are_refused():
     mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
     with pytest.raises(ValueError, match="needs a `mesh` of Auto axes"):
         host.HostTrainer(loss, ADAM, host_params(*begin()), mesh=mesh)
+
+
+def test_parameters_on_a_mesh_of_another_order():
+    """Whole ones are moved; ones that are split are refused; a mesh is a mesh."""
+    mesh, backwards = mesh_of((2,)), mesh_of((2,), backwards=True)
+    whole, split = (NamedSharding(backwards, spec) for spec in (P(), P("x")))
+    params, (batch,) = host_params(*begin()), batches(0, 1)
+
+    def train(w):
+        trainer = host.HostTrainer(loss, ADAM, params | {"w": w}, mesh=mesh)
+        return np.asarray(trainer.step(*batch)), trainer.params["w"]
+
+    w = params["w"]
+    assert_identical(train(jax.device_put(w, whole)), train(w))
+    with pytest.raises(ValueError, match=r"Pass that mesh, or jax\.device_put them"):
+        train(jax.device_put(w, split))
+    with pytest.raises(TypeError, match=r"needs a jax\.sharding\.Mesh as `mesh`, got"):
+        host.HostTrainer(loss, ADAM, params, mesh=whole)
