@@ -418,7 +418,8 @@ class Vocabulary:
 
         Raises:
           ValueError: If no call had the step before, so that steps are counted
-            otherwise here and there; or if there are more calls after it.
+            otherwise here and there; if there are more calls after it; or if it was
+            restored or grown after that step.
         """
         self._ready()
         with self._lock:
@@ -434,7 +435,8 @@ class Vocabulary:
                     f"{last}; the last call of all had the step {now}. Call assign "
                     "once for each batch that is trained, in order, with the number of "
                     "steps before it (trainer.steps of a HostTrainer), and at most "
-                    f"{_UNDO} calls ahead of the steps."
+                    f"{_UNDO} calls ahead of the steps. What it was before it was "
+                    "restored or grown it does not know: train first what is drawn."
                 )
             return arrays
 

@@ -238,3 +238,13 @@ def test_arrays_before_are_those_of_a_vocabulary_that_has_seen_less(options):
     again = make()
     again.restore(vocab.arrays_before(38))
     assert_identical(again.arrays_before(38), seen[38])
+
+
+def test_what_was_before_it_was_grown_is_not_known():
+    vocab = osa.Vocabulary(9)
+    vocab.assign([1], 0)
+    vocab.assign([2], 1)
+    vocab.grow(12)
+    with pytest.raises(ValueError, match=r"restored or grown it does not know: train"):
+        vocab.arrays_before(1)
+    assert vocab.arrays_before(2)["hits"].sum() == 2
