@@ -14,7 +14,7 @@ from jax import lax
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam._gradients.value_and_grad import PartsOfTables
-from optax_sparse_adam.host_tables import _host_rows
+from optax_sparse_adam.host_tables import _host_rows, _spread
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import UserStore, View
 
@@ -230,15 +230,15 @@ def test_rows_that_travel_are_the_real_ones_in_eighths(monkeypatch):
 
 def test_results_come_back_by_pinned_memory(monkeypatch):
     """The way from an accelerator, on a CPU that has such memory, too."""
-    kinds, sent_back = [], _host_rows._sent_back
+    kinds, to_host = [], _spread._to_host
 
     def sent(arrays):
-        back = sent_back(arrays)
-        kinds.extend(x.sharding.memory_kind for own in back for x in own)
+        back = to_host(arrays)
+        kinds.extend(x.sharding.memory_kind for x in back)
         return back
 
-    monkeypatch.setattr(_host_rows, "_has_pinned_memory", lambda _: True)
-    monkeypatch.setattr(_host_rows, "_sent_back", sent)
+    monkeypatch.setattr(_spread, "_has_pinned_memory", lambda _: True)
+    monkeypatch.setattr(_spread, "_to_host", sent)
     rows, w = begin()
     known = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 6))
     trainer = new_trainer()
