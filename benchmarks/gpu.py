@@ -239,7 +239,7 @@ def main():
         "format": FORMAT,
         "date": time.strftime("%Y-%m-%d"),
         "commit": args.commit or commit(),
-        "command": sys.argv[1:],
+        "command": [os.path.basename(x) for x in sys.argv[1:]],
         "tiny": args.tiny,
         **{"parts": {}, "deaths": [], "records": []},
     }
