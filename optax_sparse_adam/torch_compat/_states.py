@@ -264,7 +264,7 @@ def _refuse_by_row(function: str, node: Any) -> None:
         raise ValueError(
             f"{function} needs a transformation that counts steps as torch does, one "
             "for all rows of a table; got one that counts those of each, as "
-            "optax_sparse_adam.per_row does. Begin it anew, by tx.init."
+            "optax_sparse_adam.per_row does. Take its state from tx.init."
         )
 
 

@@ -131,7 +131,6 @@ def test_a_process_that_dies_is_followed_by_another(tmp_path, monkeypatch):
     assert "exit status 1" in content["deaths"][0]["why"]
 
 
-@pytest.mark.skipif(not GPU_FILE.exists(), reason="no GPU has been measured yet")
 def test_the_page_on_gpus_has_the_tables_of_its_file():
     tables = gpu.table.tables(json.loads(GPU_FILE.read_text(encoding="utf-8")))
     assert tables in GPU_PAGE.read_text(encoding="utf-8")

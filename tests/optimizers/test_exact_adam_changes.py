@@ -9,42 +9,14 @@ import pytest
 
 import optax_sparse_adam as osa
 
+from ..helpers.exact_adam_table import ROWS, batches, runner, start
 from ..helpers.support import (
     assert_close,
     bcoo,
     slow_but,
 )
 
-ROWS, WIDTH = 8, 3
 ADAMW = {"weight_decay": 0.1, "b2": 0.95}
-
-
-def start(rows=ROWS, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, WIDTH)))
-
-
-def loss(table, ids):
-    return jnp.sum(jnp.sin(table[ids] + ids[:, None]))
-
-
-def runner(tx, is_exact):
-    """Trains on some batches; returns table, state, and the loss before each step."""
-
-    def step(carry, ids):
-        table, state = carry
-        fun = osa.value_and_grad(loss, read=state) if is_exact else dense
-        value, grad = fun(table, ids)
-        updates, state = tx.update(grad, state, table)
-        return (osa.apply_updates(table, updates), state), value
-
-    dense = jax.value_and_grad(loss)
-    return jax.jit(lambda table, state, ids: jax.lax.scan(step, (table, state), ids))
-
-
-def batches(steps, rows=ROWS, seed=1):
-    """Some rows are stale for long, the last one always."""
-    ids = np.random.default_rng(seed).zipf(1.5, (steps, 4)) % (rows - 1)
-    return jnp.asarray(ids, "int32")
 
 
 @pytest.fixture(autouse=True)

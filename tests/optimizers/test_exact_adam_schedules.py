@@ -15,43 +15,14 @@ from optax_sparse_adam._exact_adam.step import Betas
 
 from ..helpers import exact_adam as model
 from ..helpers.exact_adam import RATE
+from ..helpers.exact_adam_table import ROWS, WIDTH, batches, runner, start
 from ..helpers.support import assert_close, assert_identical, bcoo, slow_but
-
-ROWS, WIDTH = 8, 3
 
 
 @pytest.fixture(autouse=True)
 def double():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def start(rows=ROWS, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, WIDTH)))
-
-
-def loss(table, ids):
-    return jnp.sum(jnp.sin(table[ids] + ids[:, None]))
-
-
-def runner(tx, is_exact):
-    """Trains on some batches; returns table, state, and the loss before each step."""
-
-    def step(carry, ids):
-        table, state = carry
-        fun = osa.value_and_grad(loss, read=state) if is_exact else dense
-        value, grad = fun(table, ids)
-        updates, state = tx.update(grad, state, table)
-        return (osa.apply_updates(table, updates), state), value
-
-    dense = jax.value_and_grad(loss)
-    return jax.jit(lambda table, state, ids: jax.lax.scan(step, (table, state), ids))
-
-
-def batches(steps, rows=ROWS, seed=1):
-    """Some rows are stale for long, the last one always."""
-    ids = np.random.default_rng(seed).zipf(1.5, (steps, 4)) % (rows - 1)
-    return jnp.asarray(ids, "int32")
 
 
 @pytest.mark.slow
