@@ -186,8 +186,8 @@ def _launches(
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     """The launches for so many entries, and how many slots the lists between have.
 
-    24 a chunk, 1,048,576 entries become 87,382 slots, these by blocks of 512 slots 342,
-    which a single block takes.
+    1,048,576 entries in chunks of 32 leave two slots a chunk, 65,536; by blocks of 512
+    these become 256, by blocks of 128 four, and a single block is the last launch.
     """
     ring = tuning.ahead * columns_of_lane(columns)[1] * 32 * 4
     most = max(1, _SHARED_BYTES // ring)
