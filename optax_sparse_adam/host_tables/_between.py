@@ -4,6 +4,7 @@ A part of a table with its state is a table like others, so what there is for ta
 memory does it: `evaluate`, any function of parameters and state, `reset_rows`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,14 @@ from ._reset import reset_of
 from ._store import Ascending, ascending
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _NoArray:
+    """A part of a result that is no array of JAX, such as a string."""
+
+    value: Any
+
+
 def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
     """See `HostTrainer.evaluate`."""
     plan, few = host.plan, compact(fun, host.plan.tables)
@@ -29,7 +38,11 @@ def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
         params, state = plan.join(rest, arrays)
         bound = evaluate(few, read=state if contains_stale(state) else None)
         batch, keywords = args
-        return bound(params, rows, *batch, **keywords, **dict(static))
+        result = bound(params, rows, *batch, **keywords, **dict(static))
+        # It leaves the program in the structure of the result, as it is.
+        return jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else _NoArray(x), result
+        )
 
     program = jax.jit(on_rows, static_argnums=0)
 
@@ -46,7 +59,11 @@ def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
             )
             if int(looked_up) != int(rows.fingerprint):
                 raise RuntimeError(NOT_FETCHED.format(what="The function"))
-            return result
+            return jax.tree.map(
+                lambda x: x.value if isinstance(x, _NoArray) else x,
+                result,
+                is_leaf=lambda x: isinstance(x, _NoArray),
+            )
 
     return on_tables
 

@@ -235,6 +235,7 @@ class Snapshot:
           fun: Any function that JAX can trace; what it returns may not hold a table.
 
         Returns:
-          A function of the further arguments. Keep it: it is compiled once.
+          A function of the further arguments, of what `fun` returns. Keep it: it is
+          compiled once, and what is no array of JAX is that of its first call.
         """
         return evaluated(self._rows, fun)
