@@ -19,6 +19,7 @@ import errno
 import json
 import mmap
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ except ImportError as error:  # Windows
     ) from error
 
 _MAGIC = b"optax_sparse_adam host table 2\n"
+_BEGUN = b"optax_sparse_adam begins a host table\n"
 _VERSION = 2  # also of what follows
 _MARK = 512  # bytes of it, with the first line: a disk writes so many at once
 _PAGE = 4096
@@ -68,22 +70,21 @@ class File(Memory):
         self, path: Path, name: str, rows: int, layout: Layout, budget: float | None
     ):
         self.path, self.budget = path, budget
-        self._new = path.with_name(path.name + ".new")
         self.layout, self._words = layout, layout.words
         about = {"version": _VERSION, "rows": rows, "fields": layout.described}
         self._expected: dict[str, Any] = about
         self._name, self._shape = name, (rows, layout.words)
         self._file: Any = None
-        self._is_begun = self._is_new = False
+        self._is_new = False
         self._cold_for = 0  # so many batches more
 
     # Begin and open.
 
     def begin(self, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
-        """Makes the file, under another name until it is whole."""
+        """Makes the file, which says that it is begun until it is whole."""
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
         try:
-            number = os.open(self._new, flags, 0o666)
+            number = os.open(self.path, flags, 0o666)
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -92,40 +93,31 @@ class File(Memory):
             ) from None
         self._file = os.fdopen(number, "r+b", buffering=0)
         self._lock()
+        is_file = stat.S_ISREG(os.fstat(number).st_mode)  # not /dev/null
+        if not (is_file and _is_begun(self._file.read(_MARK))):
+            self._file.close()
+            raise FileExistsError(
+                f"HostTrainer begins the table {self._name} in the file {self.path}, "
+                "which exists. HostTrainer.restore goes on from a checkpoint; remove "
+                "the file to begin again."
+            )
+        self._is_new = True
         try:
-            # Now nobody else makes it.
-            if self.path.exists():
-                raise FileExistsError(
-                    f"HostTrainer begins the table {self._name} in the file "
-                    f"{self.path}, which exists. HostTrainer.restore goes on from a "
-                    "checkpoint; remove the file to begin again."
-                )
-            head = self._file.read(len(_MAGIC))
-            if head.strip(b"\0") and head != _MAGIC:
-                self._file.close()
-                raise FileExistsError(
-                    f"HostTrainer begins the table {self._name} in the file "
-                    f"{self._new}, and then gives it its name. There is a file of "
-                    "another kind: move it."
-                )
-            self._is_begun = True
             self._file.truncate(0)  # what was begun and not finished
+            write_at(self._file, 0, _BEGUN)
             self.id = uuid.uuid4().hex
             text = json.dumps({"id": self.id} | self._expected).encode()
             self._set_size(text)
             self._file.truncate(self._size)
             write_at(self._file, _MARK, text)
-            self.set_mark(Mark())
             # Not by the mapping: where the disk is full, this raises.
             for first, records in pieces:
                 place = self._start + first * self._words * WORD
                 write_at(self._file, place, np.ascontiguousarray(records))
-            self._is_new = True  # before it is: Ctrl-C may come in between
-            os.replace(self._new, self.path)
+            self.set_mark(Mark())
             sync_folder(self.path.parent)
         except BaseException:
-            if self._is_begun:
-                self._new.unlink(missing_ok=True)
+            self.discard()
             raise
         self._map()
 
@@ -155,7 +147,7 @@ class File(Memory):
                 + (
                     f"of an earlier version; this one reads version {_VERSION}."
                     if is_older
-                    else "no file of a HostTable."
+                    else "no file of a HostTable, or was begun and not finished."
                 )
             )
         try:
@@ -359,9 +351,16 @@ def remove_unfinished(path: Path) -> None:
         with path.open("rb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             head = file.read(_MARK)
-            is_ours = head.startswith(_MAGIC)
-            if is_ours and not Mark.read(head[len(_MAGIC) :]).checkpoint:
+            is_whole = head.startswith(_MAGIC)
+            if _is_begun(head) or (
+                is_whole and not Mark.read(head[len(_MAGIC) :]).checkpoint
+            ):
                 path.unlink()
+
+
+def _is_begun(head: bytes) -> bool:
+    """Whether a file that begins so was begun and not finished."""
+    return not head or head.startswith(_BEGUN)
 
 
 def _disk_reads() -> int:

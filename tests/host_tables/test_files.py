@@ -145,6 +145,25 @@ def test_a_file_says_what_it_holds(folder):
         assert word in text
 
 
+def test_no_file_but_its_own_is_written(folder):
+    """Nor removed: of another run, whatever name it has."""
+    whole = folder / "table.bin.new"
+    with trainer_in(folder):
+        (folder / "table.bin").rename(whole)
+    there = whole.read_bytes()
+    trainer_in(folder).close()
+    assert whole.read_bytes() == there
+    for content in (there, b"mine", bytes(5000)):
+        (folder / "table.bin").write_bytes(content)
+        with pytest.raises(FileExistsError, match=r"restore goes on.* remove the file"):
+            trainer_in(folder)
+        assert (folder / "table.bin").read_bytes() == content
+    os.mkfifo(folder / "fifo")
+    with pytest.raises(FileExistsError, match="which exists"):
+        host.HostTrainer(loss, TX, params_in(folder, file=folder / "fifo"))
+    assert (folder / "fifo").exists()
+
+
 @pytest.mark.slow
 def test_what_is_refused(folder):
     with trainer_in(folder) as trainer:
@@ -314,9 +333,14 @@ host.HostTrainer(lambda p: 0.0, osa.sparse_adam(1), {"table": table, "w": jnp.on
     environment = program_environment()
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment)
     assert done.returncode == -9
-    assert [x.name for x in folder.iterdir()] == ["table.bin.new"]
-    trainer_in(folder).close()
     assert [x.name for x in folder.iterdir()] == ["table.bin"]
+    begun = (folder / "table.bin").read_bytes()
+    with trainer_in(folder) as trainer:
+        assert_identical(np.asarray(trainer.params["table"]), begin()[0])
+        trainer.checkpoint(folder / "run")
+    (folder / "table.bin").write_bytes(begun)
+    with pytest.raises(ValueError, match="was begun and not finished"):
+        restored_in(folder)
 
 
 def test_a_symbolic_link_stays_one(tmp_path):
