@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._exact_adam.state import begin_now
 from .._gradients.value_and_grad import PartsOfTables
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.lazy_probe import TableSize, find_owners
@@ -135,14 +136,17 @@ class Plan:
 
     # The beginning.
 
-    def _begin(self, dense: Sequence[Any], tables: Mapping[int, Any]) -> Any:
+    def _begin(
+        self, dense: Sequence[Any], tables: Mapping[int, Any], clocks: Any = None
+    ) -> Any:
         """`split` of parameters, with these rows of tables, and their new state."""
         left = iter(dense)
         params = self.treedef.unflatten(
             tables[i] if i in tables else next(left)
             for i in range(self.treedef.num_leaves)
         )
-        return self.split(params, self.tx.init(params))
+        state = self.tx.init(params)
+        return self.split(params, state if clocks is None else begin_now(state, clocks))
 
     def _two_rows(self) -> dict[int, Any]:
         return {
@@ -207,7 +211,13 @@ class Plan:
         return rest, arrays
 
     def init_records(
-        self, k: int, dense: Sequence[Any], state: Sequence[Any], *, skips_zeros: bool
+        self,
+        k: int,
+        dense: Sequence[Any],
+        state: Sequence[Any],
+        clocks: Any,
+        *,
+        skips_zeros: bool,
     ) -> Iterator[tuple[int, np.ndarray]]:
         """The records of a new table in pieces, each with its first row.
 
@@ -217,6 +227,7 @@ class Plan:
           k: Which table.
           dense: The parameters that are no tables.
           state: The first rows of each array of its state, if they exist.
+          clocks: Of that state, at which other rows begin; or `None`.
           skips_zeros: Whether rows that are not written are zeros.
         """
         host, layout, index = self.hosts[k], self.layouts[k], [*self.tables][k]
@@ -224,12 +235,13 @@ class Plan:
         size = max(2, min(total, CHUNK // (layout.words * WORD)))
 
         @jax.jit
-        def arrays(dense: Sequence[Any], rows: jax.Array) -> list[Any]:
-            return list(self._begin(dense, self._two_rows() | {index: rows})[1][k])
+        def arrays(dense: Sequence[Any], rows: jax.Array, clocks: Any) -> list[Any]:
+            tables = self._two_rows() | {index: rows}
+            return list(self._begin(dense, tables, clocks)[1][k])
 
         rows = np.zeros((size, *host.shape[1:]), host.dtype)
         if host.init is None:
-            records = layout.pack(arrays(dense, rows), size)
+            records = layout.pack(arrays(dense, rows, clocks), size)
             if skips_zeros and not state and not records.any():
                 return
         for first in range(0, total, size):
@@ -253,7 +265,7 @@ class Plan:
                     )
                 rows[:count] = values.astype(host.dtype)
             if host.init is not None or state:
-                records = layout.pack(arrays(dense, rows), count)
+                records = layout.pack(arrays(dense, rows, clocks), count)
             for number, x in enumerate(state, 1):
                 part = np.asarray(x[first : first + count])
                 layout.view(records, number)[: len(part)] = part

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from .._exact_adam.state import clocks_of
 from .._gradients.value_and_grad import Sparse
 from ._between import evaluated, map_rows, reset
 from ._budget import keep
@@ -56,7 +57,8 @@ class HostTrainer:
       has_aux: Whether `loss` returns a pair.
       state: The optimiser's state, if there is one, of a table in memory or of another
         trainer: in the tree of `tx.init`, with arrays of JAX or NumPy, which are
-        copied. Where it has fewer rows than a table, the others begin as new ones.
+        copied. Where it has fewer rows than a table, the others begin now, as by
+        `reset_rows`.
       steps: How many steps that state has seen: `HostTrainer.steps` counts from there.
       stateful: What checkpoints hold beside the trainer, by name: a `Vocabulary`, or
         what has its methods `arrays_before` and `restore`: see `Stateful`.
@@ -128,7 +130,8 @@ class HostTrainer:
         def begin(k: int, store: Store) -> None:
             rows = self._rows
             pieces: Any = rows.plan.init_records(
-                k, rows.dense, of_rows[k], skips_zeros=store.begins_with_zeros
+                *(k, rows.dense, of_rows[k], clocks),
+                skips_zeros=store.begins_with_zeros,
             )
             pieces = pieces if progress is None else progress(pieces)
             store.begin(self._parts[k].pieces(pieces))
@@ -138,10 +141,11 @@ class HostTrainer:
         parts = checked("HostTrainer", stateful)
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful, self._rows.steps = parts, int(steps)
-        plan, rest = self._rows.plan, None
+        plan, rest, clocks = self._rows.plan, None, None
         of_rows: list[list[Any]] = [[] for _ in plan.hosts]
         if state is not None:
             rest, of_rows = plan.split_state(state)
+            clocks = clocks_of(state)
         self._open(begin, budget, fsync, rest=rest)
 
     def _start(

@@ -113,7 +113,7 @@ def assert_identical(actual, expected, what="result"):
     for number, (a, e) in enumerate(pairs):
         a, e = np.asarray(a), np.asarray(e)
         assert (a.shape, a.dtype) == (e.shape, e.dtype), f"{what}, leaf {number}"
-        different = bits(a) != bits(e)
+        different = (bits(a) != bits(e)).reshape(a.shape)
         if different.any():
             at = tuple(np.argwhere(different)[0])
             raise AssertionError(

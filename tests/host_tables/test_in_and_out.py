@@ -32,9 +32,9 @@ def place(where, tmp_path, name="x"):
     return kinds.get(where, {})
 
 
-def continued(params, state, first, last):
-    step, values = osa.make_train_step(loss, TX), []
-    for batch in batches(first, last):
+def continued(params, state, *batches, tx=TX):
+    step, values = osa.make_train_step(loss, tx), []
+    for batch in batches:
         params, state, value = step(params, state, *batch)
         values.append(np.asarray(value))
     return params, state, values
@@ -54,7 +54,7 @@ def test_trained_in_memory_then_on_the_host_and_back(where, tmp_path):
     values += list(trainer.run(batches(4, 8)))
     params, state = jax.tree.map(jnp.array, (trainer.params, trainer.state))
     trainer.close()
-    *trees, last = continued(params, state, 8, 12)
+    *trees, last = continued(params, state, *batches(8, 12))
     pairs = zip(jax.tree.leaves(trees), jax.tree.leaves(list(known[:2])), strict=True)
     for found, expected in pairs:
         assert_identical(np.asarray(found), np.asarray(expected))
@@ -63,13 +63,13 @@ def test_trained_in_memory_then_on_the_host_and_back(where, tmp_path):
 
 @pytest.mark.parametrize("where", slow_but(FOUND, "file"))
 def test_a_table_that_grows(where, tmp_path):
-    """As one that was larger from the beginning."""
+    """As one that grows in memory: docs/rows.md. New rows do not decay before."""
+    tx = osa.exact_adamw(1e-2, weight_decay=0.1)
     rows, w = begin((ROWS + 700, DIM))
-    known = train_in_memory(
-        loss, TX, {"table": rows, "w": w}, [*batches(0, 4), *batches(4, 8, ROWS + 700)]
-    )
+    plain = {"table": rows[:ROWS], "w": w}
+    params, state, known = train_in_memory(loss, tx, plain, batches(0, 4))
     small = host.HostTrainer(
-        loss, TX, host_params(rows[:ROWS], w, **place(where, tmp_path))
+        loss, tx, host_params(rows[:ROWS], w, **place(where, tmp_path))
     )
     values = list(small.run(batches(0, 4)))
 
@@ -79,10 +79,19 @@ def test_a_table_that_grows(where, tmp_path):
 
     table = host.HostTable(rows.shape, init=grown, **place(where, tmp_path, "y"))
     own = {"table": table, "w": small.params["w"]}
-    trainer = host.HostTrainer(loss, TX, own, state=small.state)
+    trainer = host.HostTrainer(loss, tx, own, state=small.state)
     small.close()
     values += list(trainer.run(batches(4, 8, ROWS + 700)))
-    assert_trained_alike(trainer, values, known)
+
+    old, new = np.split(np.arange(ROWS + 700), [ROWS])
+    old, new = ({"table": x, "w": None} for x in (old, new))
+    taken = osa.take_rows(tx, params, state, old)
+    larger = params | {"table": jnp.asarray(rows)}
+    larger, state = osa.put_rows(tx, larger, tx.init(larger), old, *taken)
+    begun = {"table": rows[ROWS:], "w": None}
+    larger, state = osa.reset_rows(tx, larger, state, new, begun)
+    *trees, last = continued(larger, state, *batches(4, 8, ROWS + 700), tx=tx)
+    assert_trained_alike(trainer, values, (*trees, [*known, *last]))
     trainer.close()
 
 
