@@ -107,15 +107,19 @@ class RowIds:
     the step before.
     """
 
-    def __init__(
-        self, fun: Callable[..., Any], tables: Mapping[int, Whole], treedef: Any
-    ):
+    def __init__(self, fun: Callable[..., Any], plan: Any):
         self._lines: dict[str, set[str]] = {}  # where tables are looked up
-        self._fun, self._tables, self._treedef = fun, tables, treedef
+        self._tables: Mapping[int, Whole] = plan.tables
+        self._fun, self._treedef, self._mesh = fun, plan.treedef, plan.spread.whole
         self._programs: dict[Any, tuple[Any, list[int]]] = {}
 
     def __call__(
-        self, dense: Sequence[Any], args: Any, static: Mapping[str, Any], name: str
+        self,
+        dense: Sequence[Any],
+        args: Any,
+        static: Mapping[str, Any],
+        name: str,
+        target: Any = None,
     ) -> Batch:
         """Begins to compute the ids of a batch.
 
@@ -124,11 +128,18 @@ class RowIds:
           args: Further arguments: a tuple, and a dictionary of those by keyword.
           static: Arguments by keyword that are not traced.
           name: Of the batch, for errors.
+          target: Where rows go, if batches before it have said so.
 
         Raises:
           IndexError: If ids are computed of integers that JAX would take for others.
           TypeError: For a tensor of another library.
+          ValueError: For an array on other devices than the parameters.
         """
+        whole_batch = jax.tree.leaves(args)
+        target = target or target_of([*dense, *whole_batch])
+        committed = [x.sharding for x in dense if _is_committed(x)]
+        for x in filter(_is_committed, whole_batch):
+            _refuse_other_devices(x, [*committed, self._mesh or target][0], name)
         # What the optimiser alone takes is nothing to the loss.
         taken = args[0], self._taken(args[1])
         leaves, structure = jax.tree.flatten(taken)
@@ -157,7 +168,7 @@ class RowIds:
             needs_params=any(i < len(dense) for i in kept),
             tables=list(self._tables.values()),
             lines=self._lines,
-            target=target_of([*dense, *jax.tree.leaves(args)]),
+            target=target,
         )
 
     def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,6 +323,28 @@ def _refuse_others(x: Any, batch: str) -> None:
         )
 
 
+def _is_committed(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.committed
+
+
+def _refuse_other_devices(x: jax.Array, trained_on: Any, batch: str) -> None:
+    """JAX moves no array that was put on a device; of a mesh the order counts."""
+    here, there = _devices_of(x.sharding), _devices_of(trained_on)
+    if here != there:
+        raise ValueError(
+            f"{batch} has {x.dtype}{list(x.shape)} on {[*map(str, here)]}, and "
+            f"HostTrainer trains on {[*map(str, there)]}, where its `mesh` or its "
+            "parameters are, or where its first batch was. jax.device_put it there, "
+            "as with a NamedSharding of the same mesh; or give an array of NumPy."
+        )
+
+
+def _devices_of(sharding: Any) -> list[Any]:
+    if isinstance(sharding, NamedSharding):
+        return [*sharding.mesh.devices.flat]
+    return [*sharding.device_set]
+
+
 def _refuse_other_numbers(x: Any, batch: str) -> None:
     """JAX takes 2**32 + 5 for 5 where an array of NumPy is wider than its integers."""
     if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu":
@@ -355,7 +388,7 @@ def target_of(leaves: Sequence[Any]) -> Any:
     if (mesh := mesh_around(leaves)) is not None:
         return NamedSharding(mesh, PartitionSpec())
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    one = arrays[0] if arrays else jnp.zeros(())
+    one = next(filter(_is_committed, arrays), arrays[0] if arrays else jnp.zeros(()))
     return SingleDeviceSharding(next(iter(one.devices())))
 
 

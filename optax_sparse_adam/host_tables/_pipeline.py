@@ -140,7 +140,8 @@ class Pipeline:
         self._program: Any = None
         make: Any = rows.plan.step
         self._compiled = functools.partial(make, loss, **options)
-        self._row_ids = RowIds(loss, rows.plan.tables, rows.plan.treedef)
+        self._row_ids = RowIds(loss, rows.plan)
+        self._target: Any = None  # where rows go: the first batch says it
         self._source: Source | None = None  # of a run that has not ended
         self._left: list[Any] = []
 
@@ -151,7 +152,9 @@ class Pipeline:
         return [*self._left] if source is None else source.left
 
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
-        return self._row_ids(self._rows.dense, args, static, name)
+        batch = self._row_ids(self._rows.dense, args, static, name, self._target)
+        self._target = batch.target  # others are drawn before its step is done
+        return batch
 
     def _drawn(self, item: Any, name: str, keywords: Any = ({}, {})) -> Batch:
         """A batch of `run`, or of `step` with its traced and its static keywords."""

@@ -203,3 +203,29 @@ def test_parameters_on_a_mesh_of_another_order():
         train(jax.device_put(w, split))
     with pytest.raises(TypeError, match=r"needs a jax\.sharding\.Mesh as `mesh`, got"):
         host.HostTrainer(loss, ADAM, params, mesh=whole)
+
+
+def test_a_batch_on_other_devices():
+    """The first one says where all are, if nobody has; then others are refused."""
+    rows, w = begin()
+    made, devices = [*batches(0, 3)], jax.devices()
+    *_, known = train_in_memory(loss, ADAM, {"table": rows, "w": w}, made)
+    first = jax.device_put(made[0], devices[3])
+    trainer = host.HostTrainer(loss, ADAM, host_params(rows, w))
+    assert_identical([*map(np.asarray, trainer.run([first, *made[1:]]))], known)
+    assert trainer._rows.rest[0].devices() == {devices[3]}
+    for mesh, elsewhere in [
+        (None, devices[0]),
+        (mesh_of(), devices[3]),
+        (mesh_of(), NamedSharding(mesh_of((4,)), P("x"))),
+        (mesh_of(), NamedSharding(mesh_of(backwards=True), P("x"))),
+    ]:
+        if mesh is not None:
+            trainer = host.HostTrainer(loss, ADAM, host_params(rows, w), mesh=mesh)
+        ids, y = jax.device_put(made[0], elsewhere)
+        words = r"atch.* has {}\[48\] on .*trains on .*device_put"
+        for batch, kind in [((ids, y), "int32"), ((made[0][0], y), "float32")]:
+            with pytest.raises(ValueError, match=words.format(kind)):
+                trainer.evaluate(loss)(*batch)
+            with pytest.raises(ValueError, match=words.format(kind)):
+                list(trainer.run([batch]))
