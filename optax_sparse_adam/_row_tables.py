@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from ._rows import update_table
+from ._rows.checks import refuse_masked
 from ._rows.entries import widen_indices
 from ._rows.padding import in_bounds, pad_indices, padding_key
 from ._rows.segments import segment_rows
@@ -115,6 +116,7 @@ class Table(NamedTuple):
 
     def check_rows(self, x: Any, rows: Any) -> None:
         """Raises unless these are rows for an array of the table."""
+        refuse_masked(rows, self.verb)
         shape = (len(self.ids), *np.shape(x)[1:])
         if np.shape(rows) != shape:
             raise ValueError(
@@ -164,6 +166,7 @@ def shape_of(verb: str, x: Any) -> tuple[tuple[int, ...], Any]:
     Raises:
       TypeError: For what JAX has no type for; its own error prints the array.
     """
+    refuse_masked(x, verb)
     if not isinstance(x, np.ndarray | np.generic):
         if hasattr(x, "detach"):
             raise TypeError(

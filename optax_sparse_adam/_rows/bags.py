@@ -28,6 +28,7 @@ from .._jax_extras.sharding import (
     shard_axes_like,
 )
 from .bag_sums import add_up
+from .checks import refuse_masked
 from .entries import accumulator_dtype
 from .lookups import look_up_padded, sum_bags
 from .padding import expand_like, narrow_ids
@@ -294,6 +295,7 @@ def as_array(x: Any, name: str = "embedding_bag") -> jax.Array:
     Without 64-bit types JAX makes row 3 of NumPy's `2**32 + 3`.
     """
     if not isinstance(x, jax.Array):
+        refuse_masked(x, name)
         kind, x = type(x).__name__, np.asarray(x)
         if x.dtype.kind in "OSU":
             raise TypeError(f"{name} takes arrays of numbers, got a {kind}.")

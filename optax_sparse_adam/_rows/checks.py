@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.sparse import BCOO
 
 from .canary import CanaryBCOO, check_indices
@@ -20,6 +21,16 @@ def refuse_complex(leaf: Any, name: str) -> None:
         raise ValueError(
             f"{name} does not support complex parameters, got {jnp.result_type(leaf)} "
             f"of shape {jnp.shape(leaf)}. {_AS_REAL}"
+        )
+
+
+def refuse_masked(x: Any, name: str) -> None:
+    """Raises for a masked array, of which NumPy takes what is masked for values."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} takes plain arrays, got a masked one of shape {x.shape}. Pass "
+            "x.compressed(), without what is masked; or x.filled(value), with an id "
+            "that is padding in its place."
         )
 
 

@@ -63,7 +63,7 @@ class Contents:
         array, at, kind = as_array(function, keys), None, int(self.numbers[KIND])
         shape = array.shape
         if mask is not None:
-            mask = np.asarray(mask)
+            mask = as_array(function, mask)
             if mask.shape != shape or mask.dtype != bool:
                 raise ValueError(
                     f"{function} needs a mask of bool in the shape of the keys, "

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._gradients.tracing import jit_enabled
 from .._jax_extras.cpu_device import cpu_device
+from .._rows.checks import refuse_masked
 from ._compact import (
     Whole,
     evaluate_compact,
@@ -77,6 +78,13 @@ class Batch:
             for ids, more, whole in triples
         ]
 
+    def _has(self, number: int) -> bool:
+        """Whether a number is among those of uint32 that were given."""
+        leaves = jax.tree.leaves(self.args)
+        arrays = (x for x in leaves if getattr(x, "dtype", None) == np.uint32)
+        here = (x for x in arrays if getattr(x, "is_fully_addressable", True))
+        return any(np.any(np.asarray(x) == number) for x in here)
+
     def rows(self) -> list[Ascending]:
         """The rows that are looked up, and those that begin again.
 
@@ -90,6 +98,8 @@ class Batch:
                 # Those above the number of rows are one more than they are.
                 least, most = int(ids.min()), int(ids.max())
                 row = least - size if least < 0 else most - 1
+                # JAX takes an id of uint32 for one of int32.
+                row = least + 2**32 if self._has(least + 2**32) else row
                 raise IndexError(
                     f"{self.name} looks up row {row} of {whole.name}, which has "
                     f"{size:,} rows, at {places}. Give rows from 0 to {size - 1:,}; "
@@ -314,6 +324,7 @@ def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.E
 
 
 def _refuse_others(x: Any, batch: str) -> None:
+    refuse_masked(x, f"HostTrainer, in {batch},")
     if hasattr(x, "detach"):
         raise TypeError(
             f"{batch} has a {type(x).__module__}.{type(x).__qualname__}; HostTrainer "

@@ -113,7 +113,7 @@ def _kept(x: Any) -> Any:
     On a CPU an array of JAX may be made of such a one without a copy.
     """
     if isinstance(x, np.ndarray):
-        return np.array(x)
+        return np.array(x, subok=True)  # what is masked is refused, as it is by `step`
     is_of_host = (
         isinstance(x, jax.Array)
         and len(x.devices()) == 1

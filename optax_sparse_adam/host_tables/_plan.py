@@ -22,6 +22,7 @@ from .._exact_adam.state import begin_now
 from .._gradients.value_and_grad import PartsOfTables
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.lazy_probe import TableSize, find_owners
+from .._rows.checks import refuse_masked
 from .._train_step import make_train_step
 from ._compact import Whole, evaluate_compact, fingerprint
 from ._ids import kept_arguments
@@ -207,6 +208,7 @@ class Plan:
                     f"{list(np.shape(x))}, and HostTrainer needs {shaped.dtype}"
                     f"{list(shaped.shape)}" + (", or fewer rows." if may_grow else ".")
                 )
+            refuse_masked(x, "The `state` of HostTrainer")
             (rest if k is None else arrays[k]).append(x)
         return rest, arrays
 
@@ -247,7 +249,9 @@ class Plan:
         for first in range(0, total, size):
             count = min(size, total - first)
             if host.init is not None:
-                values = np.asarray(host.init(first, first + count))
+                made = host.init(first, first + count)
+                refuse_masked(made, f"`init` of {self.tables[index].name}")
+                values = np.asarray(made)
                 if values.dtype.kind == "V" and values.itemsize == host.dtype.itemsize:
                     values = values.view(host.dtype)  # as np.savez writes bfloat16
                 if values.shape != (count, *host.shape[1:]):

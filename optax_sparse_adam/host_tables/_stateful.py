@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .._rows.checks import refuse_masked
+
 Described = dict[str, list[list[Any]]]
 
 
@@ -64,6 +66,7 @@ def described(
                     f"A checkpoint has the arrays of stateful[{name!r}] by names, "
                     f"which are strings; got {key!r}."
                 )
+            refuse_masked(value, f"A checkpoint of stateful[{name!r}]")
             array = np.asarray(value)
             if array.dtype.hasobject or array.dtype.fields:
                 raise TypeError(

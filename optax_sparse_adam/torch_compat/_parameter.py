@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from .._rows.bags import as_array
+from .._rows.checks import refuse_masked
 
 Gradient = jax.Array | BCOO
 
@@ -64,6 +65,7 @@ def as_numpy(value: Any) -> np.ndarray:
             return np.asarray(value)
         except TypeError:  # torch has no NumPy type for bfloat16, JAX has one
             value = jax.dlpack.from_dlpack(value)
+    refuse_masked(value, "A Parameter")
     return np.asarray(value)
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -234,3 +235,30 @@ def test_tensors_of_another_library_are_refused():
         ids, new = {"table": Tensor(), "w": None}, {"table": rows[:3], "w": None}
         with pytest.raises(TypeError, match=r"reset_rows takes .*x\.numpy\(\)"):
             trainer.reset_rows(ids, new)
+
+
+def test_masked_arrays_are_refused():
+    """NumPy takes what is masked for values, where JAX refuses it."""
+    (rows, w), words = begin(), "takes plain arrays, got a masked one"
+    batch = np.ma.array([1, 2, 3], mask=[0, 1, 0]), np.ones(3, np.float32)
+    own, tx = host_params(rows, w), osa.sparse_adam(0.1)
+    ids, new = {"table": batch[0], "w": None}, {"table": rows[:3], "w": None}
+    with host.HostTrainer(loss, tx, own) as trainer:
+        of_reset = host.BatchWithReset((np.arange(3), batch[1]), ids, new)
+        for use in (
+            lambda: trainer.step(*batch),
+            lambda: [*trainer.run([batch])],
+            lambda: trainer.evaluate(loss)(*batch),
+            lambda: [*trainer.run([of_reset])],
+            lambda: trainer.reset_rows(ids, new),
+            lambda: host.HostTrainer(loss, tx, host_params(np.ma.array(rows), w)),
+            lambda: host.HostTrainer(
+                loss, tx, own, state=jax.tree.map(np.ma.array, trainer.state)
+            ),
+        ):
+            with pytest.raises(TypeError, match=words):
+                use()
+        assert np.array_equal(trainer.params["table"], rows)
+        for row in (2**31 + 3, 2**32 - 1):  # negative for JAX
+            with pytest.raises(IndexError, match=f"Batch 0 looks up row {row} of"):
+                trainer.step(np.array([row, 1, 2], np.uint32), batch[1])

@@ -372,6 +372,7 @@ BAD = {
         "an array of a type that JAX has, got a object",
     ),
     "no rows": ({"table": jnp.ones((0, 2))}, ValueError, "a table of rows"),
+    "masked": ({"ids": np.ma.ones((2, 3), int)}, TypeError, "got a masked one"),
     "no array": ({"ids": None}, TypeError, "of numbers, got a NoneType"),
     "mode": ({"mode": "median"}, ValueError, "has the modes"),
     "max": ({"mode": "max", "weights": jnp.ones((2, 3))}, ValueError, "no weights"),

@@ -331,6 +331,7 @@ def test_rows_that_are_not_in_order():
     [
         ({"ids": jnp.ones(3)}, TypeError, "`ids` that are integers, got float32"),
         ({"rows": jnp.ones(2, bool)}, TypeError, "`rows` that are integers.*np.flat"),
+        ({"ids": np.ma.arange(3)}, TypeError, "frozen_lookup takes plain arrays"),
         ({"rows": jnp.arange(3)}, ValueError, r"shape \(3,\) for a table"),
         ({"frozen": jnp.ones((5, 2))}, ValueError, "rows have one shape"),
         ({"frozen": jnp.ones((5, 3), int)}, TypeError, "floating point, got int32"),

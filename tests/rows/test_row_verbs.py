@@ -354,6 +354,12 @@ def put(ids=IDS, rows=None, **changes):
 WRONG = {
     "floats": (lambda: take(ids=np.ones(2)), TypeError, "integer ids, got float32"),
     "a mask": (lambda: take(ids=np.ones(10, bool)), TypeError, "jnp.nonzero"),
+    "masked ids": (lambda: take(ids=np.ma.array(IDS)), TypeError, "got a masked one"),
+    "masked rows": (
+        lambda: put(rows=np.ma.ones((2, 4), np.float32)),
+        TypeError,
+        "put_rows takes plain arrays",
+    ),
     "two axes": (lambda: take(ids=IDS[None]), ValueError, "of one axis"),
     "a scalar": (lambda: take(params=jnp.ones([])), ValueError, "scalar the table"),
     "a list": (lambda: take(ids=[1, 2]), ValueError, "prefix of the parameters"),

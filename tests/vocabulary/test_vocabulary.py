@@ -227,6 +227,8 @@ def test_masks_and_padding():
         ValueError, match=r"mask of bool in the shape of the keys, \(2, 2\)"
     ):
         vocab.assign(keys, 1, mask=[True, False])
+    with pytest.raises(TypeError, match="assign needs a plain array, got a masked"):
+        vocab.assign(np.arange(3), 0, mask=np.ma.ones(3, bool))
     with pytest.raises(ValueError, match="assign needs a mask of bool"):
         vocab.assign(keys, 1, mask=np.ones((2, 2)))
 
