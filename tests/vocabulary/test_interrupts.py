@@ -18,12 +18,6 @@ from ..helpers.system_calls import interrupted_at_line
 
 MODULES = contents, index, order, store, taken_back, vocabulary
 KEYS = np.array([3, 100, 101, 7, 102])
-CHANGES = {
-    "assign": lambda vocab: vocab.assign(KEYS, 6),
-    "undo": lambda vocab: vocab.undo(),
-    "grow": lambda vocab: vocab.grow(14),
-    "restore": lambda vocab: vocab.restore(made(7).arrays),
-}
 
 
 def made(batches=6, min_hits=1):
@@ -32,6 +26,15 @@ def made(batches=6, min_hits=1):
     for step in range(batches):
         vocab.assign(rng.integers(0, 20, 7), step)
     return vocab
+
+
+LATER = made(7).arrays
+CHANGES = {
+    "assign": lambda vocab: vocab.assign(KEYS, 6),
+    "undo": lambda vocab: vocab.undo(),
+    "grow": lambda vocab: vocab.grow(14),
+    "restore": lambda vocab: vocab.restore(LATER),
+}
 
 
 def assert_same(found, expected):
