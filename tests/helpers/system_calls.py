@@ -40,14 +40,14 @@ def _is_of_jax(frame):
 
 @contextlib.contextmanager
 def at_each_call(see):
-    """Calls `see()` before each system call of this thread, and after each put."""
+    """Calls `see(is_put)` before each system call of a thread, and after each put."""
 
     def profile(frame, event, function):
         is_put = event in ("call", "return") and frame.f_code in _PUTS
         is_call = is_put or (event == "c_call" and is_system_call(function))
         if is_call and not _is_of_jax(frame):
             sys.setprofile(None)  # what `see` calls is not seen
-            see()
+            see(is_put)
             sys.setprofile(profile)
 
     sys.setprofile(profile)
@@ -59,11 +59,11 @@ def at_each_call(see):
 
 @contextlib.contextmanager
 def interrupted(number):
-    """Raises a KeyboardInterrupt at a system call; `list` counts those that were."""
+    """Raises a KeyboardInterrupt at a system call; yields of each whether it puts."""
     calls = []
 
-    def see():
-        calls.append(1)
+    def see(is_put):
+        calls.append(is_put)
         if len(calls) == number:
             raise KeyboardInterrupt
 
@@ -99,6 +99,15 @@ def interrupted_at_line(number, *modules):
         sys.settrace(None)
 
 
+def content_of(folder):
+    """A digest of the names and the bytes of the files of a folder."""
+    content = hashlib.sha256()
+    for x in sorted(x for x in folder.rglob("*") if x.is_file()):
+        data = x.read_bytes()
+        content.update(f"{x.relative_to(folder)} {len(data)} ".encode() + data)
+    return content.digest()
+
+
 class Snapshots:
     """All different contents that a folder has while something runs.
 
@@ -111,15 +120,11 @@ class Snapshots:
         self.folder, self.copies = folder, copies
         self.folders, self.calls, self._seen = [], 0, set()
 
-    def take(self):
+    def take(self, is_put=False):
         self.calls += 1
-        files = sorted(x for x in self.folder.rglob("*") if x.is_file())
-        content = hashlib.sha256()
-        for x in files:
-            data = x.read_bytes()
-            content.update(f"{x.relative_to(self.folder)} {len(data)} ".encode() + data)
-        if content.digest() not in self._seen:
-            self._seen.add(content.digest())
+        content = content_of(self.folder)
+        if content not in self._seen:
+            self._seen.add(content)
             self.folders.append(self.copies / str(len(self.folders)))
             shutil.copytree(self.folder, self.folders[-1])
 
