@@ -101,7 +101,14 @@ def test_sparse_axes(name):
     assert_identical(actual, expected)
 
 
-@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "lazy"))
+TURNS = [(x, ("plain", "kernel")[i % 2]) for i, x in enumerate(OPTIMIZERS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    slow_but([*TURNS, ("lazy", "plain")], ("lazy", "plain")),
+    indirect=["backend"],
+)
 def test_no_tracer_outlives_its_trace(name, backend):
     """Which JAX keeps with a program, if a function of it holds one."""
     params, ids = {"table": jnp.ones((11, 3)), "w": jnp.ones(3)}, jnp.array([3, 7, 3])
