@@ -108,7 +108,9 @@ def refuse_other(
             pairs = [*zip_longest(there, here)]
             there, here = next(pair for pair in pairs if pair[0] != pair[1])
         raise ValueError(
-            f"{words}: {key} are {there!r} in the file, and {here!r} here."
+            f"{words}: {key} are {there!r} in the file, and {here!r} here. Give those "
+            "that it was made with. (A table grows in a new HostTrainer, which gets "
+            "the `state` of one that was restored.)"
         )
 
 

@@ -179,9 +179,12 @@ def test_what_is_refused(folder):
     other = {"items": other["table"], "w": other["w"]}
     with pytest.raises(ValueError, match=r"\['table'\].*\['items'\]"):
         restored_in(folder, params=other)
-    fewer = host_params(*begin((ROWS - 1, DIM)), file=folder / "table.bin")
+    path = folder / "table.bin"
+    fewer = host_params(*begin((ROWS - 1, DIM)), file=path)
     with pytest.raises(ValueError, match="rows are 300 in the file, and 299 here"):
         restored_in(folder, params=fewer)
+    with pytest.raises(ValueError, match=r"and 301 here.*A table grows"):
+        restored_in(folder, params=host_params(*begin((ROWS + 1, DIM)), file=path))
     with pytest.raises(ValueError, match=r"params\['w'\].*\[8, 4\].*\[8, 5\]"):
         restored_in(folder, params=params_in(folder) | {"w": jnp.ones((DIM, 5))})
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
