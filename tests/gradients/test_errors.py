@@ -1,5 +1,6 @@
 """What `osa.value_and_grad` refuses, in whose words, and what `sparse=` asks for."""
 
+import functools
 import inspect
 import re
 
@@ -349,23 +350,26 @@ def test_python_control_flow():
         osa.grad(lambda t: jnp.sum(t[IDS]) if t[0, 0] > 0 else 0.0)(TABLE)
 
 
-def when_called_by_hand(tx):
-    """Outside of a program, of gradients as they are."""
-    state = tx.init(PARAMS)
-    grads = osa.grad(loss, read=state)(PARAMS, IDS)
-    return tx.update(grads, state, PARAMS)
-
-
 @pytest.mark.parametrize("adam", [osa.exact_adam, osa.sparse_adam])
 def test_errors_of_jax_say_what_to_do(adam):
     """They name the type of a gradient; nothing else of this package is called."""
     decay = optax.add_decayed_weights(0.1)
+
+    def by_hand(tx, change, state):
+        grads = osa.grad(loss, read=state)(PARAMS, IDS)
+        return tx.update(change(grads), state, PARAMS)
+
+    def refused(tx):
+        """Outside of a program, of gradients as they are."""
+        by_hand(tx, lambda grads: grads, tx.init(PARAMS))
+
+    def taken(tx, change=lambda grads: grads):
+        jax.eval_shape(functools.partial(by_hand, tx, change), tx.init(PARAMS))
+
     with pytest.raises(ValueError, match=r"(?s)different types.*add_dec.*inside.*lazy"):
-        when_called_by_hand(optax.chain(decay, adam(0.1)))
-    when_called_by_hand(optax.chain(osa.lazy(decay), adam(0.1)))
+        refused(optax.chain(decay, adam(0.1)))
+    taken(optax.chain(osa.lazy(decay), adam(0.1)))
     skips = optax.apply_if_finite(adam(0.1), 3)
     with pytest.raises(TypeError, match=r"(?s)cond.*apply_if_finite.*coalesce has"):
-        when_called_by_hand(skips)
-    state = skips.init(PARAMS)
-    grads = osa.grad(loss, read=state)(PARAMS, IDS)
-    skips.update(grads | {"t": osa.coalesce(grads["t"])}, state, PARAMS)
+        refused(skips)
+    taken(skips, lambda grads: grads | {"t": osa.coalesce(grads["t"])})

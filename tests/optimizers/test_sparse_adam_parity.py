@@ -102,8 +102,14 @@ AXES += [
 ]
 
 
+CORE = [(*axes, "float32", "plain") for axes in ((1, 0), (1, 2), (2, 1), (3, 0))]
+CORE += [(1, 1, "float32", "kernel"), (2, 0, "float64-x64", "plain")]
+
+
 @pytest.mark.parametrize(
-    ("n_sparse", "n_dense", "dtype", "backend"), AXES, indirect=["dtype", "backend"]
+    ("n_sparse", "n_dense", "dtype", "backend"),
+    slow_but(AXES, *CORE),
+    indirect=["dtype", "backend"],
 )
 def test_shapes(dtype, n_sparse, n_dense, backend):
     number = 3 * (n_sparse - 1) + n_dense
