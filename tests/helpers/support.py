@@ -27,6 +27,11 @@ def slow_but(cases, *core, is_one_value=False):
     ]
 
 
+def random_cases(number, weekly):
+    """How many of a kind; `weekly` in the workflow's job of each week (weekly.yml)."""
+    return weekly if os.environ.get("OPTAX_SPARSE_ADAM_TEST_WEEKLY") == "1" else number
+
+
 def need_devices(number):
     """Skips the test where there are fewer: see `conftest.py`."""
     if number > jax.device_count():
