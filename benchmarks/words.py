@@ -34,10 +34,14 @@ BATCH = 4096  # pairs; the example's 512 is half as fast
 # one product of matrices: a sixth of the lookups. Ji et al., "Parallelizing Word2Vec in
 # Shared and Distributed Memory", 2016, https://arxiv.org/abs/1604.04661. The loss keeps
 # its expectation.
-GROUP, NOISE = 128, 32
-# name: the optimiser and its rate, that of the example; gensim's own default is SGD
-# with a rate that falls from 0.025.
-OURS = {"sparse_adam": 5e-3, "exact_adam": 5e-3}
+SHARED, EACH = (128, 32), (1, 5)  # pairs and their noise words; EACH: as published
+# name: the optimiser, its rate, that of the example, and the noise; gensim's own
+# default is SGD with a rate that falls from 0.025.
+OURS = {
+    "sparse_adam": ("sparse_adam", 5e-3, SHARED),
+    "exact_adam": ("exact_adam", 5e-3, SHARED),
+    "5 words each": ("sparse_adam", 5e-3, EACH),
+}
 THREADS = 2
 
 
@@ -83,26 +87,28 @@ def by_ours(name, pieces, counts, epochs, seed):
 
     import optax_sparse_adam as osa
 
+    optimizer, rate, (together, num_noise) = OURS[name]
+
     class SharedNoise(word2vec.SkipGrams):
-        """Centers and contexts `[BATCH]`, noise `[BATCH // GROUP, NOISE]`."""
+        """Centers and contexts `[BATCH]`, noise `[BATCH // together, num_noise]`."""
 
         def batch(self, pairs, rng):
-            size = len(pairs) // GROUP, NOISE
+            size = len(pairs) // together, num_noise
             return *pairs.T, self.noise[rng.integers(len(self.noise), size=size)]
 
     def loss(params, centers, contexts, noise):
         rows, apart = params["center"][centers], params["context"][noise]
         true = jnp.sum(rows * params["context"][contexts], axis=1)
-        groups = rows.reshape(len(noise), GROUP, -1)
+        groups = rows.reshape(len(noise), together, -1)
         false = jax.nn.log_sigmoid(-jnp.einsum("gbd,gkd->gbk", groups, apart))
-        each = word2vec.NEGATIVES / NOISE  # so many noise words count for a pair
+        each = word2vec.NEGATIVES / num_noise  # so many noise words count for a pair
         return -jnp.sum(jax.nn.log_sigmoid(true)) - each * jnp.sum(false)
 
     word2vec.BATCH = BATCH
     rng = np.random.default_rng(seed)
     grams = SharedNoise(counts)
     params = word2vec.init_params(len(counts), rng)
-    tx = getattr(osa, name)(OURS[name])
+    tx = getattr(osa, optimizer)(rate)
     step, state = osa.make_train_step(loss, tx), tx.init(params)
     # As many steps as the passes have pairs; the last ones are a sample's.
     sample = pieces[:: max(1, len(pieces) // 50)]
