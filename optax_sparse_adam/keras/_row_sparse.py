@@ -13,12 +13,13 @@ from .._gradients.evaluate import evaluate
 from .._gradients.value_and_grad import value_and_grad
 from ._optimizer import Optimizer
 
-# What reads whole tables, what replaces them, and what replaces the optimiser.
+# What reads whole tables, what replaces them, and what replaces the optimiser. By
+# functions of `keras.saving`, pickle and copy, `save_own_variables` of the model comes
+# before those of its layers; for a file of the old kind, `get_config` does.
 _WHOLE = (
-    "compile",
-    "save",
-    "export",
+    *("compile", "save", "export", "quantize", "get_config"),
     *(f"{x}_weights" for x in ("save", "get", "load", "set")),
+    *("save_own_variables", "load_own_variables", "get_state_tree", "set_state_tree"),
 )
 
 

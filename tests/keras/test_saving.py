@@ -1,5 +1,9 @@
 """Saved and restored: the bits of a run that was never interrupted."""
 
+import copy
+import functools
+import operator
+import pickle
 import subprocess
 import sys
 
@@ -96,6 +100,63 @@ def test_a_file_is_served_without_this_package(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     found = np.load(tmp_path / "out.npy")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def by_file(name):
+    def copied(model, folder):
+        keras.saving.save_model(model, folder / name)
+        return keras.saving.load_model(folder / name, compile=False)
+
+    return copied
+
+
+def by_weights(model, folder):
+    keras.saving.save_weights(model, folder / "model.weights.h5")
+    other = h.functional()
+    other.load_weights(folder / "model.weights.h5")
+    return other
+
+
+def by_tree(model, _):
+    other, tree = h.functional(), model.get_state_tree()["trainable_variables"]
+    names = [v.path.split("/") for v in model.trainable_variables]
+    other.set_weights([functools.reduce(operator.getitem, x, tree) for x in names])
+    return other
+
+
+COPIES = {
+    "function": by_file("model.keras"),
+    "old function": by_file("model.h5"),
+    "weights": by_weights,
+    "tree": by_tree,
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "copy": lambda model, _: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_other_ways_to_copy_a_model(way, tmp_path):
+    """Rows are those of now, whoever reads them."""
+    model = h.compiled(h.functional, h.exact())
+    for seed in range(3):
+        model.train_on_batch(*h.data(seed, batches=1))
+    expected = model.predict(h.data(7)[0], verbose=0)
+    found = COPIES[way](model, tmp_path)(h.data(7)[0])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_weights_that_come_by_a_function(tmp_path):
+    """Of another model, without the state of its optimiser: rows of now, here too."""
+    other = h.compiled(h.functional, h.adam(), seed=9)
+    keras.saving.save_weights(other, tmp_path / "model.weights.h5")
+    model = h.compiled(h.functional, h.exact())
+    model.train_on_batch(*h.data(0, batches=1))
+    keras.saving.load_weights(
+        model, tmp_path / "model.weights.h5", objects_to_skip=[model.optimizer]
+    )
+    expected = other.predict(h.data(7)[0], verbose=0)
+    found = model.predict(h.data(7)[0], verbose=0)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
