@@ -1,7 +1,8 @@
 """`Optimizer`: an optax transformation, its state in variables of Keras."""
 
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import optax
 import optax_sparse_adam
 
 from .._exact_adam.flush import flush
+from .._exact_adam.state import is_exact
 from .._optimizers.lazy import lazy
 from .._rows.checks import is_bcoo
 from .._rows.stale import contains_stale
@@ -26,6 +28,8 @@ _REFUSED = {
     "use_ema": "an average of all rows costs what the table costs at each step",
     "loss_scale_factor": "gradients of bfloat16 and float32 need none",
     "gradient_accumulation_steps": "a larger batch_size costs no more, row by row",
+    # As an attribute.
+    "weight_decay": "it is an argument of the transformation, as of osa.exact_adamw",
 }
 
 
@@ -81,10 +85,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         name: str = "optax",
         **arguments: Any,
     ) -> None:
-        for argument in arguments.keys() & _REFUSED.keys():
-            raise TypeError(
-                f"Optimizer takes no {argument}: {_REFUSED[argument]}. Leave it out."
-            )
+        _refuse((arguments.keys() & _REFUSED.keys()) - {"weight_decay"})
         is_made = isinstance(transformation, optax.GradientTransformation)
         if not (is_made or callable(transformation)):
             raise TypeError(
@@ -104,7 +105,9 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             global_clipnorm=global_clipnorm,
             name=name,
         )
-        self._transformation, self._arguments = transformation, arguments
+        self._transformation = transformation
+        # Keras makes of a dictionary, and of lists in it, what JAX takes for no tree.
+        self._arguments = types.MappingProxyType(arguments)
         # As it was passed, or set before `build`.
         self._rate = float(learning_rate) if is_number else learning_rate
         self._is_variable, self._is_prepared = is_number, False
@@ -138,6 +141,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Makes the state for these variables, as variables of the optimiser."""
         if self.built:
             return
+        _refuse({name for name in _REFUSED if getattr(self, name, None)})
         values = [v.value for v in variables]
         state = self._made(self._rate).init(values)
         self._is_exact = contains_stale(state)
@@ -227,6 +231,16 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             "own call stateless_apply under jax.jit, its arguments donated."
         )
 
+    def exclude_from_weight_decay(
+        self, var_list: Any = None, var_names: Any = None
+    ) -> None:
+        """Refused: what does not decay is said by `mask`, as to `osa.exact_adamw`."""
+        raise TypeError(
+            "Optimizer has no exclude_from_weight_decay: it is the transformation that "
+            "decays, and a mask, in the order of model.trainable_variables, says what. "
+            "Pass mask=['bias' not in v.path for v in model.trainable_variables]."
+        )
+
     @property
     def learning_rate(self) -> Any:
         """The rate as it is now; NaN if only the transformation knows it."""
@@ -256,6 +270,9 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if not self.built or not self._is_exact:
             return
         state = self.state_of([v.value for v in self.variables])
+        nodes = filter(is_exact, jax.tree.leaves(state, is_leaf=is_exact))
+        if all((node.values_until == node.clock).all() for node in nodes):
+            return
         values = [v.value for v in self._trainable_variables]
         values, state = _jitted_flush(values, state)
         leaves = map(_stored, jax.tree.leaves(state))
@@ -292,6 +309,11 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             )
         load = keras.saving.deserialize_keras_object
         return cls(**{name: load(x, custom_objects) for name, x in config.items()})
+
+
+def _refuse(names: Iterable[str]) -> None:
+    for name in names:
+        raise TypeError(f"Optimizer takes no {name}: {_REFUSED[name]}. Leave it out.")
 
 
 def _key_impl(x: Any) -> Any:

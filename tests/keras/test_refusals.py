@@ -65,10 +65,14 @@ def test_options_of_keras(options, words):
         (lambda: Optimizer(osa.sparse_adam(1e-3), 1e-3), "a function that makes"),
         (lambda: Optimizer("adam"), "got str"),
         (lambda: Optimizer(osa.sparse_adam, 1).apply([]), "stateless_apply"),
+        (
+            lambda: Optimizer(osa.exact_adamw, 1).exclude_from_weight_decay([]),
+            r"has no exclude_from_weight_decay.* mask=\[.bias",
+        ),
         (lambda: row_sparse(layers.Dense(1)), "got Dense"),
         (lambda: row_sparse(WithTrainStep(), bool), "pass `sparse` to"),
     ],
-    ids=["made", "text", "apply", "layer", "train_step"],
+    ids=["made", "text", "apply", "exclude", "layer", "train_step"],
 )
 def test_wrong_arguments(make, words):
     with pytest.raises(TypeError, match=words):
@@ -90,6 +94,30 @@ def test_other_optimizers(optimizer, policy, words):
     model.compile(optimizer, h.LOSS)
     with pytest.raises((TypeError, ValueError), match=words):
         h.fitted(model)
+
+
+@pytest.mark.parametrize("name", ["use_ema", "weight_decay", "loss_scale_factor"])
+def test_options_of_keras_that_are_set_later(name):
+    optimizer = h.exact()
+    setattr(optimizer, name, 0.5)
+    with pytest.raises(TypeError, match=f"Optimizer takes no {name}: "):
+        h.fitted(h.compiled(h.functional, optimizer))
+
+
+def test_a_mask_of_weight_decay():
+    """What the refusal of exclude_from_weight_decay says."""
+    models = []
+    for is_ours in (True, False):
+        model = h.functional()
+        mask = ["bias" not in v.path for v in model.trainable_variables]
+        decay = {"weight_decay": 0.5}
+        if is_ours:
+            optimizer = Optimizer(osa.exact_adamw, 1e-2, eps=h.EPS, mask=mask, **decay)
+        else:
+            optimizer = keras.optimizers.AdamW(1e-2, epsilon=h.EPS, **decay)
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+        models.append(h.compiled(h.functional, optimizer))
+    h.assert_same_run(*models)
 
 
 def test_a_constraint_under_exact_adam():
