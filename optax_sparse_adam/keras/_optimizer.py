@@ -216,6 +216,21 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         leaves = map(_stored, self._treedef.flatten_up_to(state))
         return new, [slots[0] + 1, *slots[1 : self._first], *leaves]
 
+    def _trains(self, model: Any) -> bool:
+        """Whether it was built for the variables that are trainable now, if it was."""
+        of_both = self._trainable_variables, model.trainable_variables
+        here, there = ([*map(id, variables)] for variables in of_both)
+        return not self.built or here == there
+
+    def _check_variables(self, model: Any) -> None:
+        if not self._trains(model):
+            of_both = self._trainable_variables, model.trainable_variables
+            here, there = ([v.path for v in variables] for variables in of_both)
+            raise ValueError(
+                f"Optimizer was built for the trainable variables {here}, got {there}: "
+                "after a change of `trainable`, compile with a new Optimizer."
+            )
+
     def _check_number(self, number: int) -> None:
         expected = len(self._trainable_variables)
         if self.built and number != expected:

@@ -71,7 +71,10 @@ def row_sparse(model: Any, sparse: Any = None) -> Any:
         name = f"{kind}_function"
         if not isinstance(getattr(model, "optimizer", None), Optimizer):
             getattr(type(model), f"make_{name}")(model, force)
-        elif getattr(model, name) is None or force:
+            return
+        if not model.optimizer._trains(model):
+            flush(model)  # and then Keras reads what it trains no more
+        if getattr(model, name) is None or force:
             setattr(model, name, _reading(model, kind))
 
     def after_flush(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +121,7 @@ def _check_optimizer(model: Any) -> None:
             "optax_sparse_adam.keras.Optimizer, got "
             f"{type(optimizer).__name__}: pass Optimizer(osa.exact_adam, 1e-3)."
         )
-    optimizer._check_number(len(model.trainable_variables))
+    optimizer._check_variables(model)
     optimizer._is_prepared = True
 
 
@@ -177,7 +180,8 @@ def _reading(model: Any, kind: str) -> Callable[[Any, Iterator[Any]], Any]:
 
     def function(state: Any, iterator: Iterator[Any]) -> Any:
         trainable, *untrained = state
-        variables = optimizer.variables if optimizer.built else []
+        is_known = optimizer.built and optimizer._trains(model)
+        variables = optimizer.variables if is_known else []
         slots, outputs = [v.value for v in variables], []
         for data in itertools.islice(iterator, model.steps_per_execution):
             output, untrained = step(trainable, untrained, slots, data)

@@ -148,6 +148,35 @@ def test_variables_that_change():
         model.train_on_batch(*h.data(batches=1))
 
 
+def two_tables():
+    ids = keras.Input((6,), dtype="int32")
+    tables = [layers.Embedding(h.ROWS, 4, name=f"table{k}") for k in range(2)]
+    mean = layers.GlobalAveragePooling1D()(tables[0](ids) + tables[1](ids))
+    tables[1].trainable = False
+    return keras.Model(ids, layers.Dense(1)(mean))
+
+
+def test_as_many_other_variables_of_the_same_shape():
+    """Read they may be; what was trained before has its rows of now."""
+    model = h.compiled(two_tables, h.exact())
+    model.train_on_batch(*h.data(0, batches=1))
+    model.train_on_batch(*h.data(1, batches=1))
+    expected = model.predict(h.data(2)[0], verbose=0)
+    for k in range(2):
+        model.get_layer(f"table{k}").trainable = bool(k)
+    with pytest.raises(ValueError, match=r"for the trainable .*table0.* got .*table1"):
+        model.train_on_batch(*h.data(2, batches=1))
+    for _ in range(2):
+        found = model.predict(h.data(2)[0], verbose=0)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        model.evaluate(*h.data(2), verbose=0)
+        model.get_layer("table1").trainable = False  # fewer
+    table = model.get_layer("table0").get_weights()[0]
+    model.compile(h.exact(), h.LOSS)
+    model.train_on_batch(*h.data(3, batches=1))
+    np.testing.assert_array_equal(model.get_layer("table0").get_weights()[0], table)
+
+
 def test_a_train_step_of_ones_own():
     runs = []
     for make, optimizer in ((OfOnesOwn, h.exact()), (h.Subclassed, h.adam())):
