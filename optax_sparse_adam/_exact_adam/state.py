@@ -1,5 +1,7 @@
 """The state of `exact_adam`, and the parameters that it belongs to."""
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -112,7 +114,8 @@ _CHANGES = (
 def _refuse_changes(state: Any) -> None:
     """Raises where something is seen to change the updates of `exact_adam`.
 
-    The state of `optax.chain` is a tuple of the states of its parts, in their order.
+    The state of `optax.chain` is a tuple of the states of its parts, in their order;
+    that of `optax.named_chain` is an OrderedDict.
     """
 
     # `jax.tree.leaves` calls it at each node from the outside in, as `is_leaf`.
@@ -138,14 +141,14 @@ def _refuse_changes(state: Any) -> None:
                 f"are read; got it inside a transformation with {type(node).__name__}. "
                 "Use optax.adam there, or exact_adam without it."
             )
-        if type(node) in (tuple, list):
-            places = [i for i, part in enumerate(node) if contains_stale(part)]
-            behind = node[places[0] + 1 :] if places else ()
+        if type(node) in (tuple, list, OrderedDict):
+            parts = node.values() if isinstance(node, OrderedDict) else node
+            behind = [*itertools.dropwhile(lambda x: not contains_stale(x), parts)][1:]
             if behind:
                 raise ValueError(
                     "Nothing may follow exact_adam in a chain, as it would change "
                     "updates by which stale rows are read; got "
-                    f"{class_names(behind)} behind it. Clip and scale gradients "
+                    f"{class_names(tuple(behind))} behind it. Clip and scale gradients "
                     "before it, scale moves by its learning rate, train groups of "
                     "parameters apart, or freeze some, by optax.partition in place of "
                     "a chain of optax.masked, and average what flush returns."

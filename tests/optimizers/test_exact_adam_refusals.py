@@ -154,8 +154,12 @@ PAIR = {"exact_adam": osa.exact_adam(0.1), "exact_adamw": osa.exact_adamw(0.1)}
 # Optimisers that are made of it.
 
 
-def behind(part, place):
-    tx = optax.chain(place(osa.exact_adam(RATE)), part)
+def named(*parts):
+    return optax.named_chain(*((str(k), part) for k, part in enumerate(parts)))
+
+
+def behind(part, place, chain=optax.chain):
+    tx = chain(place(osa.exact_adam(RATE)), part)
     params = start()
     state = tx.init(params)
     return [
@@ -259,6 +263,13 @@ REFUSALS = {
         )
         for name, part in BEHIND.items()
         for how, place in {"it": lambda tx: tx, "a chain": optax.chain}.items()
+    },
+    **{
+        f"{name} by name": Refusal(
+            "Nothing may follow exact_adam",
+            late(behind, BEHIND[name], lambda tx: tx, named),
+        )
+        for name in ("freeze", "lazy")
     },
     **{
         f"{name} around": Refusal(words, late(around, wrapper))
