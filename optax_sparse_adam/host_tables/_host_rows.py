@@ -253,9 +253,20 @@ class HostRows:
         # One call, without Python in between: a KeyboardInterrupt comes before the step
         # or when its result is kept, and not when the old parameters, which are
         # donated, are gone and the new ones have no name yet.
-        self._results.extend(zip([rows], itertools.starmap(program, [args])))  # noqa: B905
+        try:
+            self._results.extend(zip([rows], itertools.starmap(program, [args])))  # noqa: B905
+        except Exception as error:
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in self.rest):
+                self._tear(rows.step, error)
+            raise
         self._adopt()
         return self._value
+
+    def _tear(self, step: int, error: Exception) -> None:
+        self.torn = self.torn or (
+            f"The step of batch {step} has raised {type(error).__name__} while it ran, "
+            "and the parameters that it was given are gone"
+        )
 
     def _adopt(self) -> None:
         """Takes over the result of a step. May be interrupted and called again."""
@@ -291,7 +302,13 @@ class HostRows:
     def write(self, results: Sequence[BatchRows]) -> None:
         """Writes the oldest results; one that could not be written stays."""
         for rows in results:
-            if int(rows.looked_up) != int(rows.fingerprint):
+            try:
+                is_another = int(rows.looked_up) != int(rows.fingerprint)
+            except Exception as error:  # JAX may say later that a step has failed
+                self._tear(rows.step, error)
+                self._unstored.clear()
+                raise
+            if is_another:
                 # Dense parameters are wrong by now; what the stores have is not.
                 # The first one says why: the next may have been trained by then.
                 self.torn = self.torn or NOT_FETCHED.format(what=f"Batch {rows.step}")
@@ -328,6 +345,6 @@ class HostRows:
         for store, blocks in zip(self.stores, unique, strict=True):
             store.make_room(sum(map(len, blocks)))
         self.ledger.remember([(k, rows) for k, rows, _ in changes])
-        self.torn = torn
+        self.torn = torn or self.torn
         for k, rows, fields in changes:
             self.stores[k].put_fields(rows, fields)

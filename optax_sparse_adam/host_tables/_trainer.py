@@ -93,8 +93,9 @@ class HostTrainer:
         processes.
       RuntimeError: By any use in a process that was forked. By a step or an evaluation
         that looks up other ids than those that were computed before it, as of
-        `np.random`; after such a step, and after a `map_rows` that has ended half way,
-        by all but `close`: then `restore` goes on from the last checkpoint.
+        `np.random`; after such a step, after one that has raised while it ran, as by a
+        callback, and after a `map_rows` that has ended half way, by all but `close`:
+        then `restore` goes on from the last checkpoint.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np

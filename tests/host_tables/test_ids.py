@@ -8,6 +8,7 @@ from jax.experimental import io_callback
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables._host_rows import BatchRows
 
 from ..helpers.host_tables import (
     DIM,
@@ -139,6 +140,59 @@ def test_callbacks_are_called_once(ordered, capfd):
     assert capfd.readouterr().out.count("shown") == 3
     known = train_in_memory(fun, TX, {"table": rows, "w": w}, batches(0, 3))
     assert_trained_alike(trainer, values, known)
+
+
+@pytest.mark.parametrize("what", slow_but(["step", "run", "later"], "run", "later"))
+def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
+    """A callback raises, or the device has no memory: what was donated is gone."""
+    is_on = [what != "later"]
+
+    def failing(x):
+        if x == 2 and is_on[0]:
+            raise OverflowError("of the user")
+        return x
+
+    def fun(params, ids, y):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        number = jax.pure_callback(failing, shape, y[0])
+        return loss(params, ids, y + number)
+
+    class Later:
+        """As JAX tells of a device that works by itself."""
+
+        def __int__(self):
+            raise OverflowError("of the device")
+
+    made = [(ids, np.full(48, k, "f")) for k, (ids, _) in enumerate(batches(0, 4))]
+    rows, w = begin()
+    own = host_params(rows, w, file=tmp_path / "x")
+    trainer = host.HostTrainer(fun, TX, own)
+    trainer.checkpoint(tmp_path / "run")
+    if what == "later":
+        trainer._rows._keep(BatchRows([], [], [], 2, looked_up=Later()))
+        with pytest.raises(OverflowError, match="of the device"):
+            trainer.step(*made[3])
+    else:
+        steps = (
+            trainer.run(made)
+            if what == "run"
+            else map(trainer.step, *zip(*made, strict=True))
+        )
+        with pytest.raises(Exception, match="of the user"):
+            list(steps)
+    for use in (
+        lambda: trainer.params,
+        lambda: trainer.step(*made[3]),
+        lambda: trainer.checkpoint(tmp_path / "run"),
+    ):
+        with pytest.raises(RuntimeError, match=r"batch 2 has raised .* last check"):
+            use()
+    trainer.close()
+    is_on[0] = False
+    with host.HostTrainer.restore(tmp_path / "run", fun, TX, own) as trainer:
+        values = [*trainer.run(made)]
+        plain = {"table": rows, "w": w}
+        assert_trained_alike(trainer, values, train_in_memory(fun, TX, plain, made))
 
 
 def test_ids_of_callbacks():
