@@ -85,7 +85,8 @@ def pytest_report_header():
 
 
 # Few tests, of minutes each: a worker that begins one of them last works alone.
-_LONG = {"native", "whole"}
+_LONG = {"native", "whole", "benchmarks", "examples"}
+_LONG |= {"host_tables", "keras", "vocabulary"}
 
 
 def pytest_collection_modifyitems(items):

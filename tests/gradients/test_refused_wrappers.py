@@ -126,8 +126,19 @@ def optimizer_of(tx):
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
-@pytest.mark.parametrize("inner", slow_but(INNER, "sparse_adam"))
-@pytest.mark.parametrize("name", slow_but(DENSE_ONLY, "trace"))
+# Each with each optimiser, and by the kernel and by XLA in turns.
+CASES = [
+    (name, inner, ("plain", "kernel")[(i + j) % 2])
+    for i, name in enumerate(DENSE_ONLY)
+    for j, inner in enumerate(INNER)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "backend"),
+    slow_but(CASES, *(x for x in CASES if x[:2] == ("trace", "sparse_adam"))),
+    indirect=["backend"],
+)
 def test_dense_only(name, inner, backend):
     """While it is traced, with the function that was called and what to do."""
     tx = DENSE_ONLY[name](INNER[inner](0.1))
