@@ -14,7 +14,7 @@ from flax import nnx
 import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
-from ..helpers.support import assert_identical, slow_but
+from ..helpers.support import WEEKLY, assert_identical, slow_but
 from ..helpers.wrapper_cases import CASES, FORMS, USUAL
 from ..helpers.wrapper_changes import halve
 from ..helpers.wrappers import Seen, after, before, loss, on_rows, start
@@ -36,11 +36,13 @@ def with_backends(pairs, first):
     """What calls an optimiser in another way meets both; the others take turns.
 
     `first` is who begins: a step and Flax's update, and two optimisers in one wrapper,
-    have different ones, so that each wrapper meets both all the same.
+    have different ones, so that each wrapper meets both all the same. Once a week all
+    meet both.
     """
     for wrapper, inner in pairs:
         turn = [*CASES].index(wrapper) + [*INNER].index(inner) + first
-        for backend in BACKENDS if wrapper in FORMS else [BACKENDS[turn % 2]]:
+        has_both = WEEKLY or wrapper in FORMS
+        for backend in BACKENDS if has_both else [BACKENDS[turn % 2]]:
             yield wrapper, inner, backend
 
 

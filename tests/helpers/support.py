@@ -12,6 +12,9 @@ from jax.experimental.sparse import BCOO
 
 from .versions import SAME_BITS_FOR_ALL_SHAPES
 
+# Set by the workflow's job of each week, which has time for all products.
+WEEKLY = os.environ.get("OPTAX_SPARSE_ADAM_TEST_WEEKLY") == "1"
+
 
 def slow_but(cases, *core, is_one_value=False):
     """The cases of `parametrize`, marked slow but for those of the core.
@@ -25,11 +28,6 @@ def slow_but(cases, *core, is_one_value=False):
         )
         for x in cases
     ]
-
-
-def random_cases(number, weekly):
-    """How many of a kind; `weekly` in the workflow's job of each week (weekly.yml)."""
-    return weekly if os.environ.get("OPTAX_SPARSE_ADAM_TEST_WEEKLY") == "1" else number
 
 
 def need_devices(number):

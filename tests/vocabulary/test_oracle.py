@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import optax_sparse_adam as osa
 from optax_sparse_adam._vocabulary import order
 
-from ..helpers.support import assert_identical, random_cases
+from ..helpers.support import WEEKLY, assert_identical
 from ..helpers.vocabulary import Oracle, TooMany
 
 
@@ -176,7 +176,7 @@ def test_streams(score, sorted_rows, by):
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES, ids=lambda x: getattr(x, "__name__", x))
 def test_hundreds_of_streams(score, sorted_rows):
-    for seed in range(random_cases(40, weekly=150)):
+    for seed in range(150 if WEEKLY else 40):
         rng = np.random.default_rng(seed)
         rows = 1 + int(1000 ** rng.random()) if seed % 25 else 1001
         min_hits, ttl = rng.choice([1, 1, 2, 5]), rng.choice([None, None, 2, 10, 35])
@@ -225,6 +225,6 @@ TestMachine.settings = hypothesis.settings(max_examples=30, stateful_step_count=
 
 @pytest.mark.slow
 def test_many_machines():
-    examples = random_cases(700, weekly=2000)
+    examples = 2000 if WEEKLY else 700
     settings = hypothesis.settings(max_examples=examples, stateful_step_count=30)
     stateful.run_state_machine_as_test(Machine, settings=settings)
