@@ -83,7 +83,7 @@ def test_steps(tmp_path):
     "command",
     [
         "bags.py --tables 2 --rows 50 --dim 3 --bags 4 --ids 2 --repeats 1",
-        "compile_times.py 24 dense",
+        "compile_times.py 8",
         "keras_fit.py --rows 90 300 --dim 3 --bags 4 --ids 2 --steps 4 --turns 2",
     ],
 )
