@@ -199,7 +199,7 @@ def lower(case):
 def checks(run):
     """Each optimiser over six tables, rows and bags; each path trains twice."""
     sizes = run.sizes
-    names = list(OPTIMIZERS)[:: 5 if sizes.is_tiny else 2 if sizes.is_quick else 1]
+    names = list(OPTIMIZERS)[:: 8 if sizes.is_tiny else 2 if sizes.is_quick else 1]
     cases = [Check(name, path) for name in names for path in paths()]
     data()  # once, before threads ask for it
     results, good = {}, 0
