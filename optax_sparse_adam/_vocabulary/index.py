@@ -36,18 +36,19 @@ class Index:
     belong together. `rebuilt` makes another index.
 
     Attributes:
-      codes: `[rows]`, the code of each row; this is the caller's array.
+      codes: `[rows]`, the code of each row: the first column of the caller's table,
+        `[rows, 2]`, uint64.
     """
 
-    def __init__(self, codes: np.ndarray, attempt: int = 0):
-        self.codes = codes
+    def __init__(self, table: np.ndarray, attempt: int = 0):
+        self._table, self.codes = table, table[:, 0]
         self._attempt = attempt
-        bits = int(np.ceil(np.log2(max(16, _FREE * len(codes))))) + attempt // 2
+        bits = int(np.ceil(np.log2(max(16, _FREE * len(table))))) + attempt // 2
         self._slots = np.zeros(1 << bits, np.int32)
         self._shift = np.uint64(64 - bits)
         odd = np.frombuffer(os.urandom(16), np.uint64) | np.uint64(1)
         self._multiplier, self._second_multiplier = odd
-        self._place = native.Place(self._slots, codes, 64 - bits, odd)
+        self._place = native.Place(self._slots, table, 64 - bits, odd)
 
     def find(self, codes: np.ndarray) -> np.ndarray:
         """The rows `[n]`, int32, 0 for codes that are not there."""
@@ -56,10 +57,10 @@ class Index:
             return by_library
         mixed = self._mix(codes)
         rows = self._slots.take(self._first(mixed), mode="clip")
-        misses = np.flatnonzero(self.codes.take(rows, mode="clip") != codes)
+        misses = np.flatnonzero(self._codes_of(rows) != codes)
         if len(misses):
             second = self._slots.take(self._second(mixed[misses]), mode="clip")
-            is_there = self.codes.take(second, mode="clip") == codes[misses]
+            is_there = self._codes_of(second) == codes[misses]
             rows[misses] = np.where(is_there, second, 0)
         return rows
 
@@ -109,10 +110,13 @@ class Index:
 
     def rebuilt(self, rows: np.ndarray) -> "Index":
         """Another index, of these rows alone, by another hash."""
-        index = Index(self.codes, self._attempt + 1)
+        index = Index(self._table, self._attempt + 1)
         while not index.insert(rows):
-            index = Index(self.codes, index._attempt + 1)
+            index = Index(self._table, index._attempt + 1)
         return index
+
+    def _codes_of(self, rows: np.ndarray) -> np.ndarray:
+        return self._table.take(rows, axis=0, mode="clip")[:, 0]
 
     def _mix(self, codes: np.ndarray) -> np.ndarray:
         mixed = codes >> np.uint64(32)

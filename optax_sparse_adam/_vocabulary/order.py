@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..native import _keys as native
+
 Score: TypeAlias = Callable[[np.ndarray, np.ndarray], Any]
 _Run: TypeAlias = tuple[np.ndarray, np.ndarray]  # rows, and their scores then
 _SHARE, _FEW = 8, 1024  # the part of the rows that is sorted, and so many at least
@@ -33,17 +35,24 @@ def by_hits(last: np.ndarray, hits: np.ndarray) -> np.ndarray:
     return hits
 
 
+def last_and_hits(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both, int32, of numbers `[n, 1]` of 64 bits that hold them side by side."""
+    last, hits = uses.view(np.int32).T
+    return last, hits
+
+
 class Order:
     """The order of rows by a score of their last step and their hits.
 
     Args:
       score: A function of both, `[n]` each; its scores `[n]` are numbers.
-      last: `[rows]`; it is the caller's array, which changes.
-      hits: `[rows]`, likewise. A row without hits is free, and not in the order.
+      table: `[rows, 2]`, uint64, whose second column is the last step of each row and
+        its hits; it is the caller's array, which changes. A row without hits is free,
+        and not in the order.
     """
 
-    def __init__(self, score: Score, last: np.ndarray, hits: np.ndarray):
-        self._score, self._last, self._hits = score, last, hits
+    def __init__(self, score: Score, table: np.ndarray):
+        self._score, self._table = score, table
         self.forget()
 
     def forget(self) -> None:
@@ -56,32 +65,41 @@ class Order:
         """Looks at rows whose score has changed, and at new ones; `last` is `now`."""
         if self._limit is None or (self._score is by_last and now > self._limit[0]):
             return
-        scores, runs = self._scores_of(rows), self._runs
+        scores, runs = self._scores_of(*self._uses_of(rows)), self._runs
         low = np.flatnonzero(_up_to((rows, scores), self._limit))
         if not len(low):
             return
-        runs.append(_sorted((rows[low], scores[low])))
+        low = low[_sorting((rows[low], scores[low]))]
+        runs.append((rows[low], scores[low]))
         while len(runs) > 1 and len(runs[-2][0]) < 2 * len(runs[-1][0]):
-            runs[-2:] = [self._merged(runs[-2:])]
-        if sum(len(x) for x, _ in runs) > _FEW + len(self._hits) // 2:
+            rows, scores, _ = self._merged(runs[-2:])
+            runs[-2:] = [(rows, scores)]
+        if sum(len(x) for x, _ in runs) > _FEW + len(self._table) // 2:
             self.forget()
 
     def take(self, count: int, now: int) -> np.ndarray:
         """Takes the lowest rows whose last step is not `now`; there must be enough."""
-        stop = 2 * max(count, self._passed) + 64
+        if len(self._runs) == 1 and self._score in (by_last, by_hits):
+            rows, scores = run = self._runs[0]
+            lowest = native.lowest(self._table, run, self._score is by_hits, now, count)
+            if lowest is not None:
+                taken, self._passed = lowest
+                self._runs = [(rows[self._passed :], scores[self._passed :])]
+                return taken
+        stop = max(count, self._passed) * 5 // 4 + 64
         while True:
-            run = rows, scores = self._merged(
+            rows, scores, last = self._merged(
                 [(r[:stop], s[:stop]) for r, s in self._runs]
             )
             ends = [(s[stop], r[stop]) for r, s in self._runs if stop < len(r)]
-            passed = self._last[rows] == now
+            passed = last == now
             usable = ~passed
             if ends:  # what is beyond these has not been looked at
-                usable &= _up_to(run, min(ends))
+                usable &= _up_to((rows, scores), min(ends))
             usable = np.flatnonzero(usable)[:count]
             if len(usable) == count:
                 end = scores[usable[-1]], rows[usable[-1]]
-                passed &= _up_to(run, end)
+                passed &= _up_to((rows, scores), end)
                 self._drop(*end)
                 if passed.any():
                     self._runs.append((rows[passed], scores[passed]))
@@ -91,16 +109,22 @@ class Order:
             else:
                 self._sort(count, now)
 
-    def _merged(self, runs: Sequence[_Run]) -> _Run:
-        """The entries of runs whose score is as it was, sorted, each once."""
+    def _merged(self, runs: Sequence[_Run]) -> tuple[np.ndarray, ...]:
+        """The entries of runs whose score is as it was, sorted, each once.
+
+        Returns: the rows, their scores, and the last step of each.
+        """
         if not runs:
-            return np.zeros(0, np.int32), np.zeros(0)
+            return np.zeros(0, np.int32), np.zeros(0), np.zeros(0, np.int32)
         rows, scores = (np.concatenate(x) for x in zip(*runs, strict=True))
-        used = self._hits[rows] > 0  # a free row has no score
-        rows, scores = rows[used], scores[used]
-        valid = self._scores_of(rows) == scores
-        rows, scores = rows[valid], scores[valid]
-        return (rows, scores) if len(runs) == 1 else _sorted((rows, scores))
+        last, hits = self._uses_of(rows)
+        used = np.flatnonzero(hits)  # a free row has no score
+        if len(used) < len(rows):
+            rows, scores, last, hits = rows[used], scores[used], last[used], hits[used]
+        by = np.flatnonzero(self._scores_of(last, hits) == scores)
+        if len(runs) > 1:
+            by = by[_sorting((rows[by], scores[by]))]
+        return rows[by], scores[by], last[by]
 
     def _drop(self, score: Any, row: Any) -> None:
         """Drops what is up to an entry: it is taken, or not valid."""
@@ -114,29 +138,36 @@ class Order:
         self._runs = left
 
     def _sort(self, count: int, now: int) -> None:
-        rows = np.flatnonzero(self._hits).astype(np.int32)
-        scores = self._scores_of(rows)
-        usable = self._last[rows] != now
-        movable, low = rows[usable], scores[usable]
+        last, hits = last_and_hits(self._table[:, 1:])
+        rows = np.flatnonzero(hits).astype(np.int32)
+        last = last[rows]
+        scores = self._scores_of(last, hits[rows])
+        movable = np.flatnonzero(last != now)
+        low = scores[movable]
         assert len(movable) >= count
         size = max(count, len(movable) // _SHARE, _FEW)
         if size < len(movable):
             most = np.partition(low, size - 1)[size - 1]
-            ties = movable[low == most][: size - np.count_nonzero(low < most)]
-            kept = _up_to((rows, scores), (most, ties[-1]))
+            ties = rows[movable[low == most][: size - np.count_nonzero(low < most)]]
+            kept = np.flatnonzero(_up_to((rows, scores), (most, ties[-1])))
             rows, scores = rows[kept], scores[kept]
         by = np.argsort(scores, kind="stable")
         self._runs = [(rows[by], scores[by])]
         self._limit = scores[by[-1]], rows[by[-1]]
 
-    def _scores_of(self, rows: np.ndarray) -> np.ndarray:
-        if not len(rows):  # which not every function takes
+    def _uses_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The last step of rows, and their hits."""
+        _, uses, _ = native.take(self._table, rows)
+        return last_and_hits(uses[:, None])
+
+    def _scores_of(self, last: np.ndarray, hits: np.ndarray) -> np.ndarray:
+        if not len(last):  # which not every function takes
             return np.zeros(0)
-        scores = np.asarray(self._score(self._last[rows], self._hits[rows]))
-        if scores.shape != rows.shape or scores.dtype.kind not in "iufb":
+        scores = np.asarray(self._score(last, hits))
+        if scores.shape != last.shape or scores.dtype.kind not in "iufb":
             raise ValueError(
                 "Vocabulary needs a score that returns a number for each of its "
-                f"{len(rows)} rows, got an array of {scores.dtype} of shape "
+                f"{len(last)} rows, got an array of {scores.dtype} of shape "
                 f"{scores.shape}. It gets arrays: use NumPy's functions."
             )
         if scores.dtype.kind == "f" and np.isnan(scores).any():
@@ -147,13 +178,11 @@ class Order:
         return scores
 
 
-def _sorted(run: _Run) -> _Run:
-    """The entries in their order, each once."""
-    rows, scores = run
+def _sorting(run: _Run) -> np.ndarray:
+    """The places of the entries in their order, each once."""
     by = np.lexsort(run)
-    rows, scores = rows[by], scores[by]
-    once = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
-    return rows[once], scores[once]
+    rows = run[0][by]
+    return by[np.append(True, rows[1:] != rows[:-1])[: len(rows)]]
 
 
 def _up_to(run: _Run, entry: tuple[Any, Any]) -> np.ndarray:

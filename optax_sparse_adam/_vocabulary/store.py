@@ -7,7 +7,7 @@ import numpy as np
 
 from ..native import _keys as native
 from .index import Index
-from .order import Order, Score
+from .order import Order, Score, last_and_hits
 
 FIELDS = ("keys", np.uint64), ("last", np.int32), ("hits", np.int32)
 _MOST_HITS = 2**31 - 1
@@ -68,24 +68,39 @@ def _refuse_twice(keys: np.ndarray, used: np.ndarray) -> None:
         )
 
 
+def _table(keys: np.ndarray, last: Any, hits: np.ndarray) -> np.ndarray:
+    """Keys, and beside each its last step and hits: `[n, 2]`, uint64."""
+    table = np.empty((len(keys), 2), np.uint64)
+    table[:, 0] = keys
+    words = table.view(np.int32)
+    words[:, 2], words[:, 3] = last, hits
+    return table
+
+
+def _whole(table: np.ndarray) -> np.ndarray:
+    """`[n]`, each row as one thing, which NumPy gathers five times as fast as two."""
+    return table.view(np.dtype((np.void, 16)))[:, 0]
+
+
 class Store:
     """Codes in rows from 1 on; rows without hits are free.
 
     Attributes:
       keys: `[rows]`, uint64: the codes.
       last: `[rows]`, int32: the step at which each was last there.
-      hits: `[rows]`, int32: how often it was there. Both are views of one array, in
+      hits: `[rows]`, int32: how often it was there. All are views of one array, in
         which they are side by side: of a row that is not in a cache, one access.
     """
 
     def __init__(
         self, keys: np.ndarray, last: np.ndarray, hits: np.ndarray, score: Score
     ):
-        self.keys, self._uses = keys, np.stack([last, hits], axis=1)
-        self.last, self.hits = self._uses.T
+        self._table = _table(keys, last, hits)
+        self.keys, uses = self._table[:, 0], self._table[:, 1:]
+        self.last, self.hits = last_and_hits(uses)
         self._score = score
         used = self.find_free()
-        self.index = Index(self.keys)
+        self.index = Index(self._table)
         if not self.index.insert(used):
             _refuse_twice(self.keys, used)
             self.rebuild()
@@ -99,7 +114,7 @@ class Store:
         self._next = int(used[-1]) + 1 if len(used) else 1  # from here on all are free
         free = np.flatnonzero(self.hits[: self._next] == 0).astype(np.int32)
         self._free = free[1:]  # in front of it, ascending
-        self.order = Order(self._score, self.last, self.hits)
+        self.order = Order(self._score, self._table)
         return used
 
     @property
@@ -107,20 +122,25 @@ class Store:
         """How many rows are free."""
         return len(self.hits) - self._next + len(self._free)
 
-    def touch(self, changes: Changes, rows: np.ndarray, step: int) -> None:
-        """Counts codes that were there; rows may be named several times."""
-        pairs = self._uses.reshape(-1).view(np.int64)
-        limit, old = _MOST_HITS - len(rows), native.take(pairs, rows)
-        changes.note(pairs, rows, old)
-        if native.touch(pairs, rows, step, limit, old):
+    def touch(
+        self, changes: Changes, rows: np.ndarray, old: np.ndarray, step: int
+    ) -> None:
+        """Counts codes that were there.
+
+        Args:
+          changes: Where it is noted.
+          rows: Their rows, which may be named several times.
+          old: What `uses` returned for them.
+          step: The step.
+        """
+        limit = _MOST_HITS - len(rows)
+        changes.note(self._table[:, 1].view(np.int64), rows, old)
+        if native.touch(self._table, rows, step, limit, old):
             return
-        at = 2 * rows.astype(np.intp)
-        flat = self._uses.reshape(-1)
-        np.put(flat, at, step)
-        at += 1
+        self.last[rows] = step
         hits = old.view(np.int32)[1::2]
-        counted = at if hits.max(initial=0) <= limit else at[hits <= limit]
-        np.add.at(flat, counted, np.int32(1))
+        counted = rows if hits.max(initial=0) <= limit else rows[hits <= limit]
+        np.add.at(self.hits, counted, np.int32(1))
 
     def place(
         self, changes: Changes, codes: np.ndarray, hits: np.ndarray, step: int
@@ -147,9 +167,7 @@ class Store:
         self._keep_apart(changes, codes)
         changes.move(self, rows)
         self.index.remove(lowest)
-        changes.write(self.keys, rows, codes)
-        changes.write(self.last, rows, step)
-        changes.write(self.hits, rows, hits)
+        changes.write(_whole(self._table), rows, _whole(_table(codes, step, hits)))
         if not self.index.insert(rows):
             self.rebuild()
         return rows, gone
@@ -173,6 +191,10 @@ class Store:
     def find(self, codes: np.ndarray) -> np.ndarray:
         """The rows of codes, 0 for those without."""
         return self.index.find(codes)
+
+    def uses(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """A copy of the rows without 0, their uses for `touch`, and the places of 0."""
+        return native.take(self._table, rows)
 
     def rebuild(self) -> None:
         """Makes another index, of all codes that are there."""

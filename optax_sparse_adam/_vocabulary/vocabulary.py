@@ -202,14 +202,13 @@ class Vocabulary:
         codes, kind, at, shape = held.read("assign", keys, mask)
         held.count_ids(len(codes), step)
         rows = main.find(codes)
-        new = np.flatnonzero(rows == 0)
-        touched = rows[rows != 0] if len(new) else rows
+        touched, uses, new = main.uses(rows)
         plan = held.plan(codes[new], touched, step) if len(new) else None
         changes, fresh, evicted = Changes(), rows[:0], codes[:0]
         moves = plan is not None or self._options.ttl is not None
         with self._move() if moves else contextlib.nullcontext():
             try:
-                main.touch(changes, touched, step)
+                main.touch(changes, touched, uses, step)
                 changes.write(held.numbers, [KIND, STEP], (kind, step))
                 if moves:
                     evicted = held.expire(changes, int(before), step)
@@ -221,7 +220,8 @@ class Vocabulary:
                 main.order.add(fresh, step)
                 evicted, keys = map(self._as_keys, (evicted, main.keys[fresh]))
                 rows = spread(rows, at, shape)
-                result = Assignment(rows, fresh.view(FreshRows), evicted, keys)
+                of_caller = fresh.copy().view(FreshRows)  # `undo` reads the other one
+                result = Assignment(rows, of_caller, evicted, keys)
                 self._history.append(changes)
             except BaseException:  # before `find` may look again
                 held.take_back(changes, finished=False)

@@ -10,7 +10,7 @@ a function here says that there is no library.
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class _Functions(NamedTuple):
     remove: "ctypes._NamedFuncPointer"
     take: "ctypes._NamedFuncPointer"
     touch: "ctypes._NamedFuncPointer"
+    lowest: "ctypes._NamedFuncPointer"
     distinct: "ctypes._NamedFuncPointer"
 
 
@@ -37,12 +38,16 @@ def functions_of(library: Path) -> _Functions:
     functions.find.argtypes = [pointer, pointer, number, pointer, number]
     functions.insert.argtypes = [pointer, pointer, number, number]
     functions.remove.argtypes = [pointer, pointer, number]
-    functions.take.argtypes = [pointer, pointer, number, pointer]
+    functions.take.argtypes = [pointer, pointer, number, *3 * [pointer]]
     functions.touch.argtypes = [pointer, pointer, number, whole, whole, pointer]
+    of_run: list[Any] = [*3 * [pointer], number]
+    functions.lowest.argtypes = [*of_run, whole, whole, number, pointer]
     functions.distinct.argtypes = [pointer, number, ctypes.c_uint64, *3 * [pointer]]
     for function in functions:
         function.restype = None
-    functions.insert.restype, functions.distinct.restype = whole, number
+    functions.insert.restype = whole
+    for function in (functions.take, functions.lowest, functions.distinct):
+        function.restype = number
     return functions
 
 
@@ -60,17 +65,18 @@ class Place:
 
     Args:
       slots: `[2**bits]`, int32.
-      codes: `[rows]`, uint64. Both are contiguous, and stay where they are.
+      table: `[rows, 2]`, uint64, whose first column are codes. Both are contiguous, and
+        stay where they are.
       shift: `64 - bits`.
       multipliers: Both, uint64.
     """
 
     def __init__(
-        self, slots: np.ndarray, codes: np.ndarray, shift: int, multipliers: np.ndarray
+        self, slots: np.ndarray, table: np.ndarray, shift: int, multipliers: np.ndarray
     ):
-        self._arrays = slots, codes
+        self._arrays = slots, table
         addresses = [x.ctypes.data for x in self._arrays]
-        numbers = [*addresses, len(codes), shift, *multipliers.tolist()]
+        numbers = [*addresses, len(table), shift, *multipliers.tolist()]
         self._words = np.array(numbers, np.uint64)
         self.address = self._words.ctypes.data
 
@@ -106,24 +112,36 @@ def remove(place: Place, rows: np.ndarray) -> bool:
     return True
 
 
-def take(uses: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """`uses[rows]`: the last step of each row and its hits, as one number of int64."""
+def take(table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    """What is known of rows, those of no key left out.
+
+    Args:
+      table: `[N, 2]` uint64: codes; and, as one number, their last steps and hits.
+      rows: `[n]` int32, rows that there are; 0 where there is no key.
+
+    Returns:
+      The rows without 0, a copy; the second column of the table there, int64; and in
+      which places of `rows` is a 0.
+    """
     functions = _wanted(len(rows))
     if functions is None:
-        return uses.take(rows)
-    rows, out = np.ascontiguousarray(rows), np.empty(len(rows), np.int64)
-    data = uses.ctypes.data, rows.ctypes.data, len(rows)
-    functions.take(*data, out.ctypes.data)
-    return out
+        is_there = rows != 0
+        touched = rows[is_there]
+        return touched, table[touched, 1].view(np.int64), np.flatnonzero(~is_there)
+    rows = np.ascontiguousarray(rows)
+    touched, (uses, absent) = np.empty_like(rows), np.empty((2, len(rows)), np.int64)
+    out = (x.ctypes.data for x in (touched, uses, absent))
+    count = functions.take(table.ctypes.data, rows.ctypes.data, len(rows), *out)
+    return touched[:count], uses[:count], absent[: len(rows) - count]
 
 
 def touch(
-    uses: np.ndarray, rows: np.ndarray, step: int, limit: int, old: np.ndarray
+    table: np.ndarray, rows: np.ndarray, step: int, limit: int, old: np.ndarray
 ) -> bool:
     """Counts keys of rows, if it could.
 
     Args:
-      uses: `[N]` int64, contiguous, of which `take` takes.
+      table: `[N, 2]`, contiguous, of which `take` takes.
       rows: `[n]` int32, rows that there are.
       step: Their last step from now on.
       limit: Rows with more hits are not counted.
@@ -133,9 +151,39 @@ def touch(
     if functions is None:
         return False
     rows = np.ascontiguousarray(rows)
-    data = uses.ctypes.data, rows.ctypes.data, len(rows)
+    data = table.ctypes.data, rows.ctypes.data, len(rows)
     functions.touch(*data, step, limit, old.ctypes.data)
     return True
+
+
+def lowest(
+    table: np.ndarray,
+    run: tuple[np.ndarray, np.ndarray],
+    by_hits: bool,
+    now: int,
+    count: int,
+) -> tuple[np.ndarray, int] | None:
+    """The first rows of a run whose score is as it was, and that were not there `now`.
+
+    Args:
+      table: `[N, 2]`, contiguous, of which `take` takes.
+      run: Rows, and their scores when it was sorted: `[n]` int32, contiguous.
+      by_hits: Whether their hits are the score; else it is the last step.
+      now: The step.
+      count: How many rows.
+
+    Returns:
+      The rows, and how many entries of the run these are with those between them;
+      `None` if there are not so many, or one was there.
+    """
+    functions = _wanted(len(run[0]))
+    if functions is None:
+        return None
+    rows = np.empty(count, np.int32)
+    data = (x.ctypes.data for x in (table, *run))
+    last = by_hits, now, count, rows.ctypes.data
+    stop = functions.lowest(*data, len(run[0]), *last)
+    return (rows, stop) if stop else None
 
 
 def distinct(

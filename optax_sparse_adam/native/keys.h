@@ -10,11 +10,22 @@ namespace {
 
 constexpr int64_t kKeysOfPart = 1 << 14;  // what another thread is worth starting for
 
+// The step at which a key was last there, and how often it was there.
+struct Use {
+  int32_t last, hits;
+};
+
+// What is known of a row. Side by side: of a row that is not in a cache, one access.
+struct Row {
+  uint64_t code;
+  Use use;
+};
+
 // Two slots for each code, in one of which its row is; 0 is the row of a free slot. Six
 // words, as `_keys.py` passes them.
 struct Index {
   int32_t* slots;
-  const uint64_t* codes;  // of the rows
+  const Row* rows;
   uint64_t num_rows, shift, multiplier, second_multiplier;
 
   INLINE uint64_t Mix(uint64_t code) const { return (code ^ code >> 32) * multiplier; }
@@ -24,7 +35,7 @@ struct Index {
   }
 
   // The row in a slot. Another thread may write there: never one outside of the table.
-  INLINE uint32_t Row(uint64_t slot) const {
+  INLINE uint32_t RowIn(uint64_t slot) const {
     const uint32_t row = slots[slot];
     return row < num_rows ? row : 0;
   }
@@ -47,15 +58,15 @@ void FindKeys(const Index& index, const uint64_t* codes, int64_t size, int32_t* 
         }
         if (0 <= i + kAhead && i + kAhead < count) {
           const int64_t k = key(i + kAhead);
-          rows[k] = index.Row(slot(k));
-          __builtin_prefetch(index.codes + rows[k]);
+          rows[k] = index.RowIn(slot(k));
+          __builtin_prefetch(index.rows + rows[k]);
         }
         if (i >= 0) compare(key(i));
       }
     };
     const auto first = [&](int64_t k) { return index.First(index.Mix(codes[k])); };
     const auto second = [&](int64_t k) { return index.Second(index.Mix(codes[k])); };
-    const auto is_there = [&](int64_t k) { return index.codes[rows[k]] == codes[k]; };
+    const auto is_there = [&](int64_t k) { return index.rows[rows[k]].code == codes[k]; };
     int64_t num_rest = 0;
     stages(count, [](int64_t i) { return i; }, first, [&](int64_t k) {
       rest[num_rest] = uint32_t(k);
@@ -72,7 +83,7 @@ void FindKeys(const Index& index, const uint64_t* codes, int64_t size, int32_t* 
 bool InsertKey(const Index& index, uint32_t row, int64_t moves) {
   uint64_t at = 0;
   for (int64_t i = 0; i < moves; ++i) {
-    const uint64_t mixed = index.Mix(index.codes[row]);
+    const uint64_t mixed = index.Mix(index.rows[row].code);
     const uint64_t first = index.First(mixed), second = index.Second(mixed);
     if (i > 0) {
       at = first ^ second ^ at;
@@ -86,7 +97,7 @@ bool InsertKey(const Index& index, uint32_t row, int64_t moves) {
 }
 
 void RemoveKey(const Index& index, int32_t row) {
-  const uint64_t mixed = index.Mix(index.codes[row]);
+  const uint64_t mixed = index.Mix(index.rows[row].code);
   for (const uint64_t at : {index.First(mixed), index.Second(mixed)}) {
     if (index.slots[at] == row) index.slots[at] = 0;
   }
@@ -97,9 +108,9 @@ template <typename Body>
 void ByRows(const Index& index, const int32_t* rows, int64_t size, const Body& body) {
   constexpr int64_t kAhead = 16;
   for (int64_t k = 0; k < size; ++k) {
-    if (k + 2 * kAhead < size) __builtin_prefetch(index.codes + rows[k + 2 * kAhead]);
+    if (k + 2 * kAhead < size) __builtin_prefetch(index.rows + rows[k + 2 * kAhead]);
     if (k + kAhead < size) {
-      const uint64_t mixed = index.Mix(index.codes[rows[k + kAhead]]);
+      const uint64_t mixed = index.Mix(index.rows[rows[k + kAhead]].code);
       __builtin_prefetch(index.slots + index.First(mixed), 1);
       __builtin_prefetch(index.slots + index.Second(mixed), 1);
     }
@@ -107,28 +118,51 @@ void ByRows(const Index& index, const int32_t* rows, int64_t size, const Body& b
   }
 }
 
-// The step at which a key was last there, and how often it was there.
-struct Use {
-  int32_t last, hits;
-};
-
-void TakeUses(const Use* uses, const int32_t* rows, int64_t size, Use* out) {
+// Rows but those of no key, their uses, and which places have no key. Returns how many
+// rows these are.
+int64_t TakeUses(const Row* table, const int32_t* rows, int64_t size, int32_t* touched,
+                 Use* uses, int64_t* absent) {
   constexpr int64_t kAhead = 64;
+  int64_t count = 0;
   for (int64_t k = 0; k < size; ++k) {
-    if (k + kAhead < size) __builtin_prefetch(uses + rows[k + kAhead], 1);
-    out[k] = uses[rows[k]];
+    if (k + kAhead < size) __builtin_prefetch(table + rows[k + kAhead], 1);
+    const int32_t row = rows[k];
+    touched[count] = row;
+    uses[count] = table[row].use;
+    absent[k - count] = k;
+    count += row != 0;
   }
+  return count;
 }
 
 // Counts keys that are there; `old` is what `TakeUses` has taken. Rows may be there several
 // times; those with more hits than `limit` before are not counted.
-void TouchKeys(Use* uses, const int32_t* rows, int64_t size, int32_t step, int32_t limit,
+void TouchKeys(Row* table, const int32_t* rows, int64_t size, int32_t step, int32_t limit,
                const Use* old) {
   for (int64_t k = 0; k < size; ++k) {
-    Use& use = uses[rows[k]];
+    Use& use = table[rows[k]].use;
     use.last = step;
     use.hits += old[k].hits <= limit;
   }
+}
+
+// The first rows of a run that still have the score of their entry, the last step or the
+// hits, and were not there `now`. Returns how many entries these are with what lies between
+// them; 0 if there are not so many rows, or one was there.
+int64_t LowestKeys(const Row* table, const int32_t* rows, const int32_t* scores,
+                   int64_t size, bool by_hits, int32_t now, int64_t count,
+                   int32_t* lowest) {
+  constexpr int64_t kAhead = 32;
+  int64_t number = 0;
+  for (int64_t k = 0; k < size; ++k) {
+    if (k + kAhead < size) __builtin_prefetch(table + rows[k + kAhead], 1);
+    const Use use = table[rows[k]].use;
+    if (use.hits == 0 || (by_hits ? use.hits : use.last) != scores[k]) continue;
+    if (use.last == now) return 0;
+    lowest[number++] = rows[k];
+    if (number == count) return k + 1;
+  }
+  return 0;
 }
 
 // The different ones of codes in the order in which they come, how often each is there, and
@@ -176,13 +210,20 @@ extern "C" void remove_keys(const Index* index, const int32_t* rows, int64_t siz
   ByRows(*index, rows, size, [&](int64_t k) { RemoveKey(*index, rows[k]); });
 }
 
-extern "C" void take_keys(const Use* uses, const int32_t* rows, int64_t size, Use* out) {
-  TakeUses(uses, rows, size, out);
+extern "C" int64_t take_keys(const Row* table, const int32_t* rows, int64_t size,
+                             int32_t* touched, Use* uses, int64_t* absent) {
+  return TakeUses(table, rows, size, touched, uses, absent);
 }
 
-extern "C" void touch_keys(Use* uses, const int32_t* rows, int64_t size, int32_t step,
+extern "C" void touch_keys(Row* table, const int32_t* rows, int64_t size, int32_t step,
                            int32_t limit, const Use* old) {
-  TouchKeys(uses, rows, size, step, limit, old);
+  TouchKeys(table, rows, size, step, limit, old);
+}
+
+extern "C" int64_t lowest_keys(const Row* table, const int32_t* rows,
+                               const int32_t* scores, int64_t size, int32_t by_hits,
+                               int32_t now, int64_t count, int32_t* lowest) {
+  return LowestKeys(table, rows, scores, size, by_hits != 0, now, count, lowest);
 }
 
 extern "C" int64_t distinct_keys(const uint64_t* codes, int64_t size, uint64_t multiplier,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from optax_sparse_adam._vocabulary.index import Index
-from optax_sparse_adam._vocabulary.order import by_last
+from optax_sparse_adam._vocabulary.order import by_hits, by_last
 from optax_sparse_adam._vocabulary.store import Changes, Store
 from optax_sparse_adam.native import _build, _keys
 
@@ -36,6 +36,11 @@ def keys(size, seed=0):
     return codes
 
 
+def table_of(codes):
+    """Codes, and no uses, as an index reads them."""
+    return np.stack([codes, np.zeros_like(codes)], axis=1)
+
+
 @pytest.mark.parametrize("size", [3, 65, 3000, 40_000])
 def test_an_index(both, size):
     """40,000 keys are found by threads, in parts."""
@@ -49,12 +54,12 @@ def test_an_index(both, size):
         return np.concatenate([row_of[1:], 0 * rows, row_of[1:9]])
 
     def change():
-        index = Index(codes)
+        index = Index(table_of(codes))
         cut, mid = size // 3, 2 * size // 3
         assert index.insert(rows[:mid])
         index.remove(rows[:cut])
         found.append((index, expected(rows[cut:mid])))
-        index = Index(codes)
+        index = Index(table_of(codes))
         assert index.insert(rows[:cut])
         assert index.insert(rows[cut:])
         found.append((index, expected(rows)))
@@ -75,7 +80,7 @@ def test_an_index(both, size):
 def test_a_slot_with_a_row_that_there_is_not(both):
     """What another thread writes meanwhile is never followed outside of the table."""
     codes = keys(50)
-    index = Index(codes)
+    index = Index(table_of(codes))
     assert index.insert(np.arange(1, 50, dtype=np.int32))
     for row in (50, 2**31 - 1, -1, -(2**31)):
         index._slots[:] = row
@@ -90,9 +95,10 @@ def test_keys_that_find_no_room(both):
         return 16 * index._first(index._mix(codes)) + index._second(index._mix(codes))
 
     def insert():
-        index = Index(np.zeros(6, np.uint64))
+        index = Index(np.zeros((6, 2), np.uint64))
         assert len(index._slots) == 16
         numbers, counts = np.unique(pairs(index), return_counts=True)
+        counts[numbers // 16 == numbers % 16] = 0  # not a pair, but one slot
         alike = codes[pairs(index) == numbers[counts.argmax()]][:3]
         index.codes[1:4] = alike
         assert len(alike) == 3
@@ -107,7 +113,7 @@ def test_keys_that_find_no_room(both):
 def test_distinct(both, size, different):
     rng = np.random.default_rng(size)
     codes = keys(different + 1)[rng.integers(0, different + 1, size)]
-    index = Index(np.zeros(2, np.uint64))
+    index = Index(np.zeros((2, 2), np.uint64))
     by_library, by_numpy = both(lambda: index.distinct(codes))
     for a, b in zip(by_library, by_numpy, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -129,7 +135,10 @@ def test_touch(both):
     def touch():
         store = Store(keys(500), last.copy(), hits.copy(), by_last)
         changes = Changes()
-        store.touch(changes, rows, 9)
+        touched, uses, absent = store.uses(rows)
+        np.testing.assert_array_equal(touched, rows)
+        assert not len(absent)
+        store.touch(changes, touched, uses, 9)
         after = store.last.copy(), store.hits.copy()
         changes.undo(finished=True)
         return *after, store.last, store.hits
@@ -143,3 +152,50 @@ def test_touch(both):
         np.testing.assert_array_equal(new_hits, hits + counts)
         np.testing.assert_array_equal(old_last, last)
         np.testing.assert_array_equal(old_hits, hits)
+
+
+@pytest.mark.parametrize("size", [1, 17, 9000])
+@pytest.mark.parametrize("share", [0, 0.02, 1])
+def test_uses(both, size, share):
+    """Of rows that are there; and where no row is."""
+    rng = np.random.default_rng(size)
+    last, hits = rng.integers(0, 2**31, (2, 500)).astype(np.int32)
+    rows = rng.integers(1, 500, size).astype(np.int32)
+    rows[rng.random(size) < share] = 0
+    store = Store(keys(500), last, np.where(np.arange(500) > 0, hits, 0), by_last)
+    for touched, uses, absent in both(lambda: store.uses(rows)):
+        np.testing.assert_array_equal(touched, rows[rows > 0])
+        np.testing.assert_array_equal(absent, np.flatnonzero(rows == 0))
+        np.testing.assert_array_equal(uses.view(np.int32)[::2], last[touched])
+        np.testing.assert_array_equal(uses.view(np.int32)[1::2], hits[touched])
+        assert (touched.dtype, uses.dtype) == (np.int32, np.int64)
+        assert not np.shares_memory(touched, rows)
+
+
+@pytest.mark.parametrize("score", [by_last, by_hits])
+@pytest.mark.parametrize("rows_of_now", [False, True])
+def test_lowest(both, score, rows_of_now):
+    """While rows change, some are free, and some are there at this step."""
+
+    def take():
+        rng = np.random.default_rng(0)
+        last, hits = rng.integers(0, 40, (2, 3000)).astype(np.int32)
+        hits[0] = 0
+        store = Store(keys(3000), last, hits, score)
+        taken = []
+        for now in range(50, 80):
+            rows = rng.integers(1, 3000, 40).astype(np.int32)
+            store.last[rows], store.hits[rows] = now, rng.integers(0, 60, 40)
+            store.order.add(rows, now)
+            if not rows_of_now:
+                store.last[rows] -= store.last[rows] == now
+            lowest = store.order.take(20, now)
+            usable = np.flatnonzero((store.hits > 0) & (store.last != now))
+            by = np.lexsort((usable, score(store.last, store.hits)[usable]))
+            np.testing.assert_array_equal(lowest, usable[by[:20]])
+            assert lowest.dtype == np.int32
+            store.hits[lowest] = 0
+            taken.append(lowest)
+        return taken
+
+    np.testing.assert_array_equal(*both(take))

@@ -149,6 +149,19 @@ class Server:
         return self.rows == dict(zip(keys, rows.tolist(), strict=True))
 
 
+def test_results_that_are_written_over():
+    """They are the caller's: `undo` does not read them."""
+    vocab = osa.Vocabulary(100)
+    vocab.assign(np.arange(1, 80), 0)
+    for keys in (np.arange(1, 80), np.arange(50, 140)):  # all known; some evict others
+        before = vocab.arrays
+        for array in vocab.assign(keys, 1):
+            array[:] = 0
+        vocab.undo()
+        assert_identical(vocab.arrays, before)
+        np.testing.assert_array_equal(vocab.find(np.arange(1, 80)), np.arange(1, 80))
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_server_that_has_seen_batches_which_are_undone(number):
     vocab, server = osa.Vocabulary(16), Server()

@@ -196,7 +196,7 @@ def test_keys_that_the_index_uses_for_nobody():
 
 def test_keys_that_are_chosen_to_share_their_slots():
     """The index finds another hash, and then more slots."""
-    found = index.Index(np.zeros(41, np.uint64))
+    found = index.Index(np.zeros((41, 2), np.uint64))
     rng, chosen = np.random.default_rng(0), []
     while len(chosen) < 40:
         keys = rng.integers(2**64, size=100_000, dtype=np.uint64)
