@@ -130,7 +130,8 @@ class Adam(Optimizer):
                 "Adam does not support sparse gradients, please consider SparseAdam "
                 "instead. Give it these parameters, and the others to Adam."
             )
-        super()._update(group, used)
+        if used:
+            super()._update(group, used)
 
 
 class AdamW(Adam):

@@ -244,3 +244,7 @@ def test_a_parameter_that_the_loss_does_not_use_is_skipped():
     assert (np.asarray(other.data) == 1).all()
     assert other not in optimizer.state
     assert (np.asarray(used.data) != 1).all()
+    alone = Adam([other])
+    alone.zero_grad(set_to_none=False)  # a BCOO of nobody's, and all that there is
+    alone.step()
+    assert (np.asarray(other.data) == 1).all()
