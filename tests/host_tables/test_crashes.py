@@ -6,6 +6,7 @@ to do; then that is done.
 
 import fcntl
 import itertools
+import os
 import shutil
 
 import jax
@@ -17,12 +18,19 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.host_tables import (
+    _archive,
     _between,
+    _checkpoint,
     _file,
     _host_rows,
+    _journal,
     _ledger,
     _pipeline,
     _plan,
+    _snapshot,
+    _stateful,
+    _store,
+    _together,
     _trainer,
 )
 from optax_sparse_adam.native import _records
@@ -50,6 +58,11 @@ pytestmark = pytest.mark.filterwarnings(
 TX = osa.sparse_adam(1e-2)
 ROWS = 60
 SMALL = np.ones((7, 2), np.float32)
+OF_CHECKPOINTS = (
+    *(_archive, _checkpoint, _file, _host_rows, _journal, _ledger, _pipeline, _store),
+    *(_together, _trainer),
+)
+OF_SNAPSHOTS = _archive, _between, _host_rows, _snapshot, _stateful, _trainer
 
 
 def loss(params, ids, y):
@@ -399,6 +412,68 @@ def test_a_step_that_is_interrupted_anywhere():
         steps = trainer.steps
         assert int(-trainer.params["a"][1, 0]) == steps == trainer.steps, lines[1:]
     assert 0 < steps < seen
+
+
+@pytest.mark.parametrize("every", slow_but([1, 97], 97))
+def test_a_run_with_checkpoints_that_is_interrupted_anywhere(every, tmp_path):
+    """Each batch is trained once; a kill after the interrupt leaves a checkpoint."""
+    tx, count = osa.lazy(optax.sgd(1.0)), 4
+    folder, copy = tmp_path / "own", tmp_path / "copy"
+    batches = [(np.array([2 * k, 2 * k + 1]), np.zeros(3)) for k in range(count)]
+    folder.mkdir()
+
+    def params_of(folder):
+        return {"a": host.HostTable((12, 2), file=folder / "a.bin")}
+
+    trainer = host.HostTrainer(of_one_row, tx, params_of(folder))
+    list(trainer.run(batches))
+    trainer.checkpoint(folder / "run")
+    lines, seen = [0, 0], 0
+    while len(lines) == 2:
+        seen += every
+        iterator, steps = iter(batches), trainer.steps
+        with interrupted_at_line(seen, *OF_CHECKPOINTS) as lines:
+            for number, _ in enumerate(trainer.run(iterator)):
+                if number % 2:
+                    trainer.checkpoint(folder / "run")
+        where, drawn = lines[1:], trainer.drawn
+        shutil.copytree(folder, copy)
+        restore = copy / "run", of_one_row, tx, params_of(copy)
+        with host.HostTrainer.restore(*restore) as other:
+            assert steps <= other.steps <= trainer.steps, where
+            trained = [2 * (k % count) + j for k in range(other.steps) for j in (0, 1)]
+            rows = -np.bincount(trained, minlength=12).astype(np.float32)
+            np.testing.assert_array_equal(other.params["a"][:, 0], rows, str(where))
+        shutil.rmtree(copy)
+        list(trainer.run(itertools.chain(drawn, iterator)))
+        assert trainer.steps == steps + count, where
+        rows = trainer.params["a"]
+        np.testing.assert_array_equal(rows[:8], -trainer.steps // count, str(where))
+        trainer.checkpoint(folder / "run")
+    assert seen > 1000
+    trainer.close()
+
+
+@pytest.mark.parametrize("every", slow_but([1, 61], 61))
+def test_a_snapshot_that_is_interrupted_anywhere(every, tmp_path):
+    """It is there as a whole, or it is not; then the next one is."""
+    params = {"a": host.HostTable((12, 2)), "b": jnp.ones(3)}
+    tx = osa.lazy(optax.sgd(1.0))
+    trainer = host.HostTrainer(of_one_row, tx, params)
+    trainer.step(np.array([1]), np.zeros(3))
+    rows, lines, seen = np.array(trainer.params["a"]), [0, 0], 0
+    while len(lines) == 2:
+        seen += every
+        folder = tmp_path / str(seen)
+        with interrupted_at_line(seen, *OF_SNAPSHOTS) as lines:
+            trainer.snapshot(folder)
+        left = [x for x in tmp_path.iterdir() if x.name.endswith(".new")]
+        assert not any(map(os.listdir, left)), lines  # one may have been made
+        if not folder.exists():
+            trainer.snapshot(folder)
+        np.testing.assert_array_equal(host.Snapshot(folder, params).params["a"], rows)
+        assert not [*tmp_path.glob("*.new")]
+    assert seen > 250
 
 
 def test_a_close_that_is_interrupted_anywhere(tmp_path):
