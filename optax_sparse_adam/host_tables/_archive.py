@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._records import sync_folder
+from ._records import naming, sync_folder
 
 ARCHIVE = "checkpoint.npz"
 
@@ -63,7 +63,7 @@ def write_archive(
     """Replaces the archive of a folder, at once."""
     new = folder / (name + ".new")
     try:
-        with new.open("wb") as file:
+        with naming(new), new.open("wb") as file:
             text = np.frombuffer(json.dumps(about).encode(), np.uint8)
             # Types that NumPy does not know, such as bfloat16, are bytes in a file.
             held = (np.ascontiguousarray(x).reshape(-1) for x in arrays)

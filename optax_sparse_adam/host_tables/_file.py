@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ._budget import BLOCK, keep, register
-from ._records import WORD, Layout, refuse_other, sync_folder, write_at
+from ._records import WORD, Layout, naming, refuse_other, sync_folder, write_at
 from ._store import Ascending, Mark, Memory
 
 try:
@@ -103,17 +103,19 @@ class File(Memory):
             )
         self._is_new = True
         try:
-            self._file.truncate(0)  # what was begun and not finished
-            write_at(self._file, 0, _BEGUN)
             self.id = uuid.uuid4().hex
             text = json.dumps({"id": self.id} | self._expected).encode()
             self._set_size(text)
-            self._file.truncate(self._size)
-            write_at(self._file, _MARK, text)
+            with naming(self.path):
+                self._file.truncate(0)  # what was begun and not finished
+                write_at(self._file, 0, _BEGUN)
+                self._file.truncate(self._size)
+                write_at(self._file, _MARK, text)
             # Not by the mapping: where the disk is full, this raises.
             for first, records in pieces:
                 place = self._start + first * self._words * WORD
-                write_at(self._file, place, np.ascontiguousarray(records))
+                with naming(self.path):
+                    write_at(self._file, place, np.ascontiguousarray(records))
             self.set_mark(Mark())
             sync_folder(self.path.parent)
         except BaseException:
@@ -182,8 +184,9 @@ class File(Memory):
             self._file.close()
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                f"Another HostTrainer, or another table of this one, has the file of "
-                f"{self._name} open; close it first",
+                "Another HostTrainer, or another table of this one, has the file of "
+                f"{self._name} open, or a process that was forked of one, which keeps "
+                "it until it ends; close it first",
                 str(self.path),
             ) from None
 
@@ -206,7 +209,8 @@ class File(Memory):
             self.path.unlink(missing_ok=True)
 
     def set_mark(self, mark: Mark) -> None:
-        write_at(self._file, 0, (_MAGIC + mark.text).ljust(_MARK))
+        with naming(self.path):
+            write_at(self._file, 0, (_MAGIC + mark.text).ljust(_MARK))
         self.mark = mark
 
     def archived(self) -> None:
@@ -302,7 +306,8 @@ class File(Memory):
                 str(self.path),
             )
         self._lacks_room(0)  # was it cut?
-        self._mmap.flush()
+        with naming(self.path):
+            self._mmap.flush()
 
     def _parts(self, count: int) -> Any:
         """Slices of a batch, between which pages are given back over the budget."""

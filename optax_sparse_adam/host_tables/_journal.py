@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._records import WORD, Layout, write_at
+from ._records import WORD, Layout, naming, write_at
 from ._store import Ascending, Store
 
 _MAGIC = b"optax_sparse_adam journal 2\n"
@@ -80,7 +80,8 @@ class Journal:
         entry[:_HEAD_WORDS] = np.frombuffer(
             head + checksum.to_bytes(WORD, "little"), np.uint32
         )
-        write_at(self._file, length, entry)
+        with naming(self.path):
+            write_at(self._file, length, entry)
         # In this order: what is interrupted here is written once more.
         self.end = length + entry.nbytes, checksum
         # Neighbours share a byte: one `or` for each byte.
@@ -94,12 +95,14 @@ class Journal:
             return
         self._write_head()
         if self._fsync:
-            os.fsync(self._file)
+            with naming(self.path):
+                os.fsync(self._file)
         self._committed = self.end
 
     def _write_head(self) -> None:
         text = json.dumps({"name": self.name, "end": self.end}).encode()
-        write_at(self._file, 0, (_MAGIC + text).ljust(_START))
+        with naming(self.path):
+            write_at(self._file, 0, (_MAGIC + text).ljust(_START))
 
     def close(self) -> None:
         self._file.close()

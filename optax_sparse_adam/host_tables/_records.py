@@ -7,9 +7,10 @@ and mostly one page of a file. 16-bit numbers lie two in a word; a field begins 
 word. Records are for stores; a step gets an array of rows for each field.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,6 +113,27 @@ def refuse_other(
             "that it was made with. (A table grows in a new HostTrainer, which gets "
             "the `state` of one that was restored.)"
         )
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the system cannot write is said with the file, and with what becomes of it.
+
+    Raises:
+      OSError: As the system's, of the same class and number.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(
+            error.errno,
+            f"{error.strerror}: rows of steps are kept, and written by the next call "
+            "for which there is room; a table, checkpoint or snapshot that was begun "
+            "is given up",
+            str(path),
+        ) from error
 
 
 def write_at(file: Any, place: int, data: Any) -> None:

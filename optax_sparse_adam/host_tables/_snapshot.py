@@ -23,7 +23,7 @@ from ._budget import register
 from ._checkpoint import data_of, of_bytes
 from ._host_rows import HostRows
 from ._plan import CHUNK, Plan
-from ._records import refuse_other, sync_folder
+from ._records import naming, refuse_other, sync_folder
 from ._spread import Spread
 from ._stateful import Stateful, checked, described, restored
 from ._store import Ascending, Store
@@ -93,7 +93,7 @@ def _write_table(host: HostRows, i: int, path: Path) -> None:
     )
     total, dtype = table.shape[0], np.dtype(table.dtype)
     size = max(1, min(total, CHUNK // max(1, dtype.itemsize * _width(table.shape))))
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         descr = np.lib.format.dtype_to_descr(_held(dtype))
         head = {"descr": descr, "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, head | {"shape": table.shape})

@@ -31,6 +31,7 @@ from ..helpers.support import assert_identical, program_environment, slow_but
 
 TX = osa.sparse_adam(1e-2)
 FILE = "optax_sparse_adam host table"
+KEPT = r"(?s)rows.* are kept, and written by .*(journal|table)"
 
 
 @pytest.fixture
@@ -263,10 +264,10 @@ def test_a_full_disk_tears_nothing(folder, what, monkeypatch, stack):
         monkeypatch.setattr(os, "fstat", Sparse(os.fstat))
     before = np.array(trainer.params["table"])
     records = np.array(trainer._rows.stores[0].records)
-    with pytest.raises(OSError, match=r"No space left|no room"):
+    with pytest.raises(OSError, match=KEPT):
         values.append(trainer.step(*next(batches(1, 2))))
     assert_identical(np.array(trainer._rows.stores[0].records), records)
-    with pytest.raises(OSError, match=r"No space left|no room"):
+    with pytest.raises(OSError, match=KEPT):
         _ = trainer.params
     # Room again: what was kept is written, and nothing is lost.
     if what == "journal":
