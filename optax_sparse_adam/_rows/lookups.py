@@ -209,5 +209,9 @@ def _sum_bags_jvp(num_bags: int, primals: Any, tangents: Any) -> Any:
         d_table = d_source.array
         change = change + _pool(num_bags, Source(d_table), ids, segments, weights)
     if weights is not None and not isinstance(d_weights, SymbolicZero):
-        change = change + _pool(num_bags, source, ids, segments, d_weights)
+        if mesh_of(source.array, ids).explicit_axes:
+            change = change + _pool(num_bags, source, ids, segments, d_weights)
+        else:  # `checkify` does not see these rows
+            rows = look_up(ZEROS, source, ids)
+            change = change + bag_sums.add_up(num_bags, rows, segments, d_weights)
     return sums, change

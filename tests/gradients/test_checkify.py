@@ -157,6 +157,22 @@ def test_padding(name, backend, is_stale):
     assert run(TABLE, jnp.asarray(ids))[0].get() is None
 
 
+def test_weights_of_padded_bags():
+    """Their gradient reads the rows as well."""
+    ids, weights = jnp.array([[3, -1], [ROWS, 7]]), jnp.ones((2, 2))
+
+    def grads(table, weights):
+        def loss(table, weights):
+            return jnp.sum(osa.embedding_bag(table, ids, weights=weights) ** 2)
+
+        return osa.grad(loss, argnums=(0, 1))(table, weights)[1]
+
+    run = jax.jit(checkify.checkify(grads, errors=checkify.index_checks))
+    error, found = run(TABLE, weights)
+    assert error.get() is None
+    np.testing.assert_array_equal(found, 2 * WIDTH * jnp.eye(2))
+
+
 def test_without_ids():
     """checkify itself fails on a gather without ids; there is none in such a step."""
     assert checked(lambda t, i: t[i], FINAL["sparse_adam"].make(0.1))([]) is None
