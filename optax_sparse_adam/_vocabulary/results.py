@@ -20,7 +20,9 @@ class FreshRows(np.ndarray):
         size = least
         while size < len(self):
             size *= 2
-        return np.pad(np.asarray(self), (0, size - len(self)), constant_values=-1)
+        result = np.full(size, -1, self.dtype)
+        result[: len(self)] = self
+        return result
 
 
 class _Assignment(NamedTuple):

@@ -196,9 +196,9 @@ class Pipeline:
 
     def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
         rows, source = self._rows, Source(batches, self._rows, self._drawn)
-        fetched: BatchRows | None = None  # for the next batch
         before: BatchRows | None = None  # of the last step, which that may lack
         state: Any = None  # of the rows after it
+        work: Any = None  # beside it
         config: Any = jax.config  # not all of it has types in every version
         rows.check(changes=True)
         self._source = source
@@ -209,6 +209,9 @@ class Pipeline:
                     if not first[0].needs_params:
                         source.peek(2 + ahead * rows.looks_ahead)
                     with rows.alone():
+                        # What the loader does, `Vocabulary.assign` for example, is
+                        # done beside the work, too.
+                        fetched = None if work is None else work.result()
                         rows.check(changes=True)
                         batch = source.take()
                         if fetched is None or rows.state != state:
@@ -225,7 +228,6 @@ class Pipeline:
                     yield value
                     with rows.alone():
                         rows.check(changes=True)
-                        fetched = work.result()
         finally:
             rows.draws(False)  # an interrupt may have come while this was said
             with rows.alone():

@@ -15,6 +15,7 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.host_tables import _host_rows
+from optax_sparse_adam.host_tables._pipeline import Pipeline
 from optax_sparse_adam.host_tables._store import Memory
 
 from ..helpers.host_tables import (
@@ -217,6 +218,31 @@ def test_rows_that_are_written_beside_the_step_are_there_between_two_values(
         next(run)
         assert int(trainer.state.count) == k
         assert len(seen) == k
+
+
+def test_a_batch_is_drawn_while_rows_are_written_and_read(monkeypatch, expected):
+    """So a vocabulary that assigns in the loader has the time of the thread, too."""
+    drawn, changed, seen = [], threading.Condition(), []
+    beside = Pipeline._beside
+
+    def waits(self, *args):
+        with changed:
+            wanted = min(6, len(seen) + 3)  # this step, the next one, one more
+            seen.append(changed.wait_for(lambda: len(drawn) >= wanted, timeout=5))
+        return beside(self, *args)
+
+    def loader():
+        for batch in batches(0, 6):
+            with changed:
+                drawn.append(batch)
+                changed.notify_all()
+            yield batch
+
+    monkeypatch.setattr(Pipeline, "_beside", waits)
+    trainer = new_trainer()
+    values = [*trainer.run(loader())]
+    assert seen == [True] * 6
+    assert_trained_alike(trainer, values, expected)
 
 
 def test_tensors_of_another_library_are_refused():
