@@ -32,8 +32,12 @@ ALL += [(x, "exact_adam") for x in CASES if CASES[x].exact]
 BACKENDS = "plain", "kernel"
 
 
+def in_flax(wrapper):
+    return CASES[wrapper].in_flax and not CASES[wrapper].sums
+
+
 def with_backends(pairs, first):
-    """What calls an optimiser in another way meets both; the others take turns.
+    """What calls an optimiser in another way, or is not in Flax, meets both at once.
 
     `first` is who begins: a step and Flax's update, and two optimisers in one wrapper,
     have different ones, so that each wrapper meets both all the same. Once a week all
@@ -41,7 +45,8 @@ def with_backends(pairs, first):
     """
     for wrapper, inner in pairs:
         turn = [*CASES].index(wrapper) + [*INNER].index(inner) + first
-        has_both = WEEKLY or wrapper in FORMS
+        meets_one = wrapper not in USUAL and not in_flax(wrapper)
+        has_both = WEEKLY or wrapper in FORMS or meets_one
         for backend in BACKENDS if has_both else [BACKENDS[turn % 2]]:
             yield wrapper, inner, backend
 
@@ -112,7 +117,7 @@ class Model(nnx.Module):
 
 
 # `test_update_of_a_partition` has labels of Flax's own trees.
-IN_FLAX = [x for x in ALL if CASES[x[0]].in_flax and not CASES[x[0]].sums]
+IN_FLAX = [x for x in ALL if in_flax(x[0])]
 
 
 @pytest.mark.slow
