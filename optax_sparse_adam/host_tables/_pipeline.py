@@ -110,7 +110,8 @@ def _as_batch(item: Any) -> Any:
 def _kept(x: Any) -> Any:
     """An argument that does not change when the caller writes to an array of NumPy.
 
-    On a CPU an array of JAX may be made of such a one without a copy.
+    On a CPU an array of JAX may be made of such a one without a copy. JAX makes its own
+    copy while Python goes on, so it is waited for.
     """
     if isinstance(x, np.ndarray):
         return np.array(x, subok=True)  # what is masked is refused, as it is by `step`
@@ -119,7 +120,7 @@ def _kept(x: Any) -> Any:
         and len(x.devices()) == 1
         and next(iter(x.devices())).platform == "cpu"
     )
-    return jnp.copy(x) if is_of_host else x
+    return jnp.copy(x).block_until_ready() if is_of_host else x
 
 
 class Pipeline:
