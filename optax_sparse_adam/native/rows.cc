@@ -222,14 +222,18 @@ ffi::Error Read(ffi::ThreadPool pool, ffi::RemainingArgs args, std::string_view 
   const uint32_t bits = fill;
   float value;
   std::memcpy(&value, &bits, sizeof(value));
-  const Written written(size);
   const StaleLookup lookup{stale.Now(uses_roots, decays), static_cast<float*>(table.data),
                            mu, nu, last, high, low, ids, num_rows, width, clamps, value,
-                           static_cast<float*>(out), written};
+                           static_cast<float*>(out)};
   AdviseHugePages(out, size * width * sizeof(float));
   const auto read = FASTEST_OF(ReadStaleRows);
-  Parallel(pool, size, 512,
-           [&](int64_t begin, int64_t end) { read(lookup, begin, end); });
+  // A part for each thread, and no larger than what `Sort` does at once.
+  const int64_t part = std::clamp<int64_t>(size / pool.num_threads() + 1, 512, 8192);
+  Parallel(pool, size, part, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<Entry[]> entries(new Entry[end - begin]);
+    Sort(pool, ids + begin, end - begin, num_rows, entries.get());
+    read(lookup, entries.get(), end - begin, begin);
+  });
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory to read rows");
