@@ -14,6 +14,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,8 +31,8 @@ namespace ffi = xla::ffi;
 // What goes over the numbers of rows is compiled for AVX2 as well, which most CPUs have
 // and the flags do not ask for: `FASTEST(function)` is the one for this CPU, with all that
 // is inline in it. The same numbers: no multiplication is contracted with an addition.
-// `FASTEST_OF(function)` is for what computes more than it waits for its rows:
-// `function<Sixteen>` on a CPU with AVX-512, else `function<Eight>`.
+// `FASTEST_OF(function)` is `function<Sixteen>` on a CPU with AVX-512, else
+// `function<Eight>`, of what goes over them by `ByParts`.
 #define INLINE inline __attribute__((always_inline))
 #define INLINED __attribute__((always_inline))  // of lambdas
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -55,6 +56,56 @@ namespace ffi = xla::ffi;
 using Four = float __attribute__((vector_size(16)));
 using Eight = float __attribute__((vector_size(32)));
 using Sixteen = float __attribute__((vector_size(64)));
+
+// Numbers of a row from its place `at` on: as many as a `Floats` has, or of four `n`,
+// filled up with zeros. These go through registers: what is put together in memory cannot
+// be read as a whole until all of it has arrived there.
+template <typename Floats>
+struct Part {
+  static constexpr int64_t kSize = sizeof(Floats) / sizeof(float);
+  int64_t at, n;
+
+  INLINE Floats Load(const float* row) const {
+    Floats x = {};
+    if (n == kSize) {
+      std::memcpy(&x, row + at, sizeof(x));
+    } else if constexpr (kSize == 4) {
+      x = Floats{row[at], n > 1 ? row[at + 1] : 0.0f, n > 2 ? row[at + 2] : 0.0f, 0.0f};
+    }
+    return x;
+  }
+
+  INLINE void Store(Floats x, float* row) const {
+    if (n == kSize) {
+      std::memcpy(row + at, &x, sizeof(x));
+    } else if constexpr (kSize == 4) {
+      row[at] = x[0];
+      if (n > 1) row[at + 1] = x[1];
+      if (n > 2) row[at + 2] = x[2];
+    }
+  }
+};
+
+// Calls `body` for all parts of a row.
+template <typename Wide, typename Body>
+INLINE void ByParts(int64_t width, const Body& body) {
+  int64_t j = 0;
+  if constexpr (sizeof(Wide) > sizeof(Eight)) {
+    for (; j + 16 <= width; j += 16) body(Part<Wide>{j, 16});
+  }
+  for (; j + 8 <= width; j += 8) body(Part<Eight>{j, 8});
+  for (; j < width; j += 4) body(Part<Four>{j, std::min<int64_t>(4, width - j)});
+}
+
+template <typename Floats>
+INLINE Floats Sqrt(Floats x) {
+  constexpr int n = sizeof(x) / 4;
+  float roots[n];
+  std::memcpy(roots, &x, sizeof(x));
+  for (int i = 0; i < n; ++i) roots[i] = std::sqrt(roots[i]);
+  std::memcpy(&x, roots, sizeof(x));
+  return x;
+}
 
 template <auto kFunction, typename... Args>
 FOR_AVX512 void InAvx512(Args... args) {

@@ -341,10 +341,10 @@ struct Known {
 const Known* Find(std::string_view name) {
   static const Known all[] = {
       {"sum", "", "", 0, nullptr},
-      {"adam", "rr", "", 5, FASTEST(Adam)},
+      {"adam", "rr", "", 5, FASTEST_OF(Adam)},
       {"exact_adam", "ffi", "sst", 9, FASTEST_OF(ExactAdam)},
-      {"rowwise_adagrad", "s", "t", 3, FASTEST(RowwiseAdagrad)},
-      {"rowwise_adam", "rs", "t", 9, FASTEST(RowwiseAdam)},
+      {"rowwise_adagrad", "s", "t", 3, FASTEST_OF(RowwiseAdagrad)},
+      {"rowwise_adam", "rs", "t", 9, FASTEST_OF(RowwiseAdam)},
   };
   for (const Known& known : all) {
     if (known.name == name) return &known;

@@ -35,17 +35,16 @@ struct Source {
   }
 
   // Adds entry k to a sum, or begins one with it: from zero, so that there is no -0.0.
-  template <bool kBegins>
+  template <typename Wide, bool kBegins>
   INLINE void AddTo(float* __restrict__ sum, int64_t k) const {
     const T* __restrict__ value = Find(k);
-    if (value == nullptr) {
-      for (int64_t j = 0; j < width; ++j) sum[j] = (kBegins ? 0.0f : sum[j]) + outside;
-      return;
-    }
-    const float weight = Weight(k);
-    for (int64_t j = 0; j < width; ++j) {
-      sum[j] = (kBegins ? 0.0f : sum[j]) + weight * Load(value[j]);
-    }
+    const float weight = value == nullptr ? 1.0f : Weight(k);
+    ByParts<Wide>(width, [&](auto part) INLINED {
+      using Floats = decltype(part.Load(sum));
+      const Floats before = kBegins ? Floats{} : part.Load(sum);
+      const Floats addend = value == nullptr ? Floats{} + outside : part.Load(value);
+      part.Store(before + weight * addend, sum);
+    });
   }
 };
 
@@ -78,6 +77,7 @@ struct Update {
   INLINE bool IsInPlace() const { return out == source.values; }
 };
 
+template <typename Wide>
 INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_t end,
                        int64_t place) {
   const Entry* const entries = update.entries;
@@ -114,15 +114,17 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
                             : update.out + to * width;
     fetch_behind(i);
     if (in_place) {
-      for (int64_t j = 0; j < width; ++j) sum[j] += 0.0f;  // from zero: no -0.0
+      ByParts<Wide>(width, [&](auto part) INLINED {
+        part.Store(part.Load(sum) + 0.0f, sum);  // from zero: no -0.0
+      });
     } else {
-      source.template AddTo<true>(sum, first.slot);
+      source.template AddTo<Wide, true>(sum, first.slot);
     }
     if (!adds) update.indices[to] = int32_t(first.row);
     for (++i; i < size && entries[i].row == first.row; ++i) {
       fetch_behind(i);
       const int64_t slot = entries[i].slot;
-      source.template AddTo<false>(sum, slot);
+      source.template AddTo<Wide, false>(sum, slot);
       if (!in_place) continue;
       std::fill_n(update.out + slot * width, width, 0.0f);  // while it is in the cache
       update.indices[slot] = int32_t(update.num_rows + slot);
@@ -146,14 +148,16 @@ INLINE void UpdatePart(const Update& update, int64_t size, int64_t begin, int64_
     }
     if (!adds) continue;
     float* __restrict__ target = reinterpret_cast<float*>(update.target.Row(first.row));
-    for (int64_t j = 0; j < width; ++j) target[j] += sum[j];
+    ByParts<Wide>(width, [&](auto part) INLINED {
+      part.Store(part.Load(target) + part.Load(sum), target);
+    });
   }
 }
 
 // Returns how many rows there are, where they are in order.
 int64_t Update::Run(ffi::ThreadPool& pool) const {
   constexpr int64_t kRun = 512;  // entries in a part
-  const auto part = FASTEST(UpdatePart);
+  const auto part = FASTEST_OF(UpdatePart);
   const int64_t width = source.width;
   const Entry* padding = std::partition_point(
       entries, entries + nse, [&](Entry entry) { return entry.row < num_rows; });
@@ -203,27 +207,29 @@ int64_t Update::Run(ffi::ThreadPool& pool) const {
 
 // The formulas. Their scalars are those of a NamedTuple in Python, in its order:
 // `AdamScalars` in `_optimizers/sparse_adam.py`, the others in `_calls.py`. That of
-// `exact_adam` is in `exact_adam.h`.
+// `exact_adam` is in `exact_adam.h`. All go by parts, as sums do: a CPU hands on what one
+// store has written, and waits for the cache where a load needs two.
 
 // `sparse_adam`.
 struct AdamScalars {
   float sign, one_minus_b1, one_minus_b2, eps, scale;
 };
 
+template <typename Wide>
 INLINE void Adam(const void* scalars, int64_t width, float* __restrict__ grad,
                  float* const* state) {
   const auto [sign, one_minus_b1, one_minus_b2, eps, scale] =
       *static_cast<const AdamScalars*>(scalars);
   float* __restrict__ mu = state[0];
   float* __restrict__ nu = state[1];
-  for (int64_t j = 0; j < width; ++j) {
-    const float g = sign * grad[j];
-    float m = mu[j], v = nu[j];
+  ByParts<Wide>(width, [&](auto part) INLINED {
+    const auto g = sign * part.Load(grad);
+    auto m = part.Load(mu), v = part.Load(nu);
     m += one_minus_b1 * (g - m);
     v += one_minus_b2 * (g * g - v);
-    mu[j] = m, nu[j] = v;
-    grad[j] = scale * m / (std::sqrt(v) + eps);
-  }
+    part.Store(m, mu), part.Store(v, nu);
+    part.Store(scale * m / (Sqrt(v) + eps), grad);
+  });
 }
 
 INLINE float MeanSquare(const float* x, int64_t width) {
@@ -244,16 +250,18 @@ struct RowwiseAdagradScalars {
   float scale, eps, decay;
 };
 
+template <typename Wide>
 INLINE void RowwiseAdagrad(const void* scalars, int64_t width, float* __restrict__ grad,
                            float* const* state) {
   const auto [scale, eps, decay] = *static_cast<const RowwiseAdagradScalars*>(scalars);
   const float total = *state[0] += MeanSquare(grad, width);
   const float divisor = std::sqrt(total) + eps;
-  for (int64_t j = 0; j < width; ++j) grad[j] = scale * (grad[j] / divisor);
   const float* value = state[1];
-  for (int64_t j = 0; value != nullptr && j < width; ++j) {
-    grad[j] += scale * decay * value[j];
-  }
+  ByParts<Wide>(width, [&](auto part) INLINED {
+    auto update = scale * (part.Load(grad) / divisor);
+    if (value != nullptr) update += scale * decay * part.Load(value);
+    part.Store(update, grad);
+  });
 }
 
 // `rowwise_adam`. Of `b` and `1 - b` the smaller one is the weight, that of the old value
@@ -262,10 +270,12 @@ struct RowwiseAdamScalars {
   float scale, eps, decay, weight1, weight2, is_old1, is_old2, correction1, correction2;
 };
 
-INLINE float Average(float old, float value, float weight, bool is_old) {
+template <typename Floats>
+INLINE Floats Average(Floats old, Floats value, float weight, bool is_old) {
   return is_old ? value + weight * (old - value) : old + weight * (value - old);
 }
 
+template <typename Wide>
 INLINE void RowwiseAdam(const void* scalars, int64_t width, float* __restrict__ grad,
                         float* const* state) {
   const RowwiseAdamScalars& s = *static_cast<const RowwiseAdamScalars*>(scalars);
@@ -273,14 +283,13 @@ INLINE void RowwiseAdam(const void* scalars, int64_t width, float* __restrict__ 
   float& nu = *state[1];
   nu = Average(nu, MeanSquare(grad, width), s.weight2, s.is_old2 != 0);
   const float divisor = std::sqrt(nu / s.correction2) + s.eps;
-  for (int64_t j = 0; j < width; ++j) {
-    mu[j] = Average(mu[j], grad[j], s.weight1, s.is_old1 != 0);
-    grad[j] = s.scale * (mu[j] / s.correction1 / divisor);
-  }
   const float* value = state[2];
-  for (int64_t j = 0; value != nullptr && j < width; ++j) {
-    grad[j] += s.scale * s.decay * value[j];
-  }
+  ByParts<Wide>(width, [&](auto part) INLINED {
+    const auto m = Average(part.Load(mu), part.Load(grad), s.weight1, s.is_old1 != 0);
+    auto update = s.scale * (m / s.correction1 / divisor);
+    if (value != nullptr) update += s.scale * s.decay * part.Load(value);
+    part.Store(m, mu), part.Store(update, grad);
+  });
 }
 
 }  // namespace
