@@ -255,15 +255,14 @@ class HostRows:
         # donated, are gone and the new ones have no name yet.
         try:
             self._results.extend(zip([rows], itertools.starmap(program, [args])))  # noqa: B905
-        except BaseException as error:
-            gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in self.rest)
-            if gone and not self._results:  # else a signal's handler has raised after
+        except Exception as error:
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in self.rest):
                 self._tear(rows.step, error)
             raise
         self._adopt()
         return self._value
 
-    def _tear(self, step: int, error: BaseException) -> None:
+    def _tear(self, step: int, error: Exception) -> None:
         self.torn = self.torn or (
             f"The step of batch {step} has raised {type(error).__name__} while it ran, "
             "and the parameters that it was given are gone"
@@ -305,14 +304,9 @@ class HostRows:
         for rows in results:
             try:
                 is_another = int(rows.looked_up) != int(rows.fingerprint)
-            except Exception:
-                # JAX may say later that a step has failed, and then says it again. What
-                # a signal's handler raises is of no step.
-                try:
-                    int(rows.looked_up)
-                except Exception as error:
-                    self._tear(rows.step, error)
-                    self._unstored.clear()
+            except Exception as error:  # JAX may say later that a step has failed
+                self._tear(rows.step, error)
+                self._unstored.clear()
                 raise
             if is_another:
                 # Dense parameters are wrong by now; what the stores have is not.

@@ -196,14 +196,12 @@ class Pipeline:
             unregister(values.close)
 
     def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
-        rows = self._rows
-        rows.check(changes=True)
-        self._source, self._left = None, []  # what is raised next is of this run
-        source = Source(batches, rows, self._drawn)
+        rows, source = self._rows, Source(batches, self._rows, self._drawn)
         before: BatchRows | None = None  # of the last step, which that may lack
         state: Any = None  # of the rows after it
         work: Any = None  # beside it
         config: Any = jax.config  # not all of it has types in every version
+        rows.check(changes=True)
         self._source = source
         try:
             with ThreadPoolExecutor(1, "host_tables") as worker:

@@ -155,21 +155,6 @@ def test_what_was_drawn_ahead_is_given_back(way):
     assert_trained_alike(trainer, values, known)
 
 
-def test_drawn_of_a_run_that_ends_before_it_has_drawn():
-    """As by Ctrl-C while a loader starts its workers: none, and not of a run before."""
-
-    class Loader:
-        def __iter__(self):
-            raise Stopped
-
-    trainer = host.HostTrainer(loss, TX, host_params(*begin()))
-    next(trainer.run(batches(0, 3))).block_until_ready()
-    assert trainer.drawn
-    with pytest.raises(Stopped):
-        list(trainer.run(Loader()))
-    assert trainer.drawn == []
-
-
 def test_drawn_of_a_run_that_is_still_open():
     """As a notebook, or a progress bar, has a name for it; whenever that goes."""
     rows, w = begin()
