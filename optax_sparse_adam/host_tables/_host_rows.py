@@ -255,14 +255,15 @@ class HostRows:
         # donated, are gone and the new ones have no name yet.
         try:
             self._results.extend(zip([rows], itertools.starmap(program, [args])))  # noqa: B905
-        except Exception as error:
-            if any(isinstance(x, jax.Array) and x.is_deleted() for x in self.rest):
+        except BaseException as error:  # or of a signal's handler, inside of JAX
+            gone = (isinstance(x, jax.Array) and x.is_deleted() for x in self.rest)
+            if not self._results and any(gone):
                 self._tear(rows.step, error)
             raise
         self._adopt()
         return self._value
 
-    def _tear(self, step: int, error: Exception) -> None:
+    def _tear(self, step: int, error: BaseException) -> None:
         self.torn = self.torn or (
             f"The step of batch {step} has raised {type(error).__name__} while it ran, "
             "and the parameters that it was given are gone"
@@ -304,7 +305,7 @@ class HostRows:
         for rows in results:
             try:
                 is_another = int(rows.looked_up) != int(rows.fingerprint)
-            except Exception as error:  # JAX may say later that a step has failed
+            except jax.errors.JaxRuntimeError as error:  # JAX says later what failed
                 self._tear(rows.step, error)
                 self._unstored.clear()
                 raise

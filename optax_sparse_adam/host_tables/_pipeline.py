@@ -54,6 +54,7 @@ class Source:
             try:
                 self._draw()
             except Exception as error:  # for when its turn comes
+                self._rows.draws(False)
                 self._end = error
         if not batches and count and not isinstance(self._end, StopIteration):
             raise self._end  # type: ignore[misc]
@@ -66,12 +67,9 @@ class Source:
     def _draw(self) -> None:
         count = len(self._places)
         self._rows.draws(True)
-        try:
-            # One call, without Python between the iterator and the place.
-            drawn = zip(itertools.islice(self._iterator, 1))
-            self._places.extend(map(list, drawn))
-        finally:
-            self._rows.draws(False)
+        # One call, without Python between the iterator and the place.
+        self._places.extend(map(list, zip(itertools.islice(self._iterator, 1))))
+        self._rows.draws(False)
         if len(self._places) == count:
             raise StopIteration
         place = self._places[-1]

@@ -72,8 +72,8 @@ def interrupted(number):
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number, *modules):
-    """Raises a KeyboardInterrupt before a line of some modules, counted as they run.
+def interrupted_at_line(number, *modules, error=KeyboardInterrupt):
+    """Raises this error before a line of some modules, counted as they run.
 
     Yields a list: how many lines there were, and where it was raised, if it was.
     """
@@ -85,7 +85,7 @@ def interrupted_at_line(number, *modules):
             if lines[0] == number:
                 lines.append(f"{frame.f_code.co_name}, line {frame.f_lineno}")
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise error
         return in_frame
 
     def trace(frame, *_):
@@ -93,7 +93,7 @@ def interrupted_at_line(number, *modules):
 
     sys.settrace(trace)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(error):
             yield lines
     finally:
         sys.settrace(None)

@@ -374,8 +374,16 @@ def of_one_row(params, ids, _):
     return jnp.sum(params["a"][ids])
 
 
+class Preempted(Exception):
+    """What a signal's handler raises, as of a cluster."""
+
+
+ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, Preempted])
+
+
+@ERRORS
 @pytest.mark.parametrize("every", slow_but([1, 23], 23))
-def test_a_run_that_is_interrupted_anywhere(every):
+def test_a_run_that_is_interrupted_anywhere(every, error):
     """Each batch is trained once: `steps` and `drawn` know of it from the first on."""
     tx, count = osa.lazy(optax.sgd(1.0)), 5
     batches = [(np.array([2 * k, 2 * k + 1]), np.zeros(3)) for k in range(count)]
@@ -385,7 +393,8 @@ def test_a_run_that_is_interrupted_anywhere(every):
     while len(lines) == 2:
         seen += every
         iterator, steps = iter(batches), trainer.steps
-        with interrupted_at_line(seen, _pipeline, _host_rows) as lines:
+        of = {"error": error}
+        with interrupted_at_line(seen, _pipeline, _host_rows, **of) as lines:
             for _ in trainer.run(iterator):
                 pass
         where = lines[1:]
@@ -399,7 +408,8 @@ def test_a_run_that_is_interrupted_anywhere(every):
     assert seen > 500
 
 
-def test_a_step_that_is_interrupted_anywhere():
+@ERRORS
+def test_a_step_that_is_interrupted_anywhere(error):
     """`steps` says at once whether it has been done."""
     tx = osa.lazy(optax.sgd(1.0))
     trainer = host.HostTrainer(of_one_row, tx, {"a": host.HostTable((3, 2))})
@@ -407,7 +417,8 @@ def test_a_step_that_is_interrupted_anywhere():
     lines, seen = [0, 0], 0
     while len(lines) == 2:
         seen += 1
-        with interrupted_at_line(seen, _pipeline, _host_rows) as lines:
+        of = {"error": error}
+        with interrupted_at_line(seen, _pipeline, _host_rows, **of) as lines:
             trainer.step(np.array([1]), np.zeros(3))
         steps = trainer.steps
         assert int(-trainer.params["a"][1, 0]) == steps == trainer.steps, lines[1:]

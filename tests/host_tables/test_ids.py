@@ -161,7 +161,7 @@ def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
         """As JAX tells of a device that works by itself."""
 
         def __int__(self):
-            raise OverflowError("of the device")
+            raise jax.errors.JaxRuntimeError("of the device")
 
     made = [(ids, np.full(48, k, "f")) for k, (ids, _) in enumerate(batches(0, 4))]
     rows, w = begin()
@@ -170,7 +170,7 @@ def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
     trainer.checkpoint(tmp_path / "run")
     if what == "later":
         trainer._rows._keep(BatchRows([], [], [], 2, looked_up=Later()))
-        with pytest.raises(OverflowError, match="of the device"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="of the device"):
             trainer.step(*made[3])
     else:
         steps = (
