@@ -41,10 +41,9 @@ class Source:
         [item, batch, steps]    its step is to be done after so many others
     """
 
-    def __init__(
-        self, batches: Iterable[Any], rows: HostRows, ids: Callable[[Any, str], Batch]
-    ):
-        self._iterator, self._rows, self._ids = iter(batches), rows, ids
+    def __init__(self, rows: HostRows, ids: Callable[[Any, str], Batch]):
+        self.iterator: Iterator[Any] = iter(())
+        self._rows, self._ids = rows, ids
         self._places: collections.deque[list[Any]] = collections.deque()
         self._end: Exception | None = None
 
@@ -68,7 +67,7 @@ class Source:
         count = len(self._places)
         self._rows.draws(True)
         # One call, without Python between the iterator and the place.
-        self._places.extend(map(list, zip(itertools.islice(self._iterator, 1))))
+        self._places.extend(map(list, zip(itertools.islice(self.iterator, 1))))
         self._rows.draws(False)
         if len(self._places) == count:
             raise StopIteration
@@ -194,14 +193,15 @@ class Pipeline:
             unregister(values.close)
 
     def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
-        rows, source = self._rows, Source(batches, self._rows, self._drawn)
+        rows, source = self._rows, Source(self._rows, self._drawn)
         before: BatchRows | None = None  # of the last step, which that may lack
         state: Any = None  # of the rows after it
         work: Any = None  # beside it
         config: Any = jax.config  # not all of it has types in every version
         rows.check(changes=True)
-        self._source = source
+        self._source = source  # what a run before it had drawn is no more of interest
         try:
+            source.iterator = iter(batches)
             with ThreadPoolExecutor(1, "host_tables") as worker:
                 while drawn := len(first := source.peek(1)):
                     # Ids that depend on parameters do not exist before the next step.

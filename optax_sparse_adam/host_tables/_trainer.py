@@ -347,8 +347,9 @@ class HostTrainer:
 
         There are some where it was left by `break`, by an exception or by a
         KeyboardInterrupt, whether or not its iterator is closed: of a batch that has
-        raised, that one, too. `run(itertools.chain(trainer.drawn, iterator))`, of
-        the iterator that it was left with, goes on as if nothing had happened.
+        raised, that one, too. `iterator = itertools.chain(trainer.drawn, iterator)`, of
+        the iterator that it was left with, and `run(iterator)` go on as if nothing had
+        happened, also after another such end.
         """
         return [*self._pipeline.drawn]
 

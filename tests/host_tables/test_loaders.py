@@ -1,6 +1,7 @@
 """Batches of `run`: arrays that are refilled, what raises, who waits for whom."""
 
 import _thread
+import itertools
 import signal
 import subprocess
 import sys
@@ -136,6 +137,27 @@ def test_an_interrupt_before_and_after_a_batch_is_drawn(which, monkeypatch, expe
     values = [trainer.step(*batch) for batch in batches(done, 6)]
     assert_trained_alike(trainer, [*expected[2][:done], *values], expected)
     trainer.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_run_that_ends_before_a_batch_is_drawn(error, expected):
+    """As where the workers of a loader start; drawn are no batches of a run before."""
+
+    class Loader:
+        def __iter__(self):
+            raise error
+
+    trainer, iterator = new_trainer(), batches(0, 6)
+    values = [next(trainer.run(iterator))]
+    assert len(trainer.drawn) == 1
+    values.append(trainer.step(*trainer.drawn[0]))
+    with pytest.raises(error):
+        list(trainer.run(Loader()))
+    assert trainer.drawn == []
+    while trainer.steps < 6:  # each of these runs is left again
+        iterator = itertools.chain(trainer.drawn, iterator)
+        values.append(next(trainer.run(iterator)))
+    assert_trained_alike(trainer, values, expected)
 
 
 @pytest.mark.slow
