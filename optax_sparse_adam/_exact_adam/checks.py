@@ -78,7 +78,7 @@ def check_step(
     return Findings(
         is_own=jnp.isfinite(constants.eps),
         is_continued=is_continued,
-        is_read=jnp.stack(is_read),
+        is_read=jnp.asarray(is_read, bool),  # of no parameter, too
         is_stale=state.refuse_stale(names) if names else False,
     )
 

@@ -54,6 +54,14 @@ def test_nothing_touched(name, nse):
                 assert_identical(a, b)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_parameter(name):
+    """As of a label of optax.partition that no leaf has."""
+    tx = OPTIMIZERS[name].make(0.1)
+    state = jax.eval_shape(tx.init, {})
+    assert jax.eval_shape(tx.update, {}, state, {}) == ({}, state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FINAL)
 def test_a_table_that_grows(name):
