@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 import optax
 
 import optax_sparse_adam
@@ -47,7 +48,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     that are known ahead, and refuse that: give them a schedule.
 
     `clipnorm`, `clipvalue` and `global_clipnorm` are what they are in Keras, of each
-    row's summed gradient. Weight decay is that of the transformation:
+    row's summed gradient; 0 clips nothing. Weight decay is that of the transformation:
     `Optimizer(osa.exact_adamw, 1e-3, weight_decay=1e-4)`. Other arguments of Keras'
     optimisers are refused. So are constraints of variables under `exact_adam`; under
     others a constraint of a table costs what the table costs.
@@ -68,8 +69,9 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
       **arguments: What else `transformation` takes.
 
     Raises:
-      TypeError: If `transformation` is neither a function nor a transformation, or an
-        argument is one that Keras' optimisers take and this one does not.
+      TypeError: If `transformation` is neither a function nor a transformation, the
+        learning rate neither a number nor a schedule, or an argument is one that Keras'
+        optimisers take and this one does not.
       ValueError: For a second way of clipping. When it is built, for a variable that
         it cannot train.
     """
@@ -97,7 +99,12 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 "Optimizer passes arguments to a function that makes a transformation, "
                 "got what it has made: write Optimizer(osa.sparse_adam, 1e-3)."
             )
-        is_number = isinstance(learning_rate, int | float)
+        is_number = not (learning_rate is None or callable(learning_rate))
+        if is_number and not _is_number(learning_rate):
+            raise TypeError(
+                "Optimizer needs a learning rate that is a number or a schedule, got "
+                f"{learning_rate!r}."
+            )
         super().__init__(
             float(learning_rate) if is_number else self._rate_now,
             clipnorm=clipnorm,
@@ -125,11 +132,11 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         is_made = isinstance(make, optax.GradientTransformation)
         tx: Any = make if is_made else make(*rates, **self._arguments)
         clip = None
-        if self.clipnorm is not None:
+        if (self.clipnorm or 0) > 0:  # as in Keras, where 0 clips nothing
             clip = optax.stateless_with_tree_map(self._clip_norm)
-        elif self.global_clipnorm is not None:
+        elif (self.global_clipnorm or 0) > 0:
             clip = optax.clip_by_global_norm(self.global_clipnorm)
-        elif self.clipvalue is not None:
+        elif (self.clipvalue or 0) > 0:
             clip = optax.clip(self.clipvalue)
         return tx if clip is None else optax.chain(lazy(clip), tx)
 
@@ -178,7 +185,9 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[Any], list[Any]]:
-        """One step, for a `train_step` of your own; returns the new values of both.
+        """One step, of a `train_step` or a loop of your own; new values of both.
+
+        For a loop `row_sparse(model)` and `model.compile(optimizer)` come before it.
 
         Args:
           optimizer_variables: Values of the optimiser's variables.
@@ -186,16 +195,17 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
           trainable_variables: Values of the model's trainable variables.
 
         Raises:
-          ValueError: If `row_sparse` was not called for the model, if no gradient is
-            row-sparse, or for other variables than those that it was built with.
+          ValueError: If no model that `row_sparse` was called for is compiled with it,
+            if no gradient is row-sparse, or for other variables than those that it was
+            built with.
         """
         if not self._is_prepared:
             raise ValueError(
                 "Optimizer trains models that row_sparse was called for: call "
                 "optax_sparse_adam.keras.row_sparse(model), also after load_model and "
-                "clone_model. Without `fit` take osa.make_train_step."
+                "clone_model; for a loop of your own compile the model with it, too."
             )
-        if not any(map(is_bcoo, grads)):
+        if grads and not any(map(is_bcoo, grads)):
             raise ValueError(
                 "Optimizer needs row-sparse gradients, got dense ones: in a train_step "
                 "of your own call osa.value_and_grad in place of jax.value_and_grad."
@@ -277,7 +287,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def finalize_variable_values(self, var_list: list[Any]) -> None:
         """Brings all rows up to date: Keras calls it at the end of `fit`."""
         # A step that raised has left Keras' variables without values.
-        if self.built and all(v._value is not None for v in self._trainable_variables):
+        if self.built and all(v._value is not None for v in self.variables):
             self._flush()
 
     def _flush(self) -> None:
@@ -331,6 +341,11 @@ def _refuse(names: Iterable[str]) -> None:
         raise TypeError(f"Optimizer takes no {name}: {_REFUSED[name]}. Leave it out.")
 
 
+def _is_number(x: Any) -> bool:
+    """Whether it is one number: of Python, of NumPy, or of JAX."""
+    return np.ndim(x) == 0 and np.issubdtype(np.asarray(x).dtype, np.number)
+
+
 def _key_impl(x: Any) -> Any:
     """The kind of a random key; `None` for other arrays."""
     is_key = jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
@@ -351,4 +366,4 @@ def _is_saveable(x: Any) -> bool:
         name = keras.saving.get_registered_name(x)
         return keras.saving.get_registered_object(name) is x
     schedule = keras.optimizers.schedules.LearningRateSchedule
-    return x is None or isinstance(x, bool | int | float | str | schedule)
+    return x is None or isinstance(x, bool | int | float | str | np.generic | schedule)

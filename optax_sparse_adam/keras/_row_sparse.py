@@ -80,7 +80,9 @@ def row_sparse(model: Any, sparse: Any = None) -> Any:
     def after_flush(method: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
             flush(model)
-            return method(model, *args, **kwargs)
+            result = method(model, *args, **kwargs)
+            _prepare(model)  # for what `compile` was given
+            return result
 
         return called
 
@@ -90,6 +92,7 @@ def row_sparse(model: Any, sparse: Any = None) -> Any:
     for name in _WHOLE:
         setattr(model, name, after_flush(getattr(type(model), name)))
     model.train_function = model.test_function = model.predict_function = None
+    _prepare(model)
     return model
 
 
@@ -108,6 +111,12 @@ def flush(model: Any) -> None:
         optimizer._flush()
 
 
+def _prepare(model: Any) -> None:
+    """Lets the optimiser step, whose model calls `flush` before it is read."""
+    if isinstance(getattr(model, "optimizer", None), Optimizer):
+        model.optimizer._is_prepared = True
+
+
 def _check_optimizer(model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -122,7 +131,7 @@ def _check_optimizer(model: Any) -> None:
             f"{type(optimizer).__name__}: pass Optimizer(osa.exact_adam, 1e-3)."
         )
     optimizer._check_variables(model)
-    optimizer._is_prepared = True
+    _prepare(model)
 
 
 def _train_step(model: Any, sparse: Any, state: Any, data: Any) -> Any:
@@ -188,7 +197,7 @@ def _reading(model: Any, kind: str) -> Callable[[Any, Iterator[Any]], Any]:
             outputs.append(output)
         if not outputs:
             raise StopIteration
-        if kind == "predict":
+        if kind == "predict" and len(outputs) > 1:
             outputs = [jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)]
         return outputs[-1], (trainable, *untrained)
 

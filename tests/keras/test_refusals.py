@@ -1,10 +1,12 @@
 """What is refused, in which words, and learning rates."""
 
 import doctest
+import functools
 import os
 import subprocess
 import sys
 
+import jax
 import keras
 import numpy as np
 import optax
@@ -64,6 +66,8 @@ def test_options_of_keras(options, words):
     [
         (lambda: Optimizer(osa.sparse_adam(1e-3), 1e-3), "a function that makes"),
         (lambda: Optimizer("adam"), "got str"),
+        (lambda: Optimizer(osa.sparse_adam, "1e-3"), "number or a schedule, got '1e"),
+        (lambda: Optimizer(osa.sparse_adam, np.ones(1)), "number or a schedule"),
         (lambda: Optimizer(osa.sparse_adam, 1).apply([]), "stateless_apply"),
         (
             lambda: Optimizer(osa.exact_adamw, 1).exclude_from_weight_decay([]),
@@ -72,7 +76,7 @@ def test_options_of_keras(options, words):
         (lambda: row_sparse(layers.Dense(1)), "got Dense"),
         (lambda: row_sparse(WithTrainStep(), bool), "pass `sparse` to"),
     ],
-    ids=["made", "text", "apply", "exclude", "layer", "train_step"],
+    ids=["made", "text", "rate", "rates", "apply", "exclude", "layer", "train_step"],
 )
 def test_wrong_arguments(make, words):
     with pytest.raises(TypeError, match=words):
@@ -189,6 +193,43 @@ def test_a_train_step_of_ones_own():
     np.testing.assert_allclose(*runs, rtol=0, atol=h.ROUNDED)
 
 
+@pytest.mark.parametrize("order", ["compiled", "row_sparse"])
+def test_a_loop_of_ones_own(order):
+    """What the refusal of `apply` says, beside Keras' own `train_on_batch`."""
+    keras.utils.set_random_seed(0)
+    model, optimizer = h.sequential(), h.exact()
+    model.build((None, h.LENGTH))
+    if order == "row_sparse":
+        row_sparse(model)
+    model.compile(optimizer)
+    if order == "compiled":
+        row_sparse(model)
+    variables = model.trainable_variables
+    optimizer.build(variables)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(trainable, slots, ids, labels):
+        def loss(trainable):
+            predicted, _ = model.stateless_call(trainable, [], ids, training=True)
+            return keras.ops.mean(h.LOSS(labels, predicted))
+
+        grads = osa.grad(loss, read=optimizer.state_of(slots))(trainable)
+        return optimizer.stateless_apply(slots, grads, trainable)
+
+    both = variables, optimizer.variables
+    values = [[v.value for v in x] for x in both]
+    expected = h.compiled(h.sequential, h.adam())
+    for seed in range(3):
+        batch = h.data(seed, batches=1)
+        values = step(*values, *batch)
+        expected.train_on_batch(*batch)
+    for x, new in zip(both, values, strict=True):
+        for v, value in zip(x, new, strict=True):
+            v.assign(value)
+    flush(model)
+    h.assert_same_weights(model, expected, atol=h.ROUNDED)
+
+
 def test_a_train_step_that_keras_makes_dense():
     model = row_sparse(WithTrainStep())
     model.compile(h.exact(), h.LOSS)
@@ -204,12 +245,13 @@ def test_a_train_step_without_row_sparse():
         h.fitted(model)
 
 
-CLIPS = {"clipnorm": 0.05, "clipvalue": 0.01, "global_clipnorm": 0.05}
+CLIPS = [("clipnorm", 0.05), ("clipvalue", 0.01), ("global_clipnorm", 0.05)]
+NO_CLIPS = [("clipnorm", -1.0), ("clipvalue", 0.0), ("global_clipnorm", 0)]
 
 
-@pytest.mark.parametrize("name", CLIPS)
-def test_clipping(name):
-    options = {name: CLIPS[name]}
+@pytest.mark.parametrize(("name", "value"), CLIPS + NO_CLIPS)
+def test_clipping(name, value):
+    options = {name: value}
     ours = h.compiled(h.functional, h.exact(**options))
     h.assert_same_run(ours, h.compiled(h.functional, h.adam(**options)))
 
@@ -231,8 +273,10 @@ def test_callbacks_change_the_rate(callback):
     ids = np.stack([np.random.default_rng(i).permutation(h.ROWS) for i in range(64)])
     labels = (ids[:, :1] % 2).astype(np.float32)
     runs = []
-    optimizers = Optimizer(osa.sparse_adam, 1e-2, eps=1e-7), keras.optimizers.Adam(1e-2)
-    for optimizer in optimizers:
+    rate, b1 = np.float32(1e-2), np.float32(0.9)  # as a sweep has them
+    ours = Optimizer(osa.sparse_adam, rate, b1=b1, eps=1e-7)
+    ours = Optimizer.from_config(ours.get_config())
+    for optimizer in (ours, keras.optimizers.Adam(1e-2)):
         model = h.compiled(h.sequential, optimizer)
         history = model.fit(
             *(ids, labels, 8),

@@ -119,6 +119,27 @@ def test_callbacks_see_rows_of_now():
     np.testing.assert_allclose(seen["Optimizer"], seen["Adam"], rtol=0, atol=h.ROUNDED)
 
 
+class Structured(keras.Model):
+    """Outputs without a batch, which nothing concatenates where there is one batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = h.embedding()
+
+    def call(self, ids):
+        rows = self.table(ids)
+        return {"rows": rows, "mean": keras.ops.mean(rows)}
+
+
+def test_outputs_of_one_batch():
+    ids = h.data(batches=1)[0]
+    model = h.compiled(Structured, h.exact())
+    now = model.predict_on_batch(ids)
+    expected = h.compiled(Structured, h.adam()).predict_on_batch(ids)
+    np.testing.assert_array_equal(now["rows"], expected["rows"])
+    np.testing.assert_allclose(now["mean"], expected["mean"], rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
 def test_policies(policy):
     keras.config.set_dtype_policy(policy)
@@ -136,6 +157,11 @@ def test_frozen_layers():
     results = []
     for optimizer in (h.exact, h.adam):
         model = h.compiled(h.functional, optimizer(), sparse=None)
+        model.trainable = False  # all of it
+        model.compile(optimizer(), h.LOSS)
+        h.fitted(model, epochs=1)
+        model.predict(h.data()[0], verbose=0)
+        model.trainable = True
         table = model.get_layer("table")
         losses, first = [], table.get_weights()[0]
         for trainable in (False, True):
