@@ -165,7 +165,7 @@ def _look_up_rows(
     if not isinstance(value, Expression) or source.stale is not None:
         return NotImplemented
     aval: Any = eqn.invars[1].aval
-    indices = aval if walk.is_plan else ids
+    indices = aval if walk.is_plan else jnp.asarray(ids)  # of NumPy, if constant
     return _look_up(walk, eqn, value, lookup_of_rows(value.shape, indices, bounds))
 
 

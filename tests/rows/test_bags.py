@@ -435,6 +435,13 @@ def test_nothing_to_add_up(name, mode):
         assert_identical(found, np.zeros((4, 2), np.float32))
 
 
+def test_ids_of_numpy_that_the_program_holds():
+    table, ids = numbers()[0], np.array([[0, 2, 2], [1, 3, 0]])
+    grad = jax.jit(osa.grad(lambda t: jnp.sum(bag(t, ids, mode="max") ** 2)))(table)
+    expected = jax.grad(lambda t: jnp.sum(jnp.max(t[ids], axis=1) ** 2))(table)
+    assert_close(dense(grad), expected, 1e-6)
+
+
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_offsets_that_do_not_ascend(mode):
     table, ids, offsets = numbers()[0], jnp.arange(4), jnp.array([2, 0])
