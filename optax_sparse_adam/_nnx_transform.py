@@ -16,7 +16,7 @@ from flax import nnx
 
 from ._gradients import value_and_grad as _sparse
 from ._gradients.arguments import is_mutable_variable
-from ._gradients.evaluate import evaluate
+from ._gradients.evaluate import evaluated
 
 # Names Flax's record of which object inside of the loss is which one outside.
 _CONTEXT = "optax_sparse_adam.flax_nnx"
@@ -44,7 +44,10 @@ def transform(
     if fun is None:
         return functools.partial(transform, name, reduce_axes=(), **modes, **options)
     _check(name, fun, options["argnums"], **modes)
-    transformed = _evaluated if name == "evaluate" else _sparse.differentiated
+    # A variable that comes out of a program inside of `fun`, as all do that nnx.jit and
+    # nnx.remat return, is written back as it was: rows are read up to date, not stored.
+    differentiated = functools.partial(_sparse.differentiated, as_stored=True)
+    transformed = _evaluated if name == "evaluate" else differentiated
     both = _by_rows(fun, transformed, **modes, **options)
     if name == "value_and_grad":
         return both
@@ -75,7 +78,7 @@ def _evaluated(
     pure: Callable[..., Any], places: Any, has_aux: bool, *, read: Any, **_: Any
 ) -> Callable[..., tuple[Any, None]]:
     """`evaluate`, in the form of `differentiated`: there are no gradients."""
-    run = evaluate(pure, places, read=read)
+    run = evaluated(pure, places, read=read, as_stored=True)
     return lambda *args, **keywords: (run(*args, **keywords), None)
 
 

@@ -39,6 +39,8 @@ def evaluate_with_gradients(
     tables: list[Source],
     are_stale: Callable[[list[int]], Any],
     sizes: Mapping[int, int],
+    *,
+    as_stored: bool,
 ) -> tuple[list[Any], list[Any]]:
     """The results of the jaxpr, and the derivative of the first one by each leaf.
 
@@ -50,6 +52,7 @@ def evaluate_with_gradients(
       are_stale: Says whether leaves that are used as a whole have rows that do not hold
         their values. The loss, and with it all gradients, is NaN then.
       sizes: Of leaves that are a part of a table, how many rows that has.
+      as_stored: As in `Walk.result`.
     """
     # What the loss shows is read before tables are written: see `_order_after`.
     shown = _shown(closed.jaxpr)
@@ -67,7 +70,10 @@ def evaluate_with_gradients(
         if isinstance(is_wrong, jax.Array):
             results[0] *= jnp.where(is_wrong, jnp.nan, 1).astype(results[0].dtype)
         # Arrays as they are, with their weak types.
-        return results[0], ([walk.dense(x) for x in results[1:]], walk.entries)
+        return results[0], (
+            [walk.result(x, as_stored=as_stored) for x in results[1:]],
+            walk.entries,
+        )
 
     # JAX differentiates with respect to deltas, and to the leaves that are arrays.
     # Inside `shard_map` deltas vary over the axes that rows do, as a cotangent must.

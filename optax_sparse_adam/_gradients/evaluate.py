@@ -59,10 +59,21 @@ def evaluate(
       >>> [round(x, 4) for x in evaluation(table, state, jnp.array([3, 5])).tolist()]
       [3.6, 4.0]
     """
+    return evaluated(fun, argnums, read=read)
+
+
+def evaluated(
+    fun: Callable[..., Result],
+    argnums: int | Sequence[int],
+    *,
+    read: Any,
+    as_stored: bool = False,
+) -> Callable[..., Result]:
+    """`evaluate`; `as_stored` is that of `Walk.result`."""
     check_argnums(argnums)
 
     @functools.wraps(fun)
-    def evaluated(*args: Any, **kwargs: Any) -> Result:
+    def evaluation(*args: Any, **kwargs: Any) -> Result:
         places = as_places(argnums)
         if not all(-len(args) <= place < len(args) for place in places):
             raise ValueError(
@@ -81,11 +92,12 @@ def evaluate(
             closed, to_result = trace(bound, args, places)
             values = [_looked_up(x) for x in current_tables(tree, read)]
             walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
-            arrays = [as_jax(walk.dense(x)) for x in walk.evaluate(closed, values)]
+            results = walk.evaluate(closed, values)
+            arrays = [as_jax(walk.result(x, as_stored=as_stored)) for x in results]
         result: Result = to_result(arrays)
         return result
 
-    return evaluated
+    return evaluation
 
 
 def _looked_up(source: Source) -> Any:

@@ -46,13 +46,16 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         # `checkpoint(tanh)(table)[ids]`: the function leaves the checkpoint as an
         # expression, and nothing of the table's size is held or computed again.
         return walk.evaluate(closed, args)
+    # What leaves as it came, as all variables that Flax's remat returns.
+    results = [x if any(x is y for y in args) else None for x in results]
+    keep = [i for i, x in enumerate(results) if x is None]
     deltas = walk.request(requests)
     walk.program.reread.update(x.leaf.index for x in requests)
     if walk.is_plan:
-        return [None] * len(eqn.outvars)
+        return results
 
     def function(arrays: Sequence[Any], deltas: Sequence[Any]) -> Any:
-        return walk.evaluate_inside(closed, merge(args, arrays), deltas)
+        return walk.evaluate_inside(closed, merge(args, arrays), deltas, keep)
 
     flags = params["prevent_cse"]
     prevent_cse = any(flags) if isinstance(flags, tuple) else flags
@@ -65,9 +68,9 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         prevent_cse=prevent_cse,
         policy=params["policy"],
     )
-    results, rows = checkpointed(arrays_among(args), deltas)
+    arrays, rows = checkpointed(arrays_among(args), deltas)
     walk.entries += rows
-    return results
+    return merge(results, arrays)
 
 
 def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:

@@ -169,8 +169,12 @@ def differentiated(
     sparse: Sparse,
     read: Any,
     check: Callable[[Any], None] = check_modules,
+    as_stored: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad` of a function that loses nothing; `check` refuses arguments."""
+    """`value_and_grad` of a function that loses nothing; `check` refuses arguments.
+
+    `as_stored` is that of `Walk.result`.
+    """
     sizes: Mapping[int, int] = {}
     if isinstance(sparse, PartsOfTables):
         sparse, sizes = sparse
@@ -218,7 +222,8 @@ def differentiated(
         are_stale = functools.partial(_are_stale, tree, read)
         with jit_enabled(), floating_point_errors():
             arrays, grads = evaluate_with_gradients(
-                closed, paths, wanted, tables, are_stale, sizes
+                *(closed, paths, wanted, tables, are_stale, sizes),
+                as_stored=as_stored,
             )
         _say_what_was_read(tree, tables, grads)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)

@@ -54,6 +54,31 @@ def trainer(tx, gradient):
     return model, optimizer, step
 
 
+@pytest.mark.parametrize("name", slow_but(["jit", "remat"], "remat"))
+def test_variables_that_a_program_inside_returns(name):
+    """By default Flax returns all of them, and sets them: tables are as they were."""
+    call = getattr(nnx, name)(Model.__call__)
+
+    def inside(model, ids):
+        return jnp.mean((call(model, ids) - 1) ** 2)
+
+    own = osa.exact_adam(0.05)
+    exact = trainer(own, lambda o: flax_nnx.value_and_grad(inside, read=o))
+    dense = trainer(optax.adam(0.05), lambda _: nnx.value_and_grad(loss))
+    for number in range(6):
+        values = [
+            step(model, optimizer, batch(number))
+            for model, optimizer, step in (exact, dense)
+        ]
+        assert_close(*values, 1e-10)
+    (model, optimizer, _), everything = exact, jnp.arange(ROWS)
+    stored = jnp.copy(model.embed.embedding[...])
+    value = flax_nnx.evaluate(inside, read=optimizer)(model, everything)
+    assert_close(value, loss(dense[0], everything), 1e-10)
+    assert_identical(model.embed.embedding[...], stored)
+    assert int(model.calls[...]) == 7
+
+
 @pytest.mark.parametrize("name", slow_but(["adam", "adamw"], "adamw"))
 def test_as_dense_adam_without_a_flush(name):
     """Thirty steps, evaluated at all rows after each; nothing is written."""
