@@ -56,7 +56,7 @@ class BagEntries:
 
     n_batch, n_sparse = 0, 1
     indices_sorted = unique_indices = False
-    nse = property(lambda self: len(self.indices))
+    nse = property(lambda self: self.indices.shape[0])
 
     @property
     def shape_of_data(self) -> tuple[int, ...]:

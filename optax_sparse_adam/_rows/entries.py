@@ -54,7 +54,7 @@ class SummedEntries:
     indices = property(lambda self: self.rows.indices)
     data = property(lambda self: self.rows.data)
     dtype = property(lambda self: self.rows.data.dtype)
-    nse = property(lambda self: len(self.rows.indices))
+    nse = property(lambda self: self.rows.indices.shape[0])
     n_sparse = property(lambda self: self.rows.indices.shape[1])
 
 

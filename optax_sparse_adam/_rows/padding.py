@@ -92,7 +92,8 @@ def last_indices(slot: jax.Array, axis: int) -> jax.Array:
     Distinct and ascending as the slots are, and out of bounds of every table whose
     padding the type can hold.
     """
-    return slot + (jnp.iinfo(slot.dtype).max - max(slot.shape[axis] - 1, 0))
+    # The size first: `jax.export` computes free ones in int32, which ends at the last.
+    return slot - max(slot.shape[axis] - 1, 0) + jnp.iinfo(slot.dtype).max
 
 
 def append_padding(index: jax.Array) -> jax.Array:

@@ -125,7 +125,7 @@ def weighted(b, n):
 
 
 FEW, BAGS, SEGMENTS = ["b <= 50"], ["b * n <= 50"], ["n <= 50"]
-CORE = "sum", "mean", "frozen", "evaluate of pairs"
+CORE = "sum", "mean", "frozen", "evaluate of pairs", "arithmetic on a gradient"
 # The function, its arguments but the table, their shapes, sizes, constraints.
 PROGRAMS = {
     "sum": (with_mode("sum"), padded, ["b, n"], [(1, 3), (5, 2), (17, 8)]),
@@ -180,6 +180,13 @@ PROGRAMS = {
         ["b, n"],
         [(1, 3), (5, 2)],
         BAGS,
+    ),
+    "arithmetic on a gradient": (
+        lambda t, i: entries(2 * osa.grad(loss)(t, i)),
+        flat,
+        ["b"],
+        [(1,), (40,)],
+        FEW,
     ),
     "dense gradient of bags": (
         lambda t, i: jax.grad(loss_of_bags)(t, i),
@@ -240,6 +247,12 @@ REFUSED = {
                 osa.grad(loss)(t, i), osa.sparse_adam(0.1).init(t)
             )[0]
         ),
+        ["", "b"],
+        FEW,
+        "added up.*got b of them",
+    ),
+    "sums of bags": (
+        lambda t, i: entries(osa.coalesce(osa.grad(loss_of_bags)(t, i[:, None]))),
         ["", "b"],
         FEW,
         "added up.*got b of them",
