@@ -17,6 +17,7 @@ from flax import nnx
 from ._gradients import value_and_grad as _sparse
 from ._gradients.arguments import is_mutable_variable
 from ._gradients.evaluate import evaluated
+from ._gradients.tracing import as_places
 
 # Names Flax's record of which object inside of the loss is which one outside.
 _CONTEXT = "optax_sparse_adam.flax_nnx"
@@ -106,7 +107,7 @@ def _by_rows(
         return transformed(pure, places, True, **options, **more)
 
     if not (graph and graph_updates):
-        return _by_tree(fun, argnums, has_aux, graph, by_rows)
+        return _by_tree(fun, argnums, has_aux, graph, by_rows, read)
 
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         bound = inspect.signature(fun).bind(*args, **kwargs)  # model=... is positional
@@ -121,6 +122,7 @@ def _by_rows(
             ctxtag=_CONTEXT,
         )
         origins: list[int | None] = []
+        assigned: list[tuple[int, int]] = []
         structure: Any = None
 
         def pure(*first: Any) -> tuple[Any, Any]:
@@ -128,6 +130,7 @@ def _by_rows(
             # Tracers that come out as they went in are known by their identity.
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
+            old = _values((args, kwargs))
             out = fun(*args, **kwargs)
             value, aux = _pair(out) if has_aux else (out, None)
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
@@ -138,6 +141,15 @@ def _by_rows(
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
             origins[:] = [positions.get(id(x)) for x in leaves]
+            # Of what `fun` has assigned: where it was before, where in `leaves` it is.
+            places = {id(x): k for k, x in enumerate(leaves)}
+            assigned[:] = [
+                (positions[id(value)], places[id(now)])
+                for variable, value in old
+                if (now := variable.get_raw_value()) is not value
+                and id(value) in positions
+                and id(now) in places
+            ]
             return value, [x for x in leaves if id(x) not in positions]
 
         places = tuple(wrt) if isinstance(argnums, Sequence) else min(wrt)
@@ -145,6 +157,8 @@ def _by_rows(
         (value, changed), grads = by_rows(pure, places)(*first)
         before, rest = jax.tree.leaves(inputs), iter(changed)
         leaves = [next(rest) if i is None else before[i] for i in origins]
+        pairs = [(before[i], leaves[k]) for i, k in assigned]
+        _check_assigned(first, places, read, pairs)
         # This is also what updates the arguments.
         _, aux = nnx.from_tree(
             jax.tree.unflatten(structure, leaves), ctxtag=_CONTEXT, is_inner=False
@@ -200,6 +214,7 @@ def _by_tree(
     has_aux: bool,
     graph: bool,
     by_rows: Callable[..., Any],
+    read: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """The mode of `nnx` in which modules are trees, by its own functions for that."""
     tree: Any = nnx.extract
@@ -228,10 +243,40 @@ def _by_tree(
         (value, (updates, aux)), grads = both(*args, **kwargs)
         if graph:
             grads, aux = tree.from_tree2((grads, aux))
+        pairs = [
+            (variables[path].get_raw_value(), new.get_raw_value())
+            for update in updates
+            for path, new in update
+            if path in variables
+        ]
+        _check_assigned(args, argnums, read, pairs)
         tree.apply_updates(variables, updates)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_fun
+
+
+def _values(tree: Any) -> list[tuple[nnx.Variable[Any], Any]]:
+    """Variables, and what they have now."""
+    nodes = (node for _, node in nnx.iter_graph(tree))
+    return [(x, x.get_raw_value()) for x in nodes if isinstance(x, nnx.Variable)]
+
+
+def _check_assigned(
+    args: Sequence[Any], argnums: Any, read: Any, pairs: Sequence[tuple[Any, Any]]
+) -> None:
+    """Refuses a function that assigns a table, by what variables were and are."""
+    changed = [id(old) for old, new in pairs if new is not old]
+    chosen = [args[place] for place in as_places(argnums)]
+    tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
+    tables = _sparse.leaves_with_stale_rows(tree, state_of(read)) if changed else []
+    if any(id(table) in changed for table in tables):
+        raise ValueError(
+            "The function assigns a variable that `exact_adam` trains, and that is "
+            "read by `read=`. It sees rows as they are now; what is stored are rows as "
+            "they were at their last step. Change the variable between two steps, "
+            "after `flax_nnx.flush(model, optimizer)`."
+        )
 
 
 def _is_mutable(item: tuple[Any, Any]) -> bool:

@@ -111,7 +111,8 @@ def value_and_grad(
         or not real, or the loss is no real scalar.
       ValueError: For a bound method of a module, and `argnums` that `nnx` refuses. By
         the returned function, if an argument is named twice, if arguments share
-        variables that only one of them differentiates, or for `sparse`.
+        variables that only one of them differentiates, for `sparse`, or if the loss
+        assigns a variable whose rows `read` brings up to date.
 
     Examples:
       >>> import jax.numpy as jnp
