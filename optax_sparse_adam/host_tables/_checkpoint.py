@@ -41,15 +41,21 @@ _PART = "rows"
 _OF_A_CHECKPOINT = re.compile(f"(?:journal|{_PART})-([0-9a-f]{{32}})(?:-[0-9]+)?")
 
 
-def save(rows: HostRows, folder: Path) -> None:
+def save(rows: HostRows, folder: Path, removes: tuple[str, int] = ("", 0)) -> None:
     """Makes a checkpoint of what has settled.
+
+    Args:
+      rows: Of all tables.
+      folder: Of the checkpoint.
+      removes: A checkpoint that this one takes over, and of how many processes: their
+        files are of no use when this one is there.
 
     Raises:
       FileExistsError: If the folder has a checkpoint of another run.
       FileNotFoundError: If another process has another folder.
     """
     ledger, spread, name = rows.ledger, rows.plan.spread, new_name()
-    about: dict[str, Any] = {"name": name, "step": rows.steps}
+    about: dict[str, Any] = {"name": name, "step": rows.steps, "removes": removes}
     shared, in_memory = _rest(rows), _in_memory(rows)
     arrays = [data_of(x) for _, x in shared]
     with contextlib.ExitStack() as end:
@@ -140,6 +146,16 @@ def processes_of(folder: Path) -> int | None:
     if not (folder / ARCHIVE).exists():
         return None
     return int(read_archive(folder / ARCHIVE, whole=False)[0].get("processes", 1))
+
+
+def removed_by(folder: Path) -> tuple[str, int]:
+    """What the checkpoint of a folder, if there is one, has taken over: see `save`."""
+    if not (folder / ARCHIVE).exists():
+        return "", 0
+    name, processes = read_archive(folder / ARCHIVE, whole=False)[0].get(
+        "removes", ("", 0)
+    )
+    return name, processes
 
 
 def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Part:

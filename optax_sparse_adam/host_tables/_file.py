@@ -350,17 +350,29 @@ class File(Memory):
         return disk.f_bavail * disk.f_frsize < pages * _PAGE
 
 
-def remove_unfinished(path: Path) -> None:
-    """Removes a file that was begun, and that no checkpoint has."""
-    if path.exists():
-        with path.open("rb", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            head = file.read(_MARK)
-            is_whole = head.startswith(_MAGIC)
-            if _is_begun(head) or (
-                is_whole and not Mark.read(head[len(_MAGIC) :]).checkpoint
-            ):
-                path.unlink()
+def remove_if(path: Path, is_left: Callable[[Mark], bool]) -> None:
+    """Removes a file of a mark of which this is so, or that was begun and not finished.
+
+    Raises:
+      BlockingIOError: If another trainer has it.
+    """
+    if not path.exists():
+        return
+    with path.open("rb", buffering=0) as file:
+        head = file.read(_MARK)
+        is_whole = head.startswith(_MAGIC)
+        if _is_begun(head) or (is_whole and is_left(Mark.read(head[len(_MAGIC) :]))):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(
+                    errno.EWOULDBLOCK,
+                    "HostTrainer.restore removes a file that an earlier one has left, "
+                    "and another HostTrainer has it open, or a process that was forked "
+                    "of one; close it first",
+                    str(path),
+                ) from None
+            path.unlink()
 
 
 def _is_begun(head: bytes) -> bool:

@@ -5,7 +5,8 @@
 
 Each process reads what others have left of the rows that are its own now, and writes it
 to stores that are new. Nothing that was there is changed, so what is killed on the way
-begins again. When the new checkpoint is made, the files of the one before are removed.
+begins again. When the new checkpoint is made, which says so, the files of the one
+before are removed; what is killed on the way removes them when it is restored.
 """
 
 import errno
@@ -16,17 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from ._checkpoint import Part, read_part, rest_of, undo_of
+from ._archive import part_name
+from ._checkpoint import Part, read_part, removed_by, rest_of, undo_of
 from ._host_rows import HostRows
 from ._plan import CHUNK
 from ._records import WORD
-from ._store import Ascending, Memory, Store, rows_between
+from ._store import Ascending, Mark, Memory, Store, rows_between
 from ._table import file_of
 from ._together import together
 
 
-def begin_again(rows: HostRows, k: int) -> None:
-    """Begins the store of a table, for rows that are written later.
+def begin_again(rows: HostRows, k: int, folder: Path) -> None:
+    """Begins the store of a table, for rows of a checkpoint that are written later.
 
     Raises:
       FileExistsError: If there is a file that is of some checkpoint.
@@ -42,9 +44,15 @@ def begin_again(rows: HostRows, k: int) -> None:
         )
     path = file_of(host, spread.process, spread.processes)
     if path is not None:
-        from ._file import remove_unfinished  # needs POSIX
+        from ._file import remove_if  # needs POSIX
 
-        remove_unfinished(path)
+        def is_unfinished(mark: Mark) -> bool:
+            """Whether it is of no checkpoint but one that was begun in the folder."""
+            numbers = spread.process, spread.processes
+            journal = folder / part_name("journal", mark.pending, *numbers)
+            return not mark.checkpoint and (not mark.pending or journal.exists())
+
+        remove_if(path, is_unfinished)
         if path.exists():
             raise FileExistsError(
                 errno.EEXIST,
@@ -86,14 +94,17 @@ def move(rows: HostRows, folder: Path, before: int) -> None:
     rows.ledger.names, rows.steps = {part.name}, part.step
 
 
-def remove_files(rows: HostRows, before: int) -> None:
-    """Removes the files of so many processes, after rows were read and are saved."""
+def remove_files(rows: HostRows, folder: Path) -> None:
+    """Removes the files of a checkpoint that the one of a folder has taken over."""
+    name, processes = removed_by(folder)
     if rows.plan.spread.process == 0:
         for host in rows.plan.hosts:
-            for process in range(before):
-                path = file_of(host, process, before)
+            for process in range(processes):
+                path = file_of(host, process, processes)
                 if path is not None:
-                    path.unlink(missing_ok=True)
+                    from ._file import remove_if  # needs POSIX
+
+                    remove_if(path, lambda x: name in {x.checkpoint, x.pending})
 
 
 def _stores_of(rows: HostRows, part: Part, process: int, before: int) -> list[Store]:

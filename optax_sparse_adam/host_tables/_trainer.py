@@ -180,6 +180,7 @@ class HostTrainer:
                 keep(budget)
             if path is not None:
                 before = processes_of(path) or processes
+                remove_files(rows, path)  # by a process that was killed before it
         try:
             # A training step donates it, and two arrays of a state may be one.
             rest = plan.begin_rest(rows.dense) if rest is None else rest
@@ -192,10 +193,10 @@ class HostTrainer:
                 for k, (host, table) in enumerate(pairs):
                     store = new_store(host, table, plan.layouts[k], budget, spread)
                     rows.stores.append(store)
-                    if before == processes:
+                    if path is None or before == processes:
                         begin(k, store)
                     else:
-                        begin_again(rows, k)
+                        begin_again(rows, k, path)
             if path is not None and before == processes:
                 load(rows, path)
             elif path is not None:
@@ -211,9 +212,12 @@ class HostTrainer:
     def _save_again(self, path: Path, before: int) -> None:
         """Saves what was restored of so many processes; new files are part of it."""
         try:
-            save(self._rows, path)
-            if before != self._rows.plan.spread.processes:
-                remove_files(self._rows, before)
+            rows, removes = self._rows, ("", 0)
+            if before != rows.plan.spread.processes:
+                (name,) = rows.ledger.names
+                removes = name, before
+            save(rows, path, removes)
+            remove_files(rows, path)
         except BaseException:
             self._rows.close()
             raise

@@ -1,11 +1,13 @@
 """Several processes train, save, are killed and go on as one process does."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables._store import Mark
 
 from ..helpers import host_process_worker as worker
 from ..helpers import host_refusals_worker as refusals
@@ -101,6 +103,15 @@ def test_what_one_process_cannot_do_no_other_does(tmp_path):
     what_one_process_cannot_restore(tmp_path)
 
 
+def interrupted_at_tables(unlink):
+    def interrupted(path, **options):
+        if path.name.startswith("table.bin-"):
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    return interrupted
+
+
 def what_one_process_cannot_restore(folder):
     """Of what two have saved; what they have stays, to be restored by two or by one."""
     there = {x: x.read_bytes() for x in folder.rglob("*") if x.is_file()}
@@ -123,7 +134,23 @@ def what_one_process_cannot_restore(folder):
     with pytest.raises(FileExistsError, match="there is one, of another checkpoint"):
         restore("run", file=file)
     file.unlink()
+    # A file of a first checkpoint elsewhere that was killed before it marked the file.
+    with host.HostTrainer(loss, refusals.TX, host_params(*begin(), file=file)) as other:
+        other._rows.stores[0].set_mark(Mark(pending="elsewhere"))
+        journal = folder / "run" / "journal-elsewhere"
+        journal.touch()  # if it were here
+        with pytest.raises(BlockingIOError, match="an earlier one has left"):
+            restore("run", file=file)
+        journal.unlink()
+    with pytest.raises(FileExistsError, match="there is one, of another checkpoint"):
+        restore("run", file=file)
+    file.unlink()
     assert there == {x: x.read_bytes() for x in there}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", interrupted_at_tables(Path.unlink))
+        with pytest.raises(KeyboardInterrupt):
+            restore("run", file=file)
+    assert len([*folder.glob("table.bin-*")]) == 2  # it is made, and they are there
     with restore("run", file=file) as trainer:
         assert trainer.steps == 3
-    assert not [*folder.glob("table.bin-*")]
+        assert not [*folder.glob("table.bin-*")]
