@@ -23,7 +23,8 @@ it, `Optimizer` refuses the dense gradients that Keras makes.
 Under `exact_adam`, `evaluate`, `predict` and their forms for one batch read rows as
 they are now, at the price of the batch. What reads or writes whole tables brings all
 rows up to date first: saving, `get_weights`, and the end of `fit`. `flush(model)` does
-it at other times, as before `model(x)` between calls of `train_on_batch`.
+it at other times, as before `model(x)`, `layer.set_weights` and `variable.assign`
+between calls of `train_on_batch`.
 """
 
 import keras as _keras
