@@ -11,9 +11,11 @@ short.
 """
 
 import mmap
+import numbers
 import os
 import threading
 import weakref
+from typing import Any
 
 _FOLIOS = 1 << 16  # bytes that the touch of a row maps, on the average
 # Rows between two looks at the process's memory, and what they may map: 64 MB.
@@ -28,6 +30,14 @@ def register(mapping: mmap.mmap) -> None:
     """Counts a mapping from now on, until its last view is gone."""
     with _lock:
         _mappings.add(mapping)
+
+
+def check_budget(function: str, budget: Any) -> None:
+    if not (isinstance(budget, numbers.Real) and float(budget) > 0):  # no NaN
+        raise ValueError(
+            f"{function} needs a budget that is a number of bytes, as budget=2e9, got "
+            f"{budget!r}."
+        )
 
 
 def keep(budget: float) -> None:

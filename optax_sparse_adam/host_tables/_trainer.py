@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from .._exact_adam.state import clocks_of
 from .._gradients.value_and_grad import Sparse
 from ._between import evaluated, map_rows, reset
-from ._budget import keep
+from ._budget import check_budget, keep
 from ._checkpoint import load, processes_of, save
 from ._host_rows import HostRows
 from ._ids import split_keywords
@@ -75,12 +75,12 @@ class HostTrainer:
     Raises:
       TypeError: If `tx` is no transformation; if what is `stateful` is no dictionary of
         such things, or `mesh` no mesh; by steps, as those of `make_train_step`.
-      ValueError: If there is no `HostTable`; if two have one file or one storage; if
-        the state of `tx` has rows along another axis, or begins with what is computed
-        of all rows, such as a norm; in one of several processes without a `mesh`. By
-        steps, with the user's line, for a loss that uses all of a table, or whose ids
-        depend on rows; in one of several processes for ids that are computed of what
-        is no global array.
+      ValueError: If `steps` or `budget` is no such number; if there is no `HostTable`;
+        if two have one file or one storage; if the state of `tx` has rows along another
+        axis, or begins with what is computed of all rows, such as a norm; in one of
+        several processes without a `mesh`. By steps, with the user's line, for a loss
+        that uses all of a table, or whose ids depend on rows; in one of several
+        processes for ids that are computed of what is no global array.
       IndexError: By a step, before anything is changed, for an id out of bounds, or
         for an integer of NumPy that JAX would take for another one.
       FileExistsError: If a file is there already: `restore` opens it.
@@ -177,6 +177,7 @@ class HostTrainer:
         before = processes = spread.processes
         with together(function):
             if budget is not None:
+                check_budget(function, budget)
                 keep(budget)
             if path is not None:
                 before = processes_of(path) or processes
@@ -341,9 +342,15 @@ class HostTrainer:
 
         Raises:
           RuntimeError: If the iterable changes the trainer.
+          ValueError: If `ahead` is no number of batches.
         """
         self._rows.check()
-        return self._pipeline.run(batches, max(0, ahead))
+        if not hasattr(ahead, "__index__") or operator.index(ahead) < 0:
+            raise ValueError(
+                "HostTrainer.run needs `ahead`, a number of batches from 0 on, got "
+                f"{ahead!r}."
+            )
+        return self._pipeline.run(batches, ahead)
 
     @property
     def drawn(self) -> list[tuple[Any, ...] | BatchWithReset]:

@@ -156,6 +156,13 @@ def test_what_has_no_state_is_refused(tmp_path):
             make({"a": 3})
     with pytest.raises(ValueError, match=r"a count of steps, got 2\.0"):
         host.HostTrainer(loss, TX, params, steps=2.0)
+    for budget in ("2GB", float("nan"), 0):
+        with pytest.raises(ValueError, match="a number of bytes, as budget=2e9, got"):
+            host.HostTrainer(loss, TX, params, budget=budget)
+    with host.HostTrainer(loss, TX, params) as trainer:
+        for ahead in (None, "4", -1, 2.0):
+            with pytest.raises(ValueError, match="`ahead`, a number of batches"):
+                trainer.run([], ahead=ahead)
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "<i4")]])
