@@ -166,8 +166,9 @@ class CanaryBCOO(BCOO, metaclass=NamedInErrors):
         self._unbatched = tuple(shape[self.n_batch :])
 
     def __repr__(self) -> str:
-        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(self)):
-            return "BCOO(<invalid>)"  # in a tree of shapes
+        parts = [self.stored_indices, *jax.tree.leaves(self)]
+        if not all(hasattr(x, "dtype") for x in parts):
+            return "BCOO(<invalid>)"  # in a tree of shapes, or of None
         shape, sizes = [*self.shape], f"nse={self.nse}, n_dense={self.n_dense}"
         sizes = f"n_batch={self.n_batch}, {sizes}" if self.n_batch else sizes
         return f"BCOO({self.dtype}{shape}, {sizes})"

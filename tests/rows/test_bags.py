@@ -357,6 +357,10 @@ def test_a_gradient_without_values():
     shapes = jax.eval_shape(lambda: grad)
     assert repr(shapes) == repr(grad)
     assert shapes.data.shape == grad.data.shape
+    for empty in (None, (), []):
+        for grads in (grad, osa.coalesce(grad)):
+            mapped = jax.tree.map(lambda _: empty, grads)  # noqa: B023
+            assert repr(mapped) == "BCOO(<invalid>)"
     assert repr(jax.tree.map(jnp.shape, grad)) == "BCOO(<invalid>)"
     assert_identical(jax.device_get(grad).data, grad.data)
 
