@@ -95,7 +95,8 @@ def _of_state(
         raise ValueError(
             f"{verb} needs the state that tx.init makes of these parameters, {wanted}, "
             f"got {held}. Pass the transformation and the parameters that the state "
-            "belongs to."
+            "belongs to. (What keeps the form of gradients in its state, as "
+            "optax.zero_nans, is to be inside of lazy.)"
         )
     return [None if i is None else tables[i] for i in owners]
 
