@@ -227,6 +227,9 @@ class Pipeline:
                     yield value
                     with rows.alone():
                         rows.check(changes=True)
+                if work is not None:
+                    with rows.alone():
+                        work.result()  # where the step before the last one has failed
         finally:
             rows.draws(False)  # an interrupt may have come while this was said
             with rows.alone():
