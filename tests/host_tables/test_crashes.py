@@ -303,10 +303,9 @@ def test_a_restore_that_is_interrupted(run, tmp_path, expected, copies):
     What is left is restored once: most calls are reads, and leave what the one before
     has left.
     """
-    first = shutil.copytree(run, tmp_path / "first")
-    for _ in range(2):  # what is made once in a process, is made by the first
+    for first in ("once", "again"):  # what is made once in a process is made by then
         with interrupted(0) as calls:
-            trainer = restored(first)
+            trainer = restored(shutil.copytree(run, tmp_path / first))
         trainer.close()
     left, stopped = set(), 0
     for number in range(1, len(calls) + 1):
