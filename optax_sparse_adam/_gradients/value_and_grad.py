@@ -393,6 +393,7 @@ def _stale_rows(
 
 
 def leaves_with_stale_rows(tree: Any, read: Any) -> list[Any]:
+    """The leaves whose rows `read` brings up to date where they are looked up."""
     leaves = jax.tree.leaves(tree)
     return [leaves[i] for _, rows in _stale_rows(tree, read) for i in rows]
 

@@ -32,7 +32,7 @@ class _NoArray:
 def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
     """See `HostTrainer.evaluate`."""
     plan, few = host.plan, compact(fun, host.plan.tables)
-    ids = RowIds(fun, plan)
+    ids = RowIds(fun, plan.tables, plan.treedef, plan.spread.whole)
 
     def on_rows(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
         params, state = plan.join(rest, arrays)

@@ -117,10 +117,16 @@ class RowIds:
     the step before.
     """
 
-    def __init__(self, fun: Callable[..., Any], plan: Any):
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        tables: Mapping[int, Whole],
+        treedef: Any,
+        mesh: NamedSharding | None,
+    ):
         self._lines: dict[str, set[str]] = {}  # where tables are looked up
-        self._tables: Mapping[int, Whole] = plan.tables
-        self._fun, self._treedef, self._mesh = fun, plan.treedef, plan.spread.whole
+        self._fun, self._tables, self._treedef = fun, tables, treedef
+        self._mesh = mesh
         self._programs: dict[Any, tuple[Any, list[int]]] = {}
 
     def __call__(
