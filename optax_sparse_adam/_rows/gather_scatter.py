@@ -35,8 +35,12 @@ def take_rows(
     With `in_parts`, for CPUs, some columns at a time where that is faster.
     """
     if len(indices) == 1:  # as two, see `padding.append_padding`
-        # Twice the row, and no padding: a derivative of this adds to no other row.
-        return take_rows(table, jnp.concatenate([indices, indices]))[:1]
+        # Twice the row, and no padding: a derivative of this adds to no other row. And
+        # behind a barrier, as a GPU would gather a single number once more for each
+        # that reads it, also after it is written: XLA copies the whole table then.
+        # Test, on a GPU: `test_steps` in `tests/gradients/test_cost_of_steps.py`.
+        rows = take_rows(table, jnp.concatenate([indices, indices]))
+        return lax.optimization_barrier(rows)[:1]
     n_sparse = indices.shape[1]
     if 0 in table.shape:  # XLA gathers nothing from a table without rows
         return jnp.zeros((len(indices), *table.shape[n_sparse:]), table.dtype)
