@@ -136,19 +136,23 @@ def test_the_page_on_gpus_has_the_tables_of_its_file():
     assert tables in GPU_PAGE.read_text(encoding="utf-8")
 
 
-def test_the_tests_for_a_gpu_are_there():
+@pytest.mark.parametrize("selection", ["whole", "core"])
+def test_the_tests_for_a_gpu_are_there(selection):
     """What a machine with a GPU is asked to run is collected here."""
     options = "--collect-only", "-n0", "--dist=no"
     done = subprocess.run(
-        gpu_selection.command(*options),
+        gpu_selection.command(selection, *options),
         cwd=FOLDER.parent,
         env=gpu_selection.environment() | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for file in gpu_selection.FILES:
-        assert file in done.stdout, file
+    is_whole = selection == "whole"
+    for file in gpu_selection.WHOLE:
+        assert (file in done.stdout) == is_whole, file
+    for folder in () if is_whole else gpu_selection.FOLDERS:
+        assert f"{folder}/test_" in done.stdout, folder
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("cpu*.json")), ids=lambda p: p.stem)

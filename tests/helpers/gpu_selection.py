@@ -1,10 +1,10 @@
 """The tests that run once more on a GPU, in workers that share it.
 
-    python -m tests.helpers.gpu_selection [OPTIONS OF PYTEST...]
+    python -m tests.helpers.gpu_selection whole|core [OPTIONS OF PYTEST...]
 
-`tests/whole/test_gpu.py` runs this, and so does `benchmarks/gpu.py`. Most of the time
-is compiling, on the host: 107 s in 14 workers beside an H100, where a process for each
-file, one after the other, did not end within 170 s.
+`whole` is all tests of some files, `core` the quick ones of all files about gradients,
+optimisers and tables. `tests/whole/test_gpu.py` runs both, and so does
+`benchmarks/gpu.py`. Most of the time is compiling, on the host.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 # Numbers, memory, gradients and the shim, of one device.
-FILES = (
+WHOLE = (
     "gradients/test_value_and_grad.py",
     "gradients/test_cost.py",
     "optimizers/test_sparse_adam_parity.py",
@@ -29,6 +29,13 @@ FILES = (
     "torch_compat/test_checkpoints.py",
     "native/test_cuda_programs.py::test_on_a_gpu",
 )
+# What is left out looks at programs for CPUs, or is about other processes.
+FOLDERS = "gradients", "host_tables", "optimizers", "rows", "torch_compat"
+FOR_CPUS = (
+    "optimizers/test_huge_pages.py",
+    "rows/test_elsewhere.py",
+    "rows/test_row_ops.py",
+)
 
 
 def num_workers():
@@ -36,15 +43,22 @@ def num_workers():
     return max(1, min(14, (os.cpu_count() or 1) - 2))
 
 
-def command(*options):
+def command(selection, *options):
     """The call of pytest."""
+    if selection == "whole":
+        chosen, marked = WHOLE, ""
+    else:
+        chosen, marked = FOLDERS, "not slow"
+        left_out = (*FOR_CPUS, *(x for x in WHOLE if "::" not in x))
+        options = *options, *(f"--ignore={TESTS / x}" for x in left_out)
     # By files, as conftest.py has them, the longest file would take as long as it does
     # alone. So a worker that has no tests left takes some of the others'.
     spread = "-n", str(num_workers()), "--dist", "worksteal"
     # Where pytest-benchmark is installed, it warns of the workers: that is an error.
-    left_out = "-p", "no:cacheprovider", "-p", "no:benchmark"
-    options = *spread, "-q", "-m", "", *left_out, *options
-    return [sys.executable, "-m", "pytest", *options, *(str(TESTS / x) for x in FILES)]
+    without = "-p", "no:cacheprovider", "-p", "no:benchmark"
+    options = *spread, "-q", "-m", marked, *without, *options
+    places = (str(TESTS / x) for x in chosen)
+    return [sys.executable, "-m", "pytest", *options, *places]
 
 
 def environment():

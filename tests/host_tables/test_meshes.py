@@ -23,7 +23,12 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import assert_identical, assert_same_on_devices, slow_but
+from ..helpers.support import (
+    assert_identical,
+    assert_same_on_devices,
+    need_devices,
+    slow_but,
+)
 
 ADAM = osa.sparse_adam(0.1)
 
@@ -207,6 +212,7 @@ def test_parameters_on_a_mesh_of_another_order():
 
 def test_a_batch_on_other_devices():
     """The first one says where all are, if nobody has; then others are refused."""
+    need_devices(8)
     rows, w = begin()
     made, devices = [*batches(0, 3)], jax.devices()
     *_, known = train_in_memory(loss, ADAM, {"table": rows, "w": w}, made)

@@ -97,10 +97,9 @@ def assert_is_of_the_entries(temporary, nse, n_sparse=1, itemsize=4, is_applied=
     assert temporary <= limit, f"{temporary} bytes, more than {limit}"
 
 
+@pytest.mark.usefixtures("of_cpus")
 def test_rows_in_parts(without_kernel):
     """A CPU reads each old row once, 16 columns at a time; their bits are the same."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("of XLA for CPUs")
     read = jax.jit(functools.partial(gather_scatter.take_rows, in_parts=True))
     ids = jnp.asarray([[7], [0], [29], [7]])
     for columns in (32, 40, 64):

@@ -35,9 +35,9 @@ pytestmark = [
 ]
 
 
-def run(module):
+def run(module, *args):
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.helpers.{module}"],
+        [sys.executable, "-m", f"tests.helpers.{module}", *args],
         cwd=_ROOT,
         env=gpu_selection.environment(),
         capture_output=True,
@@ -48,8 +48,9 @@ def run(module):
     return done.stdout
 
 
-def test_selection():
-    assert " passed" in run("gpu_selection")
+@pytest.mark.parametrize("selection", ["whole", "core"])
+def test_selection(selection):
+    assert " passed" in run("gpu_selection", selection)
 
 
 def test_a_step_holds_what_the_batch_needs_and_repeats():
