@@ -167,18 +167,18 @@ class Contents:
         return main.free(changes, old.astype(np.int32))
 
     def bury(self, changes: Changes, codes: np.ndarray, step: int) -> None:
-        """Keeps tombstones of codes that have gone."""
+        """Keeps tombstones of codes that have gone. The caller has noted `numbers`."""
         size, before = len(self._gone), int(self.numbers[GONE])
         count = before + len(codes)
         if len(codes) and count > size:
             last = count - size - 1  # the newest one that is lost
             lost = step if last >= before else self._gone_at[last % size]
-            changes.write(self.numbers, [LOST], lost)
+            self.numbers[LOST] = lost
         kept = codes[max(0, len(codes) - size) :]
         places = np.arange(count - len(kept), count) % max(size, 1)
         changes.write(self._gone, places, kept)
         changes.write(self._gone_at, places, step)
-        changes.write(self.numbers, [GONE], count)
+        self.numbers[GONE] = count
 
     def changed_since(
         self, step: int, taken_back: np.ndarray

@@ -37,7 +37,8 @@ class Index:
 
     Attributes:
       codes: `[rows]`, the code of each row: the first column of the caller's table,
-        `[rows, 2]`, uint64.
+        `[rows, 2]`, uint64. The second one is the uses of each: its last step and its
+        hits, side by side.
     """
 
     def __init__(self, table: np.ndarray, attempt: int = 0):
@@ -63,6 +64,37 @@ class Index:
             is_there = self._codes_of(second) == codes[misses]
             rows[misses] = np.where(is_there, second, 0)
         return rows
+
+    def look_up(self, codes: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The rows as `find` has them, and what is known of them.
+
+        Returns:
+          The rows `[n]`; those that are not 0, and their uses, int64; and in which
+          places of `rows` a 0 is. All are copies.
+        """
+        by_library = native.look_up(self._place, codes)
+        if by_library is not None:
+            return by_library
+        rows = self.find(codes)
+        is_there = rows != 0
+        touched = rows[is_there]
+        uses = self._table[touched, 1].view(np.int64)
+        return rows, touched, uses, np.flatnonzero(~is_there)
+
+    def replace(self, rows: np.ndarray, free: int, records: np.ndarray) -> bool:
+        """Gives rows other codes, with their uses; as `insert`.
+
+        Args:
+          rows: Which, each once: first those that are not there, then others.
+          free: How many are not there.
+          records: `[n, 2]`, as the table.
+        """
+        by_library = native.replace(self._place, rows, free, records, _ROUNDS)
+        if by_library is not None:
+            return by_library
+        self.remove(rows[free:])
+        self._table[rows] = records
+        return self.insert(rows)
 
     def insert(self, rows: np.ndarray) -> bool:
         """Inserts rows, whose codes are not there. False: the index is broken now."""
@@ -90,8 +122,6 @@ class Index:
 
     def remove(self, rows: np.ndarray) -> None:
         """Removes rows, those that are there; their codes must be as they were."""
-        if native.remove(self._place, rows):
-            return
         for at in self._both(rows):
             self._slots[at[self._slots[at] == rows]] = 0
 

@@ -24,7 +24,7 @@ class Changes:
         self._writes.append((array, at, array[at]))
         array[at] = values
 
-    def note(self, array: np.ndarray, at: np.ndarray, old: np.ndarray) -> None:
+    def note(self, array: np.ndarray, at: Any, old: np.ndarray) -> None:
         """Notes values that the caller writes over."""
         self._writes.append((array, at, old))
 
@@ -77,11 +77,6 @@ def _table(keys: np.ndarray, last: Any, hits: np.ndarray) -> np.ndarray:
     return table
 
 
-def _whole(table: np.ndarray) -> np.ndarray:
-    """`[n]`, each row as one thing, which NumPy gathers five times as fast as two."""
-    return table.view(np.dtype((np.void, 16)))[:, 0]
-
-
 class Store:
     """Codes in rows from 1 on; rows without hits are free.
 
@@ -96,6 +91,8 @@ class Store:
         self, keys: np.ndarray, last: np.ndarray, hits: np.ndarray, score: Score
     ):
         self._table = _table(keys, last, hits)
+        # Each row as one thing, which NumPy gathers five times as fast as two.
+        self._whole = self._table.view(np.dtype((np.void, 16)))[:, 0]
         self.keys, uses = self._table[:, 0], self._table[:, 1:]
         self.last, self.hits = last_and_hits(uses)
         self._score = score
@@ -130,7 +127,7 @@ class Store:
         Args:
           changes: Where it is noted.
           rows: Their rows, which may be named several times.
-          old: What `uses` returned for them.
+          old: Their uses, as `Index.look_up` has returned them.
           step: The step.
         """
         limit = _MOST_HITS - len(rows)
@@ -166,9 +163,8 @@ class Store:
         rows = np.concatenate([free, fresh, lowest])
         self._keep_apart(changes, codes)
         changes.move(self, rows)
-        self.index.remove(lowest)
-        changes.write(_whole(self._table), rows, _whole(_table(codes, step, hits)))
-        if not self.index.insert(rows):
+        changes.note(self._whole, rows, self._whole[rows])
+        if not self.index.replace(rows, fewer, _table(codes, step, hits)):
             self.rebuild()
         return rows, gone
 
@@ -191,10 +187,6 @@ class Store:
     def find(self, codes: np.ndarray) -> np.ndarray:
         """The rows of codes, 0 for those without."""
         return self.index.find(codes)
-
-    def uses(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-        """A copy of the rows without 0, their uses for `touch`, and the places of 0."""
-        return native.take(self._table, rows)
 
     def rebuild(self) -> None:
         """Makes another index, of all codes that are there."""

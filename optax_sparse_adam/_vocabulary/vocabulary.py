@@ -201,15 +201,15 @@ class Vocabulary:
             )
         codes, kind, at, shape = held.read("assign", keys, mask)
         held.count_ids(len(codes), step)
-        rows = main.find(codes)
-        touched, uses, new = main.uses(rows)
+        rows, touched, uses, new = main.index.look_up(codes)
         plan = held.plan(codes[new], touched, step) if len(new) else None
         changes, fresh, evicted = Changes(), rows[:0], codes[:0]
         moves = plan is not None or self._options.ttl is not None
         with self._move() if moves else contextlib.nullcontext():
             try:
                 main.touch(changes, touched, uses, step)
-                changes.write(held.numbers, [KIND, STEP], (kind, step))
+                changes.note(held.numbers, slice(None), held.numbers.copy())
+                held.numbers[KIND], held.numbers[STEP] = kind, step
                 if moves:
                     evicted = held.expire(changes, int(before), step)
                 if plan:

@@ -18,13 +18,14 @@ from . import _library
 from ._records import num_threads
 
 _FEWEST = 64  # with fewer keys NumPy takes as long
+_NO_BYTES = ctypes.c_char * 0
 
 
 class _Functions(NamedTuple):
     find: "ctypes._NamedFuncPointer"
     insert: "ctypes._NamedFuncPointer"
-    remove: "ctypes._NamedFuncPointer"
-    take: "ctypes._NamedFuncPointer"
+    replace: "ctypes._NamedFuncPointer"
+    look_up: "ctypes._NamedFuncPointer"
     touch: "ctypes._NamedFuncPointer"
     lowest: "ctypes._NamedFuncPointer"
     distinct: "ctypes._NamedFuncPointer"
@@ -37,16 +38,16 @@ def functions_of(library: Path) -> _Functions:
     functions = _Functions(*(getattr(dll, f"{x}_keys") for x in _Functions._fields))
     functions.find.argtypes = [pointer, pointer, number, pointer, number]
     functions.insert.argtypes = [pointer, pointer, number, number]
-    functions.remove.argtypes = [pointer, pointer, number]
-    functions.take.argtypes = [pointer, pointer, number, *3 * [pointer]]
+    functions.replace.argtypes = [*2 * [pointer], *2 * [number], pointer, number]
+    functions.look_up.argtypes = [*functions.find.argtypes, *3 * [pointer]]
     functions.touch.argtypes = [pointer, pointer, number, whole, whole, pointer]
     of_run: list[Any] = [*3 * [pointer], number]
     functions.lowest.argtypes = [*of_run, whole, whole, number, pointer]
     functions.distinct.argtypes = [pointer, number, ctypes.c_uint64, *3 * [pointer]]
     for function in functions:
         function.restype = None
-    functions.insert.restype = whole
-    for function in (functions.take, functions.lowest, functions.distinct):
+    functions.insert.restype = functions.replace.restype = whole
+    for function in (functions.look_up, functions.lowest, functions.distinct):
         function.restype = number
     return functions
 
@@ -81,6 +82,15 @@ class Place:
         self.address = self._words.ctypes.data
 
 
+def _start_of(x: Any) -> Any:
+    """Where the entries of an array lie, for ctypes.
+
+    `x.ctypes.data` is the same, and takes ten times as long, which for what a batch has
+    in new keys was more than all the rest. Test: `test_arrays_that_are_read_only`.
+    """
+    return _NO_BYTES.from_buffer(x) if x.flags.writeable else x.ctypes.data
+
+
 def find(place: Place, codes: np.ndarray) -> np.ndarray | None:
     """`Index.find`, or `None`."""
     functions = _wanted(len(codes))
@@ -88,7 +98,7 @@ def find(place: Place, codes: np.ndarray) -> np.ndarray | None:
         return None
     codes = np.ascontiguousarray(codes)
     rows = np.empty(len(codes), np.int32)
-    data = codes.ctypes.data, len(codes), rows.ctypes.data
+    data = _start_of(codes), len(codes), _start_of(rows)
     functions.find(place.address, *data, num_threads())
     return rows
 
@@ -99,40 +109,32 @@ def insert(place: Place, rows: np.ndarray, moves: int) -> bool | None:
     if functions is None:
         return None
     rows = np.ascontiguousarray(rows, np.int32)
-    return bool(functions.insert(place.address, rows.ctypes.data, len(rows), moves))
+    return bool(functions.insert(place.address, _start_of(rows), len(rows), moves))
 
 
-def remove(place: Place, rows: np.ndarray) -> bool:
-    """`Index.remove`, if it could."""
+def replace(
+    place: Place, rows: np.ndarray, free: int, records: np.ndarray, moves: int
+) -> bool | None:
+    """`Index.replace`, or `None`; `moves` as in `insert`."""
     functions = _wanted(len(rows))
     if functions is None:
-        return False
-    rows = np.ascontiguousarray(rows, np.int32)
-    functions.remove(place.address, rows.ctypes.data, len(rows))
-    return True
+        return None
+    data = _start_of(rows), len(rows), free, _start_of(records)
+    return bool(functions.replace(place.address, *data, moves))
 
 
-def take(table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """What is known of rows, those of no key left out.
-
-    Args:
-      table: `[N, 2]` uint64: codes; and, as one number, their last steps and hits.
-      rows: `[n]` int32, rows that there are; 0 where there is no key.
-
-    Returns:
-      The rows without 0, a copy; the second column of the table there, int64; and in
-      which places of `rows` is a 0.
-    """
-    functions = _wanted(len(rows))
+def look_up(place: Place, codes: np.ndarray) -> tuple[np.ndarray, ...] | None:
+    """`Index.look_up`, or `None`."""
+    functions = _wanted(len(codes))
     if functions is None:
-        is_there = rows != 0
-        touched = rows[is_there]
-        return touched, table[touched, 1].view(np.int64), np.flatnonzero(~is_there)
-    rows = np.ascontiguousarray(rows)
-    touched, (uses, absent) = np.empty_like(rows), np.empty((2, len(rows)), np.int64)
-    out = (x.ctypes.data for x in (touched, uses, absent))
-    count = functions.take(table.ctypes.data, rows.ctypes.data, len(rows), *out)
-    return touched[:count], uses[:count], absent[: len(rows) - count]
+        return None
+    codes, size = np.ascontiguousarray(codes), len(codes)
+    rows, touched = np.empty(size, np.int32), np.empty(size, np.int32)
+    uses, absent = np.empty((2, size), np.int64)
+    data = _start_of(codes), size, _start_of(rows), num_threads()
+    out = map(_start_of, (touched, uses, absent))
+    count = functions.look_up(place.address, *data, *out)
+    return rows, touched[:count], uses[:count], absent[: size - count]
 
 
 def touch(
@@ -141,18 +143,18 @@ def touch(
     """Counts keys of rows, if it could.
 
     Args:
-      table: `[N, 2]`, contiguous, of which `take` takes.
+      table: `[N, 2]`, contiguous: that of an index.
       rows: `[n]` int32, rows that there are.
       step: Their last step from now on.
       limit: Rows with more hits are not counted.
-      old: What `take` has taken before.
+      old: Their uses before.
     """
     functions = _wanted(len(rows))
     if functions is None:
         return False
     rows = np.ascontiguousarray(rows)
-    data = table.ctypes.data, rows.ctypes.data, len(rows)
-    functions.touch(*data, step, limit, old.ctypes.data)
+    data = _start_of(table), _start_of(rows), len(rows)
+    functions.touch(*data, step, limit, _start_of(old))
     return True
 
 
@@ -166,7 +168,7 @@ def lowest(
     """The first rows of a run whose score is as it was, and that were not there `now`.
 
     Args:
-      table: `[N, 2]`, contiguous, of which `take` takes.
+      table: `[N, 2]`, contiguous: that of an index.
       run: Rows, and their scores when it was sorted: `[n]` int32, contiguous.
       by_hits: Whether their hits are the score; else it is the last step.
       now: The step.
@@ -180,8 +182,8 @@ def lowest(
     if functions is None:
         return None
     rows = np.empty(count, np.int32)
-    data = (x.ctypes.data for x in (table, *run))
-    last = by_hits, now, count, rows.ctypes.data
+    data = map(_start_of, (table, *run))
+    last = by_hits, now, count, _start_of(rows)
     stop = functions.lowest(*data, len(run[0]), *last)
     return (rows, stop) if stop else None
 
@@ -199,7 +201,7 @@ def distinct(
     codes = np.ascontiguousarray(codes)
     distinct = np.empty_like(codes)
     counts, of = np.empty((2, len(codes)), np.int64)
-    out = (x.ctypes.data for x in (distinct, counts, of))
-    data = codes.ctypes.data, len(codes)
+    out = map(_start_of, (distinct, counts, of))
+    data = _start_of(codes), len(codes)
     number = functions.distinct(*data, int(multiplier), *out)
     return (distinct[:number], counts[:number], of) if number >= 0 else None

@@ -25,7 +25,7 @@ struct Row {
 // words, as `_keys.py` passes them.
 struct Index {
   int32_t* slots;
-  const Row* rows;
+  Row* rows;
   uint64_t num_rows, shift, multiplier, second_multiplier;
 
   INLINE uint64_t Mix(uint64_t code) const { return (code ^ code >> 32) * multiplier; }
@@ -206,13 +206,19 @@ extern "C" int32_t insert_keys(const Index* index, const int32_t* rows, int64_t 
   return all;
 }
 
-extern "C" void remove_keys(const Index* index, const int32_t* rows, int64_t size) {
-  ByRows(*index, rows, size, [&](int64_t k) { RemoveKey(*index, rows[k]); });
+extern "C" int32_t replace_keys(const Index* index, const int32_t* rows, int64_t size,
+                                int64_t free, const Row* records, int64_t moves) {
+  ByRows(*index, rows + free, size - free,
+         [&](int64_t k) { RemoveKey(*index, rows[free + k]); });
+  for (int64_t k = 0; k < size; ++k) index->rows[rows[k]] = records[k];
+  return insert_keys(index, rows, size, moves);
 }
 
-extern "C" int64_t take_keys(const Row* table, const int32_t* rows, int64_t size,
-                             int32_t* touched, Use* uses, int64_t* absent) {
-  return TakeUses(table, rows, size, touched, uses, absent);
+extern "C" int64_t look_up_keys(const Index* index, const uint64_t* codes, int64_t size,
+                                int32_t* rows, int64_t threads, int32_t* touched, Use* uses,
+                                int64_t* absent) {
+  find_keys(index, codes, size, rows, threads);
+  return TakeUses(index->rows, rows, size, touched, uses, absent);
 }
 
 extern "C" void touch_keys(Row* table, const int32_t* rows, int64_t size, int32_t step,

@@ -135,7 +135,7 @@ def test_touch(both):
     def touch():
         store = Store(keys(500), last.copy(), hits.copy(), by_last)
         changes = Changes()
-        touched, uses, absent = store.uses(rows)
+        _, touched, uses, absent = store.index.look_up(keys(500)[rows])
         np.testing.assert_array_equal(touched, rows)
         assert not len(absent)
         store.touch(changes, touched, uses, 9)
@@ -156,20 +156,61 @@ def test_touch(both):
 
 @pytest.mark.parametrize("size", [1, 17, 9000])
 @pytest.mark.parametrize("share", [0, 0.02, 1])
-def test_uses(both, size, share):
-    """Of rows that are there; and where no row is."""
+def test_look_up(both, size, share):
+    """Uses of rows that are there; and where no row is."""
     rng = np.random.default_rng(size)
-    last, hits = rng.integers(0, 2**31, (2, 500)).astype(np.int32)
+    last, hits = rng.integers(1, 2**31, (2, 500)).astype(np.int32)
     rows = rng.integers(1, 500, size).astype(np.int32)
     rows[rng.random(size) < share] = 0
     store = Store(keys(500), last, np.where(np.arange(500) > 0, hits, 0), by_last)
-    for touched, uses, absent in both(lambda: store.uses(rows)):
+    asked = np.where(rows > 0, keys(500)[rows], keys(2, 1)[1])
+    for found, touched, uses, absent in both(lambda: store.index.look_up(asked)):
+        np.testing.assert_array_equal(found, rows)
         np.testing.assert_array_equal(touched, rows[rows > 0])
         np.testing.assert_array_equal(absent, np.flatnonzero(rows == 0))
         np.testing.assert_array_equal(uses.view(np.int32)[::2], last[touched])
         np.testing.assert_array_equal(uses.view(np.int32)[1::2], hits[touched])
         assert (touched.dtype, uses.dtype) == (np.int32, np.int64)
-        assert not np.shares_memory(touched, rows)
+        assert not np.shares_memory(touched, found)
+
+
+@pytest.mark.parametrize("size", [1, 17, 900])
+def test_replace(both, size):
+    """Rows that are free get a code, and others another one."""
+    rng = np.random.default_rng(size)
+    rows = rng.permutation(2 * size).astype(np.int32) + 1
+    old, new = keys(2 * size + 1), keys(size + 1, 1)[1:]
+    records, replaced = np.stack([new, new >> np.uint64(3)], axis=1), rows[:size]
+
+    def replace():
+        table = table_of(old)
+        index = Index(table)
+        free = size // 3
+        assert index.insert(rows[free:])
+        assert index.replace(replaced, free, records)
+        return table, index.find(new), index.find(old[1:])
+
+    for table, found, gone in both(replace):
+        np.testing.assert_array_equal(table[replaced], records)
+        np.testing.assert_array_equal(table[rows[size:], 0], old[rows[size:]])
+        np.testing.assert_array_equal(found, replaced)
+        row_of = np.where(np.isin(np.arange(2 * size + 1), rows[size:]), 1, 0)
+        np.testing.assert_array_equal(gone, (row_of * np.arange(2 * size + 1))[1:])
+
+
+def test_arrays_that_are_read_only(both):
+    """As those of JAX are; and without an entry."""
+    codes = keys(50)
+    index = Index(table_of(codes))
+    for i in (1, 25, 50):
+        rows = np.arange(1, i, dtype=np.int32)
+        rows.flags.writeable = codes.flags.writeable = False
+        for inserted in both(lambda rows=rows: index.rebuilt(rows)):
+            for found in both(lambda index=inserted: index.find(codes[1:])):
+                np.testing.assert_array_equal(found[: i - 1], rows)
+                assert not found[i - 1 :].any()
+            distinct, *_ = index.distinct(codes[:i])
+            np.testing.assert_array_equal(distinct, codes[:i])
 
 
 @pytest.mark.parametrize("score", [by_last, by_hits])

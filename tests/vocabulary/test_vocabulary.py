@@ -439,22 +439,22 @@ def test_a_batch_that_is_not_run_leaves_nothing():
 
 def test_a_batch_that_is_interrupted_changes_nothing(monkeypatch):
     """By Ctrl-C, when keys have been pushed from their slots and have no others yet."""
-    vocab, insert = osa.Vocabulary(3000, min_hits=2, tombstones=9), index.Index.insert
+    vocab, replace = osa.Vocabulary(3000, min_hits=2, tombstones=9), index.Index.replace
     rng = np.random.default_rng(0)
     keys = rng.permutation(2**20)[:3000]
     news = np.repeat(2**20 + rng.permutation(2**20)[:2000], 2)
     vocab.assign(np.repeat(keys[:2500], 2), 0)
     rows, held, lost = vocab.find(keys), vocab.arrays, []
 
-    def interrupted(self, rows):
+    def interrupted(self, *args):
         with monkeypatch.context() as patch:
             patch.setattr(index, "_ROUNDS", 1)
-            assert not insert(self, rows)
+            assert not replace(self, *args)
         lost.append(np.count_nonzero(self.find(self.codes[self.codes < 2**20]) == 0))
-        monkeypatch.setattr(index.Index, "insert", insert)
+        monkeypatch.setattr(index.Index, "replace", replace)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(index.Index, "insert", interrupted)
+    monkeypatch.setattr(index.Index, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         vocab.assign(news, 1)
     assert lost[0] > 10
