@@ -21,6 +21,7 @@ import mmap
 import os
 import stat
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ _PAGE = 4096
 _WAITED, _FEW = 64, 8
 # Batches that are asked for in advance until one is not, which shows how it is now.
 _COLD_FOR = 16
+_OPENED: "weakref.WeakSet[File]" = weakref.WeakSet()
 
 
 class File(Memory):
@@ -77,6 +79,7 @@ class File(Memory):
         self._file: Any = None
         self._is_new = False
         self._cold_for = 0  # so many batches more
+        _OPENED.add(self)
 
     # Begin and open.
 
@@ -185,13 +188,21 @@ class File(Memory):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
                 "Another HostTrainer, or another table of this one, has the file of "
-                f"{self._name} open, or a process that was forked of one, which keeps "
-                "it until it ends; close it first",
+                f"{self._name} open; close it first",
                 str(self.path),
             ) from None
 
     def _map(self, access: int = mmap.ACCESS_DEFAULT) -> None:
-        self._mmap = mmap.mmap(self._file.fileno(), 0, access=access)
+        # Opened again: a mapping keeps a descriptor, which the lock is not to be of.
+        with self.path.open("rb" if access == mmap.ACCESS_READ else "r+b") as file:
+            opened = os.fstat(file.fileno())
+            if not os.path.samestat(opened, os.fstat(self._file.fileno())):
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"The file of {self._name} was replaced while it was opened",
+                    str(self.path),
+                )
+            self._mmap = mmap.mmap(file.fileno(), 0, access=access)
         register(self._mmap)
         # Single rows are read: no page before or after them.
         self._mmap.madvise(mmap.MADV_RANDOM)
@@ -200,9 +211,8 @@ class File(Memory):
 
     def close(self) -> None:
         # The mapping, which has the file open as well, goes with the last view of it.
-        if self._file is not None and not self._file.closed:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
+        if self._file is not None:
+            self._file.close()  # and with it the lock
 
     def discard(self) -> None:
         if self._is_new:
@@ -368,8 +378,7 @@ def remove_if(path: Path, is_left: Callable[[Mark], bool]) -> None:
                 raise BlockingIOError(
                     errno.EWOULDBLOCK,
                     "HostTrainer.restore removes a file that an earlier one has left, "
-                    "and another HostTrainer has it open, or a process that was forked "
-                    "of one; close it first",
+                    "and another HostTrainer has it open; close it first",
                     str(path),
                 ) from None
             path.unlink()
@@ -384,3 +393,18 @@ def _disk_reads() -> int:
     """How many pages this thread has waited for."""
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(who).ru_majflt
+
+
+def _give_back_locks() -> None:
+    """In a process that was forked, such as a loader's worker.
+
+    Problem: a trainer that was killed could not be restored before its children end.
+    Cause: a `flock` is of what was opened, which a child has as well, until both have
+    closed it. Remedy: the child closes it. Safe, as a child may not use the trainer,
+    and closing takes no lock from the parent. (tests/host_tables/test_misuse.py)
+    """
+    for file in _OPENED:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_give_back_locks)

@@ -1,6 +1,7 @@
 """What goes wrong around a trainer: its batches, its ids, its storage, its process."""
 
 import os
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -470,3 +471,41 @@ def test_a_fork_leaves_the_trainer_alone(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused", "refused", "locked"]
+
+
+KILLED = """
+import os, signal, sys, warnings
+import numpy as np
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from tests.helpers.host_tables import *
+
+warnings.simplefilter("ignore")
+trainer = host.HostTrainer(
+    loss, osa.sparse_adam(1e-2), host_params(*begin(), file=sys.argv[1] + "/table.bin")
+)
+list(trainer.run(batches(0, 2)))
+trainer.checkpoint(sys.argv[1] + "/run")
+np.save(sys.argv[1] + "/rows.npy", trainer.params["table"])
+list(trainer.run(batches(2, 4)))
+view = trainer.params["table"]
+if (child := os.fork()) == 0:
+    sys.stdin.read()  # a worker, which lives for as long as the test
+    os._exit(int(view[0, 0] == 1e9))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_trainer_is_restored_while_its_workers_live(tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        cwd=root,
+        env=program_environment(),
+        stdin=subprocess.PIPE,
+    ) as process:
+        assert process.wait(300) == -signal.SIGKILL
+        params = host_params(*begin(), file=tmp_path / "table.bin")
+        with host.HostTrainer.restore(tmp_path / "run", loss, TX, params) as trainer:
+            rows = np.load(tmp_path / "rows.npy")
+            assert_identical(np.array(trainer.params["table"]), rows)

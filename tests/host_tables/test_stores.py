@@ -149,6 +149,35 @@ def test_a_small_batch_that_waits_for_a_page_makes_no_file_cold(tmp_path, monkey
     file.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_child_gives_the_lock_back_and_its_parent_keeps_it(tmp_path):
+    """As a loader's worker, which may live for longer than a trainer that is killed."""
+    layout = Layout([("row", (4,), np.uint32)])
+    file = _file.File(tmp_path / "x", "table", 100, layout, None)
+    file.begin([(3, np.full((2, 4), 7, np.uint32))])
+    other = _file.File(tmp_path / "x", "table", 100, layout, None)
+    (of_test, test), (child, of_child) = os.pipe(), os.pipe()
+    if (number := os.fork()) == 0:
+        os.close(test)
+        os.write(of_child, b"-")
+        os.read(of_test, 1)  # until the test has ended
+        os._exit(0)
+    try:
+        os.read(child, 1)
+        with pytest.raises(BlockingIOError):
+            other.open()
+        view = file.records[3]
+        file._file.close()  # as the system, where a process is killed
+        other.open()
+        other.put(ascending(np.array([3]), 100), np.full((1, 4), 8, np.uint32))
+        assert view.tolist() == [8] * 4  # a mapping needs no lock
+        other.close()
+    finally:
+        for end in (of_test, test, child, of_child):
+            os.close(end)
+        os.waitpid(number, 0)
+
+
 # Disks that are full.
 
 
