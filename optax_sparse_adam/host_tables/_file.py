@@ -21,7 +21,6 @@ import mmap
 import os
 import stat
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ from ._records import WORD, Layout, naming, refuse_other, sync_folder, write_at
 from ._store import Ascending, Mark, Memory
 
 try:
-    import fcntl
     import resource
+
+    from ._lock import lock
 except ImportError as error:  # Windows
     raise ImportError(
         "Tables in files need locks and mappings of POSIX, which this system lacks; "
@@ -52,7 +52,6 @@ _PAGE = 4096
 _WAITED, _FEW = 64, 8
 # Batches that are asked for in advance until one is not, which shows how it is now.
 _COLD_FOR = 16
-_OPENED: "weakref.WeakSet[File]" = weakref.WeakSet()
 
 
 class File(Memory):
@@ -79,7 +78,6 @@ class File(Memory):
         self._file: Any = None
         self._is_new = False
         self._cold_for = 0  # so many batches more
-        _OPENED.add(self)
 
     # Begin and open.
 
@@ -143,7 +141,7 @@ class File(Memory):
                 f"but: {error.strerror}",
                 str(self.path),
             ) from None
-        self._lock(fcntl.LOCK_SH if to_read else fcntl.LOCK_EX)
+        self._lock(is_shared=to_read)
         head = self._file.read(1 << 20)
         if not head.startswith(_MAGIC):
             is_older = head.startswith(_MAGIC[:-3])
@@ -180,17 +178,9 @@ class File(Memory):
         self._start = -(-(_MARK + len(text) + 1) // _PAGE) * _PAGE
         self._size = self._start + self._shape[0] * self._words * WORD
 
-    def _lock(self, kind: int = fcntl.LOCK_EX) -> None:
-        try:
-            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise BlockingIOError(
-                errno.EWOULDBLOCK,
-                "Another HostTrainer, or another table of this one, has the file of "
-                f"{self._name} open; close it first",
-                str(self.path),
-            ) from None
+    def _lock(self, *, is_shared: bool = False) -> None:
+        words = "Another HostTrainer, or another table of this one, has the file of "
+        lock(self._file, self.path, words + self._name, is_shared=is_shared)
 
     def _map(self, access: int = mmap.ACCESS_DEFAULT) -> None:
         # Opened again: a mapping keeps a descriptor, which the lock is not to be of.
@@ -372,15 +362,11 @@ def remove_if(path: Path, is_left: Callable[[Mark], bool]) -> None:
         head = file.read(_MARK)
         is_whole = head.startswith(_MAGIC)
         if _is_begun(head) or (is_whole and is_left(Mark.read(head[len(_MAGIC) :]))):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BlockingIOError(
-                    errno.EWOULDBLOCK,
-                    "HostTrainer.restore removes a file that an earlier one has left, "
-                    "and another HostTrainer has it open; close it first",
-                    str(path),
-                ) from None
+            lock(
+                *(file, path),
+                "HostTrainer.restore removes a file that an earlier one has left, and "
+                "another HostTrainer has it",
+            )
             path.unlink()
 
 
@@ -393,18 +379,3 @@ def _disk_reads() -> int:
     """How many pages this thread has waited for."""
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(who).ru_majflt
-
-
-def _give_back_locks() -> None:
-    """In a process that was forked, such as a loader's worker.
-
-    Problem: a trainer that was killed could not be restored before its children end.
-    Cause: a `flock` is of what was opened, which a child has as well, until both have
-    closed it. Remedy: the child closes it. Safe, as a child may not use the trainer,
-    and closing takes no lock from the parent. (tests/host_tables/test_misuse.py)
-    """
-    for file in _OPENED:
-        file.close()
-
-
-os.register_at_fork(after_in_child=_give_back_locks)
