@@ -62,7 +62,9 @@ def save(rows: HostRows, folder: Path, removes: tuple[str, int] = ("", 0)) -> No
         with together("HostTrainer.checkpoint"):
             _begin_in(folder, rows)
             stateful, more = described(rows.stateful, rows.steps)
-            of_part = {"stores": [x.id for x in rows.stores], "stateful": stateful}
+            of_part: dict[str, Any] = {"stores": [x.id for x in rows.stores]}
+            of_part["marked"] = [x.mark is not None for x in rows.stores]
+            of_part["stateful"] = stateful
             held = [*(x for _, x in in_memory), *more]
             end.enter_context(ledger.next(folder, name, rows.steps))
             for store in rows.stores:
@@ -124,7 +126,7 @@ class Part(NamedTuple):
       name: Of the checkpoint.
       step: Of the checkpoint.
       rest: What has no rows, in bytes.
-      stores: What identifies each store.
+      stores: What identifies each store, and whether it said of itself what it is.
       records: Of tables in memory, in their order, `[rows, words]`.
       stateful: What an archive says of what is saved with them, and the arrays.
     """
@@ -132,7 +134,7 @@ class Part(NamedTuple):
     name: str
     step: int
     rest: list[np.ndarray]
-    stores: list[Any]
+    stores: list[tuple[Any, bool]]
     records: list[np.ndarray]
     stateful: tuple[Described, list[np.ndarray]]
 
@@ -199,8 +201,11 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
         for x, (_, like) in zip(held[count:], in_memory, strict=False)
     ]
     more = held[count + len(in_memory) :]
+    stores = of_part["stores"]
+    marked = of_part.get("marked", [False] * len(stores))  # archives have not always it
+    stores = [*zip(stores, marked, strict=True)]
     return Part(
-        *(about["name"], about["step"], held[:count], of_part["stores"], records),
+        *(about["name"], about["step"], held[:count], stores, records),
         stateful=(of_part.get("stateful", {}), more),
     )
 
@@ -249,8 +254,8 @@ def undo_of(
     path = folder / part_name("journal", part.name, process, processes)
     tables = rows.plan.tables.values()
     elsewhere = [
-        (store, table.name, store_id)
-        for store, table, store_id in zip(stores, tables, part.stores, strict=True)
+        (store, table.name, *of_store)
+        for store, table, of_store in zip(stores, tables, part.stores, strict=True)
         if store.archived() is None
     ]
     if not elsewhere:
@@ -258,7 +263,14 @@ def undo_of(
     undo = Undo(path, {}, [])
     if path.exists():
         undo = read_journal(path, rows.plan.layouts)
-    for store, table, store_id in elsewhere:
+    for store, table, store_id, was_marked in elsewhere:
+        if was_marked and store.mark is None:
+            raise ValueError(
+                f"The storage of {table} has no mark, and that of the checkpoint in "
+                f"{folder} had one: it is another one, which no HostTrainer has begun, "
+                "or lacks a method. Give the storage that this checkpoint was made "
+                "with, with `read_mark` and `write_mark`."
+            )
         if store.id != store_id:
             raise ValueError(
                 f"The file of {table} is another one than that of the checkpoint in "

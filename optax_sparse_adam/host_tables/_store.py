@@ -80,7 +80,8 @@ class Storage(Protocol):
     - `flush()` is called by `checkpoint` before it says that a checkpoint is there.
     - `write_mark(mark)` keeps some bytes, and `read_mark()` returns the last ones, or
       `None`: by them `restore` finds out that the records, or the folder of the
-      checkpoint, are a copy of another time. Without, nobody does.
+      checkpoint, are a copy of another time, or that the storage is an empty one, as of
+      a wrong path. Without both, nobody does.
     """
 
     def take(self, rows: np.ndarray) -> np.ndarray:
@@ -241,7 +242,7 @@ class UserStore(Store):
             ) from error
 
     def set_mark(self, mark: Mark) -> None:
-        if self._write_mark is not None:
+        if self._write_mark is not None and self._read_mark is not None:
             self._write_mark(mark.text)
             self.mark = mark
 

@@ -279,6 +279,38 @@ def test_every_byte_of_a_journal(tmp_path, what, expected):
         assert_has(trainer, expected, 1)
 
 
+def test_an_empty_storage_is_not_that_of_the_checkpoint(tmp_path, expected):
+    """As a database has none where its path is wrong; nor is one without its mark."""
+    storage, folder = Marked(), tmp_path / "run"
+    with host.HostTrainer(loss, TX, params_of(storage=storage)) as trainer:
+        trainer.step(*some(0, 1)[0])
+        trainer.checkpoint(folder)
+        trainer.step(*some(1, 2)[0])
+    for other in (Marked(), Dictionary()):
+        with pytest.raises(ValueError, match="has no mark, and that of the checkpoint"):
+            restored(folder, storage=other)
+        assert not other.rows
+    # The one that it was made with has lost nothing.
+    with restored(folder, storage=storage) as trainer:
+        assert_has(trainer, expected, 1)
+
+
+def test_a_storage_that_learns_to_keep_a_mark(tmp_path, expected):
+    """It has none at first, and says so; from then on it has."""
+    storage, folder = Dictionary(), tmp_path / "run"
+    with host.HostTrainer(loss, TX, params_of(storage=storage)) as trainer:
+        trainer.step(*some(0, 1)[0])
+        trainer.checkpoint(folder)
+    marked = Marked()
+    marked.rows = storage.rows
+    with restored(folder, storage=marked) as trainer:
+        trainer.step(*some(1, 2)[0])
+    with pytest.raises(ValueError, match="has no mark"):
+        restored(folder, storage=Marked())
+    with restored(folder, storage=marked) as trainer:
+        assert_has(trainer, expected, 1)
+
+
 @pytest.mark.slow
 def test_a_storage_that_keeps_a_mark_sees_copies(tmp_path, expected):
     storage, folder = Marked(), tmp_path / "run"
