@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from .._jax_extras.jaxprs import name_and_params
 from .._jax_extras.varying_axes import vary
@@ -107,17 +107,6 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     # What is promised holds of the ids of one step.
     every = [x._replace(count=length * x.count, promises=Promises()) for x in requests]
     deltas = walk.request(every)
-    # What may have a derivative: tables, and what is carried.
-    enters = [
-        isinstance(x, Expression) or first <= i < last for i, x in enumerate(args)
-    ]
-    if requests and _begins_ref(body.jaxpr, enters):
-        raise NotImplementedError(
-            "The gradient of a scan whose body makes a mutable array of constants "
-            "(jax.new_ref, jax.empty_ref) and writes looked-up rows to it is wrong in "
-            "JAX, which reads that array before the loop. Make it before the scan, or "
-            "begin it with the rows: jax.new_ref(table[ids])."
-        )
     if walk.is_plan:
         return [
             *merge(args[first:last], [None] * carried),
@@ -134,7 +123,9 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     def step(carry: Any, inputs: Any) -> Any:
         xs, step_deltas = inputs
         values = merge(args, [*consts, *carry, *xs])
-        results, rows = walk.evaluate_inside(body, values, step_deltas, keep=plain)
+        results, rows = walk.evaluate_inside(
+            body, values, step_deltas, keep=plain, beside=[*consts, *carry, *xs]
+        )
         return results[: len(carry)], (results[len(carry) :], rows)
 
     carry, (ys, rows) = lax.scan(
@@ -148,28 +139,6 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     # `[length, n, ...]`, as the steps stack them, to `[length * n, ...]`.
     walk.entries += jax.tree.map(lambda x: lax.collapse(x, 0, 2), rows)
     return [*merge(args[first:last], carry), *ys]
-
-
-def _begins_ref(jaxpr: Jaxpr, flags: Sequence[bool]) -> bool:
-    """Whether a body makes a mutable array of values that no flagged operand enters.
-
-    Problem: where rows are written to it, `jax.grad` of the scan is wrong, from JAX
-    0.10 to 0.12. Cause: its values at first have no derivative, so JAX takes what is
-    read of it for the same in all steps, and reads it once, before the loop. Remedy:
-    the gradient is refused. Safe, as losses without such an array have theirs. Test:
-    `test_refs_of_a_loop` in `tests/gradients/test_walk.py`.
-    """
-    entered = {x for x, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-    for eqn in jaxpr.eqns:
-        name, params = name_and_params(eqn)
-        enters = [isinstance(x, Var) and x in entered for x in eqn.invars]
-        if name in ("new_ref", "empty_ref") and not any(enters):
-            return True
-        if name in CALLS and _begins_ref(as_closed(params[CALLS[name]]).jaxpr, enters):
-            return True
-        if any(enters):
-            entered.update(eqn.outvars)
-    return False
 
 
 def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:

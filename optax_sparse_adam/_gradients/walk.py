@@ -45,9 +45,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.jaxprs import evaluate_eqn, name_and_params
 from .._rows.lookups import reads_by_kernel
 from .._rows.source import Bounds, Source
-from .backward_slice import BackwardSlice
+from .backward_slice import CALLS, BackwardSlice, as_closed
 from .expressions import Expression, Leaf, table
 from .lookups import Lookup, Promises
+from .refs import begun_with, makes_ref, zero_of
 from .row_slices import LookupEntries
 
 Results = Any  # what a rule returns: a list, or NotImplemented
@@ -161,6 +162,7 @@ class Walk:
         self.entries: list[LookupEntries] = []
         self._deltas = deltas
         self._memo: dict[Any, jax.Array] = {}  # of this trace alone
+        self._zero: jax.Array | None = None  # with a derivative, in a step of a loop
 
     @property
     def is_plan(self) -> bool:
@@ -199,14 +201,18 @@ class Walk:
         deltas: Sequence[jax.Array],
         keep: Sequence[int] | None = None,
         whole: Mapping[Leaf, jax.Array] | None = None,
+        beside: Sequence[Any] | None = None,
     ) -> tuple[list[Any], list[LookupEntries]]:
         """The results of a jaxpr in a function that JAX traces by itself, as arrays.
 
         Those of the indices `keep`, if there are any; and the entries of all deltas.
+        `beside` is what else a step of a loop gets, if this is one.
         """
         whole = self.whole_deltas if whole is None else whole
         # A walk of its own, whose memo holds no tracers of the trace around.
         walk = Walk(self.program, iter(deltas), whole)
+        if beside is not None:
+            walk._zero = zero_of([*deltas, *beside, *whole.values()])
         results = walk.evaluate(closed, args)
         chosen = results if keep is None else [results[i] for i in keep]
         return [walk.dense(x) for x in chosen], walk.entries
@@ -242,6 +248,8 @@ class Walk:
         # is no rule, or it declines, JAX gets the tables as arrays.
         rule = self.program.rules.get(name_and_params(eqn)[0])
         if not any(isinstance(x, Expression) for x in args):
+            if not self.is_plan and makes_ref(eqn):
+                return self._make_ref(eqn, rule, args)
             return self.evaluate_by_jax(eqn, args)
         # Where the loss does not depend on a use, the table is one without derivative:
         # its lookups need no deltas, and another use does not make its gradient dense.
@@ -262,6 +270,18 @@ class Walk:
             if results is not NotImplemented:
                 return list(results)
         return self.evaluate_by_jax(eqn, [self.as_array(eqn, x) for x in args])
+
+    def _make_ref(self, eqn: JaxprEqn, rule: Rule | None, args: list[Any]) -> list[Any]:
+        """A mutable array of a step of a loop begins with a derivative: see `refs`."""
+        name, params = name_and_params(eqn)
+        if name == "scan":
+            assert rule is not None
+            return list(rule(self, eqn, *args))
+        if self._zero is None:
+            return self.evaluate_by_jax(eqn, args)
+        if name in CALLS:
+            return self.evaluate(as_closed(params[CALLS[name]]), args)
+        return [begun_with(self._zero, eqn, args)]
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """Lets JAX evaluate an equation of arrays."""

@@ -167,6 +167,13 @@ def _foreign(name: str) -> str:
     return f"{name} (not JAX's)"
 
 
+def empty_values(eqn: JaxprEqn) -> jax.Array:
+    """Zeros, for an equation that makes an empty mutable array."""
+    held: Any = eqn.params["ty"]
+    layout = held.sharding if held.sharding.mesh.explicit_axes else None
+    return jnp.zeros(held.shape, held.dtype, device=layout)
+
+
 def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """JAX evaluates the equation, and keeps its name and its source line.
 
@@ -177,10 +184,7 @@ def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     Test: `test_empty_ref` in `tests/gradients/test_walk.py`.
     """
     if eqn.primitive.name == "empty_ref":
-        held: Any = eqn.params["ty"]
-        layout = held.sharding if held.sharding.mesh.explicit_axes else None
-        zeros = jnp.zeros(held.shape, held.dtype, device=layout)
-        return [jax.new_ref(zeros, memory_space=eqn.params["memory_space"])]
+        return [jax.new_ref(empty_values(eqn), memory_space=eqn.params["memory_space"])]
     # `mul x x` reads one variable twice, and the new jaxpr has it once. A literal is a
     # part of the equation.
     atoms = zip(eqn.invars, args, strict=True)

@@ -1,5 +1,7 @@
 """What the walk over the forward program does beyond lookups in plain losses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,52 +110,53 @@ def test_empty_ref():
         assert_same(way(osa.evaluate(loss))(*args), cubes(*args))
 
 
-@pytest.mark.parametrize("kind", ["empty", "zeros", "of ids", "rows", "outside"])
-def test_refs_of_a_loop(kind):
-    """Right, or refused where JAX is wrong; the values are right."""
+def loop_with_ref(table, ids, begin):
+    def step(total, i):
+        ref = begin(table, i)
+        ref[...] = table[i]
+        return total + jnp.sum(ref[...] ** 3), None
 
+    return lax.scan(step, 0.0, ids)[0]
+
+
+# What a mutable array of a step of a loop holds at first.
+BEGINS = {
+    "empty": lambda t, i: jax.empty_ref(jax.ShapeDtypeStruct((3, 4), jnp.float32)),
+    "zeros": lambda t, i: jax.new_ref(jnp.zeros((3, 4))),
+    "of ids": lambda t, i: jax.new_ref(jnp.zeros((3, 4)) + i[0].astype(float)),
+    "rows": lambda t, i: jax.new_ref(2 * t[i]),
+}
+
+
+@pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
+@pytest.mark.parametrize("is_in_jit", [False, True])
+def test_refs_of_a_loop(begin, is_in_jit):
     def loss(table, ids):
-        zeros = jnp.zeros((3, 4))
-        outside = jax.new_ref(zeros) if kind == "outside" else None
+        loop = functools.partial(loop_with_ref, begin=begin)
+        if not is_in_jit:
+            return loop(table, ids)
 
-        def begin(i):
-            if kind == "empty":
-                return jax.empty_ref(jax.ShapeDtypeStruct((3, 4), jnp.float32))
-            first = {
-                "zeros": zeros,
-                "of ids": zeros + i[0].astype(float),
-                "rows": 2 * table[i],
-            }
-            return jax.new_ref(first[kind])
+        @jax.jit
+        def of_rows(rows, i):
+            ref = begin(rows, i)
+            ref[...] = rows
+            return jnp.sum(ref[...] ** 3)
 
         def step(total, i):
-            ref = begin(i) if outside is None else outside
-            ref[...] = table[i]
-            return total + jnp.sum(ref[...] ** 3), None
+            # The ids of a row of three are 0, 1, 2 of the rows that it looks up.
+            return total + of_rows(table[i], jnp.arange(3, dtype=i.dtype)), None
 
         return lax.scan(step, 0.0, ids)[0]
 
     args = TABLE, jnp.array([[3, 1, 3], [0, 1, 2]])
     assert_same(osa.evaluate(jax.jit(loss))(*args), cubes(*args))
     for way in (lambda f: f, jax.jit):
-        if kind in ("rows", "outside"):
-            assert_same(way(osa.grad(loss))(*args), jax.grad(cubes)(*args))
-            continue
-        with pytest.raises(NotImplementedError, match="Make it before the scan"):
-            way(osa.grad(loss))(*args)
+        assert_same(way(osa.grad(jax.jit(loss)))(*args), jax.grad(cubes)(*args))
 
 
 def test_refs_of_a_loop_are_wrong_in_jax():
-    """Where this fails, the refusal can go."""
-
-    def loss(table, ids):
-        def step(total, i):
-            ref = jax.new_ref(jnp.zeros((3, 4)))
-            ref[...] = table[i]
-            return total + jnp.sum(ref[...] ** 3), None
-
-        return lax.scan(step, 0.0, ids)[0]
-
+    """Where this fails, `Walk._make_ref` can go."""
+    loss = functools.partial(loop_with_ref, begin=BEGINS["zeros"])
     args = TABLE, jnp.array([[3, 1, 3], [0, 1, 2]])
     assert jnp.any(jax.grad(jax.jit(loss))(*args) != jax.grad(cubes)(*args))
 
