@@ -168,9 +168,11 @@ class Contents:
 
     def bury(self, changes: Changes, codes: np.ndarray, step: int) -> None:
         """Keeps tombstones of codes that have gone. The caller has noted `numbers`."""
+        if not len(codes):
+            return
         size, before = len(self._gone), int(self.numbers[GONE])
         count = before + len(codes)
-        if len(codes) and count > size:
+        if count > size:
             last = count - size - 1  # the newest one that is lost
             lost = step if last >= before else self._gone_at[last % size]
             self.numbers[LOST] = lost

@@ -3,8 +3,8 @@
 Each code has two slots of the array, by two hashes, and its row is in one of them
 (Pagh and Rodler, 2004). So a lookup is two gathers for any code, whether it is there or
 not, which suits NumPy: with probes along chains there would be as many calls as the
-longest chain has slots. A slot that is free has row 0. A code is compared with that of
-the row, so a slot is four bytes. To insert, a key takes one of its slots, and who was
+longest chain has slots. A slot that is free has row 0, whose code is nobody's. A code is
+compared with that of the row, so a slot is four bytes. To insert, a key takes one of its slots, and who was
 there goes to its other one; all keys of a batch at once.
 
     code 7 has slots 3 and 5; slot 3 has row 2, whose code is 9, so it is not 7's;
@@ -58,7 +58,7 @@ class Index:
             return by_library
         mixed = self._mix(codes)
         rows = self._slots.take(self._first(mixed), mode="clip")
-        misses = np.flatnonzero(self._codes_of(rows) != codes)
+        misses = np.flatnonzero((self._codes_of(rows) != codes) | (rows == 0))
         if len(misses):
             second = self._slots.take(self._second(mixed[misses]), mode="clip")
             is_there = self._codes_of(second) == codes[misses]

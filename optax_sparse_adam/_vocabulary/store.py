@@ -58,13 +58,13 @@ class Changes:
 
 
 def _refuse_twice(keys: np.ndarray, used: np.ndarray) -> None:
-    """Raises if rows of a checkpoint have one key, or that of row 0, which has none."""
-    keys, counts = np.unique(np.append(keys[used], keys[0]), return_counts=True)
-    if counts.max() > 1:
+    """Raises if rows of a checkpoint have one key."""
+    keys, counts = np.unique(keys[used], return_counts=True)
+    if counts.max(initial=0) > 1:
         raise ValueError(
             "A vocabulary has each key in one row, got arrays that have the key "
-            f"{keys[counts.argmax()]} (as uint64) in {counts.max()} rows, or in row 0. "
-            "They are damaged; restore another checkpoint."
+            f"{keys[counts.argmax()]} (as uint64) in {counts.max()} rows. They are "
+            "damaged; restore another checkpoint."
         )
 
 
@@ -101,8 +101,7 @@ class Store:
         if not self.index.insert(used):
             _refuse_twice(self.keys, used)
             self.rebuild()
-        codes = self.keys[used]
-        if (self.index.find(codes) != used).any() or (codes == self.keys[0]).any():
+        if (self.index.find(self.keys[used]) != used).any():
             _refuse_twice(self.keys, used)
 
     def find_free(self) -> np.ndarray:
@@ -161,7 +160,6 @@ class Store:
         fresh = np.arange(self._next, self._next + more, dtype=np.int32)
         self._next += more
         rows = np.concatenate([free, fresh, lowest])
-        self._keep_apart(changes, codes)
         changes.move(self, rows)
         changes.note(self._whole, rows, self._whole[rows])
         if not self.index.replace(rows, fewer, _table(codes, step, hits)):
@@ -191,12 +189,3 @@ class Store:
     def rebuild(self) -> None:
         """Makes another index, of all codes that are there."""
         self.index = self.index.rebuilt(np.flatnonzero(self.hits).astype(np.int32))
-
-    def _keep_apart(self, changes: Changes, codes: np.ndarray) -> None:
-        """Gives row 0, which free slots of the index have, a code that no key has."""
-        if self.keys[0] not in codes:
-            return
-        code = self.keys[:1].copy()
-        while code in codes or self.index.find(code)[0]:
-            code += np.uint64(1)
-        changes.write(self.keys, [0], code)

@@ -66,7 +66,9 @@ void FindKeys(const Index& index, const uint64_t* codes, int64_t size, int32_t* 
     };
     const auto first = [&](int64_t k) { return index.First(index.Mix(codes[k])); };
     const auto second = [&](int64_t k) { return index.Second(index.Mix(codes[k])); };
-    const auto is_there = [&](int64_t k) { return index.rows[rows[k]].code == codes[k]; };
+    const auto is_there = [&](int64_t k) {
+      return rows[k] != 0 && index.rows[rows[k]].code == codes[k];
+    };
     int64_t num_rest = 0;
     stages(count, [](int64_t i) { return i; }, first, [&](int64_t k) {
       rest[num_rest] = uint32_t(k);

@@ -87,6 +87,15 @@ def test_a_slot_with_a_row_that_there_is_not(both):
         assert not both(lambda: index.find(codes[1:]))[0].any()
 
 
+def test_the_code_of_row_0(both):
+    """A key that has it is found in its second slot, though the first one is free."""
+    index = Index(np.array([[7, 0], [7, 0]], np.uint64))
+    seven = index.codes[1:]
+    assert not any(x.any() for x in both(lambda: index.find(seven)))
+    index._slots[index._second(index._mix(seven))] = 1
+    assert [x.tolist() for x in both(lambda: index.find(seven))] == [[1], [1]]
+
+
 def test_keys_that_find_no_room(both):
     """Of three for one pair of slots one is nowhere at last."""
     codes = np.random.default_rng(0).integers(1, 2**64, 3000, np.uint64)

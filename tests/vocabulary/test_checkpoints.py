@@ -43,14 +43,9 @@ def a_key_often(arrays):
     arrays["keys"][2:9] = arrays["keys"][1]
 
 
-def the_key_of_row_0(arrays):
-    arrays["keys"][0] = arrays["keys"][3]
-
-
 DAMAGED = {
     "a key twice": (a_key_twice, "in 2 rows"),
     "a key in many rows": (a_key_often, "in 8 rows"),
-    "the key of row 0": (the_key_of_row_0, "in 2 rows, or in row 0"),
     "fewer hits": (cut("hits"), "lengths of keys, last, hits, changed"),
     "fewer changes": (cut("changed"), "lengths of keys, last, hits, changed"),
     "fewer tombstones": (cut("gone_at"), "lengths of gone, gone_at"),

@@ -182,16 +182,18 @@ def test_signed_and_unsigned_keys_are_told_apart():
 
 
 def test_keys_that_the_index_uses_for_nobody():
-    """Free slots stand for a row whose code is that of no key; here somebody has it."""
+    """Free slots stand for row 0, where a code is that of no key; somebody has it."""
     vocab = osa.Vocabulary(9)
+    assert vocab.arrays["keys"][0] == 0
     for step in range(20):
-        nobody = vocab.arrays["keys"][:1]
-        keys = np.append(nobody, [nobody[0] + np.uint64(1 + step % 2)])
-        assert not vocab.find(keys)[:1].any()
+        keys = np.array([0, 1 + step % 2], np.uint64)
+        assert not vocab.find(keys + np.uint64(8)).any()
         rows = vocab.assign(keys, step).rows
-        assert 0 not in rows
-        assert len({*rows.tolist()}) == 2
+        assert rows.tolist() == [1, 2 + step % 2]
         np.testing.assert_array_equal(vocab.find(keys), rows)
+    again = osa.Vocabulary(9)
+    again.restore(vocab.arrays)
+    assert again.find([0, 1, 2, 3]).tolist() == [1, 2, 3, 0]
 
 
 def test_keys_that_are_chosen_to_share_their_slots():
