@@ -92,15 +92,17 @@ class Contents:
             self._ids = 0 if step > self.numbers[STEP] else _ANY_NUMBER
         self._ids, self._ids_step = self._ids + number, step
 
-    def plan(self, codes: np.ndarray, touched: np.ndarray, step: int) -> _Plan:
+    def plan(
+        self, new: tuple[np.ndarray, ...], touched: np.ndarray, step: int
+    ) -> _Plan:
         """Plans what to do with codes without a row; raises where it cannot be done.
 
         Args:
-          codes: Those without a row, as the batch has them.
+          new: These codes, as `Index.look_up` has them.
           touched: The rows of the others.
           step: The step.
         """
-        codes, hits, of = self.main.index.distinct(codes)
+        codes, hits, of = new
         waiting, options = self._waiting, self.options
         waits = np.zeros(len(codes), np.int32)
         if waiting is not None:

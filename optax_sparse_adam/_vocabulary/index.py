@@ -3,9 +3,9 @@
 Each code has two slots of the array, by two hashes, and its row is in one of them
 (Pagh and Rodler, 2004). So a lookup is two gathers for any code, whether it is there or
 not, which suits NumPy: with probes along chains there would be as many calls as the
-longest chain has slots. A slot that is free has row 0, whose code is nobody's. A code is
-compared with that of the row, so a slot is four bytes. To insert, a key takes one of its slots, and who was
-there goes to its other one; all keys of a batch at once.
+longest chain has slots. A slot that is free has row 0, whose code is nobody's. A code
+is compared with that of the row, so a slot is four bytes. To insert, a key takes one of
+its slots, and who was there goes to its other one; all keys of a batch at once.
 
     code 7 has slots 3 and 5; slot 3 has row 2, whose code is 9, so it is not 7's;
     slot 5 has row 4, whose code is 7: the row is 4
@@ -19,6 +19,7 @@ Where the package's library is there, `native/keys.h` does the same, a key at a 
 """
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,26 @@ from ..native import _keys as native
 _ROUNDS = 100  # of insertion; some 15 are used
 _PART = 1 << 20  # rows that are inserted at once, so that rounds need little memory
 _FREE = 2.5  # slots for each row, at least
+
+
+def table_of(codes: np.ndarray, last: Any, hits: np.ndarray) -> np.ndarray:
+    """Codes, and beside each its last step and hits: `[n, 2]`, uint64."""
+    table = np.empty((len(codes), 2), np.uint64)
+    table[:, 0] = codes
+    words = table.view(np.int32)
+    words[:, 2], words[:, 3] = last, hits
+    return table
+
+
+def _distinct(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The different codes as they come, their counts, and which each is."""
+    different, first, of, counts = np.unique(
+        codes, return_index=True, return_inverse=True, return_counts=True
+    )
+    by = np.argsort(first)
+    place = np.empty_like(by)
+    place[by] = np.arange(len(by))
+    return different[by], counts[by], place[of]
 
 
 class Index:
@@ -65,12 +86,13 @@ class Index:
             rows[misses] = np.where(is_there, second, 0)
         return rows
 
-    def look_up(self, codes: np.ndarray) -> tuple[np.ndarray, ...]:
+    def look_up(self, codes: np.ndarray) -> tuple[Any, ...]:
         """The rows as `find` has them, and what is known of them.
 
         Returns:
-          The rows `[n]`; those that are not 0, and their uses, int64; and in which
-          places of `rows` a 0 is. All are copies.
+          The rows `[n]`; those that are not 0, and their uses, int64; in which places
+          of `rows` a 0 is; and of the codes there the different ones as they come,
+          their counts, and which of them each is. All are copies.
         """
         by_library = native.look_up(self._place, codes)
         if by_library is not None:
@@ -79,21 +101,32 @@ class Index:
         is_there = rows != 0
         touched = rows[is_there]
         uses = self._table[touched, 1].view(np.int64)
-        return rows, touched, uses, np.flatnonzero(~is_there)
+        absent = np.flatnonzero(~is_there)
+        return rows, touched, uses, absent, _distinct(codes[absent])
 
-    def replace(self, rows: np.ndarray, free: int, records: np.ndarray) -> bool:
-        """Gives rows other codes, with their uses; as `insert`.
+    def replace(
+        self,
+        rows: np.ndarray,
+        free: int,
+        codes: np.ndarray,
+        step: int,
+        hits: np.ndarray,
+    ) -> bool:
+        """Gives rows other codes, and what is known of them; as `insert`.
 
         Args:
           rows: Which, each once: first those that are not there, then others.
           free: How many are not there.
-          records: `[n, 2]`, as the table.
+          codes: Their codes from now on.
+          step: The last step of all of them.
+          hits: Their hits, int32.
         """
-        by_library = native.replace(self._place, rows, free, records, _ROUNDS)
+        data = rows, free, codes, step, hits
+        by_library = native.replace(self._place, *data, _ROUNDS)
         if by_library is not None:
             return by_library
         self.remove(rows[free:])
-        self._table[rows] = records
+        self._table[rows] = table_of(codes, step, hits)
         return self.insert(rows)
 
     def insert(self, rows: np.ndarray) -> bool:
@@ -124,19 +157,6 @@ class Index:
         """Removes rows, those that are there; their codes must be as they were."""
         for at in self._both(rows):
             self._slots[at[self._slots[at] == rows]] = 0
-
-    def distinct(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The different codes as they come, their counts, and which each is."""
-        by_library = native.distinct(codes, self._multiplier)
-        if by_library is not None:
-            return by_library
-        different, first, of, counts = np.unique(
-            codes, return_index=True, return_inverse=True, return_counts=True
-        )
-        by = np.argsort(first)
-        place = np.empty_like(by)
-        place[by] = np.arange(len(by))
-        return different[by], counts[by], place[of]
 
     def rebuilt(self, rows: np.ndarray) -> "Index":
         """Another index, of these rows alone, by another hash."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..native import _keys as native
-from .index import Index
+from .index import Index, table_of
 from .order import Order, Score, last_and_hits
 
 FIELDS = ("keys", np.uint64), ("last", np.int32), ("hits", np.int32)
@@ -68,15 +68,6 @@ def _refuse_twice(keys: np.ndarray, used: np.ndarray) -> None:
         )
 
 
-def _table(keys: np.ndarray, last: Any, hits: np.ndarray) -> np.ndarray:
-    """Keys, and beside each its last step and hits: `[n, 2]`, uint64."""
-    table = np.empty((len(keys), 2), np.uint64)
-    table[:, 0] = keys
-    words = table.view(np.int32)
-    words[:, 2], words[:, 3] = last, hits
-    return table
-
-
 class Store:
     """Codes in rows from 1 on; rows without hits are free.
 
@@ -90,7 +81,7 @@ class Store:
     def __init__(
         self, keys: np.ndarray, last: np.ndarray, hits: np.ndarray, score: Score
     ):
-        self._table = _table(keys, last, hits)
+        self._table = table_of(keys, last, hits)
         # Each row as one thing, which NumPy gathers five times as fast as two.
         self._whole = self._table.view(np.dtype((np.void, 16)))[:, 0]
         self.keys, uses = self._table[:, 0], self._table[:, 1:]
@@ -162,7 +153,7 @@ class Store:
         rows = np.concatenate([free, fresh, lowest])
         changes.move(self, rows)
         changes.note(self._whole, rows, self._whole[rows])
-        if not self.index.replace(rows, fewer, _table(codes, step, hits)):
+        if not self.index.replace(rows, fewer, codes, step, hits):
             self.rebuild()
         return rows, gone
 

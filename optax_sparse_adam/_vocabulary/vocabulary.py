@@ -201,8 +201,8 @@ class Vocabulary:
             )
         codes, kind, at, shape = held.read("assign", keys, mask)
         held.count_ids(len(codes), step)
-        rows, touched, uses, new = main.index.look_up(codes)
-        plan = held.plan(codes[new], touched, step) if len(new) else None
+        rows, touched, uses, absent, new = main.index.look_up(codes)
+        plan = held.plan(new, touched, step) if len(absent) else None
         changes, fresh, evicted = Changes(), rows[:0], codes[:0]
         moves = plan is not None or self._options.ttl is not None
         with self._move() if moves else contextlib.nullcontext():
@@ -213,7 +213,7 @@ class Vocabulary:
                 if moves:
                     evicted = held.expire(changes, int(before), step)
                 if plan:
-                    rows[new], fresh, gone = held.admit(changes, plan, step)
+                    rows[absent], fresh, gone = held.admit(changes, plan, step)
                     evicted = np.append(evicted, gone)
                 held.bury(changes, evicted, step)
                 main.order.add(touched, step)

@@ -28,7 +28,6 @@ class _Functions(NamedTuple):
     look_up: "ctypes._NamedFuncPointer"
     touch: "ctypes._NamedFuncPointer"
     lowest: "ctypes._NamedFuncPointer"
-    distinct: "ctypes._NamedFuncPointer"
 
 
 def functions_of(library: Path) -> _Functions:
@@ -38,16 +37,16 @@ def functions_of(library: Path) -> _Functions:
     functions = _Functions(*(getattr(dll, f"{x}_keys") for x in _Functions._fields))
     functions.find.argtypes = [pointer, pointer, number, pointer, number]
     functions.insert.argtypes = [pointer, pointer, number, number]
-    functions.replace.argtypes = [*2 * [pointer], *2 * [number], pointer, number]
-    functions.look_up.argtypes = [*functions.find.argtypes, *3 * [pointer]]
+    of_codes: list[Any] = [pointer, whole, pointer, number]
+    functions.replace.argtypes = [*functions.insert.argtypes, *of_codes]
+    functions.look_up.argtypes = [*functions.find.argtypes, *7 * [pointer]]
     functions.touch.argtypes = [pointer, pointer, number, whole, whole, pointer]
     of_run: list[Any] = [*3 * [pointer], number]
     functions.lowest.argtypes = [*of_run, whole, whole, number, pointer]
-    functions.distinct.argtypes = [pointer, number, ctypes.c_uint64, *3 * [pointer]]
     for function in functions:
         function.restype = None
     functions.insert.restype = functions.replace.restype = whole
-    for function in (functions.look_up, functions.lowest, functions.distinct):
+    for function in (functions.look_up, functions.lowest):
         function.restype = number
     return functions
 
@@ -113,28 +112,39 @@ def insert(place: Place, rows: np.ndarray, moves: int) -> bool | None:
 
 
 def replace(
-    place: Place, rows: np.ndarray, free: int, records: np.ndarray, moves: int
+    place: Place,
+    rows: np.ndarray,
+    free: int,
+    codes: np.ndarray,
+    step: int,
+    hits: np.ndarray,
+    moves: int,
 ) -> bool | None:
     """`Index.replace`, or `None`; `moves` as in `insert`."""
     functions = _wanted(len(rows))
     if functions is None:
         return None
-    data = _start_of(rows), len(rows), free, _start_of(records)
-    return bool(functions.replace(place.address, *data, moves))
+    data = _start_of(rows), len(rows), free, _start_of(codes)
+    return bool(functions.replace(place.address, *data, step, _start_of(hits), moves))
 
 
-def look_up(place: Place, codes: np.ndarray) -> tuple[np.ndarray, ...] | None:
+def look_up(place: Place, codes: np.ndarray) -> tuple[Any, ...] | None:
     """`Index.look_up`, or `None`."""
     functions = _wanted(len(codes))
     if functions is None:
         return None
     codes, size = np.ascontiguousarray(codes), len(codes)
     rows, touched = np.empty(size, np.int32), np.empty(size, np.int32)
-    uses, absent = np.empty((2, size), np.int64)
+    uses, distinct, number = (np.empty(n, np.int64) for n in (size, size, 1))
+    absent, counts, of = np.empty((3, size), np.int64)
     data = _start_of(codes), size, _start_of(rows), num_threads()
-    out = map(_start_of, (touched, uses, absent))
+    out = map(_start_of, (touched, uses, absent, distinct, counts, of, number))
     count = functions.look_up(place.address, *data, *out)
-    return rows, touched[:count], uses[:count], absent[: size - count]
+    if count < 0:
+        return None
+    first, last = int(number[0]), size - count
+    new = distinct.view(np.uint64)[:first], counts[:first], of[:last]
+    return rows, touched[:count], uses[:count], absent[:last], new
 
 
 def touch(
@@ -186,22 +196,3 @@ def lowest(
     last = by_hits, now, count, _start_of(rows)
     stop = functions.lowest(*data, len(run[0]), *last)
     return (rows, stop) if stop else None
-
-
-def distinct(
-    codes: np.ndarray, multiplier: np.uint64
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """The different codes as they come, their counts, and which each is; or `None`.
-
-    `multiplier` is odd, and known to nobody who could choose codes.
-    """
-    functions = _wanted(len(codes))
-    if functions is None:
-        return None
-    codes = np.ascontiguousarray(codes)
-    distinct = np.empty_like(codes)
-    counts, of = np.empty((2, len(codes)), np.int64)
-    out = map(_start_of, (distinct, counts, of))
-    data = _start_of(codes), len(codes)
-    number = functions.distinct(*data, int(multiplier), *out)
-    return (distinct[:number], counts[:number], of) if number >= 0 else None

@@ -66,8 +66,8 @@ void FindKeys(const Index& index, const uint64_t* codes, int64_t size, int32_t* 
     };
     const auto first = [&](int64_t k) { return index.First(index.Mix(codes[k])); };
     const auto second = [&](int64_t k) { return index.Second(index.Mix(codes[k])); };
-    const auto is_there = [&](int64_t k) {
-      return rows[k] != 0 && index.rows[rows[k]].code == codes[k];
+    const auto is_there = [&](int64_t k) {  // no branch, which nobody could foresee
+      return (rows[k] != 0) & (index.rows[rows[k]].code == codes[k]);
     };
     int64_t num_rest = 0;
     stages(count, [](int64_t i) { return i; }, first, [&](int64_t k) {
@@ -167,24 +167,26 @@ int64_t LowestKeys(const Row* table, const int32_t* rows, const int32_t* scores,
   return 0;
 }
 
-// The different ones of codes in the order in which they come, how often each is there, and
-// which of them each code is. Returns how many they are.
-int64_t DistinctKeys(const uint64_t* codes, int64_t size, uint64_t multiplier,
-                     uint64_t* distinct, int64_t* counts, int64_t* of) {
+// The different ones of `codes[places]` in the order in which they come, how often each is
+// there, and which of them each is. Returns how many they are.
+int64_t DistinctKeys(const uint64_t* codes, const int64_t* places, int64_t size,
+                     uint64_t multiplier, uint64_t* distinct, int64_t* counts,
+                     int64_t* of) {
   int bits = 4;
   while (int64_t(1) << bits < 2 * size) ++bits;
-  std::vector<uint32_t> places(int64_t(1) << bits);  // one more than which it is, or 0
-  const uint64_t last = places.size() - 1;
+  std::vector<uint32_t> slots(int64_t(1) << bits);  // one more than which it is, or 0
+  const uint64_t last = slots.size() - 1;
   int64_t number = 0;
   for (int64_t k = 0; k < size; ++k) {
-    uint64_t at = ((codes[k] ^ codes[k] >> 32) * multiplier) >> (64 - bits);
-    while (places[at] != 0 && distinct[places[at] - 1] != codes[k]) at = (at + 1) & last;
-    if (places[at] == 0) {
-      distinct[number] = codes[k];
+    const uint64_t code = codes[places[k]];
+    uint64_t at = ((code ^ code >> 32) * multiplier) >> (64 - bits);
+    while (slots[at] != 0 && distinct[slots[at] - 1] != code) at = (at + 1) & last;
+    if (slots[at] == 0) {
+      distinct[number] = code;
       counts[number] = 0;
-      places[at] = uint32_t(++number);
+      slots[at] = uint32_t(++number);
     }
-    of[k] = places[at] - 1;
+    of[k] = slots[at] - 1;
     ++counts[of[k]];
   }
   return number;
@@ -209,18 +211,27 @@ extern "C" int32_t insert_keys(const Index* index, const int32_t* rows, int64_t 
 }
 
 extern "C" int32_t replace_keys(const Index* index, const int32_t* rows, int64_t size,
-                                int64_t free, const Row* records, int64_t moves) {
+                                int64_t free, const uint64_t* codes, int32_t step,
+                                const int32_t* hits, int64_t moves) {
   ByRows(*index, rows + free, size - free,
          [&](int64_t k) { RemoveKey(*index, rows[free + k]); });
-  for (int64_t k = 0; k < size; ++k) index->rows[rows[k]] = records[k];
+  for (int64_t k = 0; k < size; ++k) index->rows[rows[k]] = {codes[k], {step, hits[k]}};
   return insert_keys(index, rows, size, moves);
 }
 
+// Finds rows, and what `TakeUses` and `DistinctKeys` say of them. Returns how many keys have
+// one, or -1 if there is no memory; `num_distinct` is of those without.
 extern "C" int64_t look_up_keys(const Index* index, const uint64_t* codes, int64_t size,
                                 int32_t* rows, int64_t threads, int32_t* touched, Use* uses,
-                                int64_t* absent) {
+                                int64_t* absent, uint64_t* distinct, int64_t* counts,
+                                int64_t* of, int64_t* num_distinct) try {
   find_keys(index, codes, size, rows, threads);
-  return TakeUses(index->rows, rows, size, touched, uses, absent);
+  const int64_t count = TakeUses(index->rows, rows, size, touched, uses, absent);
+  *num_distinct = DistinctKeys(codes, absent, size - count, index->multiplier, distinct,
+                               counts, of);
+  return count;
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
 extern "C" void touch_keys(Row* table, const int32_t* rows, int64_t size, int32_t step,
@@ -232,13 +243,6 @@ extern "C" int64_t lowest_keys(const Row* table, const int32_t* rows,
                                const int32_t* scores, int64_t size, int32_t by_hits,
                                int32_t now, int64_t count, int32_t* lowest) {
   return LowestKeys(table, rows, scores, size, by_hits != 0, now, count, lowest);
-}
-
-extern "C" int64_t distinct_keys(const uint64_t* codes, int64_t size, uint64_t multiplier,
-                                 uint64_t* distinct, int64_t* counts, int64_t* of) try {
-  return DistinctKeys(codes, size, multiplier, distinct, counts, of);
-} catch (const std::bad_alloc&) {
-  return -1;
 }
 
 #pragma GCC visibility pop

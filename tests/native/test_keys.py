@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from optax_sparse_adam._vocabulary.index import Index
+from optax_sparse_adam._vocabulary.index import Index, table_of
 from optax_sparse_adam._vocabulary.order import by_hits, by_last
 from optax_sparse_adam._vocabulary.store import Changes, Store
 from optax_sparse_adam.native import _build, _keys
@@ -36,9 +36,8 @@ def keys(size, seed=0):
     return codes
 
 
-def table_of(codes):
-    """Codes, and no uses, as an index reads them."""
-    return np.stack([codes, np.zeros_like(codes)], axis=1)
+def unused(codes):
+    return table_of(codes, 0, np.zeros(len(codes), np.int32))
 
 
 @pytest.mark.parametrize("size", [3, 65, 3000, 40_000])
@@ -54,12 +53,12 @@ def test_an_index(both, size):
         return np.concatenate([row_of[1:], 0 * rows, row_of[1:9]])
 
     def change():
-        index = Index(table_of(codes))
+        index = Index(unused(codes))
         cut, mid = size // 3, 2 * size // 3
         assert index.insert(rows[:mid])
         index.remove(rows[:cut])
         found.append((index, expected(rows[cut:mid])))
-        index = Index(table_of(codes))
+        index = Index(unused(codes))
         assert index.insert(rows[:cut])
         assert index.insert(rows[cut:])
         found.append((index, expected(rows)))
@@ -80,7 +79,7 @@ def test_an_index(both, size):
 def test_a_slot_with_a_row_that_there_is_not(both):
     """What another thread writes meanwhile is never followed outside of the table."""
     codes = keys(50)
-    index = Index(table_of(codes))
+    index = Index(unused(codes))
     assert index.insert(np.arange(1, 50, dtype=np.int32))
     for row in (50, 2**31 - 1, -1, -(2**31)):
         index._slots[:] = row
@@ -122,8 +121,11 @@ def test_keys_that_find_no_room(both):
 def test_distinct(both, size, different):
     rng = np.random.default_rng(size)
     codes = keys(different + 1)[rng.integers(0, different + 1, size)]
-    index = Index(np.zeros((2, 2), np.uint64))
-    by_library, by_numpy = both(lambda: index.distinct(codes))
+    index = Index(unused(keys(9, 1)))
+    assert index.insert(np.array([8], np.int32))
+    asked = np.insert(codes, [0, size // 2], index.codes[8])  # two that are there
+    (rows, *_, by_library), (*_, by_numpy) = both(lambda: index.look_up(asked))
+    assert np.count_nonzero(rows) == 2
     for a, b in zip(by_library, by_numpy, strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.dtype == b.dtype
@@ -144,7 +146,7 @@ def test_touch(both):
     def touch():
         store = Store(keys(500), last.copy(), hits.copy(), by_last)
         changes = Changes()
-        _, touched, uses, absent = store.index.look_up(keys(500)[rows])
+        _, touched, uses, absent, _ = store.index.look_up(keys(500)[rows])
         np.testing.assert_array_equal(touched, rows)
         assert not len(absent)
         store.touch(changes, touched, uses, 9)
@@ -173,7 +175,7 @@ def test_look_up(both, size, share):
     rows[rng.random(size) < share] = 0
     store = Store(keys(500), last, np.where(np.arange(500) > 0, hits, 0), by_last)
     asked = np.where(rows > 0, keys(500)[rows], keys(2, 1)[1])
-    for found, touched, uses, absent in both(lambda: store.index.look_up(asked)):
+    for found, touched, uses, absent, _ in both(lambda: store.index.look_up(asked)):
         np.testing.assert_array_equal(found, rows)
         np.testing.assert_array_equal(touched, rows[rows > 0])
         np.testing.assert_array_equal(absent, np.flatnonzero(rows == 0))
@@ -189,18 +191,21 @@ def test_replace(both, size):
     rng = np.random.default_rng(size)
     rows = rng.permutation(2 * size).astype(np.int32) + 1
     old, new = keys(2 * size + 1), keys(size + 1, 1)[1:]
-    records, replaced = np.stack([new, new >> np.uint64(3)], axis=1), rows[:size]
+    hits, replaced = rng.integers(0, 2**31, size).astype(np.int32), rows[:size]
 
     def replace():
-        table = table_of(old)
+        table = unused(old)
         index = Index(table)
         free = size // 3
         assert index.insert(rows[free:])
-        assert index.replace(replaced, free, records)
+        assert index.replace(replaced, free, new, 7, hits)
         return table, index.find(new), index.find(old[1:])
 
     for table, found, gone in both(replace):
-        np.testing.assert_array_equal(table[replaced], records)
+        np.testing.assert_array_equal(table[replaced, 0], new)
+        last, new_hits = table.view(np.int32)[replaced, 2:].T
+        np.testing.assert_array_equal(new_hits, hits)
+        assert (last == 7).all()
         np.testing.assert_array_equal(table[rows[size:], 0], old[rows[size:]])
         np.testing.assert_array_equal(found, replaced)
         row_of = np.where(np.isin(np.arange(2 * size + 1), rows[size:]), 1, 0)
@@ -210,7 +215,7 @@ def test_replace(both, size):
 def test_arrays_that_are_read_only(both):
     """As those of JAX are; and without an entry."""
     codes = keys(50)
-    index = Index(table_of(codes))
+    index = Index(unused(codes))
     for i in (1, 25, 50):
         rows = np.arange(1, i, dtype=np.int32)
         rows.flags.writeable = codes.flags.writeable = False
@@ -218,8 +223,8 @@ def test_arrays_that_are_read_only(both):
             for found in both(lambda index=inserted: index.find(codes[1:])):
                 np.testing.assert_array_equal(found[: i - 1], rows)
                 assert not found[i - 1 :].any()
-            distinct, *_ = index.distinct(codes[:i])
-            np.testing.assert_array_equal(distinct, codes[:i])
+            for found, *_ in both(lambda index=inserted: index.look_up(codes[1:])):
+                np.testing.assert_array_equal(found[: i - 1], rows)
 
 
 @pytest.mark.parametrize("score", [by_last, by_hits])
