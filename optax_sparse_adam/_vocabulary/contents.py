@@ -144,14 +144,15 @@ class Contents:
         fresh, gone = self.main.place(changes, codes[enters], hits[enters], step)
         changes.write(self.changed, fresh, step)
         waiting = self._waiting
-        if waiting is not None:
-            waiting.free(changes, waits[enters & (waits > 0)])
-            stays, comes = ~enters & (waits > 0), ~enters & (waits == 0)
-            old = waits[stays]
-            changes.write(waiting.last, old, step)
-            changes.write(waiting.hits, old, hits[stays])
-            new, _ = waiting.place(changes, codes[comes], hits[comes], step)
-            waiting.order.add(np.append(old, new), step)
+        if waiting is None:
+            return fresh[of], fresh, gone
+        waiting.free(changes, waits[enters & (waits > 0)])
+        stays, comes = ~enters & (waits > 0), ~enters & (waits == 0)
+        old = waits[stays]
+        changes.write(waiting.last, old, step)
+        changes.write(waiting.hits, old, hits[stays])
+        new, _ = waiting.place(changes, codes[comes], hits[comes], step)
+        waiting.order.add(np.append(old, new), step)
         rows = np.zeros(len(codes), np.int32)
         rows[enters] = fresh
         return rows[of], fresh, gone

@@ -214,7 +214,7 @@ class Vocabulary:
                     evicted = held.expire(changes, int(before), step)
                 if plan:
                     rows[absent], fresh, gone = held.admit(changes, plan, step)
-                    evicted = np.append(evicted, gone)
+                    evicted = np.append(evicted, gone) if len(evicted) else gone
                 held.bury(changes, evicted, step)
                 main.order.add(touched, step)
                 main.order.add(fresh, step)
