@@ -13,8 +13,9 @@ import numpy as np
 
 from .._gradients.evaluate import evaluate
 from .._rows.stale import contains_stale
+from ._arguments import split_keywords
 from ._host_rows import NOT_FETCHED, HostRows
-from ._ids import RowIds, kept_arguments, split_keywords
+from ._ids import RowIds, kept_arguments
 from ._plan import CHUNK, compact
 from ._records import WORD
 from ._reset import reset_of

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ._ids import Batch, target_of
+from ._arguments import target_of
+from ._ids import Batch
 from ._ledger import Ledger
 from ._plan import Plan
 from ._reset import program_of

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,27 +10,27 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._gradients.tracing import jit_enabled
 from .._jax_extras.cpu_device import cpu_device
-from .._rows.checks import refuse_masked
-from ._compact import (
-    Whole,
-    evaluate_compact,
-    fingerprint,
-    without_callbacks,
-    zeros_in_place_of,
+from ._arguments import (
+    is_committed,
+    is_key,
+    layout,
+    mesh_around,
+    refuse_of_one_process,
+    refuse_other_devices,
+    refuse_other_numbers,
+    refuse_others,
+    taken_by,
+    target_of,
+    type_of,
 )
+from ._callbacks import without_callbacks, zeros_in_place_of
+from ._compact import Whole, evaluate_compact, fingerprint
 from ._reset import Reset
 from ._store import Ascending, ascending
-
-_NOT_OF_ALL = (
-    "{name} has an argument of which rows are computed, and which need not be the same "
-    "in all processes: {x!r}. Give a global array: jax.make_array_from_process_local_"
-    "data(sharding, part_of_this_process), or jax.device_put(x, NamedSharding(mesh, "
-    "PartitionSpec())) for what all of them have."
-)
 
 
 @dataclasses.dataclass
@@ -153,17 +152,17 @@ class RowIds:
         """
         whole_batch = jax.tree.leaves(args)
         target = target or target_of([*dense, *whole_batch])
-        committed = [x.sharding for x in dense if _is_committed(x)]
-        for x in filter(_is_committed, whole_batch):
-            _refuse_other_devices(x, [*committed, self._mesh or target][0], name)
+        committed = [x.sharding for x in dense if is_committed(x)]
+        for x in filter(is_committed, whole_batch):
+            refuse_other_devices(x, [*committed, self._mesh or target][0], name)
         # What the optimiser alone takes is nothing to the loss.
-        taken = args[0], self._taken(args[1])
+        taken = args[0], taken_by(self._fun, args[1])
         leaves, structure = jax.tree.flatten(taken)
-        static_taken = self._taken(static)
+        static_taken = taken_by(self._fun, static)
         for x in leaves:
-            _refuse_others(x, name)
+            refuse_others(x, name)
         # With weak types: an int8 times a Python number is an int8.
-        avals = tuple((_type_of(x), _layout(x)) for x in leaves)
+        avals = tuple((type_of(x), layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         key = structure, avals, tuple(sorted(static_taken.items())), x64
         if key not in self._programs:
@@ -172,9 +171,8 @@ class RowIds:
         values = [*dense, *leaves]
         operands = [values[i] for i in kept]
         for x in operands:
-            _refuse_other_numbers(x, name)
-            if jax.process_count() > 1 and _layout(x) is None:
-                raise ValueError(_NOT_OF_ALL.format(name=name, x=x))
+            refuse_other_numbers(x, name)
+            refuse_of_one_process(x, name)
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             operands = jax.device_put(operands, cpu_device())
@@ -186,14 +184,6 @@ class RowIds:
             lines=self._lines,
             target=target,
         )
-
-    def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = _parameters(self._fun) if keywords else {}
-        if parameters is None or any(
-            x.kind == x.VAR_KEYWORD for x in parameters.values()
-        ):
-            return dict(keywords)
-        return {k: x for k, x in keywords.items() if k in parameters}
 
     def _refuse_reads(self, closed: ClosedJaxpr, exported: jax.export.Exported) -> None:
         """Raises where ids depend on rows, or on what happens once."""
@@ -243,7 +233,7 @@ class RowIds:
         ]
         shapes = [
             jax.ShapeDtypeStruct(
-                *_type_of(x)[:2], weak_type=_type_of(x)[2], sharding=_layout(x)
+                *type_of(x)[:2], weak_type=type_of(x)[2], sharding=layout(x)
             )
             for x in [*dense, *leaves]
         ]
@@ -253,7 +243,7 @@ class RowIds:
         self._refuse_reads(closed, exported)
         kept = [i - count for i in reads]
         # A random key has no zeros to stand for it.
-        kept += [i for i, x in enumerate(shapes) if _is_key(x) and i not in kept]
+        kept += [i for i, x in enumerate(shapes) if is_key(x) and i not in kept]
 
         whole = None
         if jax.process_count() > 1 and kept:  # each reads all ids
@@ -292,27 +282,6 @@ def _why_not(eqns: Sequence[Any]) -> str:
     )
 
 
-def _parameters(fun: Callable[..., Any]) -> Mapping[str, Any] | None:
-    """Of a function, or `None` of one that Python cannot look into."""
-    try:
-        return inspect.signature(fun).parameters
-    except (TypeError, ValueError):
-        return None
-
-
-def split_keywords(
-    fun: Callable[..., Any], keywords: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those that `make_train_step` traces, and those that it does not: see there."""
-    parameters = (_parameters(fun) if keywords else None) or {}
-    static = {
-        name: x
-        for name, x in keywords.items()
-        if name in parameters and isinstance(parameters[name].default, bool | str)
-    }
-    return {k: x for k, x in keywords.items() if k not in static}, static
-
-
 def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     """Which arguments a function reads, after its dead code is removed."""
     return list(
@@ -327,87 +296,3 @@ def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.E
     with jit_enabled():
         fun = jax.jit(jaxpr_as_fun(program))
         return jax.export.export(fun, platforms=["cpu"])(*args)
-
-
-def _refuse_others(x: Any, batch: str) -> None:
-    refuse_masked(x, f"HostTrainer, in {batch},")
-    if hasattr(x, "detach"):
-        raise TypeError(
-            f"{batch} has a {type(x).__module__}.{type(x).__qualname__}; HostTrainer "
-            "takes arrays of NumPy and JAX. Give x.numpy(), which shares its memory; "
-            "of a loader of torch, give collate_fn= a function that makes tuples of "
-            "NumPy arrays."
-        )
-
-
-def _is_committed(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.committed
-
-
-def _refuse_other_devices(x: jax.Array, trained_on: Any, batch: str) -> None:
-    """JAX moves no array that was put on a device; of a mesh the order counts."""
-    here, there = _devices_of(x.sharding), _devices_of(trained_on)
-    if here != there:
-        raise ValueError(
-            f"{batch} has {x.dtype}{list(x.shape)} on {[*map(str, here)]}, and "
-            f"HostTrainer trains on {[*map(str, there)]}, where its `mesh` or its "
-            "parameters are, or where its first batch was. jax.device_put it there, "
-            "as with a NamedSharding of the same mesh; or give an array of NumPy."
-        )
-
-
-def _devices_of(sharding: Any) -> list[Any]:
-    if isinstance(sharding, NamedSharding):
-        return [*sharding.mesh.devices.flat]
-    return [*sharding.device_set]
-
-
-def _refuse_other_numbers(x: Any, batch: str) -> None:
-    """JAX takes 2**32 + 5 for 5 where an array of NumPy is wider than its integers."""
-    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu":
-        return
-    held: Any = jax.dtypes.canonicalize_dtype(x.dtype)
-    if held.itemsize < x.dtype.itemsize and np.any(x.astype(held) != x):
-        number = int(np.asarray(x)[x.astype(held) != x].flat[0])
-        raise IndexError(
-            f"{batch} has the integer {number}, of which rows are computed, and which "
-            f"JAX takes for {np.asarray(number, x.dtype).astype(held)}, as it computes "
-            f"in {held} unless jax_enable_x64 is set. Give rows that {held} holds; for "
-            f"a hash of numbers that it does not hold, say .astype(np.{held}) first."
-        )
-
-
-def _type_of(x: Any) -> tuple[tuple[int, ...], Any, bool]:
-    aval: Any = jax.typeof(x)
-    return aval.shape, aval.dtype, aval.weak_type
-
-
-def _layout(x: Any) -> Any:
-    """The sharding of an array on several devices."""
-    is_spread = isinstance(x, jax.Array) and len(x.devices()) > 1
-    return x.sharding if is_spread else None
-
-
-def mesh_around(leaves: Sequence[Any]) -> Any:
-    """The mesh that arrays lie on, or that is set, or `None`."""
-    for sharding in filter(None, map(_layout, leaves)):
-        if not isinstance(sharding, NamedSharding):
-            raise ValueError(
-                "HostTrainer takes parameters and batches on one device, or with a "
-                f"NamedSharding on a mesh; got {sharding}."
-            )
-        return sharding.mesh
-    return None if jax.sharding.get_mesh().empty else jax.sharding.get_mesh()
-
-
-def target_of(leaves: Sequence[Any]) -> Any:
-    """Where rows go: to all devices of a mesh, or to the device of the parameters."""
-    if (mesh := mesh_around(leaves)) is not None:
-        return NamedSharding(mesh, PartitionSpec())
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    one = next(filter(_is_committed, arrays), arrays[0] if arrays else jnp.zeros(()))
-    return SingleDeviceSharding(next(iter(one.devices())))
-
-
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))

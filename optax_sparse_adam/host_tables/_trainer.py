@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 from .._exact_adam.state import clocks_of
 from .._gradients.value_and_grad import Sparse
+from ._arguments import split_keywords
 from ._between import evaluated, map_rows, reset
 from ._budget import check_budget, keep
 from ._checkpoint import load, processes_of, save
 from ._host_rows import HostRows
-from ._ids import split_keywords
 from ._ledger import Ledger
 from ._pipeline import Pipeline
 from ._plan import Plan
