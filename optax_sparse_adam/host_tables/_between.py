@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._gradients.evaluate import evaluate
@@ -134,3 +135,20 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
     size = max(len(x) for x in places if x is not None)
     arrays = host.reset_program(*host.here(rows, size), places, asked.values)
     host.change(rows, arrays)
+
+
+def read_all(host: HostRows) -> tuple[Any, Any]:
+    """Parameters and state: see `HostTrainer.params`."""
+    with host.alone():
+        host.check()
+        host.settle()
+        pairs = zip(host.stores, host.plan.layouts, strict=True)
+        fields = [store.fields(layout) for store, layout in pairs]
+        return host.plan.join(map(_copied, host.rest), fields)
+
+
+def _copied(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    # Of an array that is split over processes none has all.
+    is_here = x.is_fully_addressable or x.is_fully_replicated
+    return np.array(x) if is_here and not is_key else jnp.array(x)

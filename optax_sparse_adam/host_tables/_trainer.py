@@ -5,29 +5,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from .._exact_adam.state import clocks_of
 from .._gradients.value_and_grad import Sparse
 from ._arguments import split_keywords
-from ._between import evaluated, map_rows, reset
-from ._budget import check_budget, keep
-from ._checkpoint import load, processes_of, save
+from ._between import evaluated, map_rows, read_all, reset
+from ._checkpoint import save
 from ._host_rows import HostRows
-from ._ledger import Ledger
+from ._opening import begin_run, go_on
 from ._pipeline import Pipeline
 from ._plan import Plan
-from ._repartition import begin_again, move, remove_files
 from ._reset import BatchWithReset
 from ._snapshot import write_snapshot
 from ._spread import Spread
 from ._stateful import Stateful, checked
-from ._store import Store
-from ._table import new_store
 from ._together import together
 
 
@@ -128,26 +120,12 @@ class HostTrainer:
         fsync: bool = False,
         progress: Callable[[Iterable[Any]], Iterable[Any]] | None = None,
     ):
-        def begin(k: int, store: Store) -> None:
-            rows = self._rows
-            pieces: Any = rows.plan.init_records(
-                *(k, rows.dense, of_rows[k], clocks),
-                skips_zeros=store.begins_with_zeros,
-            )
-            pieces = pieces if progress is None else progress(pieces)
-            store.begin(self._parts[k].pieces(pieces))
-
         if not hasattr(steps, "__index__") or operator.index(steps) < 0:
             raise ValueError(f"HostTrainer needs a count of steps, got {steps!r}.")
         parts = checked("HostTrainer", stateful)
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful, self._rows.steps = parts, int(steps)
-        plan, rest, clocks = self._rows.plan, None, None
-        of_rows: list[list[Any]] = [[] for _ in plan.hosts]
-        if state is not None:
-            rest, of_rows = plan.split_state(state)
-            clocks = clocks_of(state)
-        self._open(begin, budget, fsync, rest=rest)
+        begin_run(self._rows, state, budget, fsync, progress)
 
     def _start(
         self,
@@ -160,68 +138,7 @@ class HostTrainer:
     ) -> None:
         self._loss, self._params = loss, params
         self._rows = rows = HostRows(Plan(tx, params, Spread(mesh)))
-        self._parts = [x.partition for x in rows.plan.tables.values()]
         self._pipeline = Pipeline(*(rows, loss, params), has_aux=has_aux, sparse=sparse)
-
-    def _open(
-        self,
-        begin: Callable[[int, Store], None],
-        budget: float | None,
-        fsync: bool,
-        path: Path | None = None,
-        rest: list[Any] | None = None,
-    ) -> None:
-        """Begins a run, or goes on with that of a checkpoint."""
-        rows, plan, spread = self._rows, self._rows.plan, self._rows.plan.spread
-        function = "HostTrainer" if path is None else "HostTrainer.restore"
-        before = processes = spread.processes
-        with together(function):
-            if budget is not None:
-                check_budget(function, budget)
-                keep(budget)
-            if path is not None:
-                before = processes_of(path) or processes
-                remove_files(rows, path)  # by a process that was killed before it
-        try:
-            # A training step donates it, and two arrays of a state may be one.
-            rest = plan.begin_rest(rows.dense) if rest is None else rest
-            rows.rest += spread.kept(rest)
-            sizes = [x.count for x in self._parts]
-            numbers = spread.process, processes
-            rows.ledger = Ledger(rows.stores, plan.layouts, sizes, fsync, numbers)
-            with together(function):
-                pairs = zip(plan.hosts, plan.tables.values(), strict=True)
-                for k, (host, table) in enumerate(pairs):
-                    store = new_store(host, table, plan.layouts[k], budget, spread)
-                    rows.stores.append(store)
-                    if path is None or before == processes:
-                        begin(k, store)
-                    else:
-                        begin_again(rows, k, path)
-            if path is not None and before == processes:
-                load(rows, path)
-            elif path is not None:
-                move(rows, path, before)
-        except BaseException:
-            rows.close()
-            for store in rows.stores:
-                store.discard()
-            raise
-        if path is not None:
-            self._save_again(path, before)
-
-    def _save_again(self, path: Path, before: int) -> None:
-        """Saves what was restored of so many processes; new files are part of it."""
-        try:
-            rows, removes = self._rows, ("", 0)
-            if before != rows.plan.spread.processes:
-                (name,) = rows.ledger.names
-                removes = name, before
-            save(rows, path, removes)
-            remove_files(rows, path)
-        except BaseException:
-            self._rows.close()
-            raise
 
     def checkpoint(self, path: Any) -> None:
         """Makes a checkpoint, in place of an earlier one if there is one.
@@ -298,7 +215,7 @@ class HostTrainer:
         self = cls.__new__(cls)
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful = parts
-        self._open(lambda _, store: store.open(), budget, fsync, Path(path).absolute())
+        go_on(self._rows, Path(path).absolute(), budget, fsync)
         return self
 
     @property
@@ -444,21 +361,12 @@ class HostTrainer:
         Tables are read-only views of memory, or of the file; in one of several
         processes, of the rows that belong to it. Others are copies.
         """
-        return self._trees()[0]
+        return read_all(self._rows)[0]
 
     @property
     def state(self) -> Any:
         """The state of the optimiser, likewise."""
-        return self._trees()[1]
-
-    def _trees(self) -> Any:
-        rows, plan = self._rows, self._rows.plan
-        with rows.alone():
-            rows.check()
-            rows.settle()
-            pairs = zip(rows.stores, plan.layouts, strict=True)
-            fields = [store.fields(layout) for store, layout in pairs]
-            return plan.join(map(_copied, rows.rest), fields)
+        return read_all(self._rows)[1]
 
     # The end.
 
@@ -483,10 +391,3 @@ class HostTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _copied(x: Any) -> Any:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    # Of an array that is split over processes none has all.
-    is_here = x.is_fully_addressable or x.is_fully_replicated
-    return np.array(x) if is_here and not is_key else jnp.array(x)

@@ -25,6 +25,7 @@ from optax_sparse_adam.host_tables import (
     _host_rows,
     _journal,
     _ledger,
+    _opening,
     _pipeline,
     _plan,
     _snapshot,
@@ -60,7 +61,7 @@ ROWS = 60
 SMALL = np.ones((7, 2), np.float32)
 OF_CHECKPOINTS = (
     *(_archive, _checkpoint, _file, _host_rows, _journal, _ledger, _pipeline, _store),
-    *(_together, _trainer),
+    *(_opening, _together, _trainer),
 )
 OF_SNAPSHOTS = _archive, _between, _host_rows, _snapshot, _stateful, _trainer
 
