@@ -11,6 +11,9 @@ Auxiliary outputs and what `jax.debug.print` shows are no such uses. For the los
     e = stop_gradient d        needed for the loss, d for nothing
     f = mul c e                the loss
 
+A result that is an operand (`forwarded`) is no use of it: who needs the result needs
+the operand, as it was before the equation.
+
 An equation may matter though it returns nothing. What is written to a mutable array
 (`jax.new_ref`) is taken for needed, whoever reads it, and so are the operands of an
 equation with an effect that is not known here.
@@ -35,6 +38,11 @@ CALLS = {
     "custom_vmap_call": "call",
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
+}
+# Of these, those that may lay a result out otherwise than an operand: the parameters.
+_LAYOUTS = {
+    "jit": ("in_shardings", "out_shardings"),
+    "shard_map": ("in_specs", "out_specs"),
 }
 # Primitives whose derivative is zero, though their results are floating point numbers.
 WITHOUT_DERIVATIVE = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
@@ -83,6 +91,57 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return count(eqn.invars, body.invars) - carried, carried
 
 
+def forwarded(eqn: JaxprEqn) -> list[int | None]:
+    """For each result of an equation the place of the operand that it is, or `None`.
+
+    Programs of Flax (`nnx.jit`, `nnx.remat`) return every variable of their modules.
+    JAX forwards what a `jit`, a loop or a branch returns as it came, and nothing of a
+    `checkpoint`, nor of what has one inside. A rule of the user's, such as that of a
+    `custom_vjp`, may give a result another derivative than its operand has.
+    """
+    name, params = name_and_params(eqn)
+    if name == "cond":
+        of_branches = [_forwarded_by(b.jaxpr) for b in params["branches"]]
+        of_results = zip(*of_branches, strict=True)
+        places = [x[0] if len(set(x)) == 1 else None for x in of_results]
+        return [None if x is None else 1 + x for x in places]
+    if name == "scan":
+        first, carried = scan_sizes(eqn)
+        places = _forwarded_by(params["jaxpr"].jaxpr)
+        # A row of each step, in the order of the steps, or what no step changes.
+        last = first + carried
+        carry = [x if x == first + i else None for i, x in enumerate(places[:carried])]
+        return carry + [x if (x or 0) >= last else None for x in places[carried:]]
+    if name == "while":
+        first, inner = params["cond_nconsts"], params["body_nconsts"]
+        places = _forwarded_by(params["body_jaxpr"].jaxpr)
+        return [first + x if x == inner + i else None for i, x in enumerate(places)]
+    if name not in CALLS:
+        return [None] * len(eqn.outvars)
+    places = _forwarded_by(as_closed(params[CALLS[name]]).jaxpr)
+    if name not in _LAYOUTS:
+        return places
+    before, after = (params[x] for x in _LAYOUTS[name])
+    pairs = zip(places, after, strict=True)
+    return [x if x is not None and before[x] == layout else None for x, layout in pairs]
+
+
+def computed(eqn: JaxprEqn) -> list[int]:
+    """The places of the results of an equation that are none of its operands."""
+    return [i for i, place in enumerate(forwarded(eqn)) if place is None]
+
+
+def _forwarded_by(jaxpr: Jaxpr) -> list[int | None]:
+    """For each result of a jaxpr the place of the argument that it is, or `None`."""
+    places: dict[Any, int] = {x: i for i, x in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        for var, place in zip(eqn.outvars, forwarded(eqn), strict=True):
+            atom = None if place is None else eqn.invars[place]
+            if isinstance(atom, Var) and atom in places:
+                places[var] = places[atom]
+    return [places.get(x) if isinstance(x, Var) else None for x in jaxpr.outvars]
+
+
 class BackwardSlice:
     """The slice of a program, at any depth of jaxprs inside of jaxprs.
 
@@ -123,6 +182,11 @@ class BackwardSlice:
         add(jaxpr.outvars, needed)
         for eqn in reversed(jaxpr.eqns):
             results = [var in variables for var in eqn.outvars]
+            for i, place in enumerate(forwarded(eqn)):
+                if place is not None and results[i]:
+                    results[i] = False
+                    add([eqn.invars[place]], [True])
+                    variables.discard(eqn.outvars[i])
             if any(results) or eqn.effects:
                 flags = self._operands_of(eqn, results)
                 add(eqn.invars, flags)

@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 from .._jax_extras.jaxprs import name_and_params
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
-from .backward_slice import CALLS, as_closed, scan_sizes
+from .backward_slice import CALLS, as_closed, computed, scan_sizes
 from .expressions import Expression, arrays_among, merge
 from .lookups import Promises
 from .row_slices import LookupEntries
@@ -40,19 +40,17 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     params = name_and_params(eqn)[1]
     closed = as_closed(params["jaxpr"])
     requests, results = walk.plan(closed, args)
-    needed = walk.program.slice.variables
-    pairs = zip(eqn.outvars, results, strict=True)
-    if any(isinstance(x, Expression) and var in needed for var, x in pairs):
+    keep, needed = computed(eqn), walk.program.slice.variables
+    if any(
+        isinstance(results[i], Expression) and eqn.outvars[i] in needed for i in keep
+    ):
         # `checkpoint(tanh)(table)[ids]`: the function leaves the checkpoint as an
         # expression, and nothing of the table's size is held or computed again.
         return walk.evaluate(closed, args)
-    # What leaves as it came, as all variables that Flax's remat returns.
-    results = [x if any(x is y for y in args) else None for x in results]
-    keep = [i for i, x in enumerate(results) if x is None]
     deltas = walk.request(requests)
     walk.program.reread.update(x.leaf.index for x in requests)
     if walk.is_plan:
-        return results
+        return [None] * len(eqn.outvars)
 
     def function(arrays: Sequence[Any], deltas: Sequence[Any]) -> Any:
         return walk.evaluate_inside(closed, merge(args, arrays), deltas, keep)
@@ -70,7 +68,7 @@ def remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     )
     arrays, rows = checkpointed(arrays_among(args), deltas)
     walk.entries += rows
-    return merge(results, arrays)
+    return _results(eqn, keep, arrays)
 
 
 def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
@@ -100,7 +98,8 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         ]
         return scan(walk, eqn, *args[:first], *carry, *args[last:])
     is_carried = [isinstance(x, Expression) for x in args[first:last]]
-    plain = [i for i in range(len(results)) if i >= carried or not is_carried[i]]
+    stacked = [i for i in computed(eqn) if i >= carried]
+    plain = [*(i for i in range(carried) if not is_carried[i]), *stacked]
     # What leaves the loop, or enters the next step, is an array.
     leaving = [x if i in plain else None for i, x in enumerate(results)]
     walk.results_as_arrays(eqn, leaving, body.jaxpr.invars[first:last])
@@ -138,7 +137,14 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     )
     # `[length, n, ...]`, as the steps stack them, to `[length * n, ...]`.
     walk.entries += jax.tree.map(lambda x: lax.collapse(x, 0, 2), rows)
+    ys = _results(eqn, stacked, ys)[carried:]
     return [*merge(args[first:last], carry), *ys]
+
+
+def _results(eqn: JaxprEqn, places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+    """The results of an equation at these places; the others are its operands."""
+    by_place = dict(zip(places, arrays, strict=True))
+    return [by_place.get(i) for i in range(len(eqn.outvars))]
 
 
 def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
@@ -151,6 +157,7 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
     plans, results = zip(*(walk.plan(b, args) for b in branches), strict=True)
     for of_branch in results:
         walk.results_as_arrays(eqn, of_branch)
+    keep = computed(eqn)
     keys, shared = _shared(plans)
     deltas = dict(zip(shared, walk.request(list(shared.values())), strict=True))
     if walk.is_plan:
@@ -162,14 +169,14 @@ def cond(walk: Walk, eqn: JaxprEqn, index: Any, *args: Any) -> Results:
         # derivative with respect to rows that it does not take is zero.
         pairs = zip(keys[place], plans[place], strict=True)
         chunks = [deltas[key][: request.count] for key, request in pairs]
-        arrays, rows = walk.evaluate_inside(branches[place], args, chunks)
+        arrays, rows = walk.evaluate_inside(branches[place], args, chunks, keep)
         entries_by_key = dict(zip(keys[place], rows, strict=True))
         return arrays, [_padded(entries_by_key.get(k), x) for k, x in shared.items()]
 
     runs = [functools.partial(run, place) for place in range(len(branches))]
     arrays, rows = _switch(eqn, index, runs)
     walk.entries += rows
-    return list(arrays)
+    return _results(eqn, keep, arrays)
 
 
 def _switch(eqn: JaxprEqn, index: Any, branches: Sequence[Callable[[], Any]]) -> Any:

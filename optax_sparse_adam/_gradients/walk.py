@@ -45,7 +45,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.jaxprs import evaluate_eqn, name_and_params
 from .._rows.lookups import reads_by_kernel
 from .._rows.source import Bounds, Source
-from .backward_slice import CALLS, BackwardSlice, as_closed
+from .backward_slice import CALLS, BackwardSlice, as_closed, computed, forwarded
 from .expressions import Expression, Leaf, table
 from .lookups import Lookup, Promises
 from .refs import begun_with, makes_ref, zero_of
@@ -236,7 +236,11 @@ class Walk:
         }
         last |= dict.fromkeys(_variables(*jaxpr.outvars))
         for eqn in jaxpr.eqns:
-            results = self._evaluate_eqn(eqn, [value_of(atom) for atom in eqn.invars])
+            values = [value_of(atom) for atom in eqn.invars]
+            results = self._evaluate_eqn(eqn, values)
+            for i, place in enumerate(forwarded(eqn)):
+                if place is not None:
+                    results[i] = values[place]
             env.update(zip(eqn.outvars, results, strict=True))
             for x in _variables(*eqn.invars, *eqn.outvars):
                 if last[x] is eqn:
@@ -333,9 +337,9 @@ class Walk:
         """
         if not self.is_plan:
             return
-        for i, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
-            if self.program.slice.variables & {var, *carry[i : i + 1]}:
-                self.as_array(eqn, value)
+        for i in computed(eqn):
+            if self.program.slice.variables & {eqn.outvars[i], *carry[i : i + 1]}:
+                self.as_array(eqn, results[i])
 
     def request(self, requests: Sequence[Request]) -> list[Any]:
         """A delta for each request; `None` in a plan."""

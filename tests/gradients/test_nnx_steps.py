@@ -223,6 +223,7 @@ class Rows(nnx.Module):
 
     def __init__(self, size=30, counts=True):
         self.embed = nnx.Embed(size, 4, rngs=nnx.Rngs(0))
+        self.weights = nnx.Param(jnp.eye(4))
         if counts:
             self.calls = nnx.Variable(jnp.zeros(()))
 
@@ -230,14 +231,22 @@ class Rows(nnx.Module):
 def looked_up(rows, ids):
     if hasattr(rows, "calls"):
         rows.calls[...] += 1
-    return jnp.tanh(rows.embed(ids).sum(1))
+    return jnp.tanh(rows.embed(ids).sum(1) @ rows.weights)
 
 
 def both(fun):
     return nnx.jit(nnx.remat(fun))
 
 
-PROGRAMS = [nnx.remat, nnx.jit, both]
+def nested(fun):
+    return nnx.remat(nnx.remat(fun))
+
+
+def branches(fun):
+    return lambda rows, ids: nnx.cond(ids[0, 0] > 9, nnx.jit(fun), fun, rows, ids)
+
+
+PROGRAMS = [nnx.remat, nnx.jit, both, nested, branches]
 
 
 def of_rows(lib, program, tx, counts):
@@ -267,7 +276,7 @@ def of_rows(lib, program, tx, counts):
 
 
 @pytest.mark.parametrize("graph_updates", [True, False])
-@pytest.mark.parametrize("program", slow_but(PROGRAMS, nnx.remat))
+@pytest.mark.parametrize("program", slow_but(PROGRAMS, nested, branches))
 def test_variables_that_come_back_from_a_program_of_flax(program, graph_updates):
     """A table that the loss has only read stays the one that is stored."""
     dense, _ = of_rows(nnx, program, optax.adam(0.05), graph_updates)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
+from optax_sparse_adam._gradients.backward_slice import forwarded
 from optax_sparse_adam._gradients.walk import Walk
 
 from ..helpers.gradients import Case, assert_same, is_bcoo, square
@@ -252,3 +253,73 @@ def test_nothing_leaks(name):
     """No value of a branch or a loop is held beyond it."""
     with jax.checking_leaks():
         jax.make_jaxpr(osa.grad(UNDER[name].loss))(PARAMS, IDS)
+
+
+def kept(x, y):
+    """Returns `x` as it came, which JAX does not see of a `checkpoint`."""
+    return jax.checkpoint(lambda x, y: (x, y + 1))(x, y)
+
+
+swapped = jax.checkpoint(lambda x, y: (y, x))
+
+
+@jax.custom_jvp
+def by_rule(x, y):
+    return x, y
+
+
+by_rule.defjvp(lambda xs, tangents: (by_rule(*xs), (2 * tangents[0], tangents[1])))
+MESH = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def mapped(out):
+    specs = {"mesh": MESH, "in_specs": (P("d"), P()), "out_specs": (out, P())}
+    return jax.shard_map(kept, **specs, check_vma=False)
+
+
+FORWARDED = {
+    "checkpoint": (kept, [0, None]),
+    "checkpoint of checkpoint": (jax.checkpoint(kept), [0, None]),
+    "swap": (swapped, [1, 0]),
+    "branches": (lambda x, y: lax.cond(x[0] > 0, kept, kept, x, y), [1, None]),
+    "branches that differ": (
+        lambda x, y: lax.cond(x[0] > 0, swapped, kept, x, y),
+        [None, None],
+    ),
+    "carried": (
+        lambda x, y: lax.scan(lambda c, _: (kept(*c), None), (x, y), length=3),
+        [0, None],
+    ),
+    "carried and swapped": (
+        lambda x, y: lax.scan(lambda c, _: (swapped(*c), None), (x, y), length=3),
+        [None, None],
+    ),
+    "row by row": (
+        lambda x, y: lax.scan(lambda c, x: kept(x, c)[::-1], y[0], x),
+        [None, 1],
+    ),
+    "carried in place of a row": (
+        lambda x, y: lax.scan(lambda c, x: swapped(c, x), y[0], x),
+        [None, None],
+    ),
+    "while": (
+        lambda x, y: lax.while_loop(lambda c: c[1][0] < 9, lambda c: kept(*c), (x, y)),
+        [0, None],
+    ),
+    "shard_map": (mapped(P("d")), [0, None]),
+    "shard_map, laid out otherwise": (mapped(P()), [None, None]),
+    "jit": (jax.jit(kept), [0, None]),
+    "jit, laid out otherwise": (
+        jax.jit(kept, out_shardings=NamedSharding(MESH, P("d"))),
+        [None, None],
+    ),
+    "rule": (by_rule, [None, None]),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDED)
+def test_forwarded(name):
+    """Which results of an equation are operands of it."""
+    program, expected = FORWARDED[name]
+    jaxpr = jax.make_jaxpr(program)(jnp.zeros(2), jnp.zeros(2))
+    assert forwarded(jaxpr.eqns[-1]) == expected

@@ -74,6 +74,24 @@ def checkpointed(function, **kwargs):
     return lambda p, ids: jax.checkpoint(function, **kwargs)(p, ids)
 
 
+def returned(program):
+    """The loss of rows of a table that a program returns, and of those inside of it."""
+
+    def looked_up(table, ids):
+        return table[ids], table
+
+    def lookups(p, ids):
+        rows, table = program(looked_up)(p["t"], ids)
+        return square(rows, p["w"]) + square(table[ids], p["w"])
+
+    return lookups
+
+
+def in_branches(function):
+    checkpointed = jax.checkpoint(function)
+    return lambda *args: lax.cond(args[1][0, 0] == 0, checkpointed, function, *args)
+
+
 def branch(*branches):
     """The loss of the branch `ids[0, 0]`, which is 0 in the cases."""
     return lambda p, ids: lax.switch(ids[0, 0], branches, p, ids)
@@ -177,6 +195,9 @@ UNDER = {
     "checkpoint of tanh": Case(
         checkpointed(of_table(jnp.tanh).loss, policy=None), ulps=ROUNDED
     ),
+    "checkpoint of checkpoint, returned": Case(
+        returned(lambda f: jax.checkpoint(jax.checkpoint(f))), 12
+    ),
     # loops
     "scan": Case(summed(loss)),
     "scan, reverse": Case(halved),
@@ -243,6 +264,7 @@ UNDER = {
     "branches of cast": Case(branch(cast, first), ulps=THROUGH_BFLOAT16),
     "branches of scaling": Case(branch(of_table(lambda t: t * 2).loss, first)),
     "branches of tanh": Case(branch(of_table(jnp.tanh).loss, first), ulps=ROUNDED),
+    "branches, returned": Case(returned(in_branches), 12),
     "branches in a branch": Case(branch(branch(first, loss), none)),
     "branches in a scan": Case(summed(in_branch_of_scan), touches_more=True),
     "branches under checkpoint": Case(checkpointed(branch(loss, first))),
