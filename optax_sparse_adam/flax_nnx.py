@@ -261,7 +261,8 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
     Args:
       optimizer: The optimiser; its state changes in place.
       model: The module; its parameters change in place.
-      grads: Its gradients, by `value_and_grad` or `grad`.
+      grads: Its gradients, by `value_and_grad` or `grad`. As there, those of variables
+        that the optimiser has no `wrt` for are left out.
       **extra: What else the transformation takes, as its loss by `value=`.
 
     Raises:
@@ -280,7 +281,9 @@ def update(optimizer: nnx.Optimizer[Any], model: Any, grads: Any, **extra: Any) 
       >>> grads = flax_nnx.grad(lambda embed: jnp.sum(embed(ids)))(embed)
       >>> flax_nnx.update(optimizer, embed, grads)
     """
-    params, pure = nnx.as_pure(nnx.state(model, optimizer.wrt)), _gradients(grads)
+    params = nnx.as_pure(_state(optimizer, model))
+    # As `nnx.Optimizer.update`; gradients without variables are taken as they are.
+    pure = _gradients(_state(optimizer, grads) or grads)
     state = state_of(optimizer)
     extra = nnx.as_pure(extra)
 
@@ -318,10 +321,15 @@ def flush(model: Any, optimizer: nnx.Optimizer[Any]) -> None:
       >>> _ = optimizer.update(embed, grads)
       >>> flax_nnx.flush(embed, optimizer)
     """
-    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    params = nnx.as_pure(_state(optimizer, model))
     params, state = _flush.flush(params, state_of(optimizer))
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))
+
+
+def _state(optimizer: nnx.Optimizer[Any], tree: Any) -> Any:
+    """The variables of a module, or of its gradients, that the optimiser trains."""
+    return nnx.state(tree, optimizer.wrt, graph=optimizer.graph)
 
 
 def _gradients(tree: Any) -> Any:

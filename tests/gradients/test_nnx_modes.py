@@ -3,12 +3,14 @@
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import optax_sparse_adam as osa
 from optax_sparse_adam import flax_nnx
 
 from ..helpers.gradients import dense, is_bcoo
@@ -187,3 +189,17 @@ def test_one_signature():
     assert signature == inspect.signature(flax_nnx.value_and_grad)
     with pytest.raises(TypeError, match="unexpected keyword argument 'sparce'"):
         flax_nnx.grad(mean_square, sparce=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_update_takes_what_that_of_flax_takes(mode):
+    """Gradients that are modules, and those of variables that are not trained."""
+    ours, theirs = model(), model()
+    for new, update in (ours, flax_nnx.update), (theirs, nnx.Optimizer.update):
+        trained = nnx.All(nnx.Param, nnx.PathContains("embed"))
+        optimizer = nnx.Optimizer(new, osa.sparse_adam(0.1), wrt=trained)
+        grads = flax_nnx.grad(mean_square, **mode)(new)
+        assert is_bcoo(grads.embed.embedding[...])
+        update(optimizer, new, grads)
+    chex.assert_trees_all_close(nnx.state(ours), nnx.state(theirs), rtol=1e-6)
+    assert not np.array_equal(ours.embed.embedding[...], model().embed.embedding[...])
