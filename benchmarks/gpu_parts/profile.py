@@ -18,7 +18,7 @@ def profile(run):
     large, few = Size(*run.sizes.large), Size(*run.sizes.small[-1])
     in_bags = large._replace(bag=run.sizes.bag)
     what = [("sparse_adam", large), ("sparse_adam", in_bags), ("exact_adam", large)]
-    what += [("sparse_adam", few)]
+    what += [("sparse_adam", few), ("exact_adam", few)]
     cases = [Case(name, "step", size, path) for name, size in what for path in paths()]
     cases = cases[: len(paths())] if run.sizes.is_tiny else cases
     for case, program, *_ in compile_all(run, cases, lower):

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class Constants(NamedTuple):
@@ -145,7 +146,10 @@ def polynomial(values: jax.Array, dtype: Any) -> jax.Array:
     largest = jnp.max(jnp.where(behind, sizes[..., None, :], 0), axis=-1)
     is_noise = largest <= jnp.finfo(dtype).eps * sizes[..., :1]  # false for NaN
     values = times(_monomials(degree), jnp.where(is_noise, 0, values))
-    return values.astype(dtype)
+    # Behind a barrier: where a GPU's program takes the result apart, into numbers that
+    # all rows share, its fusion would compute the sums again for each of them.
+    result: jax.Array = lax.optimization_barrier(values.astype(dtype))
+    return result
 
 
 def remaining_update(
