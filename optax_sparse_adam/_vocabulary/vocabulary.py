@@ -1,11 +1,8 @@
 """The public `Vocabulary`: its batches, threads, checkpoints."""
 
 import contextlib
-import functools
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,51 +10,17 @@ import numpy as np
 from .checkpoint import GONE, KIND, LOST, STEP, checked, new_arrays, resized
 from .codes import SIGNED
 from .contents import Contents, spread
-from .forks import survives_forks
+from .history import History
+from .one_writer import OneWriter, by_one_thread
 from .options import Options, as_integer, check_number, checked_options
 from .order import Score
 from .results import Assignment, ChangedRows, FreshRows
+from .servers import Servers, changed_codes
 from .store import Changes
-from .taken_back import TakenBack, changed_codes
-
-_UNDO = 8  # batches that `undo` can take back
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-
-
-def _changes(
-    method: Callable[Concatenate["Vocabulary", _Args], _Result],
-) -> Callable[Concatenate["Vocabulary", _Args], _Result]:
-    """One thread changes. A second one is refused: its turn would be by chance.
-
-    The locks are taken by `with` alone: a KeyboardInterrupt may come after any call,
-    and a lock that was taken by one would stay so
-    (tests/vocabulary/test_interrupts.py).
-    """
-
-    @functools.wraps(method)
-    def alone(
-        self: "Vocabulary", /, *args: _Args.args, **kwargs: _Args.kwargs
-    ) -> _Result:
-        changing, turn = self._changing, self._turn  # a child of `fork` has others
-        if not changing.locked():
-            with changing:
-                if self._turn == turn:  # else another thread was here in between
-                    self._turn += 1
-                    with self._lock:
-                        self._ready()
-                        return method(self, *args, **kwargs)
-        raise RuntimeError(
-            f"{method.__name__} was called while another thread changes the "
-            "vocabulary: which of them is first would be left to chance. Change it "
-            "from one thread; find may be called by all."
-        )
-
-    return alone
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Vocabulary:
+class Vocabulary(OneWriter):
     """Gives the rows of a table of fixed size to keys that come and go.
 
     Keys are what a program has in place of row numbers: 64-bit hashes, ids of users,
@@ -120,23 +83,15 @@ class Vocabulary:
 
     unknown = 0
 
-    _changing: threading.Lock
-    _lock: threading.RLock
-    _turn: int  # of those who change it
-    _version: int  # odd while keys change their places
-    _history: deque[Changes]
+    _history: History
     _options: Options
-    _taken_back: TakenBack
+    _servers: Servers
     _contents: Contents
     _given: Any  # arrays of a pickle or a pytree, until they are needed
-    _is_copy = False  # its steps may have been those of others, too
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Vocabulary":
-        """Makes the locks, which neither a pickle nor a pytree has."""
-        self = super().__new__(cls)
-        self._changing, self._lock = threading.Lock(), threading.RLock()
-        self._version, self._turn, self._taken_back = 0, 0, TakenBack()
-        survives_forks(self)
+        self: Vocabulary = super().__new__(cls)
+        self._servers = Servers()
         return self
 
     def __init__(
@@ -159,7 +114,7 @@ class Vocabulary:
         places = 0 if min_hits == 1 else 1 + waiting
         self._load(new_arrays(self._options, rows, places, tombstones))
 
-    @_changes
+    @by_one_thread
     def assign(self, keys: Any, step: int, *, mask: Any = None) -> Assignment:
         """Gives a row to each key of a batch; for training.
 
@@ -189,11 +144,8 @@ class Vocabulary:
           RuntimeError: If another thread is changing the vocabulary.
         """
         held = self._contents
-        main, step, before = (
-            held.main,
-            as_integer("assign needs a step", step),
-            held.numbers[STEP],
-        )
+        main, before = held.main, held.numbers[STEP]
+        step = as_integer("assign needs a step", step)
         if not before <= step < 2**31:
             raise ValueError(
                 "assign needs steps that do not go back, as keys are judged by "
@@ -222,10 +174,10 @@ class Vocabulary:
                 rows = spread(rows, at, shape)
                 of_caller = fresh.copy().view(FreshRows)  # `undo` reads the other one
                 result = Assignment(rows, of_caller, evicted, keys)
-                self._history.append(changes)
+                self._history.note(changes)
             except BaseException:  # before `find` may look again
                 held.take_back(changes, finished=False)
-                self._forget(changes)
+                self._history.forget(changes)
                 raise
         return result
 
@@ -247,14 +199,7 @@ class Vocabulary:
           ValueError: As `assign`, for keys that could be taken for others.
         """
         self._ready()
-        for _ in range(4):
-            version = self._version
-            if version % 2 == 0:
-                rows = self._contents.find(keys, mask)
-                if self._version == version:
-                    return rows
-        with self._lock:
-            return self._contents.find(keys, mask)
+        return self._read(lambda: self._contents.find(keys, mask))
 
     def changed_since(self, step: int) -> ChangedRows:
         """Finds keys whose row has changed hands at this step or later.
@@ -280,30 +225,10 @@ class Vocabulary:
         """
         self._ready()
         with self._lock:
-            held = self._contents
-            first, other, is_taken_back = self._taken_back.since(step)
-            lost = max(int(held.numbers[LOST]), self._taken_back.lost)
-            if first <= held.numbers[LOST] or step <= self._taken_back.lost:
-                size = len(held.arrays.get("gone", ()))
-                raise ValueError(
-                    f"changed_since knows what has gone after step {lost}, as {size} "
-                    f"tombstones are kept; got step {step}. Fetch everything from "
-                    "`arrays`; then ask more often, or make the vocabulary with more "
-                    "tombstones."
-                )
-            is_later = step > held.numbers[STEP]
-            if self._is_copy and is_later and not is_taken_back:
-                raise ValueError(
-                    "changed_since needs a step that this vocabulary has seen: it was "
-                    f"restored or copied, and its last one is {held.numbers[STEP]}; "
-                    f"got {step}. Of batches that were made elsewhere it knows "
-                    "nothing. Fetch everything from `arrays`, and ask with its steps "
-                    "from then on."
-                )
-            keys, rows, gone = held.changed_since(first, other)
+            keys, rows, gone = self._servers.changed_since(self._contents, step)
             return ChangedRows(self._as_keys(keys), rows, self._as_keys(gone))
 
-    @_changes
+    @by_one_thread
     def undo(self) -> None:
         """Takes the last call of `assign` back, bit for bit; up to eight, one by one.
 
@@ -314,12 +239,7 @@ class Vocabulary:
           RuntimeError: If there is none to take back, since the vocabulary was made,
             restored or grown; or if another thread is changing it.
         """
-        if not self._history:
-            raise RuntimeError(
-                f"undo takes back the last {_UNDO} calls of assign since the "
-                "vocabulary was made, restored or grown; there is none left."
-            )
-        held, changes = self._contents, self._history[-1]
+        held, changes = self._contents, self._history.last()
         main, numbers = held.main, held.numbers.copy()
         rows = np.unique(changes.moved(main))
         before = main.keys[rows], main.hits[rows].copy()
@@ -327,8 +247,8 @@ class Vocabulary:
         def take_back(finished: bool) -> None:
             held.take_back(changes, finished)
             codes = changed_codes(before, (main.keys[rows], main.hits[rows]))
-            self._taken_back.note(numbers, held.numbers, codes, 2 * self.rows)
-            self._forget(changes)
+            self._servers.note(numbers, held.numbers, codes, 2 * self.rows)
+            self._history.forget(changes)
 
         with self._move():
             try:
@@ -337,7 +257,7 @@ class Vocabulary:
                 take_back(finished=False)
                 raise
 
-    @_changes
+    @by_one_thread
     def grow(self, rows: int) -> None:
         """Makes room for more keys; all keep their rows, and `unknown` is row 0.
 
@@ -360,7 +280,7 @@ class Vocabulary:
         with self._move():
             self._load(resized(old, like))
 
-    @_changes
+    @by_one_thread
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """Takes the contents of another vocabulary, of as many rows or fewer.
 
@@ -387,9 +307,8 @@ class Vocabulary:
         codes, most = np.append(codes, gone), 2 * self.rows + len(gone)
         with self._move():
             # Servers are told first: too much, if a KeyboardInterrupt comes now.
-            self._taken_back.note(old.numbers, new["numbers"], codes, most)
-            self._taken_back.lost = max(self._taken_back.lost, int(old.numbers[LOST]))
-            self._is_copy = True
+            self._servers.note(old.numbers, new["numbers"], codes, most)
+            self._servers.begin_again(int(old.numbers[LOST]))
             self._hold(contents)
 
     @property
@@ -423,22 +342,7 @@ class Vocabulary:
         """
         self._ready()
         with self._lock:
-            history = reversed(self._history)
-            arrays, first = self._contents.arrays_before(step, history)
-            last, kind = int(arrays["numbers"][STEP]), int(arrays["numbers"][KIND])
-            is_before = last == step - 1 or step == last == kind == 0
-            if not is_before or first != step:
-                now = int(self._contents.numbers[STEP])
-                raise ValueError(
-                    f"arrays_before({step}) needs a vocabulary whose last call of "
-                    f"assign before had the step {step - 1}, got one of the step "
-                    f"{last}; the last call of all had the step {now}. Call assign "
-                    "once for each batch that is trained, in order, with the number of "
-                    "steps before it (trainer.steps of a HostTrainer), and at most "
-                    f"{_UNDO} calls ahead of the steps. What it was before it was "
-                    "restored or grown it does not know: train first what is drawn."
-                )
-            return arrays
+            return self._history.arrays_before(self._contents, step)
 
     @property
     def rows(self) -> int:
@@ -460,7 +364,7 @@ class Vocabulary:
 
     def __setstate__(self, state: Any) -> None:
         self._options, self._given = state
-        self._is_copy = True
+        self._servers.begin_again(lost=-1)
 
     def tree_flatten_with_keys(self) -> Any:
         options, arrays = self.__getstate__()
@@ -477,14 +381,9 @@ class Vocabulary:
         self._hold(Contents(self._options, arrays))  # raises before a change
 
     def _hold(self, contents: Contents) -> None:
-        self._history = deque(maxlen=_UNDO)  # first: it is of other arrays
+        self._history = History()  # first: it is of other arrays
         self._contents = contents
         self._given = None
-
-    def _forget(self, changes: Changes) -> None:
-        """Drops changes that were taken back, if they are in the history."""
-        if self._history and self._history[-1] is changes:
-            self._history.pop()
 
     def _ready(self) -> None:
         """Takes up what a pickle or a pytree has given, when it is first needed."""
@@ -493,15 +392,6 @@ class Vocabulary:
                 if self._given is not None:
                     self._load(checked(self._given, self._options))
 
-    @contextlib.contextmanager
-    def _move(self) -> Iterator[None]:
-        """Keys change their places; `find` looks again then. This is a seqlock."""
-        self._version |= 1
-        try:
-            yield
-        finally:
-            self._version += self._version & 1
-
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
-        kind = int(self._contents.numbers[KIND]) or self._taken_back.kind
+        kind = int(self._contents.numbers[KIND]) or self._servers.kind
         return codes.view(np.int64 if kind == SIGNED else np.uint64)

@@ -6,17 +6,22 @@ import pytest
 import optax_sparse_adam as osa
 from optax_sparse_adam._vocabulary import (
     contents,
+    history,
     index,
+    one_writer,
     order,
+    servers,
     store,
-    taken_back,
     vocabulary,
 )
 
 from ..helpers.support import slow_but
 from ..helpers.system_calls import interrupted_at_line
 
-MODULES = contents, index, order, store, taken_back, vocabulary
+MODULES = (
+    *(contents, history, index, one_writer),
+    *(order, servers, store, vocabulary),
+)
 KEYS = np.array([3, 100, 101, 7, 102])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
-from optax_sparse_adam._vocabulary import taken_back
+from optax_sparse_adam._vocabulary import servers
 
 from ..helpers.support import slow_but
 
@@ -48,7 +48,7 @@ class Server:
     "letters", slow_but(["aaaqqu", "aaaqqsr", "aaaqqusrg"], "aaaqqusrg")
 )
 def test_random_programs(letters, options, most_entries, monkeypatch):
-    monkeypatch.setattr(taken_back, "_MOST_ENTRIES", most_entries)
+    monkeypatch.setattr(servers, "_MOST_ENTRIES", most_entries)
     for seed in range(25):
         rng = np.random.default_rng(seed)
         vocab, step = osa.Vocabulary(int(rng.integers(4, 9)), **options), 0
@@ -60,7 +60,7 @@ def test_random_programs(letters, options, most_entries, monkeypatch):
                     vocab.assign(rng.integers(0, 25, int(rng.integers(1, 4))), step)
                 except ValueError:  # before the last step, or more keys than rows
                     step = max(step, int(vocab.arrays["numbers"][1]))
-            elif letter == "u" and vocab._history:
+            elif letter == "u" and vocab._history._batches:
                 vocab.undo()
             elif letter == "s":
                 saved.append(vocab.arrays)

@@ -1,0 +1,53 @@
+"""The last batches of a vocabulary, which can be taken back."""
+
+from collections import deque
+
+import numpy as np
+
+from .checkpoint import KIND, STEP
+from .contents import Contents
+from .store import Changes
+
+_MOST = 8  # batches that `undo` can take back
+
+
+class History:
+    """What the last calls of `assign` have changed; of one set of arrays."""
+
+    def __init__(self) -> None:
+        self._batches: deque[Changes] = deque(maxlen=_MOST)
+
+    def note(self, changes: Changes) -> None:
+        self._batches.append(changes)
+
+    def last(self) -> Changes:
+        """The changes of the last batch, for `undo`."""
+        if not self._batches:
+            raise RuntimeError(
+                f"undo takes back the last {_MOST} calls of assign since the "
+                "vocabulary was made, restored or grown; there is none left."
+            )
+        return self._batches[-1]
+
+    def forget(self, changes: Changes) -> None:
+        """Drops changes that were taken back, if they are here."""
+        if self._batches and self._batches[-1] is changes:
+            self._batches.pop()
+
+    def arrays_before(self, contents: Contents, step: int) -> dict[str, np.ndarray]:
+        """Copies of the arrays as they were when `step - 1` was the last step."""
+        arrays, first = contents.arrays_before(step, reversed(self._batches))
+        last, kind = int(arrays["numbers"][STEP]), int(arrays["numbers"][KIND])
+        is_before = last == step - 1 or step == last == kind == 0
+        if not is_before or first != step:
+            now = int(contents.numbers[STEP])
+            raise ValueError(
+                f"arrays_before({step}) needs a vocabulary whose last call of assign "
+                f"before had the step {step - 1}, got one of the step {last}; the last "
+                f"call of all had the step {now}. Call assign once for each batch that "
+                "is trained, in order, with the number of steps before it "
+                f"(trainer.steps of a HostTrainer), and at most {_MOST} calls ahead of "
+                "the steps. What it was before it was restored or grown it does not "
+                "know: train first what is drawn."
+            )
+        return arrays
