@@ -2,6 +2,7 @@
 
 python benchmarks/keys.py
 python benchmarks/keys.py --rows 1000000 --keys 8192 --dim 64
+NPROC=1 python benchmarks/keys.py  # one thread for JAX: a core is free beside the step
 
 Calls: milliseconds, the best, the median and the mean, by the package's library and by
 NumPy. In the mean are searches for the next rows to go, once in hundreds of calls.
