@@ -21,6 +21,7 @@ equation with an effect that is not known here.
 An operand that is wrongly taken for needed costs time at most: the gradient is dense.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,9 @@ CALLS = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
 }
-# Of these, those that may lay a result out otherwise than an operand: the parameters.
+# Those whose results have the derivatives that a rule of the user's says.
+_BY_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+# Of the former, those that may lay a result out otherwise: the parameters that say so.
 _LAYOUTS = {
     "jit": ("in_shardings", "out_shardings"),
     "shard_map": ("in_specs", "out_specs"),
@@ -91,34 +94,38 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return count(eqn.invars, body.invars) - carried, carried
 
 
-def forwarded(eqn: JaxprEqn) -> list[int | None]:
+def forwarded(eqn: JaxprEqn, *, as_values: bool = False) -> list[int | None]:
     """For each result of an equation the place of the operand that it is, or `None`.
 
     Programs of Flax (`nnx.jit`, `nnx.remat`) return every variable of their modules.
     JAX forwards what a `jit`, a loop or a branch returns as it came, and nothing of a
-    `checkpoint`, nor of what has one inside. A rule of the user's, such as that of a
-    `custom_vjp`, may give a result another derivative than its operand has.
+    `checkpoint`, nor of what has one inside.
+
+    A rule of the user's, such as that of a `custom_vjp`, may give a result another
+    derivative than its operand has. It is its operand `as_values` only.
     """
     name, params = name_and_params(eqn)
+    forwarded_by = functools.partial(forwarded_by_jaxpr, as_values=as_values)
     if name == "cond":
-        of_branches = [_forwarded_by(b.jaxpr) for b in params["branches"]]
+        of_branches = [forwarded_by(b.jaxpr) for b in params["branches"]]
         of_results = zip(*of_branches, strict=True)
         places = [x[0] if len(set(x)) == 1 else None for x in of_results]
         return [None if x is None else 1 + x for x in places]
     if name == "scan":
         first, carried = scan_sizes(eqn)
-        places = _forwarded_by(params["jaxpr"].jaxpr)
+        places = forwarded_by(params["jaxpr"].jaxpr)
         # A row of each step, in the order of the steps, or what no step changes.
         last = first + carried
         carry = [x if x == first + i else None for i, x in enumerate(places[:carried])]
         return carry + [x if (x or 0) >= last else None for x in places[carried:]]
     if name == "while":
         first, inner = params["cond_nconsts"], params["body_nconsts"]
-        places = _forwarded_by(params["body_jaxpr"].jaxpr)
+        places = forwarded_by(params["body_jaxpr"].jaxpr)
         return [first + x if x == inner + i else None for i, x in enumerate(places)]
-    if name not in CALLS:
+    calls = CALLS | _BY_RULES if as_values else CALLS
+    if calls.get(name) not in params:
         return [None] * len(eqn.outvars)
-    places = _forwarded_by(as_closed(params[CALLS[name]]).jaxpr)
+    places = forwarded_by(as_closed(params[calls[name]]).jaxpr)
     if name not in _LAYOUTS:
         return places
     before, after = (params[x] for x in _LAYOUTS[name])
@@ -131,11 +138,12 @@ def computed(eqn: JaxprEqn) -> list[int]:
     return [i for i, place in enumerate(forwarded(eqn)) if place is None]
 
 
-def _forwarded_by(jaxpr: Jaxpr) -> list[int | None]:
+def forwarded_by_jaxpr(jaxpr: Jaxpr, *, as_values: bool) -> list[int | None]:
     """For each result of a jaxpr the place of the argument that it is, or `None`."""
     places: dict[Any, int] = {x: i for i, x in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        for var, place in zip(eqn.outvars, forwarded(eqn), strict=True):
+        of_eqn = forwarded(eqn, as_values=as_values)
+        for var, place in zip(eqn.outvars, of_eqn, strict=True):
             atom = None if place is None else eqn.invars[place]
             if isinstance(atom, Var) and atom in places:
                 places[var] = places[atom]

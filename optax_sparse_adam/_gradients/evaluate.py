@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from .._rows.source import Source
@@ -11,7 +12,7 @@ from .arguments import check_argnums
 from .expressions import as_jax, is_array, table
 from .nested_reads import reading
 from .rules import RULES
-from .tracing import as_places, jit_enabled, trace
+from .tracing import as_passed, as_places, jit_enabled, trace
 from .value_and_grad import current_tables
 from .walk import Program, Walk
 
@@ -94,6 +95,8 @@ def evaluated(
             walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
             results = walk.evaluate(closed, values)
             arrays = [as_jax(walk.result(x, as_stored=as_stored)) for x in results]
+        if as_stored:
+            arrays = as_passed(closed, jax.tree.leaves(tree), arrays)
         result: Result = to_result(arrays)
         return result
 

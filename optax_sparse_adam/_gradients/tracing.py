@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from .backward_slice import forwarded_by_jaxpr
+
 _ARRAY = object()
 
 
@@ -53,6 +55,15 @@ def trace(
         return jax.tree.unflatten(structure, results)
 
     return jax.make_jaxpr(traced)(*(args[place] for place in places)), to_result
+
+
+def as_passed(
+    closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[Any]
+) -> list[Any]:
+    """The results of a function; those that are its arguments as they were passed."""
+    places = forwarded_by_jaxpr(closed.jaxpr, as_values=True)
+    pairs = zip(places, results, strict=True)
+    return [x if place is None else args[place] for place, x in pairs]
 
 
 def jit_enabled() -> Any:

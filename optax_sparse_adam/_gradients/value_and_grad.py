@@ -22,7 +22,7 @@ from .arguments import (
 from .differentiate import evaluate_with_gradients
 from .expressions import is_array
 from .nested_reads import is_read_around, reading
-from .tracing import as_places, floating_point_errors, jit_enabled, trace
+from .tracing import as_passed, as_places, floating_point_errors, jit_enabled, trace
 
 KeyPath = tuple[Any, ...]
 Sparse = Any  # None | bool | tree of bool | Callable[[KeyPath, Any], bool]
@@ -225,6 +225,8 @@ def differentiated(
                 *(closed, paths, wanted, tables, are_stale, sizes),
                 as_stored=as_stored,
             )
+        if as_stored:
+            arrays[1:] = as_passed(closed, jax.tree.leaves(tree), arrays)[1:]
         _say_what_was_read(tree, tables, grads)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 

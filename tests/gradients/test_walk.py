@@ -323,3 +323,5 @@ def test_forwarded(name):
     program, expected = FORWARDED[name]
     jaxpr = jax.make_jaxpr(program)(jnp.zeros(2), jnp.zeros(2))
     assert forwarded(jaxpr.eqns[-1]) == expected
+    as_values = [0, 1] if name == "rule" else expected
+    assert forwarded(jaxpr.eqns[-1], as_values=True) == as_values
