@@ -98,7 +98,10 @@ def value_and_grad(
         gradient: `nnx.State`s in place of modules.
       read: The `nnx.Optimizer`, or its `opt_state`: where its transformation contains
         `exact_adam` or `exact_adamw`, lookups see rows as dense Adam would have them
-        now. That of another one changes nothing.
+        now. That of another one changes nothing. What is differentiated has to be what
+        `exact_adam` trains: `argnums=nnx.DiffState(0, optimizer.wrt)`, where that is
+        not `nnx.Param`; and with `graph=False` or `graph_updates=False`, a module that
+        has no other variables.
 
     Returns:
       A function like `fun` that returns `(value, grads)`, or `((value, aux), grads)`.

@@ -223,7 +223,8 @@ def rows_by_parameter(
     except (AttributeError, TypeError, ValueError):  # which print the arrays
         raise ValueError(
             f"{rule}, in a tree of {treedef.num_leaves} leaves; got one whose moments "
-            "lie in another tree. Make the state by init of the same parameters."
+            "lie in another tree. Make the state by init of the same parameters, or "
+            "pass those that it was made of."
         ) from None
 
     def check(arrays: dict[str, Any], shape: tuple[int, ...], what: str) -> None:

@@ -203,3 +203,12 @@ def test_update_takes_what_that_of_flax_takes(mode):
         update(optimizer, new, grads)
     chex.assert_trees_all_close(nnx.state(ours), nnx.state(theirs), rtol=1e-6)
     assert not np.array_equal(ours.embed.embedding[...], model().embed.embedding[...])
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_read_of_other_variables(mode):
+    """In these modes all variables are differentiated; the optimiser trains some."""
+    new = model()
+    optimizer = nnx.Optimizer(new, osa.exact_adam(0.1), wrt=nnx.Param)
+    with pytest.raises(ValueError, match="pass those that it was made of"):
+        flax_nnx.grad(mean_square, read=optimizer, **mode)(new)
