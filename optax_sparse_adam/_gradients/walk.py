@@ -278,13 +278,13 @@ class Walk:
     def _make_ref(self, eqn: JaxprEqn, rule: Rule | None, args: list[Any]) -> list[Any]:
         """A mutable array of a step of a loop begins with a derivative: see `refs`."""
         name, params = name_and_params(eqn)
-        if name == "scan":
+        if name in CALLS:
+            return self.evaluate(as_closed(params[CALLS[name]]), args)
+        if name in ("scan", "cond"):
             assert rule is not None
             return list(rule(self, eqn, *args))
         if self._zero is None:
             return self.evaluate_by_jax(eqn, args)
-        if name in CALLS:
-            return self.evaluate(as_closed(params[CALLS[name]]), args)
         return [begun_with(self._zero, eqn, args)]
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

@@ -155,6 +155,55 @@ def test_refs_of_a_loop(begin, is_in_jit):
         assert_same(way(osa.grad(jax.jit(loss)))(*args), jax.grad(cubes)(*args))
 
 
+def rows_in_a_loop(rows, w, dtype=jnp.float32):
+    def step(total, row):
+        ref = jax.new_ref(jnp.zeros(4, dtype))
+        ref[...] = (row * w).astype(dtype)
+        return total + jnp.abs(ref[...]) ** 2, None
+
+    return lax.scan(step, jnp.zeros(4), rows)[0]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        rows_in_a_loop,
+        jax.jit(rows_in_a_loop),
+        lambda *x: lax.cond(x[0][0, 0] < 9, rows_in_a_loop, lambda r, w: r[0], *x),
+        functools.partial(rows_in_a_loop, dtype=jnp.complex64),
+    ],
+    ids=["alone", "jit", "branch", "complex"],
+)
+def test_refs_of_a_loop_without_tables(loop):
+    """And the gradient of what is no table."""
+    args, ids = (TABLE, WEIGHTS), jnp.array([1, 3, 1])
+    _, (grad, of_weights) = osa.value_and_grad(
+        lambda t, w: jnp.sum(loop(t[ids], w)), (0, 1)
+    )(*args)
+    expected = jax.grad(lambda t, w: jnp.sum((t[ids] * w[None]) ** 2), (0, 1))(*args)
+    assert_same(grad, expected[0], 2)
+    assert_same(of_weights, expected[1], 16)
+
+
+def test_ids_in_a_ref_of_a_loop():
+    def loss(t, ids):
+        def step(total, i):
+            ref = jax.new_ref(jnp.zeros(2, i.dtype))
+            ref[0], ref[1] = i, i + 1
+            is_last = jax.new_ref(jnp.zeros((), bool))
+            is_last[...] = i == ids[-1]
+            rows = jnp.sum(t[ref[...]] ** 2)
+            return total + jnp.where(is_last[...], 2 * rows, rows), None
+
+        return lax.scan(step, 0.0, ids)[0]
+
+    ids = jnp.array([1, 3, 5])
+    twice = jnp.array([1, 1, 2])[:, None, None].astype(float)
+    pairs = jnp.stack([ids, ids + 1], axis=1)
+    expected = jax.grad(lambda t: jnp.sum(twice * t[pairs] ** 2))(TABLE)
+    assert_same(osa.grad(loss)(TABLE, ids), expected)
+
+
 def test_refs_of_a_loop_are_wrong_in_jax():
     """Where this fails, `Walk._make_ref` can go."""
     loss = functools.partial(loop_with_ref, begin=BEGINS["zeros"])
