@@ -126,7 +126,9 @@ def looped(t, ids):
 
 
 def fori(p, ids):
-    return lax.fori_loop(0, 2, lambda k, c: c + first(p, ids[k][None]), 0.0)
+    return lax.fori_loop(
+        0, 2, lambda k, c: c + first(p, jnp.asarray(ids)[k][None]), 0.0
+    )
 
 
 def rows_as_outputs(p, ids):
