@@ -18,14 +18,18 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.jaxprs import empty_values, name_and_params
+from .._jax_extras.varying_axes import varying_axes
 from .backward_slice import CALLS, as_closed
+
+# JAX knows nothing of what a `checkpoint` computes, and a device has its own part.
+_APART = "remat2", "shard_map"
 
 
 def makes_ref(eqn: JaxprEqn) -> bool:
     """Whether an equation makes a mutable array, or what it calls or repeats does."""
     name, params = name_and_params(eqn)
     inner: Sequence[Any] = ()
-    if name in CALLS and name != "remat2":  # JAX knows nothing of what that computes
+    if name in CALLS and name not in _APART:
         inner = [as_closed(params[CALLS[name]])]
     elif name == "scan":
         inner = [params["jaxpr"]]
@@ -35,23 +39,29 @@ def makes_ref(eqn: JaxprEqn) -> bool:
     return made or any(makes_ref(x) for closed in inner for x in closed.jaxpr.eqns)
 
 
-def zero_of(values: Sequence[Any]) -> jax.Array | None:
-    """A zero that is a function of all these values: the sum of none of them."""
-    nothing = [
-        jnp.sum(jnp.real(x).reshape(-1)[:0].astype(jnp.float32))
-        for x in values
-        if isinstance(jax.typeof(x), ShapedArray)
-        and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool)
-    ]
-    return sum(nothing[1:], nothing[0]) if nothing else None
-
-
-def begun_with(zero: jax.Array, eqn: JaxprEqn, args: Sequence[Any]) -> Any:
-    """The mutable array that an equation makes."""
+def begun_with(values: Sequence[Any], eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+    """The mutable array that an equation makes in a step that gets these values."""
     first = args[0] if args else empty_values(eqn)
+    zero = _zero_of(values, varying_axes(first))
     if jnp.issubdtype(first.dtype, jnp.number):
         first = first - zero.astype(first.dtype)
     elif first.dtype == bool:
         first = first ^ (zero != 0)
     space, kind = eqn.params["memory_space"], eqn.params.get("kind")
     return jax.new_ref(first, memory_space=space, kind=kind)
+
+
+def _zero_of(values: Sequence[Any], axes: Sequence[str]) -> jax.Array:
+    """A function of all these values that vary over no other mesh axes.
+
+    It is the sum of none of them.
+    """
+    zero = jnp.zeros((), jnp.float32)
+    for x in values:
+        is_array = isinstance(jax.typeof(x), ShapedArray)
+        is_number = is_array and (
+            jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+        )
+        if is_number and set(varying_axes(x)) <= set(axes):
+            zero += jnp.sum(jnp.real(x)[None][:0].astype(zero.dtype))
+    return zero

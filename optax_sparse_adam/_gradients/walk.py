@@ -48,7 +48,7 @@ from .._rows.source import Bounds, Source
 from .backward_slice import CALLS, BackwardSlice, as_closed, computed, forwarded
 from .expressions import Expression, Leaf, table
 from .lookups import Lookup, Promises
-from .refs import begun_with, makes_ref, zero_of
+from .refs import begun_with, makes_ref
 from .row_slices import LookupEntries
 
 Results = Any  # what a rule returns: a list, or NotImplemented
@@ -162,7 +162,7 @@ class Walk:
         self.entries: list[LookupEntries] = []
         self._deltas = deltas
         self._memo: dict[Any, jax.Array] = {}  # of this trace alone
-        self._zero: jax.Array | None = None  # with a derivative, in a step of a loop
+        self._step: Sequence[Any] | None = None  # what a step of a loop gets
 
     @property
     def is_plan(self) -> bool:
@@ -212,7 +212,7 @@ class Walk:
         # A walk of its own, whose memo holds no tracers of the trace around.
         walk = Walk(self.program, iter(deltas), whole)
         if beside is not None:
-            walk._zero = zero_of([*deltas, *beside, *whole.values()])
+            walk._step = [*deltas, *beside, *whole.values()]
         results = walk.evaluate(closed, args)
         chosen = results if keep is None else [results[i] for i in keep]
         return [walk.dense(x) for x in chosen], walk.entries
@@ -283,9 +283,9 @@ class Walk:
         if name in ("scan", "cond"):
             assert rule is not None
             return list(rule(self, eqn, *args))
-        if self._zero is None:
+        if self._step is None:
             return self.evaluate_by_jax(eqn, args)
-        return [begun_with(self._zero, eqn, args)]
+        return [begun_with(self._step, eqn, args)]
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """Lets JAX evaluate an equation of arrays."""

@@ -185,6 +185,44 @@ def test_refs_of_a_loop_without_tables(loop):
     assert_same(of_weights, expected[1], 16)
 
 
+@pytest.mark.parametrize("is_around", [True, False])
+def test_refs_of_a_loop_and_shard_map(is_around):
+    """Parts of a device stay its own, and what all have alike stays alike."""
+    mesh = jax.make_mesh((4,), "x", axis_types=(AxisType.Auto,))
+    map_of_devices = functools.partial(jax.shard_map, mesh=mesh)
+    ids = jnp.array([1, 3, 1, 6])
+
+    @functools.partial(map_of_devices, in_specs=P("x"), out_specs=P("x"))
+    def squares(row):
+        ref = jax.new_ref(row)
+        ref[...] = ref[...] ** 2
+        return ref[...]
+
+    @functools.partial(map_of_devices, in_specs=(P(), P(), P("x")), out_specs=P())
+    def of_device(t, w, ids):
+        def step(total, i):
+            ref = jax.new_ref(jnp.zeros(4))
+            ref[...] = 2 * w
+            return total + (t[i] * ref[...]) ** 2, None
+
+        start = lax.pcast(jnp.zeros(4), "x", to="varying")
+        return lax.psum(lax.scan(step, start, ids)[0], "x")
+
+    def loss(t, w):
+        if is_around:
+            return jnp.sum(of_device(t, w, ids))
+        steps = lax.scan(lambda c, i: (c + squares(2 * t[i] * w), None), 0 * w, ids)
+        return jnp.sum(steps[0])
+
+    def same(t, w):
+        return jnp.sum((t[ids] * 2 * w[None]) ** 2)
+
+    grad, of_weights = jax.jit(osa.grad(loss, (0, 1)))(TABLE, WEIGHTS)
+    expected = jax.grad(same, (0, 1))(TABLE, WEIGHTS)
+    assert_same(grad, expected[0], 2)
+    assert_same(of_weights, expected[1], 16)
+
+
 def test_ids_in_a_ref_of_a_loop():
     def loss(t, ids):
         def step(total, i):
