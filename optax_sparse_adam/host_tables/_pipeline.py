@@ -152,6 +152,10 @@ class Pipeline:
 
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
         batch = self._row_ids(self._rows.dense, args, static, name, self._target)
+        if self._target is None:
+            # Before the first step: what is where JAX puts arrays by default would be
+            # of another type to `jit` than its results, and compiled for twice.
+            self._rows.rest = self._rows.plan.spread.stay(self._rows.rest, batch.target)
         self._target = batch.target  # others are drawn before its step is done
         return batch
 

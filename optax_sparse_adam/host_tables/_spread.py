@@ -10,7 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 
 class Spread:
@@ -80,6 +86,12 @@ class Spread:
         if self.by_rows is None:
             return {}
         return {"out_shardings": ([x.sharding for x in rest], self.by_rows, *more)}
+
+    def stay(self, rest: Sequence[jax.Array], target: Any) -> list[jax.Array]:
+        """What no device was named for, on the one that rows are sent to: no copies."""
+        if self.whole is not None or not isinstance(target, SingleDeviceSharding):
+            return [*rest]
+        return [x if x.committed else jax.device_put(x, target) for x in rest]
 
     def place(self, padded: list[Any], arrays: list[Any], target: Any) -> Any:
         """Positions and rows on the device, or on the mesh."""
