@@ -1,6 +1,6 @@
 """Everything that is measured and checked on a GPU, within ten minutes.
 
-    python benchmarks/gpu.py [--only PARTS] [--quick] [--seconds 400] [--json FILE]
+    python benchmarks/gpu.py [--only PARTS] [--quick] [--seconds 500] [--json FILE]
     python benchmarks/gpu.py --fill FILE     the table of docs/gpu.md, from a file
 
 Parts are: device, its speed; checks, the kernel's numbers beside XLA's; update, step,
@@ -221,7 +221,7 @@ def arguments():
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--quick", action="store_true", help="fewer cases, less long")
     parser.add_argument("--tiny", action="store_true", help="as without a GPU")
-    parser.add_argument("--seconds", type=float, default=400, help="for all of it")
+    parser.add_argument("--seconds", type=float, default=500, help="for all of it")
     parser.add_argument("--json", type=Path, help="benchmarks/gpu.json")
     parser.add_argument("--commit", help="which one this is, where git does not tell")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print its tables")
@@ -245,7 +245,7 @@ def main():
         folder = Path(tempfile.gettempdir()) if args.tiny else ROOT / "benchmarks"
         args.json = folder / "gpu.json"
     args.end, with_tests = began + args.seconds, "tests" in args.only and not args.tiny
-    args.until = args.end - 90 * with_tests
+    args.until = args.end - 190 * with_tests
     content = {
         "format": FORMAT,
         "date": time.strftime("%Y-%m-%d"),
