@@ -238,13 +238,6 @@ def cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def of_cpus():
-    """The test looks at programs for CPUs, or at their bits: skipped on a GPU."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("of programs for CPUs")
-
-
 @pytest.fixture(params=["plain", "kernel"])
 def backend(request, monkeypatch):
     """The test runs in plain JAX, and again with the kernel.

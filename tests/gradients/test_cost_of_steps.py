@@ -159,7 +159,6 @@ def test_steps(name, backend):
     assert_small(temporary(loss, OPTIMIZERS[optimizer], ids, **tables))
 
 
-@pytest.mark.usefixtures("of_cpus")
 def test_old_rows_beside_the_step():
     """What `apply_updates` documents: XLA copies the table, and an `aux` is the remedy.
 

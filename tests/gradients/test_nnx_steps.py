@@ -151,7 +151,6 @@ def test_update(wrap):
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("of_cpus")
 @needs_compiler
 def test_kernel_adds_updates(cache, monkeypatch):
     monkeypatch.setattr(_calls, "available", lambda: True)

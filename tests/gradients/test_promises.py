@@ -124,7 +124,6 @@ def test_nothing_changes_in_values(make):
     np.testing.assert_array_equal(train({}), train(plain))
 
 
-@pytest.mark.usefixtures("of_cpus")
 @pytest.mark.parametrize(
     "make", slow_but([osa.sparse_adam, osa.exact_adam], osa.sparse_adam)
 )

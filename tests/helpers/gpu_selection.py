@@ -29,12 +29,23 @@ WHOLE = (
     "torch_compat/test_checkpoints.py",
     "native/test_cuda_programs.py::test_on_a_gpu",
 )
-# What is left out looks at programs for CPUs, or is about other processes.
-FOLDERS = "gradients", "host_tables", "optimizers", "rows", "torch_compat"
-FOR_CPUS = (
+FOLDERS = "gradients", "host_tables", "optimizers", "rows"
+# These look at programs for CPUs, at their memory, or at their last bits.
+OF_CPUS = (
     "optimizers/test_huge_pages.py",
+    "optimizers/test_lazy_row_analysis.py",
     "rows/test_elsewhere.py",
     "rows/test_row_ops.py",
+    "gradients/test_cost_of_steps.py::test_old_rows_beside_the_step",
+    "gradients/test_nnx_steps.py::test_kernel_adds_updates",
+    "gradients/test_promises.py::test_tables_that_share_their_ids_sort_them_once",
+    "gradients/test_train_step.py::test_step_is_that_of_its_parts",
+    "optimizers/test_lazy_blocks.py::test_memory",
+    "optimizers/test_lazy_blocks.py::test_what_rows_and_others_need_is_computed_once",
+    "rows/test_bags.py::test_floats_alone_are_scaled",
+    "rows/test_bags.py::test_row_arithmetic_takes_it",
+    "rows/test_coalesce.py::test_tables_of_all_heights_are_traced_once",
+    "rows/test_in_place.py::test_rows_in_parts",
 )
 
 
@@ -49,8 +60,8 @@ def command(selection, *options):
         chosen, marked = WHOLE, ""
     else:
         chosen, marked = FOLDERS, "not slow"
-        left_out = (*FOR_CPUS, *(x for x in WHOLE if "::" not in x))
-        options = *options, *(f"--ignore={TESTS / x}" for x in left_out)
+        options = *options, *(f"--deselect=tests/{x}" for x in WHOLE)
+    options = *options, *(f"--deselect=tests/{x}" for x in OF_CPUS)
     # By files, as conftest.py has them, the longest file would take as long as it does
     # alone. So a worker that has no tests left takes some of the others'.
     spread = "-n", str(num_workers()), "--dist", "worksteal"

@@ -124,7 +124,6 @@ def test_trees_with_holes(with_params):
     assert_all_close(actual, at_once(tx.update, grads, state, kept))
 
 
-@pytest.mark.usefixtures("of_cpus")
 def test_what_rows_and_others_need_is_computed_once():
     """Such as the norm of all gradients, which a block takes as a number."""
     grads, params = trees({"table": (20, 6)})
@@ -179,7 +178,6 @@ def test_derivatives_and_vmap():
     assert not any("20x6x" in loop for loop in loops)
 
 
-@pytest.mark.usefixtures("of_cpus")
 def test_memory(monkeypatch):
     """Blocks, and nothing of the size of the gradient but the results."""
     monkeypatch.undo()

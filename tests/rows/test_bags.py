@@ -329,7 +329,6 @@ def test_optimizers_take_it(name, backend):
         assert_close(a, e, 1e-6, magnitude=np.abs(e).max())
 
 
-@pytest.mark.usefixtures("of_cpus")
 def test_row_arithmetic_takes_it():
     (grad, rows), table = factored(), numbers()[0]
     assert_identical(osa.coalesce(grad).data, osa.coalesce(rows).data)
@@ -342,7 +341,6 @@ def test_row_arithmetic_takes_it():
     assert_identical(osa.coalesce(grad).data, osa.coalesce(rows).data)
 
 
-@pytest.mark.usefixtures("of_cpus")
 @pytest.mark.parametrize("factor", [0.5, 0.0])
 def test_floats_alone_are_scaled(factor):
     """The gradient is scaled once."""

@@ -62,7 +62,6 @@ def test_coalesce(dtype, n_sparse, shape):
         check_coalesced(osa.coalesce(bcoo(*entries, shape)), *entries, shape)
 
 
-@pytest.mark.usefixtures("of_cpus")
 def test_tables_of_all_heights_are_traced_once(monkeypatch):
     """Many tables, as of a recommender, would take seconds."""
     search, traced = duplicates._segments_by_search, []

@@ -269,7 +269,6 @@ def test_operations_are_chosen_once_for_a_lookup(forks, registered):
         )
 
 
-@pytest.mark.usefixtures("of_cpus")
 @pytest.mark.parametrize("name", FORKS)
 def test_operations_are_chosen_once_for_a_step(forks, name):
     """At the top, for a leaf: nothing below asks for the platform again."""
@@ -285,7 +284,6 @@ def test_operations_are_chosen_once_for_a_step(forks, name):
     assert forks == [set() if x in ("put", "add") else {"cpu"} for x in expected]
 
 
-@pytest.mark.usefixtures("of_cpus")
 @pytest.mark.parametrize("name", ["sparse_adam", "lazy", "of a norm"])
 def test_operations_are_chosen_once_for_a_training_step(forks, name):
     """Which adds the update where it is computed, of two tables of one size."""
