@@ -274,6 +274,17 @@ def test_ids_that_depend_on_parameters_are_steps_one_by_one():
     assert_trained_alike(trainer, list(trainer.run(batches(0, 9))), expected)
 
 
+def test_the_second_step_is_the_program_of_the_first(compilations):
+    """Its parameters are results of the first, on the device of the rows."""
+    rows, w = begin()
+    trainer = host.HostTrainer(loss, osa.sparse_adam(1e-2), host_params(rows, w))
+    batch = next(batches(0, 1))
+    trainer.step(*batch)
+    count = len(compilations)
+    trainer.step(*batch)
+    assert len(compilations) == count
+
+
 @pytest.mark.slow
 def test_batches_of_several_shapes_compile_once_each(compilations):
     rows, w = begin()
