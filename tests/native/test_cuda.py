@@ -85,11 +85,11 @@ def check_sums(ops, kind, size, width, rows=60):
 SUMS = [
     (CudaOnCpu, "zipf", 700, 33),
     (Short, "one", 300, 33),
-    (Short, "zipf", 300, 128),
-    (CudaOnCpu, "one", 3000, 33),
     (Block, "zipf", 300, 33),
     (Short, "padding", 90, 1),
     (CudaOnCpu, "none", 5, 33),
+    (Short, "zipf", 300, 128),
+    (CudaOnCpu, "one", 3000, 33),
     *((Short, "uniform", 90, width) for width in (2, 7, 31, 64, 96, 300)),
     *((Block, "padding", size, 33) for size in (1, 2, 8, 9, 64, 65, 1100)),
     *((Short, kind, 1100, 64) for kind in ("zipf", "one", "padding")),
@@ -98,7 +98,7 @@ SUMS = [
 
 @pytest.mark.parametrize(
     ("ops", "kind", "size", "width"),
-    [*SUMS[:7], *(pytest.param(*x, marks=pytest.mark.slow) for x in SUMS[7:])],
+    [*SUMS[:5], *(pytest.param(*x, marks=pytest.mark.slow) for x in SUMS[5:])],
 )
 def test_sums(ops, kind, size, width):
     check_sums(ops(), kind, size, width)
@@ -213,9 +213,9 @@ def compare(tx, *args, atol, **flags):
 # Adam divides what rounds differently, in another order of additions, by its root.
 ATOL = 2e-6
 CASES = [
-    ("exact_adamw", False, False),
     ("exact_adamw", True, True),
     ("sparse_adam", False, True),
+    ("exact_adamw", False, False),
     # Rows and bags of each, one of them by hand: in turns.
     *(
         (name, (number + bags) % 2, bags)
@@ -227,7 +227,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "by_hand", "in_bags"),
-    [*CASES[:3], *(pytest.param(*x, marks=pytest.mark.slow) for x in CASES[3:])],
+    [*CASES[:2], *(pytest.param(*x, marks=pytest.mark.slow) for x in CASES[2:])],
 )
 def test_steps(name, by_hand, in_bags):
     used, _ = compare(OPTIMIZERS[name](), 12, by_hand, in_bags, atol=ATOL)

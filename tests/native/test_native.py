@@ -81,9 +81,18 @@ def test_sums_are_those_of_the_plain_path(cache, grad):
     )
 
 
+ADAM = [
+    (*case, sign)
+    for case in [((60, 5), 700), ((9, 2, 64), 3000)]
+    for sign in (1.0, -1.0)
+]
+
+
 @needs_compiler
-@pytest.mark.parametrize(("shape", "nse"), [((60, 5), 700), ((9, 2, 64), 3000)])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("shape", "nse", "sign"),
+    slow_but(ADAM, ((60, 5), 700, -1.0), ((9, 2, 64), 3000, 1.0)),
+)
 def test_adam(cache, shape, nse, sign):
     """Against the formula in float64; rows that are not touched bit for bit."""
     rng = np.random.default_rng(0)
