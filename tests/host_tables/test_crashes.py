@@ -252,7 +252,7 @@ def test_a_beginning_that_is_interrupted(tmp_path):
 
 def test_a_checkpoint_that_is_interrupted(folder, tmp_path, expected):
     """At some of its calls; in the slow part at each."""
-    assert _interrupt_checkpoints(folder, tmp_path, expected, 19) > 50
+    assert _interrupt_checkpoints(folder, tmp_path, expected, 31) > 50
 
 
 @pytest.mark.slow

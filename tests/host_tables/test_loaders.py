@@ -117,7 +117,7 @@ def test_an_interrupt_while_run_waits_for_another_thread(request, expected):
     trainer.close()
 
 
-@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("which", slow_but([1, 2], 2))
 def test_an_interrupt_before_and_after_a_batch_is_drawn(which, monkeypatch, expected):
     """The trainer does not believe for ever that batches are being drawn."""
     trainer, draws, seen = new_trainer(), _host_rows.HostRows.draws, []

@@ -132,8 +132,10 @@ def in_memory(tx, params, stream, vocab, init):
     state, step, values = tx.init(params), osa.make_train_step(loss, tx), []
     for number, (keys, y) in enumerate(stream):
         rows, fresh, _ = vocab.assign(keys, number)
-        new = init(vocab.arrays["keys"].view(np.int64)[fresh])
-        ids = {"table": jnp.asarray(np.asarray(fresh)), "w": None}
+        # One program for all batches: of 24 keys, not of those that are fresh.
+        new = np.zeros((24, DIM), np.float32)
+        new[: len(fresh)] = init(vocab.arrays["keys"].view(np.int64)[fresh])
+        ids = {"table": jnp.asarray(fresh.padded(24)), "w": None}
         new = {"table": jnp.asarray(new), "w": None}
         params, state = osa.reset_rows(tx, params, state, ids, new)
         params, state, value = step(params, state, rows, y)
