@@ -120,7 +120,7 @@ def test_along_an_axis_of_vmap(way):
 @pytest.mark.parametrize("indices_dtype", slow_but(["int8", "int32"], "int8"))
 @pytest.mark.parametrize("coalesced", slow_but([True, False], False))
 @pytest.mark.parametrize(
-    "axes", slow_but(["x", ("x", "y"), ("y", "x")], "x", ("y", "x"), is_one_value=True)
+    "axes", slow_but(["x", ("x", "y"), ("y", "x")], ("y", "x"), is_one_value=True)
 )
 def test_local_rows(axes, coalesced, indices_dtype):
     """The shards side by side are the table; more entries than rows, and fewer."""

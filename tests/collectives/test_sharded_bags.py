@@ -86,7 +86,7 @@ def test_what_is_sent_over_explicit_axes(layout):
         assert_close(sums, expected, 1e-6, magnitude=10.0)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", slow_but(["sum", "mean"], "mean"))
 def test_weights_of_a_batch_over_explicit_axes(mode):
     """Ids and weights lie on some devices each; both gradients, as on one device."""
     mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
@@ -123,7 +123,7 @@ OTHERWISE_TWICE = [(name, False) for name in OTHERWISE] + [
 
 @pytest.mark.parametrize(
     ("name", "is_flat"),
-    slow_but(OTHERWISE_TWICE, ("of two axes", False), ("of two axes", True)),
+    slow_but(OTHERWISE_TWICE, ("of two axes", True)),
 )
 def test_weights_that_lie_otherwise(name, is_flat):
     """They come to where the ids are; both gradients, as on one device."""
@@ -201,7 +201,9 @@ def test_compilation_cache(tmp_path):
     assert hits == [0, 1]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type", slow_but([AxisType.Auto, AxisType.Explicit], AxisType.Explicit)
+)
 @pytest.mark.parametrize("is_flat", slow_but([False, True], True))
 def test_a_step(axis_type, is_flat):
     """As on one device, with weights and their gradients; nothing of N rows is sent."""

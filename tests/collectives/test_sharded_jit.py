@@ -151,7 +151,7 @@ def test_bit_for_bit(case, way):
     assert_same_on_devices((many, many_state), (one, one_state))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT])
+@pytest.mark.parametrize("axis_type", slow_but([AxisType.Auto, EXPLICIT], EXPLICIT))
 @pytest.mark.parametrize("dtype", slow_but(["uint8", "int32"], "uint8"))
 def test_one_stored_entry(axis_type, dtype):
     """To which padding is added on a mesh: as a uint8, its -1 would be row 255."""

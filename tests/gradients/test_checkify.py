@@ -143,7 +143,6 @@ PADDED_TWICE += [("max", "kernel"), ("trained", "kernel")]
         PADDED_TWICE,
         ("max by offsets", "plain"),
         ("trained", "plain"),
-        ("many bags", "plain"),
     ),
     indirect=["backend"],
 )

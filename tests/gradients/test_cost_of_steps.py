@@ -148,7 +148,7 @@ STEPS = {
 }
 STEPS_TWICE = [(name, way) for name in STEPS for way in ("plain", "kernel")]
 CORE = [(name, "plain") for name in ("sparse_adam", "weighted bags", "checkpoint")]
-CORE += [(name, "kernel") for name in ("sparse_adafactor", "stack of tables")]
+CORE += [("stack of tables", "kernel")]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ TWO_LOSSES = [
 
 @pytest.mark.parametrize(
     ("step", "backend"),
-    slow_but(TWO_LOSSES, (both_first, "kernel"), (apart, "kernel")),
+    slow_but(TWO_LOSSES, (apart, "kernel")),
     indirect=["backend"],
 )
 def test_two_losses(step, backend):

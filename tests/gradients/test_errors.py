@@ -350,7 +350,9 @@ def test_python_control_flow():
         osa.grad(lambda t: jnp.sum(t[IDS]) if t[0, 0] > 0 else 0.0)(TABLE)
 
 
-@pytest.mark.parametrize("adam", [osa.exact_adam, osa.sparse_adam])
+@pytest.mark.parametrize(
+    "adam", slow_but([osa.exact_adam, osa.sparse_adam], osa.sparse_adam)
+)
 def test_errors_of_jax_say_what_to_do(adam):
     """They name the type of a gradient; nothing else of this package is called."""
     decay = optax.add_decayed_weights(0.1)

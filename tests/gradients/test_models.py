@@ -178,7 +178,7 @@ MODELS = {
 }
 
 
-CORE = ("linen", "linen, scan", "linen, tied", "nnx, split and merge", "haiku")
+CORE = ("linen, scan", "linen, tied", "nnx, split and merge", "haiku")
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, *CORE, "equinox, filter_vmap"))
