@@ -39,7 +39,7 @@ def test_touched_rows_are_a_table(name, shape, rows):
 
 
 @pytest.mark.parametrize("nse", slow_but([0, 3], 3))
-@pytest.mark.parametrize("name", slow_but(FINAL, "sparse_adam", "sparse_adafactor"))
+@pytest.mark.parametrize("name", slow_but(FINAL, "sparse_adafactor"))
 def test_nothing_touched(name, nse):
     """Only counts move on, whatever the values of padding are."""
     shape, rng, tx = (9, 4), np.random.default_rng(0), FINAL[name].make(0.1)
@@ -93,7 +93,7 @@ def test_a_table_that_grows(name):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(sorted({*FINAL} - {"per_row"}), "sparse_adam", "rowwise_adagrad")
+    "name", slow_but(sorted({*FINAL} - {"per_row"}), "rowwise_adagrad")
 )
 def test_sparse_axes(name):
     """The rows of two axes are those of one axis with their numbers."""

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_sparse_adam as osa
@@ -479,6 +479,9 @@ def test_shard_map():
         step, mesh=mesh, in_specs=(*specs, P("x")), out_specs=specs, check_vma=False
     )
     local, alone, flush = jax.jit(local), jax.jit(step), jax.jit(osa.flush)
+    # Where results lie: else the first step is another program.
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    many, many_state = jax.device_put((many, many_state), places)
     for batch in range(4):
         ids = np.random.default_rng(batch).integers(0, 4, (8, 3)).astype(np.int32)
         many, many_state = local(many, many_state, ids.reshape(-1))

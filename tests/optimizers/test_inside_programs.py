@@ -73,7 +73,7 @@ _TRAINED = {}  # what each optimiser does alone, of one gradient
     slow_but(
         [(kind, opt.make) for kind in KINDS for opt in FINAL.values()],
         *((kind, FINAL["lazy"].make) for kind in KINDS),
-        *(("partition", FINAL[x].make) for x in ("sparse_adam", "sparse_adafactor")),
+        ("partition", FINAL["sparse_adam"].make),
     ),
 )
 def test_inside_optax(kind, make, params, grads):
@@ -170,7 +170,6 @@ INTEGERS = {
     slow_but(
         [(name, make) for name in FLOATS | INTEGERS for make in FINAL],
         *((name, "sparse_adam") for name in FLOATS | INTEGERS),
-        ("a sign", "lazy"),
     ),
     indirect=["make"],
 )

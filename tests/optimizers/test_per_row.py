@@ -155,4 +155,4 @@ def test_row_sparse_gradients_need_lazy(tx):
     grads = {"table": bcoo(*entries, SHAPE), "bias": jnp.ones(3)}
     with pytest.raises(TypeError, match=r"got a BCOO\. Put it inside lazy"):
         tx.update(grads, tx.init(params), params)
-    osa.lazy(tx).update(grads, tx.init(params), params)
+    jax.eval_shape(osa.lazy(tx).update, grads, tx.init(params), params)
