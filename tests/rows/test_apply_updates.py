@@ -21,6 +21,7 @@ from ..helpers.support import (
 )
 
 WAYS = pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+BACKENDS = [(way, name) for way in ("eager", "jit") for name in ("plain", "kernel")]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,11 @@ def test_trees(way):
     assert_identical(way(osa.apply_updates)(params, updates), expected)
 
 
-@pytest.mark.usefixtures("backend")
-@WAYS
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    slow_but(BACKENDS, ("eager", "kernel"), ("jit", "plain")),
+    indirect=["backend"],
+)
 @pytest.mark.parametrize(
     ("param", "update", "roundings"),
     [
@@ -98,7 +102,8 @@ def test_trees(way):
         ("float64", "float32", 4),
     ],
 )
-def test_types(param, update, roundings, way):
+def test_types(param, update, roundings, way, backend):
+    way = jax.jit if way == "jit" else lambda f: f
     with jax.enable_x64("float64" in (param, update)):
         rng = np.random.default_rng(0)
         eps = float(jnp.finfo(param).eps)

@@ -85,7 +85,7 @@ def test_gradient(sparse):
     only_table = {"table": True, "w": False} if sparse else None
     both = osa.value_and_grad(loss, sparse=only_table)
     value, grads = jax.jit(both)(params, frozen, ids)
-    expected = jax.value_and_grad(loss_by_hand)(params, frozen, ids)
+    expected = jax.jit(jax.value_and_grad(loss_by_hand))(params, frozen, ids)
     assert grads["table"].nse == len(ROWS)  # at most: duplicates are added up
     assert_close(value, expected[0], 1e-6, magnitude=10.0)
     assert_close(to_dense(grads["table"]), expected[1]["table"], 1e-5, magnitude=10.0)
@@ -94,7 +94,7 @@ def test_gradient(sparse):
     }
     assert touched == {i for i, row in enumerate(ROWS) if row in BATCHES[0]}
     # Also where the frozen table is differentiated, which holds nothing then.
-    grad = osa.grad(lambda f: loss(params, f, ids))(frozen)
+    grad = jax.jit(osa.grad(lambda f: loss(params, f, ids)))(frozen)
     assert grad.nse == 0
 
 
@@ -287,7 +287,7 @@ LAID_OUT = [
 
 @pytest.mark.parametrize(
     ("of_table", "of_ids", "way"),
-    slow_but(LAID_OUT, LAID_OUT[0], LAID_OUT[-2]),
+    slow_but(LAID_OUT, LAID_OUT[0], LAID_OUT[-1]),
     ids=str,
 )
 def test_over_explicit_axes(of_table, of_ids, way):

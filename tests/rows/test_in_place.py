@@ -117,16 +117,24 @@ def test_rows_in_parts(without_kernel):
 
 BFLOAT16 = pytest.param(
     "bfloat16",
-    marks=pytest.mark.xfail(
-        WIDENS_BFLOAT16 and jax.default_backend() == "cpu" and not available(),
-        reason="XLA widened bfloat16 on CPUs: each scatter converted the whole table",
-    ),
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.xfail(
+            WIDENS_BFLOAT16 and jax.default_backend() == "cpu" and not available(),
+            reason="XLA widened bfloat16 on CPUs: each scatter converted the table",
+        ),
+    ],
 )
 
 
 @pytest.mark.parametrize("nse", slow_but([1024, 65_536], 65_536))
 @pytest.mark.parametrize(
-    "dtype", ["float16", pytest.param("float64", marks=pytest.mark.slow), BFLOAT16]
+    "dtype",
+    [
+        "float16",
+        pytest.param("float64", marks=pytest.mark.slow),
+        BFLOAT16,
+    ],
 )
 def test_memory_of_other_types(dtype, nse):
     with jax.enable_x64(dtype == "float64"):
@@ -170,7 +178,7 @@ def operations_on(text, shape):
 
 
 @pytest.mark.parametrize("apply", slow_but(["update", "step"], "step"))
-@pytest.mark.parametrize("nse", [1024, 65_536])
+@pytest.mark.parametrize("nse", slow_but([1024, 65_536], 65_536))
 def test_no_operation_makes_a_table(without_kernel, apply, nse):
     """Of XLA's; what the kernel does, no text of a program shows."""
     shape = table_shape(TALL, 1)

@@ -133,7 +133,7 @@ def test_no_tensor_of_torch(function):
         getattr(torch, function)(grad)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", slow_but(LOSSES, "rows", "bags"))
 @pytest.mark.parametrize("way", slow_but(["eager", "jit"], "jit"))
 def test_stats(kind, way):
     """Against JAX's dense gradient."""

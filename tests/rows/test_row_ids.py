@@ -10,6 +10,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import optax_sparse_adam as osa
 
+from ..helpers.support import slow_but
+
 ROWS = 10
 # What a cut to 32 bits would make a row of: 3, 0, 9, 3 from the end, and so on.
 FAR = {
@@ -116,7 +118,7 @@ def test_frozen_lookup(dtype):
 
 
 @pytest.mark.parametrize("dtype", FAR)
-@pytest.mark.parametrize("capacity", [None, 4])
+@pytest.mark.parametrize("capacity", slow_but([None, 4], 4))
 def test_lookups_on_a_mesh(dtype, capacity):
     """As `table[ids]` has them: the nearest row, or counted from the end."""
     mesh = jax.make_mesh(
