@@ -73,7 +73,12 @@ def test_variables_that_a_program_inside_returns(name):
         assert_close(*values, 1e-10)
     (model, optimizer, _), everything = exact, jnp.arange(ROWS)
     stored = jnp.copy(model.embed.embedding[...])
-    value = flax_nnx.evaluate(inside, read=optimizer)(model, everything)
+
+    @nnx.jit
+    def now(model, optimizer, ids):
+        return flax_nnx.evaluate(inside, read=optimizer)(model, ids)
+
+    value = now(model, optimizer, everything)
     assert_close(value, loss(dense[0], everything), 1e-10)
     assert_identical(model.embed.embedding[...], stored)
     assert int(model.calls[...]) == 7
