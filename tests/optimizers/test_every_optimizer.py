@@ -154,5 +154,6 @@ def test_wrong_gradients(name, wrong):
     params = {"in": {"table": jnp.ones((9, 4))}, "bias": jnp.ones(3)}
     grads, error, words = WRONG[wrong]
     tx = OPTIMIZERS[name].make(0.1)
+    state = tx.init(params)
     with pytest.raises(error, match=words):
-        tx.update({"bias": params["bias"]} | grads, tx.init(params), params)
+        jax.eval_shape(tx.update, {"bias": params["bias"]} | grads, state, params)
