@@ -613,7 +613,8 @@ def test_smallest_epsilon(b2):
             "needs the parameters",
         ),
         (
-            lambda: osa.exact_adam(0.1).update(
+            lambda: jax.eval_shape(
+                osa.exact_adam(0.1).update,
                 bcoo(jnp.ones(1), np.zeros((1, 2), np.int32), (3, 2)),
                 osa.exact_adam(0.1).init(jnp.ones((3, 2))),
             ),
