@@ -261,6 +261,11 @@ def by_leaf(
         if reads_params:
             shaped_like = param_leaves
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        if rate is None and callable(learning_rate):
+            raise TypeError(
+                f"The learning rate of {name} is a number or a schedule that returns "
+                f"one; {learning_rate} returned None. Does it lack a return?"
+            )
         scale = 1 if rate is None else -1 * rate
         leaves = grads, shaped_like, param_leaves if adds_to_params else none
         made = update_leaves(leaves, columns, _step_scalars(scalars, scale, count_inc))

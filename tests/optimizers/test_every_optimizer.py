@@ -148,6 +148,16 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_schedule_without_a_return(name):
+    """It would climb at a rate of one, as what only scales does."""
+    tx = OPTIMIZERS[name].make(lambda count: None)
+    step = osa.make_train_step(lambda t: jnp.sum(t[jnp.array([3, 7])] ** 2), tx)
+    table = jnp.ones((12, 5))
+    with pytest.raises((TypeError, ValueError), match="None"):
+        step.trace(table, tx.init(table))
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_wrong_gradients(name, wrong):
