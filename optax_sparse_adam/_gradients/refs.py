@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
@@ -63,5 +64,8 @@ def _zero_of(values: Sequence[Any], axes: Sequence[str]) -> jax.Array:
             jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
         )
         if is_number and set(varying_axes(x)) <= set(axes):
-            zero += jnp.sum(jnp.real(x)[None][:0].astype(zero.dtype))
+            # Along an axis of its own, which no mesh splits; and by `lax`, as indexing
+            # an array of a free size by `[:0]` makes a constant.
+            none = lax.slice_in_dim(lax.expand_dims(jnp.real(x), [0]), 0, 0)
+            zero += jnp.sum(none.astype(zero.dtype))
     return zero

@@ -15,7 +15,7 @@ from optax_sparse_adam._gradients.backward_slice import forwarded
 from optax_sparse_adam._gradients.walk import Walk
 
 from ..helpers.gradients import Case, assert_same, is_bcoo, square
-from ..helpers.support import compile_for_users, slow_but
+from ..helpers.support import assert_close, compile_for_users, slow_but
 from ..helpers.transform_cases import UNDER
 
 PARAMS, IDS = Case(None).inputs()
@@ -221,6 +221,51 @@ def test_refs_of_a_loop_and_shard_map(is_around):
     expected = jax.grad(same, (0, 1))(TABLE, WEIGHTS)
     assert_same(grad, expected[0], 2)
     assert_same(of_weights, expected[1], 16)
+
+
+def test_refs_of_a_loop_of_a_free_size():
+    def loss(t, ids):
+        def step(total, i):
+            ref = jax.new_ref(jnp.zeros(total.shape))
+            ref[...] = t[i]
+            return jnp.tanh(total + ref[...]), None
+
+        return jnp.sum(lax.scan(step, jnp.zeros((ids.shape[1], 4)), ids)[0])
+
+    def dense(t, ids):
+        value, grad = osa.value_and_grad(loss)(t, ids)
+        return value, grad.todense()
+
+    (size,) = jax.export.symbolic_shape("b", constraints=["3*b <= 8"])
+    like = jax.ShapeDtypeStruct
+    shapes = like(TABLE.shape, TABLE.dtype), like((3, size), jnp.int32)
+    ids = jnp.arange(6, dtype=jnp.int32).reshape(3, 2)
+    exported = jax.export.export(jax.jit(dense))(*shapes)
+    expected = jax.jit(dense)(TABLE, ids)
+    assert jnp.any(expected[1] != 0)
+    for one, other in zip(exported.call(TABLE, ids), expected, strict=True):
+        assert_close(one, other, 1e-6)
+
+
+def test_loops_with_arrays_that_a_mesh_splits():
+    """By their columns, over Explicit axes."""
+    mesh = jax.make_mesh((2,), "x", axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        state = jax.device_put(jnp.ones((3, 8)), P(None, "x"))
+        table, ids = jax.device_put((TABLE, jnp.array([1, 3, 1])), P())
+
+        def loss(t):
+            def step(state, i):
+                ref = jax.new_ref(jnp.zeros(()))
+                ref[...] = jnp.sum(t[i])
+                return state * ref[...], None
+
+            return jnp.sum(lax.scan(step, state, ids)[0])
+
+        def same(t):
+            return state.size * jnp.prod(jnp.sum(t[ids], axis=1))
+
+        assert_same(osa.grad(loss)(table), jax.grad(same)(table), 16)
 
 
 def test_ids_in_a_ref_of_a_loop():
