@@ -59,7 +59,10 @@ def _zero_of(values: Sequence[Any], axes: Sequence[str]) -> jax.Array:
     """
     zero = jnp.zeros((), jnp.float32)
     for x in values:
+        if isinstance(x, jax.Ref):
+            x = x[...]
         is_array = isinstance(jax.typeof(x), ShapedArray)
+        x = jnp.asarray(x) if is_array else x  # Python's numbers
         is_number = is_array and (
             jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
         )

@@ -8,8 +8,9 @@ Functions of all arrays at once, such as `optax.tree.norm`, would count indices 
 canary as values. So there is the guard, of a type that JAX does not promote with
 float32: what adds, compares or concatenates numbers of different arrays raises while
 tracing. A sum of the guard alone overflows to NaN, for who adds Python's numbers up.
-Known limits: a maximum of each array as a Python number has that of the indices; and
-what multiplies floating arrays by a float32 array meets the guard and raises.
+Known limits: a maximum of each array as a Python number has that of the indices; a norm
+of all arrays that are cast to one type first counts indices and canary; and what
+multiplies floating arrays by a float32 array meets the guard and raises.
 
 An armed guard is of a type that has no arithmetic at all: see `armed`.
 """

@@ -223,6 +223,36 @@ def test_refs_of_a_loop_and_shard_map(is_around):
     assert_same(of_weights, expected[1], 16)
 
 
+@pytest.mark.parametrize("is_of_step", [True, False])
+def test_refs_of_a_loop_beside_others(is_of_step):
+    """An inner loop in which nothing but such a one has a derivative."""
+
+    def loss(t, w, ids):
+        def step(total, i):
+            ref = jax.new_ref(jnp.zeros(4) if is_of_step else t[i] * w)
+            if is_of_step:
+                ref[...] = t[i] * w
+
+            def inner(k, _):
+                own = jax.new_ref(jnp.zeros(4))
+                own[...] = ref[...] * (k + 1).astype(float)
+                ref[...] = own[...]
+
+            lax.fori_loop(0, 2, inner, None)
+            return total + ref[...], None
+
+        return jnp.sum(lax.scan(step, 0.0 * w, ids)[0] ** 2)
+
+    def same(t, w, ids):
+        return jnp.sum((2 * jnp.sum(t[ids] * w[None], axis=0)) ** 2)
+
+    args = TABLE, WEIGHTS, jnp.array([1, 3, 1])
+    grads = osa.grad(loss, (0, 1))(*args)
+    expected = jax.grad(same, (0, 1))(*args)
+    assert_same(grads[0], expected[0], 16)
+    assert_same(grads[1], expected[1], 16)
+
+
 def test_refs_of_a_loop_of_a_free_size():
     def loss(t, ids):
         def step(total, i):
