@@ -160,7 +160,7 @@ class Index:
 
     def rebuilt(self, rows: np.ndarray) -> "Index":
         """Another index, of these rows alone, by another hash."""
-        index = Index(self._table, self._attempt + 1)
+        index = Index(self._table)
         while not index.insert(rows):
             index = Index(self._table, index._attempt + 1)
         return index

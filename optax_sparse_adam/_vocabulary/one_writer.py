@@ -3,6 +3,10 @@
 Who changes one has its lock, and a second one who tries is refused. Who only finds keys
 takes no lock: a number is odd while keys change their places, and another one after it,
 so a reader sees that it has to look again. This is a seqlock (Boehm, 2012).
+
+A change that an exception leaves half done is taken back at once. That may be left half
+done, too, by a second Ctrl-C: so it is noted before the change begins, and who comes
+next ends it first; the number stays odd until then.
 """
 
 import contextlib
@@ -25,12 +29,15 @@ class OneWriter:
     _changing: threading.Lock
     _lock: threading.RLock
     _turn: int  # of those who change it
+    _changer: int  # the thread whose turn it is, or was
     _version: int  # odd while keys change their places
+    _take_back: Callable[[], None] | None  # what has been begun, and is not done
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = super().__new__(cls)
         self._changing, self._lock = threading.Lock(), threading.RLock()
-        self._version, self._turn = 0, 0
+        self._version, self._turn, self._changer = 0, 0, 0
+        self._take_back = None
         survives_forks(self)
         return self
 
@@ -44,7 +51,21 @@ class OneWriter:
         try:
             yield
         finally:
-            self._version += self._version & 1
+            if self._take_back is None:
+                self._version += self._version & 1
+
+    def _end(self) -> None:
+        """Takes back what an exception has left half done; not what is being done."""
+        if self._take_back is None and self._version % 2 == 0:
+            return
+        with self._lock:
+            mine = self._changer == threading.get_ident()
+            if mine and self._changing.locked():  # called by a score, say
+                return
+            with self._move():
+                if self._take_back is not None:
+                    self._take_back()
+                    self._take_back = None
 
     def _read(self, read: Callable[[], _Result]) -> _Result:
         """What `read` returns where no key changes its place meanwhile."""
@@ -55,6 +76,7 @@ class OneWriter:
                 if self._version == version:
                     return result
         with self._lock:
+            self._end()
             return read()
 
 
@@ -76,6 +98,9 @@ def by_one_thread(
                 if self._turn == turn:  # else another thread was here in between
                     self._turn += 1
                     with self._lock:
+                        self._changer = 0
+                        self._end()
+                        self._changer = threading.get_ident()
                         self._ready()
                         return method(self, *args, **kwargs)
         raise RuntimeError(

@@ -1,6 +1,7 @@
 """The public `Vocabulary`: its batches, threads, checkpoints."""
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -157,7 +158,13 @@ class Vocabulary(OneWriter):
         plan = held.plan(new, touched, step) if len(absent) else None
         changes, fresh, evicted = Changes(), rows[:0], codes[:0]
         moves = plan is not None or self._options.ttl is not None
+
+        def take_back() -> None:
+            held.take_back(changes, finished=False)
+            self._history.forget(changes)
+
         with self._move() if moves else contextlib.nullcontext():
+            self._take_back = take_back
             try:
                 main.touch(changes, touched, uses, step)
                 changes.note(held.numbers, slice(None), held.numbers.copy())
@@ -176,9 +183,10 @@ class Vocabulary(OneWriter):
                 result = Assignment(rows, of_caller, evicted, keys)
                 self._history.note(changes)
             except BaseException:  # before `find` may look again
-                held.take_back(changes, finished=False)
-                self._history.forget(changes)
+                take_back()
+                self._take_back = None
                 raise
+            self._take_back = None
         return result
 
     def find(self, keys: Any, *, mask: Any = None) -> np.ndarray:
@@ -225,6 +233,7 @@ class Vocabulary(OneWriter):
         """
         self._ready()
         with self._lock:
+            self._end()
             keys, rows, gone = self._servers.changed_since(self._contents, step)
             return ChangedRows(self._as_keys(keys), rows, self._as_keys(gone))
 
@@ -247,15 +256,18 @@ class Vocabulary(OneWriter):
         def take_back(finished: bool) -> None:
             held.take_back(changes, finished)
             codes = changed_codes(before, (main.keys[rows], main.hits[rows]))
-            self._servers.note(numbers, held.numbers, codes, 2 * self.rows)
+            self._servers.note(numbers, held.numbers, codes, 2 * len(main.keys))
             self._history.forget(changes)
 
         with self._move():
+            self._take_back = functools.partial(take_back, finished=False)
             try:
                 take_back(finished=True)
             except BaseException:  # a KeyboardInterrupt: what it has begun, it ends
-                take_back(finished=False)
+                self._take_back()
+                self._take_back = None
                 raise
+            self._take_back = None
 
     @by_one_thread
     def grow(self, rows: int) -> None:
@@ -320,6 +332,7 @@ class Vocabulary(OneWriter):
         """
         self._ready()
         with self._lock:
+            self._end()
             return {name: x.copy() for name, x in self._contents.arrays.items()}
 
     def arrays_before(self, step: int) -> dict[str, np.ndarray]:
@@ -342,6 +355,7 @@ class Vocabulary(OneWriter):
         """
         self._ready()
         with self._lock:
+            self._end()
             return self._history.arrays_before(self._contents, step)
 
     @property
@@ -386,7 +400,12 @@ class Vocabulary(OneWriter):
         self._given = None
 
     def _ready(self) -> None:
-        """Takes up what a pickle or a pytree has given, when it is first needed."""
+        """Takes up what a pickle or a pytree has given, when it is first needed.
+
+        And takes back what was left half done, if nobody has begun to change it.
+        """
+        if not self._changing.locked():
+            self._end()
         if self._given is not None:
             with self._lock:
                 if self._given is not None:

@@ -1,5 +1,7 @@
 """Ctrl-C in a change of a vocabulary: it is done as a whole, or not at all."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -86,3 +88,80 @@ def test_a_change_that_is_interrupted_anywhere(name, every):
         assert_same(vocab, expected)
         assert_goes_on_alike(vocab, expected)
     assert kinds == {True, False}
+
+
+class Failure(Exception):
+    """What a change fails by at first."""
+
+
+def failing_once(monkeypatch, owner, name):
+    """Replaces a method by one that raises when it is called first."""
+    method, calls = getattr(owner, name), []
+
+    def raising(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise Failure
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, raising)
+
+
+@pytest.mark.parametrize("every", slow_but([1, 7], 7))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("assign", (history.History, "note")), ("undo", (servers.Servers, "note"))],
+)
+def test_what_takes_back_is_interrupted(name, place, every, monkeypatch):
+    """By a second Ctrl-C, say: whoever comes next ends it."""
+    seen, lines, kinds = 0, [0, ""], set()
+    while len(lines) == 2:
+        seen += every
+        vocab, expected = made(), made()
+        with monkeypatch.context() as patch:
+            failing_once(patch, *place)
+            interrupted = interrupted_at_line(seen, *MODULES)
+            with contextlib.suppress(Failure), interrupted as lines:
+                CHANGES[name](vocab)
+        kinds.add(vocab._take_back is not None)
+        if lines[1:] and lines[1].startswith("alone"):
+            continue
+        if name == "undo" and not is_same(vocab, expected):
+            expected.undo()
+        np.testing.assert_array_equal(*(v.find(range(40)) for v in (vocab, expected)))
+        assert vocab._version % 2 == 0
+        assert_same(vocab, expected)
+        assert_goes_on_alike(vocab, expected)
+    assert kinds == {True, False}
+
+
+def test_find_within_a_change():
+    """Of a score of the user's: it ends nothing, and finds what was there."""
+    found = []
+
+    def score(last, hits):
+        if vocab is not None:
+            found.append(vocab.find([3, 4]).tolist())
+        return last.astype(np.float32)
+
+    vocab = None
+    vocab = osa.Vocabulary(4, score=score)
+    for step in range(4):
+        vocab.assign([step, step + 1], step)
+    assert found
+    assert vocab._take_back is None
+    assert sorted(vocab.arrays["keys"][1:].tolist()) == [2, 3, 4]
+
+
+def test_failures_need_no_more_memory():
+    def score(last, hits):
+        return np.where(last == 6, np.nan, last).astype(np.float32)
+
+    vocab = osa.Vocabulary(100, score=score)
+    for step in range(6):
+        vocab.assign(np.arange(30 * step, 30 * step + 60), step)
+    slots = len(vocab._contents.main.index._slots)
+    for n in range(20):
+        with pytest.raises(ValueError, match="NaN"):
+            vocab.assign(np.arange(1000 * n, 1000 * n + 60) + 10**6, 6)
+    assert len(vocab._contents.main.index._slots) == slots
