@@ -28,7 +28,8 @@ Known limits: what moves or exchanges entries moves their canary along; what ord
 picks indices by their size, as `jnp.sort`, `cummax` or `jnp.maximum` of two gradients,
 leaves it as it is. (A canary that depends on its index would see that, but XLA folds
 only constants: 43 fusions in a step of `sparse_adam` in place of 33.) A BCOO made by
-hand has no canary and is believed.
+hand has no canary and is believed, and so is what functions of JAX, not methods, make
+of a gradient, such as `jax.experimental.sparse.bcoo_reduce_sum`.
 
 What else a gradient has beside its entries: a second column of the canary, see
 `clocks`; the guard, see `canary_arrays`, which may be armed, see `armed`.
@@ -247,11 +248,33 @@ def _canary_operator(name: str) -> Callable[..., Any]:
     return method
 
 
+def _canary_reduction(name: str) -> Callable[..., Any]:
+    """A method of BCOO that takes batches of a gradient apart, or adds them up.
+
+    What has no longer the shape of the table is no gradient of it, and a plain BCOO.
+    """
+    method_of_bcoo = getattr(BCOO, name)
+
+    def method(self: CanaryBCOO, *args: Any, **kwargs: Any) -> Any:
+        check_indices(self)
+        result = method_of_bcoo(entries(self), *args, **kwargs)
+        if not isinstance(result, BCOO) or result.n_sparse != self.n_sparse:
+            return result
+        if result.shape[result.n_batch :] != self._unbatched:
+            return result
+        make = maker_of(self, is_of_batch=True)
+        return copy_with(make, result, result.data, result.indices)
+
+    return method
+
+
 # What scales a gradient, and what `optax.apply_updates` adds an update by.
-for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"]:
+for _operator in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "pos"]:
     setattr(CanaryBCOO, f"__{_operator}__", _canary_operator(f"__{_operator}__"))
 for _operator in ["astype", "sort_indices", "sum_duplicates"]:
     setattr(CanaryBCOO, _operator, _canary_operator(_operator))
+for _operator in ["sum", "__getitem__", "reshape", "update_layout"]:
+    setattr(CanaryBCOO, _operator, _canary_reduction(_operator))
 
 
 def clocks_of(grad: CanaryBCOO) -> jax.Array:
@@ -264,12 +287,15 @@ def lacks_clock(grad: BCOO) -> bool:
     return isinstance(grad, CanaryBCOO) and grad.canary.shape[-1] == 1
 
 
-def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
+def maker_of(
+    *grads: BCOO, is_same: bool = False, is_of_batch: bool = False
+) -> Callable[..., BCOO]:
     """What makes a gradient of these, with a canary where they have one.
 
     Args:
       grads: The gradients.
       is_same: Whether what is made has the same sum.
+      is_of_batch: Whether it is made of one or several matrices of a batch.
     """
     canary_grads = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
     if not canary_grads:
@@ -279,6 +305,8 @@ def maker_of(*grads: BCOO, is_same: bool = False) -> Callable[..., BCOO]:
     if any(map(lacks_clock, canary_grads)):
         return functools.partial(_made_alike, layout, is_armed)
     columns = [clocks_of(grad) for grad in canary_grads]
+    if is_of_batch:
+        columns = [x.reshape(-1, 1) for x in columns]
     # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has
     # `CHANGED_CLOCK`. So has all that is made of an update, as `CLOCK_OF_UPDATE` is
     # negative, but its coalesced form (`is_same`). Entries of zeros fit any clock.

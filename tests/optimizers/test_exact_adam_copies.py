@@ -1,6 +1,7 @@
 """exact_adam: gradients taken at other parameters or steps, and in the loss itself."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,53 @@ def test_gradients_of_a_copy(name, kind, compiled):
         return
     params, _ = jax.jit(step)(params, old, state, ids)
     assert np.isnan(params[ids]).any()
+
+
+WAYS = {
+    "added up": lambda grads: grads.sum(0),
+    "by index": lambda grads: grads[0] + grads[1],
+    "one by one": lambda grads: functools.reduce(operator.add, grads),
+    "a slice": lambda grads: +grads[:2].sum(axis=0),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(WAYS, "added up", "one by one"))
+def test_gradients_of_a_batch(name):
+    """Of `jax.vmap`: they know as much as others."""
+    tx, dense = MAKERS["exact_adamw"]
+
+    def gradient_at(params, ids, **read):
+        def one(ids):
+            return osa.grad(functools.partial(loss, ids=ids), **read)(params)
+
+        return WAYS[name](jax.vmap(one)(ids.reshape(2, -1)))
+
+    @jax.jit
+    def step(params, state, ids):
+        grad = gradient_at(params, ids, read=state)
+        updates, state = tx.update(grad, state, params)
+        return osa.apply_updates(params, updates), state
+
+    params, expected = table(), table()
+    state, dense_state = tx.init(params), dense.init(expected)
+    for ids in map(jnp.asarray, BATCHES):
+        params, state = step(params, state, ids)
+        grad = sum(jax.grad(loss)(expected, x) for x in ids.reshape(2, -1))
+        updates, dense_state = dense.update(grad, dense_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    # In float32, of parameters about 1, in six steps.
+    found = osa.flush(params, state)[0]
+    assert_close(found, expected, 2e-6, magnitude=jnp.ones_like(expected))
+
+    with pytest.raises(ValueError, match="made without"):
+        tx.update(gradient_at(params, ids), state, params)
+    grad = gradient_at(params, ids, read=state)
+    updates, later = tx.update(grad, state, params)
+    with pytest.raises(ValueError, match="the state of another step"):
+        tx.update(grad, later, osa.apply_updates(params, updates))
+    decays = optax.chain(osa.lazy(optax.add_decayed_weights(0.1)), tx)
+    with pytest.raises(ValueError, match="lazy got rows of exact_adam"):
+        decays.update(grad, (decays.init(params)[0], state), params)
 
 
 SAME = {
