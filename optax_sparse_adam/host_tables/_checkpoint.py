@@ -18,7 +18,7 @@ Which checkpoint is there, and in what order all of it is written, knows `_ledge
 import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from ._store import Mark, Store
 from ._together import new_name, together
 
 _VERSION = 2
+_FLOATS = "float16", "bfloat16", "float32"
 _SECONDS = 90  # NFS keeps names for 60
 _PART = "rows"
 _OF_A_CHECKPOINT = re.compile(f"(?:journal|{_PART})-([0-9a-f]{{32}})(?:-[0-9]+)?")
@@ -167,10 +168,12 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
       ValueError: If it is one of other parameters or of another optimiser, or damaged.
       FileNotFoundError: If it is not there.
     """
-    path, shared = folder / ARCHIVE, _rest(rows)
+    path = folder / ARCHIVE
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
     about, held = read_archive(path)
+    _take_types(rows, about)
+    shared = _rest(rows)
     in_memory = [
         ("rows", jax.ShapeDtypeStruct((count, layout.words), np.uint32))
         for store, layout, count in zip(
@@ -310,6 +313,19 @@ def _described(rows: HostRows, pairs: Sequence[tuple[str, Any]]) -> dict[str, An
     arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in pairs]
     tables = [x.described for x in rows.plan.layouts]
     return {"version": _VERSION, "tables": tables, "arrays": arrays}
+
+
+def _take_types(rows: HostRows, about: Mapping[str, Any]) -> None:
+    """Takes state without rows in the types that it was written in.
+
+    A step may have changed those that `init` gives, as numbers that are arrays do.
+    """
+    written = {name: dtype for name, _, dtype in about["arrays"]}
+    for i, (name, x) in enumerate(_rest(rows)):
+        dtype = written.get(name)
+        is_state = name.startswith("state") and str(x.dtype) in _FLOATS
+        if is_state and dtype in _FLOATS and dtype != str(x.dtype):
+            rows.rest[i] = x.astype(dtype)
 
 
 def rest_of(rows: HostRows, part: Part) -> list[Any]:

@@ -311,9 +311,25 @@ class Plan:
             new = inner(params, state, rows, *batch, **keywords, **dict(static))
             value, (aux, number) = new[2]
             value = (value, aux) if has_aux else value
-            return *self.split(*new[:2]), value, jax.random.key_data(number)[0]
+            new_rest, new_arrays = self.split(*new[:2])
+            self._refuse_types(arrays, new_arrays)
+            return new_rest, new_arrays, value, jax.random.key_data(number)[0]
 
         return step
+
+    def _refuse_types(self, arrays: Any, new_arrays: Any) -> None:
+        """Raises if a step returns rows of other types than it gets: see `Layout`."""
+        for layout, old, new in zip(self.layouts, arrays, new_arrays, strict=True):
+            for (name, *_), x, y in zip(layout.fields, old, new, strict=True):
+                if x.dtype != y.dtype:
+                    raise TypeError(
+                        "HostTrainer keeps rows in the types that `init` gives them, "
+                        f"and a step of this optimiser returns {name} as {y.dtype}, "
+                        f"which is {x.dtype}. Numbers that are arrays do so, as those "
+                        "of optax.inject_hyperparams inside of lazy beside a leaf of a "
+                        "wider type: give Python's numbers, put inject_hyperparams "
+                        "around lazy, or take tables of float32."
+                    )
 
 
 def _as_key(number: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_sparse_adam as osa
@@ -32,8 +33,8 @@ def place(where, tmp_path, name="x"):
     return kinds.get(where, {})
 
 
-def continued(params, state, *batches, tx=TX):
-    step, values = osa.make_train_step(loss, tx), []
+def continued(params, state, *batches, tx=TX, fun=loss):
+    step, values = osa.make_train_step(fun, tx), []
     for batch in batches:
         params, state, value = step(params, state, *batch)
         values.append(np.asarray(value))
@@ -172,3 +173,66 @@ def test_drawn_of_a_run_that_is_still_open():
     second.close()
     assert trainer.drawn == []
     assert_trained_alike(trainer, values, known)
+
+
+def squares(params, ids):
+    rows = params["table"][ids].astype(jnp.float32)
+    return jnp.mean((rows @ params["w"].astype(jnp.float32) - 1) ** 2)
+
+
+def of_types(table, w, **place):
+    """Parameters in memory, and the same with a table on the host."""
+    rows = np.random.default_rng(0).normal(size=(50, 4)).astype(table)
+    init = {"init": lambda first, last: rows[first:last]} | place
+    plain = {"table": jnp.asarray(rows), "w": jnp.ones(4, w)}
+    table = host.HostTable(rows.shape, rows.dtype, **init)
+    return plain, {"table": table, "w": jnp.ones(4, w)}
+
+
+INJECTED = osa.lazy(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
+CHANGE_TYPES = {
+    "injected": INJECTED,
+    "an array": osa.lazy(optax.adam(0.1, b1=jnp.float32(0.9))),
+}
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", slow_but(CHANGE_TYPES, "injected"))
+def test_a_step_that_changes_the_types_of_rows_is_refused(name):
+    """It would write float32 into fields of bfloat16, and over the next ones."""
+    _, params = of_types("bfloat16", "float32")
+    ids = np.arange(5)
+    words = r"mu\['table'\] as float32, which is bfloat16"
+    with host.HostTrainer(squares, CHANGE_TYPES[name], params) as trainer:
+        before = np.array(trainer.params["table"])
+        for call in (trainer.step, lambda ids: list(trainer.run([(ids,)]))):
+            with pytest.raises(TypeError, match=words):
+                call(ids)
+        assert_identical(np.array(trainer.params["table"]), before)
+        assert trainer.steps == 0
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+def test_injected_numbers_around_lazy_change_no_type():
+    """As the refusal advises."""
+    make = optax.inject_hyperparams(lambda rate: osa.lazy(optax.adam(rate)))
+    tx, ids = make(rate=0.1), np.arange(5)
+    plain, params = of_types("bfloat16", "float32")
+    *_, values = continued(plain, tx.init(plain), *[(ids,)] * 4, tx=tx, fun=squares)
+    with host.HostTrainer(squares, tx, params) as trainer:
+        assert_identical([np.asarray(trainer.step(ids)) for _ in range(4)], values)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+def test_a_step_that_changes_the_type_of_other_state(tmp_path):
+    """As in memory; and it is restored in that type."""
+    tx, ids = INJECTED, np.arange(5)
+    plain, params = of_types("float32", "bfloat16", file=tmp_path / "table")
+    *_, values = continued(plain, tx.init(plain), *[(ids,)] * 6, tx=tx, fun=squares)
+    with host.HostTrainer(squares, tx, params) as trainer:
+        found = [trainer.step(ids) for _ in range(3)]
+        trainer.checkpoint(tmp_path / "run")
+    with host.HostTrainer.restore(tmp_path / "run", squares, tx, params) as trainer:
+        assert trainer.state.inner_state[0].mu["w"].dtype == jnp.float32
+        found += [trainer.step(ids) for _ in range(3)]
+    assert_identical([*map(np.asarray, found)], values)
