@@ -32,6 +32,7 @@ from ._row_tables import (
     check,
     copied,
     is_older,
+    native_dtype,
     newer,
     refuse_repeated,
     shape_of,
@@ -316,11 +317,19 @@ def reset_rows(
     init = _init_rows(_Hashable(tx), treedef, shapes, has_rows)
     native = [copied(x, None) if isinstance(x, np.ndarray) else x for x in new_rows]
     fresh = init(native, clocks_of(state))
+    fresh = list(map(_in_type_of, jax.tree.leaves(state), fresh))
     check(verb, state, owners, fresh)
     params, state = write(
         [(params, tables, after(new_rows)), (state, owners, after(fresh))]
     )
     return params, state
+
+
+def _in_type_of(x: Any, new: Any) -> Any:
+    """New state in the type that steps have given to the old one."""
+    if new is None or not jnp.issubdtype(new.dtype, jnp.floating):
+        return new
+    return new.astype(native_dtype(x))
 
 
 def _order_after(new_rows: list[Any]) -> Callable[[list[Any]], list[Any]]:

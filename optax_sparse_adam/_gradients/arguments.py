@@ -15,8 +15,8 @@ from jax.core import ShapedArray
 from jax.extend.core import valid_jaxtype
 
 _NNX = (
-    "Use `optax_sparse_adam.flax_nnx.value_and_grad`, which does what "
-    "`nnx.value_and_grad` does; or split the module by `graph, params, rest = "
+    "Use `optax_sparse_adam.flax_nnx.value_and_grad` without `graph=False`, which does "
+    "what `nnx.value_and_grad` does; or split the module by `graph, params, rest = "
     "nnx.split(model, nnx.Param, ...)` and differentiate `params`."
 )
 _EQUINOX = (

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -184,8 +186,8 @@ class HostTrainer:
           path: Of the checkpoint, which may be of another number of processes.
           loss: As for the trainer that made it, and so on.
           tx: The optimiser.
-          params: Its parameters. Of arrays only shapes, types and devices matter, and
-            `init` of tables is not called.
+          params: Its parameters. Of arrays only shapes, types and devices matter: they
+            may be `jax.ShapeDtypeStruct`s. `init` of tables is not called.
           has_aux: Whether `loss` returns a pair.
           stateful: Of the same names; each is given what was saved of it.
           mesh: As for `HostTrainer`; not necessarily the same one.
@@ -210,8 +212,8 @@ class HostTrainer:
           NotImplementedError: With another number of processes, where a table is in a
             storage of the user's, or something is `stateful`.
         """
-
         parts = checked("HostTrainer.restore", stateful)
+        params = jax.tree.map(_begun, params)
         self = cls.__new__(cls)
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful = parts
@@ -391,3 +393,10 @@ class HostTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _begun(x: Any) -> Any:
+    """An array where only its shape, type and devices are told."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jnp.zeros(x.shape, x.dtype, device=x.sharding)

@@ -195,3 +195,22 @@ def test_moments_that_are_views():
     osa.put_rows(tx, params, state, IDS, rows, row_state._replace(mu=mu))
     np.testing.assert_array_equal(state.mu["a"][1:3], state.mu["a"][8:10])
     np.testing.assert_array_equal(state.mu["w"], expected)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+def test_rows_of_a_state_whose_type_a_step_has_changed():
+    """`init` makes `mu` of a bfloat16 table as bfloat16; injected numbers widen it."""
+    tx = osa.lazy(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
+    params = {"a": jnp.ones((9, 4), jnp.bfloat16), "w": jnp.ones(4)}
+    ids, rows = {"a": jnp.array([3]), "w": None}, {"a": jnp.zeros((1, 4), jnp.bfloat16)}
+
+    def loss(params, at):
+        return jnp.sum((params["a"][at].astype(jnp.float32) @ params["w"]) ** 2)
+
+    step = osa.make_train_step(loss, tx)
+    old = step(params, tx.init(params), jnp.array([3, 4]))[:2]
+    params, state = osa.reset_rows(tx, *old, ids, rows | {"w": None})
+    expected = old[1].inner_state[0].mu["a"]
+    assert expected.dtype == jnp.float32
+    expected = expected.at[3].set(0.0)
+    np.testing.assert_array_equal(state.inner_state[0].mu["a"], expected)
