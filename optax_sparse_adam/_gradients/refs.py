@@ -6,7 +6,7 @@ read of it for known, as its first values are, so the same in all steps, and rea
 once, before the loop. Remedy: a zero is subtracted from its first values that is a
 function of what the step gets, and has a derivative if that has. Safe, because they
 stay as they are, negative zeros included. Test: `test_refs_of_a_loop` in
-`tests/gradients/test_walk.py`, and what is "in a scan" in `test_differential.py`.
+`tests/gradients/test_refs.py`, and what is "in a scan" in `test_differential.py`.
 """
 
 from collections.abc import Sequence

@@ -181,7 +181,7 @@ def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     raises `NotImplementedError` where its gradient is under none. Cause: we evaluate
     equations one by one, and JAX has no rule for this one outside of a program. Remedy:
     a mutable array of zeros. Safe, as nothing is said of the values of an empty one.
-    Test: `test_empty_ref` in `tests/gradients/test_walk.py`.
+    Test: `test_empty_ref` in `tests/gradients/test_refs.py`.
     """
     if eqn.primitive.name == "empty_ref":
         return [jax.new_ref(empty_values(eqn), memory_space=eqn.params["memory_space"])]
