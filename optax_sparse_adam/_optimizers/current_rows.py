@@ -91,8 +91,9 @@ def with_current_rows(
         "and what is inside of it reads them; the gradient (of shape "
         f"{grad.shape}) does not know any more how to bring them up to date. Call "
         "value_and_grad(loss, read=state) and update in one program, as in "
-        "make_train_step, or flax_nnx.update, with no jit, cond, scan or function of "
-        "trees between them, and put lazy in front of exact_adam."
+        "make_train_step, or flax_nnx.update, with no jit, vmap, cond, scan or "
+        "function of trees between them (`+` adds gradients up), and put lazy in front "
+        "of exact_adam."
     )
 
 
