@@ -36,7 +36,6 @@ from ._store import Mark, Store
 from ._together import new_name, together
 
 _VERSION = 2
-_FLOATS = "float16", "bfloat16", "float32"
 _SECONDS = 90  # NFS keeps names for 60
 _PART = "rows"
 _OF_A_CHECKPOINT = re.compile(f"(?:journal|{_PART})-([0-9a-f]{{32}})(?:-[0-9]+)?")
@@ -323,9 +322,9 @@ def _take_types(rows: HostRows, about: Mapping[str, Any]) -> None:
     written = {name: dtype for name, _, dtype in about["arrays"]}
     for i, (name, x) in enumerate(_rest(rows)):
         dtype = written.get(name)
-        is_state = name.startswith("state") and str(x.dtype) in _FLOATS
-        if is_state and dtype in _FLOATS and dtype != str(x.dtype):
-            rows.rest[i] = x.astype(dtype)
+        is_float = name.startswith("state") and jnp.issubdtype(x.dtype, jnp.floating)
+        if is_float and dtype in ("bfloat16", "float16", "float32", "float64"):
+            rows.rest[i] = x.astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def rest_of(rows: HostRows, part: Part) -> list[Any]:

@@ -238,3 +238,31 @@ def test_a_step_that_changes_the_type_of_other_state(tmp_path):
         assert trainer.state.inner_state[0].mu["w"].dtype == jnp.float32
         found += [trainer.step(ids) for _ in range(3)]
     assert_identical([*map(np.asarray, found)], values)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+def test_other_state_whose_type_a_step_in_memory_has_changed():
+    tx, ids = INJECTED, np.arange(5)
+    plain, _ = of_types("float32", "bfloat16")
+    *trees, _ = continued(plain, tx.init(plain), *[(ids,)] * 2, tx=tx, fun=squares)
+    params, state = jax.tree.map(np.array, trees)
+    *_, values = continued(*trees, *[(ids,)] * 2, tx=tx, fun=squares)
+    rows = params["table"]
+    params["table"] = host.HostTable(rows.shape, init=lambda a, b: rows[a:b])
+    with host.HostTrainer(squares, tx, params, state=state, steps=2) as trainer:
+        assert_identical([np.asarray(trainer.step(ids)) for _ in range(2)], values)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+def test_other_state_that_becomes_float64(tmp_path):
+    dense = optax.adam(0.1, b1=np.float64(0.9))
+    tx = optax.partition({"t": TX, "w": dense}, {"table": "t", "w": "w"})
+    with jax.enable_x64(True):
+        _, params = of_types("float32", "float32")
+        with host.HostTrainer(squares, tx, params) as trainer:
+            trainer.step(np.arange(5))
+            trainer.checkpoint(tmp_path / "run")
+            expected = jax.tree.map(np.array, trainer.state)
+        assert expected.inner_states["w"].inner_state[0].mu["w"].dtype == np.float64
+        with host.HostTrainer.restore(tmp_path / "run", squares, tx, params) as trainer:
+            assert_identical(jax.tree.map(np.array, trainer.state), expected)
