@@ -213,9 +213,8 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
 
 
 def _refuse(path: Path, about: Any, expected: Any) -> None:
-    refuse_other(
-        f"{path} is of other parameters, or of another optimiser", about, expected
-    )
+    words = "of other parameters, of another optimiser, or of another jax_enable_x64"
+    refuse_other(f"{path} is {words}", about, expected)
 
 
 def load(rows: HostRows, folder: Path) -> None:
