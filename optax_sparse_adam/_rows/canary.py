@@ -44,8 +44,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 from jax.extend.core import get_opaque_trace_state
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from .._jax_extras.sharding import layout_of
 from .bag_gradient import BagEntries
 from .canary_arrays import (
     ANY_CLOCK,
@@ -188,11 +189,12 @@ class CanaryBCOO(BCOO, metaclass=NamedInErrors):
         """The gradient as an array, laid out as JAX's would be."""
         grad = copy_with(BCOO, self, self.data, self.indices)
         function: Any = BCOO.todense
-        if self.layout is not None and not self.n_batch:
-            axes = self.layout.mesh.explicit_axes
-            function = jax.sharding.auto_axes(
-                function, axes=axes, out_sharding=self.layout
-            )
+        layout, of_entries = self.layout, layout_of(grad.indices)
+        if layout is None and of_entries is not None:
+            layout = of_entries.update(spec=PartitionSpec())
+        if layout is not None and not self.n_batch:
+            axes = layout.mesh.explicit_axes
+            function = jax.sharding.auto_axes(function, axes=axes, out_sharding=layout)
         dense: jax.Array = function(grad)
         return dense
 

@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
+from jax.sharding import PartitionSpec
 
+from .._jax_extras.sharding import layout_of
 from .padding import last_indices
 
 CANARY = 1_618_033_989
@@ -73,13 +75,19 @@ def find_intact(
     empty: jax.Array, indices: jax.Array, canary: jax.Array, n_batch: int
 ) -> tuple[jax.Array, jax.Array]:
     """Says which entries are as they were made, `[*batch, nse, 1]`; and the indices."""
+    layout = layout_of(indices)
+    if layout is not None:  # a constant of a batch lies whole
+        whole = layout.update(spec=PartitionSpec(*layout.spec[:-1], None))
+        canary = jax.reshard(canary, whole)
     is_intact = (canary[..., :1] == CANARY) & ~is_changed(canary)
     is_empty = (canary[..., :1] == 0) & empty[..., None]
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
     # Entries that were changed go to the rows 0, 1, ..., where their NaN is seen; those
     # that became zeros are padding. Both are distinct and ascending, as the flags say.
-    slot = jax.lax.broadcasted_iota(indices.dtype, indices.shape, n_batch)
+    slot = jax.lax.broadcasted_iota(
+        indices.dtype, indices.shape, n_batch, out_sharding=layout
+    )
     outside = last_indices(slot, n_batch)
     indices = jnp.where(is_intact, indices, jnp.where(is_empty, outside, slot))
     return is_intact | is_empty, indices

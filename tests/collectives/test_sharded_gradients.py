@@ -57,6 +57,37 @@ def test_function_of_an_explicit_table(spec):
     np.testing.assert_array_equal(to_dense(grad), expected)
 
 
+# What is done with the gradients of a batch.
+OF_BATCH = {
+    "sum": lambda grad: grad.sum(0).todense(),
+    "twice": lambda grad: (2 * grad + grad).sum(0).todense(),
+    "coalesced": lambda grad: jax.vmap(osa.coalesce)(grad).sum(0).todense(),
+    "laid end to end": lambda grad: jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:]), grad
+    ).todense(),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(OF_BATCH, "twice"))
+def test_gradients_of_an_explicit_batch(name):
+    """An axis splits the batch; a canary is a constant, and lies whole."""
+
+    def loss(table, ids):
+        return jnp.sum(table.at[ids].get(out_sharding=P()) ** 2)
+
+    def grads_of(table, ids):
+        return jax.vmap(osa.grad(loss), (None, 0))(table, ids)
+
+    mesh = make_mesh(EXPLICIT)
+    many, one = start(mesh, P())
+    with jax.set_mesh(mesh):
+        dense = jax.jit(lambda *args: OF_BATCH[name](grads_of(*args)))(*many)
+        data = jax.jit(lambda *args: grads_of(*args).data)(*many)
+        assert jax.typeof(data).sharding.spec == P("x", None, None)
+    expected = jax.grad(lambda table: jnp.sum(table[one[1]] ** 2))(one[0])
+    np.testing.assert_array_equal(dense, expected * (3 if name == "twice" else 1))
+
+
 LAYOUTS = [((), P("x")), ((), P(("x", "y"))), ((WIDTH,), P("x", "y")), ((WIDTH,), P())]
 
 
