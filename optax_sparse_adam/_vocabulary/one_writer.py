@@ -24,7 +24,7 @@ _Writer = TypeVar("_Writer", bound="OneWriter")
 
 
 class OneWriter:
-    """Has locks, which neither a pickle nor a pytree has, and `fork` makes anew."""
+    """Has locks, which no pickle holds; a fork of the process makes new ones."""
 
     _changing: threading.Lock
     _lock: threading.RLock
