@@ -200,6 +200,16 @@ def dtype(request):
         yield name
 
 
+@pytest.fixture
+def optimized():
+    """Programs are compiled with all optimizations, as for users."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_file():
     """Programs of a file are dropped after it: a worker would grow to several GB."""

@@ -10,12 +10,14 @@ docs/exact_adam.md, "What becomes NaN". What shapes tell raises in a program, to
 gradient made without `read=`, and a state with another number of nodes.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax_extras.compiled import compiled
 from .._optimizers.hyperparameters import check_leaf
 from .._rows.canary import lacks_clock
 from .._rows.checks import is_bcoo
@@ -38,15 +40,15 @@ class Findings(NamedTuple):
     """What is right and wrong in a step, as far as a program knows; see above.
 
     Attributes:
-      is_own: Whether the state has the constants of this optimiser, a scalar.
+      eps: That of the state; NaN if it is not that of this optimiser.
       is_continued: Whether stale rows may be moved on, for each parameter.
-      is_read: Whether a gradient is of now and of here, for each parameter.
+      is_read: Whether a gradient is of now and of here, for each parameter: a list.
       is_stale: Whether a parameter with a dense gradient has stale rows, a scalar.
     """
 
-    is_own: jax.Array
+    eps: jax.Array
     is_continued: jax.Array
-    is_read: jax.Array
+    is_read: list[Any]
     is_stale: Any
 
 
@@ -76,9 +78,9 @@ def check_step(
             is_read[place] &= _is_at(grad, name, leaves.params[i])
     names = leaves.dense_names()
     return Findings(
-        is_own=jnp.isfinite(constants.eps),
+        eps=constants.eps,
         is_continued=is_continued,
-        is_read=jnp.asarray(is_read, bool),  # of no parameter, too
+        is_read=is_read,
         is_stale=state.refuse_stale(names) if names else False,
     )
 
@@ -93,8 +95,9 @@ def as_nan(
       for each parameter; and the learning rate of parameters with dense gradients.
     """
     eps = jnp.where(findings.is_continued, constants.eps, jnp.nan)
-    eps_of_updates = jnp.where(findings.is_read, eps, jnp.nan)
-    rate = jnp.where(findings.is_own, rate, jnp.nan)
+    is_read = jnp.asarray(findings.is_read, bool)  # of no parameter, too
+    eps_of_updates = jnp.where(is_read, eps, jnp.nan)
+    rate = jnp.where(jnp.isfinite(findings.eps), rate, jnp.nan)
     rate = jnp.where(findings.is_stale, jnp.nan, rate)
     return constants._replace(eps=eps), constants._replace(eps=eps_of_updates), rate
 
@@ -111,16 +114,8 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
     Raises:
       ValueError: If that is known at once: outside of `jit`, or by the shapes.
     """
-    stored = state.constants
-    dtype = jax.dtypes.canonicalize_dtype(stored.eps.dtype)
-    wanted = constants_of(betas, dtype)
-    # As close as two machines compute a logarithm.
-    numbers, expected = (jnp.stack(x[:3]).astype(dtype) for x in (stored, wanted))
-    is_same = jnp.all(
-        abs(numbers - expected) <= jnp.asarray(1e-5, dtype) * abs(expected)
-    )
-    is_same &= stored.lead == wanted.lead
-    degree = fit(betas.b1, betas.b2, dtype)[1]
+    is_same, constants = _compared(state.constants, betas=betas)
+    degree = fit(*betas[:2], constants.eps.dtype)[1]
     is_traced = isinstance(is_same, jax.core.Tracer)
     if state.remaining.shape[-1] != degree or not (is_traced or is_same):
         raise ValueError(
@@ -129,7 +124,22 @@ def checked_constants(state: ExactAdamState, betas: Betas) -> Constants:
             "and the weight decay may change, after flush(params, state), but not "
             "jax_enable_x64. Make a new state by init."
         )
-    return type(wanted)(*stored)._replace(eps=jnp.where(is_same, stored.eps, jnp.nan))
+    return constants
+
+
+@functools.partial(compiled, static_argnames="betas")
+def _compared(stored: Constants, *, betas: Betas) -> tuple[jax.Array, Constants]:
+    """Whether constants are those of an optimiser; its own, NaN where they are not."""
+    dtype = jax.dtypes.canonicalize_dtype(stored.eps.dtype)
+    wanted = constants_of(betas, dtype)
+    # As close as two machines compute a logarithm.
+    numbers, expected = (jnp.stack(x[:3]).astype(dtype) for x in (stored, wanted))
+    is_same = jnp.all(
+        abs(numbers - expected) <= jnp.asarray(1e-5, dtype) * abs(expected)
+    )
+    is_same &= stored.lead == wanted.lead
+    constants = type(wanted)(*stored)
+    return is_same, constants._replace(eps=jnp.where(is_same, stored.eps, jnp.nan))
 
 
 def _is_continued(
@@ -137,19 +147,10 @@ def _is_continued(
 ) -> jax.Array:
     """For each parameter, whether its stale rows may be moved on by these schedules.
 
-    They are stored by the remaining update that they had, which must be that of now.
-    It is true of a parameter all of whose rows hold values, as after `flush`.
+    Raises if that is known not to be so.
     """
-    clock, origin, until, remaining, *_ = table_states(state)
-    stored, now = remaining[:, 1], of_each(view.before, decays)
-    # `stored` and `now` are [parameters, nodes]. Their values are about the learning
-    # rate times `mean_ahead`, to which the second limit is relative.
-    limit = _SAME * jnp.max(jnp.abs(now), axis=1)
-    limit += _SAME_TO_LARGEST * mean_ahead(betas.b1, betas.b2) * view.largest
-    is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
-    is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
-    is_same &= state.count == clock + origin
-    is_right: jax.Array = (until <= clock) & (is_same | (until == clock))
+    args = state.count, table_states(state), view.before, view.largest, decays
+    is_right: jax.Array = _are_continued(*args, betas=betas)
     if not isinstance(is_right, jax.core.Tracer) and not is_right.all():
         raise ValueError(
             "exact_adam needs the schedule and the count by which its state has moved "
@@ -160,11 +161,37 @@ def _is_continued(
     return is_right
 
 
+@functools.partial(compiled, static_argnames="betas")
+def _are_continued(
+    count: jax.Array,
+    tables: TableState,
+    before: jax.Array,
+    largest: jax.Array,
+    decays: np.ndarray,
+    *,
+    betas: Betas,
+) -> jax.Array:
+    """They are stored by the remaining update that they had, which must be that of now.
+
+    It is true of a parameter all of whose rows hold values, as after `flush`.
+    """
+    clock, origin, until, remaining, *_ = tables
+    stored, now = remaining[:, 1], of_each(before, decays)
+    # `stored` and `now` are [parameters, nodes]. Their values are about the learning
+    # rate times `mean_ahead`, to which the second limit is relative.
+    limit = _SAME * jnp.max(jnp.abs(now), axis=1)
+    limit += _SAME_TO_LARGEST * mean_ahead(betas.b1, betas.b2) * largest
+    is_same = jnp.max(jnp.abs(stored - now), axis=1) <= limit
+    is_same |= jnp.isnan(stored).any(axis=1)  # and shall stay so, without another word
+    is_same &= count == clock + origin
+    return (until <= clock) & (is_same | (until == clock))
+
+
 def _refuse_rates(now: Step, count: jax.Array) -> None:
     """Says of what a schedule gives for this step that it is no number, if known."""
     values = {"learning_rate": now.rate, "weight_decay": now.weight_decay}
     for name, value in values.items():
-        if value is None or isinstance(value, jax.core.Tracer) or jnp.isfinite(value):
+        if value is None or isinstance(value, jax.core.Tracer) or np.isfinite(value):
             continue
         raise ValueError(
             f"exact_adam needs a finite {name} at each step that is made; got {value} "
@@ -214,9 +241,7 @@ def _is_at(grad: Any, name: str, param: Any) -> Any:
             continue  # the gradient is that of a shard, by `local_rows`
         if not isinstance(other, jax.core.Tracer) and jnp.asarray(other).is_deleted():
             continue  # it was donated, and nothing is known of it
-        old, new = (gather_rows(jnp.asarray(x), grad.indices) for x in (other, param))
-        new = new.astype(old.dtype)  # as those of a copy of lower precision
-        is_right &= jnp.all((old == new) | (jnp.isnan(old) & jnp.isnan(new)))
+        is_right &= _are_equal(jnp.asarray(other), jnp.asarray(param), grad.indices)
     if not isinstance(is_right, jax.core.Tracer) and not is_right:
         raise ValueError(
             "exact_adam needs gradients that are taken at the parameters that it "
@@ -225,3 +250,11 @@ def _is_at(grad: Any, name: str, param: Any) -> Any:
             "up instead: see docs/exact_adam.md."
         )
     return is_right
+
+
+@compiled
+def _are_equal(table: jax.Array, other: jax.Array, indices: jax.Array) -> jax.Array:
+    """Whether two tables hold the same rows at these indices."""
+    old, new = (gather_rows(x, indices) for x in (table, other))
+    new = new.astype(old.dtype)  # as those of a copy of lower precision
+    return jnp.all((old == new) | (jnp.isnan(old) & jnp.isnan(new)))

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .._jax_extras.compiled import compiled
 from .._jax_extras.sharding import reduced_like, without_reduced
 from .._rows.map_rows import Tables
 from .._rows.stale import stale_states
@@ -40,6 +41,13 @@ def _flush(
     tables = (param, *rows.arrays)
     param, *arrays = map_all_rows(_flush_rows, tables, before, after, constants)
     return param, RowState.of(*arrays)
+
+
+@compiled
+def _of_each(*tables: TableState) -> list[tuple[TableState, ...]]:
+    """The states before and after of each parameter."""
+    places = range(len(tables[0].values_until))
+    return [tuple(x.at(place) for x in tables) for place in places]
 
 
 def flush(params: Params, state: State) -> tuple[Params, State]:
@@ -98,10 +106,10 @@ def flush(params: Params, state: State) -> tuple[Params, State]:
             continue
         node = next(stale)
         parts = rows_by_parameter(node, list(map(jnp.shape, leaves)), treedef)
-        before, new_rows = table_states(node), []
-        after = hold_values(before)
+        after, new_rows = hold_values(table_states(node)), []
+        each = _of_each(table_states(node), after)
         for place, (i, rows) in enumerate(parts.items()):
-            args = rows, before.at(place), after.at(place), node.constants
+            args = rows, *each[place], node.constants
             leaf = jnp.asarray(leaves[i])
             flushed, new = _flush(without_reduced(leaf), *args)
             leaves[i] = reduced_like(flushed, leaf)

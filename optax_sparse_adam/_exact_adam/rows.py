@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._jax_extras.compiled import compiled
 from .._rows.entries import accumulator_dtype
 from .._rows.padding import expand_like
 from .remaining_update import (
@@ -172,6 +173,7 @@ def value_of(
     return (value + by).astype(param.dtype)
 
 
+@compiled
 def values_of_rows(
     param: jax.Array, rows: RowState, table: TableState, constants: Constants
 ) -> jax.Array:

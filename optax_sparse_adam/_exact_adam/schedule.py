@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._jax_extras.compiled import compiled
 from .._optimizers.hyperparameters import one_minus_power
 from .remaining_update import (
     Constants,
@@ -138,14 +139,7 @@ def outlook(
     dtype: Any,
 ) -> Outlook:
     """The steps after step `count`; schedules are called with the steps before."""
-    b1, b2 = betas[:2]
-    length = horizon(b1, b2, dtype)
-    # The next step is `ahead[0]`. After 35 steps, `past` is 0, 2, 4, ..., 30.
-    ahead = later(count, jnp.arange(1 + length, dtype=count.dtype))
-    past = count // _PAST * jnp.arange(_PAST, dtype=count.dtype)
-    counts = jnp.concatenate([ahead, past])
-    t = later(ahead, 1)
-
+    counts = _counts(count, length=horizon(*betas[:2], dtype))
     are_constant = []
 
     def values(schedule: Schedule) -> jax.Array:
@@ -155,14 +149,48 @@ def outlook(
             are_constant.append(not isinstance(value, jax.core.Tracer))
             return jnp.asarray(value, dtype).reshape(())
 
-        numbers = jax.vmap(one)(counts)
+        return jax.vmap(one)(counts)
+
+    rates = values(learning_rate)
+    decays = None if weight_decay is None else values(weight_decay)
+    ends = all(are_constant)
+    return _outlook(count, counts, rates, decays, betas=betas, ends=ends)
+
+
+@functools.partial(compiled, static_argnames="length")
+def _counts(count: jax.Array, *, length: int) -> jax.Array:
+    """The steps that schedules are called with.
+
+    The next step and those ahead, for the sums; then steps of the past for the largest
+    rate, by which a rate near zero at the end of a schedule is compared.
+    """
+    # The next step is `ahead[0]`. After 35 steps, `past` is 0, 2, 4, ..., 30.
+    ahead = later(count, jnp.arange(1 + length, dtype=count.dtype))
+    past = count // _PAST * jnp.arange(_PAST, dtype=count.dtype)
+    return jnp.concatenate([ahead, past])
+
+
+@functools.partial(compiled, static_argnames=("betas", "ends"))
+def _outlook(
+    count: jax.Array,
+    counts: jax.Array,
+    rates: jax.Array,
+    decays: jax.Array | None,
+    *,
+    betas: Betas,
+    ends: bool,
+) -> Outlook:
+    """`outlook`, from what the schedules say at these counts."""
+    (b1, b2), dtype = betas[:2], rates.dtype
+    length = len(counts) - _PAST - 1
+
+    def finite(numbers: jax.Array) -> jax.Array:
         # Schedules need not be defined after their last step, as `(1 - t / T) ** 0.9`.
         # Rows do not move there; if training does get there, it is the first value.
         return jnp.where(jnp.isfinite(numbers) | (counts == count), numbers, 0)
 
-    # Steps ahead for the sums; steps of the past for the largest rate, by which a rate
-    # near zero at the end of a schedule is compared.
-    every_rate = values(learning_rate)
+    t = later(counts[: 1 + length], 1)
+    every_rate = finite(rates)
     rate = every_rate[: 1 + length]
     rho = jnp.sqrt(one_minus_power(b2, t, dtype))
     size, grad_size = rate * rho / one_minus_power(b1, t, dtype), None
@@ -172,8 +200,8 @@ def outlook(
         size = jnp.asarray(b1, dtype) * size
     log_decay, decay = None, None
     log_products = jnp.zeros((2, 1, length), dtype)  # logarithms of the factors ahead
-    if weight_decay is not None:
-        decay = values(weight_decay)[: 1 + length]
+    if decays is not None:
+        decay = finite(decays)[: 1 + length]
         product = rate * decay
         # Beyond, updates would be wrong without a sign of it.
         product = jnp.where(product <= largest_decay(b1, b2), product, jnp.nan)
@@ -190,7 +218,7 @@ def outlook(
     # `size` and `rho` [2, length], `log_products` [2, 1 or 2, length], for parameters
     # without and with decay: sums of [2, 1 or 2, nodes].
     # Constant rates that do not exceed `largest_decay` have an end.
-    sums_ahead = functools.partial(_sum_ahead, betas=betas, ends=all(are_constant))
+    sums_ahead = functools.partial(_sum_ahead, betas=betas, ends=ends)
     of_both = jax.vmap(jax.vmap(sums_ahead, (None, None, 0)))
     before, after = of_both(both(size), both(rho), log_products)
     steps = Step(size, grad_size, rho, log_decay, rate, decay)
@@ -293,6 +321,7 @@ def decay_of(now: Step, decays: np.ndarray) -> jax.Array:
     return jnp.where(jnp.asarray(decays), now.log_decay, 0)
 
 
+@compiled
 def hold_values(tables: TableState, which: Any = True) -> TableState:
     """The state of tables after the rows of some, or all, have been stored as values.
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._jax_extras.compiled import compiled
 from .._rows.stale import class_names, contains_stale
-from .kernel_arrays import stale_arrays
+from .kernel_arrays import KernelArrays, stale_arrays
 from .remaining_update import Constants
 from .rows import RowState, TableState
 from .stale_table import StaleTable
@@ -62,11 +63,10 @@ class ExactAdamState(NamedTuple):
         self, shapes: Sequence[tuple[int, ...] | None], treedef: Any
     ) -> dict[int, StaleTable]:
         """What brings each parameter up to date; see `StaleState` in `_rows`."""
-        states = table_states(self).with_polynomials()
-        arrays = stale_arrays(states, self.constants)
         rows = rows_by_parameter(self, shapes, treedef)
+        states, arrays = _of_each(table_states(self), self.constants)
         return {
-            i: StaleTable(row_state, states.at(place), self.constants, arrays.at(place))
+            i: StaleTable(row_state, states[place], self.constants, arrays.at(place))
             for place, (i, row_state) in enumerate(rows.items())
         }
 
@@ -76,9 +76,10 @@ class ExactAdamState(NamedTuple):
         Raises:
           ValueError: If that is known. In a program it is NaN instead.
         """
-        is_stale = self.values_until[np.array([*names], int)] != self.clock
-        if not isinstance(is_stale, jax.core.Tracer) and is_stale.any():
-            name = [*names.values()][int(is_stale.argmax())] or "the table"
+        args = self.values_until, self.clock, np.array([*names], int)
+        is_stale, is_any = _stale_among(*args)
+        if not isinstance(is_any, jax.core.Tracer) and is_any:
+            name = [*names.values()][int(np.argmax(is_stale))] or "the table"
             raise ValueError(
                 "exact_adam takes a dense gradient only where all rows hold their "
                 f"values; got one of {name}, whose rows are stale since a row-sparse "
@@ -87,7 +88,7 @@ class ExactAdamState(NamedTuple):
                 "Call params, state = flush(params, state) before it; or make all its "
                 "gradients dense, by `sparse`."
             )
-        return is_stale.any()
+        return is_any
 
     def refuse_changes(self, state: Any) -> None:
         _refuse_changes(state)
@@ -102,6 +103,25 @@ def table_states(state: ExactAdamState) -> TableState:
     decay = state.decay if state.log_decay else None
     of_each = state.values_until, state.remaining, decay
     return TableState(state.clock, state.origin, *of_each)
+
+
+@compiled
+def _stale_among(
+    values_until: jax.Array, clock: jax.Array, places: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
+    """Which of these parameters have stale rows, and whether one has."""
+    is_stale = values_until[places] != clock
+    return is_stale, is_stale.any()
+
+
+@compiled
+def _of_each(
+    tables: TableState, constants: Constants
+) -> tuple[list[TableState], KernelArrays]:
+    """What brings rows up to date: of each parameter, and of all for the kernel."""
+    states = tables.with_polynomials()
+    each = [states.at(place) for place in range(len(tables.values_until))]
+    return each, stale_arrays(states, constants)
 
 
 # Transformations that change updates after the one whose state is in theirs.

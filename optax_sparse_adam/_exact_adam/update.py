@@ -5,21 +5,23 @@ the steps to come; `update_leaves` updates the touched rows of each leaf; `repla
 `state`, makes the new state of both.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
+from .._jax_extras.compiled import compiled
 from .._rows.checks import is_bcoo
 from .._rows.clocks import without_clock
 from .._rows.row_ops import Update
-from .checks import as_nan, check_step, checked_constants, later_as_nan
+from .checks import Findings, as_nan, check_step, checked_constants, later_as_nan
 from .kernel_arrays import KernelArrays, stale_arrays
 from .leaves import StepLeaves
 from .remaining_update import Constants
 from .rows import RowState, TableState
-from .schedule import Schedule, decay_of, hold_values, outlook, take_step
+from .schedule import Outlook, Schedule, decay_of, hold_values, outlook, take_step
 from .state import ExactAdamState, table_states
 from .step import Betas, Step, step_arrays, update_touched_rows, update_whole
 
@@ -65,25 +67,52 @@ def look_ahead(
     schedules = learning_rate, weight_decay
     view = outlook(state.count, *schedules, betas, constants.eps.dtype)
     findings = check_step(leaves, state, constants, view, betas)
-    before, step = table_states(state), view.now
+    args = table_states(state), state.count, state.constants, constants, view, findings
+    of_leaves = leaves.decays, leaves.is_dense
+    return _set_out(*args, *of_leaves, betas=betas)
+
+
+@functools.partial(compiled, static_argnames="betas")
+def _set_out(
+    before: TableState,
+    count: jax.Array,
+    stored: Constants,
+    constants: Constants,
+    view: Outlook,
+    findings: Findings,
+    decays: np.ndarray,
+    is_dense: np.ndarray,
+    *,
+    betas: Betas,
+) -> Outset:
+    """What follows from the findings and from a state, of the constants `stored`."""
+    step = view.now
     # After `flush`, `count` may have been set by hand, and `origin` follows it.
-    origin = state.count - state.clock
-    tables = before._replace(origin=origin)
+    tables = before._replace(origin=count - before.clock)
     of_tables, constants, rate = as_nan(findings, constants, step.rate)
-    after = take_step(tables, of_tables, view, leaves.decays)
+    after = take_step(tables, of_tables, view, decays)
     after = later_as_nan(findings, after)
-    count = optax.safe_increment(state.count)  # which may stand still
+    next_count = optax.safe_increment(count)  # which may stand still
     # Rows of a parameter with a dense gradient hold their value, before and after.
-    after = hold_values(after._replace(origin=count - after.clock), leaves.is_dense)
-    if weight_decay is not None:
-        step = step._replace(log_decay=decay_of(step, leaves.decays))
+    after = hold_values(after._replace(origin=next_count - after.clock), is_dense)
+    if step.log_decay is not None:
+        step = step._replace(log_decay=decay_of(step, decays))
     before, after = before.with_polynomials(), after.with_polynomials()
     # As the lookups have it, so that XLA computes it once. What is not of this
     # optimiser is NaN by what `step_arrays` adds.
-    arrays = stale_arrays(before, state.constants)
+    arrays = stale_arrays(before, stored)
     arrays = step_arrays(arrays, after, constants, step, betas)
-    counts = state.count, count
-    return Outset(before, after, constants, step, arrays, rate, *counts)
+    return Outset(before, after, constants, step, arrays, rate, count, next_count)
+
+
+@compiled
+def _of_parameter(outset: Outset, place: Any) -> tuple[Any, ...]:
+    """The tables before and after, the constants and the step of one parameter."""
+    step, constants = outset.step, outset.constants
+    if step.log_decay is not None:
+        step = step._replace(log_decay=step.log_decay[place])
+    constants = constants._replace(eps=constants.eps[place])
+    return outset.before.at(place), outset.after.at(place), constants, step
 
 
 def update_leaves(
@@ -91,24 +120,15 @@ def update_leaves(
 ) -> tuple[list[Update], list[RowState]]:
     """The update of each gradient, and the new rows of each parameter of the state."""
     made, rows = [*map(Update, leaves.grads)], dict(leaves.rows)
-    step, constants = outset.step, outset.constants
     for place, (i, row_state) in enumerate(rows.items()):
         grad, param = leaves.grads[i], leaves.params[i]
         if not is_bcoo(grad):
             continue
-        read: Any = ()
-        leaf_step = step
-        if step.log_decay is not None:
-            read = (param,)
-            leaf_step = step._replace(log_decay=step.log_decay[place])
         made[i], rows[i] = update_touched_rows(
             without_clock(grad),
-            read,
+            () if outset.step.log_decay is None else (param,),
             row_state,
-            outset.before.at(place),
-            outset.after.at(place),
-            constants._replace(eps=constants.eps[place]),
-            leaf_step,
+            *_of_parameter(outset, place),
             outset.arrays.at(place),
             param if adds_to_params else None,
             betas=betas,
@@ -126,7 +146,7 @@ def update_leaves(
         outset.rate,
         outset.count,
         outset.after.clock,
-        step.weight_decay,
+        outset.step.weight_decay,
         betas=betas,
         decays=tuple(leaves.decays[places].tolist()),
     )

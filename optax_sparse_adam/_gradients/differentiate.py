@@ -12,6 +12,7 @@ from jax.core import ShapedArray
 from jax.errors import InconclusiveDimensionOperation
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params
 
+from .._jax_extras.compiled import compiled
 from .._jax_extras.jaxprs import name_and_params
 from .._jax_extras.sharding import mesh_of
 from .._jax_extras.varying_axes import vary, varying_axes
@@ -275,13 +276,7 @@ def _order_after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
     @functools.cache
     def is_above_infinity(axes: frozenset[str]) -> jax.Array | None:
         values = [x for x in numeric if axes.issuperset(varying_axes(x))]
-        if not values:
-            return None
-        place = jnp.int32(0)
-        if values[0].ndim == 0:  # the loss, unless it is left out
-            place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
-        elements = jnp.stack([_some_element(x, place) for x in values])
-        return jnp.any(elements > jnp.inf)
+        return _is_above_infinity(values)[0] if values else None
 
     def after(slices: RowSlices) -> RowSlices:
         entries, values = slices
@@ -292,6 +287,19 @@ def _order_after(results: list[jax.Array]) -> Callable[[RowSlices], RowSlices]:
         return entries, values
 
     return after
+
+
+@compiled
+def _is_above_infinity(values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Whether an element of these arrays is, which none is; and the elements.
+
+    In the latter `jax.debug_nans` sees a loss that is NaN.
+    """
+    place = jnp.int32(0)
+    if values[0].ndim == 0:  # the loss, unless it is left out
+        place = (_as_float(values[0]) > jnp.inf).astype(jnp.int32)
+    elements = jnp.stack([_some_element(x, place) for x in values])
+    return jnp.any(elements > jnp.inf), elements
 
 
 def _as_float(x: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._jax_extras.compiled import compiled
 from .._jax_extras.sharding import partitions_of
 from .._rows.bag_sums import take_whole
 from .._rows.gather_scatter import gather_windows
@@ -188,12 +189,10 @@ class Lookup:
 
     def rows(self, depth: int) -> jax.Array:
         """The row ids `[count, depth]` that are read; out of bounds where none is."""
-        rows = self._columns(range(depth))
-        inside = self._is_inside()
-        if self.promises.unique_indices:  # and padding keeps that
-            slot = jnp.arange(self.count, dtype=jnp.int32)
-            return pad_indices(rows, inside, slot, self.shape)
-        return jnp.where(inside[:, None], rows, row_bounds(self.shape, rows))
+        is_unique = self.promises.unique_indices  # and padding keeps that
+        columns, shape = self._columns(range(depth)), tuple(self.shape)
+        limits = np.asarray(self._limits, self._starts.dtype)
+        return _padded(columns, self._starts, limits, shape=shape, is_unique=is_unique)
 
     def windows(self, rows: jax.Array, depth: int) -> jax.Array:
         """What the lookup reads, of whole rows `[count, *shape[depth:]]` one by one.
@@ -250,8 +249,29 @@ class Lookup:
 
     def _is_inside(self) -> jax.Array:
         """Whether each index starts a window that lies in the table."""
-        last = np.asarray(self._limits, self._starts.dtype)[None]
-        return jnp.all((self._starts >= 0) & (self._starts <= last), axis=-1)
+        limits = np.asarray(self._limits, self._starts.dtype)
+        return _are_inside(self._starts, limits)
+
+
+def _are_inside(starts: jax.Array, limits: np.ndarray) -> jax.Array:
+    return jnp.all((starts >= 0) & (starts <= limits[None]), axis=-1)
+
+
+@functools.partial(compiled, static_argnames=("shape", "is_unique"))
+def _padded(
+    columns: jax.Array,
+    starts: jax.Array,
+    limits: np.ndarray,
+    *,
+    shape: tuple[int, ...],
+    is_unique: bool,
+) -> jax.Array:
+    """The columns of indices, out of bounds where their window is."""
+    inside = _are_inside(starts, limits)
+    if is_unique:
+        slot = jnp.arange(len(columns), dtype=jnp.int32)
+        return pad_indices(columns, inside, slot, shape)
+    return jnp.where(inside[:, None], columns, row_bounds(shape, columns))
 
 
 def reads_rows(lookup: Lookup) -> bool:

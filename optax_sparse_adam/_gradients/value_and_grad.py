@@ -406,5 +406,6 @@ def _are_stale(tree: Any, read: Any, places: Sequence[int]) -> Any:
     are_stale: Any = False
     for node, rows in _stale_rows(tree, read):
         stale_names = {place: names[i] for i, (place, _) in rows.items() if i in places}
-        are_stale |= node.refuse_stale(stale_names)
+        if stale_names:
+            are_stale |= node.refuse_stale(stale_names)
     return are_stale

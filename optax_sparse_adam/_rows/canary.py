@@ -58,8 +58,7 @@ from .canary_arrays import (
     is_armed_guard,
     is_changed,
     is_zero,
-    new_canary,
-    new_guard,
+    new_marks,
 )
 from .named_in_errors import NamedInErrors
 from .source import Source
@@ -98,14 +97,13 @@ class CanaryBCOO(BCOO, metaclass=NamedInErrors):
 
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
         super().__init__(args, shape=shape, **flags)
-        self.canary = new_canary(self.stored_indices, read_at)
-        self.guard = new_guard(self.stored_indices)
+        self.canary, self.guard = new_marks(self.stored_indices, read_at)
 
     @classmethod
     def of_bags(cls, bags: BagEntries, read_at: Any = None) -> "CanaryBCOO":
         obj = object.__new__(cls)
-        obj.stored_indices, obj.canary = bags.indices, new_canary(bags.indices, read_at)
-        obj.guard = new_guard(bags.indices)
+        obj.stored_indices = bags.indices
+        obj.canary, obj.guard = new_marks(bags.indices, read_at)
         obj.bags, obj.indices_sorted, obj.unique_indices = bags, False, False
         obj.shape = bags.shape
         if isinstance(bags.values, jax.core.Tracer):
@@ -279,9 +277,9 @@ for _operator in ["sum", "__getitem__", "reshape", "update_layout"]:
     setattr(CanaryBCOO, _operator, _canary_reduction(_operator))
 
 
-def clocks_of(grad: CanaryBCOO) -> jax.Array:
-    """The second column of its canary; `ANY_CLOCK` for entries of zeros."""
-    return jnp.where(grad.canary[..., :1] == 0, ANY_CLOCK, grad.canary[..., 1:])
+def clocks_of(canary: jax.Array) -> jax.Array:
+    """The second column of a canary; `ANY_CLOCK` for entries of zeros."""
+    return jnp.where(canary[..., :1] == 0, ANY_CLOCK, canary[..., 1:])
 
 
 def lacks_clock(grad: BCOO) -> bool:
@@ -306,7 +304,7 @@ def maker_of(
     is_armed = any(is_armed_guard(grad.guard) for grad in canary_grads)
     if any(map(lacks_clock, canary_grads)):
         return functools.partial(_made_alike, layout, is_armed)
-    columns = [clocks_of(grad) for grad in canary_grads]
+    columns = [clocks_of(grad.canary) for grad in canary_grads]
     if is_of_batch:
         columns = [x.reshape(-1, 1) for x in columns]
     # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has

@@ -24,6 +24,7 @@ import numpy as np
 from jax.extend.random import define_prng_impl
 from jax.sharding import PartitionSpec
 
+from .._jax_extras.compiled import compiled
 from .._jax_extras.sharding import layout_of
 from .padding import last_indices
 
@@ -50,6 +51,12 @@ def new_canary(indices: jax.Array, read_at: Any = None) -> jax.Array:
 
 def new_guard(indices: jax.Array) -> jax.Array:
     return jnp.full((*indices.shape[:-1], 2), _GUARD, _GUARD_TYPE)
+
+
+@compiled
+def new_marks(indices: jax.Array, read_at: Any = None) -> tuple[jax.Array, jax.Array]:
+    """A new canary and a new guard."""
+    return new_canary(indices, read_at), new_guard(indices)
 
 
 def is_changed(canary: Any) -> Any:

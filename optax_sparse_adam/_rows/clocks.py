@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
+from .._jax_extras.compiled import compiled
 from .canary import CanaryBCOO, clocks_of
 from .canary_arrays import ANY_CLOCK, CLOCK_OF_UPDATE, new_canary
 
@@ -27,7 +28,12 @@ def is_read_at(grad: BCOO, clock: jax.Array) -> Any:
     """Whether its rows were read at this clock; a BCOO made by hand is believed."""
     if not isinstance(grad, CanaryBCOO):
         return True
-    clocks = clocks_of(grad)
+    return _are_at(grad.canary, clock)
+
+
+@compiled
+def _are_at(canary: jax.Array, clock: jax.Array) -> jax.Array:
+    clocks = clocks_of(canary)
     return jnp.all((clocks == clock) | (clocks == ANY_CLOCK))
 
 

@@ -144,16 +144,6 @@ def test_compiled(dtype, hyper, backend):
     check(start_table(rng, (7, 5), dtype), steps, hyper, compiled=True)
 
 
-@pytest.fixture
-def optimized():
-    """Programs are compiled with all optimizations, as for users."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
-
-
 FOR_USERS = [
     (dtype, WAYS[(number + other) % 2], hyper)
     for number, dtype in enumerate(DTYPES)
