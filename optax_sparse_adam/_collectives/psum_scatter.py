@@ -61,7 +61,8 @@ def psum_scatter(
       >>> from jax.sharding import PartitionSpec as P
       >>> import optax_sparse_adam as osa
       >>> mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+      >>> @jax.jit
+      ... @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
       ... def summed(data, indices):
       ...     grad = osa.psum_scatter(BCOO((data, indices), shape=(10, 1)), "d")
       ...     return grad.data, grad.indices

@@ -87,7 +87,8 @@ def sharded_lookup(
       >>> from jax.sharding import PartitionSpec as P
       >>> import optax_sparse_adam as osa
       >>> mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+      >>> @jax.jit
+      ... @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
       ... def lookup(table, ids):
       ...     return osa.sharded_lookup(table, ids, "d")
       >>> lookup(jnp.arange(10.0).reshape(10, 1), jnp.array([7, 3, 7])).ravel().tolist()
@@ -152,7 +153,8 @@ def lookup_rounds(
       >>> from jax.sharding import PartitionSpec as P
       >>> import optax_sparse_adam as osa
       >>> mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P())
+      >>> @jax.jit
+      ... @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P())
       ... def rounds(ids):
       ...     return osa.lookup_rounds(ids, 10, "d", capacity=2)
       >>> rounds(jnp.array([7, 3, 7, 1])).item()
