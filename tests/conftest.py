@@ -49,7 +49,7 @@ import pytest
 from optax_sparse_adam._rows.with_ops import KERNELS
 from optax_sparse_adam.native import _build, _calls, _library
 
-from .helpers.native import compile_once
+from .helpers.native import installed_or_built
 from .helpers.support import need_devices, slow_but
 
 DEVICES = int(os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"])
@@ -237,8 +237,7 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        compile_once(patch)
-        library = _library.build()
+        library = installed_or_built(patch)
         own = _library.loaded() if DEVICES == 1 else None
         if own is None:
             _library.register(library)

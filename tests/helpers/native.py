@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from optax_sparse_adam.native import _build
+from optax_sparse_adam.native import _build, _library
 
 needs_compiler = pytest.mark.skipif(
     not _build.compiler(), reason="there is no C++ compiler"
@@ -25,6 +25,22 @@ def compile_once(monkeypatch):
         keeping = Path(__file__).with_name("compiler.py")
         command = [sys.executable, str(keeping), str(_KEPT), *command]
         monkeypatch.setenv("CXX", shlex.join(command))
+
+
+def installed_or_built(monkeypatch):
+    """The library in the cache folder: that of the installation, or a new one.
+
+    That of an installation is taken if it is of this source and interface, by its name.
+    """
+    newest = _build.interface(jax.ffi.include_dir())
+    for version, installed in _build.libraries(_library.INSTALLED, newest):
+        if version == newest:
+            library = _library.cache() / installed.name
+            library.parent.mkdir(parents=True, exist_ok=True)
+            library.symlink_to(installed)
+            return library
+    compile_once(monkeypatch)
+    return _library.build()
 
 
 def calls_in(program):
