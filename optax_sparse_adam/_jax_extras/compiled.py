@@ -16,7 +16,7 @@ def compiled(
     compiles each operation on its own, for each shape and type. Remedy: one `jax.jit`.
     Safe, as it holds no arrays, donates none, and inside of a program, or under
     `jax.disable_jit`, is the function itself. Test: `test_few_programs` in
-    `tests/optimizers/test_exact_adam.py`.
+    `tests/optimizers/test_exact_adam_eager.py`.
     """
     program = jax.jit(function, static_argnames=static_argnames, inline=True)
 
