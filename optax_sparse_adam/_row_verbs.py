@@ -112,7 +112,9 @@ def take_rows(
     the whole tables does. `put_rows` writes them back. So a table may be larger than
     the memory of the device that trains it.
 
-    Under `exact_adam` stale rows stay stale: they are not brought up to date.
+    Under `exact_adam` stale rows stay stale: they are not brought up to date. A mask or
+    label that is a function of sizes sees those of the rows in a step on them: give the
+    tree that it returns for the tables.
 
     Args:
       tx: The transformation that made the state: of this package, `lazy` of one of

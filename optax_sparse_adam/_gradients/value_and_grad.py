@@ -200,7 +200,7 @@ def differentiated(
         check_leaves(tree, allow_int=allow_int)
         if holomorphic or (sparse is False and not any(_stale_rows(tree, read))):
             return reference(*args, **kwargs)
-        wanted = _wanted(sparse, tree)
+        wanted = marks_of(sparse, tree)
 
         def loss(*args: Any) -> Any:
             with reading([args[i] for i in places], tree, read):
@@ -316,7 +316,7 @@ def _refuse_in_jet(*, is_needed: bool) -> None:
         )
 
 
-def _wanted(sparse: Sparse, tree: Any) -> list[bool | None]:
+def marks_of(sparse: Sparse, tree: Any) -> list[bool | None]:
     """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     if sparse is None:

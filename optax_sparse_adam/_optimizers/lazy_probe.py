@@ -289,7 +289,7 @@ def find_owners(
     structures: list[Any] = [*map(jax.tree.structure, (state, other))]
     if structures[0] != structures[1]:
         some = next(iter(tables))
-        raise _size_error(tables[some].num_rows, sizes[some])
+        raise _size_error(name, tables[some].num_rows, sizes[some])
     pairs = jax.tree_util.tree_leaves_with_path(state)
     expected = [leaf.shape for _, leaf in pairs]
     got = [leaf.shape for leaf in leaves]
@@ -303,11 +303,42 @@ def find_owners(
     return [owner(*pair, leaf) for pair, leaf in triples]
 
 
+def check_sizes(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    tables: dict[int, TableSize],
+    owners: list[int | None],
+    name: str,
+) -> None:
+    """Raises for a transformation that two rows of each table would change.
+
+    Args:
+      tx: The transformation.
+      params: The tree of shapes and types of the parameters.
+      tables: The tables among them.
+      owners: Which table's rows each array of the state holds.
+      name: Who needs it, for errors.
+    """
+    state = jax.eval_shape(tx.init, params)
+    trees, shapes = Trees.of(params, state, params)
+    of_params = [i if i in tables else None for i in range(len(shapes.params))]
+    every_owner = Leaves(of_params, owners, of_params)
+    two = {i: min(2, table.num_rows) for i, table in tables.items()}
+    resized = functools.partial(_resized, tables=tables, num_rows=two)
+    of_two = trees.grads.unflatten(map(resized, shapes.params, of_params))
+    if jax.tree.structure(jax.eval_shape(tx.init, of_two)) != trees.state:
+        some = next(iter(tables))
+        raise _size_error(name, tables[some].num_rows, two[some])
+    update = functools.partial(trees.update, tx, {})
+    _check_same_operations(update, shapes, every_owner, tables, name)
+
+
 def _check_same_operations(
     update: Callable[[Leaves[Any]], Any],
     shapes: Leaves[Any],
     owners: Leaves[int | None],
     tables: dict[int, TableSize],
+    name: str = "lazy",
 ) -> None:
     """Raises unless an update does to the touched rows what it does to a table."""
 
@@ -321,13 +352,14 @@ def _check_same_operations(
     expected, error = attempt(operations, rows)
     if error is not None:  # it takes no tables, so there is nothing to compare with
         return
-    largest = tables[max(rows, key=lambda i: rows[i])]
+    at = max(rows, key=lambda i: rows[i])
+    largest = tables[at]
     # The mask of the module's example: (mul, add) of the table, nothing of few rows.
     of_few, error = attempt(operations, few)
     if error is not None:
-        raise _size_error(largest.num_rows, largest.nse, error) from error
+        raise _size_error(name, largest.num_rows, few[at], error) from error
     if of_few != expected:
-        raise _size_error(largest.num_rows, largest.nse)
+        raise _size_error(name, largest.num_rows, few[at])
 
 
 def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
@@ -347,18 +379,18 @@ def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
     return list(of_jaxpr(jax.make_jaxpr(function)(args).jaxpr))
 
 
-def _size_error(rows: int, nse: Any, cause: Any = None) -> ValueError:
+def _size_error(name: str, rows: int, nse: Any, cause: Any = None) -> ValueError:
     words = ""
     if cause is not None:
         first = str(cause).partition("\n")[0].rstrip(".:")
         words = f" (these rows raise {type(cause).__name__}: {first})"
     return ValueError(
-        "lazy runs the inner transformation on the touched rows of a table only, and "
-        f"this one behaves differently for the whole table ({rows} rows) and for its "
-        f"touched rows ({nse}): it depends on the number of rows, as masks and labels "
-        f"that are computed from the sizes of parameters do{words}. Call such a "
-        "function with the parameters first, and give the tree that it returns, as in "
-        "optax.masked(inner, mask(params))."
+        f"{name} runs {'the inner' if name == 'lazy' else 'this'} transformation on "
+        "the touched rows of a table only, and it behaves differently for the whole "
+        f"table ({rows} rows) and for its touched rows ({nse}): it depends on the "
+        "number of rows, as masks and labels that are computed from the sizes of "
+        f"parameters do{words}. Call such a function with the parameters first, and "
+        "give the tree that it returns, as in optax.masked(inner, mask(params))."
     )
 
 

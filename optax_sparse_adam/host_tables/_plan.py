@@ -19,9 +19,9 @@ import numpy as np
 import optax
 
 from .._exact_adam.state import begin_now
-from .._gradients.value_and_grad import PartsOfTables
+from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
 from .._optimizers.hyperparameters import check_transformation
-from .._optimizers.lazy_probe import TableSize, find_owners
+from .._optimizers.lazy_probe import TableSize, check_sizes, find_owners
 from .._rows.checks import refuse_masked
 from .._train_step import make_train_step
 from ._compact import Whole, evaluate_compact, fingerprint
@@ -91,6 +91,8 @@ class Plan:
             *(tx.init, self.treedef, sizes, shapes, [x for _, x in leaves]),
             "HostTrainer",
         )
+        args = self.treedef.unflatten(shapes), sizes, owners, "HostTrainer"
+        check_sizes(optax.with_extra_args_support(tx), *args)
         self.dense = [x for i, (_, x) in enumerate(pairs) if i not in hosts]
         self.num_dense = len(self.dense)
         # For each array of parameters and state the table whose rows it holds, if any.
@@ -320,6 +322,24 @@ class Plan:
             return new_rest, new_arrays, value, jax.random.key_data(number)[0]
 
         return step
+
+    def of_whole_tables(self, sparse: Sparse) -> Sparse:
+        """`sparse`, where a function was called with the shapes of whole tables.
+
+        Raises:
+          ValueError: If it says that the gradient of a table is dense.
+        """
+        if sparse is None or sparse is True:
+            return sparse
+        marks = marks_of(sparse, self._structure.unflatten(self._shapes)[0])
+        for i, table in self.tables.items():
+            if not marks[i]:
+                raise ValueError(
+                    "HostTrainer trains the rows that a batch looks up, and `sparse` "
+                    f"says that the gradient of {table.name} is dense. Leave it out, "
+                    "say True, or keep the table on the device."
+                )
+        return self.treedef.unflatten(map(bool, marks))
 
     def _refuse_types(self, arrays: Any, new_arrays: Any) -> None:
         """Raises if a step returns rows of other types than it gets: see `Layout`."""

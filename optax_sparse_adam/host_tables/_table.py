@@ -1,6 +1,7 @@
 """`HostTable`, a leaf of the parameters, and where its rows are kept."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -88,6 +89,10 @@ class HostTable:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(

@@ -60,7 +60,8 @@ class HostTrainer:
         a table in memory would be by its rows. Without, each device of a batch gets
         all of them. In one of several processes it has the devices of all, and row `r`
         of a table belongs to process `r % processes`; then all make the same calls.
-      sparse: As in `value_and_grad`.
+      sparse: As in `value_and_grad`; a function is called with the shapes of whole
+        tables, whose gradients are row-sparse.
       budget: Bytes that the process may hold, mapped pages of files included; when
         there are more, pages of all files of the process are given back to the system.
       fsync: Whether the journal of a step reaches the disk before rows are changed.
@@ -71,8 +72,10 @@ class HostTrainer:
         such things, or `mesh` no mesh; by steps, as those of `make_train_step`.
       ValueError: If `steps` or `budget` is no such number; if there is no `HostTable`;
         if two have one file or one storage; if the state of `tx` has rows along another
-        axis, or begins with what is computed of all rows, such as a norm; in one of
-        several processes without a `mesh`. By steps, with the user's line, for a loss
+        axis, or begins with what is computed of all rows, such as a norm; if `tx` is
+        another one for fewer rows, as by a mask that goes by size, or `sparse` says
+        that a table's gradient is dense; in one of several processes without a
+        `mesh`. By steps, with the user's line, for a loss
         that uses all of a table, or whose ids depend on rows; in one of several
         processes for ids that are computed of what is no global array.
       IndexError: By a step, before anything is changed, for an id out of bounds, or
@@ -140,6 +143,7 @@ class HostTrainer:
     ) -> None:
         self._loss, self._params = loss, params
         self._rows = rows = HostRows(Plan(tx, params, Spread(mesh)))
+        sparse = rows.plan.of_whole_tables(sparse)
         self._pipeline = Pipeline(*(rows, loss, params), has_aux=has_aux, sparse=sparse)
 
     def checkpoint(self, path: Any) -> None:

@@ -1,0 +1,86 @@
+"""Functions that go by the size of a table, of which a step has some rows."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+from ..helpers.host_tables import (
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import slow_but
+
+
+def is_large(params):
+    """Of the table, and not of the rows of a batch."""
+    return jax.tree.map(lambda x: x.size > 400, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda large: "rows" if large else "dense", is_large(params))
+
+
+PARTS = {"rows": osa.exact_adam(0.1), "dense": optax.sgd(0.1)}
+INSIDE = {"rows": osa.rowwise_adagrad(0.1), "dense": optax.sgd(0.1)}
+BY_SIZE = {
+    "exact_adamw": osa.exact_adamw(0.1, weight_decay=0.2, mask=is_large),
+    "lazy": osa.lazy(optax.adamw(0.1, weight_decay=0.2, mask=is_large)),
+    "in front": optax.chain(
+        osa.lazy(optax.masked(optax.clip(0.1), is_large)), osa.exact_adam(0.1)
+    ),
+    "labels": optax.partition(PARTS, labels),
+    "labels inside of lazy": osa.lazy(optax.partition(INSIDE, labels)),
+}
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_optimisers_that_go_by_size_are_refused(name):
+    with pytest.raises(ValueError, match=r"HostTrainer runs .* depends on the number"):
+        host.HostTrainer(loss, BY_SIZE[name], host_params(*begin()))
+
+
+MASKED = {
+    "exact_adamw": lambda tree: osa.exact_adamw(0.1, weight_decay=0.2, mask=tree),
+    "lazy": lambda tree: osa.lazy(optax.adamw(0.1, weight_decay=0.2, mask=tree)),
+}
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", slow_but(MASKED, "exact_adamw"))
+def test_the_tree_that_such_a_function_returns(name):
+    """As the refusal advises; a `HostTable` has a size, too."""
+    rows, w = begin()
+    params = host_params(rows, w)
+    tx = MASKED[name](is_large(params))
+    assert is_large(params) == {"table": True, "w": False}
+    expected = train_in_memory(loss, tx, {"table": rows, "w": w}, batches(0, 4))
+    with host.HostTrainer(loss, tx, params) as trainer:
+        values = list(trainer.run(batches(0, 4)))
+        assert_trained_alike(trainer, values, expected)
+
+
+def test_sparse_is_asked_of_whole_tables():
+    """Of some rows it would say that the gradient is dense, and train as lazy Adam."""
+    tx, (rows, w) = osa.exact_adam(0.1), begin()
+    expected = train_in_memory(loss, tx, {"table": rows, "w": w}, batches(0, 4))
+    by_size = {"sparse": lambda path, x: x.size > 400}
+    with host.HostTrainer(loss, tx, host_params(rows, w), **by_size) as trainer:
+        values = list(trainer.run(batches(0, 4)))
+        assert_trained_alike(trainer, values, expected)
+
+
+@pytest.mark.parametrize("sparse", [{"table": np.False_, "w": True}, lambda *_: False])
+def test_a_table_whose_gradient_is_dense_is_refused(sparse):
+    with pytest.raises(ValueError, match=r"the gradient of \['table'\] is dense"):
+        host.HostTrainer(
+            loss, osa.exact_adam(0.1), host_params(*begin()), sparse=sparse
+        )
