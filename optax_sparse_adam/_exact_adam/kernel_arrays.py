@@ -1,10 +1,13 @@
 """What brings stale rows up to date, as arrays that the kernel for CPUs takes."""
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .._jax_extras.sharding import mesh_of
 from ..native import _calls as native
 from .remaining_update import Constants
 from .rows import RowState, TableState, cast_floats, coefficients_of, decay_in
@@ -41,9 +44,19 @@ def stale_arrays(table: TableState, constants: Constants) -> KernelArrays:
     return KernelArrays(stacked(*scalars), polynomials, steps)
 
 
-def stacked(*columns: Any) -> jax.Array:
+def stacked(*numbers: Any) -> jax.Array:
     """Numbers of each parameter side by side along a last axis."""
-    return jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
+    columns = [x[..., None] for x in jnp.broadcast_arrays(*numbers)]
+    if not mesh_of(*columns).explicit_axes:
+        return jnp.concatenate(columns, axis=-1)
+    # Under vmap JAX's concatenate raises where an Explicit axis splits the mapped one,
+    # which some columns do not have. Test: `test_ensemble_over_an_explicit_axis`.
+    last = len(columns) - 1
+
+    def alone(place: int, x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(place, last - place)])
+
+    return functools.reduce(operator.add, map(alone, range(last + 1), columns))
 
 
 def kernel_stale(

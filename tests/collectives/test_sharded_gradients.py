@@ -88,6 +88,31 @@ def test_gradients_of_an_explicit_batch(name):
     np.testing.assert_array_equal(dense, expected * (3 if name == "twice" else 1))
 
 
+@pytest.mark.slow
+def test_ensemble_over_an_explicit_axis():
+    """By vmap, of whose members each device has one."""
+    tx = osa.exact_adam(0.1)
+
+    def step(table, state, ids):
+        def loss(table):
+            return jnp.sum(osa.embedding_bag(table, ids) ** 2)
+
+        updates, state = tx.update(osa.grad(loss, read=state)(table), state, table)
+        return osa.apply_updates(table, updates), state
+
+    def train(place):
+        tables = place(exact(np.random.default_rng(0), (8, ROWS, WIDTH)))
+        states = jax.tree.map(place, jax.vmap(tx.init)(tables))
+        for ids in batches:
+            tables, states = jax.jit(jax.vmap(step))(tables, states, place(ids))
+        return jax.jit(jax.vmap(osa.flush))(tables, states)[0]
+
+    batches = np.random.default_rng(0).integers(0, ROWS, (3, 8, 3, 2), np.int32)
+    with jax.set_mesh(jax.make_mesh((8,), ("x",), (EXPLICIT,))):
+        tables = train(lambda x: jax.device_put(x, P("x")))
+    assert_close(tables, train(jnp.asarray), 1e-6)
+
+
 LAYOUTS = [((), P("x")), ((), P(("x", "y"))), ((WIDTH,), P("x", "y")), ((WIDTH,), P())]
 
 
