@@ -3,6 +3,9 @@
 import errno
 import json
 import os
+import struct
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,11 @@ import numpy as np
 from ._records import naming, sync_folder
 
 ARCHIVE = "checkpoint.npz"
+# What zipfile, NumPy and json raise of files of other bytes: each was seen.
+_STUMBLES = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, LookupError, ValueError),
+    *(TypeError, AttributeError, RuntimeError, ArithmeticError, MemoryError),
+)
 
 
 def part_name(kind: str, name: str, process: int, processes: int) -> str:
@@ -43,8 +51,10 @@ def read_archive(
             more = sum(map(len, about.get("stateful", {}).values()))
             count = len(about["arrays"]) + more if whole else 0
             return about, [file[f"array{k}"] for k in range(count)]
-    except Exception as error:  # zipfile and NumPy raise whatever they stumble over
-        if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:
+    except (*_STUMBLES, OSError) as error:
+        # What a signal's handler has raised is of another class.
+        is_other = isinstance(error, OSError) and type(error) is not OSError
+        if is_other or getattr(error, "errno", None) not in {None, errno.EINVAL}:
             raise
         is_large = isinstance(error, MemoryError)
         what = "is too large for memory" if is_large else "is no checkpoint"

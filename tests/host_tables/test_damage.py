@@ -1,5 +1,6 @@
 """Files that were damaged, moved or deleted, and folders that a process left."""
 
+import json
 import os
 import shutil
 
@@ -168,3 +169,20 @@ def test_numbers_that_are_none(dtype):
     table = host.HostTable((3, 2), init=lambda a, b: np.zeros((b - a, 2), dtype))
     with pytest.raises(TypeError, match=r"`init` of \['t'\] .* the table has float32"):
         host.HostTrainer(lambda p, i: jnp.sum(p["t"][i]), TX, {"t": table})
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError("late"), ExceptionGroup("", [OSError()])]
+)
+def test_what_a_signal_raises_while_an_archive_is_read(run, error, monkeypatch):
+    """It says nothing of the archive."""
+
+    def loads(text):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", loads)
+        with pytest.raises(type(error)) as raised:
+            restored(run)
+    assert raised.value is error
+    restored(run).close()
