@@ -76,8 +76,14 @@ def of_rows(lib, program, tx, counts):
     return losses, int(rows.calls[...]) if counts else None
 
 
-@pytest.mark.parametrize("graph_updates", [True, False])
-@pytest.mark.parametrize("program", slow_but(PROGRAMS, nested, branches))
+@pytest.mark.parametrize(
+    ("program", "graph_updates"),
+    slow_but(
+        [(program, updates) for program in PROGRAMS for updates in (True, False)],
+        (nested, True),
+        (branches, False),
+    ),
+)
 def test_variables_that_come_back_from_a_program_of_flax(program, graph_updates):
     """A table that the loss has only read stays the one that is stored."""
     dense, _ = of_rows(nnx, program, optax.adam(0.05), graph_updates)
