@@ -61,6 +61,7 @@ from .canary_arrays import (
     new_marks,
 )
 from .named_in_errors import NamedInErrors
+from .padding import expand_like
 from .source import Source
 
 
@@ -257,12 +258,22 @@ def _canary_reduction(name: str) -> Callable[..., Any]:
 
     def method(self: CanaryBCOO, *args: Any, **kwargs: Any) -> Any:
         check_indices(self)
-        result = method_of_bcoo(entries(self), *args, **kwargs)
+        plain = entries(self)
+        result = method_of_bcoo(plain, *args, **kwargs)
         if not isinstance(result, BCOO) or result.n_sparse != self.n_sparse:
             return result
         if result.shape[result.n_batch :] != self._unbatched:
             return result
-        make = maker_of(self, is_of_batch=True)
+        clocks = None
+        if not lacks_clock(self):
+            # The same is done with the clocks in the place of all numbers of an entry.
+            column = clocks_of(self.canary)
+            data = expand_like(column[..., 0], plain.data)
+            data = jnp.broadcast_to(data, plain.data.shape)
+            moved = copy_with(BCOO, plain, data, plain.indices)
+            moved = method_of_bcoo(moved, *args, **kwargs)
+            clocks = moved.data.reshape(*result.indices.shape[:-1], -1)[..., :1]
+        make = maker_of(self, clocks=clocks)
         return copy_with(make, result, result.data, result.indices)
 
     return method
@@ -288,14 +299,14 @@ def lacks_clock(grad: BCOO) -> bool:
 
 
 def maker_of(
-    *grads: BCOO, is_same: bool = False, is_of_batch: bool = False
+    *grads: BCOO, is_same: bool = False, clocks: jax.Array | None = None
 ) -> Callable[..., BCOO]:
     """What makes a gradient of these, with a canary where they have one.
 
     Args:
       grads: The gradients.
       is_same: Whether what is made has the same sum.
-      is_of_batch: Whether it is made of one or several matrices of a batch.
+      clocks: Those of the entries of what is made, if they are not where they were.
     """
     canary_grads = [grad for grad in grads if isinstance(grad, CanaryBCOO)]
     if not canary_grads:
@@ -305,15 +316,15 @@ def maker_of(
     if any(map(lacks_clock, canary_grads)):
         return functools.partial(_made_alike, layout, is_armed)
     columns = [clocks_of(grad.canary) for grad in canary_grads]
-    if is_of_batch:
-        columns = [x.reshape(-1, 1) for x in columns]
+    if clocks is not None:
+        columns = [clocks]
     # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has
     # `CHANGED_CLOCK`. So has all that is made of an update, as `CLOCK_OF_UPDATE` is
     # negative, but its coalesced form (`is_same`). Entries of zeros fit any clock.
     columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), ANY_CLOCK))
-    clocks = jnp.concatenate(columns, axis=-2)
-    first = jnp.min(clocks, axis=-2, keepdims=True)
-    is_kept = jnp.all((clocks == first) | (clocks == ANY_CLOCK), axis=-2, keepdims=True)
+    every = jnp.concatenate(columns, axis=-2)
+    first = jnp.min(every, axis=-2, keepdims=True)
+    is_kept = jnp.all((every == first) | (every == ANY_CLOCK), axis=-2, keepdims=True)
     is_kept &= is_same | (first >= 0)
     read_at = jnp.where(is_kept, first, CHANGED_CLOCK)
     read_of = tuple(table for grad in canary_grads for table in grad.read_of)

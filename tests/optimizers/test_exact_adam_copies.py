@@ -166,6 +166,54 @@ def test_gradients_of_a_batch(name):
         decays.update(grad, (decays.init(params)[0], state), params)
 
 
+def members(grads):
+    return [grads[k] for k in range(2)]
+
+
+OF_MEMBERS = {
+    "by index": members,
+    "a sum of one": lambda grads: [grads[k : k + 1].sum(0) for k in range(2)],
+    "by a traced index": lambda grads: members(
+        jax.vmap(lambda k: grads[k])(jnp.arange(2))
+    ),
+    "micro-batches": lambda grads: members(grads.sum(1)),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(OF_MEMBERS, "micro-batches"))
+def test_gradients_of_members_at_different_steps(name):
+    """Of an ensemble by vmap, of which one has been trained by itself before."""
+    tx = MAKERS["exact_adamw"][0]
+
+    def gradient(params, state, ids):
+        return osa.grad(lambda t: jnp.sum(t[ids] ** 3), read=state)(params)
+
+    def step(params, state, ids):
+        updates, state = tx.update(gradient(params, state, ids), state, params)
+        return osa.apply_updates(params, updates), state
+
+    @jax.jit
+    def steps_of_members(members, ids):
+        grads_of = jax.vmap(gradient)
+        if name == "micro-batches":
+            ids = ids.reshape(2, 2, -1)
+            grads_of = jax.vmap(jax.vmap(gradient, (None, None, 0)))
+        grads = OF_MEMBERS[name](
+            grads_of(*jax.tree.map(lambda *x: jnp.stack(x), *members), ids)
+        )
+        trained = []
+        for (params, state), grad in zip(members, grads, strict=True):
+            updates, state = tx.update(grad, state, params)
+            trained.append(osa.flush(osa.apply_updates(params, updates), state)[0])
+        return trained
+
+    ids = jnp.asarray(BATCHES[:2])
+    ages = [(table(), tx.init(table())), step(table(), tx.init(table()), ids[0])]
+    found = steps_of_members(ages, ids)
+    for member, i, values in zip(ages, ids, found, strict=True):
+        assert_close(values, osa.flush(*step(*member, i))[0], 1e-6)
+
+
 SAME = {
     "copied": jnp.array,
     "a barrier": jax.lax.optimization_barrier,
