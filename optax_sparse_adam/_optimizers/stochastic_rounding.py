@@ -66,7 +66,8 @@ def stochastic_rounding(
     float16, the float8 types) in float32. Its new state is rounded in the same way to
     the type it had: a bfloat16 second moment with `b2 = 0.999` moves, too, where
     rounding to nearest would hold it. `state_dtype=jnp.float32` keeps the moments in
-    float32 instead, for twice the memory. Leave `mu_dtype` and similar options of
+    float32 instead, for twice the memory; float8 tables need it, as second moments of
+    8 bits become zero or leave the type. Leave `mu_dtype` and similar options of
     `inner` unset then: `inner` would round to nearest by itself. Scalars of the state
     stay in float32. Parameters of 32 bits or more, and `None`, are handed through.
 
