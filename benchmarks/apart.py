@@ -94,7 +94,8 @@ def compare(names, trees, shape, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="+", help="two, as of steps.py --optimizer")
-    parser.add_argument("--trees", nargs=2, default=(".", "."), help="two checkouts")
+    here = [Path(__file__).resolve().parents[1]] * 2
+    parser.add_argument("--trees", nargs=2, default=here, help="two checkouts")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="ROWSxDIMxIDS")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # for processes of its own

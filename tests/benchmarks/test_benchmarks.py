@@ -49,6 +49,12 @@ def printed(script, *args, **environment):
     return done.stdout
 
 
+def test_apart():
+    args = "--rounds", "4", "--shapes", "300x8x64"
+    stdout = printed("apart.py", "exact_adam", "sparse_adam", *args)
+    assert re.search(r"\| 300 x 8 x 64 \| [\d.]+ \| [\d.]+ \| [\d.]+ \(", stdout)
+
+
 def test_steps(tmp_path):
     file, plot = str(tmp_path / "run.json"), str(tmp_path / "run.png")
     size = ["--rows", "3000", "--dim", "8", "--ids", "64", "--repeats", "4", "--busy"]
