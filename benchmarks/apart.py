@@ -42,7 +42,8 @@ def take_turns(name, shape):
         run()
     print("ready", flush=True)
     for _ in sys.stdin:
-        run(), run()
+        run()
+        run()
         times, end = [], time.perf_counter() + SECONDS
         while len(times) < 3 or time.perf_counter() < end:
             times.append(run())
@@ -79,12 +80,13 @@ def compare(names, trees, shape, rounds):
     one, other = (Process(*x, shape) for x in zip(names, trees, strict=True))
     pairs = []
     for number in range(rounds):
-        if number % 2:  # who comes second finds the other's rows in the caches
+        if number % 2:  # who comes second finds the caches full of the other's
             second, first = other.turn(), one.turn()
         else:
             first, second = one.turn(), other.turn()
         pairs.append((first, second))
-    one.stop(), other.stop()
+    one.stop()
+    other.stop()
     low, middle, high = statistics.quantiles(x / y for x, y in pairs)
     first, second = (statistics.median(x) for x in zip(*pairs, strict=True))
     cells = f"{first:.3f} | {second:.3f} | {middle:.2f} ({low:.2f} to {high:.2f})"
@@ -103,6 +105,8 @@ def main():
     if args.one:
         take_turns(args.names[0], args.one)
         return
+    if len(args.names) != 2:
+        parser.error(f"needs two names, got {args.names}")
     first, second = args.names
     print(f"| rows x columns x ids | {first} | {second} | ratio |\n|---|---|---|---|")
     for shape in args.shapes:

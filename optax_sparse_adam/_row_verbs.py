@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from ._exact_adam.state import begin_now, clocks_of, refuse_other_dates
-from ._optimizers.lazy_probe import TableSize, find_owners
+from ._optimizers.row_owners import TableSize, find_owners
 from ._row_tables import (
     Table,
     check,

@@ -20,7 +20,7 @@ from .by_leaf import DenseUpdateFn
 from .current_rows import read_stale_params, with_current_rows
 from .hyperparameters import check_transformation
 from .lazy_leaves import Leaves, OfTable, Trees
-from .lazy_probe import Probe, TableSize, check_state, shard_state_like
+from .lazy_probe import Probe, check_state, shard_state_like
 from .lazy_row_analysis import split_update
 from .lazy_tables import (
     compact_shapes,
@@ -30,6 +30,7 @@ from .lazy_tables import (
     summed_data,
     write,
 )
+from .row_owners import TableSize
 from .update_fn import RowUpdateFn, Updated
 
 

@@ -1,32 +1,15 @@
-"""Which arrays of an optax state hold rows of a table, and what `lazy` refuses.
+"""What `lazy` finds out about a transformation by tracing it, and what it refuses."""
 
-Nothing but the transformation can tell. `Probe` traces it for tables with other numbers
-of rows, without memory or computation, and compares. An array of the state whose first
-axis follows the number of rows of a table holds its rows. And a mask or a label may be
-a function of the parameters: inside `lazy` it is called with the touched rows, and one
-by size would choose other leaves than for the table, but has then other operations:
-
-    mask = lambda tree: jax.tree.map(lambda x: x.size > 1000, tree)
-    optax.add_decayed_weights(0.1, mask)
-    # operations of a [1000, 4] table: mul add;  of its [3, 4] touched rows: none
-
-Known limit: choices between leaves for which the same operations are done.
-"""
-
-import functools
-import itertools
-import math
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._jax_extras.sharding import mesh_of, shard_axes_like
-from .attempt import attempt
 from .lazy_leaves import Leaves, Trees, shape_of
+from .row_owners import TableSize, check_same_operations, find_owners, unused_sizes
 
 # What cannot be right on some rows only, by the type of its state.
 _REFUSED = {
@@ -49,10 +32,6 @@ _REFUSED = {
     "ScaleByZoomLinesearchState": "it searches along the whole gradient",
 }
 
-# `stochastic_rounding` draws bits once for two arrays of one shape, and the compact
-# rows of two tables may have one by chance.
-_DRAWS = frozenset(["random_bits", "shift_left", "shift_right_logical", "or"])
-
 
 def check_state(state: Any) -> None:
     """Raises for the state of a transformation that some rows alone cannot feed."""
@@ -71,24 +50,6 @@ def check_state(state: Any) -> None:
 
 # Results that a transformation keeps.
 _MOST_KNOWN = 32
-
-
-class TableSize(NamedTuple):
-    """A parameter of which some rows are updated.
-
-    Attributes:
-      shape: Its shape.
-      n_sparse: How many leading axes index the rows.
-      nse: How many rows are touched at most.
-    """
-
-    shape: tuple[int, ...]
-    n_sparse: int
-    nse: int
-
-    @property
-    def num_rows(self) -> int:
-        return math.prod(self.shape[: self.n_sparse])
 
 
 class Probe:
@@ -137,7 +98,7 @@ class Probe:
                 ),
                 [None if x is None else i for i, x in pairs],
             )
-            _check_same_operations(update, shapes, owners, tables)
+            check_same_operations(update, shapes, owners, tables)
             self._owners[key] = owners
         return self._owners[key]
 
@@ -196,7 +157,7 @@ class Probe:
             # state holds [1009], the given one holds an array of the shape that is
             # sought, or, if it has one number for each row, of its first axis: of
             # several the longest.
-            unused = _unused_sizes([*state, *grads])
+            unused = unused_sizes([*state, *grads])
             missing = [i for i, x in enumerate(grads) if x is None]
             vectors = {
                 i: jax.ShapeDtypeStruct((next(unused),), jnp.float32) for i in missing
@@ -217,12 +178,6 @@ def _make_room(kept: dict[Any, Any]) -> None:
         del kept[next(iter(kept))]
 
 
-def _unused_sizes(arrays: list[Any]) -> Iterator[int]:
-    """Sizes that no axis of these arrays has."""
-    used = {size for x in arrays if x is not None for size in x.shape}
-    return (size for size in itertools.count(1009) if size not in used)
-
-
 def _kind_of(extra_args: dict[str, Any]) -> Any:
     """What an update may do other operations by: all but the values of numbers."""
 
@@ -234,174 +189,6 @@ def _kind_of(extra_args: dict[str, Any]) -> Any:
 
     leaves, treedef = jax.tree.flatten(extra_args)
     return treedef, *map(kind, leaves)
-
-
-def find_owners(
-    init: Callable[[Any], Any],
-    treedef: Any,
-    tables: dict[int, TableSize],
-    shapes: list[Any],
-    leaves: list[Any],
-    name: str = "lazy",
-) -> list[int | None]:
-    """Which table's rows each array of a state holds, by the table's place, if any.
-
-    Args:
-      init: That of the transformation.
-      treedef: The structure of the parameters.
-      tables: The tables among them.
-      shapes: Shapes and types of the parameters.
-      leaves: The arrays of the state.
-      name: Who needs it, for errors.
-
-    Raises:
-      ValueError: For a state of other shapes, or whose rows lie along another axis.
-    """
-    # Sizes that no parameter has: a [1000, 4] table is traced as [1009, 4]. What is
-    # then [1009, 4] or [1009] in the state holds its rows; a count, [], does not.
-    # Two tables of equal sizes, [1000, 4] both, are traced as [1009, 4] and [1010, 4],
-    # so that an array of the state follows one of them.
-    unused = _unused_sizes(shapes)
-    sizes = {i: next(unused) for i in tables}
-    resized = [_resized(x, i, tables, sizes) for i, x in enumerate(shapes)]
-
-    def owner(path: Any, leaf: Any, other: Any) -> int | None:
-        if leaf.shape == other.shape:
-            return None
-        for i, table in tables.items():
-            # With n_sparse == 2, the sizes [30, 40] became one, [1009]. Only an array
-            # with both in front has a row for each index.
-            full = (*shapes[i].shape[: table.n_sparse], *other.shape[1:])
-            if other.shape[:1] == (sizes[i],) and leaf.shape == full:
-                return i
-        raise ValueError(
-            f"{name} needs a state whose arrays hold the rows of a table along "
-            "their first axes, or do not depend on its number of rows; got shape "
-            f"{leaf.shape} at {jax.tree_util.keystr(path)} of the state, and "
-            f"tables with {sorted({x.n_sparse for x in tables.values()})} sparse "
-            "axes. Look rows up by one id, or choose a state shaped like the "
-            "parameters."
-        )
-
-    state, other = (
-        jax.eval_shape(init, treedef.unflatten(x)) for x in (shapes, resized)
-    )
-    structures: list[Any] = [*map(jax.tree.structure, (state, other))]
-    if structures[0] != structures[1]:
-        some = next(iter(tables))
-        raise _size_error(name, tables[some].num_rows, sizes[some])
-    pairs = jax.tree_util.tree_leaves_with_path(state)
-    expected = [leaf.shape for _, leaf in pairs]
-    got = [leaf.shape for leaf in leaves]
-    if got != expected:
-        raise ValueError(
-            "lazy needs gradients of the shapes of the parameters; for such gradients "
-            f"the inner state would hold arrays of shapes {expected}, but it holds "
-            f"{got}."
-        )
-    triples = zip(pairs, jax.tree.leaves(other), strict=True)
-    return [owner(*pair, leaf) for pair, leaf in triples]
-
-
-def check_sizes(
-    tx: optax.GradientTransformationExtraArgs,
-    params: Any,
-    tables: dict[int, TableSize],
-    owners: list[int | None],
-    name: str,
-) -> None:
-    """Raises for a transformation that two rows of each table would change.
-
-    Args:
-      tx: The transformation.
-      params: The tree of shapes and types of the parameters.
-      tables: The tables among them.
-      owners: Which table's rows each array of the state holds.
-      name: Who needs it, for errors.
-    """
-    state = jax.eval_shape(tx.init, params)
-    trees, shapes = Trees.of(params, state, params)
-    of_params = [i if i in tables else None for i in range(len(shapes.params))]
-    every_owner = Leaves(of_params, owners, of_params)
-    two = {i: min(2, table.num_rows) for i, table in tables.items()}
-    resized = functools.partial(_resized, tables=tables, num_rows=two)
-    of_two = trees.grads.unflatten(map(resized, shapes.params, of_params))
-    if jax.tree.structure(jax.eval_shape(tx.init, of_two)) != trees.state:
-        some = next(iter(tables))
-        raise _size_error(name, tables[some].num_rows, two[some])
-    update = functools.partial(trees.update, tx, {})
-    _check_same_operations(update, shapes, every_owner, tables, name)
-
-
-def _check_same_operations(
-    update: Callable[[Leaves[Any]], Any],
-    shapes: Leaves[Any],
-    owners: Leaves[int | None],
-    tables: dict[int, TableSize],
-    name: str = "lazy",
-) -> None:
-    """Raises unless an update does to the touched rows what it does to a table."""
-
-    def operations(num_rows: dict[int, int]) -> list[Any]:
-        resized = functools.partial(_resized, tables=tables, num_rows=num_rows)
-        return _operations(update, shapes.map(resized, owners))
-
-    rows = {i: table.num_rows for i, table in tables.items()}
-    # Two rows for none: of arrays without elements JAX computes less.
-    few = {i: table.nse or min(2, table.num_rows) for i, table in tables.items()}
-    expected, error = attempt(operations, rows)
-    if error is not None:  # it takes no tables, so there is nothing to compare with
-        return
-    at = max(rows, key=lambda i: rows[i])
-    largest = tables[at]
-    # The mask of the module's example: (mul, add) of the table, nothing of few rows.
-    of_few, error = attempt(operations, few)
-    if error is not None:
-        raise _size_error(name, largest.num_rows, few[at], error) from error
-    if of_few != expected:
-        raise _size_error(name, largest.num_rows, few[at])
-
-
-def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
-    """The operations of a function, and how many axes their results have."""
-
-    def of_jaxpr(jaxpr: Any) -> Iterator[Any]:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _DRAWS:
-                continue
-            # Sizes differ between a table and its touched rows; ranks must not.
-            ranks = (len(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-            yield eqn.primitive.name, *ranks
-            for param in jax.tree.leaves(eqn.params):
-                if isinstance(param, ClosedJaxpr | Jaxpr):
-                    yield from of_jaxpr(getattr(param, "jaxpr", param))
-
-    return list(of_jaxpr(jax.make_jaxpr(function)(args).jaxpr))
-
-
-def _size_error(name: str, rows: int, nse: Any, cause: Any = None) -> ValueError:
-    words = ""
-    if cause is not None:
-        first = str(cause).partition("\n")[0].rstrip(".:")
-        words = f" (these rows raise {type(cause).__name__}: {first})"
-    return ValueError(
-        f"{name} runs {'the inner' if name == 'lazy' else 'this'} transformation on "
-        "the touched rows of a table only, and it behaves differently for the whole "
-        f"table ({rows} rows) and for its touched rows ({nse}): it depends on the "
-        "number of rows, as masks and labels that are computed from the sizes of "
-        f"parameters do{words}. Call such a function with the parameters first, and "
-        "give the tree that it returns, as in optax.masked(inner, mask(params))."
-    )
-
-
-def _resized(
-    x: Any, owner: int | None, tables: dict[int, TableSize], num_rows: dict[int, int]
-) -> Any:
-    """A shape; if it is of rows of a table, with so many of these, along one axis."""
-    if x is None or owner is None or owner not in num_rows:
-        return x
-    shape = (num_rows[owner], *x.shape[tables[owner].n_sparse :])
-    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _has_shape(x: Any) -> bool:

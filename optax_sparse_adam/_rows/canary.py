@@ -272,7 +272,9 @@ def _canary_reduction(name: str) -> Callable[..., Any]:
             data = jnp.broadcast_to(data, plain.data.shape)
             moved = copy_with(BCOO, plain, data, plain.indices)
             moved = method_of_bcoo(moved, *args, **kwargs)
-            clocks = moved.data.reshape(*result.indices.shape[:-1], -1)[..., :1]
+            axes = tuple(range(result.n_batch + 1, moved.data.ndim))
+            # All are equal, or there are none.
+            clocks = jnp.min(moved.data, axes, initial=ANY_CLOCK)[..., None]
         make = maker_of(self, clocks=clocks)
         return copy_with(make, result, result.data, result.indices)
 

@@ -138,3 +138,10 @@ def target_of(leaves: Sequence[Any]) -> Any:
 
 def is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
+
+
+def begun(x: Any) -> Any:
+    """An array where only its shape, type and devices are told."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jnp.zeros(x.shape, x.dtype, device=x.sharding)

@@ -21,7 +21,7 @@ import optax
 from .._exact_adam.state import begin_now
 from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
 from .._optimizers.hyperparameters import check_transformation
-from .._optimizers.lazy_probe import TableSize, check_sizes, find_owners
+from .._optimizers.row_owners import TableSize, check_sizes, find_owners
 from .._rows.checks import refuse_masked
 from .._train_step import make_train_step
 from ._compact import Whole, evaluate_compact, fingerprint

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from .._gradients.value_and_grad import Sparse
-from ._arguments import split_keywords
+from ._arguments import begun, split_keywords
 from ._between import evaluated, map_rows, read_all, reset
 from ._checkpoint import save
 from ._host_rows import HostRows
@@ -217,7 +216,7 @@ class HostTrainer:
             storage of the user's, or something is `stateful`.
         """
         parts = checked("HostTrainer.restore", stateful)
-        params = jax.tree.map(_begun, params)
+        params = jax.tree.map(begun, params)
         self = cls.__new__(cls)
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful = parts
@@ -397,10 +396,3 @@ class HostTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _begun(x: Any) -> Any:
-    """An array where only its shape, type and devices are told."""
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    return jnp.zeros(x.shape, x.dtype, device=x.sharding)

@@ -218,6 +218,18 @@ def test_gradients_of_members_at_different_steps(name):
         assert_close(values, osa.flush(*step(*member, i))[0], 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "ids"), [((8, 3), (2, 0)), ((8, 3), (0, 2)), ((8, 0), (2, 2))]
+)
+def test_gradients_of_an_empty_batch(shape, ids):
+    """No entries, no members, or no columns: rows move by their momentum alone."""
+    tx, params = MAKERS["exact_adamw"][0], jnp.ones(shape)
+    state, ids = tx.init(params), jnp.zeros(ids, int)
+    grad = jax.vmap(lambda i: osa.grad(loss, read=state)(params, i))(ids).sum(0)
+    updates, state = tx.update(grad, state, params)
+    assert np.isfinite(osa.flush(osa.apply_updates(params, updates), state)[0]).all()
+
+
 SAME = {
     "copied": jnp.array,
     "a barrier": jax.lax.optimization_barrier,

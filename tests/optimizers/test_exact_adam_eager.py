@@ -7,7 +7,7 @@ import pytest
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import slow_but
+from ..helpers.support import assert_identical, slow_but
 
 IDS = np.array([3, 7, 3, 28])
 MAKERS = slow_but([osa.exact_adam, osa.exact_adamw], osa.exact_adamw)
@@ -73,6 +73,22 @@ def test_values_of_a_program(optimized, trained):
     eager = read(table, state), read_all(table, state)
     for x, y in zip(eager, both(table, state), strict=True):
         np.testing.assert_array_max_ulp(np.asarray(x), np.asarray(y), 4)
+
+
+@pytest.mark.slow
+def test_on_another_device(trained):
+    """Where arrays were put by hand, and nothing else is."""
+    tx, table, state = trained
+    device = jax.local_devices()[-1]
+
+    def step(table, state):
+        _, grad = differentiate(table, state)
+        updates, state = tx.update(grad, state, table)
+        return osa.flush(osa.apply_updates(table, updates), state)
+
+    found = step(*jax.device_put((table, state), device))
+    assert {x.device for x in jax.tree.leaves(found)} == {device}
+    assert_identical(found, step(table, state))
 
 
 def test_arrays_are_left_alone(trained):

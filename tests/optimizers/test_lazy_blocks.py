@@ -152,7 +152,7 @@ def test_what_a_transformation_says_it_says_once():
     jax.block_until_ready(lowered.compile()(grads, tx.init(params), params))
     jax.effects_barrier()
     assert said == ["updated"]
-    assert len(traced) == 3  # two of them to compare sizes, see `lazy_probe`
+    assert len(traced) == 3  # two of them to compare sizes, see `row_owners`
 
 
 def test_derivatives_and_vmap():
