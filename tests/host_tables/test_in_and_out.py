@@ -253,6 +253,7 @@ def test_other_state_whose_type_a_step_in_memory_has_changed():
         assert_identical([np.asarray(trainer.step(ids)) for _ in range(2)], values)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_other_state_that_becomes_float64(tmp_path):
     dense = optax.adam(0.1, b1=np.float64(0.9))

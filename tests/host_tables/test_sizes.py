@@ -16,7 +16,6 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import slow_but
 
 
 def is_large(params):
@@ -54,8 +53,9 @@ MASKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("name", slow_but(MASKED, "exact_adamw"))
+@pytest.mark.parametrize("name", MASKED)
 def test_the_tree_that_such_a_function_returns(name):
     """As the refusal advises; a `HostTable` has a size, too."""
     rows, w = begin()
