@@ -38,6 +38,14 @@ class History:
         """Copies of the arrays as they were when `step - 1` was the last step."""
         arrays, first = contents.arrays_before(step, reversed(self._batches))
         last, kind = int(arrays["numbers"][STEP]), int(arrays["numbers"][KIND])
+        if kind == 0 == step and contents.numbers[KIND]:
+            raise ValueError(
+                "arrays_before(0) cannot tell keys that had rows before the training "
+                "from those of a batch that is drawn ahead: both are of step 0. For "
+                "the former, assign them at step 0 and count the training from 1, "
+                "HostTrainer(..., steps=1); for the latter, make no checkpoint before "
+                "the first step has ended."
+            )
         is_before = last == step - 1 or step == last == kind == 0
         if not is_before or first != step:
             now = int(contents.numbers[STEP])
@@ -48,6 +56,7 @@ class History:
                 "is trained, in order, with the number of steps before it "
                 f"(trainer.steps of a HostTrainer), and at most {_MOST} calls ahead of "
                 "the steps. What it was before it was restored or grown it does not "
-                "know: train first what is drawn."
+                "know: train first what is drawn. A new run of a vocabulary that has "
+                f"keys goes on after its last step: HostTrainer(..., steps={now + 1})."
             )
         return arrays

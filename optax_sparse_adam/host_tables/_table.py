@@ -54,8 +54,12 @@ class HostTable:
     storage: Storage | None = None
 
     def __post_init__(self) -> None:
-        shape = tuple(self.shape)
-        if not shape or any(type(x) is bool or x != int(x) or x < 0 for x in shape):
+        try:
+            shape = tuple(self.shape)
+            right = all(type(x) is not bool and int(x) == x >= 0 for x in shape)
+        except (TypeError, ValueError, OverflowError):
+            right = False
+        if not right or not shape:
             raise ValueError(
                 f"HostTable needs a shape (rows, *row) of integers, got {self.shape!r}."
             )

@@ -99,6 +99,45 @@ def test_what_is_of_another_step_is_refused(tmp_path):
     assert again.find(np.arange(10)).tolist() == [1, 2, *[0] * 8]
 
 
+@pytest.mark.parametrize("tx", [TX, osa.exact_adam(0.1)], ids=["sparse", "exact"])
+def test_keys_that_are_known_before_the_training(tx, tmp_path):
+    """Those of step 0, of a trainer that counts from 1: in a checkpoint, a snapshot."""
+    vocab, again, served = osa.Vocabulary(31), osa.Vocabulary(31), osa.Vocabulary(31)
+    vocab.assign(["to", "be", "or"], 0)
+    rows, w = begin((31, DIM))
+
+    def params():
+        return host_params(rows, w, file=tmp_path / "table.bin")
+
+    with host.HostTrainer(loss, tx, params(), stateful={"keys": vocab}) as trainer:
+        with pytest.raises(ValueError, match=r"HostTrainer\(\.\.\., steps=1\)"):
+            trainer.checkpoint(tmp_path / "run")
+        with pytest.raises(ValueError, match="cannot tell keys that had rows before"):
+            trainer.snapshot(tmp_path / "served")
+    (tmp_path / "table.bin").unlink()
+    stateful = {"keys": vocab}
+    with host.HostTrainer(loss, tx, params(), steps=1, stateful=stateful) as trainer:
+        trainer.checkpoint(tmp_path / "run")
+        trainer.snapshot(tmp_path / "served")
+        found = vocab.assign(["not", "to"], trainer.steps).rows
+        trainer.step(found, np.ones(2, np.float32))
+        whole = np.array(trainer.params["table"])
+    stateful = {"keys": again}
+    args = (tmp_path / "run", loss, tx, params())
+    with host.HostTrainer.restore(*args, stateful=stateful) as trainer:
+        assert again.find(["to", "be", "or"]).tolist() == [1, 2, 3]
+        assert again.assign(["not", "to"], trainer.steps).rows.tolist() == [*found]
+        trainer.step(found, np.ones(2, np.float32))
+        assert_identical(trainer.params["table"], whole)
+        trainer.checkpoint(tmp_path / "run")
+    host.Snapshot(tmp_path / "served", params(), stateful={"keys": served})
+    assert served.find(["to", "be", "or"]).tolist() == [1, 2, 3]
+    params = {"table": host.HostTable((31, DIM)), "w": w}
+    new = host.HostTrainer(loss, tx, params, stateful=stateful)
+    with new, pytest.raises(ValueError, match=r"HostTrainer\(\.\.\., steps=2\)"):
+        new.checkpoint(tmp_path / "other")
+
+
 @pytest.mark.slow
 def test_a_table_and_its_vocabulary_grow(tmp_path):
     """Into a new trainer, whose steps go on as those of the keys do."""

@@ -240,6 +240,9 @@ def test_a_vmap_over_tables_and_ids_is_refused():
     ("make", "error", "words"),
     [
         (lambda: host.HostTable(()), ValueError, "shape"),
+        (lambda: host.HostTable(1000), ValueError, r"integers, got 1000"),
+        (lambda: host.HostTable((float("inf"), 4)), ValueError, "of integers, got"),
+        (lambda: host.HostTable((None, 4)), ValueError, "of integers, got"),
         (lambda: host.HostTable((0, 3)), ValueError, "at least one row"),
         (lambda: host.HostTable((5, 0)), ValueError, "at least one number"),
         (lambda: host.HostTable((2**31 - 1, 3)), ValueError, "ids are int32"),

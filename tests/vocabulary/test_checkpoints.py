@@ -232,7 +232,7 @@ def test_arrays_before_are_those_of_a_vocabulary_that_has_seen_less(options):
         for _ in range(1 + step % 2):  # two calls for some steps
             vocab.assign(rng.zipf(1.2, 7) % 50, step)
         now = vocab.arrays
-        for before in range(max(0, step - 4), step + 1):
+        for before in range(max(1, step - 4), step + 1):
             assert_identical(vocab.arrays_before(before), seen[before])
         assert_identical(vocab.arrays_before(step + 1), now)
         assert_identical(vocab.arrays, now)
