@@ -267,14 +267,16 @@ def _canary_reduction(name: str) -> Callable[..., Any]:
         clocks = None
         if not lacks_clock(self):
             # The same is done with the clocks in the place of all numbers of an entry.
-            column = clocks_of(self.canary)
+            # BCOO writes 0 for entries out of bounds, which fit any clock.
+            column = clocks_of(self.canary) ^ ANY_CLOCK
             data = expand_like(column[..., 0], plain.data)
             data = jnp.broadcast_to(data, plain.data.shape)
             moved = copy_with(BCOO, plain, data, plain.indices)
             moved = method_of_bcoo(moved, *args, **kwargs)
             axes = tuple(range(result.n_batch + 1, moved.data.ndim))
             # All are equal, or there are none.
-            clocks = jnp.min(moved.data, axes, initial=ANY_CLOCK)[..., None]
+            column = moved.data ^ ANY_CLOCK
+            clocks = jnp.min(column, axes, initial=ANY_CLOCK)[..., None]
         make = maker_of(self, clocks=clocks)
         return copy_with(make, result, result.data, result.indices)
 

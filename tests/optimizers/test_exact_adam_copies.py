@@ -170,6 +170,50 @@ def test_gradients_of_a_batch(name):
         decays.update(grad, (decays.init(params)[0], state), params)
 
 
+PADDED = WAYS | {
+    "coalesced": lambda grads: jax.vmap(osa.coalesce)(grads).sum(0),
+    "scaled": lambda grads: (2 * grads).sum(0) * 0.5,
+}
+
+
+@pytest.mark.parametrize("size", [3, 12], ids=["few ids", "more than rows"])
+@pytest.mark.parametrize("name", slow_but(PADDED, "added up"))
+def test_gradients_of_a_batch_with_padding(name, size):
+    """Ids out of bounds, or what a gradient of more ids than rows is filled up with."""
+    tx, dense = MAKERS["exact_adamw"]
+    ids = np.random.default_rng(2).integers(8, size=(5, 2, size))
+    ids[:, 0, -1] = 8  # padding
+    ids[1, 1] = 9
+
+    def loss(table, ids):
+        return loss_of_rows(table.at[ids].get(mode="fill", fill_value=0))
+
+    @jax.jit
+    def step(params, state, ids):
+        grads = jax.vmap(lambda i: osa.grad(loss, read=state)(params, i))(ids)
+        updates, state = tx.update(PADDED[name](grads), state, params)
+        return osa.apply_updates(params, updates), state
+
+    @jax.jit
+    def dense_step(params, state, ids):
+        grad = jax.vmap(lambda i: jax.grad(loss)(params, i))(ids).sum(0)
+        updates, state = dense.update(grad, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = table(), tx.init(table())
+    for batch in ids:
+        params, state = step(params, state, batch)
+    with jax.enable_x64(True):
+        expected = table().astype("float64")
+        dense_state = dense.init(expected)
+        for batch in ids:
+            expected, dense_state = dense_step(expected, dense_state, batch)
+    # In float32, of parameters about 1, in five steps.
+    np.testing.assert_allclose(
+        np.asarray(osa.flush(params, state)[0]), np.asarray(expected), rtol=0, atol=1e-6
+    )
+
+
 def members(grads):
     return [grads[k] for k in range(2)]
 
