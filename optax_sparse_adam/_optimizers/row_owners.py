@@ -141,7 +141,10 @@ def check_sizes(
     """
     state = jax.eval_shape(tx.init, params)
     trees, shapes = Trees.of(params, state, params)
-    of_params = [i if i in tables else None for i in range(len(shapes.params))]
+    # `tables` counts arrays; here each `None` among the parameters is a leaf, too.
+    places = iter(range(len(shapes.params)))
+    numbers = [None if x is None else next(places) for x in shapes.params]
+    of_params = [i if i in tables else None for i in numbers]
     every_owner = Leaves(of_params, owners, of_params)
     two = {i: min(2, table.num_rows) for i, table in tables.items()}
     resized = functools.partial(_resized, tables=tables, num_rows=two)

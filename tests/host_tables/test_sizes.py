@@ -47,6 +47,29 @@ def test_optimisers_that_go_by_size_are_refused(name):
         host.HostTrainer(loss, BY_SIZE[name], host_params(*begin()))
 
 
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_they_are_refused_beside_a_leaf_that_is_none(name):
+    """As `eqx.partition` has one for each field that is no array."""
+    params = {"a": None, "b": {"c": None}, **host_params(*begin())}
+    with pytest.raises(ValueError, match=r"HostTrainer runs .* depends on the number"):
+        host.HostTrainer(loss, BY_SIZE[name], params)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("tx", [osa.exact_adam(0.1), osa.lazy(optax.adam(0.1))])
+def test_leaves_that_are_none(tx):
+    """Before the table, between and after; nothing is refused, nothing else trained."""
+    rows, w = begin()
+    params = {"a": None, **host_params(rows, w), "u": None, "z": [None]}
+    expected = {**params, "table": rows}
+    expected = train_in_memory(loss, tx, expected, batches(0, 4))
+    by_size = {"sparse": lambda path, x: x.size > 400}
+    with host.HostTrainer(loss, tx, params, **by_size) as trainer:
+        values = list(trainer.run(batches(0, 4)))
+        assert_trained_alike(trainer, values, expected)
+
+
 MASKED = {
     "exact_adamw": lambda tree: osa.exact_adamw(0.1, weight_decay=0.2, mask=tree),
     "lazy": lambda tree: osa.lazy(optax.adamw(0.1, weight_decay=0.2, mask=tree)),
