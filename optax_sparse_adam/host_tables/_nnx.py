@@ -24,7 +24,9 @@ def nnx_tables(
 
     Returns:
       `(graph, params, rest)` as of `nnx.split(model, nnx.Param, ...)`. The loss gets
-      the model by `nnx.merge(graph, params, rest)`.
+      the model by `nnx.merge(graph, params, rest)`. One that changes `rest`, as
+      Dropout and BatchNorm do, gets `rest` with the batch, merges it with `copy=True`,
+      and returns the new one, `nnx.state(model, nnx.Not(nnx.Param))`, as `aux`.
 
     Raises:
       ImportError: Without Flax.

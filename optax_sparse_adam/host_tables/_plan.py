@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import valid_jaxtype
 
 from .._exact_adam.state import begin_now
 from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
@@ -83,6 +84,7 @@ class Plan:
             )
         _refuse_shared(hosts, self.tables)
         pairs = jax.tree_util.tree_leaves_with_path(params)
+        _refuse_others(pairs)
         shapes = [jax.ShapeDtypeStruct(np.shape(x), _type_of(x)) for _, x in pairs]
         state = jax.eval_shape(tx.init, self.treedef.unflatten(shapes))
         leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -382,6 +384,18 @@ def _refuse_shared(hosts: Mapping[int, HostTable], tables: Mapping[int, Any]) ->
                 f"{tables[i].name} have the same one."
             )
         seen[place] = tables[i].name
+
+
+def _refuse_others(pairs: Iterable[Any]) -> None:
+    for path, x in pairs:
+        if not (isinstance(x, HostTable) or hasattr(x, "dtype") or valid_jaxtype(x)):
+            raise TypeError(
+                "HostTrainer trains arrays, numbers and HostTables; "
+                f"{jax.tree_util.keystr(path)} is of the type `{type(x).__name__}`. "
+                "Let the loss close over it. With Equinox, split the model by "
+                "`params, static = eqx.partition(model, lambda x: isinstance(x, "
+                "HostTable) or eqx.is_inexact_array(x))`."
+            )
 
 
 def _type_of(x: Any) -> Any:

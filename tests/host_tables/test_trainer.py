@@ -26,7 +26,7 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import assert_identical, slow_but
+from ..helpers.support import assert_close, assert_identical, slow_but
 
 TX = osa.sparse_adam(1e-2)
 
@@ -469,6 +469,58 @@ def test_nnx_tables_never_exist(tmp_path):
             lambda: Model(nnx.Rngs(0), 9),
             lambda path, x: host.HostTable((9, 7)) if x.shape[0] == 9 else None,
         )
+
+
+@pytest.mark.slow
+def test_nnx_variables_that_a_step_changes():
+    """Counts of dropout, statistics of a norm: in with the batch, out as `aux`."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(ROWS, DIM, rngs=rngs)
+            self.norm = nnx.BatchNorm(DIM, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    _, plain, first = nnx.split(model, nnx.Param, ...)
+    table = np.asarray(model.embed.embedding[...])
+    graph, params, rest = host.nnx_tables(
+        lambda: Model(nnx.Rngs(0)),
+        lambda path, x: (
+            host.HostTable(x.shape, init=lambda a, b: table[a:b])
+            if x.shape[0] == ROWS
+            else None
+        ),
+    )
+
+    def fun(params, rest, ids, y):
+        model = nnx.merge(graph, params, rest, copy=True)
+        rows = model.drop(model.norm(model.embed(ids))).sum(1)
+        value = jnp.mean((rows - y) ** 2)
+        return value, nnx.state(model, nnx.Not(nnx.Param))
+
+    step = osa.make_train_step(fun, TX, has_aux=True)
+    plain, state = jax.tree.map(jnp.array, plain), TX.init(plain)
+    with host.HostTrainer(fun, TX, params, has_aux=True) as trainer:
+        for batch in batches(0, 5):
+            value, rest = trainer.step(rest, *batch)
+            plain, state, (expected, first) = step(plain, state, first, *batch)
+            assert_close(value, expected, 1e-6)
+            for name in ("count", "key"):  # of the masks, to the bit
+                x, y = (getattr(z.drop.rngs, name)[...] for z in (rest, first))
+                assert jnp.array_equal(x, y)
+            # XLA sums a batch up in another order beside other operations.
+            x, y = (jax.tree.leaves(z.norm) for z in (rest, first))
+            assert_close(x, y, 1e-6)
+        x, y = (np.asarray(z.embed.embedding[...]) for z in (trainer.params, plain))
+        assert_close(x, y, 1e-6)
+
+
+@pytest.mark.parametrize("leaf", [jax.nn.relu, "relu", object()], ids=type)
+def test_leaves_that_are_no_arrays_are_refused(leaf):
+    params = {**host_params(*begin()), "mlp": [leaf]}
+    with pytest.raises(TypeError, match=r"\['mlp'\]\[0\] is of the type .* Equinox"):
+        host.HostTrainer(loss, TX, params)
 
 
 def loss_of_both(params, ids, y):
