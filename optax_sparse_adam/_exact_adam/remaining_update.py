@@ -144,7 +144,7 @@ def polynomial(values: jax.Array, dtype: Any) -> jax.Array:
     )
     # `largest[n]`: the largest of the coefficients n, n + 1, ...
     largest = jnp.max(jnp.where(behind, sizes[..., None, :], 0), axis=-1)
-    is_noise = largest <= jnp.finfo(dtype).eps * sizes[..., :1]  # false for NaN
+    is_noise = largest <= float(jnp.finfo(dtype).eps) * sizes[..., :1]  # false for NaN
     values = times(_monomials(degree), jnp.where(is_noise, 0, values))
     # Behind a barrier: where a GPU's program takes the result apart, into numbers that
     # all rows share, its fusion would compute the sums again for each of them.

@@ -338,6 +338,29 @@ def test_long_rest(dtype):
     assert_close(actual[0], expected[0], tol, magnitude=1.0)
 
 
+@pytest.mark.parametrize("dtype", slow_but(["float32", "float64"], "float32"))
+def test_nothing_is_promoted_with_wide_types(dtype):
+    """To the bits of the ordinary promotion, eager and compiled."""
+    tx = osa.exact_adamw(0.1, weight_decay=0.1)
+
+    def step(params, state):
+        grad = osa.grad(lambda t: t[jnp.array([1, 3])].sum(), read=state)(params)
+        updates, state = tx.update(grad, state, params)
+        return osa.apply_updates(params, updates), state
+
+    def run(step):
+        params = jnp.ones((5, 2), dtype)
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = step(params, state)
+        return osa.flush(params, state)
+
+    with jax.enable_x64(True):
+        expected = [run(step), run(jax.jit(step))]
+        with jax.numpy_dtype_promotion("strict"):
+            assert_identical([run(step), run(jax.jit(step))], expected)
+
+
 @pytest.mark.parametrize(
     "backend", slow_but(["plain", "kernel"], "kernel"), indirect=True
 )
