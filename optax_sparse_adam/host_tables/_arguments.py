@@ -41,6 +41,16 @@ def taken_by(fun: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, 
     return {k: x for k, x in keywords.items() if k in parameters}
 
 
+def refuse_traced(x: Any, batch: str) -> None:
+    """What a program computes; its rows cannot be fetched before it runs."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{batch} has a traced array, {x.aval.str_short()}, and HostTrainer "
+            "fetches rows on the host, before a program runs. Call it outside of jit, "
+            "vmap, scan and cond; it compiles its step itself."
+        )
+
+
 def refuse_others(x: Any, batch: str) -> None:
     """What is no array of NumPy or JAX, though it can be made one."""
     refuse_masked(x, f"HostTrainer, in {batch},")

@@ -23,6 +23,7 @@ from ._arguments import (
     refuse_other_devices,
     refuse_other_numbers,
     refuse_others,
+    refuse_traced,
     taken_by,
     target_of,
     type_of,
@@ -147,10 +148,12 @@ class RowIds:
 
         Raises:
           IndexError: If ids are computed of integers that JAX would take for others.
-          TypeError: For a tensor of another library.
+          TypeError: For a tensor of another library; for a traced array.
           ValueError: For an array on other devices than the parameters.
         """
         whole_batch = jax.tree.leaves(args)
+        for x in whole_batch:
+            refuse_traced(x, name)
         target = target or target_of([*dense, *whole_batch])
         committed = [x.sharding for x in dense if is_committed(x)]
         for x in filter(is_committed, whole_batch):

@@ -516,6 +516,20 @@ def test_nnx_variables_that_a_step_changes():
         assert_close(x, y, 1e-6)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_traced_batches_are_refused(transform):
+    """Nothing is trained, and the trainer goes on."""
+    ids, y = np.arange(3), np.ones(3, np.float32)
+    with new_trainer() as trainer:
+        evaluate = trainer.evaluate(lambda params, ids: params["table"][ids])
+        with pytest.raises(TypeError, match=r"evaluate has a traced .* outside of jit"):
+            transform(evaluate)(ids)
+        with pytest.raises(TypeError, match="Batch 0 has a traced array"):
+            transform(trainer.step)(ids, y)
+        assert trainer.steps == 0
+        trainer.step(ids, y)
+
+
 @pytest.mark.parametrize("leaf", [jax.nn.relu, "relu", object()], ids=type)
 def test_leaves_that_are_no_arrays_are_refused(leaf):
     params = {**host_params(*begin()), "mlp": [leaf]}
