@@ -38,7 +38,7 @@ class History:
         """Copies of the arrays as they were when `step - 1` was the last step."""
         arrays, first = contents.arrays_before(step, reversed(self._batches))
         last, kind = int(arrays["numbers"][STEP]), int(arrays["numbers"][KIND])
-        if kind == 0 == step and contents.numbers[KIND]:
+        if kind == 0 == step == first and contents.numbers[KIND]:
             raise ValueError(
                 "arrays_before(0) cannot tell keys that had rows before the training "
                 "from those of a batch that is drawn ahead: both are of step 0. For "

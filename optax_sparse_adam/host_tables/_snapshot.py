@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from ._archive import read_archive, write_archive
+from ._arguments import begun
 from ._between import evaluated
 from ._budget import register
 from ._checkpoint import data_of, of_bytes
@@ -56,7 +57,7 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
         dense = evaluated(host, lambda params: _split(host.plan, params)[1])()
         names = {"name": "", "step": host.steps, "stateful": stateful}
         arrays = [data_of(x) for x in dense] + more
-        write_archive(new, arrays, names | _expected(host.plan), _ARCHIVE)
+        write_archive(new, arrays, names | _expected(host), _ARCHIVE)
         os.replace(new, folder)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
@@ -126,11 +127,12 @@ def _width(shape: Sequence[int]) -> int:
     return int(np.prod(shape[1:], dtype=np.int64))
 
 
-def _expected(plan: Plan) -> dict[str, Any]:
-    """What a snapshot of these parameters says of itself."""
+def _expected(host: HostRows) -> dict[str, Any]:
+    """What a snapshot of these parameters says of itself, in the types of JAX."""
+    plan = host.plan
     tables = [[x.name, list(x.shape), str(x.dtype)] for x in plan.tables.values()]
     names = plan.names[: plan.num_dense]
-    pairs = zip(names, plan.dense, strict=True)
+    pairs = zip(names, host.dense, strict=True)
     arrays = [[name, list(np.shape(x)), str(x.dtype)] for name, x in pairs]
     return {"version": _VERSION, "tables": tables, "arrays": arrays}
 
@@ -176,7 +178,8 @@ class Snapshot:
     Args:
       path: Of the folder.
       params: The parameters as the trainer had them, with a `HostTable` for each table;
-        of `HostTable`s and arrays only shapes and types matter.
+        of `HostTable`s and arrays, which may be `jax.ShapeDtypeStruct`s, only shapes
+        and types matter.
       stateful: Such as `{"keys": vocabulary}`: each is given what it was at this step.
         Of the names that the trainer had, any.
 
@@ -208,11 +211,12 @@ class Snapshot:
             )
         if not (folder / _ARCHIVE).exists():
             raise FileNotFoundError(f"There is no snapshot in {folder}.")
+        params = jax.tree.map(begun, params)
         plan = Plan(optax.identity(), params, Spread())
+        self._rows = HostRows(plan)
         about, held = read_archive(folder / _ARCHIVE)
         words = f"{folder} is a snapshot of other parameters"
-        refuse_other(words, about, _expected(plan))
-        self._rows = HostRows(plan)
+        refuse_other(words, about, _expected(self._rows))
         tables = []
         for k, table in enumerate(plan.tables.values()):
             tables.append(_mapped(folder / f"table{k}.npy", table.shape, table.dtype))

@@ -77,14 +77,16 @@ def test_types_and_stateful(dtype, tmp_path):
     vocab = osa.Vocabulary(ROWS)
     stateful = {"keys": vocab, "others": osa.Vocabulary(9)}
     params = host_params(rows, w)
-    trainer = host.HostTrainer(loss, osa.sparse_adam(0.1), params, stateful=stateful)
-    vocab.assign([2**50], 0)  # of a batch that is drawn and not trained
+    vocab.assign([7], 0)
+    tx, more = osa.sparse_adam(0.1), {"steps": 1, "stateful": stateful}
+    trainer = host.HostTrainer(loss, tx, params, **more)
+    vocab.assign([2**50], 1)  # of a batch that is drawn and not trained
     trainer.snapshot(tmp_path / "new" / "x")
     again = osa.Vocabulary(ROWS)
     again.assign([1, 2], 3)
     args = tmp_path / "new" / "x", declared(dtype)
     snapshot = host.Snapshot(*args, stateful={"keys": again})
-    assert len(again) == 0
+    assert len(again) == again.find([7]) == 1
     assert_identical(arrays(snapshot.params["table"]), arrays(jnp.asarray(rows)))
     with pytest.raises(ValueError, match=r"stateful=\['keys', 'others'\]"):
         host.Snapshot(*args, stateful={"key": again})
@@ -95,11 +97,31 @@ def test_types_and_stateful(dtype, tmp_path):
     other = {"table": host.HostTable((ROWS, DIM + 1), dtype), "w": w}
     with pytest.raises(ValueError, match="is a snapshot of other parameters: tables"):
         host.Snapshot(args[0], other)
-    for number in range(1, 10):  # too far ahead
+    for number in range(2, 11):  # too far ahead
         vocab.assign([number], number)
     with pytest.raises(ValueError, match="needs a vocabulary whose last call"):
         trainer.snapshot(tmp_path / "new" / "y")
     assert [x.name for x in (tmp_path / "new").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("value", [0.5, np.full(3, 0.5), np.float64(0.5)], ids=type)
+def test_parameters_are_of_the_types_of_jax(value, tmp_path):
+    """As the trainer has them, whatever made them: also a Python number, float64."""
+
+    def fun(params, ids):
+        return jnp.sum(params["table"][ids]) * jnp.sum(params["w"])
+
+    table = host.HostTable((9, 2))
+    trainer = host.HostTrainer(fun, osa.sparse_adam(0.1), {"table": table, "w": value})
+    trainer.step(np.array([1]))
+    trainer.snapshot(tmp_path / "x")
+    held = jnp.asarray(trainer.params["w"])
+    assert held.dtype == jnp.float32
+    for like in (value, held, jax.ShapeDtypeStruct(held.shape, held.dtype)):
+        snapshot = host.Snapshot(tmp_path / "x", {"table": table, "w": like})
+        assert_identical(snapshot.params["w"], held)
+        answer = snapshot.evaluate(fun)(np.array([1]))
+        assert_identical(answer, trainer.evaluate(fun)(np.array([1])))
 
 
 def serve(folder, ids, answers):
