@@ -63,7 +63,7 @@ def save(rows: HostRows, folder: Path, removes: tuple[str, int] = ("", 0)) -> No
             _begin_in(folder, rows)
             stateful, more = described(rows.stateful, rows.steps)
             of_part: dict[str, Any] = {"stores": [x.id for x in rows.stores]}
-            of_part["marked"] = [x.mark is not None for x in rows.stores]
+            of_part["marked"] = [bool(x.marks) for x in rows.stores]
             of_part["stateful"] = stateful
             held = [*(x for _, x in in_memory), *more]
             end.enter_context(ledger.next(folder, name, rows.steps))
@@ -265,7 +265,7 @@ def undo_of(
     if path.exists():
         undo = read_journal(path, rows.plan.layouts)
     for store, table, store_id, was_marked in elsewhere:
-        if was_marked and store.mark is None:
+        if was_marked and not store.marks:
             raise ValueError(
                 f"The storage of {table} has no mark, and that of the checkpoint in "
                 f"{folder} had one: it is another one, which no HostTrainer has begun, "
@@ -278,7 +278,8 @@ def undo_of(
                 f"{folder}, and no copy of it: another HostTrainer has begun it. Give "
                 "the path of the file that this checkpoint was made with."
             )
-        if not _brings_back(undo, store.mark, part.name):
+        marks = store.marks or (None,)
+        if not all(_brings_back(undo, mark, part.name) for mark in marks):
             raise ValueError(
                 f"What keeps the rows of {table} has changed since the checkpoint in "
                 f"{folder}, by a run whose journal is elsewhere: restore the last "

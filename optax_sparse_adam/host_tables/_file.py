@@ -3,6 +3,10 @@
     512 bytes       what it belongs to, a `Mark`, as JSON
     to a page end   what it holds, as JSON: fields, rows, its id
     from there on   the records, `[rows, words]`
+    last 512 bytes  the mark once more
+
+Both marks are written before rows change. A program that copies the file meanwhile
+reads rows of a later time than the first mark, and then the second one, which says so.
 
 Rows are read and written where they are; the system writes pages back by itself. A
 process that is killed loses nothing that it wrote: see `_journal` for what is torn.
@@ -41,11 +45,12 @@ except ImportError as error:  # Windows
         "HostTable without `file` keeps a table in memory."
     ) from error
 
-_MAGIC = b"optax_sparse_adam host table 2\n"
+_MAGIC = b"optax_sparse_adam host table 3\n"
 _BEGUN = b"optax_sparse_adam begins a host table\n"
-_VERSION = 2  # also of what follows
+_VERSION = 3  # also of what follows
 _MARK = 512  # bytes of it, with the first line: a disk writes so many at once
 _PAGE = 4096
+_DAMAGED = "{path} was damaged: what it says of its rows cannot be read."
 # Rows come from the disk if more than one in 64 was waited for: asking for a page takes
 # microseconds, waiting for one a tenth of a millisecond or more. A few may be of what
 # else the process maps.
@@ -59,13 +64,12 @@ class File(Memory):
 
     Attributes:
       records: `[rows, words]`, a mapping.
-      mark: To which checkpoint its rows can be brought back.
+      marks: To which checkpoint its rows can be brought back.
       id: Of the file; a copy has the same.
       budget: Bytes that the process may hold, pages of files included, or `None`.
     """
 
     id: str
-    mark: Mark
 
     def __init__(
         self, path: Path, name: str, rows: int, layout: Layout, budget: float | None
@@ -154,14 +158,12 @@ class File(Memory):
                 )
             )
         try:
-            self.mark = Mark.read(head[len(_MAGIC) : _MARK])
+            first = Mark.read(head[len(_MAGIC) : _MARK])
             text = head[_MARK:].partition(b"\0")[0]
             about = json.loads(text)
             self.id = str(about["id"])
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{self.path} was damaged: what it says of its rows cannot be read."
-            ) from error
+            raise ValueError(_DAMAGED.format(path=self.path)) from error
         refuse_other(
             f"{self.path} does not hold {self._name} with this optimiser",
             *(about, self._expected),
@@ -171,12 +173,20 @@ class File(Memory):
             raise ValueError(
                 f"{self.path} was cut: it should have {self._size:,} bytes."
             )
+        self._file.seek(self._second_mark)
+        try:
+            last = Mark.read(self._file.read(_MARK)[len(_MAGIC) :])
+        except ValueError as error:
+            raise ValueError(_DAMAGED.format(path=self.path)) from error
+        self.marks = first, last
         self._map(mmap.ACCESS_READ if to_read else mmap.ACCESS_DEFAULT)
 
     def _set_size(self, text: bytes) -> None:
-        """Where the rows begin, and how long the file is."""
+        """Where the rows begin, where they end, and how long the file is."""
         self._start = -(-(_MARK + len(text) + 1) // _PAGE) * _PAGE
-        self._size = self._start + self._shape[0] * self._words * WORD
+        end = self._start + self._shape[0] * self._words * WORD
+        self._second_mark = -(-end // _MARK) * _MARK
+        self._size = self._second_mark + _MARK
 
     def _lock(self, *, is_shared: bool = False) -> None:
         words = "Another HostTrainer, or another table of this one, has the file of "
@@ -196,7 +206,8 @@ class File(Memory):
         register(self._mmap)
         # Single rows are read: no page before or after them.
         self._mmap.madvise(mmap.MADV_RANDOM)
-        words = np.frombuffer(self._mmap, np.uint32, offset=self._start)
+        count = self._shape[0] * self._words
+        words = np.frombuffer(self._mmap, np.uint32, count, self._start)
         self.records = words.reshape(self._shape)
 
     def close(self) -> None:
@@ -209,9 +220,13 @@ class File(Memory):
             self.path.unlink(missing_ok=True)
 
     def set_mark(self, mark: Mark) -> None:
+        self._lacks_room(0)  # was it cut? The second mark would make it longer again.
+        text = (_MAGIC + mark.text).ljust(_MARK)
         with naming(self.path):
-            write_at(self._file, 0, (_MAGIC + mark.text).ljust(_MARK))
-        self.mark = mark
+            # First the second: what begins like a file of a table has both.
+            for place in (self._second_mark, 0):
+                write_at(self._file, place, text)
+        self.marks = mark, mark
 
     def archived(self) -> None:
         return None

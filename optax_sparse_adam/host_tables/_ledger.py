@@ -110,5 +110,5 @@ class Ledger:
 
     def _set_marks(self, mark: Mark) -> None:
         for store in self._stores:
-            if store.archived() is None and store.mark != mark:
+            if store.archived() is None and {*store.marks} != {mark}:
                 store.set_mark(mark)

@@ -99,14 +99,16 @@ class Store:
 
     Attributes:
       id: Of this store, for checkpoints, or `None` where it has none.
-      mark: What it says of itself, or `None` where it cannot.
+      marks: What it says of itself: at the place that is read first and at the one that
+        is read last, which differ in a copy that was made meanwhile. `()` where it
+        cannot.
       begins_with_zeros: Whether rows that are never put are zeros.
       layout: The fields of a record.
     """
 
     layout: Layout
     id: str | None = None
-    mark: Mark | None = None
+    marks: tuple[Mark, ...] = ()
     begins_with_zeros = True
 
     @property
@@ -155,7 +157,7 @@ class Store:
         """Waits until what was put is safe."""
 
     def set_mark(self, mark: Mark) -> None:
-        """Keeps a mark, from now on `mark`, if it can."""
+        """Keeps a mark, from now on that of `marks`, if it can."""
 
     def archived(self) -> np.ndarray | None:
         """The records that a checkpoint copies; `None` if the store keeps them."""
@@ -234,7 +236,7 @@ class UserStore(Store):
         if self._read_mark is None or (text := self._read_mark()) is None:
             return
         try:
-            self.mark = Mark.read(bytes(text))
+            self.marks = (Mark.read(bytes(text)),)
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"`read_mark` of the storage of {self._name} returned {text!r}, which "
@@ -244,7 +246,7 @@ class UserStore(Store):
     def set_mark(self, mark: Mark) -> None:
         if self._write_mark is not None and self._read_mark is not None:
             self._write_mark(mark.text)
-            self.mark = mark
+            self.marks = (mark,)
 
     def take_into(self, rows: Ascending, out: np.ndarray) -> None:
         if len(rows) == 0:

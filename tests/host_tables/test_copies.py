@@ -3,8 +3,10 @@
 What is taken has the bits of the checkpoint; all else is refused, with what to do.
 """
 
+import re
 import shutil
 
+import numpy as np
 import pytest
 
 import optax_sparse_adam as osa
@@ -157,6 +159,61 @@ def test_copies_of_both_are_two_runs(run, expected):
     for place in (run, other):
         with restored(place.folder, place.file) as trainer:
             assert_has(trainer, expected, 1)
+
+
+MEANWHILE = {
+    "a step": lambda trainer, batch, folder: trainer.step(*batch),
+    "a checkpoint": lambda trainer, batch, folder: trainer.checkpoint(folder),
+    "both": lambda trainer, batch, folder: (
+        trainer.step(*batch),
+        trainer.checkpoint(folder),
+        trainer.step(*batch),
+    ),
+}
+
+
+@pytest.mark.parametrize("first", slow_but(["folder", "file"], "folder"))
+@pytest.mark.parametrize("what", slow_but(MEANWHILE, "a step"))
+def test_copies_that_are_made_while_it_trains(run, what, first):
+    """After each page of the file: to the bits of the folder's checkpoint, or refused.
+
+    Where no other checkpoint is made, a file that is copied first is restored.
+    """
+    batch, done = some(1, 2)[0], {}
+    with restored(run.folder, run.file) as trainer:
+        size, k = run.file.stat().st_size, 0
+        assert size == 4096 + 3840 + 256 + 512
+        while 512 * k < size:
+            k += 1 if k != 1 else 7  # the rest of the first page does not change
+            trainer.step(*batch)
+            trainer.checkpoint(run.folder)
+            values = np.array(trainer.params["table"])
+            place = Place(run.path.with_name(str(k)))
+            place.path.mkdir()
+            if first == "folder":
+                shutil.copytree(run.folder, place.folder)
+            with run.file.open("rb") as old, place.file.open("wb") as new:
+                new.write(old.read(512 * k))
+                MEANWHILE[what](trainer, batch, run.folder)
+                new.write(old.read())
+            if first == "file":
+                values = (
+                    values if what == "a step" else np.array(trainer.params["table"])
+                )
+                shutil.copytree(run.folder, place.folder)
+            done[k] = place, values
+    restorable = set()
+    for k, (place, values) in done.items():
+        try:
+            trainer = restored(place.folder, place.file)
+        except ValueError as error:
+            assert re.search(REFUSED, str(error), re.DOTALL)  # noqa: PT017
+            continue
+        with trainer:
+            np.testing.assert_array_equal(trainer.params["table"], values)
+        restorable.add(k)
+    whole = {k} if first == "folder" else set()
+    assert restorable == ({*done} if (what, first) == ("a step", "file") else whole)
 
 
 def test_rows_of_another_run_are_refused(run, expected):
