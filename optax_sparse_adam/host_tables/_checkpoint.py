@@ -38,7 +38,10 @@ from ._together import new_name, together
 _VERSION = 2
 _SECONDS = 90  # NFS keeps names for 60
 _PART = "rows"
-_OF_A_CHECKPOINT = re.compile(f"(?:journal|{_PART})-([0-9a-f]{{32}})(?:-[0-9]+)?")
+# As `part_name` makes them: of one process there is a journal alone.
+_OF_A_CHECKPOINT = re.compile(
+    f"journal-[0-9a-f]{{32}}(-[0-9]+)?|{_PART}-[0-9a-f]{{32}}-[0-9]+"
+)
 
 
 def save(rows: HostRows, folder: Path, removes: tuple[str, int] = ("", 0)) -> None:
@@ -89,8 +92,7 @@ def save(rows: HostRows, folder: Path, removes: tuple[str, int] = ("", 0)) -> No
                 )
     for old in folder.iterdir() if spread.process == 0 else ():
         # What a process that was killed has left, or others no longer need.
-        of = _OF_A_CHECKPOINT.fullmatch(old.name)
-        if of and of[1] != name:
+        if _OF_A_CHECKPOINT.fullmatch(old.name) and name not in old.name:
             old.unlink(missing_ok=True)
 
 

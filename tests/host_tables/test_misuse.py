@@ -364,7 +364,10 @@ def test_what_is_not_ours_stays(tmp_path):
 
 
 def test_a_checkpoint_removes_its_own_files_only(tmp_path):
-    mine = [tmp_path / name for name in ("rows-1", "journal-of-mine", "table.bin")]
+    table = (
+        f"rows-{'0123456789abcdef' * 2}"  # as the part of a process, but for its end
+    )
+    mine = [tmp_path / name for name in ("rows-1", "journal-of-mine", table)]
     for path in mine[:2]:
         path.write_text("mine")
     with new_trainer(file=mine[2]) as trainer:
