@@ -2,8 +2,8 @@
 
     LD_PRELOAD=libasan.so CUDA_ON_CPU_FLAGS=... python -m tests.helpers.cuda_sanitized
 
-Every optimiser takes its steps, and sums are made, at sizes and widths that fill no
-chunk and no lane. With an argument a lane writes one number too many: that is seen.
+Optimisers of each number of arrays take their steps, and sums are made, at sizes and
+widths that fill no chunk and no lane. With an argument a lane writes one number too many: that is seen.
 """
 
 import itertools
@@ -17,6 +17,8 @@ from ..native.test_cuda import OPTIMIZERS, SUMS, check_sums, trained
 from . import cuda_on_cpu
 
 WIDTHS, SIZES = (1, 33, 2, 129, 7, 300, 20), (5, 35, 100, 165, 30)
+# Their kernels read and write the arrays of lion, adam or amsgrad.
+ALIKE = {"adagrad", "rmsprop", "adamw", "nadam", "adan"}
 WRONG = """
 extern "C" __global__ void rows_kernel(float* out, long long size) {
   if (threadIdx.x <= size) out[threadIdx.x] = 1;
@@ -26,7 +28,8 @@ extern "C" __global__ void rows_kernel(float* out, long long size) {
 
 def main():
     # Rows and bags in turn; both of two formulas.
-    names = list(enumerate([*OPTIMIZERS, "sparse_adam", "exact_adamw"]))
+    kept = [name for name in OPTIMIZERS if name not in ALIKE]
+    names = list(enumerate([*kept, "sparse_adam", "exact_adamw"]))
     shapes = zip(names, itertools.cycle(WIDTHS), itertools.cycle(SIZES))  # 35 pairs
     with cuda_on_cpu.emulated() as calls:
         for (i, name), width, size in shapes:
@@ -34,7 +37,7 @@ def main():
     for ops, kind, size, width in SUMS:
         check_sums(ops(), kind, size, width)
     kernels = {call.source for call in calls}
-    assert len(kernels) > 30, len(kernels)
+    assert len(kernels) > 25, len(kernels)
     print("no call has left its buffers")
 
 
