@@ -388,6 +388,7 @@ def _refuse_shared(hosts: Mapping[int, HostTable], tables: Mapping[int, Any]) ->
 
 def _refuse_others(pairs: Iterable[Any]) -> None:
     for path, x in pairs:
+        refuse_masked(x, f"HostTrainer, of parameters ({jax.tree_util.keystr(path)}),")
         if not (isinstance(x, HostTable) or hasattr(x, "dtype") or valid_jaxtype(x)):
             raise TypeError(
                 "HostTrainer trains arrays, numbers and HostTables; "

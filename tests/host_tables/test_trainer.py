@@ -537,6 +537,15 @@ def test_leaves_that_are_no_arrays_are_refused(leaf):
         host.HostTrainer(loss, TX, params)
 
 
+def test_masked_parameters_are_refused():
+    """They would be trained with what is masked."""
+    params = host_params(*begin()) | {"b": np.ma.array([1.0, 2.0], mask=[0, 1])}
+    with pytest.raises(
+        TypeError, match=r"\(\['b'\]\), takes plain arrays, got a masked"
+    ):
+        host.HostTrainer(loss, TX, params)
+
+
 def loss_of_both(params, ids, y):
     return loss(params, ids, y) + jnp.mean(params["other"][ids] ** 2)
 
