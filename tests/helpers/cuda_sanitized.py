@@ -3,7 +3,8 @@
     LD_PRELOAD=libasan.so CUDA_ON_CPU_FLAGS=... python -m tests.helpers.cuda_sanitized
 
 Optimisers of each number of arrays take their steps, and sums are made, at sizes and
-widths that fill no chunk and no lane. With an argument a lane writes one number too many: that is seen.
+widths that fill no chunk and no lane. With an argument a lane writes one number too
+many: that is seen.
 """
 
 import itertools
