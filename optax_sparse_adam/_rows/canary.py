@@ -36,6 +36,7 @@ What else a gradient has beside its entries: a second column of the canary, see
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +62,6 @@ from .canary_arrays import (
     new_marks,
 )
 from .named_in_errors import NamedInErrors
-from .padding import expand_like
 from .source import Source
 
 
@@ -266,21 +266,34 @@ def _canary_reduction(name: str) -> Callable[..., Any]:
             return result
         clocks = None
         if not lacks_clock(self):
-            # The same is done with the clocks in the place of all numbers of an entry.
-            # BCOO writes 0 for entries out of bounds, which fit any clock.
-            column = clocks_of(self.canary) ^ ANY_CLOCK
-            data = expand_like(column[..., 0], plain.data)
-            data = jnp.broadcast_to(data, plain.data.shape)
-            moved = copy_with(BCOO, plain, data, plain.indices)
-            moved = method_of_bcoo(moved, *args, **kwargs)
-            axes = tuple(range(result.n_batch + 1, moved.data.ndim))
-            # All are equal, or there are none.
-            column = moved.data ^ ANY_CLOCK
-            clocks = jnp.min(column, axes, initial=ANY_CLOCK)[..., None]
+            clocks = _clocks_of_batch(self, name, *args, **kwargs)
+            batch = result.shape[: result.n_batch]
+            count = clocks.size // max(1, math.prod(batch))
+            clocks = clocks.reshape(*batch, count, 1)
         make = maker_of(self, clocks=clocks)
         return copy_with(make, result, result.data, result.indices)
 
     return method
+
+
+def _clocks_of_batch(
+    grad: CanaryBCOO, name: str, *args: Any, **kwargs: Any
+) -> jax.Array:
+    """The clocks of members of a batch, after a method of `_canary_reduction`.
+
+    Not by BCOO's own method: it adds duplicates up, and writes 0 for padding.
+    """
+    batch = grad.shape[: grad.n_batch]
+    clocks = one_clock(clocks_of(grad.canary)).reshape(batch)
+    if name == "__getitem__":
+        rest = (1,) * len(grad._unbatched)
+        return clocks.reshape(*batch, *rest)[args[0]]
+    if name == "sum":  # over members, whose clocks are now beside each other
+        axes = args[0] if args else kwargs["axis"]
+        axes = (axes,) if np.ndim(axes) == 0 else tuple(axes)
+        axes = tuple(axis % grad.ndim for axis in axes)
+        return jnp.moveaxis(clocks, axes, range(-len(axes), 0))
+    return clocks
 
 
 # What scales a gradient, and what `optax.apply_updates` adds an update by.
@@ -295,6 +308,19 @@ for _operator in ["sum", "__getitem__", "reshape", "update_layout"]:
 def clocks_of(canary: jax.Array) -> jax.Array:
     """The second column of a canary; `ANY_CLOCK` for entries of zeros."""
     return jnp.where(canary[..., :1] == 0, ANY_CLOCK, canary[..., 1:])
+
+
+def one_clock(clocks: jax.Array, *, is_same: bool = False) -> jax.Array:
+    """The clock of what is made of entries of these, `[..., n, 1]`: `[..., 1, 1]`.
+
+    Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has
+    `CHANGED_CLOCK`. So has all that is made of an update, as `CLOCK_OF_UPDATE` is
+    negative, but its coalesced form (`is_same`). Entries of zeros fit any clock.
+    """
+    first = jnp.min(clocks, axis=-2, keepdims=True, initial=ANY_CLOCK)
+    is_kept = jnp.all((clocks == first) | (clocks == ANY_CLOCK), axis=-2, keepdims=True)
+    is_kept &= is_same | (first >= 0)
+    return jnp.where(is_kept, first, CHANGED_CLOCK)
 
 
 def lacks_clock(grad: BCOO) -> bool:
@@ -322,15 +348,7 @@ def maker_of(
     columns = [clocks_of(grad.canary) for grad in canary_grads]
     if clocks is not None:
         columns = [clocks]
-    # Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has
-    # `CHANGED_CLOCK`. So has all that is made of an update, as `CLOCK_OF_UPDATE` is
-    # negative, but its coalesced form (`is_same`). Entries of zeros fit any clock.
-    columns.append(jnp.full((*columns[0].shape[:-2], 1, 1), ANY_CLOCK))
-    every = jnp.concatenate(columns, axis=-2)
-    first = jnp.min(every, axis=-2, keepdims=True)
-    is_kept = jnp.all((every == first) | (every == ANY_CLOCK), axis=-2, keepdims=True)
-    is_kept &= is_same | (first >= 0)
-    read_at = jnp.where(is_kept, first, CHANGED_CLOCK)
+    read_at = one_clock(jnp.concatenate(columns, axis=-2), is_same=is_same)
     read_of = tuple(table for grad in canary_grads for table in grad.read_of)
 
     def make(args: Any, **kwargs: Any) -> CanaryBCOO:

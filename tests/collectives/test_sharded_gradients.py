@@ -89,6 +89,34 @@ def test_gradients_of_an_explicit_batch(name):
 
 
 @pytest.mark.slow
+def test_steps_by_gradients_of_an_explicit_batch():
+    """They know of which step their rows are, as others do."""
+    tx = osa.exact_adam(0.1)
+
+    def train(place, **out):
+        def loss(table, ids):
+            return jnp.sum(table.at[ids].get(**out) ** 2)
+
+        @jax.jit
+        def step(table, state, ids):
+            grad_of = osa.grad(loss, read=state)
+            grad = jax.vmap(grad_of, (None, 0))(table, ids).sum(0)
+            updates, state = tx.update(grad, state, table)
+            return osa.apply_updates(table, updates), state
+
+        table = place(exact(np.random.default_rng(0), (ROWS, WIDTH)), P())
+        state = tx.init(table)
+        for ids in batches:
+            table, state = step(table, state, place(ids, P("x")))
+        return osa.flush(table, state)[0]
+
+    batches = np.random.default_rng(0).integers(0, ROWS, (3, 8, 3), np.int32)
+    with jax.set_mesh(jax.make_mesh((8,), ("x",), (EXPLICIT,))):
+        table = train(jax.device_put, out_sharding=P())
+    assert_close(table, train(lambda x, _: jnp.asarray(x)), 1e-6)
+
+
+@pytest.mark.slow
 def test_ensemble_over_an_explicit_axis():
     """By vmap, of whose members each device has one."""
     tx = osa.exact_adam(0.1)

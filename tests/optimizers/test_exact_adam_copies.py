@@ -176,10 +176,10 @@ PADDED = WAYS | {
 }
 
 
-@pytest.mark.parametrize("size", [3, 12], ids=["few ids", "more than rows"])
+@pytest.mark.parametrize("size", slow_but([3, 12, 5], 12), ids=lambda n: f"{n} ids")
 @pytest.mark.parametrize("name", slow_but(PADDED, "added up"))
-def test_gradients_of_a_batch_with_padding(name, size):
-    """Ids out of bounds, or what a gradient of more ids than rows is filled up with."""
+def test_gradients_of_a_batch_with_padding(name, size, x64):
+    """Ids out of bounds, duplicates, more ids than rows, which are padded."""
     tx, dense = MAKERS["exact_adamw"]
     ids = np.random.default_rng(2).integers(8, size=(5, 2, size))
     ids[:, 0, -1] = 8  # padding
@@ -200,7 +200,8 @@ def test_gradients_of_a_batch_with_padding(name, size):
         updates, state = dense.update(grad, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = table(), tx.init(table())
+    params = table().astype("float32")
+    state = tx.init(params)
     for batch in ids:
         params, state = step(params, state, batch)
     with jax.enable_x64(True):
