@@ -134,6 +134,18 @@ def make_train_step(
     return step
 
 
+def extra_args_of(
+    loss: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    value: Any,
+    keywords: dict[str, Any],
+) -> dict[str, Any]:
+    """What `tx.update` gets beside its three arguments where gradients are sparse."""
+    of_loss, of_tx = _keywords(loss), _keywords(tx.update, skip=3)
+    extra = _taken_by(of_tx, {"value": value})
+    return extra | _taken_by(of_tx, keywords, other=of_loss)
+
+
 Keywords = dict[str, inspect.Parameter]
 
 

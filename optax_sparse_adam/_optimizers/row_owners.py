@@ -49,6 +49,11 @@ class TableSize(NamedTuple):
     def num_rows(self) -> int:
         return math.prod(self.shape[: self.n_sparse])
 
+    @property
+    def num_touched(self) -> int:
+        """Two for none: of arrays without elements JAX computes less."""
+        return self.nse or min(2, self.num_rows)
+
 
 def unused_sizes(arrays: list[Any]) -> Iterator[int]:
     """Sizes that no axis of these arrays has."""
@@ -128,16 +133,22 @@ def check_sizes(
     params: Any,
     tables: dict[int, TableSize],
     owners: list[int | None],
+    extra_args: dict[str, Any],
     name: str,
 ) -> None:
-    """Raises for a transformation that two rows of each table would change.
+    """Raises for a transformation that does other things to some rows of each table.
 
     Args:
       tx: The transformation.
       params: The tree of shapes and types of the parameters.
-      tables: The tables among them.
+      tables: The tables among them; of no touched rows two are taken.
       owners: Which table's rows each array of the state holds.
+      extra_args: What the update takes besides.
       name: Who needs it, for errors.
+
+    Raises:
+      ValueError: If so. Not if the update raises for whole tables, as one does that
+        wants other extra arguments.
     """
     state = jax.eval_shape(tx.init, params)
     trees, shapes = Trees.of(params, state, params)
@@ -146,13 +157,13 @@ def check_sizes(
     numbers = [None if x is None else next(places) for x in shapes.params]
     of_params = [i if i in tables else None for i in numbers]
     every_owner = Leaves(of_params, owners, of_params)
-    two = {i: min(2, table.num_rows) for i, table in tables.items()}
-    resized = functools.partial(_resized, tables=tables, num_rows=two)
-    of_two = trees.grads.unflatten(map(resized, shapes.params, of_params))
-    if jax.tree.structure(jax.eval_shape(tx.init, of_two)) != trees.state:
+    few = {i: table.num_touched for i, table in tables.items()}
+    resized = functools.partial(_resized, tables=tables, num_rows=few)
+    of_few = trees.grads.unflatten(map(resized, shapes.params, of_params))
+    if jax.tree.structure(jax.eval_shape(tx.init, of_few)) != trees.state:
         some = next(iter(tables))
-        raise _size_error(name, tables[some].num_rows, two[some])
-    update = functools.partial(trees.update, tx, {})
+        raise _size_error(name, tables[some].num_rows, few[some])
+    update = functools.partial(trees.update, tx, extra_args)
     check_same_operations(update, shapes, every_owner, tables, name)
 
 
@@ -170,8 +181,7 @@ def check_same_operations(
         return _operations(update, shapes.map(resized, owners))
 
     rows = {i: table.num_rows for i, table in tables.items()}
-    # Two rows for none: of arrays without elements JAX computes less.
-    few = {i: table.nse or min(2, table.num_rows) for i, table in tables.items()}
+    few = {i: table.num_touched for i, table in tables.items()}
     expected, error = attempt(operations, rows)
     if error is not None:  # it takes no tables, so there is nothing to compare with
         return

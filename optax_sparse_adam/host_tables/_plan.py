@@ -24,7 +24,7 @@ from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.row_owners import TableSize, check_sizes, find_owners
 from .._rows.checks import refuse_masked
-from .._train_step import make_train_step
+from .._train_step import extra_args_of, make_train_step
 from ._compact import Whole, evaluate_compact, fingerprint
 from ._ids import kept_arguments
 from ._records import WORD, Layout
@@ -93,8 +93,14 @@ class Plan:
             *(tx.init, self.treedef, sizes, shapes, [x for _, x in leaves]),
             "HostTrainer",
         )
-        args = self.treedef.unflatten(shapes), sizes, owners, "HostTrainer"
-        check_sizes(optax.with_extra_args_support(tx), *args)
+        self._check_sizes: Callable[..., None] = functools.partial(
+            check_sizes,
+            *(optax.with_extra_args_support(tx), self.treedef.unflatten(shapes)),
+            owners=owners,
+            name="HostTrainer",
+        )
+        value = np.float32(0)  # a loss
+        self._check_sizes(tables=sizes, extra_args={"value": value})
         self.dense = [x for i, (_, x) in enumerate(pairs) if i not in hosts]
         self.num_dense = len(self.dense)
         # For each array of parameters and state the table whose rows it holds, if any.
@@ -316,11 +322,20 @@ class Plan:
         def step(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
             batch, keywords = args
             params, state = self.join(rest, arrays)
-            new = inner(params, state, rows, *batch, **keywords, **dict(static))
+            names = keywords | dict(static)
+            new = inner(params, state, rows, *batch, **names)
             value, (aux, number) = new[2]
             value = (value, aux) if has_aux else value
             new_rest, new_arrays = self.split(*new[:2])
             self._refuse_types(arrays, new_arrays)
+            # Known now: how many rows, and what the optimiser gets besides.
+            self._check_sizes(
+                tables={
+                    i: TableSize(x.shape, 1, len(part[0]))
+                    for (i, x), part in zip(self.tables.items(), arrays, strict=True)
+                },
+                extra_args=extra_args_of(loss, self.tx, new[2][0], names),
+            )
             return new_rest, new_arrays, value, jax.random.key_data(number)[0]
 
         return step

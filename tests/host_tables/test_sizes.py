@@ -47,6 +47,60 @@ def test_optimisers_that_go_by_size_are_refused(name):
         host.HostTrainer(loss, BY_SIZE[name], host_params(*begin()))
 
 
+PLATEAU = optax.contrib.reduce_on_plateau()
+WITH_EXTRA_ARGS = {
+    "lazy": osa.lazy(optax.chain(optax.adamw(0.1, mask=is_large), PLATEAU)),
+    "exact_adamw": optax.chain(
+        osa.lazy(PLATEAU), osa.exact_adamw(0.1, weight_decay=0.2, mask=is_large)
+    ),
+}
+
+
+def of_keyword(grads, state, params=None, *, factor, **_):
+    return jax.tree.map(lambda x: factor * x, grads), state
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", WITH_EXTRA_ARGS)
+def test_those_that_want_the_loss_are_refused(name):
+    with pytest.raises(ValueError, match=r"HostTrainer runs .* depends on the number"):
+        host.HostTrainer(loss, WITH_EXTRA_ARGS[name], host_params(*begin()))
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("mask", [is_large, {"table": True, "w": False}], ids=type)
+def test_those_that_want_a_keyword_are_asked_in_the_first_step(mask):
+    """Nothing is trained, and nothing is lost."""
+    inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, of_keyword)
+    tx = osa.lazy(optax.chain(inner, optax.adamw(0.1, mask=mask)))
+    (batch,) = batches(0, 1)
+    with host.HostTrainer(loss, tx, host_params(*begin())) as trainer:
+        before = np.array(trainer.params["table"])
+        if mask is is_large:
+            for _ in range(2):
+                with pytest.raises(ValueError, match="depends on the number of rows"):
+                    trainer.step(*batch, factor=0.5)
+            np.testing.assert_array_equal(trainer.params["table"], before)
+        else:
+            trainer.step(*batch, factor=0.5)
+            assert (trainer.params["table"] != before).any()
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_a_batch_of_as_many_rows_as_another_leaf_has(count):
+    """A mask by that number would take the rows for that leaf."""
+    mask = lambda tree: jax.tree.map(lambda x: x.shape[0] == 6, tree)  # noqa: E731
+    tx = osa.exact_adamw(0.05, weight_decay=0.9, mask=mask)
+    params = host_params(*begin()) | {"u": np.ones((6, 3), np.float32)}
+    with host.HostTrainer(lambda p, i: p["table"][i].sum(), tx, params) as trainer:
+        ids = np.arange(count)
+        if count == 6:
+            with pytest.raises(ValueError, match=r"for its touched rows \(6\)"):
+                trainer.step(ids)
+        else:
+            trainer.step(ids)
+
+
 @pytest.mark.usefixtures("as_optax_expects")
 @pytest.mark.parametrize("name", BY_SIZE)
 def test_they_are_refused_beside_a_leaf_that_is_none(name):
