@@ -16,6 +16,7 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
+from ..helpers.support import slow_but
 
 
 def is_large(params):
@@ -102,7 +103,7 @@ def test_a_batch_of_as_many_rows_as_another_leaf_has(count):
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("name", BY_SIZE)
+@pytest.mark.parametrize("name", slow_but(BY_SIZE, "lazy"))
 def test_they_are_refused_beside_a_leaf_that_is_none(name):
     """As `eqx.partition` has one for each field that is no array."""
     params = {"a": None, "b": {"c": None}, **host_params(*begin())}
@@ -111,6 +112,7 @@ def test_they_are_refused_beside_a_leaf_that_is_none(name):
 
 
 @pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [osa.exact_adam(0.1), osa.lazy(optax.adam(0.1))])
 def test_leaves_that_are_none(tx):
     """Before the table, between and after; nothing is refused, nothing else trained."""

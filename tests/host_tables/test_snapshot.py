@@ -104,14 +104,17 @@ def test_types_and_stateful(dtype, tmp_path):
     assert [x.name for x in (tmp_path / "new").iterdir()] == ["x"]
 
 
-@pytest.mark.parametrize("value", [0.5, np.full(3, 0.5), np.float64(0.5)], ids=type)
-def test_parameters_are_of_the_types_of_jax(value, tmp_path):
+VALUES = {"number": 0.5, "array": np.full(3, 0.5), "scalar": np.float64(0.5)}
+
+
+@pytest.mark.parametrize("kind", slow_but(VALUES, "number"))
+def test_parameters_are_of_the_types_of_jax(kind, tmp_path):
     """As the trainer has them, whatever made them: also a Python number, float64."""
 
     def fun(params, ids):
         return jnp.sum(params["table"][ids]) * jnp.sum(params["w"])
 
-    table = host.HostTable((9, 2))
+    table, value = host.HostTable((9, 2)), VALUES[kind]
     trainer = host.HostTrainer(fun, osa.sparse_adam(0.1), {"table": table, "w": value})
     trainer.step(np.array([1]))
     trainer.snapshot(tmp_path / "x")

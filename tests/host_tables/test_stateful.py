@@ -99,7 +99,11 @@ def test_what_is_of_another_step_is_refused(tmp_path):
     assert again.find(np.arange(10)).tolist() == [1, 2, *[0] * 8]
 
 
-@pytest.mark.parametrize("tx", [TX, osa.exact_adam(0.1)], ids=["sparse", "exact"])
+@pytest.mark.parametrize(
+    "tx",
+    [TX, pytest.param(osa.exact_adam(0.1), marks=pytest.mark.slow)],
+    ids=["sparse", "exact"],
+)
 def test_keys_that_are_known_before_the_training(tx, tmp_path):
     """Those of step 0, of a trainer that counts from 1: in a checkpoint, a snapshot."""
     vocab, again, served = osa.Vocabulary(31), osa.Vocabulary(31), osa.Vocabulary(31)
