@@ -50,16 +50,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax_extras.sharding import layout_of
 from .bag_gradient import BagEntries
 from .canary_arrays import (
-    ANY_CLOCK,
     CANARY,
-    CHANGED_CLOCK,
     REMEDY,
     armed_guard,
+    clocks_of,
     find_intact,
     is_armed_guard,
     is_changed,
     is_zero,
     new_marks,
+    one_clock,
 )
 from .named_in_errors import NamedInErrors
 from .source import Source
@@ -303,24 +303,6 @@ for _operator in ["astype", "sort_indices", "sum_duplicates"]:
     setattr(CanaryBCOO, _operator, _canary_operator(_operator))
 for _operator in ["sum", "__getitem__", "reshape", "update_layout"]:
     setattr(CanaryBCOO, _operator, _canary_reduction(_operator))
-
-
-def clocks_of(canary: jax.Array) -> jax.Array:
-    """The second column of a canary; `ANY_CLOCK` for entries of zeros."""
-    return jnp.where(canary[..., :1] == 0, ANY_CLOCK, canary[..., 1:])
-
-
-def one_clock(clocks: jax.Array, *, is_same: bool = False) -> jax.Array:
-    """The clock of what is made of entries of these, `[..., n, 1]`: `[..., 1, 1]`.
-
-    Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has
-    `CHANGED_CLOCK`. So has all that is made of an update, as `CLOCK_OF_UPDATE` is
-    negative, but its coalesced form (`is_same`). Entries of zeros fit any clock.
-    """
-    first = jnp.min(clocks, axis=-2, keepdims=True, initial=ANY_CLOCK)
-    is_kept = jnp.all((clocks == first) | (clocks == ANY_CLOCK), axis=-2, keepdims=True)
-    is_kept &= is_same | (first >= 0)
-    return jnp.where(is_kept, first, CHANGED_CLOCK)
 
 
 def lacks_clock(grad: BCOO) -> bool:

@@ -125,3 +125,21 @@ def _armed_type() -> Any:
 
 def is_armed_guard(x: Any) -> bool:
     return bool(getattr(x, "dtype", None) == _armed_type())
+
+
+def clocks_of(canary: jax.Array) -> jax.Array:
+    """The second column of a canary; `ANY_CLOCK` for entries of zeros."""
+    return jnp.where(canary[..., :1] == 0, ANY_CLOCK, canary[..., 1:])
+
+
+def one_clock(clocks: jax.Array, *, is_same: bool = False) -> jax.Array:
+    """The clock of what is made of entries of these, `[..., n, 1]`: `[..., 1, 1]`.
+
+    Two gradients of clock 5 add up to one of clock 5; with one of clock 6 the sum has
+    `CHANGED_CLOCK`. So has all that is made of an update, as `CLOCK_OF_UPDATE` is
+    negative, but its coalesced form (`is_same`). Entries of zeros fit any clock.
+    """
+    first = jnp.min(clocks, axis=-2, keepdims=True, initial=ANY_CLOCK)
+    is_kept = jnp.all((clocks == first) | (clocks == ANY_CLOCK), axis=-2, keepdims=True)
+    is_kept &= is_same | (first >= 0)
+    return jnp.where(is_kept, first, CHANGED_CLOCK)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
 from .._jax_extras.compiled import compiled
-from .canary import CanaryBCOO, clocks_of
-from .canary_arrays import ANY_CLOCK, CLOCK_OF_UPDATE, new_canary
+from .canary import CanaryBCOO
+from .canary_arrays import ANY_CLOCK, CLOCK_OF_UPDATE, clocks_of, new_canary
 
 
 def is_read_up_to_date(grad: Any) -> bool:
