@@ -60,6 +60,7 @@ class Journal:
         self.end = self._committed = _START, _first_checksum(self.name)
         self._file: Any = path.open("wb", buffering=0)
         self._write_head()
+        self._sync()  # a checkpoint is on the disk as a whole
 
     def append(self, table: int, rows: Ascending, store: Store) -> None:
         """Appends rows that have not changed before; they are in the store still."""
@@ -93,16 +94,21 @@ class Journal:
         """Comes before any of the rows are changed."""
         if self._committed == self.end:
             return
-        self._write_head()
+        # In this order: a head that the disk has without what it speaks of is refused.
+        # Entries without their head are brought back.
         if self._fsync:
-            with naming(self.path):
-                os.fsync(self._file)
+            self._sync()
+        self._write_head()
         self._committed = self.end
 
     def _write_head(self) -> None:
         text = json.dumps({"name": self.name, "end": self.end}).encode()
         with naming(self.path):
             write_at(self._file, 0, (_MAGIC + text).ljust(_START))
+
+    def _sync(self) -> None:
+        with naming(self.path):
+            os.fsync(self._file)
 
     def close(self) -> None:
         self._file.close()

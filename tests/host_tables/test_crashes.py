@@ -501,3 +501,89 @@ def test_a_close_that_is_interrupted_anywhere(tmp_path):
         with (tmp_path / "before.bin").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert seen > 20
+
+
+class Disk:
+    """What a disk may have of journals: what was synced, and any of later writes."""
+
+    def __init__(self, monkeypatch, folder, copies):
+        self._synced, self._later, self._all = {}, [], {}
+        self._folder, self._copies, self.images = folder, copies, []
+        self._numbers = itertools.count()
+        write_at, fsync = _journal.write_at, os.fsync
+
+        def write(file, place, data):
+            write_at(file, place, data)
+            self._later.append(
+                (str(file.name), place, bytes(memoryview(data).cast("B")))
+            )
+            self.fails()
+
+        def sync(file):
+            self.fails()
+            fsync(file)
+            name = str(getattr(file, "name", ""))
+            for x in [x for x in self._later if x[0] == name]:
+                self._later.remove(x)
+                self._write(self._synced, x)
+
+        monkeypatch.setattr(_journal, "write_at", write)
+        monkeypatch.setattr(_journal.os, "fsync", sync)
+
+    @staticmethod
+    def _write(contents, later):
+        name, place, data = later
+        old = contents.get(name, b"").ljust(place, b"\0")
+        contents[name] = old[:place] + data + old[place + len(data) :]
+
+    def fails(self):
+        """The machine does, now."""
+        for some in itertools.product([False, True], repeat=len(self._later)):
+            contents = {**self._synced}
+            for later in itertools.compress(self._later, some):
+                self._write(contents, later)
+            copy = self._copies / str(next(self._numbers))
+            shutil.copytree(self._folder, copy)
+            for path in (copy / "run").glob("journal-*"):
+                name = str(self._folder / "run" / path.name)
+                path.write_bytes(contents.get(name, b""))
+            self.images.append(copy)
+
+
+@pytest.mark.parametrize("fsync", slow_but([False, True], False))
+def test_a_machine_that_fails(fsync, tmp_path, monkeypatch):
+    """Between any two writes or syncs; without `fsync` when a checkpoint was made."""
+    folder, rows = tmp_path / "own", begin((ROWS, DIM))[0]
+    folder.mkdir()
+
+    def params(place):
+        init = lambda first, last: rows[first:last]  # noqa: E731
+        return {"table": host.HostTable(rows.shape, file=place / "t.bin", init=init)}
+
+    def fun(params, ids):
+        return jnp.sum(params["table"][ids] ** 2)
+
+    disk = Disk(monkeypatch, folder, tmp_path)
+    values = {}
+    with host.HostTrainer(fun, TX, params(folder), fsync=fsync) as trainer:
+        for number in range(4):
+            trainer.step(np.arange(number, 3 * number + 2))
+            if number != 2:
+                if not fsync:
+                    disk.images.clear()
+                trainer.checkpoint(folder / "run")
+                values[trainer.steps] = np.array(trainer.params["table"])
+            disk.fails()
+            if not fsync:
+                break
+    monkeypatch.undo()
+    count = 0
+    for image in disk.images:
+        if (image / "run" / "checkpoint.npz").exists():
+            with host.HostTrainer.restore(
+                image / "run", fun, TX, params(image)
+            ) as trainer:
+                expected = values[trainer.steps]
+                np.testing.assert_array_equal(trainer.params["table"], expected)
+            count += 1
+    assert count >= (20 if fsync else 1)
