@@ -38,16 +38,16 @@ class History:
         """Copies of the arrays as they were when `step - 1` was the last step."""
         arrays, first = contents.arrays_before(step, reversed(self._batches))
         last, kind = int(arrays["numbers"][STEP]), int(arrays["numbers"][KIND])
-        if kind == 0 == step == first and contents.numbers[KIND]:
+        is_first = kind == last == 0 != step - 1  # there is no call before this step
+        if is_first and first == step and contents.numbers[KIND]:
             raise ValueError(
-                "arrays_before(0) cannot tell keys that had rows before the training "
-                "from those of a batch that is drawn ahead: both are of step 0. For "
-                "the former, assign them at step 0 and count the training from 1, "
+                f"arrays_before({step}) cannot tell keys that had rows before the "
+                "training from those of a batch that is drawn ahead: both are of step "
+                f"{step}. Give the former at the step before, as step 0 of a "
                 "HostTrainer(..., steps=1); for the latter, make no checkpoint before "
                 "the first step has ended."
             )
-        is_before = last == step - 1 or step == last == kind == 0
-        if not is_before or first != step:
+        if not (is_first or last == step - 1) or first != step:
             now = int(contents.numbers[STEP])
             raise ValueError(
                 f"arrays_before({step}) needs a vocabulary whose last call of assign "

@@ -351,8 +351,8 @@ class Vocabulary(OneWriter):
         Raises:
           ValueError: If no call had the step before, so that steps are counted
             otherwise here and there; if there are more calls after it; or if it was
-            restored or grown after that step. Before step 0, if there was a call: were
-            its keys known before the training, or drawn ahead?
+            restored or grown after that step. If the first call of all is of this
+            step: were its keys known before the training, or drawn ahead?
         """
         self._ready()
         with self._lock:

@@ -248,6 +248,27 @@ def test_arrays_before_are_those_of_a_vocabulary_that_has_seen_less(options):
     assert_identical(again.arrays_before(38), seen[38])
 
 
+@pytest.mark.parametrize("step", [0, 10])
+def test_arrays_before_the_first_call(step):
+    """Of a vocabulary that joins a run: empty, until nobody knows why it is not."""
+    vocab = osa.Vocabulary(9)
+    empty = vocab.arrays
+    assert_identical(vocab.arrays_before(step), empty)
+    vocab.assign([1], step)
+    with pytest.raises(ValueError, match="cannot tell keys that had rows before"):
+        vocab.arrays_before(step)
+    assert vocab.arrays_before(step + 1)["hits"].sum() == 1
+    vocab.undo()
+    assert_identical(vocab.arrays_before(step), empty)
+
+
+def test_arrays_before_of_a_step_without_keys():
+    vocab = osa.Vocabulary(9)
+    vocab.assign([], 0)
+    vocab.assign([1], 1)  # drawn ahead
+    assert vocab.arrays_before(1)["hits"].sum() == 0
+
+
 def test_what_was_before_it_was_grown_is_not_known():
     vocab = osa.Vocabulary(9)
     vocab.assign([1], 0)
