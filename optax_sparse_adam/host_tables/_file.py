@@ -220,7 +220,7 @@ class File(Memory):
             self.path.unlink(missing_ok=True)
 
     def set_mark(self, mark: Mark) -> None:
-        self._lacks_room(0)  # was it cut? The second mark would make it longer again.
+        self._stat()  # the second mark would make a file that was cut longer again
         text = (_MAGIC + mark.text).ljust(_MARK)
         with naming(self.path):
             # First the second: what begins like a file of a table has both.
@@ -320,7 +320,7 @@ class File(Memory):
                 "rows are there until this process ends: trainer.params has them",
                 str(self.path),
             )
-        self._lacks_room(0)  # was it cut?
+        self._stat()
         with naming(self.path):
             self._mmap.flush()
 
@@ -343,11 +343,11 @@ class File(Memory):
                 str(self.path),
             )
 
-    def _lacks_room(self, count: int) -> bool:
-        """Whether rows in holes of the file may find no room on the disk.
+    def _stat(self) -> os.stat_result:
+        """What the system says of the file.
 
         Raises:
-          OSError: If the file was cut.
+          OSError: If it was cut.
         """
         opened = os.fstat(self._file.fileno())
         if opened.st_size < self._size:
@@ -358,6 +358,11 @@ class File(Memory):
                 "the trainer, and restore a copy of the file with that of its folder",
                 str(self.path),
             )
+        return opened
+
+    def _lacks_room(self, count: int) -> bool:
+        """Whether rows in holes of the file may find no room on the disk."""
+        opened = self._stat()
         if opened.st_blocks * 512 >= opened.st_size:  # no holes
             return False
         disk = os.fstatvfs(self._file.fileno())
