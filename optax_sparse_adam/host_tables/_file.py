@@ -363,11 +363,13 @@ class File(Memory):
     def _lacks_room(self, count: int) -> bool:
         """Whether rows in holes of the file may find no room on the disk."""
         opened = self._stat()
-        if opened.st_blocks * 512 >= opened.st_size:  # no holes
+        holes = opened.st_size - opened.st_blocks * 512
+        if holes <= 0:
             return False
         disk = os.fstatvfs(self._file.fileno())
-        pages = count * (2 + self._words * WORD // _PAGE)
-        return disk.f_bavail * disk.f_frsize < pages * _PAGE
+        needed = count * (2 + self._words * WORD // _PAGE) * _PAGE
+        # The last page of the file may be whole on the disk.
+        return disk.f_bavail * disk.f_frsize < min(needed, holes + _PAGE)
 
 
 def remove_if(path: Path, is_left: Callable[[Mark], bool]) -> None:

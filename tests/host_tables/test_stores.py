@@ -182,9 +182,9 @@ def test_a_child_gives_the_lock_back_and_its_parent_keeps_it(tmp_path):
 
 
 class Disk:
-    """A disk without room, for a file with holes."""
+    """A disk without room, or with some pages, for a file with holes."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, pages=0):
         fstat, fstatvfs = os.fstat, os.fstatvfs
 
         def stat(file):
@@ -196,7 +196,8 @@ class Disk:
             return Stat
 
         def statvfs(file):
-            sizes = [0 if k in (3, 4) else x for k, x in enumerate(fstatvfs(file))]
+            sizes = [4096, 4096, *fstatvfs(file)[2:]]
+            sizes[3:5] = pages, pages
             return os.statvfs_result(sizes)
 
         monkeypatch.setattr(_file.os, "fstat", stat)
@@ -215,6 +216,18 @@ def test_a_hole_on_a_full_disk_is_read_without_the_mapping(tmp_path, monkeypatch
     assert out[:, 0].tolist() == [0, 7, 7, 0, 1]
     with pytest.raises(OSError, match="no room"):
         file.put(rows, out)
+    file.close()
+
+
+def test_no_more_room_is_asked_for_than_a_file_has_holes(tmp_path, monkeypatch):
+    """Two pages for each of a hundred rows would be a hundred times the file."""
+    layout = Layout([("row", (4,), np.uint32)])
+    file = _file.File(tmp_path / "x", "table", 100, layout, None)
+    file.begin([])
+    Disk(monkeypatch, pages=3)
+    rows, records = ascending(np.arange(100), 100), np.ones((100, 4), np.uint32)
+    file.put(rows, records)
+    np.testing.assert_array_equal(file.records, records)
     file.close()
 
 
