@@ -59,8 +59,12 @@ class Journal:
         self._saved = [np.zeros(-(-size // 8), np.uint8) for size in sizes]
         self.end = self._committed = _START, _first_checksum(self.name)
         self._file: Any = path.open("wb", buffering=0)
-        self._write_head()
-        self._sync()  # a checkpoint is on the disk as a whole
+        try:
+            self._write_head()
+            self._sync()  # a checkpoint is on the disk as a whole
+        except BaseException:
+            self.remove()  # half of it keeps a full disk full
+            raise
 
     def append(self, table: int, rows: Ascending, store: Store) -> None:
         """Appends rows that have not changed before; they are in the store still."""
