@@ -11,7 +11,9 @@ operations:
     optax.add_decayed_weights(0.1, mask)
     # operations of a [1000, 4] table: mul add;  of its [3, 4] touched rows: none
 
-Known limit: choices between leaves for which the same operations are done.
+Known limits: choices that change constants only, and transformations of the user's that
+take no dense gradients of whole tables, as those that read `grad.nse`: nothing can be
+compared with.
 """
 
 import functools
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from .attempt import attempt
 from .lazy_leaves import Leaves, Trees
@@ -196,18 +198,24 @@ def check_same_operations(
 
 
 def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
-    """The operations of a function, and how many axes their results have."""
+    """The operations of a function, of what, and how many axes their results have."""
 
     def of_jaxpr(jaxpr: Any) -> Iterator[Any]:
+        # Inputs and results by number: `mul` of one leaf is not that of another.
+        numbers = {var: i for i, var in enumerate(jaxpr.invars)}
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in _DRAWS:
                 continue
             # Sizes differ between a table and its touched rows; ranks must not.
             ranks = (len(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-            yield eqn.primitive.name, *ranks
+            operands = (numbers.get(x) for x in eqn.invars if isinstance(x, Var))
+            yield eqn.primitive.name, *ranks, *operands
             for param in jax.tree.leaves(eqn.params):
                 if isinstance(param, ClosedJaxpr | Jaxpr):
                     yield from of_jaxpr(getattr(param, "jaxpr", param))
+            for var in eqn.outvars:
+                numbers[var] = len(numbers)
+        yield "return", *(numbers.get(x) for x in jaxpr.outvars if isinstance(x, Var))
 
     return list(of_jaxpr(jax.make_jaxpr(function)(args).jaxpr))
 

@@ -50,7 +50,7 @@ def compact(fun: Callable[..., Any], tables: Mapping[int, Whole]) -> Callable[..
 
     @functools.wraps(fun)
     def compact_fun(
-        params: Any, rows: Sequence[Any], *args: Any, **keywords: Any
+        params: Any, rows: Sequence[Any], /, *args: Any, **keywords: Any
     ) -> tuple[Any, jax.Array]:
         bound = functools.partial(fun, **keywords)
         result, ids, _ = evaluate_compact(bound, tables, params, list(rows), args)

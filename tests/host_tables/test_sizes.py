@@ -24,6 +24,11 @@ def is_large(params):
     return jax.tree.map(lambda x: x.size > 400, params)
 
 
+def is_largest(params):
+    most = max(x.size for x in jax.tree.leaves(params))
+    return jax.tree.map(lambda x: x.size == most, params)
+
+
 def labels(params):
     return jax.tree.map(lambda large: "rows" if large else "dense", is_large(params))
 
@@ -36,6 +41,7 @@ BY_SIZE = {
     "in front": optax.chain(
         osa.lazy(optax.masked(optax.clip(0.1), is_large)), osa.exact_adam(0.1)
     ),
+    "the largest": osa.lazy(optax.adamw(0.1, weight_decay=0.2, mask=is_largest)),
     "labels": optax.partition(PARTS, labels),
     "labels inside of lazy": osa.lazy(optax.partition(INSIDE, labels)),
 }

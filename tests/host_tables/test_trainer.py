@@ -516,6 +516,22 @@ def test_nnx_variables_that_a_step_changes():
         assert_close(x, y, 1e-6)
 
 
+def test_keywords_of_any_name():
+    def fun(params, ids, rows=1.0, params_=1.0, static=1.0):
+        return jnp.mean(params["table"][ids] ** 2) / rows / params_ / static
+
+    keywords = {"rows": 2.0, "params_": 3.0, "static": 5.0}
+    rows, w = begin()
+    step, ids = osa.make_train_step(fun, TX), np.arange(3)
+    with new_trainer(fun=fun) as trainer:
+        evaluate = trainer.evaluate(fun)
+        expected = evaluate(ids, **keywords)
+        params = jax.tree.map(jnp.array, {"table": rows, "w": w})
+        value = step(params, TX.init(params), ids, **keywords)[2]
+        assert_identical(trainer.step(ids, **keywords), value)
+        assert_close(value, expected, 1e-7)
+
+
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_traced_batches_are_refused(transform):
     """Nothing is trained, and the trainer goes on."""
