@@ -21,8 +21,8 @@ _COUNT = OPTIONS + 5
 _64_BITS = {"keys": np.uint64, "waiting_keys": np.uint64, "gone": np.uint64}
 _TYPES = _64_BITS | {"numbers": np.int64}  # all others are int32
 _OF_ROWS = "keys", "last", "hits", "changed"
-_OF_WAITING = "waiting_keys", "waiting_last", "waiting_hits"
-_GROUPS = _OF_ROWS, _OF_WAITING, ("gone", "gone_at")
+OF_WAITING = "waiting_keys", "waiting_last", "waiting_hits"
+_GROUPS = _OF_ROWS, OF_WAITING, ("gone", "gone_at")
 
 
 def new_arrays(
@@ -59,7 +59,7 @@ def checked(saved: Mapping[str, Any], options: Options) -> dict[str, np.ndarray]
                 f"shape {x.shape}. Arrays of JAX have no 64 bits unless it is told so: "
                 "restore these as arrays of NumPy."
             )
-    needed = [*_OF_ROWS, *(_OF_WAITING if options.min_hits > 1 else ()), "numbers"]
+    needed = [*_OF_ROWS, *(OF_WAITING if options.min_hits > 1 else ()), "numbers"]
     if "numbers" in arrays and len(arrays["numbers"]) == _COUNT:
         _refuse_other_options(arrays["numbers"][OPTIONS:], options)
     if not {*needed} <= {*arrays} <= {*needed, *_GROUPS[2]}:
@@ -147,5 +147,6 @@ def resized(
         places = np.arange(max(0, count - size), count) % size
         for name in ("gone", "gone_at"):
             new[name][: len(places)] = saved[name][places]
+        new["numbers"] = saved["numbers"].copy()  # those that are in use stay
         new["numbers"][GONE] = len(places)
     return new

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .checkpoint import GONE, KIND, LOST, STEP, checked, new_arrays, resized
+from .checkpoint import GONE, KIND, LOST, OF_WAITING, STEP, checked, new_arrays, resized
 from .codes import SIGNED
 from .contents import Contents, spread
 from .history import History
@@ -273,6 +273,8 @@ class Vocabulary(OneWriter):
     def grow(self, rows: int) -> None:
         """Makes room for more keys; all keep their rows, and `unknown` is row 0.
 
+        Where `waiting` or `tombstones` are as many as the rows, they grow with them, so
+        that it goes on as a new one of so many rows that has restored its `arrays`.
         Grow the table, too: see the page "Rows as things".
 
         Args:
@@ -287,8 +289,12 @@ class Vocabulary(OneWriter):
                 f"grow needs as many rows as there are, {self.rows}, or more, up "
                 f"to 2**31 - 1; got {rows}."
             )
-        old = self._contents.arrays
-        like = old | dict.fromkeys(("keys", "last", "hits", "changed"), range(rows))
+        old, names = self._contents.arrays, ["keys", "last", "hits", "changed"]
+        like = old | dict.fromkeys(names, range(rows))
+        if len(old.get("waiting_keys", ())) == 1 + self.rows:
+            like |= dict.fromkeys(OF_WAITING, range(1 + rows))
+        if len(old.get("gone", ())) == self.rows:
+            like |= dict.fromkeys(("gone", "gone_at"), range(rows))
         with self._move():
             self._load(resized(old, like))
 

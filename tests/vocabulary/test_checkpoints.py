@@ -248,6 +248,22 @@ def test_arrays_before_are_those_of_a_vocabulary_that_has_seen_less(options):
     assert_identical(again.arrays_before(38), seen[38])
 
 
+@pytest.mark.parametrize("sizes", [{}, {"waiting": 20, "tombstones": 9}], ids=str)
+def test_one_that_was_grown_goes_on_as_one_that_is_restored(sizes):
+    """Keys that wait, and tombstones, have as much room in both."""
+    grown, rng = osa.Vocabulary(30, min_hits=2, **sizes), np.random.default_rng(0)
+    for step in range(10):
+        grown.assign(rng.integers(0, 400, 20), step)
+    grown.grow(60)
+    restored = osa.Vocabulary(60, min_hits=2, **sizes)
+    restored.restore(grown.arrays)
+    assert_identical(restored.arrays, grown.arrays)
+    for step in range(10, 100):
+        keys = rng.integers(0, 400, 20)
+        assert_identical(grown.assign(keys, step), restored.assign(keys, step))
+    assert_identical(restored.arrays, grown.arrays)
+
+
 @pytest.mark.parametrize("step", [0, 10])
 def test_arrays_before_the_first_call(step):
     """Of a vocabulary that joins a run: empty, until nobody knows why it is not."""

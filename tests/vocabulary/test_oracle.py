@@ -99,7 +99,7 @@ class Pair:
         elif how == "tree":
             self.vocab = jax.tree.map(np.copy, {"feature": vocab})["feature"]
         else:
-            sizes = {"tombstones": len(held["gone"])}  # `grow` leaves them as they are
+            sizes = {"tombstones": len(held["gone"])}  # which may be other than rows
             if self.oracle.min_hits > 1:
                 sizes["waiting"] = len(held["waiting_keys"]) - 1
             if how == "larger":
@@ -114,9 +114,12 @@ class Pair:
         self.has_all(is_copy=True)
 
     def grow(self, more):
-        rows = self.vocab.rows + more
+        old = self.vocab.rows
+        rows = old + more
         self.vocab.grow(rows)
         self.oracle.main.grow(rows)
+        if self.oracle.waiting.rows == old + 1:  # as many as there are rows
+            self.oracle.waiting.grow(rows + 1)
         self.before = []
 
     def compare(self, keys):
