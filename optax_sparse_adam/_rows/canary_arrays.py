@@ -46,6 +46,9 @@ def new_canary(indices: jax.Array, read_at: Any = None) -> jax.Array:
     if read_at is None:
         return canary
     read_at = jnp.broadcast_to(jnp.asarray(read_at, jnp.int32), canary.shape)
+    layout = layout_of(read_at)
+    if layout is not None:  # the clocks of a batch that Explicit axes split
+        canary = jax.reshard(canary, layout)
     return jnp.concatenate([canary, read_at], axis=-1)
 
 
