@@ -166,7 +166,7 @@ def test_a_table_and_its_vocabulary_grow(tmp_path):
             if trainer.steps == 9:
                 trainer.checkpoint(tmp_path / "run")
         whole = [np.array(trainer.params["table"]), vocab.arrays]
-    again = osa.Vocabulary(61, tombstones=31)
+    again = osa.Vocabulary(61)
     restored = host.HostTrainer.restore(
         tmp_path / "run", *args, stateful={"keys": again}
     )
