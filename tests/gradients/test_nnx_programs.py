@@ -80,7 +80,6 @@ def of_rows(lib, program, tx, counts):
     ("program", "graph_updates"),
     slow_but(
         [(program, updates) for program in PROGRAMS for updates in (True, False)],
-        (nested, True),
         (branches, False),
     ),
 )

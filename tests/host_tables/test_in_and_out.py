@@ -62,7 +62,8 @@ def test_trained_in_memory_then_on_the_host_and_back(where, tmp_path):
     assert_identical(np.array([*values, *last]), np.array(known[2]))
 
 
-@pytest.mark.parametrize("where", slow_but(FOUND, "file"))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", FOUND)
 def test_a_table_that_grows(where, tmp_path):
     """As one that grows in memory: docs/rows.md. New rows do not decay before."""
     tx = osa.exact_adamw(1e-2, weight_decay=0.1)

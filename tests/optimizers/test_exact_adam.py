@@ -267,6 +267,7 @@ def test_what_params_hold():
         assert_identical(final[name], params[name])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_flush_in_between():
     """It changes nothing but what the parameters hold; twice is once."""

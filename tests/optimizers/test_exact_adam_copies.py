@@ -123,7 +123,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(WAYS, "added up"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
 def test_gradients_of_a_batch(name):
     """Of `jax.vmap`: they know as much as others."""
     tx, dense = MAKERS["exact_adamw"]

@@ -77,7 +77,8 @@ def test_changes_after_flush(name):
     assert_trees(osa.flush(actual, state)[0], wanted)
 
 
-@pytest.mark.parametrize("name", slow_but(CHANGES, "one percent"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
 def test_changes_without_flush(name):
     """NaN in a program, for all to see; an error outside."""
     tx, _, count = CHANGES[name]

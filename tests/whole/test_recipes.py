@@ -115,6 +115,7 @@ def test_constraints_hold_on_touched_rows_only():
         assert_identical(params["table"][untouched], np.float32(start[untouched]))
 
 
+@pytest.mark.slow
 def test_micro_gradients_in_a_carry():
     """The sum of all gradients, as a loop; NaN where rows do not fit."""
     names = recipe("Micro-batches")
