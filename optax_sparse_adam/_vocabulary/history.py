@@ -38,7 +38,8 @@ class History:
         """Copies of the arrays as they were when `step - 1` was the last step."""
         arrays, first = contents.arrays_before(step, reversed(self._batches))
         last, kind = int(arrays["numbers"][STEP]), int(arrays["numbers"][KIND])
-        is_first = kind == last == 0 != step - 1  # there is no call before this step
+        # No call was before. (One without keys, of step 0, leaves the same numbers.)
+        is_first = kind == 0 and last == 0 and step != 1
         if is_first and first == step and contents.numbers[KIND]:
             raise ValueError(
                 f"arrays_before({step}) cannot tell keys that had rows before the "

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import valid_jaxtype
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._rows.checks import refuse_masked
@@ -39,6 +40,18 @@ def taken_by(fun: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, 
     if parameters is None or any(x.kind == x.VAR_KEYWORD for x in parameters.values()):
         return dict(keywords)
     return {k: x for k, x in keywords.items() if k in parameters}
+
+
+def refuse_untrainable(x: Any, name: str) -> None:
+    """Refuses parameters that nobody can train as they are."""
+    refuse_masked(x, f"HostTrainer, of parameters ({name}),")
+    if not (hasattr(x, "dtype") or valid_jaxtype(x)):
+        raise TypeError(
+            "HostTrainer trains arrays, numbers and HostTables; "
+            f"{name} is of the type `{type(x).__name__}`. Let the loss close over it. "
+            "With Equinox, split the model by `params, static = eqx.partition(model, "
+            "lambda x: isinstance(x, HostTable) or eqx.is_inexact_array(x))`."
+        )
 
 
 def refuse_traced(x: Any, batch: str) -> None:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import valid_jaxtype
 
 from .._exact_adam.state import begin_now
 from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
@@ -25,6 +24,7 @@ from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.row_owners import TableSize, check_sizes, find_owners
 from .._rows.checks import refuse_masked
 from .._train_step import extra_args_of, make_train_step
+from ._arguments import refuse_untrainable
 from ._compact import Whole, evaluate_compact, fingerprint
 from ._ids import kept_arguments
 from ._records import WORD, Layout
@@ -84,7 +84,9 @@ class Plan:
             )
         _refuse_shared(hosts, self.tables)
         pairs = jax.tree_util.tree_leaves_with_path(params)
-        _refuse_others(pairs)
+        for path, x in pairs:
+            if not isinstance(x, HostTable):
+                refuse_untrainable(x, jax.tree_util.keystr(path))
         shapes = [jax.ShapeDtypeStruct(np.shape(x), _type_of(x)) for _, x in pairs]
         state = jax.eval_shape(tx.init, self.treedef.unflatten(shapes))
         leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -99,7 +101,8 @@ class Plan:
             owners=owners,
             name="HostTrainer",
         )
-        value = np.float32(0)  # a loss
+        # With a loss; a step asks again, with all that it gives and its number of rows.
+        value = np.float32(0)
         self._check_sizes(tables=sizes, extra_args={"value": value})
         self.dense = [x for i, (_, x) in enumerate(pairs) if i not in hosts]
         self.num_dense = len(self.dense)
@@ -328,7 +331,6 @@ class Plan:
             value = (value, aux) if has_aux else value
             new_rest, new_arrays = self.split(*new[:2])
             self._refuse_types(arrays, new_arrays)
-            # Known now: how many rows, and what the optimiser gets besides.
             self._check_sizes(
                 tables={
                     i: TableSize(x.shape, 1, len(part[0]))
@@ -399,19 +401,6 @@ def _refuse_shared(hosts: Mapping[int, HostTable], tables: Mapping[int, Any]) ->
                 f"{tables[i].name} have the same one."
             )
         seen[place] = tables[i].name
-
-
-def _refuse_others(pairs: Iterable[Any]) -> None:
-    for path, x in pairs:
-        refuse_masked(x, f"HostTrainer, of parameters ({jax.tree_util.keystr(path)}),")
-        if not (isinstance(x, HostTable) or hasattr(x, "dtype") or valid_jaxtype(x)):
-            raise TypeError(
-                "HostTrainer trains arrays, numbers and HostTables; "
-                f"{jax.tree_util.keystr(path)} is of the type `{type(x).__name__}`. "
-                "Let the loss close over it. With Equinox, split the model by "
-                "`params, static = eqx.partition(model, lambda x: isinstance(x, "
-                "HostTable) or eqx.is_inexact_array(x))`."
-            )
 
 
 def _type_of(x: Any) -> Any:
