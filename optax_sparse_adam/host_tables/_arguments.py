@@ -45,6 +45,12 @@ def taken_by(fun: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, 
 def refuse_untrainable(x: Any, name: str) -> None:
     """Refuses parameters that nobody can train as they are."""
     refuse_masked(x, f"HostTrainer, of parameters ({name}),")
+    if isinstance(x, jax.Ref):
+        raise TypeError(
+            f"HostTrainer trains arrays, numbers and HostTables; {name} is a mutable "
+            f"array, `{jax.typeof(x).str_short()}`. Give its value, as in ref[...]; or "
+            "let the loss close over it."
+        )
     if not (hasattr(x, "dtype") or valid_jaxtype(x)):
         raise TypeError(
             "HostTrainer trains arrays, numbers and HostTables; "
@@ -67,6 +73,12 @@ def refuse_traced(x: Any, batch: str) -> None:
 def refuse_others(x: Any, batch: str) -> None:
     """What is no array of NumPy or JAX, though it can be made one."""
     refuse_masked(x, f"HostTrainer, in {batch},")
+    if isinstance(x, jax.Ref):
+        raise TypeError(
+            f"{batch} has a mutable array, `{jax.typeof(x).str_short()}`; HostTrainer "
+            "takes arrays of NumPy and JAX. Give its value, as in ref[...]; or let the "
+            "loss close over it."
+        )
     if hasattr(x, "detach"):
         raise TypeError(
             f"{batch} has a {type(x).__module__}.{type(x).__qualname__}; HostTrainer "

@@ -40,18 +40,18 @@ _SECONDS = 90  # NFS keeps names for 60
 _PART = "rows"
 # As `part_name` makes them: of one process there is a journal alone.
 _OF_A_CHECKPOINT = re.compile(
-    f"journal-[0-9a-f]{{32}}(-[0-9]+)?|{_PART}-[0-9a-f]{{32}}-[0-9]+"
+    f"journal-([0-9a-f]{{32}})(?:-[0-9]+)?|{_PART}-([0-9a-f]{{32}})-[0-9]+"
 )
 
 
-def save(rows: HostRows, folder: Path, removes: tuple[str, int] = ("", 0)) -> None:
+def save(rows: HostRows, folder: Path, removes: str = "") -> None:
     """Makes a checkpoint of what has settled.
 
     Args:
       rows: Of all tables.
       folder: Of the checkpoint.
-      removes: A checkpoint that this one takes over, and of how many processes: their
-        files are of no use when this one is there.
+      removes: A checkpoint of another number of processes that this one takes over:
+        its files are of no use when this one is there.
 
     Raises:
       FileExistsError: If the folder has a checkpoint of another run.
@@ -152,14 +152,15 @@ def processes_of(folder: Path) -> int | None:
     return int(read_archive(folder / ARCHIVE, whole=False)[0].get("processes", 1))
 
 
-def removed_by(folder: Path) -> tuple[str, int]:
-    """What the checkpoint of a folder, if there is one, has taken over: see `save`."""
-    if not (folder / ARCHIVE).exists():
-        return "", 0
-    name, processes = read_archive(folder / ARCHIVE, whole=False)[0].get(
-        "removes", ("", 0)
-    )
-    return name, processes
+def removed_by(folder: Path) -> str:
+    """The checkpoint that the one of a folder has taken over, or "": see `save`."""
+    return str(read_archive(folder / ARCHIVE, whole=False)[0].get("removes", ""))
+
+
+def begun_in(folder: Path) -> set[str]:
+    """The checkpoints that were begun in a folder and did not come to be."""
+    found = map(_OF_A_CHECKPOINT.fullmatch, (path.name for path in folder.iterdir()))
+    return {match[1] or match[2] for match in found if match} - {name_in(folder)}
 
 
 def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Part:

@@ -372,8 +372,8 @@ class File(Memory):
         return disk.f_bavail * disk.f_frsize < min(needed, holes + _PAGE)
 
 
-def remove_if(path: Path, is_left: Callable[[Mark], bool]) -> None:
-    """Removes a file of a mark of which this is so, or that was begun and not finished.
+def remove_if(path: Path, is_left: Callable[[Mark | None], bool]) -> None:
+    """Removes a file of a mark of which this is so; `None`: begun and not finished.
 
     Raises:
       BlockingIOError: If another trainer has it.
@@ -382,8 +382,11 @@ def remove_if(path: Path, is_left: Callable[[Mark], bool]) -> None:
         return
     with path.open("rb", buffering=0) as file:
         head = file.read(_MARK)
-        is_whole = head.startswith(_MAGIC)
-        if _is_begun(head) or (is_whole and is_left(Mark.read(head[len(_MAGIC) :]))):
+        try:
+            mark = None if _is_begun(head) else Mark.read(head.removeprefix(_MAGIC))
+        except ValueError:  # another file, or a damaged one, of which `open` says so
+            return
+        if is_left(mark):
             lock(
                 *(file, path),
                 "HostTrainer.restore removes a file that an earlier one has left, and "

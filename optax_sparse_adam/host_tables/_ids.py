@@ -9,11 +9,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._gradients.tracing import jit_enabled
 from .._jax_extras.cpu_device import cpu_device
+from .._jax_extras.jaxprs import FlatJaxpr, run_equations
 from ._arguments import (
     is_committed,
     is_key,
@@ -240,7 +242,7 @@ class RowIds:
             )
             for x in [*dense, *leaves]
         ]
-        closed = jax.make_jaxpr(ids)(rows, *shapes)
+        closed = _without_refs(jax.make_jaxpr(ids)(rows, *shapes), [*rows, *shapes])
         exported = _without_dead_code(closed, [*rows, *shapes])
         reads = list(exported.module_kept_var_idx)
         self._refuse_reads(closed, exported)
@@ -290,6 +292,35 @@ def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     return list(
         _without_dead_code(jax.make_jaxpr(fun)(*args), args).module_kept_var_idx
     )
+
+
+def _without_refs(closed: ClosedJaxpr, args: Sequence[Any]) -> ClosedJaxpr:
+    """The program without the mutable arrays of others, which a step may write once.
+
+    Raises:
+      ValueError: If results depend on them, or on any mutable array beside them.
+    """
+    if not any(isinstance(x, jax.Ref) for x in closed.consts):
+        return closed
+    program = FlatJaxpr(closed)
+    equations, _ = program.slice(program.outputs)
+    for eqn, *_ in equations:
+        if any(hasattr(x.aval, "inner_aval") for x in (*eqn.invars, *eqn.outvars)):
+            line = source_info_util.summarize(eqn.source_info)
+            raise ValueError(
+                "Rows of tables in host memory are fetched before the function runs, "
+                "so ids must not depend on a mutable array (`jax.new_ref`) that it "
+                f"closes over, or on another one beside it; they do at {line}. Read it "
+                "before, ref[...], and pass ids, or what they are computed of, in the "
+                "batch."
+            )
+
+    def ids(*args: Any) -> list[Any]:
+        known = program.literals | program.consts | dict(enumerate(args))
+        values = run_equations(equations, known)
+        return [values[i] for i in program.outputs]
+
+    return jax.make_jaxpr(ids)(*args)
 
 
 def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.Exported:

@@ -54,13 +54,13 @@ def go_on(rows: HostRows, path: Path, budget: float | None, fsync: bool) -> None
     with together(function):
         _check_budget(function, budget)
         before = processes_of(path) or processes
-        remove_files(rows, path)  # by a process that was killed before it
+        remove_files(rows, path)  # of a restore that was killed
 
     def begin(k: int, store: Store) -> None:
         if before == processes:
             store.open()
         else:
-            begin_again(rows, k, path)
+            begin_again(rows, k)
 
     try:
         _open(function, rows, begin, None, budget, fsync)
@@ -73,11 +73,8 @@ def go_on(rows: HostRows, path: Path, budget: float | None, fsync: bool) -> None
         raise
     # New files are part of what was restored of another number of processes.
     try:
-        removes = "", 0
-        if before != processes:
-            (name,) = rows.ledger.names
-            removes = name, before
-        save(rows, path, removes)
+        (name,) = rows.ledger.names
+        save(rows, path, "" if before == processes else name)
         remove_files(rows, path)
     except BaseException:
         rows.close()

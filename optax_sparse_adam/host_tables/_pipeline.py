@@ -38,7 +38,7 @@ class Source:
 
         [item]                  drawn
         [item, batch]           its ids are computed
-        [item, batch, steps]    its step is to be done after so many others
+        [item, batch, steps]    its step is to be done after so many others; -1: is done
     """
 
     def __init__(self, rows: HostRows, ids: Callable[[Any, str], Batch]):
@@ -78,8 +78,14 @@ class Source:
             name = f"Batch {self._rows.steps_done + len(self._batches)}"
             place.append(self._ids(item, name))
 
+    def settle(self) -> None:
+        """Comes before any step, after which the number of steps says another thing."""
+        for place in [*self._places]:
+            place[2:] = [-1] if self._is_trained(place) else []
+
     def take(self) -> Batch:
         """The next one, whose ids are those of now."""
+        self.settle()
         while self._is_trained(self._places[0]):
             self._places.popleft()
         place = next(place for place in self._places if len(place) == 2)
@@ -179,6 +185,8 @@ class Pipeline:
     def step(self, item: Any, *keywords: Any) -> Any:
         rows = self._rows
         rows.settle()
+        if self._source is not None:
+            self._source.settle()
         rows.version += 1
         batch = self._drawn(item, f"Batch {rows.steps}", keywords)
         value = self._advance(batch, rows.fetch(batch))
@@ -217,6 +225,8 @@ class Pipeline:
                         # done beside the work, too.
                         fetched = None if work is None else work.result()
                         rows.check(changes=True)
+                        if self._source is not None:  # of a run beside this one, say
+                            self._source.settle()
                         batch = source.take()
                         if fetched is None or rows.state != state:
                             rows.settle()  # the first one, or the caller has changed it

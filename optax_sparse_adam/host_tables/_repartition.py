@@ -6,7 +6,8 @@
 Each process reads what others have left of the rows that are its own now, and writes it
 to stores that are new. Nothing that was there is changed, so what is killed on the way
 begins again. When the new checkpoint is made, which says so, the files of the one
-before are removed; what is killed on the way removes them when it is restored.
+before are removed. What is killed on the way leaves files, of this checkpoint or of one
+that never came to be: the next restore, by however many processes, removes them.
 """
 
 import errno
@@ -17,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from ._archive import part_name
-from ._checkpoint import Part, read_part, removed_by, rest_of, undo_of
+from ._archive import name_in
+from ._checkpoint import Part, begun_in, read_part, removed_by, rest_of, undo_of
 from ._host_rows import HostRows
 from ._plan import CHUNK
 from ._records import WORD
 from ._store import Ascending, Mark, Memory, Store, rows_between
-from ._table import file_of
+from ._table import file_of, files_of
 from ._together import together
 
 
-def begin_again(rows: HostRows, k: int, folder: Path) -> None:
+def begin_again(rows: HostRows, k: int) -> None:
     """Begins the store of a table, for rows of a checkpoint that are written later.
 
     Raises:
@@ -46,13 +47,7 @@ def begin_again(rows: HostRows, k: int, folder: Path) -> None:
     if path is not None:
         from ._file import remove_if  # needs POSIX
 
-        def is_unfinished(mark: Mark) -> bool:
-            """Whether it is of no checkpoint but one that was begun in the folder."""
-            numbers = spread.process, spread.processes
-            journal = folder / part_name("journal", mark.pending, *numbers)
-            return not mark.checkpoint and (not mark.pending or journal.exists())
-
-        remove_if(path, is_unfinished)
+        remove_if(path, lambda mark: not mark or not (mark.checkpoint or mark.pending))
         if path.exists():
             raise FileExistsError(
                 errno.EEXIST,
@@ -95,16 +90,25 @@ def move(rows: HostRows, folder: Path, before: int) -> None:
 
 
 def remove_files(rows: HostRows, folder: Path) -> None:
-    """Removes the files of a checkpoint that the one of a folder has taken over."""
-    name, processes = removed_by(folder)
-    if rows.plan.spread.process == 0:
-        for host in rows.plan.hosts:
-            for process in range(processes):
-                path = file_of(host, process, processes)
-                if path is not None:
-                    from ._file import remove_if  # needs POSIX
+    """Removes files that no checkpoint needs, of any number of processes.
 
-                    remove_if(path, lambda x: name in {x.checkpoint, x.pending})
+    Those of a checkpoint that the one of a folder has taken over; and those that were
+    new in one that was begun there, and of which there is a journal alone.
+    """
+    if rows.plan.spread.process or name_in(folder) is None:
+        return
+    taken_over, begun = {removed_by(folder)} - {""}, begun_in(folder)
+
+    def is_left(mark: Mark | None) -> bool:
+        if mark is None:
+            return False
+        is_new = not mark.checkpoint and mark.pending in begun
+        return is_new or not taken_over.isdisjoint({mark.checkpoint, mark.pending})
+
+    for path in [path for host in rows.plan.hosts for path in files_of(host)]:
+        from ._file import remove_if  # needs POSIX
+
+        remove_if(path, is_left)
 
 
 def _stores_of(rows: HostRows, part: Part, process: int, before: int) -> list[Store]:

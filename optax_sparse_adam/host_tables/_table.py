@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -149,3 +150,13 @@ def file_of(host: HostTable, process: int, processes: int) -> Path | None:
     # Absolute, as the process may go to another folder; and where a symbolic link
     # leads, which a new file would replace.
     return path.resolve()
+
+
+def files_of(host: HostTable) -> list[Path]:
+    """Those of any number of processes, as far as they are there."""
+    if host.file is None:
+        return []
+    path = Path(host.file)
+    parts = re.compile(re.escape(path.name) + "(-[0-9]+-of-[0-9]+)?")
+    beside = path.parent.iterdir() if path.parent.exists() else ()
+    return [x.resolve() for x in beside if parts.fullmatch(x.name)]

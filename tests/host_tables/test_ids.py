@@ -233,3 +233,51 @@ def test_without_jit(what):
     found = trainer.params["table"]
     np.testing.assert_allclose(found, known[0]["table"], rtol=0, atol=1e-6)
     assert_identical((found == rows).all(1), (known[0]["table"] == rows).all(1))
+
+
+# Mutable arrays.
+
+
+def test_mutable_arrays_that_a_loss_closes_over():
+    """It writes them once in a step, as in memory, and once in an evaluation."""
+    rows, w = begin()
+    zeros = jnp.zeros((), jnp.int32), jnp.zeros(w.shape)
+    steps, mean = map(jax.new_ref, zeros)
+
+    def fun(params, ids, y):
+        steps[...] += 1
+        mean[...] = 0.9 * mean[...] + 0.1 * jax.lax.stop_gradient(params["w"])
+        return loss(params, ids, y) * mean[0, 0]
+
+    made = [*batches(0, 4)]
+    known = train_in_memory(fun, TX, {"table": rows, "w": w}, made)
+    in_memory = steps[...], mean[...]
+    steps[...], mean[...] = zeros
+    with host.HostTrainer(fun, TX, host_params(rows, w)) as trainer:
+        assert_trained_alike(trainer, list(trainer.run(made)), known)
+        assert_identical((steps[...], mean[...]), in_memory)
+        trainer.evaluate(fun)(*made[0])
+    assert steps[...] == 5
+
+
+def test_ids_of_mutable_arrays():
+    offset = jax.new_ref(jnp.zeros((), jnp.int32))
+
+    def by_another(params, ids):
+        inner = jax.new_ref(ids)
+        inner[0] = offset[...]
+        return params["table"][inner[...]].sum()
+
+    for fun in (lambda p, ids: p["table"][ids + offset[...]].sum(), by_another):
+        trainer = host.HostTrainer(fun, TX, {"table": host.HostTable((9, 2))})
+        with pytest.raises(
+            ValueError, match=r"a mutable array .* they do at .*test_ids.py:"
+        ):
+            trainer.step(np.arange(3))
+    with pytest.raises(
+        TypeError, match=r"Batch 0 has a mutable array, `Ref{int32\[\]}`"
+    ):
+        trainer.step(offset)
+    params = {"table": host.HostTable((9, 2)), "w": jax.new_ref(jnp.ones(2))}
+    with pytest.raises(TypeError, match=r"\['w'\] is a mutable array, `Ref{float32"):
+        host.HostTrainer(fun, TX, params)

@@ -28,7 +28,7 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import program_environment, slow_but
+from ..helpers.support import assert_identical, program_environment, slow_but
 
 TX = osa.sparse_adam(1e-2)
 
@@ -179,6 +179,36 @@ def test_a_step_of_another_thread_while_a_batch_is_drawn():
     made = [next(batches(k, k + 1)) for k in order]
     known = train_in_memory(loss, TX, {"table": rows, "w": w}, made)
     assert_trained_alike(trainer, values, (*known[:2], known[2][:3] + known[2][4:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_step_of_another_thread_where_a_batch_has_raised(number, monkeypatch):
+    """The batch is left, and is not taken for the one that was trained since."""
+
+    def fun(params, ids, y):
+        return loss(params, ids + (0 * params["w"][0, 0]).astype(int), y)
+
+    trainer = host.HostTrainer(fun, TX, host_params(*begin()))
+    made = [*batches(0, 4)]
+    right, made[number][0][3] = made[number][0].copy(), ROWS
+    iterator, draws, raised = iter(made), trainer._rows.draws, []
+
+    def step_of_another(is_drawing):
+        draws(is_drawing)
+        if sys.exc_info()[0] is IndexError and not raised:
+            raised.append(trainer.steps)
+            trainer.step(*next(batches(9, 10)))
+
+    monkeypatch.setattr(trainer._rows, "draws", step_of_another)
+    with pytest.raises(IndexError):
+        list(trainer.run(iterator))
+    assert raised == [number]
+    left = trainer.drawn
+    assert_identical(left[0], made[number])
+    left[0][0][:] = right
+    list(trainer.run(itertools.chain(left, iterator)))
+    assert trainer.steps == 1 + len(made)
 
 
 @pytest.mark.slow

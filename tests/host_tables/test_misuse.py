@@ -17,7 +17,7 @@ from optax_sparse_adam import host_tables as host
 from optax_sparse_adam._gradients.value_and_grad import PartsOfTables
 from optax_sparse_adam.host_tables import _host_rows, _spread
 from optax_sparse_adam.host_tables._records import Layout
-from optax_sparse_adam.host_tables._store import UserStore, View
+from optax_sparse_adam.host_tables._store import Mark, UserStore, View
 
 from ..helpers.host_tables import (
     DIM,
@@ -377,6 +377,30 @@ def test_a_checkpoint_removes_its_own_files_only(tmp_path):
     left = {x.name for x in tmp_path.iterdir()} - {x.name for x in mine}
     assert [x.split("-")[0] for x in sorted(left)] == ["checkpoint.npz", "journal"]
     assert mine[0].read_text() == mine[1].read_text() == "mine"
+
+
+def test_a_restore_removes_files_that_no_checkpoint_needs(tmp_path):
+    """Of two processes that were killed in a restore, as there is a journal alone."""
+    file, run, killed = tmp_path / "rows", tmp_path / "run", "ab" * 16
+    with new_trainer(file=file) as trainer:
+        trainer.checkpoint(run)
+    marks = {
+        "-0-of-2": Mark(pending=killed),
+        "-1-of-2": Mark(pending="cd" * 16),  # in another folder
+        "-0-of-3": Mark(),
+        "-1-of-3": Mark(1, "ef" * 16, pending=killed),
+        "-of-mine": Mark(pending=killed),
+    }
+    for name, mark in marks.items():
+        with new_trainer(file=f"{file}{name}") as other:
+            other._rows.stores[0].set_mark(mark)
+    (tmp_path / "rows-2-of-3").write_text("mine")
+    (tmp_path / "rows-3-of-4").touch()
+    (run / f"journal-{killed}-0").touch()
+    there = {x.name for x in tmp_path.iterdir()}
+    params = host_params(*begin(), file=file)
+    host.HostTrainer.restore(run, loss, TX, params).close()
+    assert {x.name for x in tmp_path.iterdir()} == there - {"rows-0-of-2"}
 
 
 @pytest.mark.parametrize("what", ["file", "storage", "memory"])

@@ -136,8 +136,8 @@ def what_one_process_cannot_restore(folder):
     file.unlink()
     # A file of a first checkpoint elsewhere that was killed before it marked the file.
     with host.HostTrainer(loss, refusals.TX, host_params(*begin(), file=file)) as other:
-        other._rows.stores[0].set_mark(Mark(pending="elsewhere"))
-        journal = folder / "run" / "journal-elsewhere"
+        other._rows.stores[0].set_mark(Mark(pending="e" * 32))
+        journal = folder / "run" / f"journal-{'e' * 32}-1"
         journal.touch()  # if it were here
         with pytest.raises(BlockingIOError, match="an earlier one has left"):
             restore("run", file=file)
