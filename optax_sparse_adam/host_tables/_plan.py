@@ -22,6 +22,7 @@ from .._exact_adam.state import begin_now
 from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.row_owners import TableSize, check_sizes, find_owners
+from .._optimizers.untouched_rows import check_untouched_rows
 from .._rows.checks import refuse_masked
 from .._train_step import extra_args_of, make_train_step
 from ._arguments import refuse_untrainable
@@ -95,15 +96,9 @@ class Plan:
             *(tx.init, self.treedef, sizes, shapes, [x for _, x in leaves]),
             "HostTrainer",
         )
-        self._check_sizes: Callable[..., None] = functools.partial(
-            check_sizes,
-            *(optax.with_extra_args_support(tx), self.treedef.unflatten(shapes)),
-            owners=owners,
-            name="HostTrainer",
-        )
+        self._trained = self.treedef.unflatten(shapes), owners
         # With a loss; a step asks again, with all that it gives and its number of rows.
-        value = np.float32(0)
-        self._check_sizes(tables=sizes, extra_args={"value": value})
+        self._check_update(sizes, {"value": np.float32(0)})
         self.dense = [x for i, (_, x) in enumerate(pairs) if i not in hosts]
         self.num_dense = len(self.dense)
         # For each array of parameters and state the table whose rows it holds, if any.
@@ -128,6 +123,14 @@ class Plan:
                 name = tree + name if fields[k] else [*self.tables.values()][k].name
                 fields[k].append((name, x.shape[1:], x.dtype))
         self.layouts = [Layout(x) for x in fields]
+
+    def _check_update(
+        self, tables: dict[int, TableSize], extra_args: dict[str, Any]
+    ) -> None:
+        """Raises for a transformation that needs more than the rows of a batch."""
+        tx, (params, owners) = optax.with_extra_args_support(self.tx), self._trained
+        for check in check_sizes, check_untouched_rows:
+            check(tx, params, tables, owners, extra_args, "HostTrainer")
 
     # Between the user's trees and lists: what has no rows, and for each table its
     # arrays, as its layout says.
@@ -331,12 +334,10 @@ class Plan:
             value = (value, aux) if has_aux else value
             new_rest, new_arrays = self.split(*new[:2])
             self._refuse_types(arrays, new_arrays)
-            self._check_sizes(
-                tables={
-                    i: TableSize(x.shape, 1, len(part[0]))
-                    for (i, x), part in zip(self.tables.items(), arrays, strict=True)
-                },
-                extra_args=extra_args_of(loss, self.tx, new[2][0], names),
+            pairs = zip(self.tables.items(), arrays, strict=True)
+            self._check_update(
+                {i: TableSize(x.shape, 1, len(part[0])) for (i, x), part in pairs},
+                extra_args_of(loss, self.tx, new[2][0], names),
             )
             return new_rest, new_arrays, value, jax.random.key_data(number)[0]
 

@@ -1,0 +1,272 @@
+"""Whether an update leaves the rows alone of which its gradients store nothing.
+
+In memory `optax.contrib.schedule_free(lazy(optax.sgd(0.1)), 0.1)` moves all rows at
+every step, though gradients are row-sparse. Where only the rows of a batch are there,
+the others would stay, without a word. So the update is traced, and each value of its
+jaxpr that has all rows of a table is followed. In
+
+    chain(lazy(sgd), momentum)      momentum: m = 0.9 * m + updates
+    chain(average, sparse_adam)     average:  a = 0.9 * a + 0.1 * params
+
+`mul` reads all rows of `m`, or of `a`. What may have all rows: the optimisers of this
+package, which name their equations (`knows_stored_rows`); a choice between the old
+array and the new one, as of `optax.apply_if_finite`; rows that are taken from an
+array, or put into it, by the indices of the gradient. Everything else is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.experimental.sparse import BCOO
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .._jax_extras.jaxprs import name_and_params
+from .._rows.checks import is_bcoo, leaves_like
+from .._rows.stale import STORED
+from .attempt import attempt
+from .forms import first_that_traces
+from .row_owners import TableSize, unused_sizes
+from .update_fn import RowUpdateFn
+
+_NUM_STORED = 2  # entries of each gradient
+_MOVED = frozenset(["copy", "optimization_barrier", "sharding_constraint"])
+_MOVES = _MOVED | {
+    *("reshape", "slice", "squeeze", "broadcast_in_dim", "transpose", "concatenate"),
+    *("convert_element_type", "select_n", "gather", "dynamic_slice"),
+    *("min", "max", "clamp"),
+}
+# What is called as often as it stands there, with its operands in their order.
+_CALLS = frozenset(
+    ["jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call", "cond"]
+)
+
+
+class _Rows(NamedTuple):
+    """All rows of a table: those without a gradient are as they were in an array.
+
+    Attributes:
+      table: Its place among the parameters.
+      leaf: Which array, or `None` where an optimiser of this package says so.
+    """
+
+    table: int
+    leaf: int | None
+
+
+class _Ids(NamedTuple):
+    """The indices of a gradient, or what a lookup makes of them.
+
+    Attributes:
+      table: Its place among the parameters.
+    """
+
+    table: int
+
+
+_Value = _Rows | _Ids | None
+
+
+class _Read(Exception):
+    """An equation that has other rows to do with, of which table, and its line."""
+
+    def __init__(self, eqn: JaxprEqn, table: int, line: str):
+        super().__init__(eqn, table, line)
+        self.eqn, self.table, self.line = eqn, table, line
+
+
+def check_untouched_rows(
+    tx: optax.GradientTransformation,
+    params: Any,
+    tables: dict[int, TableSize],
+    owners: Sequence[int | None],
+    extra_args: dict[str, Any],
+    name: str,
+) -> None:
+    """Raises for a transformation that reads or changes rows without a gradient.
+
+    Args:
+      tx: The transformation.
+      params: The tree of shapes and types of the parameters.
+      tables: The tables among them, each looked up by one id.
+      owners: Which table's rows each array of the state holds.
+      extra_args: What the update takes besides.
+      name: Who needs it, for errors.
+
+    Raises:
+      ValueError: If it does. Not if the update raises, as one does that wants other
+        extra arguments, or dense gradients.
+    """
+    if type(tx.update) is RowUpdateFn:
+        return
+    treedef: Any
+    of_state: Any
+    leaves, treedef = jax.tree.flatten(params)
+    unused = unused_sizes(leaves)
+    sizes = {i: next(unused) for i in tables}
+    shapes = [
+        jax.ShapeDtypeStruct((sizes[i], *x.shape[1:]), x.dtype) if i in sizes else x
+        for i, x in enumerate(leaves)
+    ]
+    state, of_state = jax.tree.flatten(
+        jax.eval_shape(tx.init, treedef.unflatten(shapes))
+    )
+    data = [
+        jax.ShapeDtypeStruct((_NUM_STORED, *x.shape[1:]), x.dtype) if i in sizes else x
+        for i, x in enumerate(shapes)
+    ]
+    ids = {i: jax.ShapeDtypeStruct((_NUM_STORED, 1), "int32") for i in tables}
+    dense: set[int] = set()
+
+    def update(params: Any, state: Any, data: Any, ids: Any) -> Any:
+        grads = treedef.unflatten(
+            BCOO((x, ids[i]), shape=shapes[i].shape) if i in sizes else x
+            for i, x in enumerate(data)
+        )
+
+        def of_grads(grads: Any, extra: dict[str, Any]) -> Any:
+            args = grads, of_state.unflatten(state), treedef.unflatten(params)
+            updates, new_state = tx.update(*args, **extra)
+            made = leaves_like(treedef, updates, "Updates", "parameters")
+            dense.clear()
+            dense.update(i for i in tables if not is_bcoo(made[i]))
+            return [x for i, x in enumerate(made) if i not in tables], new_state
+
+        program = first_that_traces(name, of_grads, grads, extra_args)
+        rest, new_state = program(extra_args)
+        return jax.tree.leaves(new_state), rest
+
+    closed, error = attempt(jax.make_jaxpr(update), shapes, state, data, ids)
+    if error is not None:
+        return
+    if dense:
+        raise _error(name, treedef, min(dense), "its update is one of all rows")
+    inputs: list[_Value] = [
+        _Rows(i, i) if i in tables else None for i in range(len(shapes))
+    ]
+    owned = [
+        None if i is None else _Rows(i, k) for k, i in enumerate(owners, len(shapes))
+    ]
+    inputs += [*owned, *[None] * len(data), *map(_Ids, sorted(ids))]
+    try:
+        results = _Walk(sizes).run(closed.jaxpr, inputs, "")
+    except _Read as read:
+        where = f"`{read.eqn.primitive}` at {read.line}"
+        why = f"{where} takes all of them, or of its state's"
+        raise _error(name, treedef, read.table, why) from None
+    pairs = jax.tree_util.tree_leaves_with_path(of_state.unflatten(state))
+    for (path, _), rows, value in zip(pairs, owned, results, strict=False):
+        if rows is not None and value not in (rows, rows._replace(leaf=None)):
+            where = f"`state{jax.tree_util.keystr(path)}` changes in all rows"
+            raise _error(name, treedef, rows.table, where)
+
+
+def _error(name: str, treedef: Any, table: int, why: str) -> ValueError:
+    paths = jax.tree_util.tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
+    return ValueError(
+        f"{name} trains the rows that a batch looks up, and this optimiser needs all "
+        f"rows of {jax.tree_util.keystr(paths[table][0]) or 'the table'}: {why}. Put "
+        "what takes rows inside of lazy, which gives it those of the batch, as in "
+        "lazy(optax.chain(...)); or keep the table on the device."
+    )
+
+
+class _Walk:
+    """Follows what has all rows through a jaxpr.
+
+    Args:
+      sizes: How many rows each table has in it, another number than any other axis.
+    """
+
+    def __init__(self, sizes: dict[int, int]):
+        self._tables = {size: i for i, size in sizes.items()}
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value], around: str) -> list[_Value]:
+        """What its results are, of arguments that are this; `around` is its line.
+
+        Raises:
+          _Read: If it takes all rows otherwise than the module says.
+        """
+        values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def of(atom: Any) -> _Value:
+            return None if isinstance(atom, Literal) else values.get(atom)
+
+        for eqn in jaxpr.eqns:
+            operands = [*map(of, eqn.invars)]
+            if any(operands):
+                values.update(
+                    zip(eqn.outvars, self._results(eqn, operands, around), strict=True)
+                )
+            elif self._is_ours(eqn):
+                values.update(zip(eqn.outvars, self._rows_of(eqn), strict=True))
+        return [*map(of, jaxpr.outvars)]
+
+    def _is_ours(self, eqn: JaxprEqn) -> bool:
+        return STORED in str(eqn.source_info.name_stack)
+
+    def _rows_of(self, eqn: JaxprEqn) -> list[_Value]:
+        """Results of an optimiser of ours: a table is known by its size."""
+        shapes = (getattr(x.aval, "shape", ()) for x in eqn.outvars)
+        tables = (self._tables.get(shape[0]) if shape else None for shape in shapes)
+        return [None if i is None else _Rows(i, None) for i in tables]
+
+    def _results(
+        self, eqn: JaxprEqn, operands: list[_Value], around: str
+    ) -> Sequence[_Value]:
+        """Results of an equation that gets rows or ids."""
+        if self._is_ours(eqn):
+            return self._rows_of(eqn)
+        name, params = name_and_params(eqn)
+        line = source_info_util.summarize(eqn.source_info) or around
+        nothing: list[_Value] = [None] * len(eqn.outvars)
+        first, *rest = operands
+        if name in _CALLS and not (name == "cond" and first):
+            bodies = params.get("branches") or [
+                params.get("jaxpr") or params["call_jaxpr"]
+            ]
+            of_body = rest if name == "cond" else operands
+            made = [self.run(getattr(x, "jaxpr", x), of_body, line) for x in bodies]
+            return [*map(_merged, zip(*made, strict=True))]
+        if not any(isinstance(x, _Rows) for x in operands):
+            return self._ids(name, eqn, operands) or nothing
+        if name == "select_n" and not first and (merged := _merged(rest)):
+            return [merged]
+        if name in _MOVED and len(operands) == 1:
+            return operands
+        if isinstance(first, _Rows) and _Ids(first.table) in rest:
+            if name == "gather":
+                return nothing
+            if name.startswith("scatter") and not isinstance(rest[-1], _Rows):
+                return [first]
+        raise _Read(eqn, next(x for x in operands if isinstance(x, _Rows)).table, line)
+
+    def _ids(
+        self, name: str, eqn: JaxprEqn, operands: list[_Value]
+    ) -> list[_Value] | None:
+        """Ids that are moved, or made positive, and no others that are made of them."""
+        if name == "sort":
+            return operands
+        pairs = [*zip(eqn.invars, operands, strict=True)]
+        if name in ("gather", "dynamic_slice"):
+            pairs = pairs[:1]
+        if name == "select_n":
+            pairs = pairs[1:]
+        numbers = [x.val for x, _ in pairs if isinstance(x, Literal)]
+        ids = {known for x, known in pairs if not isinstance(x, Literal)}
+        is_moved = name in _MOVES or (
+            name == "add" and any(int(x) in self._tables for x in numbers)
+        )
+        return [*ids] if is_moved and len(ids) == 1 else None
+
+
+def _merged(values: Sequence[_Value]) -> _Value:
+    """What one of these is, whichever."""
+    first, *rest = set(values) - {
+        x._replace(leaf=None)
+        for x in values
+        if isinstance(x, _Rows) and x.leaf is not None
+    }
+    return None if rest else first

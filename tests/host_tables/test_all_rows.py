@@ -1,0 +1,176 @@
+"""Optimisers that read or change rows of which a gradient stores nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+from ..helpers.host_tables import (
+    ROWS,
+    assert_trained_alike,
+    batches,
+    begin,
+    host_params,
+    loss,
+    train_in_memory,
+)
+from ..helpers.support import slow_but
+
+ADAM = osa.sparse_adam(0.1)
+schedule_free = optax.contrib.schedule_free
+
+
+def of_rows(update, init=lambda params: optax.EmptyState()):
+    """A transformation: of `update(table's gradient, state, table)`, others stay."""
+
+    def of_all(grads, state, params):
+        new, state = update(grads["table"], state, params["table"])
+        return grads | {"table": new}, state
+
+    return optax.GradientTransformation(init, of_all)
+
+
+def zeros(params):
+    return jnp.zeros_like(params["table"])
+
+
+def momentum(grads, state, params=None):
+    new = jax.tree.map(lambda m, u: 0.9 * m + u, state, grads)
+    return new, new
+
+
+def of_values(grad, values):
+    """The gradient with other entries."""
+    return jax.experimental.sparse.BCOO(
+        (values, grad.indices), shape=grad.shape, unique_indices=grad.unique_indices
+    )
+
+
+def swapped(grad, state, table):
+    return grad, {"a": state["b"], "b": state["a"].at[grad.indices[:, 0]].add(1)}
+
+
+ALL_ROWS = {
+    "schedule_free": schedule_free(ADAM, 0.1),
+    "schedule_free of lazy": schedule_free(osa.lazy(optax.sgd(0.1)), 0.1),
+    "momentum of updates": optax.chain(
+        osa.lazy(optax.sgd(0.1)),
+        optax.GradientTransformation(optax.tree.zeros_like, momentum),
+    ),
+    "an average": optax.chain(
+        of_rows(lambda g, s, table: (g, 0.9 * s + 0.1 * table), zeros), ADAM
+    ),
+    "the last table": optax.chain(of_rows(lambda g, s, table: (g, table), zeros), ADAM),
+    "begins again": optax.chain(
+        of_rows(lambda g, s, table: (g, jnp.zeros_like(table)), zeros), ADAM
+    ),
+    "a norm": optax.chain(
+        of_rows(lambda g, s, table: (of_values(g, g.data * jnp.sum(table**2)), s)), ADAM
+    ),
+    "a row": optax.chain(
+        of_rows(lambda g, s, table: (of_values(g, g.data + table[:1]), s)), ADAM
+    ),
+    "neighbours": optax.chain(
+        of_rows(
+            lambda g, s, table: (
+                of_values(g, g.data + table[(g.indices[:, 0] + 1) % ROWS]), s
+            )
+        ),
+        ADAM,
+    ),
+    "in a branch": optax.chain(
+        of_rows(
+            lambda g, s, table: (
+                g, lax.cond(s[0, 0] > 0, lambda s: s * 2, lambda s: s, s)
+            ),
+            zeros,
+        ),
+        ADAM,
+    ),
+    "in a scan": optax.chain(
+        of_rows(
+            lambda g, s, table: (g, lax.scan(lambda c, _: (c, 0), s, None, 2)[0]), zeros
+        ),
+        ADAM,
+    ),
+    "swapped": optax.chain(
+        of_rows(swapped, lambda p: {"a": zeros(p), "b": zeros(p)}), ADAM
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_ROWS)
+def test_what_needs_all_rows_is_refused(name):
+    words = r"HostTrainer trains .* this optimiser needs all rows of \['table'\]: "
+    with pytest.raises(ValueError, match=words):
+        host.HostTrainer(loss, ALL_ROWS[name], host_params(*begin()))
+
+
+def decayed(grad, state, table):
+    """Of rows of the gradient, by its indices; some of them are padding."""
+    rows = grad.indices[:, 0]
+    new = of_values(
+        grad, grad.data + 0.1 * table.at[rows].get(mode="fill", fill_value=0)
+    )
+    return new, state.at[rows].add(1)
+
+
+def chosen(grad, state, table):
+    """As what skips a step does: the old array or the new one."""
+    count, rows = state
+    new = rows.at[grad.indices[:, 0]].set(count.astype(rows.dtype))
+    new = lax.cond(
+        count % 3 == 1, lambda new, old: new, lambda new, old: old, new, rows
+    )
+    return grad, (count + 1, jnp.where(count % 2 == 0, new, rows))
+
+
+FEW_ROWS = {
+    "by indices": optax.chain(of_rows(decayed, zeros), ADAM),
+    "a choice": optax.chain(
+        of_rows(chosen, lambda p: (jnp.zeros((), jnp.int32), zeros(p))), ADAM
+    ),
+    "apply_if_finite": optax.apply_if_finite(ADAM, 3),
+    "apply_if_finite of exact_adam": optax.apply_if_finite(osa.exact_adam(0.1), 3),
+    "frozen": optax.partition(
+        {"a": ADAM, "b": optax.set_to_zero()}, {"table": "b", "w": "a"}
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(osa.sparse_adam)(
+        optax.cosine_decay_schedule(0.1, 9)
+    ),
+    "in front": optax.chain(osa.lazy(optax.clip_by_global_norm(0.1)), ADAM),
+    "conditionally": optax.conditionally_transform(
+        ADAM, lambda step, **_: step % 2 == 0
+    ),
+    "two": optax.chain(osa.lazy(optax.trace(0.9)), osa.rowwise_adagrad(0.1)),
+}
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", slow_but(FEW_ROWS, "by indices", "a choice"))
+def test_what_needs_rows_of_the_batch_trains_as_in_memory(name):
+    rows, w = begin()
+    tx, made = FEW_ROWS[name], [*batches(0, 5)]
+    known = train_in_memory(loss, tx, {"table": rows, "w": w}, made)
+    with host.HostTrainer(loss, tx, host_params(rows, w)) as trainer:
+        assert_trained_alike(trainer, list(trainer.run(made)), known)
+
+
+def test_a_keyword_that_decides():
+    """Asked again in each compiled step, with all that it gives."""
+
+    def update(grads, state, params=None, *, factor, **_):
+        (table,) = jax.tree.leaves(state)
+        return grads, {"table": factor * table, "w": None}
+
+    part = optax.GradientTransformationExtraArgs(
+        lambda p: {"table": jnp.ones_like(p["table"]), "w": None}, update
+    )
+    trainer = host.HostTrainer(loss, optax.chain(part, ADAM), host_params(*begin()))
+    with pytest.raises(ValueError, match=r"needs all rows .* `mul` at .*_rows\.py"):
+        trainer.step(*next(batches(0, 1)), factor=np.float32(2))
