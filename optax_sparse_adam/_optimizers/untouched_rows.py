@@ -164,10 +164,12 @@ def check_untouched_rows(
 
 
 def _error(name: str, treedef: Any, table: int, why: str) -> ValueError:
-    paths = jax.tree_util.tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
+    paths = jax.tree_util.tree_leaves_with_path(
+        treedef.unflatten(range(treedef.num_leaves))
+    )
     return ValueError(
         f"{name} trains the rows that a batch looks up, and this optimiser needs all "
-        f"rows of {jax.tree_util.keystr(paths[table][0]) or 'the table'}: {why}. Put "
+        f"rows of {jax.tree_util.keystr(path) or 'the table'}: {why}. Put "
         "what takes rows inside of lazy, which gives it those of the batch, as in "
         "lazy(optax.chain(...)); or keep the table on the device."
     )

@@ -1,20 +1,23 @@
 """The archive of a checkpoint: one file, which is replaced at once or not at all."""
 
+import contextlib
 import errno
 import json
 import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ._lock import lock
 from ._records import naming, sync_folder
 
-ARCHIVE = "checkpoint.npz"
+ARCHIVE, _NEW = "checkpoint.npz", ".new"
 # What zipfile, NumPy and json raise of files of other bytes: each was seen.
 _STUMBLES = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, LookupError, ValueError),
@@ -64,6 +67,50 @@ def read_archive(
         ) from error
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path, function: str, name: str = ARCHIVE) -> Iterator[None]:
+    """Nobody else makes what this archive is to be of, from here to its end.
+
+    The lock is of the new file, before it is written: one that has got its name
+    meanwhile is another file, or none.
+
+    Args:
+      folder: Of the archive.
+      function: What the user called, for errors.
+      name: Of the archive.
+
+    Raises:
+      BlockingIOError: If another trainer does.
+    """
+    new = folder / (name + _NEW)
+    words = f"{function} writes this, and another HostTrainer has it"
+
+    def is_new(file: FileIO) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file.fileno()), new.stat())
+        return False
+
+    with contextlib.ExitStack() as end:
+        while True:
+            file = end.enter_context(FileIO(new, "ab"))
+            try:
+                lock(
+                    file, new, f"{function} writes this, and another HostTrainer has it"
+                )
+            except BlockingIOError:
+                raise
+            except OSError:  # a file system that has no locks
+                break
+            if is_new(file):
+                break
+            file.close()
+        try:
+            yield
+        finally:
+            if is_new(file):  # half of it keeps a full disk full
+                new.unlink()
+
+
 def write_archive(
     folder: Path,
     arrays: Sequence[np.ndarray],
@@ -71,7 +118,7 @@ def write_archive(
     name: str = ARCHIVE,
 ) -> None:
     """Replaces the archive of a folder, at once."""
-    new = folder / (name + ".new")
+    new = folder / (name + _NEW)
     try:
         with naming(new), new.open("wb") as file:
             text = np.frombuffer(json.dumps(about).encode(), np.uint8)

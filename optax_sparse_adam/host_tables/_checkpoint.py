@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ._archive import ARCHIVE, name_in, part_name, read_archive, write_archive
+from ._archive import ARCHIVE, alone_in, name_in, part_name, read_archive, write_archive
 from ._host_rows import HostRows
 from ._journal import Undo, read_journal
 from ._records import refuse_other, sync_folder
@@ -63,7 +63,11 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
     arrays = [data_of(x) for _, x in shared]
     with contextlib.ExitStack() as end:
         with together("HostTrainer.checkpoint"):
-            _begin_in(folder, rows)
+            _make(folder)
+            if spread.process == 0:
+                end.enter_context(alone_in(folder, "HostTrainer.checkpoint"))
+            _refuse_others(folder, rows)
+            left = _parts_in(folder)
             stateful, more = described(rows.stateful, rows.steps)
             of_part: dict[str, Any] = {"stores": [x.id for x in rows.stores]}
             of_part["marked"] = [bool(x.marks) for x in rows.stores]
@@ -90,9 +94,9 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
                     f"{spread.process} does not see. Give a folder that is one for "
                     "all processes."
                 )
-    for old in folder.iterdir() if spread.process == 0 else ():
+    for old, its_name in left.items() if spread.process == 0 else ():
         # What a process that was killed has left, or others no longer need.
-        if _OF_A_CHECKPOINT.fullmatch(old.name) and name not in old.name:
+        if its_name != name:
             old.unlink(missing_ok=True)
 
 
@@ -106,11 +110,20 @@ def _comes_to_be(folder: Path, name: str) -> bool:
     return True
 
 
-def _begin_in(folder: Path, rows: HostRows) -> None:
-    rows.ledger.resolve()  # so that it knows all its names
+def _make(folder: Path) -> None:
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
+
+
+def _parts_in(folder: Path) -> dict[Path, str]:
+    """What is of checkpoints beside archives, and of which."""
+    found = ((x, _OF_A_CHECKPOINT.fullmatch(x.name)) for x in folder.iterdir())
+    return {path: match[1] or match[2] for path, match in found if match}
+
+
+def _refuse_others(folder: Path, rows: HostRows) -> None:
+    rows.ledger.resolve()  # so that it knows all its names
     # Another run's journal would go with its checkpoint, and with it its files.
     if name_in(folder) not in {None, *rows.ledger.names}:
         raise FileExistsError(
@@ -159,8 +172,7 @@ def removed_by(folder: Path) -> str:
 
 def begun_in(folder: Path) -> set[str]:
     """The checkpoints that were begun in a folder and did not come to be."""
-    found = map(_OF_A_CHECKPOINT.fullmatch, (path.name for path in folder.iterdir()))
-    return {match[1] or match[2] for match in found if match} - {name_in(folder)}
+    return {*_parts_in(folder).values()} - {name_in(folder)}
 
 
 def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Part:

@@ -9,11 +9,15 @@ with any close of the file in the process.) Test: `tests/host_tables/test_stores
 """
 
 import errno
-import fcntl
 import os
 import weakref
 from io import FileIO
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # on Windows nobody has run it
+    fcntl = None  # type: ignore[assignment]
 
 _LOCKED: "weakref.WeakSet[FileIO]" = weakref.WeakSet()
 
@@ -30,6 +34,8 @@ def lock(file: FileIO, path: Path, words: str, *, is_shared: bool = False) -> No
     Raises:
       BlockingIOError: If another one has it.
     """
+    if fcntl is None:
+        return
     _LOCKED.add(file)
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
@@ -46,4 +52,5 @@ def _close_all() -> None:
         file.close()
 
 
-os.register_at_fork(after_in_child=_close_all)
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_close_all)

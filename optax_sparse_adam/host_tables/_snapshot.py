@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from ._archive import read_archive, write_archive
+from ._archive import alone_in, read_archive, write_archive
 from ._arguments import begun
 from ._between import evaluated
 from ._budget import register
@@ -51,17 +51,18 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
         _remove_unfinished(new)
     stateful, more = described(host.stateful, host.steps)
     new.mkdir(parents=True)
-    try:
-        for k, i in enumerate(host.plan.tables):
-            _write_table(host, i, new / f"table{k}.npy")
-        dense = evaluated(host, lambda params: _split(host.plan, params)[1])()
-        names = {"name": "", "step": host.steps, "stateful": stateful}
-        arrays = [data_of(x) for x in dense] + more
-        write_archive(new, arrays, names | _expected(host), _ARCHIVE)
-        os.replace(new, folder)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+    with alone_in(new, "HostTrainer.snapshot", _ARCHIVE):
+        try:
+            for k, i in enumerate(host.plan.tables):
+                _write_table(host, i, new / f"table{k}.npy")
+            dense = evaluated(host, lambda params: _split(host.plan, params)[1])()
+            names = {"name": "", "step": host.steps, "stateful": stateful}
+            arrays = [data_of(x) for x in dense] + more
+            write_archive(new, arrays, names | _expected(host), _ARCHIVE)
+            os.replace(new, folder)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
     sync_folder(folder.parent)
 
 
@@ -76,7 +77,8 @@ def _remove_unfinished(new: Path) -> None:
                 f"There is {x}, which is no part of a snapshot that was begun and not "
                 "finished. Move it, or take another name."
             )
-    shutil.rmtree(new)
+    with alone_in(new, "HostTrainer.snapshot", _ARCHIVE):
+        shutil.rmtree(new)
 
 
 def _split(plan: Plan, params: Any) -> tuple[list[Any], list[Any]]:

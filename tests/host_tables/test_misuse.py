@@ -1,5 +1,6 @@
 """What goes wrong around a trainer: its batches, its ids, its storage, its process."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from jax import lax
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam._gradients.value_and_grad import PartsOfTables
-from optax_sparse_adam.host_tables import _host_rows, _spread
+from optax_sparse_adam.host_tables import _archive, _host_rows, _snapshot, _spread
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import Mark, UserStore, View
 
@@ -23,6 +24,7 @@ from ..helpers.host_tables import (
     DIM,
     ROWS,
     Dictionary,
+    arrays,
     assert_trained_alike,
     batches,
     begin,
@@ -360,7 +362,72 @@ def test_what_is_not_ours_stays(tmp_path):
     assert (tmp_path / "third.new").read_text() == "mine"
 
 
+def test_two_snapshots_of_one_name_at_once(tmp_path, monkeypatch):
+    write, refused = _snapshot._write_table, []
+
+    def while_another_one_writes(*args):
+        monkeypatch.setattr(_snapshot, "_write_table", write)
+        with pytest.raises(BlockingIOError, match="snapshot writes this, and another"):
+            second.snapshot(tmp_path / "served")
+        refused.append(True)
+        write(*args)
+
+    with new_trainer() as first, new_trainer() as second:
+        second.step(*next(batches(0, 1)))
+        monkeypatch.setattr(_snapshot, "_write_table", while_another_one_writes)
+        first.snapshot(tmp_path / "served")
+        assert refused
+        snapshot = host.Snapshot(tmp_path / "served", host_params(*begin()))
+        assert_identical(arrays(snapshot.params), arrays(first.params))
+    assert [x.name for x in tmp_path.iterdir()] == ["served"]
+
+
 # Checkpoints.
+
+
+def test_two_trainers_make_no_checkpoint_at_once(tmp_path):
+    """As where a job was started twice: tables in memory have no lock."""
+    with new_trainer() as trainer:
+        trainer.checkpoint(tmp_path)
+        there = {x: x.read_bytes() for x in tmp_path.iterdir()}
+        with _archive.alone_in(tmp_path, "another trainer"):
+            words = "checkpoint writes this, and another HostTrainer has it"
+            with pytest.raises(BlockingIOError, match=words):
+                trainer.checkpoint(tmp_path)
+            with pytest.raises(BlockingIOError, match=words):
+                host.HostTrainer.restore(tmp_path, loss, TX, host_params(*begin()))
+            assert all(x.read_bytes() == there[x] for x in there)
+        assert {*tmp_path.iterdir()} == {*there}
+        host.HostTrainer.restore(tmp_path, loss, TX, host_params(*begin())).close()
+        with pytest.raises(FileExistsError, match="a checkpoint of another run"):
+            trainer.checkpoint(tmp_path)
+
+
+def test_an_archive_that_got_its_name_is_not_written(tmp_path, monkeypatch):
+    """Another trainer is done between the opening of its file here, and the lock."""
+    new, whole = tmp_path / "checkpoint.npz.new", tmp_path / "checkpoint.npz"
+    new.write_text("of another trainer")
+    lock = _archive.lock
+
+    def late(file, path, words):
+        if not whole.exists():
+            new.rename(whole)
+        lock(file, path, words)
+
+    monkeypatch.setattr(_archive, "lock", late)
+    with _archive.alone_in(tmp_path, "a trainer"):
+        new.write_text("of this one")
+    assert [x.read_text() for x in tmp_path.iterdir()] == ["of another trainer"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def without(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(_archive, "lock", without)
+    with new_trainer() as trainer:
+        trainer.checkpoint(tmp_path)
+    host.HostTrainer.restore(tmp_path, loss, TX, host_params(*begin())).close()
 
 
 def test_a_checkpoint_removes_its_own_files_only(tmp_path):
