@@ -164,9 +164,8 @@ def check_untouched_rows(
 
 
 def _error(name: str, treedef: Any, table: int, why: str) -> ValueError:
-    paths = jax.tree_util.tree_leaves_with_path(
-        treedef.unflatten(range(treedef.num_leaves))
-    )
+    places = treedef.unflatten(range(treedef.num_leaves))
+    path, _ = jax.tree_util.tree_leaves_with_path(places)[table]
     return ValueError(
         f"{name} trains the rows that a batch looks up, and this optimiser needs all "
         f"rows of {jax.tree_util.keystr(path) or 'the table'}: {why}. Put "

@@ -95,6 +95,7 @@ class CanaryBCOO(BCOO, metaclass=NamedInErrors):
     read_of: tuple[Source, ...] = ()
     layout: NamedSharding | None = None
     _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
+    _flagged: int | None = None  # of how many entries the flags were said, if of others
 
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
         super().__init__(args, shape=shape, **flags)
@@ -198,17 +199,24 @@ class CanaryBCOO(BCOO, metaclass=NamedInErrors):
         return dense
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        flags = (self.indices_sorted, self.unique_indices)
+        flags, flagged = (self.indices_sorted, self.unique_indices), self._flagged
+        if any(flags) and flagged is None:
+            flagged = self.nse
         # The guard is next to the floats, with which it cannot be compared.
         arrays = self.stored_data, self.guard, self.stored_indices, self.canary
-        return arrays, (self._unbatched, *flags, self.layout)
+        return arrays, (self._unbatched, *flags, flagged, self.layout)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Any) -> "CanaryBCOO":
         obj = object.__new__(cls)
         obj.stored_data, obj.guard, obj.stored_indices, obj.canary = children
         obj._is_seen = False
-        obj._unbatched, obj.indices_sorted, obj.unique_indices, obj.layout = aux_data
+        obj._unbatched, is_sorted, is_unique, obj._flagged, obj.layout = aux_data
+        shape: Any = getattr(obj.stored_indices, "shape", ())
+        if obj._flagged is not None and len(shape) > 1 and shape[-2] != obj._flagged:
+            # Members of a batch, say, laid end to end: rows of one may be in another.
+            is_sorted, is_unique, obj._flagged = False, False, None
+        obj.indices_sorted, obj.unique_indices = is_sorted, is_unique
         return obj
 
 

@@ -94,9 +94,7 @@ def alone_in(folder: Path, function: str, name: str = ARCHIVE) -> Iterator[None]
         while True:
             file = end.enter_context(FileIO(new, "ab"))
             try:
-                lock(
-                    file, new, f"{function} writes this, and another HostTrainer has it"
-                )
+                lock(file, new, words)
             except BlockingIOError:
                 raise
             except OSError:  # a file system that has no locks

@@ -254,6 +254,70 @@ def test_harmless(name):
         assert type(grad) is type(gradient())
 
 
+# More ids than rows: each micro-batch is added up, and has each row once.
+MANY = np.random.default_rng(0).integers(0, SHAPE[0], (3, 12))
+
+
+def many_gradients(ids):
+    return jax.vmap(lambda x: osa.grad(lambda t: jnp.sum(t[x] ** 2))(TABLE))(ids)
+
+
+JOINED = {
+    "vmap": lambda: mapped(lambda x: x.reshape(-1, *x.shape[2:]))(many_gradients(MANY)),
+    "scan": lambda: mapped(lambda x: x.reshape(-1, *x.shape[2:]))(
+        jax.lax.scan(
+            lambda _, ids: (
+                0,
+                osa.coalesce(osa.grad(lambda t: jnp.sum(t[ids] ** 2))(TABLE)),
+            ),
+            0,
+            MANY[:, :5],
+        )[1]
+    ),
+    "concatenate": lambda: jax.tree.map(
+        lambda *x: jnp.concatenate(x),
+        *(osa.grad(lambda t, x=x: jnp.sum(t[x] ** 2))(TABLE) for x in MANY),
+    ),
+    "repeated": lambda: mapped(lambda x: x[np.repeat(np.arange(9), 2)])(
+        osa.grad(lambda t: jnp.sum(t[MANY[0]] ** 2))(TABLE)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", JOINED)
+def test_gradients_of_other_lengths_have_no_flags(name, way):
+    """Laid end to end, rows of one are in another, too; a part of one keeps none."""
+
+    def joined():
+        grad = JOINED[name]()
+        tx = osa.lazy(optax.adam(0.1))
+        updates, _ = tx.update(grad, tx.init(TABLE), TABLE)
+        return grad, osa.gradient_stats(grad), osa.apply_updates(TABLE, updates)
+
+    grad, stats, table = way(joined)()
+    assert not grad.unique_indices
+    assert not grad.indices_sorted
+    dense = np.zeros((100, SHAPE[1]))
+    np.add.at(dense, np.asarray(grad.indices)[:, 0], np.asarray(grad.data, np.float64))
+    dense = dense[: SHAPE[0]]  # all others are padding
+    np.testing.assert_allclose(stats.norm, np.linalg.norm(dense), rtol=1e-6)
+    assert stats.touched == np.count_nonzero(dense.any(axis=1))
+    adam = optax.adam(0.1)
+    updates, _ = adam.update(jnp.float32(dense), adam.init(TABLE))
+    np.testing.assert_allclose(table, TABLE + updates, rtol=1e-6)
+
+
+def test_members_keep_their_flags():
+    """Each has its own entries; so has what goes through a program as it is."""
+    grads = many_gradients(MANY)
+    for grad in (grads, jax.jit(lambda x: x)(grads), mapped(lambda x: x[1])(grads)):
+        assert grad.unique_indices
+        assert grad.nse == SHAPE[0]
+    labels = mapped(lambda _: 1)(grads)
+    assert jax.tree.structure(labels) == jax.tree.structure(grads)
+
+
 def test_copies():
     grad = gradient()
     for other in (
