@@ -171,7 +171,8 @@ def _refuse_changes(state: Any) -> None:
                     f"{class_names(tuple(behind))} behind it. Clip and scale gradients "
                     "before it, scale moves by its learning rate, train groups of "
                     "parameters apart, or freeze some, by optax.partition in place of "
-                    "a chain of optax.masked, and average what flush returns."
+                    "a chain of optax.masked, and average what flush returns. Of "
+                    "several arguments (`argnums`) give one state, tx.init((a, b))."
                 )
         return is_exact(node)
 
@@ -243,8 +244,8 @@ def rows_by_parameter(
     except (AttributeError, TypeError, ValueError):  # which print the arrays
         raise ValueError(
             f"{rule}, in a tree of {treedef.num_leaves} leaves; got one whose moments "
-            "lie in another tree. Make the state by init of the same parameters, or "
-            "pass those that it was made of."
+            "lie in another tree. Make the state by init of the same parameters, as "
+            "tx.init((a, b)) of several arguments, or pass those that it was made of."
         ) from None
 
     def check(arrays: dict[str, Any], shape: tuple[int, ...], what: str) -> None:

@@ -112,7 +112,8 @@ def value_and_grad(
         predicate `sparse(path, leaf)` that returns a boolean, exactly where it says so.
         What is required and cannot be raises. A leaf of which `False` is said and that
         the loss does not use gets dense zeros.
-      read: The state of an optimiser of the differentiated argument. Where that is
+      read: The state of an optimiser of the differentiated argument (of all of them in
+        a tuple, if `argnums` is a sequence: `tx.init((a, b))`). Where that is
         `exact_adam` or `exact_adamw`, or holds them, a lookup gives each row as dense
         Adam would have it now, and the gradient is taken there; nothing is written. A
         leaf whose gradient is dense is read as it stands: where it has stale rows, that

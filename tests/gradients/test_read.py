@@ -253,6 +253,10 @@ def test_errors():
     with pytest.raises(ValueError, match="must belong to the parameters"):
         osa.value_and_grad(loss, read=state)(table)
     state = osa.exact_adam(0.1).init(table)
+    for two in ((state, state), {"a": state, "b": state}):
+        grad = osa.grad(lambda a, b: loss(a) + loss(b), argnums=(0, 1), read=two)
+        with pytest.raises(ValueError, match="several arguments"):
+            grad(table, table)
     with pytest.raises(ValueError, match="Only row lookups"):
         osa.grad(lambda t: loss(t) + jnp.sum(t), sparse=lambda *_: True, read=state)(
             table
