@@ -90,7 +90,9 @@ def replicate_rows(rows: jax.Array, mesh: AbstractMesh) -> jax.Array:
     if rows.ndim and spec[0] is not None:
         whole = PartitionSpec(None, *spec[1:])
         rows = jax.reshard(rows, NamedSharding(mesh, whole))
-    if rows.ndim and mesh.auto_axes:
+    # Where nothing is traced, rows of a mesh's program may be on one device all.
+    is_traced = isinstance(rows, jax.core.Tracer)
+    if rows.ndim and mesh.auto_axes and (is_traced or len(rows.devices()) > 1):
         free = [PartitionSpec.UNCONSTRAINED if s is None else None for s in spec[1:]]
         whole = PartitionSpec(None, *free)
         rows = lax.with_sharding_constraint(rows, NamedSharding(mesh, whole))

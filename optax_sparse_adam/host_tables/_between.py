@@ -95,7 +95,8 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
         return mapped(structure.unflatten(arrays), rest)[0]
 
     trees = jax.eval_shape(plan.join, host.rest, shapes)
-    if jax.eval_shape(function, *trees) != trees:
+    new_trees = jax.eval_shape(function, *trees)
+    if jax.tree.map(_type_of, new_trees) != jax.tree.map(_type_of, trees):
         raise ValueError(
             "map_rows needs a function that returns parameters and state in the "
             "shapes and types that it gets."
@@ -113,6 +114,11 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             rest, arrays = program(host.take(rows, size), host.rest)
             store(rows, arrays)
         host.rest = rest
+
+
+def _type_of(x: Any) -> tuple[Any, ...]:
+    """Not how it is laid out, as by Explicit axes that are set."""
+    return x.shape, x.dtype, x.weak_type
 
 
 def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:

@@ -206,6 +206,25 @@ def test_sharded_by_jit_alone():
     np.testing.assert_array_equal(to_dense(grad), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+def test_lazy_outside_of_programs():
+    """Of a gradient from a mesh, and a table and state that lie on one device."""
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    _, (table, ids) = start(make_mesh(AxisType.Auto), P())
+
+    def part(table, ids):
+        return lax.psum(jnp.sum(jnp.square(table[ids])), "x")
+
+    loss = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    tx, dense = osa.lazy(optax.adam(0.1)), optax.adam(0.1)
+    updates, state = tx.update(osa.grad(loss)(table, ids), tx.init(table), table)
+    grad = jax.grad(lambda table: jnp.sum(jnp.square(table[ids])))(table)
+    expected, expected_state = dense.update(grad, dense.init(table))
+    assert_close(to_dense(updates), expected, 1e-6)
+    assert_close(state, expected_state, 1e-6)
+
+
 @pytest.mark.parametrize("capacity", slow_but([1, 99], 1))
 def test_training_inside_shard_map_over_some_axes(capacity):
     """The other axis splits the columns, and is left to JAX's partitioner."""

@@ -235,3 +235,16 @@ def test_a_batch_on_other_devices():
                 trainer.evaluate(loss)(*batch)
             with pytest.raises(ValueError, match=words.format(kind)):
                 list(trainer.run([batch]))
+
+
+@pytest.mark.slow
+def test_rows_are_mapped_while_explicit_axes_are_set():
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
+    tx, made = osa.exact_adam(0.1), [*batches(0, 3)]
+    rows, w = begin()
+    known = train_in_memory(loss, tx, {"table": rows, "w": w}, made)
+    with jax.set_mesh(mesh):
+        trainer = host.HostTrainer(loss, tx, host_params(rows, w))
+        values = list(trainer.run(made))
+        trainer.map_rows(osa.flush)
+    assert_trained_alike(trainer, values, (*osa.flush(*known[:2]), known[2]))
