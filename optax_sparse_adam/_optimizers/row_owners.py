@@ -11,9 +11,8 @@ operations:
     optax.add_decayed_weights(0.1, mask)
     # operations of a [1000, 4] table: mul add;  of its [3, 4] touched rows: none
 
-Known limits: choices that change constants only, and transformations of the user's that
-take no dense gradients of whole tables, as those that read `grad.nse`: nothing can be
-compared with.
+Known limit: choices that change constants only. What takes no dense gradients of whole
+tables, as what reads `grad.nse`, is compared by `untouched_rows` on a host.
 """
 
 import functools
@@ -116,7 +115,7 @@ def find_owners(
     structures: list[Any] = [*map(jax.tree.structure, (state, other))]
     if structures[0] != structures[1]:
         some = next(iter(tables))
-        raise _size_error(name, tables[some].num_rows, sizes[some])
+        raise size_error(name, tables[some].num_rows, sizes[some])
     pairs = jax.tree_util.tree_leaves_with_path(state)
     expected = [leaf.shape for _, leaf in pairs]
     got = [leaf.shape for leaf in leaves]
@@ -164,7 +163,7 @@ def check_sizes(
     of_few = trees.grads.unflatten(map(resized, shapes.params, of_params))
     if jax.tree.structure(jax.eval_shape(tx.init, of_few)) != trees.state:
         some = next(iter(tables))
-        raise _size_error(name, tables[some].num_rows, few[some])
+        raise size_error(name, tables[some].num_rows, few[some])
     update = functools.partial(trees.update, tx, extra_args)
     check_same_operations(update, shapes, every_owner, tables, name)
 
@@ -180,7 +179,7 @@ def check_same_operations(
 
     def operations(num_rows: dict[int, int]) -> list[Any]:
         resized = functools.partial(_resized, tables=tables, num_rows=num_rows)
-        return _operations(update, shapes.map(resized, owners))
+        return operations_of(jax.make_jaxpr(update)(shapes.map(resized, owners)))
 
     rows = {i: table.num_rows for i, table in tables.items()}
     few = {i: table.num_touched for i, table in tables.items()}
@@ -192,13 +191,13 @@ def check_same_operations(
     # The mask of the module's example: (mul, add) of the table, nothing of few rows.
     of_few, error = attempt(operations, few)
     if error is not None:
-        raise _size_error(name, largest.num_rows, few[at], error) from error
+        raise size_error(name, largest.num_rows, few[at], error) from error
     if of_few != expected:
-        raise _size_error(name, largest.num_rows, few[at])
+        raise size_error(name, largest.num_rows, few[at])
 
 
-def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
-    """The operations of a function, of what, and how many axes their results have."""
+def operations_of(closed: ClosedJaxpr) -> list[Any]:
+    """The operations of a program, of what, and how many axes their results have."""
 
     def of_jaxpr(jaxpr: Any) -> Iterator[Any]:
         # Inputs and results by number: `mul` of one leaf is not that of another.
@@ -217,10 +216,10 @@ def _operations(function: Callable[..., Any], args: Any) -> list[Any]:
                 numbers[var] = len(numbers)
         yield "return", *(numbers.get(x) for x in jaxpr.outvars if isinstance(x, Var))
 
-    return list(of_jaxpr(jax.make_jaxpr(function)(args).jaxpr))
+    return list(of_jaxpr(closed.jaxpr))
 
 
-def _size_error(name: str, rows: int, nse: Any, cause: Any = None) -> ValueError:
+def size_error(name: str, rows: int, nse: Any, cause: Any = None) -> ValueError:
     words = ""
     if cause is not None:
         first = str(cause).partition("\n")[0].rstrip(".:")

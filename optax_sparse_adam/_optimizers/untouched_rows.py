@@ -14,6 +14,7 @@ array and the new one, as of `optax.apply_if_finite`; rows that are taken from a
 array, or put into it, by the indices of the gradient. Everything else is refused.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,14 +22,14 @@ import jax
 import optax
 from jax.experimental.sparse import BCOO
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._jax_extras.jaxprs import name_and_params
 from .._rows.checks import is_bcoo, leaves_like
 from .._rows.stale import STORED
 from .attempt import attempt
 from .forms import first_that_traces
-from .row_owners import TableSize, unused_sizes
+from .row_owners import TableSize, operations_of, size_error, unused_sizes
 from .update_fn import RowUpdateFn
 
 _NUM_STORED = 2  # entries of each gradient
@@ -84,6 +85,8 @@ def check_untouched_rows(
     owners: Sequence[int | None],
     extra_args: dict[str, Any],
     name: str,
+    *,
+    has_all_args: bool = False,
 ) -> None:
     """Raises for a transformation that reads or changes rows without a gradient.
 
@@ -94,78 +97,118 @@ def check_untouched_rows(
       owners: Which table's rows each array of the state holds.
       extra_args: What the update takes besides.
       name: Who needs it, for errors.
+      has_all_args: Whether `extra_args` are those of a step.
 
     Raises:
-      ValueError: If it does. Not if the update raises, as one does that wants other
-        extra arguments, or dense gradients.
+      ValueError: If it does.
+      Exception: What the update raises of row-sparse gradients of whole tables, in a
+        step; before it, one may want other arguments.
     """
     if type(tx.update) is RowUpdateFn:
         return
-    treedef: Any
-    of_state: Any
-    leaves, treedef = jax.tree.flatten(params)
-    unused = unused_sizes(leaves)
+    ask = functools.partial(_Asked.of, tx, params, extra_args=extra_args, name=name)
+    # As many rows as no other axis has: what has all rows is known by their number.
+    unused = unused_sizes(jax.tree.leaves(params))
     sizes = {i: next(unused) for i in tables}
-    shapes = [
-        jax.ShapeDtypeStruct((sizes[i], *x.shape[1:]), x.dtype) if i in sizes else x
-        for i, x in enumerate(leaves)
-    ]
-    state, of_state = jax.tree.flatten(
-        jax.eval_shape(tx.init, treedef.unflatten(shapes))
-    )
-    data = [
-        jax.ShapeDtypeStruct((_NUM_STORED, *x.shape[1:]), x.dtype) if i in sizes else x
-        for i, x in enumerate(shapes)
-    ]
-    ids = {i: jax.ShapeDtypeStruct((_NUM_STORED, 1), "int32") for i in tables}
-    dense: set[int] = set()
-
-    def update(params: Any, state: Any, data: Any, ids: Any) -> Any:
-        grads = treedef.unflatten(
-            BCOO((x, ids[i]), shape=shapes[i].shape) if i in sizes else x
-            for i, x in enumerate(data)
-        )
-
-        def of_grads(grads: Any, extra: dict[str, Any]) -> Any:
-            args = grads, of_state.unflatten(state), treedef.unflatten(params)
-            updates, new_state = tx.update(*args, **extra)
-            made = leaves_like(treedef, updates, "Updates", "parameters")
-            dense.clear()
-            dense.update(i for i in tables if not is_bcoo(made[i]))
-            return [x for i, x in enumerate(made) if i not in tables], new_state
-
-        program = first_that_traces(name, of_grads, grads, extra_args)
-        rest, new_state = program(extra_args)
-        return jax.tree.leaves(new_state), rest
-
-    closed, error = attempt(jax.make_jaxpr(update), shapes, state, data, ids)
+    asked, error = attempt(ask, sizes)
+    if error is not None and has_all_args:
+        raise error
     if error is not None:
         return
-    if dense:
-        raise _error(name, treedef, min(dense), "its update is one of all rows")
-    inputs: list[_Value] = [
-        _Rows(i, i) if i in tables else None for i in range(len(shapes))
-    ]
-    owned = [
-        None if i is None else _Rows(i, k) for k, i in enumerate(owners, len(shapes))
-    ]
-    inputs += [*owned, *[None] * len(data), *map(_Ids, sorted(ids))]
+    for i in asked.dense:
+        raise _error(name, params, i, "its update is one of all rows")
+    count = len(jax.tree.leaves(params))
+    owned = [None if i is None else _Rows(i, k) for k, i in enumerate(owners, count)]
+    inputs: list[_Value] = [_Rows(i, i) if i in tables else None for i in range(count)]
+    inputs += [*owned, *[None] * count, *map(_Ids, sorted(tables))]
     try:
-        results = _Walk(sizes).run(closed.jaxpr, inputs, "")
+        results = _Walk(sizes).run(asked.closed.jaxpr, inputs, "")
     except _Read as read:
         where = f"`{read.eqn.primitive}` at {read.line}"
         why = f"{where} takes all of them, or of its state's"
-        raise _error(name, treedef, read.table, why) from None
-    pairs = jax.tree_util.tree_leaves_with_path(of_state.unflatten(state))
+        raise _error(name, params, read.table, why) from None
+    pairs = jax.tree_util.tree_leaves_with_path(asked.state)
     for (path, _), rows, value in zip(pairs, owned, results, strict=False):
         if rows is not None and value not in (rows, rows._replace(leaf=None)):
             where = f"`state{jax.tree_util.keystr(path)}` changes in all rows"
-            raise _error(name, treedef, rows.table, where)
+            raise _error(name, params, rows.table, where)
+    # The same operations with all rows and with some: see `check_sizes`.
+    whole = {i: table.num_rows for i, table in tables.items()}
+    few = {i: table.num_touched for i, table in tables.items()}
+    of_whole, of_few = (attempt(ask, x)[0] for x in (whole, few))
+    if of_whole is not None and whole != few:
+        at = max(whole, key=lambda i: whole[i])
+        programs = [x and operations_of(x.closed) for x in (of_whole, of_few)]
+        if programs[0] != programs[1]:
+            raise size_error(name, whole[at], few[at])
 
 
-def _error(name: str, treedef: Any, table: int, why: str) -> ValueError:
-    places = treedef.unflatten(range(treedef.num_leaves))
-    path, _ = jax.tree_util.tree_leaves_with_path(places)[table]
+class _Asked(NamedTuple):
+    """An update of row-sparse gradients, traced.
+
+    Attributes:
+      closed: Its program: of the leaves of parameters and state, of those of gradients,
+        or what they store, and of the indices. It returns the new state, and updates.
+      state: The tree of shapes of the state.
+      dense: Tables whose update is not row-sparse.
+    """
+
+    closed: ClosedJaxpr
+    state: Any
+    dense: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        tx: optax.GradientTransformation,
+        params: Any,
+        sizes: dict[int, int],
+        *,
+        extra_args: dict[str, Any],
+        name: str,
+    ) -> "_Asked":
+        """Of tables of so many rows; raises what the update raises."""
+        treedef: Any
+        of_state: Any
+        leaves, treedef = jax.tree.flatten(params)
+
+        def resized(num_rows: dict[int, int]) -> list[Any]:
+            return [
+                jax.ShapeDtypeStruct((num_rows[i], *x.shape[1:]), x.dtype)
+                if i in num_rows
+                else x
+                for i, x in enumerate(leaves)
+            ]
+
+        shapes, stored = resized(sizes), resized(dict.fromkeys(sizes, _NUM_STORED))
+        state = jax.eval_shape(tx.init, treedef.unflatten(shapes))
+        state_leaves, of_state = jax.tree.flatten(state)
+        ids = {i: jax.ShapeDtypeStruct((_NUM_STORED, 1), "int32") for i in sizes}
+        made: list[Any] = []
+
+        def update(params: Any, state: Any, stored: Any, ids: Any) -> Any:
+            grads = treedef.unflatten(
+                BCOO((x, ids[i]), shape=shapes[i].shape) if i in ids else x
+                for i, x in enumerate(stored)
+            )
+
+            def of_grads(grads: Any, extra: dict[str, Any]) -> Any:
+                args = grads, of_state.unflatten(state), treedef.unflatten(params)
+                updates, new_state = tx.update(*args, **extra)
+                made[:] = leaves_like(treedef, updates, "Updates", "parameters")
+                return new_state, made
+
+            new_state, updates = first_that_traces(name, of_grads, grads, extra_args)(
+                extra_args
+            )
+            return jax.tree.leaves(new_state), updates
+
+        closed = jax.make_jaxpr(update)(shapes, state_leaves, stored, ids)
+        return cls(closed, state, [i for i in sizes if not is_bcoo(made[i])])
+
+
+def _error(name: str, params: Any, table: int, why: str) -> ValueError:
+    path, _ = jax.tree_util.tree_leaves_with_path(params)[table]
     return ValueError(
         f"{name} trains the rows that a batch looks up, and this optimiser needs all "
         f"rows of {jax.tree_util.keystr(path) or 'the table'}: {why}. Put "

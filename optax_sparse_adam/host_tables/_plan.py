@@ -98,7 +98,7 @@ class Plan:
         )
         self._trained = self.treedef.unflatten(shapes), owners
         # With a loss; a step asks again, with all that it gives and its number of rows.
-        self._check_update(sizes, {"value": np.float32(0)})
+        self._check_update(sizes, {"value": np.float32(0)}, in_step=False)
         self.dense = [x for i, (_, x) in enumerate(pairs) if i not in hosts]
         self.num_dense = len(self.dense)
         # For each array of parameters and state the table whose rows it holds, if any.
@@ -125,12 +125,13 @@ class Plan:
         self.layouts = [Layout(x) for x in fields]
 
     def _check_update(
-        self, tables: dict[int, TableSize], extra_args: dict[str, Any]
+        self, tables: dict[int, TableSize], extra_args: dict[str, Any], in_step: bool
     ) -> None:
         """Raises for a transformation that needs more than the rows of a batch."""
         tx, (params, owners) = optax.with_extra_args_support(self.tx), self._trained
-        for check in check_sizes, check_untouched_rows:
-            check(tx, params, tables, owners, extra_args, "HostTrainer")
+        asked = tx, params, tables, owners, extra_args, "HostTrainer"
+        check_sizes(*asked)
+        check_untouched_rows(*asked, has_all_args=in_step)
 
     # Between the user's trees and lists: what has no rows, and for each table its
     # arrays, as its layout says.
@@ -338,6 +339,7 @@ class Plan:
             self._check_update(
                 {i: TableSize(x.shape, 1, len(part[0])) for (i, x), part in pairs},
                 extra_args_of(loss, self.tx, new[2][0], names),
+                in_step=True,
             )
             return new_rest, new_arrays, value, jax.random.key_data(number)[0]
 

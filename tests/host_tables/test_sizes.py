@@ -169,3 +169,17 @@ def test_a_table_whose_gradient_is_dense_is_refused(sparse):
         host.HostTrainer(
             loss, osa.exact_adam(0.1), host_params(*begin()), sparse=sparse
         )
+
+
+def by_number(grads, state, params=None):
+    table = grads["table"]
+    return grads | {"table": table * (1 / table.nse)}, state
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+def test_behind_a_part_that_takes_no_dense_gradients():
+    part = optax.GradientTransformation(optax.init_empty_state, by_number)
+    tx = optax.chain(part, BY_SIZE["lazy"])
+    trainer = host.HostTrainer(loss, tx, host_params(*begin()))
+    with pytest.raises(ValueError, match=r"lazy runs .* depends on the number"):
+        trainer.step(*next(batches(0, 1)))
