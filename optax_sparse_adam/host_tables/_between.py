@@ -4,6 +4,7 @@ A part of a table with its state is a table like others, so what there is for ta
 memory does it: `evaluate`, any function of parameters and state, `reset_rows`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,10 @@ class _NoArray:
     value: Any
 
 
-def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """See `HostTrainer.evaluate`."""
+def evaluated(
+    host: HostRows, fun: Callable[..., Any], *, is_alone: bool = False
+) -> Callable[..., Any]:
+    """See `HostTrainer.evaluate`; `is_alone`: for who has waited for others before."""
     plan, few = host.plan, compact(fun, host.plan.tables)
     ids = RowIds(fun, plan.tables, plan.treedef, plan.spread.whole)
 
@@ -49,7 +52,7 @@ def evaluated(host: HostRows, fun: Callable[..., Any]) -> Callable[..., Any]:
     program = jax.jit(on_rows, static_argnums=0)
 
     def on_tables(*args: Any, **keywords: Any) -> Any:
-        with host.alone():
+        with contextlib.nullcontext() if is_alone else host.alone():
             host.check()
             host.settle()
             traced, static = split_keywords(fun, keywords)

@@ -94,6 +94,7 @@ class HostRows:
         self.work: Future[Any] | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._drawing = threading.local()
         self._results: collections.deque[Any] = collections.deque()
         self._value: Any = None
@@ -154,8 +155,29 @@ class HostRows:
         """Waits for what other threads do with this trainer, and then lets them wait.
 
         After a fork nothing: the thread that has the lock may not be there.
+
+        Raises:
+          RuntimeError: In the middle of what the same thread does.
         """
-        return contextlib.nullcontext() if self.is_of_another_process else self._lock
+        if self.is_of_another_process:
+            return contextlib.nullcontext()
+        if self.is_in_use_here:
+            raise RuntimeError(
+                "A signal's handler, or what a step or a checkpoint has called, uses "
+                "this HostTrainer in the middle of it, when rows and files are of two "
+                "times. Let the handler say that it was called, as by a flag, and make "
+                "the checkpoint between two steps; or let it raise: nothing is lost."
+            )
+        return self._lock
+
+    @property
+    def is_in_use_here(self) -> bool:
+        """Whether this thread is in the middle of something."""
+        try:
+            self._condition.notify(0)  # which the one who has its lock may
+        except RuntimeError:
+            return False
+        return True
 
     @property
     def is_of_another_process(self) -> bool:

@@ -247,13 +247,16 @@ class Pipeline:
                         work.result()  # where the step before the last one has failed
         finally:
             rows.draws(False)  # an interrupt may have come while this was said
-            with rows.alone():
-                try:
-                    rows.settle()
-                finally:
-                    if self._source is source:
-                        self._left = source.left
-                        self._source = None
+            try:
+                # Left open, it may be collected in the middle of another call, which
+                # has begun by settling, or the next one does.
+                if not rows.is_in_use_here:
+                    with rows.alone():
+                        rows.settle()
+            finally:
+                if self._source is source:
+                    self._left = source.left
+                    self._source = None
 
     def _beside(
         self,

@@ -55,7 +55,9 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
         try:
             for k, i in enumerate(host.plan.tables):
                 _write_table(host, i, new / f"table{k}.npy")
-            dense = evaluated(host, lambda params: _split(host.plan, params)[1])()
+            dense = evaluated(
+                host, lambda params: _split(host.plan, params)[1], is_alone=True
+            )()
             names = {"name": "", "step": host.steps, "stateful": stateful}
             arrays = [data_of(x) for x in dense] + more
             write_archive(new, arrays, names | _expected(host), _ARCHIVE)
@@ -92,7 +94,9 @@ def _write_table(host: HostRows, i: int, path: Path) -> None:
     """The rows of a table as they are now, a part at a time."""
     table = host.plan.tables[i]
     rows_of = evaluated(
-        host, lambda params, ids: host.plan.treedef.flatten_up_to(params)[i][ids]
+        host,
+        lambda params, ids: host.plan.treedef.flatten_up_to(params)[i][ids],
+        is_alone=True,
     )
     total, dtype = table.shape[0], np.dtype(table.dtype)
     size = max(1, min(total, CHUNK // max(1, dtype.itemsize * _width(table.shape))))

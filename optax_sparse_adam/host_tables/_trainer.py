@@ -87,7 +87,8 @@ class HostTrainer:
         when it is made, before anything is written, and by steps.
       NotImplementedError: For a `BatchWithReset`, and by `snapshot`, in one of several
         processes.
-      RuntimeError: By any use in a process that was forked. By a step or an evaluation
+      RuntimeError: By any use in a process that was forked, or by a signal's handler in
+        the middle of a step, a checkpoint or the like of the same thread. By a step or an evaluation
         that looks up other ids than those that were computed before it, as of
         `np.random`; after such a step, after one that has raised while it ran, as by a
         callback, and after a `map_rows` that has ended half way, by all but `close`:

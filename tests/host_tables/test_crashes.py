@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -423,6 +424,58 @@ def test_a_step_that_is_interrupted_anywhere(error):
         steps = trainer.steps
         assert int(-trainer.params["a"][1, 0]) == steps == trainer.steps, lines[1:]
     assert 0 < steps < seen
+
+
+def test_a_handler_that_uses_the_trainer(tmp_path):
+    """Wherever it comes: done between two calls, refused in the middle of one."""
+    tx, folder, came = osa.lazy(optax.sgd(1.0)), tmp_path / "run", []
+    params = {"a": host.HostTable((12, 2), file=tmp_path / "a.bin")}
+    trainer = host.HostTrainer(of_one_row, tx, params)
+    batch = np.array([1]), np.zeros(3)
+    trainer.step(*batch)
+    trainer.checkpoint(folder)
+
+    def handler(*_):
+        try:
+            trainer.checkpoint(folder)
+            came.append("done")
+        except RuntimeError as error:
+            came.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(60):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-4 * number)
+            trainer.step(*batch)
+            trainer.checkpoint(folder)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    trainer.close()
+    assert any("make the checkpoint between two steps" in x for x in came)
+    with host.HostTrainer.restore(folder, of_one_row, tx, params) as trainer:
+        assert trainer.steps == 61
+        assert (trainer.params["a"][1] == -61).all()
+
+
+def test_a_run_that_is_collected_in_the_middle_of_a_step(monkeypatch):
+    trainer = host.HostTrainer(
+        of_one_row, osa.lazy(optax.sgd(1.0)), {"a": host.HostTable((3, 2))}
+    )
+    batches = [(np.array([1]), np.zeros(3))] * 4
+    values = trainer.run(iter(batches))
+    next(values)
+    settle = trainer._rows.settle
+
+    def collected():
+        monkeypatch.undo()
+        values.close()
+        settle()
+
+    monkeypatch.setattr(trainer._rows, "settle", collected)
+    trainer.step(*batches[0])
+    assert len(trainer.drawn) == 1
+    assert trainer.steps == -trainer.params["a"][1, 0] == 2
 
 
 @pytest.mark.parametrize("every", slow_but([1, 97], 97))
