@@ -72,7 +72,8 @@ class HostTrainer:
       ValueError: If `steps` or `budget` is no such number; if there is no `HostTable`;
         if two have one file or one storage; if the state of `tx` has rows along another
         axis, or begins with what is computed of all rows, such as a norm; if `tx` is
-        another one for fewer rows, as by a mask that goes by size, or `sparse` says
+        another one for fewer rows, as by a mask that goes by size, or reads or changes
+        rows without a gradient, as `optax.contrib.schedule_free`; or `sparse` says
         that a table's gradient is dense; in one of several processes without a
         `mesh`. By steps, with the user's line, for a loss
         that uses all of a table, or whose ids depend on rows; in one of several
@@ -88,11 +89,11 @@ class HostTrainer:
       NotImplementedError: For a `BatchWithReset`, and by `snapshot`, in one of several
         processes.
       RuntimeError: By any use in a process that was forked, or by a signal's handler in
-        the middle of a step, a checkpoint or the like of the same thread. By a step or an evaluation
-        that looks up other ids than those that were computed before it, as of
-        `np.random`; after such a step, after one that has raised while it ran, as by a
-        callback, and after a `map_rows` that has ended half way, by all but `close`:
-        then `restore` goes on from the last checkpoint.
+        the middle of a step, a checkpoint or the like. By a step or an evaluation that
+        looks up other ids than those that were computed before it, as of `np.random`;
+        after such a step, after one that has raised while it ran, as by a callback,
+        and after a `map_rows` that has ended half way, by all but `close`: then
+        `restore` goes on from the last checkpoint.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
@@ -157,6 +158,7 @@ class HostTrainer:
           path: Of a folder, which is made if it is not there.
 
         Raises:
+          BlockingIOError: If another trainer makes one there.
           FileExistsError: If the folder has a checkpoint of another run.
           FileNotFoundError: If the file of a table is no more at its path.
           ValueError: If the folder has a checkpoint that cannot be read; if what is
@@ -212,7 +214,7 @@ class HostTrainer:
             row is changed then; of several that are `stateful`, those before it are
             restored.
           TypeError: If what is `stateful` is no dictionary of such things.
-          BlockingIOError: If another trainer has a file.
+          BlockingIOError: If another trainer has a file, or makes a checkpoint there.
           NotImplementedError: With another number of processes, where a table is in a
             storage of the user's, or something is `stateful`.
         """
@@ -312,6 +314,7 @@ class HostTrainer:
           path: Of a new folder, which is there when all of it is on the disk.
 
         Raises:
+          BlockingIOError: If another trainer writes it.
           FileExistsError: If it is there already.
           OSError: If a disk is full; then there is no folder.
           ValueError: If what is `stateful` does not know what it was at this step.
