@@ -11,7 +11,9 @@ jaxpr that has all rows of a table is followed. In
 `mul` reads all rows of `m`, or of `a`. What may have all rows: the optimisers of this
 package, which name their equations (`knows_stored_rows`); a choice between the old
 array and the new one, as of `optax.apply_if_finite`; rows that are taken from an
-array, or put into it, by the indices of the gradient. Everything else is refused.
+array, or put into it, by the indices of the gradient. Everything else is refused. So
+is what computes with indices, as `rates[grad.indices]`: rows of a batch have other
+numbers than those of the table.
 """
 
 import functools
@@ -39,6 +41,9 @@ _MOVES = _MOVED | {
     *("convert_element_type", "select_n", "gather", "dynamic_slice"),
     *("min", "max", "clamp"),
 }
+_COMPARED = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
+# As gradients are where duplicates were added up, which all optimisers take.
+_SUMMED = {"indices_sorted": True, "unique_indices": True}
 # What is called as often as it stands there, with its operands in their order.
 _CALLS = frozenset(
     ["jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call", "cond"]
@@ -67,15 +72,25 @@ class _Ids(NamedTuple):
     table: int
 
 
-_Value = _Rows | _Ids | None
+class _Scratch(NamedTuple):
+    """Zeros, say, into which something is written by such indices.
+
+    Attributes:
+      table: Its place among the parameters.
+    """
+
+    table: int
 
 
-class _Read(Exception):
-    """An equation that has other rows to do with, of which table, and its line."""
+_Value = _Rows | _Ids | _Scratch | None
 
-    def __init__(self, eqn: JaxprEqn, table: int, line: str):
-        super().__init__(eqn, table, line)
-        self.eqn, self.table, self.line = eqn, table, line
+
+class _Needed(Exception):
+    """More of a table than the rows of a batch, and why."""
+
+    def __init__(self, table: int, why: str):
+        super().__init__(table, why)
+        self.table, self.why = table, why
 
 
 def check_untouched_rows(
@@ -123,10 +138,8 @@ def check_untouched_rows(
     inputs += [*owned, *[None] * count, *map(_Ids, sorted(tables))]
     try:
         results = _Walk(sizes).run(asked.closed.jaxpr, inputs, "")
-    except _Read as read:
-        where = f"`{read.eqn.primitive}` at {read.line}"
-        why = f"{where} takes all of them, or of its state's"
-        raise _error(name, params, read.table, why) from None
+    except _Needed as needed:
+        raise _error(name, params, needed.table, needed.why) from None
     pairs = jax.tree_util.tree_leaves_with_path(asked.state)
     for (path, _), rows, value in zip(pairs, owned, results, strict=False):
         if rows is not None and value not in (rows, rows._replace(leaf=None)):
@@ -188,7 +201,7 @@ class _Asked(NamedTuple):
 
         def update(params: Any, state: Any, stored: Any, ids: Any) -> Any:
             grads = treedef.unflatten(
-                BCOO((x, ids[i]), shape=shapes[i].shape) if i in ids else x
+                BCOO((x, ids[i]), shape=shapes[i].shape, **_SUMMED) if i in ids else x
                 for i, x in enumerate(stored)
             )
 
@@ -210,9 +223,9 @@ class _Asked(NamedTuple):
 def _error(name: str, params: Any, table: int, why: str) -> ValueError:
     path, _ = jax.tree_util.tree_leaves_with_path(params)[table]
     return ValueError(
-        f"{name} trains the rows that a batch looks up, and this optimiser needs all "
-        f"rows of {jax.tree_util.keystr(path) or 'the table'}: {why}. Put "
-        "what takes rows inside of lazy, which gives it those of the batch, as in "
+        f"{name} trains the rows that a batch looks up, and this optimiser needs more "
+        f"than these of {jax.tree_util.keystr(path) or 'the table'}: {why}. Put what "
+        "takes rows inside of lazy, which gives it those of the batch, as in "
         "lazy(optax.chain(...)); or keep the table on the device."
     )
 
@@ -231,7 +244,7 @@ class _Walk:
         """What its results are, of arguments that are this; `around` is its line.
 
         Raises:
-          _Read: If it takes all rows otherwise than the module says.
+          _Needed: If it takes all rows, or ids, otherwise than the module says.
         """
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -274,23 +287,31 @@ class _Walk:
             of_body = rest if name == "cond" else operands
             made = [self.run(getattr(x, "jaxpr", x), of_body, line) for x in bodies]
             return [*map(_merged, zip(*made, strict=True))]
-        if not any(isinstance(x, _Rows) for x in operands):
-            return self._ids(name, eqn, operands) or nothing
-        if name == "select_n" and not first and (merged := _merged(rest)):
-            return [merged]
         if name in _MOVED and len(operands) == 1:
             return operands
-        if isinstance(first, _Rows) and _Ids(first.table) in rest:
-            if name == "gather":
+        if name == "select_n" and not first and (merged := _merged(rest)):
+            return [merged]
+        tables = {x.table for x in operands if x is not None}
+        by_ids = len(tables) == 1 and isinstance(first, _Rows | _Scratch | None)
+        if by_ids and rest and isinstance(rest[0], _Ids):
+            if name == "gather" and first is not None:
                 return nothing
-            if name.startswith("scatter") and not isinstance(rest[-1], _Rows):
-                return [first]
-        raise _Read(eqn, next(x for x in operands if isinstance(x, _Rows)).table, line)
+            if name.startswith("scatter") and rest[1] is None:
+                return [_Scratch(rest[0].table) if first is None else first]
+        for x in operands:
+            if isinstance(x, _Rows):
+                raise _Needed(x.table, f"`{name}` at {line} takes all, or its state's")
+        if all(isinstance(x, _Scratch | None) for x in operands):
+            return nothing
+        if (results := self._ids(name, eqn, operands)) is None:
+            why = f"`{name}` at {line} computes with their numbers, which are others"
+            raise _Needed(min(tables), why)
+        return results
 
     def _ids(
         self, name: str, eqn: JaxprEqn, operands: list[_Value]
     ) -> list[_Value] | None:
-        """Ids that are moved, or made positive, and no others that are made of them."""
+        """Ids that are moved, made positive or compared, and `None` for all others."""
         if name == "sort":
             return operands
         pairs = [*zip(eqn.invars, operands, strict=True)]
@@ -298,12 +319,16 @@ class _Walk:
             pairs = pairs[:1]
         if name == "select_n":
             pairs = pairs[1:]
-        numbers = [x.val for x, _ in pairs if isinstance(x, Literal)]
+        numbers = {float(x.val) for x, _ in pairs if isinstance(x, Literal)}
         ids = {known for x, known in pairs if not isinstance(x, Literal)}
-        is_moved = name in _MOVES or (
-            name == "add" and any(int(x) in self._tables for x in numbers)
-        )
-        return [*ids] if is_moved and len(ids) == 1 else None
+        if len(ids) != 1 or not isinstance(only := ids.pop(), _Ids):
+            return None
+        size = next(size for size, i in self._tables.items() if i == only.table)
+        if name in _COMPARED:
+            return [None] if numbers <= {0, size - 1, size} else None
+        if name == "add":
+            return [only] if numbers == {size} else None
+        return [only] if name in _MOVES and numbers <= {0, size - 1, size} else None
 
 
 def _merged(values: Sequence[_Value]) -> _Value:
