@@ -159,4 +159,4 @@ def files_of(host: HostTable) -> list[Path]:
     path = Path(host.file)
     parts = re.compile(re.escape(path.name) + "(-[0-9]+-of-[0-9]+)?")
     beside = path.parent.iterdir() if path.parent.exists() else ()
-    return [x.resolve() for x in beside if parts.fullmatch(x.name)]
+    return [x.resolve() for x in beside if parts.fullmatch(x.name) and x.is_file()]
