@@ -86,11 +86,11 @@ _Value = _Rows | _Ids | _Scratch | None
 
 
 class _Needed(Exception):
-    """More of a table than the rows of a batch, and why."""
+    """More of a table than the rows of a batch, and why; or numbers of rows."""
 
-    def __init__(self, table: int, why: str):
+    def __init__(self, table: int, why: str, *, numbers: bool = False):
         super().__init__(table, why)
-        self.table, self.why = table, why
+        self.table, self.why, self.numbers = table, why, numbers
 
 
 def check_untouched_rows(
@@ -139,6 +139,9 @@ def check_untouched_rows(
     try:
         results = _Walk(sizes).run(asked.closed.jaxpr, inputs, "")
     except _Needed as needed:
+        # What maps over all arrays, as optax.scale does, is explained by the step.
+        if needed.numbers and not has_all_args:
+            return
         raise _error(name, params, needed.table, needed.why) from None
     pairs = jax.tree_util.tree_leaves_with_path(asked.state)
     for (path, _), rows, value in zip(pairs, owned, results, strict=False):
@@ -305,7 +308,7 @@ class _Walk:
             return nothing
         if (results := self._ids(name, eqn, operands)) is None:
             why = f"`{name}` at {line} computes with their numbers, which are others"
-            raise _Needed(min(tables), why)
+            raise _Needed(min(tables), why, numbers=True)
         return results
 
     def _ids(
