@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
 from jax.extend import source_info_util
@@ -36,6 +38,7 @@ from .update_fn import RowUpdateFn
 
 _NUM_STORED = 2  # entries of each gradient
 _MOVED = frozenset(["copy", "optimization_barrier", "sharding_constraint"])
+_SHOWS = frozenset(["debug_callback", "debug_print"])
 _MOVES = _MOVED | {
     *("reshape", "slice", "squeeze", "broadcast_in_dim", "transpose", "concatenate"),
     *("convert_element_type", "select_n", "gather", "dynamic_slice"),
@@ -44,10 +47,19 @@ _MOVES = _MOVED | {
 _COMPARED = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
 # As gradients are where duplicates were added up, which all optimisers take.
 _SUMMED = {"indices_sorted": True, "unique_indices": True}
-# What is called as often as it stands there, with its operands in their order.
-_CALLS = frozenset(
-    ["jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call", "cond"]
-)
+_TURNED = str.maketrans("lg", "gl")  # 0 > ids for ids < 0
+# What is called where it stands, with its operands in their order.
+_CALLS = {
+    **{
+        "jit": "jaxpr",
+        "remat2": "jaxpr",
+        "cond": "branches",
+        "custom_vmap_call": "call",
+    },
+    **dict.fromkeys(
+        ["closed_call", "custom_jvp_call", "custom_vjp_call"], "call_jaxpr"
+    ),
+}
 
 
 class _Rows(NamedTuple):
@@ -82,7 +94,17 @@ class _Scratch(NamedTuple):
     table: int
 
 
-_Value = _Rows | _Ids | _Scratch | None
+class _Number(NamedTuple):
+    """A number of the program, as it is given to a function inside.
+
+    Attributes:
+      value: Which.
+    """
+
+    value: complex
+
+
+_Value = _Rows | _Ids | _Scratch | _Number | None
 
 
 class _Needed(Exception):
@@ -136,8 +158,9 @@ def check_untouched_rows(
     owned = [None if i is None else _Rows(i, k) for k, i in enumerate(owners, count)]
     inputs: list[_Value] = [_Rows(i, i) if i in tables else None for i in range(count)]
     inputs += [*owned, *[None] * count, *map(_Ids, sorted(tables))]
+    walk = _Walk(sizes)
     try:
-        results = _Walk(sizes).run(asked.closed.jaxpr, inputs, "")
+        results = walk.run(asked.closed.jaxpr, inputs, "")
     except _Needed as needed:
         # What maps over all arrays, as optax.scale does, is explained by the step.
         if needed.numbers and not has_all_args:
@@ -148,15 +171,19 @@ def check_untouched_rows(
         if rows is not None and value not in (rows, rows._replace(leaf=None)):
             where = f"`state{jax.tree_util.keystr(path)}` changes in all rows"
             raise _error(name, params, rows.table, where)
-    # The same operations with all rows and with some: see `check_sizes`.
+    # The same operations with all rows and with some, as `check_sizes` asks of dense
+    # gradients; and the same numbers, whatever the number of rows is.
     whole = {i: table.num_rows for i, table in tables.items()}
     few = {i: table.num_touched for i, table in tables.items()}
     of_whole, of_few = (attempt(ask, x)[0] for x in (whole, few))
-    if of_whole is not None and whole != few:
+    if of_whole is None or whole == few:
+        return
+    programs = [x and operations_of(x.closed) for x in (of_whole, of_few)]
+    others = _Walk({i: next(unused) for i in tables})
+    others.run(ask(others.sizes).closed.jaxpr, inputs, "")
+    if programs[0] != programs[1] or walk.numbers != others.numbers:
         at = max(whole, key=lambda i: whole[i])
-        programs = [x and operations_of(x.closed) for x in (of_whole, of_few)]
-        if programs[0] != programs[1]:
-            raise size_error(name, whole[at], few[at])
+        raise size_error(name, whole[at], few[at])
 
 
 class _Asked(NamedTuple):
@@ -238,9 +265,13 @@ class _Walk:
 
     Args:
       sizes: How many rows each table has in it, another number than any other axis.
+
+    Attributes:
+      numbers: Those that it computes with, beside indices.
     """
 
     def __init__(self, sizes: dict[int, int]):
+        self.sizes, self.numbers = sizes, list[str]()
         self._tables = {size: i for i, size in sizes.items()}
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value], around: str) -> list[_Value]:
@@ -252,93 +283,125 @@ class _Walk:
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def of(atom: Any) -> _Value:
-            return None if isinstance(atom, Literal) else values.get(atom)
+            if not isinstance(atom, Literal):
+                return values.get(atom)
+            number: Any = atom.val
+            return None if np.ndim(number) else _Number(complex(number))
 
         for eqn in jaxpr.eqns:
             operands = [*map(of, eqn.invars)]
-            if any(operands):
-                values.update(
-                    zip(eqn.outvars, self._results(eqn, operands, around), strict=True)
-                )
-            elif self._is_ours(eqn):
-                values.update(zip(eqn.outvars, self._rows_of(eqn), strict=True))
+            results = self._results(eqn, operands, around)
+            values.update(zip(eqn.outvars, results, strict=True))
         return [*map(of, jaxpr.outvars)]
-
-    def _is_ours(self, eqn: JaxprEqn) -> bool:
-        return STORED in str(eqn.source_info.name_stack)
-
-    def _rows_of(self, eqn: JaxprEqn) -> list[_Value]:
-        """Results of an optimiser of ours: a table is known by its size."""
-        shapes = (getattr(x.aval, "shape", ()) for x in eqn.outvars)
-        tables = (self._tables.get(shape[0]) if shape else None for shape in shapes)
-        return [None if i is None else _Rows(i, None) for i in tables]
 
     def _results(
         self, eqn: JaxprEqn, operands: list[_Value], around: str
     ) -> Sequence[_Value]:
-        """Results of an equation that gets rows or ids."""
-        if self._is_ours(eqn):
-            return self._rows_of(eqn)
+        if STORED in str(eqn.source_info.name_stack):
+            return self._of_ours(eqn, operands)
         name, params = name_and_params(eqn)
         line = source_info_util.summarize(eqn.source_info) or around
+        rows = [x for x in operands if isinstance(x, _Rows)]
+        ids = [x for x in operands if isinstance(x, _Ids)]
         nothing: list[_Value] = [None] * len(eqn.outvars)
-        first, *rest = operands
-        if name in _CALLS and not (name == "cond" and first):
-            bodies = params.get("branches") or [
-                params.get("jaxpr") or params["call_jaxpr"]
-            ]
-            of_body = rest if name == "cond" else operands
+        is_call = name in _CALLS and (rows or ids or name != "cond")
+        if is_call and not (
+            name == "cond" and (operands[0] in rows or operands[0] in ids)
+        ):
+            bodies = params.get("branches") or [params[_CALLS[name]]]
+            of_body = operands[1:] if name == "cond" else operands
             made = [self.run(getattr(x, "jaxpr", x), of_body, line) for x in bodies]
             return [*map(_merged, zip(*made, strict=True))]
+        if name in _SHOWS:
+            return nothing
+        if not rows and not ids:
+            if name == "convert_element_type":
+                return operands
+            self.numbers += [str(x.value) for x in operands if isinstance(x, _Number)]
+            return nothing
         if name in _MOVED and len(operands) == 1:
             return operands
-        if name == "select_n" and not first and (merged := _merged(rest)):
-            return [merged]
-        tables = {x.table for x in operands if x is not None}
-        by_ids = len(tables) == 1 and isinstance(first, _Rows | _Scratch | None)
-        if by_ids and rest and isinstance(rest[0], _Ids):
-            if name == "gather" and first is not None:
+        if not rows:
+            results = self._of_ids(name, eqn, operands)
+            if results is None:
+                why = (
+                    f"`{name}` at {line} computes with their numbers, which are others"
+                )
+                raise _Needed(ids[0].table, why, numbers=True)
+            return results
+        cases = _merged(operands[1:])
+        if name == "select_n" and isinstance(cases, _Rows) and not operands[0]:
+            return [cases]
+        first, *rest = operands
+        if len(rows) == 1 and first in rows and _Ids(rows[0].table) in rest[:1]:
+            if name == "gather":
                 return nothing
-            if name.startswith("scatter") and rest[1] is None:
-                return [_Scratch(rest[0].table) if first is None else first]
-        for x in operands:
-            if isinstance(x, _Rows):
-                raise _Needed(x.table, f"`{name}` at {line} takes all, or its state's")
-        if all(isinstance(x, _Scratch | None) for x in operands):
-            return nothing
-        if (results := self._ids(name, eqn, operands)) is None:
-            why = f"`{name}` at {line} computes with their numbers, which are others"
-            raise _Needed(min(tables), why, numbers=True)
+            if name.startswith("scatter"):
+                return rows
+        raise _Needed(rows[0].table, f"`{name}` at {line} takes all, or its state's")
+
+    def _of_ours(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
+        """Results of an optimiser of ours: a table is known by its size.
+
+        What it writes into one array alone, as `apply_updates` does, is that array.
+        """
+        rows = {x for x in operands if isinstance(x, _Rows)}
+        ids = {x for x in operands if isinstance(x, _Ids)}
+        results: list[_Value] = []
+        for var in eqn.outvars:
+            aval: Any = var.aval
+            shape = getattr(aval, "shape", ())
+            i = self._tables.get(shape[0]) if shape else None
+            result: _Value = None
+            if i is not None:
+                result = rows.copy().pop() if len(rows) == 1 else _Rows(i, None)
+            elif shape and len(ids) == 1 and jnp.issubdtype(aval.dtype, jnp.integer):
+                result = ids.copy().pop()
+            results.append(result)
         return results
 
-    def _ids(
+    def _of_ids(
         self, name: str, eqn: JaxprEqn, operands: list[_Value]
     ) -> list[_Value] | None:
         """Ids that are moved, made positive or compared, and `None` for all others."""
         if name == "sort":
             return operands
-        pairs = [*zip(eqn.invars, operands, strict=True)]
-        if name in ("gather", "dynamic_slice"):
-            pairs = pairs[:1]
-        if name == "select_n":
-            pairs = pairs[1:]
-        numbers = {float(x.val) for x, _ in pairs if isinstance(x, Literal)}
-        ids = {known for x, known in pairs if not isinstance(x, Literal)}
-        if len(ids) != 1 or not isinstance(only := ids.pop(), _Ids):
+        used = operands[1:] if name == "select_n" else operands
+        if name in ("gather", "dynamic_slice"):  # of ids, or of what is no table's
+            used = operands[:1]
+        is_own = isinstance(operands[0], _Scratch | None)
+        if name.startswith("scatter") and is_own and isinstance(operands[1], _Ids):
+            return [_Scratch(operands[1].table)]
+        if name == "gather" and isinstance(operands[0], _Scratch):
+            return [None]
+        numbers = [x.value for x in used if isinstance(x, _Number)]
+        ids = [x for x in used if isinstance(x, _Ids)]
+        is_apart = name == "concatenate" and (
+            eqn.params["dimension"] == len(eqn.outvars[0].aval.shape) - 1  # type: ignore[attr-defined]
+        )
+        if not ids or (len(ids) + len(numbers) < len(used) and not is_apart):
             return None
-        size = next(size for size, i in self._tables.items() if i == only.table)
+        size = self.sizes[ids[0].table]
         if name in _COMPARED:
-            return [None] if numbers <= {0, size - 1, size} else None
+            turned = name.translate(_TURNED) if operands[0] not in ids else name
+            allowed = {(turned, x) in _bounds(size) for x in numbers}
+            return [None] if allowed <= {True} else None
         if name == "add":
-            return [only] if numbers == {size} else None
-        return [only] if name in _MOVES and numbers <= {0, size - 1, size} else None
+            return [ids[0]] if numbers == [size] else None
+        is_moved = name in _MOVES and {*numbers} <= {0, size - 1, size}
+        return [ids[0]] if is_moved else None
+
+
+def _bounds(size: int) -> set[tuple[str, complex]]:
+    """Comparisons that say whether a row is there, and not which one it is."""
+    return {
+        *(("lt", 0), ("ge", 0), ("le", size - 1), ("gt", size - 1)),
+        *(("lt", size), ("ge", size), ("eq", size), ("ne", size)),
+    }
 
 
 def _merged(values: Sequence[_Value]) -> _Value:
-    """What one of these is, whichever."""
-    first, *rest = set(values) - {
-        x._replace(leaf=None)
-        for x in values
-        if isinstance(x, _Rows) and x.leaf is not None
-    }
-    return None if rest else first
+    """What one of these is, whichever, if it is known."""
+    leaves = {x for x in values if isinstance(x, _Rows) and x.leaf is not None}
+    kinds = {*values} - {x._replace(leaf=None) for x in leaves}
+    return kinds.pop() if len(kinds) == 1 else None

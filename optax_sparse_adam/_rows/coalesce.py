@@ -15,6 +15,7 @@ from .entries import (
 )
 from .jit_with_bags import jit_with_bags
 from .row_ops import RowOps
+from .stale import knows_stored_rows
 from .with_ops import with_ops
 
 
@@ -85,7 +86,8 @@ def coalesce(grad: BCOO) -> BCOO:
             f"coalesce takes a BCOO, got {type(grad).__name__}. A dense gradient has "
             "no duplicates; of a tree, coalesce each BCOO."
         )
-    sums: BCOO = _coalesce(check_bcoo(grad))
+    with knows_stored_rows():
+        sums: BCOO = _coalesce(check_bcoo(grad))
     if isinstance(sums, CanaryBCOO) and isinstance(grad, CanaryBCOO):
         sums.read_of = grad.read_of  # which `jit` has dropped
     return sums

@@ -11,6 +11,7 @@ from .coalesce import touched_rows
 from .entries import accumulator_dtype
 from .jit_with_bags import jit_with_bags
 from .padding import in_bounds
+from .stale import knows_stored_rows
 
 
 class GradientStats(NamedTuple):
@@ -65,7 +66,8 @@ def gradient_stats(grads: optax.Updates) -> Any:
     def one(leaf: Any) -> GradientStats | None:
         if leaf is None:
             return None
-        return _of_rows(check_bcoo(leaf)) if is_bcoo(leaf) else _of_array(leaf)
+        with knows_stored_rows():
+            return _of_rows(check_bcoo(leaf)) if is_bcoo(leaf) else _of_array(leaf)
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
 

@@ -108,6 +108,34 @@ ALL_ROWS = {
         ),
         ADAM,
     ),
+    "row 0": optax.chain(
+        of_rows(
+            lambda g, s, table: (
+                of_values(g, jnp.where(g.indices != 0, g.data, 0)), s
+            )
+        ),
+        ADAM,
+    ),
+    "the last row": optax.chain(
+        of_rows(
+            lambda g, s, table: (
+                of_values(g, jnp.where(g.indices < ROWS - 1, g.data, 0)), s
+            )
+        ),
+        ADAM,
+    ),
+    "a copy": optax.chain(
+        of_rows(lambda g, s, table: (g, osa.apply_updates(table, g)), zeros), ADAM
+    ),
+    "a copy of a step": optax.chain(
+        of_rows(
+            lambda g, s, table: (
+                g, jnp.where(jnp.sum(g.data) > 0, osa.apply_updates(table, g), s)
+            ),
+            zeros,
+        ),
+        ADAM,
+    ),
     "in a branch": optax.chain(
         of_rows(
             lambda g, s, table: (
@@ -129,7 +157,10 @@ ALL_ROWS = {
 }  # fmt: skip
 
 
-BY_NUMBER = "rates by row", "a number", "the first rows", "neighbours"
+BY_NUMBER = {
+    *("rates by row", "a number", "the first rows", "neighbours", "row 0"),
+    "the last row",
+}
 
 
 @pytest.mark.parametrize("name", ALL_ROWS)
@@ -168,7 +199,17 @@ def chosen(grad, state, table):
     return grad, (count + 1, jnp.where(count % 2 == 0, new, rows))
 
 
+def by_functions(grad, state, table):
+    """Of this package and of JAX, which look rows up in other ways."""
+    grad = osa.coalesce(grad)
+    rows = jnp.clip(grad.indices[:, 0], 0, len(table) - 1)
+    some = jax.vmap(lambda row: table[row])(rows)
+    scale = 1 / (1 + osa.gradient_stats(grad).touched)
+    return of_values(grad, grad.data * scale + 0.01 * some), state
+
+
 FEW_ROWS = {
+    "by functions": optax.chain(of_rows(by_functions), ADAM),
     "by indices": optax.chain(of_rows(decayed, zeros), ADAM),
     "a choice": optax.chain(
         of_rows(chosen, lambda p: (jnp.zeros((), jnp.int32), zeros(p))), ADAM
@@ -197,6 +238,21 @@ def test_what_needs_rows_of_the_batch_trains_as_in_memory(name):
     known = train_in_memory(loss, tx, {"table": rows, "w": w}, made)
     with host.HostTrainer(loss, tx, host_params(rows, w)) as trainer:
         assert_trained_alike(trainer, list(trainer.run(made)), known)
+
+
+BY_HEIGHT = {
+    "its shape": lambda g: 1 / g.shape[0],
+    "its size": lambda g: lax.rsqrt(jnp.sum(jnp.square(g.data)) / g.size),
+    "a mean": lambda g: jnp.mean(jnp.zeros(g.shape[0]).at[g.indices[:, 0]].max(1.0)),
+}
+
+
+@pytest.mark.parametrize("name", BY_HEIGHT)
+def test_numbers_of_rows_that_a_part_computes_with(name):
+    scale = BY_HEIGHT[name]
+    part = of_rows(lambda g, s, table: (of_values(g, g.data * scale(g)), s))
+    with pytest.raises(ValueError, match="it depends on the number of rows"):
+        host.HostTrainer(loss, optax.chain(part, ADAM), host_params(*begin()))
 
 
 def test_a_keyword_that_decides():
