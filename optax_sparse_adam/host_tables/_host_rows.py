@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from ._spread import local
 from ._stateful import Stateful
 from ._store import Ascending, Store
 
+_FOLDER = os.path.dirname(__file__)
 NOT_FETCHED = (
     "{what} has looked up rows that were not fetched: it computes other ids when it is "
     "traced again, as by np.random, by a global that changes, or by a callback. Give "
@@ -161,7 +163,7 @@ class HostRows:
         """
         if self.is_of_another_process:
             return contextlib.nullcontext()
-        if self.is_in_use_here:
+        if self._is_in_use_here:
             raise RuntimeError(
                 "A signal's handler, or what a step or a checkpoint has called, uses "
                 "this HostTrainer in the middle of it, when rows and files are of two "
@@ -171,13 +173,20 @@ class HostRows:
         return self._lock
 
     @property
-    def is_in_use_here(self) -> bool:
-        """Whether this thread is in the middle of something."""
+    def _is_in_use_here(self) -> bool:
+        """Whether this thread is in the middle of something.
+
+        Then it has the lock; but not only then, as what a debugger raises between two
+        instructions leaves a `with` without its end.
+        """
         try:
             self._condition.notify(0)  # which the one who has its lock may
         except RuntimeError:
             return False
-        return True
+        # What was called, the handler that has called it, what that has interrupted.
+        frames = (x.f_code.co_filename for x, _ in traceback.walk_stack(None))
+        is_ours = [name.startswith(_FOLDER) for name in frames]
+        return False in is_ours and any(is_ours[is_ours.index(False) :])
 
     @property
     def is_of_another_process(self) -> bool:

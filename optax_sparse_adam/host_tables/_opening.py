@@ -60,7 +60,7 @@ def go_on(rows: HostRows, path: Path, budget: float | None, fsync: bool) -> None
         if before == processes:
             store.open()
         else:
-            begin_again(rows, k)
+            begin_again(rows, k, path)
 
     try:
         _open(function, rows, begin, None, budget, fsync)

@@ -213,9 +213,13 @@ class Pipeline:
         config: Any = jax.config  # not all of it has types in every version
         rows.check(changes=True)
         self._source = source  # what a run before it had drawn is no more of interest
+        # One that was left is closed by who drops it: the collector, in the middle of
+        # another call, or in the thread of another run. So it waits for nobody, and the
+        # next call settles.
+        is_closed, worker = False, ThreadPoolExecutor(1, "host_tables")
         try:
             source.iterator = iter(batches)
-            with ThreadPoolExecutor(1, "host_tables") as worker:
+            try:
                 while drawn := len(first := source.peek(1)):
                     # Ids that depend on parameters do not exist before the next step.
                     if not first[0].needs_params:
@@ -245,12 +249,15 @@ class Pipeline:
                 if work is not None:
                     with rows.alone():
                         work.result()  # where the step before the last one has failed
+            except GeneratorExit:
+                is_closed = True
+                raise
+            finally:
+                worker.shutdown(wait=not is_closed)
         finally:
             rows.draws(False)  # an interrupt may have come while this was said
             try:
-                # Left open, it may be collected in the middle of another call, which
-                # has begun by settling, or the next one does.
-                if not rows.is_in_use_here:
+                if not is_closed:
                     with rows.alone():
                         rows.settle()
             finally:

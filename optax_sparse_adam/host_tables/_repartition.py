@@ -27,8 +27,10 @@ from ._store import Ascending, Mark, Memory, Store, rows_between
 from ._table import file_of, files_of
 from ._together import together
 
+_MOVES = "rows of "  # in the place of a pending checkpoint: what is moved, from which
 
-def begin_again(rows: HostRows, k: int) -> None:
+
+def begin_again(rows: HostRows, k: int, folder: Path) -> None:
     """Begins the store of a table, for rows of a checkpoint that are written later.
 
     Raises:
@@ -57,6 +59,8 @@ def begin_again(rows: HostRows, k: int) -> None:
                 str(path),
             )
     rows.stores[k].begin(())
+    if path is not None:
+        rows.stores[k].set_mark(Mark(pending=f"{_MOVES}{name_in(folder)}"))
 
 
 def move(rows: HostRows, folder: Path, before: int) -> None:
@@ -93,11 +97,14 @@ def remove_files(rows: HostRows, folder: Path) -> None:
     """Removes files that no checkpoint needs, of any number of processes.
 
     Those of a checkpoint that the one of a folder has taken over; and those that were
-    new in one that was begun there, and of which there is a journal alone.
+    new in one that was begun there, of which there is a journal alone, or not even
+    that, as rows were still moved.
     """
-    if rows.plan.spread.process or name_in(folder) is None:
+    name = name_in(folder)
+    if rows.plan.spread.process or name is None:
         return
-    taken_over, begun = {removed_by(folder)} - {""}, begun_in(folder)
+    taken_over = {removed_by(folder)} - {""}
+    begun = {*begun_in(folder), f"{_MOVES}{name}"}
 
     def is_left(mark: Mark | None) -> bool:
         if mark is None:

@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -458,24 +459,34 @@ def test_a_handler_that_uses_the_trainer(tmp_path):
         assert (trainer.params["a"][1] == -61).all()
 
 
-def test_a_run_that_is_collected_in_the_middle_of_a_step(monkeypatch):
-    trainer = host.HostTrainer(
-        of_one_row, osa.lazy(optax.sgd(1.0)), {"a": host.HostTable((3, 2))}
-    )
+@pytest.mark.parametrize("where", ["in a step", "in the thread of another run"])
+def test_a_run_that_is_collected_elsewhere(where, monkeypatch):
+    """It waits for nobody, and settles nothing: the next call does."""
+    tx, params = osa.lazy(optax.sgd(1.0)), {"a": host.HostTable((3, 2))}
+    trainer = host.HostTrainer(of_one_row, tx, params)
     batches = [(np.array([1]), np.zeros(3))] * 4
-    values = trainer.run(iter(batches))
+    values, closed = trainer.run(iter(batches)), []
     next(values)
-    settle = trainer._rows.settle
+    fetch = trainer._rows.fetch
 
-    def collected():
-        monkeypatch.undo()
-        values.close()
-        settle()
+    def collected(batch):
+        is_worker = threading.current_thread().name.startswith("host_tables")
+        if not closed and is_worker == (where != "in a step"):
+            closed.append(values.close())
+        return fetch(batch)
 
-    monkeypatch.setattr(trainer._rows, "settle", collected)
-    trainer.step(*batches[0])
-    assert len(trainer.drawn) == 1
-    assert trainer.steps == -trainer.params["a"][1, 0] == 2
+    monkeypatch.setattr(trainer._rows, "fetch", collected)
+    if where == "in a step":
+        trainer.step(*batches[0])
+        assert len(trainer.drawn) == 1
+    else:
+        list(trainer.run(batches[:3]))
+    assert closed
+    assert (
+        trainer.steps
+        == -trainer.params["a"][1, 0]
+        == (2 if where == "in a step" else 4)
+    )
 
 
 @pytest.mark.parametrize("every", slow_but([1, 97], 97))

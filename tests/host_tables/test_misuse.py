@@ -17,6 +17,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam._gradients.value_and_grad import PartsOfTables
 from optax_sparse_adam.host_tables import _archive, _host_rows, _snapshot, _spread
+from optax_sparse_adam.host_tables._archive import name_in
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import Mark, UserStore, View
 
@@ -457,6 +458,7 @@ def test_a_restore_removes_files_that_no_checkpoint_needs(tmp_path):
         "-0-of-3": Mark(),
         "-1-of-3": Mark(1, "ef" * 16, pending=killed),
         "-of-mine": Mark(pending=killed),
+        "-0-of-4": Mark(pending=f"rows of {name_in(run)}"),  # still moved
     }
     for name, mark in marks.items():
         with new_trainer(file=f"{file}{name}") as other:
@@ -467,7 +469,10 @@ def test_a_restore_removes_files_that_no_checkpoint_needs(tmp_path):
     there = {x.name for x in tmp_path.iterdir()}
     params = host_params(*begin(), file=file)
     host.HostTrainer.restore(run, loss, TX, params).close()
-    assert {x.name for x in tmp_path.iterdir()} == there - {"rows-0-of-2"}
+    assert {x.name for x in tmp_path.iterdir()} == there - {
+        "rows-0-of-2",
+        "rows-0-of-4",
+    }
 
 
 @pytest.mark.parametrize("what", ["file", "storage", "memory"])
