@@ -21,98 +21,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.experimental.sparse import BCOO
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr
 
-from .._jax_extras.jaxprs import name_and_params
 from .._rows.checks import is_bcoo, leaves_like
-from .._rows.stale import STORED
 from .attempt import attempt
 from .forms import first_that_traces
+from .row_flow import Ids, Needed, Rows, Value, Walk
 from .row_owners import TableSize, operations_of, size_error, unused_sizes
 from .update_fn import RowUpdateFn
 
 _NUM_STORED = 2  # entries of each gradient
-_MOVED = frozenset(["copy", "optimization_barrier", "sharding_constraint"])
-_SHOWS = frozenset(["debug_callback", "debug_print"])
-_MOVES = _MOVED | {
-    *("reshape", "slice", "squeeze", "broadcast_in_dim", "transpose", "concatenate"),
-    *("convert_element_type", "select_n", "gather", "dynamic_slice"),
-    *("min", "max", "clamp"),
-}
-_COMPARED = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
 # As gradients are where duplicates were added up, which all optimisers take.
 _SUMMED = {"indices_sorted": True, "unique_indices": True}
-_TURNED = str.maketrans("lg", "gl")  # 0 > ids for ids < 0
-# What is called where it stands, with its operands in their order.
-_CALLS = {
-    **{
-        "jit": "jaxpr",
-        "remat2": "jaxpr",
-        "cond": "branches",
-        "custom_vmap_call": "call",
-    },
-    **dict.fromkeys(
-        ["closed_call", "custom_jvp_call", "custom_vjp_call"], "call_jaxpr"
-    ),
-}
-
-
-class _Rows(NamedTuple):
-    """All rows of a table: those without a gradient are as they were in an array.
-
-    Attributes:
-      table: Its place among the parameters.
-      leaf: Which array, or `None` where an optimiser of this package says so.
-    """
-
-    table: int
-    leaf: int | None
-
-
-class _Ids(NamedTuple):
-    """The indices of a gradient, or what a lookup makes of them.
-
-    Attributes:
-      table: Its place among the parameters.
-    """
-
-    table: int
-
-
-class _Scratch(NamedTuple):
-    """Zeros, say, into which something is written by such indices.
-
-    Attributes:
-      table: Its place among the parameters.
-    """
-
-    table: int
-
-
-class _Number(NamedTuple):
-    """A number of the program, as it is given to a function inside.
-
-    Attributes:
-      value: Which.
-    """
-
-    value: complex
-
-
-_Value = _Rows | _Ids | _Scratch | _Number | None
-
-
-class _Needed(Exception):
-    """More of a table than the rows of a batch, and why; or numbers of rows."""
-
-    def __init__(self, table: int, why: str, *, numbers: bool = False):
-        super().__init__(table, why)
-        self.table, self.why, self.numbers = table, why, numbers
 
 
 def check_untouched_rows(
@@ -155,13 +77,13 @@ def check_untouched_rows(
     for i in asked.dense:
         raise _error(name, params, i, "its update is one of all rows")
     count = len(jax.tree.leaves(params))
-    owned = [None if i is None else _Rows(i, k) for k, i in enumerate(owners, count)]
-    inputs: list[_Value] = [_Rows(i, i) if i in tables else None for i in range(count)]
-    inputs += [*owned, *[None] * count, *map(_Ids, sorted(tables))]
-    walk = _Walk(sizes)
+    owned = [None if i is None else Rows(i, k) for k, i in enumerate(owners, count)]
+    inputs: list[Value] = [Rows(i, i) if i in tables else None for i in range(count)]
+    inputs += [*owned, *[None] * count, *map(Ids, sorted(tables))]
+    walk = Walk(sizes)
     try:
         results = walk.run(asked.closed.jaxpr, inputs, "")
-    except _Needed as needed:
+    except Needed as needed:
         # What maps over all arrays, as optax.scale does, is explained by the step.
         if needed.numbers and not has_all_args:
             return
@@ -179,7 +101,7 @@ def check_untouched_rows(
     if of_whole is None or whole == few:
         return
     programs = [x and operations_of(x.closed) for x in (of_whole, of_few)]
-    others = _Walk({i: next(unused) for i in tables})
+    others = Walk({i: next(unused) for i in tables})
     others.run(ask(others.sizes).closed.jaxpr, inputs, "")
     if programs[0] != programs[1] or walk.numbers != others.numbers:
         at = max(whole, key=lambda i: whole[i])
@@ -258,150 +180,3 @@ def _error(name: str, params: Any, table: int, why: str) -> ValueError:
         "takes rows inside of lazy, which gives it those of the batch, as in "
         "lazy(optax.chain(...)); or keep the table on the device."
     )
-
-
-class _Walk:
-    """Follows what has all rows through a jaxpr.
-
-    Args:
-      sizes: How many rows each table has in it, another number than any other axis.
-
-    Attributes:
-      numbers: Those that it computes with, beside indices.
-    """
-
-    def __init__(self, sizes: dict[int, int]):
-        self.sizes, self.numbers = sizes, list[str]()
-        self._tables = {size: i for i, size in sizes.items()}
-
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value], around: str) -> list[_Value]:
-        """What its results are, of arguments that are this; `around` is its line.
-
-        Raises:
-          _Needed: If it takes all rows, or ids, otherwise than the module says.
-        """
-        values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def of(atom: Any) -> _Value:
-            if not isinstance(atom, Literal):
-                return values.get(atom)
-            number: Any = atom.val
-            return None if np.ndim(number) else _Number(complex(number))
-
-        for eqn in jaxpr.eqns:
-            operands = [*map(of, eqn.invars)]
-            results = self._results(eqn, operands, around)
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [*map(of, jaxpr.outvars)]
-
-    def _results(
-        self, eqn: JaxprEqn, operands: list[_Value], around: str
-    ) -> Sequence[_Value]:
-        if STORED in str(eqn.source_info.name_stack):
-            return self._of_ours(eqn, operands)
-        name, params = name_and_params(eqn)
-        line = source_info_util.summarize(eqn.source_info) or around
-        rows = [x for x in operands if isinstance(x, _Rows)]
-        ids = [x for x in operands if isinstance(x, _Ids)]
-        nothing: list[_Value] = [None] * len(eqn.outvars)
-        is_call = name in _CALLS and (rows or ids or name != "cond")
-        if is_call and not (
-            name == "cond" and (operands[0] in rows or operands[0] in ids)
-        ):
-            bodies = params.get("branches") or [params[_CALLS[name]]]
-            of_body = operands[1:] if name == "cond" else operands
-            made = [self.run(getattr(x, "jaxpr", x), of_body, line) for x in bodies]
-            return [*map(_merged, zip(*made, strict=True))]
-        if name in _SHOWS:
-            return nothing
-        if not rows and not ids:
-            if name == "convert_element_type":
-                return operands
-            self.numbers += [str(x.value) for x in operands if isinstance(x, _Number)]
-            return nothing
-        if name in _MOVED and len(operands) == 1:
-            return operands
-        if not rows:
-            results = self._of_ids(name, eqn, operands)
-            if results is None:
-                why = (
-                    f"`{name}` at {line} computes with their numbers, which are others"
-                )
-                raise _Needed(ids[0].table, why, numbers=True)
-            return results
-        cases = _merged(operands[1:])
-        if name == "select_n" and isinstance(cases, _Rows) and not operands[0]:
-            return [cases]
-        first, *rest = operands
-        if len(rows) == 1 and first in rows and _Ids(rows[0].table) in rest[:1]:
-            if name == "gather":
-                return nothing
-            if name.startswith("scatter"):
-                return rows
-        raise _Needed(rows[0].table, f"`{name}` at {line} takes all, or its state's")
-
-    def _of_ours(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
-        """Results of an optimiser of ours: a table is known by its size.
-
-        What it writes into one array alone, as `apply_updates` does, is that array.
-        """
-        rows = {x for x in operands if isinstance(x, _Rows)}
-        ids = {x for x in operands if isinstance(x, _Ids)}
-        results: list[_Value] = []
-        for var in eqn.outvars:
-            aval: Any = var.aval
-            shape = getattr(aval, "shape", ())
-            i = self._tables.get(shape[0]) if shape else None
-            result: _Value = None
-            if i is not None:
-                result = rows.copy().pop() if len(rows) == 1 else _Rows(i, None)
-            elif shape and len(ids) == 1 and jnp.issubdtype(aval.dtype, jnp.integer):
-                result = ids.copy().pop()
-            results.append(result)
-        return results
-
-    def _of_ids(
-        self, name: str, eqn: JaxprEqn, operands: list[_Value]
-    ) -> list[_Value] | None:
-        """Ids that are moved, made positive or compared, and `None` for all others."""
-        if name == "sort":
-            return operands
-        used = operands[1:] if name == "select_n" else operands
-        if name in ("gather", "dynamic_slice"):  # of ids, or of what is no table's
-            used = operands[:1]
-        is_own = isinstance(operands[0], _Scratch | None)
-        if name.startswith("scatter") and is_own and isinstance(operands[1], _Ids):
-            return [_Scratch(operands[1].table)]
-        if name == "gather" and isinstance(operands[0], _Scratch):
-            return [None]
-        numbers = [x.value for x in used if isinstance(x, _Number)]
-        ids = [x for x in used if isinstance(x, _Ids)]
-        is_apart = name == "concatenate" and (
-            eqn.params["dimension"] == len(eqn.outvars[0].aval.shape) - 1  # type: ignore[attr-defined]
-        )
-        if not ids or (len(ids) + len(numbers) < len(used) and not is_apart):
-            return None
-        size = self.sizes[ids[0].table]
-        if name in _COMPARED:
-            turned = name.translate(_TURNED) if operands[0] not in ids else name
-            allowed = {(turned, x) in _bounds(size) for x in numbers}
-            return [None] if allowed <= {True} else None
-        if name == "add":
-            return [ids[0]] if numbers == [size] else None
-        is_moved = name in _MOVES and {*numbers} <= {0, size - 1, size}
-        return [ids[0]] if is_moved else None
-
-
-def _bounds(size: int) -> set[tuple[str, complex]]:
-    """Comparisons that say whether a row is there, and not which one it is."""
-    return {
-        *(("lt", 0), ("ge", 0), ("le", size - 1), ("gt", size - 1)),
-        *(("lt", size), ("ge", size), ("eq", size), ("ne", size)),
-    }
-
-
-def _merged(values: Sequence[_Value]) -> _Value:
-    """What one of these is, whichever, if it is known."""
-    leaves = {x for x in values if isinstance(x, _Rows) and x.leaf is not None}
-    kinds = {*values} - {x._replace(leaf=None) for x in leaves}
-    return kinds.pop() if len(kinds) == 1 else None
