@@ -29,7 +29,8 @@ picks indices by their size, as `jnp.sort`, `cummax` or `jnp.maximum` of two gra
 leaves it as it is. (A canary that depends on its index would see that, but XLA folds
 only constants: 43 fusions in a step of `sparse_adam` in place of 33.) A BCOO made by
 hand has no canary and is believed, and so is what functions of JAX, not methods, make
-of a gradient, such as `jax.experimental.sparse.bcoo_reduce_sum`.
+of a gradient, such as `jax.experimental.sparse.bcoo_reduce_sum`. The flags are gone
+with another number of entries; as many, picked of several gradients, keep them.
 
 What else a gradient has beside its entries: a second column of the canary, see
 `clocks`; the guard, see `canary_arrays`, which may be armed, see `armed`.
