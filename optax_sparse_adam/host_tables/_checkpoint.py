@@ -31,7 +31,7 @@ from ._archive import ARCHIVE, alone_in, name_in, part_name, read_archive, write
 from ._host_rows import HostRows
 from ._journal import Undo, read_journal
 from ._records import refuse_other, sync_folder
-from ._stateful import Described, described, restored
+from ._stateful import Described, restored
 from ._store import Mark, Store
 from ._together import new_name, together
 
@@ -68,7 +68,7 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
                 end.enter_context(alone_in(folder, "HostTrainer.checkpoint"))
             _refuse_others(folder, rows)
             left = _parts_in(folder)
-            stateful, more = described(rows.stateful, rows.steps)
+            stateful, more = rows.described()
             of_part: dict[str, Any] = {"stores": [x.id for x in rows.stores]}
             of_part["marked"] = [bool(x.marks) for x in rows.stores]
             of_part["stateful"] = stateful

@@ -27,7 +27,7 @@ from ._ledger import Ledger
 from ._plan import Plan
 from ._reset import program_of
 from ._spread import local
-from ._stateful import Stateful
+from ._stateful import Described, Stateful, described
 from ._store import Ascending, Store
 
 _FOLDER = os.path.dirname(__file__)
@@ -95,6 +95,7 @@ class HostRows:
         self.is_open, self.is_closed = True, False
         self.work: Future[Any] | None = None
         self._process = os.getpid()
+        self._has_settled = False
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
         self._drawing = threading.local()
@@ -163,7 +164,7 @@ class HostRows:
         """
         if self.is_of_another_process:
             return contextlib.nullcontext()
-        if self._is_in_use_here:
+        if self._is_in_use_here and not self._has_settled:
             raise RuntimeError(
                 "A signal's handler, or what a step or a checkpoint has called, uses "
                 "this HostTrainer in the middle of it, when rows and files are of two "
@@ -191,6 +192,14 @@ class HostRows:
     @property
     def is_of_another_process(self) -> bool:
         return os.getpid() != self._process
+
+    def described(self) -> tuple[Described, list[np.ndarray]]:
+        """What is `stateful`, which may read the trainer, as all has settled."""
+        self._has_settled = True
+        try:
+            return described(self.stateful, self.steps)
+        finally:
+            self._has_settled = False
 
     @property
     def looks_ahead(self) -> bool:

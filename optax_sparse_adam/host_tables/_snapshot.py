@@ -26,7 +26,7 @@ from ._host_rows import HostRows
 from ._plan import CHUNK, Plan
 from ._records import naming, refuse_other, sync_folder
 from ._spread import Spread
-from ._stateful import Stateful, checked, described, restored
+from ._stateful import Stateful, checked, restored
 from ._store import Ascending, Store
 
 _ARCHIVE, _VERSION = "snapshot.npz", 1
@@ -49,7 +49,7 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
     new = folder.with_name(folder.name + ".new")
     if os.path.lexists(new):
         _remove_unfinished(new)
-    stateful, more = described(host.stateful, host.steps)
+    stateful, more = host.described()
     new.mkdir(parents=True)
     with alone_in(new, "HostTrainer.snapshot", _ARCHIVE):
         try:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_sparse_adam as osa
@@ -249,3 +250,36 @@ def test_arrays_of_all_types_come_back(tmp_path):
         k: x.dtype for k, x in some.items()
     }
     assert_identical(again.arrays, some)
+
+
+class Norm:
+    """What is computed of the rows when it is saved."""
+
+    trainer = None  # a restore makes a checkpoint before it returns one
+
+    def arrays_before(self, step):
+        if self.trainer is None:
+            return {"norm": np.float32(self.norm)}
+        rows = self.trainer.params["table"]
+        assert self.trainer.evaluate(lambda p: p["w"].sum())() == self.trainer.steps
+        return {"norm": np.linalg.norm(rows)}
+
+    def restore(self, arrays):
+        self.norm = float(arrays["norm"])
+
+
+def test_what_is_stateful_may_read_the_trainer(tmp_path):
+    norm = Norm()
+    params = {"table": host.HostTable((5, 2)), "w": jnp.zeros(())}
+    tx = osa.lazy(optax.sgd(-1.0))
+
+    def fun(params, ids):
+        return jnp.sum(params["table"][ids]) / 2 + params["w"]
+
+    with host.HostTrainer(fun, tx, params, stateful={"norm": norm}) as norm.trainer:
+        norm.trainer.step(np.array([1, 2]))
+        norm.trainer.checkpoint(tmp_path / "run")
+    norm = Norm()
+    options = {"stateful": {"norm": norm}}
+    host.HostTrainer.restore(tmp_path / "run", fun, tx, params, **options).close()
+    assert norm.norm == 1.0
