@@ -20,7 +20,7 @@ from contestants import DENSE, TORCH, InJax, InTorch
 from problem import DRAWS, Problem, draw
 
 from ..helpers import gpu_selection
-from ..helpers.support import TOLERANCE, Magnitude, program_environment
+from ..helpers.support import TOLERANCE, WEEKLY, Magnitude, program_environment
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_steps(tmp_path):
     "command",
     [
         "bags.py --tables 2 --rows 50 --dim 3 --bags 4 --ids 2 --repeats 1",
-        "compile_times.py 8",
+        *(["compile_times.py 8"] if WEEKLY else []),
         "keras_fit.py --rows 90 300 --dim 3 --bags 4 --ids 2 --steps 4 --turns 2",
     ],
 )

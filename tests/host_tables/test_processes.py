@@ -13,7 +13,7 @@ from ..helpers import host_process_worker as worker
 from ..helpers import host_refusals_worker as refusals
 from ..helpers.host_tables import Dictionary, begin, host_params, loss
 from ..helpers.processes import free_port, run_processes
-from ..helpers.support import assert_identical
+from ..helpers.support import WEEKLY, assert_identical
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def assert_has(folder, processes, expected):
             assert_identical(result[name], x, f"{name} of process {process}")
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, 4] if WEEKLY else [2])
 def test_some_processes_are_one(processes, expected, tmp_path):
     run(tmp_path, processes, processes)
     assert_has(tmp_path, processes, expected[processes])
@@ -87,7 +87,7 @@ def test_some_processes_are_one(processes, expected, tmp_path):
 def test_processes_that_are_killed(expected, tmp_path):
     """One after the other, at moments of a step and of a checkpoint; then one ends."""
     rng = np.random.default_rng(0)
-    for number, processes in enumerate([2, 2, 4, 1, 2, 2]):
+    for number, processes in enumerate([2, 2, 4, 1, 2, 2] if WEEKLY else [2, 4, 1, 2]):
         moment = {number % processes: int(rng.integers(5, 90))}
         run(tmp_path, processes, 4, moment)
     run(tmp_path, 1, 4)
