@@ -215,6 +215,7 @@ def test_quality():
     assert stdout.endswith("all as they should be\n")
 
 
+@pytest.mark.skipif(not WEEKLY, reason="weekly")
 def test_large_graph(tmp_path):
     """Everybody trains; what is ranked is what was held out; both are drawn."""
     pytest.importorskip("tqdm")
