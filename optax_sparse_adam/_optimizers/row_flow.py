@@ -37,7 +37,7 @@ _CALLS = {
 }
 
 
-class Rows(NamedTuple):
+class AllRows(NamedTuple):
     """All rows of a table: those without a gradient are as they were in an array.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Number(NamedTuple):
     value: complex
 
 
-Value = Rows | Ids | _Scratch | _Number | None
+Value = AllRows | Ids | _Scratch | _Number | None
 
 
 class Needed(Exception):
@@ -90,7 +90,7 @@ class Needed(Exception):
         self.table, self.why, self.numbers = table, why, numbers
 
 
-class Walk:
+class RowFlow:
     """Follows what has all rows through a jaxpr.
 
     Args:
@@ -131,10 +131,10 @@ class Walk:
             return self._of_ours(eqn, operands)
         name, params = name_and_params(eqn)
         line = source_info_util.summarize(eqn.source_info) or around
-        rows = [x for x in operands if isinstance(x, Rows)]
+        rows = [x for x in operands if isinstance(x, AllRows)]
         ids = [x for x in operands if isinstance(x, Ids)]
         nothing: list[Value] = [None] * len(eqn.outvars)
-        is_chosen = name == "cond" and isinstance(operands[0], Rows | Ids)
+        is_chosen = name == "cond" and isinstance(operands[0], AllRows | Ids)
         if name in _CALLS and not is_chosen:
             bodies = params.get("branches") or [params[_CALLS[name]]]
             of_body = operands[1:] if name == "cond" else operands
@@ -158,7 +158,7 @@ class Walk:
                 raise Needed(ids[0].table, why, numbers=True)
             return results
         cases = _merged(operands[1:])
-        if name == "select_n" and isinstance(cases, Rows) and not operands[0]:
+        if name == "select_n" and isinstance(cases, AllRows) and not operands[0]:
             return [cases]
         first, *rest = operands
         if len(rows) == 1 and first in rows and Ids(rows[0].table) in rest[:1]:
@@ -181,8 +181,8 @@ class Walk:
             i = self._tables.get(shape[0]) if shape else None
             result: Value = None
             if i is not None:
-                rows = {x for x in operands if isinstance(x, Rows) and x.table == i}
-                result = rows.pop() if len(rows) == 1 else Rows(i, None)
+                rows = {x for x in operands if isinstance(x, AllRows) and x.table == i}
+                result = rows.pop() if len(rows) == 1 else AllRows(i, None)
             elif shape and len(ids) == 1 and jnp.issubdtype(aval.dtype, jnp.integer):
                 result = ids[0]
             results.append(result)
@@ -231,6 +231,6 @@ def _bounds(size: int) -> set[tuple[str, complex]]:
 
 def _merged(values: Sequence[Value]) -> Value:
     """What one of these is, whichever, if it is known."""
-    leaves = {x for x in values if isinstance(x, Rows) and x.leaf is not None}
+    leaves = {x for x in values if isinstance(x, AllRows) and x.leaf is not None}
     kinds = {*values} - {x._replace(leaf=None) for x in leaves}
     return kinds.pop() if len(kinds) == 1 else None

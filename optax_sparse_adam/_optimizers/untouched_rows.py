@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr
 from .._rows.checks import is_bcoo, leaves_like
 from .attempt import attempt
 from .forms import first_that_traces
-from .row_flow import Ids, Needed, Rows, Value, Walk
+from .row_flow import AllRows, Ids, Needed, RowFlow, Value
 from .row_owners import TableSize, operations_of, size_error, unused_sizes
 from .update_fn import RowUpdateFn
 
@@ -77,12 +77,12 @@ def check_untouched_rows(
     for i in asked.dense:
         raise _error(name, params, i, "its update is one of all rows")
     count = len(jax.tree.leaves(params))
-    owned = [None if i is None else Rows(i, k) for k, i in enumerate(owners, count)]
-    inputs: list[Value] = [Rows(i, i) if i in tables else None for i in range(count)]
+    owned = [None if i is None else AllRows(i, k) for k, i in enumerate(owners, count)]
+    inputs: list[Value] = [AllRows(i, i) if i in tables else None for i in range(count)]
     inputs += [*owned, *[None] * count, *map(Ids, sorted(tables))]
-    walk = Walk(sizes)
+    flow = RowFlow(sizes)
     try:
-        results = walk.run(asked.closed.jaxpr, inputs, "")
+        results = flow.run(asked.closed.jaxpr, inputs, "")
     except Needed as needed:
         # What maps over all arrays, as optax.scale does, is explained by the step.
         if needed.numbers and not has_all_args:
@@ -101,9 +101,9 @@ def check_untouched_rows(
     if of_whole is None or whole == few:
         return
     programs = [x and operations_of(x.closed) for x in (of_whole, of_few)]
-    others = Walk({i: next(unused) for i in tables})
+    others = RowFlow({i: next(unused) for i in tables})
     others.run(ask(others.sizes).closed.jaxpr, inputs, "")
-    if programs[0] != programs[1] or walk.numbers != others.numbers:
+    if programs[0] != programs[1] or flow.numbers != others.numbers:
         at = max(whole, key=lambda i: whole[i])
         raise size_error(name, whole[at], few[at])
 

@@ -79,7 +79,8 @@ STORED = "optax_sparse_adam_stored_rows"
 def knows_stored_rows() -> AbstractContextManager[None]:
     """Around what reads a table as it is stored, and knows what its rows are then.
 
-    It names the equations that are traced in it, for `refuse_stored_reads`.
+    It names the equations that are traced in it, for `refuse_stored_reads`; and for
+    `row_flow`, which lets them have rows and indices, as those of `coalesce`.
     """
     return jax.named_scope(STORED)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._gradients.evaluate import evaluate
 from .._rows.stale import contains_stale
-from ._arguments import split_keywords
+from ._arguments import split_keywords, type_of
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds, kept_arguments
 from ._plan import CHUNK, compact
@@ -98,8 +98,9 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
         return mapped(structure.unflatten(arrays), rest)[0]
 
     trees = jax.eval_shape(plan.join, host.rest, shapes)
+    # Not how they are laid out, which Explicit axes that are set say of results alone.
     new_trees = jax.eval_shape(function, *trees)
-    if jax.tree.map(_type_of, new_trees) != jax.tree.map(_type_of, trees):
+    if jax.tree.map(type_of, new_trees) != jax.tree.map(type_of, trees):
         raise ValueError(
             "map_rows needs a function that returns parameters and state in the "
             "shapes and types that it gets."
@@ -117,11 +118,6 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             rest, arrays = program(host.take(rows, size), host.rest)
             store(rows, arrays)
         host.rest = rest
-
-
-def _type_of(x: Any) -> tuple[Any, ...]:
-    """Not how it is laid out, as by Explicit axes that are set."""
-    return x.shape, x.dtype, x.weak_type
 
 
 def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:

@@ -54,6 +54,7 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
         its files are of no use when this one is there.
 
     Raises:
+      BlockingIOError: If another trainer makes one there.
       FileExistsError: If the folder has a checkpoint of another run.
       FileNotFoundError: If another process has another folder.
     """
@@ -66,7 +67,7 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
             _make(folder)
             if spread.process == 0:
                 end.enter_context(alone_in(folder, "HostTrainer.checkpoint"))
-            _refuse_others(folder, rows)
+            _refuse_another_run(folder, rows)
             left = _parts_in(folder)
             stateful, more = rows.described()
             of_part: dict[str, Any] = {"stores": [x.id for x in rows.stores]}
@@ -122,7 +123,7 @@ def _parts_in(folder: Path) -> dict[Path, str]:
     return {path: match[1] or match[2] for path, match in found if match}
 
 
-def _refuse_others(folder: Path, rows: HostRows) -> None:
+def _refuse_another_run(folder: Path, rows: HostRows) -> None:
     rows.ledger.resolve()  # so that it knows all its names
     # Another run's journal would go with its checkpoint, and with it its files.
     if name_in(folder) not in {None, *rows.ledger.names}:

@@ -10,14 +10,13 @@ with any close of the file in the process.) Test: `tests/host_tables/test_stores
 
 import errno
 import os
+import sys
 import weakref
 from io import FileIO
 from pathlib import Path
 
-try:
+if sys.platform != "win32":  # where nobody has run it
     import fcntl
-except ImportError:  # on Windows nobody has run it
-    fcntl = None  # type: ignore[assignment]
 
 _LOCKED: "weakref.WeakSet[FileIO]" = weakref.WeakSet()
 
@@ -34,7 +33,7 @@ def lock(file: FileIO, path: Path, words: str, *, is_shared: bool = False) -> No
     Raises:
       BlockingIOError: If another one has it.
     """
-    if fcntl is None:
+    if sys.platform == "win32":
         return
     _LOCKED.add(file)
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
@@ -52,5 +51,5 @@ def _close_all() -> None:
         file.close()
 
 
-if fcntl is not None:
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_close_all)

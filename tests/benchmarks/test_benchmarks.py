@@ -215,7 +215,9 @@ def test_quality():
     assert stdout.endswith("all as they should be\n")
 
 
-@pytest.mark.skipif(not WEEKLY, reason="weekly")
+@pytest.mark.skipif(
+    not WEEKLY, reason="takes half a minute: OPTAX_SPARSE_ADAM_TEST_WEEKLY=1"
+)
 def test_large_graph(tmp_path):
     """Everybody trains; what is ranked is what was held out; both are drawn."""
     pytest.importorskip("tqdm")

@@ -307,7 +307,7 @@ def test_a_restore_that_is_interrupted(run, tmp_path, expected, copies):
     has left.
     """
     if copies == "NumPy" and not WEEKLY:
-        pytest.skip("weekly: there are ten times as many calls")
+        pytest.skip("ten times as many calls: OPTAX_SPARSE_ADAM_TEST_WEEKLY=1")
     for first in ("once", "again"):  # what is made once in a process is made by then
         with interrupted(0) as calls:
             trainer = restored(shutil.copytree(run, tmp_path / first))
