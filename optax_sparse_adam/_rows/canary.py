@@ -96,9 +96,7 @@ class CanaryBCOO(BCOO, metaclass=NamedInErrors):
     read_of: tuple[Source, ...] = ()
     layout: NamedSharding | None = None
     _is_seen = True  # made here, or looked at: `tree_unflatten` makes what is not
-    _flagged: int | None = (
-        None  # how many entries the flags are of; `None`: of those now
-    )
+    _flagged: int | None = None  # how many entries flags are of; `None`: as many as now
 
     def __init__(self, args: Any, *, shape: Any, read_at: Any = None, **flags: bool):
         super().__init__(args, shape=shape, **flags)
