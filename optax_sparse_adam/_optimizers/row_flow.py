@@ -2,33 +2,31 @@
 
 In the program of `chain(average, sparse_adam)`, of a table of 1009 rows,
 
-    b:f32[1009,4] = mul 0.9 a       a is all rows of the average: refused, with its line
-    d:f32[1009,4] = jit[...] c ...  of this package: all rows, as they were in c
-    e:f32[2,4] = gather c ids       rows of the batch, by the gradient's own indices
+    b:f32[1009,4] = mul 0.9 a           a is all rows of the average: refused
+    c:f32[1009,4] = scatter m ids rows  of this package: c is m, with rows of the batch
+    d:f32[1009,4] = select_n even c m   c or m, so m, with rows of the batch or without
 
-what is called by name below is let through; all else that takes rows or ids raises.
+What is not of this package may hand rows and indices on, and choose between an array as
+it was and as it is. Whatever else it does with them is refused, and so is an array of
+as many rows as the table that it makes: a list of what is allowed has no holes where a
+list of what is not has some. What wants rows finds them inside of `lazy`.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._jax_extras.jaxprs import name_and_params
 from .._rows.stale import STORED
 
 _MOVED = frozenset(["copy", "optimization_barrier", "sharding_constraint"])
 _SHOWS = frozenset(["debug_callback", "debug_print"])
-_MOVES = _MOVED | {
-    *("reshape", "slice", "squeeze", "broadcast_in_dim", "transpose", "concatenate"),
-    *("convert_element_type", "select_n", "gather", "dynamic_slice"),
-    *("min", "max", "clamp"),
-}
-_COMPARED = frozenset(["lt", "le", "gt", "ge", "eq", "ne"])
-_TURNED = str.maketrans("lg", "gl")  # 0 > ids for ids < 0
 # What is called where it stands, with its operands in their order.
 _CALLS = {
     **dict.fromkeys(["jit", "remat2"], "jaxpr"),
@@ -42,15 +40,27 @@ class AllRows(NamedTuple):
 
     Attributes:
       table: Its place among the parameters.
-      leaf: Which array, or `None` where an optimiser of this package says so.
+      leaf: Which array.
     """
 
     table: int
-    leaf: int | None
+    leaf: int
 
 
 class Ids(NamedTuple):
-    """The indices of a gradient, or what a lookup makes of them.
+    """The indices of a gradient, or of an update.
+
+    Attributes:
+      table: Whose, by its place among the parameters.
+      or_zeros: Whether an update of zeros may have zeros in their place.
+    """
+
+    table: int
+    or_zeros: bool = False
+
+
+class Choice(NamedTuple):
+    """One number for all rows of a table, as `jnp.where` makes of its condition.
 
     Attributes:
       table: Its place among the parameters.
@@ -59,27 +69,18 @@ class Ids(NamedTuple):
     table: int
 
 
-class _Scratch(NamedTuple):
-    """Zeros, say, into which something is written by such indices.
+class Zeros(NamedTuple):
+    """An array of zeros, as `optax.set_to_zero` makes.
 
     Attributes:
-      table: Its place among the parameters.
+      always: Whether it is; or else it may be another one.
     """
 
-    table: int
+    always: bool = True
 
 
-class _Number(NamedTuple):
-    """A number of the program, as it is given to a function inside.
-
-    Attributes:
-      value: Which.
-    """
-
-    value: complex
-
-
-Value = AllRows | Ids | _Scratch | _Number | None
+Value = AllRows | Ids | Choice | Zeros | None
+FOLLOWED = AllRows | Ids | Choice
 
 
 class Needed(Exception):
@@ -95,17 +96,25 @@ class RowFlow:
 
     Args:
       sizes: How many rows each table has in it, another number than any other axis.
-
-    Attributes:
-      numbers: Those that it computes with, beside indices.
     """
 
     def __init__(self, sizes: dict[int, int]):
-        self.sizes, self.numbers = sizes, list[str]()
         self._tables = {size: i for i, size in sizes.items()}
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Value], around: str) -> list[Value]:
-        """What its results are, of arguments that are this; `around` is its line.
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[Value],
+        around: str = "",
+        is_ours: bool = False,
+    ) -> list[Value]:
+        """What its results are, of arguments that are this.
+
+        Args:
+          jaxpr: A program.
+          inputs: What its arguments are.
+          around: The line that calls it.
+          is_ours: Whether it is of this package.
 
         Raises:
           Needed: If it takes all rows, or ids, otherwise than the module says.
@@ -113,124 +122,163 @@ class RowFlow:
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def of(atom: Any) -> Value:
-            if not isinstance(atom, Literal):
-                return values.get(atom)
-            number: Any = atom.val
-            return None if np.ndim(number) else _Number(complex(number))
+            return None if isinstance(atom, Literal) else values.get(atom)
 
         for eqn in jaxpr.eqns:
             operands = [*map(of, eqn.invars)]
-            results = self._results(eqn, operands, around)
+            line = source_info_util.summarize(eqn.source_info) or around
+            results = self._results(eqn, operands, line, is_ours or _is_ours(eqn))
             values.update(zip(eqn.outvars, results, strict=True))
         return [*map(of, jaxpr.outvars)]
 
     def _results(
-        self, eqn: JaxprEqn, operands: list[Value], around: str
+        self, eqn: JaxprEqn, operands: list[Value], line: str, is_ours: bool
     ) -> Sequence[Value]:
-        if STORED in str(eqn.source_info.name_stack):
-            return self._of_ours(eqn, operands)
         name, params = name_and_params(eqn)
-        line = source_info_util.summarize(eqn.source_info) or around
-        rows = [x for x in operands if isinstance(x, AllRows)]
-        ids = [x for x in operands if isinstance(x, Ids)]
-        nothing: list[Value] = [None] * len(eqn.outvars)
-        is_chosen = name == "cond" and isinstance(operands[0], AllRows | Ids)
+        is_chosen = name == "cond" and isinstance(operands[0], FOLLOWED)
         if name in _CALLS and not is_chosen:
             bodies = params.get("branches") or [params[_CALLS[name]]]
             of_body = operands[1:] if name == "cond" else operands
-            made = [self.run(getattr(x, "jaxpr", x), of_body, line) for x in bodies]
-            return [*map(_merged, zip(*made, strict=True))]
+            made = [
+                self.run(getattr(x, "jaxpr", x), of_body, line, is_ours) for x in bodies
+            ]
+            return [_merged(x, line) for x in zip(*made, strict=True)]
+        if name in _MOVED:
+            return operands
+        followed = [x for x in operands if isinstance(x, FOLLOWED)]
+        if is_ours:
+            return self._of_ours(name, eqn, operands, followed, line)
+        nothing: list[Value] = [None] * len(eqn.outvars)
         if name in _SHOWS:
             return nothing
-        if not rows and not ids:
-            if name == "convert_element_type":
-                return operands
-            self.numbers += [str(x.value) for x in operands if isinstance(x, _Number)]
-            return nothing
-        if name in _MOVED and len(operands) == 1:
-            return operands
-        if not rows:
-            results = self._of_ids(name, eqn, operands)
-            if results is None:
-                why = (
-                    f"`{name}` at {line} computes with their numbers, which are others"
-                )
-                raise Needed(ids[0].table, why, numbers=True)
-            return results
-        cases = _merged(operands[1:])
-        if name == "select_n" and isinstance(cases, AllRows) and not operands[0]:
-            return [cases]
-        first, *rest = operands
-        if len(rows) == 1 and first in rows and Ids(rows[0].table) in rest[:1]:
-            if name == "gather":
-                return nothing
-            if name.startswith("scatter"):
-                return rows
-        raise Needed(rows[0].table, f"`{name}` at {line} takes all, or its state's")
-
-    def _of_ours(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Results of an optimiser of ours: a table is known by its size.
-
-        What it writes into one array alone, as `apply_updates` does, is that array.
-        """
-        ids = [*{x for x in operands if isinstance(x, Ids)}]
-        results: list[Value] = []
-        for var in eqn.outvars:
-            aval: Any = var.aval
-            shape = getattr(aval, "shape", ())
-            i = self._tables.get(shape[0]) if shape else None
-            result: Value = None
+        if name == "select_n" and isinstance(operands[0], Choice | None):
+            cases = {*operands[1:]}
+            if len(cases) == 1 and isinstance(operands[1], AllRows):
+                return operands[1:2]
+        if followed:
+            raise _refusal(name, followed[0], line)
+        made_of = [self._table_of(var) for var in eqn.outvars]
+        if name == "broadcast_in_dim" and not _shape_of(eqn.invars[0]):
+            if made_of[0] is not None:
+                return [Choice(made_of[0])]
+            return [Zeros() if _is_zero(eqn.invars[0]) else None]
+        for i in made_of:
             if i is not None:
-                rows = {x for x in operands if isinstance(x, AllRows) and x.table == i}
-                result = rows.pop() if len(rows) == 1 else AllRows(i, None)
-            elif shape and len(ids) == 1 and jnp.issubdtype(aval.dtype, jnp.integer):
-                result = ids[0]
-            results.append(result)
+                raise Needed(i, f"`{name}` at {line} makes an array of as many")
+        return nothing
+
+    def _of_ours(
+        self,
+        name: str,
+        eqn: JaxprEqn,
+        operands: list[Value],
+        followed: list[AllRows | Ids | Choice],
+        line: str,
+    ) -> list[Value]:
+        """Results of this package: what is written into an array is that array."""
+        rows = [x for x in followed if isinstance(x, AllRows)]
+        ids = {x for x in followed if isinstance(x, Ids)}
+        for x in rows:
+            if Ids(x.table) not in ids:
+                raise Needed(x.table, "its rows get updates of other indices")
+        results: list[Value] = [
+            next(iter(ids)) if len(ids) == 1 and _is_ids(var.aval) else None
+            for var in eqn.outvars
+        ]
+        if name == "ffi_call":
+            for i, k in eqn.params["input_output_aliases"]:
+                results[k] = operands[i]
+        elif name.startswith("scatter") and isinstance(operands[0], AllRows):
+            results = operands[:1]
+        elif rows and name != "gather":
+            raise _refusal(name, rows[0], line)
         return results
 
-    def _of_ids(
-        self, name: str, eqn: JaxprEqn, operands: list[Value]
-    ) -> list[Value] | None:
-        """Ids that are moved, made positive or compared, and `None` for all others."""
-        if name == "sort":
-            return operands
-        used = operands[1:] if name == "select_n" else operands
-        if name in ("gather", "dynamic_slice"):  # of ids, or of what is no table's
-            used = operands[:1]
-        is_own = isinstance(operands[0], _Scratch | None)
-        if name.startswith("scatter") and is_own and isinstance(operands[1], Ids):
-            return [_Scratch(operands[1].table)]
-        if name == "gather" and isinstance(operands[0], _Scratch):
-            return [None]
-        numbers = [x.value for x in used if isinstance(x, _Number)]
-        ids = [x for x in used if isinstance(x, Ids)]
-        # Beside each other, for several axes of a lookup; not one after the other.
-        aval: Any = eqn.outvars[0].aval
-        is_apart = name == "concatenate" and eqn.params["dimension"] == aval.ndim - 1
-        are_all = is_apart or len(ids) + len(numbers) == len(used)
-        if len({*ids}) != 1 or not are_all:
-            return None
-        size = self.sizes[ids[0].table]
-        if name in _COMPARED:
-            turned = name.translate(_TURNED) if operands[0] not in ids else name
-            allowed = {(turned, x) in _bounds(size) for x in numbers}
-            return [None] if allowed <= {True} else None
-        if name == "add":
-            return [ids[0]] if numbers == [size] else None
-        is_moved = name in _MOVES and {*numbers} <= {0, size - 1, size}
-        return [ids[0]] if is_moved else None
+    def _table_of(self, var: Any) -> int | None:
+        """The table that has as many rows as an array along one of its axes."""
+        rows = (self._tables[n] for n in _shape_of(var) if n in self._tables)
+        return next(rows, None)
 
 
-def _bounds(size: int) -> set[tuple[str, complex]]:
-    """Comparisons that say whether a row is there, and not which one it is."""
-    return {
-        *(("lt", 0), ("ge", 0), ("le", size - 1), ("gt", size - 1)),
-        *(("lt", size), ("ge", size), ("eq", size), ("ne", size)),
-    }
+def have_same_numbers(first: ClosedJaxpr, second: ClosedJaxpr) -> bool:
+    """Whether programs compute with the same ones, beside those of this package."""
+    pairs = itertools.zip_longest(_numbers_of(first), _numbers_of(second))
+    return all(a is b or _bits(a) == _bits(b) for a, b in pairs)
 
 
-def _merged(values: Sequence[Value]) -> Value:
-    """What one of these is, whichever, if it is known."""
-    leaves = {x for x in values if isinstance(x, AllRows) and x.leaf is not None}
-    kinds = {*values} - {x._replace(leaf=None) for x in leaves}
-    return kinds.pop() if len(kinds) == 1 else None
+def _bits(x: Any) -> Any:
+    dtype: Any = getattr(x, "dtype", None)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    array = np.asarray(jax.random.key_data(x) if is_key else x)
+    return array.dtype, array.shape, array.tobytes()
+
+
+def _numbers_of(closed: ClosedJaxpr) -> Iterator[Any]:
+    def of_jaxpr(jaxpr: Any, known: dict[Any, Any], is_called: bool) -> Iterator[Any]:
+        """`known` are those of its variables that are constants."""
+
+        def value_of(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else known.get(atom)
+
+        for eqn in jaxpr.eqns:
+            if _is_ours(eqn):
+                continue
+            name, params = name_and_params(eqn)
+            operands = [*map(value_of, eqn.invars)]
+            of_body = operands[1:] if name == "cond" else operands
+            if name not in _CALLS:
+                yield from operands
+            # Of one number: a condition, or refused.
+            is_one = name == "broadcast_in_dim" and not _shape_of(eqn.invars[0])
+            for param in jax.tree.leaves(params):
+                inner = getattr(param, "jaxpr", param)
+                if isinstance(inner, Jaxpr):
+                    consts = getattr(param, "consts", ())
+                    inside = dict(zip(inner.constvars, consts, strict=False))
+                    if name in _CALLS:
+                        inside |= zip(inner.invars, of_body, strict=False)
+                    yield from of_jaxpr(inner, inside, is_called and name in _CALLS)
+                elif isinstance(param, int | float) and not (is_called and is_one):
+                    yield param
+        yield from map(value_of, jaxpr.outvars)
+
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    yield from of_jaxpr(closed.jaxpr, known, True)
+
+
+def _is_ours(eqn: JaxprEqn) -> bool:
+    return STORED in str(eqn.source_info.name_stack)
+
+
+def _shape_of(atom: Any) -> tuple[int, ...]:
+    """Of what is an array; `()` of a reference, say."""
+    return getattr(atom.aval, "shape", ())
+
+
+def _is_ids(aval: Any) -> bool:
+    return bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.integer)
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not atom.val
+
+
+def _merged(values: Sequence[Value], line: str) -> Value:
+    """What one of these is, whichever; raises where it may be ids, or rows, or not."""
+    kinds = {*values}
+    if len(kinds) == 1:
+        return kinds.pop()
+    ids = {x._replace(or_zeros=False) for x in kinds if isinstance(x, Ids)}
+    others = {x for x in kinds if not isinstance(x, Ids | Zeros)}
+    if others <= {None} and not ids:
+        return Zeros(always=False)
+    if len(ids) == 1 and not others:
+        return ids.pop()._replace(or_zeros=True)
+    raise _refusal("cond", next(x for x in kinds if isinstance(x, FOLLOWED)), line)
+
+
+def _refusal(name: str, value: Any, line: str) -> Needed:
+    if isinstance(value, Ids):
+        why = f"`{name}` at {line} computes with their numbers, which are others"
+        return Needed(value.table, why, numbers=True)
+    return Needed(value.table, f"`{name}` at {line} takes all, or its state's")

@@ -8,19 +8,18 @@ jaxpr that has all rows of a table is followed. In
     chain(lazy(sgd), momentum)      momentum: m = 0.9 * m + updates
     chain(average, sparse_adam)     average:  a = 0.9 * a + 0.1 * params
 
-`mul` reads all rows of `m`, or of `a`. What may have all rows: the optimisers of this
-package, which name their equations (`knows_stored_rows`); a choice between the old
-array and the new one, as of `optax.apply_if_finite`; rows that are taken from an
-array, or put into it, by the indices of the gradient. Everything else is refused. So
-is what computes with indices, as `rates[grad.indices]`: rows of a batch have other
-numbers than those of the table.
+`mul` reads all rows of `m`, or of `a`. What may: the optimisers of this package, which
+name their equations (`knows_stored_rows`), and a choice between the old array and the
+new one, as of `optax.apply_if_finite`. Everything else is refused. So is what computes
+with indices, or keeps them: rows of a batch have other numbers than those of the table.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.experimental.sparse import BCOO
 from jax.extend.core import ClosedJaxpr
@@ -28,13 +27,40 @@ from jax.extend.core import ClosedJaxpr
 from .._rows.checks import is_bcoo, leaves_like
 from .attempt import attempt
 from .forms import first_that_traces
-from .row_flow import AllRows, Ids, Needed, RowFlow, Value
+from .row_flow import (
+    FOLLOWED,
+    AllRows,
+    Ids,
+    Needed,
+    RowFlow,
+    Value,
+    Zeros,
+    have_same_numbers,
+)
 from .row_owners import TableSize, operations_of, size_error, unused_sizes
 from .update_fn import RowUpdateFn
 
-_NUM_STORED = 2  # entries of each gradient
-# As gradients are where duplicates were added up, which all optimisers take.
-_SUMMED = {"indices_sorted": True, "unique_indices": True}
+
+def forms_of(grads: Any) -> list[Any]:
+    """The shapes of gradients, leaf by leaf: arrays, or row-sparse ones of arrays."""
+    leaves = jax.tree.leaves(grads, is_leaf=is_bcoo)
+    return [_row_sparse(x, x.shape) if is_bcoo(x) else jax.typeof(x) for x in leaves]
+
+
+def _row_sparse(grad: Any, shape: tuple[int, ...]) -> Any:
+    """The shapes of a gradient like this one, but of a parameter of this shape."""
+    flags = {
+        "indices_sorted": grad.indices_sorted, "unique_indices": grad.unique_indices
+    }  # fmt: skip
+    arrays = grad.data, grad.indices
+    return jax.eval_shape(lambda *x: BCOO(x, shape=shape, **flags), *arrays)
+
+
+def _summed(param: Any) -> Any:
+    """As gradients are where duplicates were added up, which all optimisers take."""
+    data, ids = jnp.zeros((2, *param.shape[1:]), param.dtype), jnp.zeros((2, 1), int)
+    flags = {"indices_sorted": True, "unique_indices": True}
+    return BCOO((data, ids), shape=param.shape, **flags)
 
 
 def check_untouched_rows(
@@ -45,7 +71,7 @@ def check_untouched_rows(
     extra_args: dict[str, Any],
     name: str,
     *,
-    has_all_args: bool = False,
+    forms: list[Any] | None = None,
 ) -> None:
     """Raises for a transformation that reads or changes rows without a gradient.
 
@@ -56,7 +82,7 @@ def check_untouched_rows(
       owners: Which table's rows each array of the state holds.
       extra_args: What the update takes besides.
       name: Who needs it, for errors.
-      has_all_args: Whether `extra_args` are those of a step.
+      forms: Of the gradients (`forms_of`) in a step, whose arguments are all there.
 
     Raises:
       ValueError: If it does.
@@ -65,45 +91,49 @@ def check_untouched_rows(
     """
     if type(tx.update) is RowUpdateFn:
         return
-    ask = functools.partial(_Asked.of, tx, params, extra_args=extra_args, name=name)
+    leaves = jax.tree.leaves(params)
+    is_step = forms is not None
+    forms = [
+        _summed(x) if i in tables and not is_bcoo(form) else form
+        for i, (x, form) in enumerate(zip(leaves, forms or leaves, strict=True))
+    ]
+    ask = functools.partial(
+        _Asked.of, tx, params, forms=forms, extra_args=extra_args, name=name
+    )
     # As many rows as no other axis has: what has all rows is known by their number.
-    unused = unused_sizes(jax.tree.leaves(params))
+    unused = unused_sizes([*leaves, *jax.tree.leaves(forms)])
     sizes = {i: next(unused) for i in tables}
     asked, error = attempt(ask, sizes)
-    if error is not None and has_all_args:
-        raise error
     if error is not None:
+        if is_step:
+            raise error
         return
-    for i in asked.dense:
-        raise _error(name, params, i, "its update is one of all rows")
-    count = len(jax.tree.leaves(params))
-    owned = [None if i is None else AllRows(i, k) for k, i in enumerate(owners, count)]
-    inputs: list[Value] = [AllRows(i, i) if i in tables else None for i in range(count)]
-    inputs += [*owned, *[None] * count, *map(Ids, sorted(tables))]
-    flow = RowFlow(sizes)
+    for i in tables:
+        if not asked.are_sparse[i]:
+            raise _error(name, params, i, "its update is one of all rows")
+    places = range(len(leaves))
+    inputs: list[Value] = [AllRows(i, i) if i in tables else None for i in places]
+    pairs = enumerate(owners, len(leaves))
+    owned = [None if i is None else AllRows(i, k) for k, i in pairs]
+    inputs += owned
+    for i, form in enumerate(forms):
+        ids = [Ids(i) if i in tables else None] if is_bcoo(form) else []
+        inputs += [None, *ids]
     try:
-        results = flow.run(asked.closed.jaxpr, inputs, "")
+        results = RowFlow(sizes).run(asked.closed.jaxpr, inputs)
+        asked.check(results, owned, tables)
     except Needed as needed:
         # What maps over all arrays, as optax.scale does, is explained by the step.
-        if needed.numbers and not has_all_args:
+        if needed.numbers and not is_step:
             return
         raise _error(name, params, needed.table, needed.why) from None
-    pairs = jax.tree_util.tree_leaves_with_path(asked.state)
-    for (path, _), rows, value in zip(pairs, owned, results, strict=False):
-        if rows is not None and value not in (rows, rows._replace(leaf=None)):
-            where = f"`state{jax.tree_util.keystr(path)}` changes in all rows"
-            raise _error(name, params, rows.table, where)
     # The same operations with all rows and with some, as `check_sizes` asks of dense
     # gradients; and the same numbers, whatever the number of rows is.
     whole = {i: table.num_rows for i, table in tables.items()}
     few = {i: table.num_touched for i, table in tables.items()}
-    of_whole, of_few = (attempt(ask, x)[0] for x in (whole, few))
-    if of_whole is None or whole == few:
-        return
-    programs = [x and operations_of(x.closed) for x in (of_whole, of_few)]
-    others = RowFlow({i: next(unused) for i in tables})
-    others.run(ask(others.sizes).closed.jaxpr, inputs, "")
-    if programs[0] != programs[1] or flow.numbers != others.numbers:
+    programs = [ask(x).closed for x in (whole, few)]
+    operations = [*map(operations_of, programs)]
+    if operations[0] != operations[1] or not have_same_numbers(*programs):
         at = max(whole, key=lambda i: whole[i])
         raise size_error(name, whole[at], few[at])
 
@@ -112,15 +142,15 @@ class _Asked(NamedTuple):
     """An update of row-sparse gradients, traced.
 
     Attributes:
-      closed: Its program: of the leaves of parameters and state, of those of gradients,
-        or what they store, and of the indices. It returns the new state, and updates.
+      closed: Its program: of the leaves of parameters, state and gradients, of which
+        a row-sparse one has two. It returns the new state, and updates.
       state: The tree of shapes of the state.
-      dense: Tables whose update is not row-sparse.
+      are_sparse: Of each parameter, whether its update is row-sparse.
     """
 
     closed: ClosedJaxpr
     state: Any
-    dense: list[int]
+    are_sparse: list[bool]
 
     @classmethod
     def of(
@@ -129,37 +159,24 @@ class _Asked(NamedTuple):
         params: Any,
         sizes: dict[int, int],
         *,
+        forms: list[Any],
         extra_args: dict[str, Any],
         name: str,
     ) -> "_Asked":
         """Of tables of so many rows; raises what the update raises."""
         treedef: Any
-        of_state: Any
         leaves, treedef = jax.tree.flatten(params)
-
-        def resized(num_rows: dict[int, int]) -> list[Any]:
-            return [
-                jax.ShapeDtypeStruct((num_rows[i], *x.shape[1:]), x.dtype)
-                if i in num_rows
-                else x
-                for i, x in enumerate(leaves)
-            ]
-
-        shapes, stored = resized(sizes), resized(dict.fromkeys(sizes, _NUM_STORED))
-        state = jax.eval_shape(tx.init, treedef.unflatten(shapes))
-        state_leaves, of_state = jax.tree.flatten(state)
-        ids = {i: jax.ShapeDtypeStruct((_NUM_STORED, 1), "int32") for i in sizes}
+        resized, grads = [*leaves], [*forms]
+        for i, num_rows in sizes.items():
+            shape = num_rows, *leaves[i].shape[1:]
+            resized[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+            grads[i] = _row_sparse(forms[i], shape)
+        state = jax.eval_shape(tx.init, treedef.unflatten(resized))
         made: list[Any] = []
 
-        def update(params: Any, state: Any, stored: Any, ids: Any) -> Any:
-            grads = treedef.unflatten(
-                BCOO((x, ids[i]), shape=shapes[i].shape, **_SUMMED) if i in ids else x
-                for i, x in enumerate(stored)
-            )
-
+        def update(params: Any, state: Any, grads: Any) -> Any:
             def of_grads(grads: Any, extra: dict[str, Any]) -> Any:
-                args = grads, of_state.unflatten(state), treedef.unflatten(params)
-                updates, new_state = tx.update(*args, **extra)
+                updates, new_state = tx.update(grads, state, params, **extra)
                 made[:] = leaves_like(treedef, updates, "Updates", "parameters")
                 return new_state, made
 
@@ -168,8 +185,44 @@ class _Asked(NamedTuple):
             )
             return jax.tree.leaves(new_state), updates
 
-        closed = jax.make_jaxpr(update)(shapes, state_leaves, stored, ids)
-        return cls(closed, state, [i for i in sizes if not is_bcoo(made[i])])
+        shapes = treedef.unflatten(resized), state, treedef.unflatten(grads)
+        closed = jax.make_jaxpr(update)(*shapes)
+        return cls(closed, state, [*map(is_bcoo, made)])
+
+    def check(
+        self,
+        results: Iterable[Value],
+        owned: Sequence[AllRows | None],
+        tables: Container[int],
+    ) -> None:
+        """Raises `Needed` unless each result is of the rows that it should be.
+
+        Args:
+          results: What the program returns, as `RowFlow` has it.
+          owned: What the arrays of the state are.
+          tables: The tables among the parameters.
+        """
+        values = iter(results)
+        pairs = jax.tree_util.tree_leaves_with_path(self.state)
+        for (path, _), rows in zip(pairs, owned, strict=True):
+            value, where = next(values), f"`state{jax.tree_util.keystr(path)}`"
+            if rows is not None and value != rows:
+                raise Needed(rows.table, f"{where} changes in all rows")
+            if rows is None and isinstance(value, FOLLOWED):
+                raise Needed(value.table, f"{where} keeps them, or their numbers")
+        for i, is_sparse in enumerate(self.are_sparse):
+            data, ids = next(values), next(values) if is_sparse else None
+            if i in tables:
+                own: list[Value] = [Ids(i)]
+                if isinstance(data, Zeros):
+                    own += [Ids(i, or_zeros=True), data]
+                if ids not in own or isinstance(data, FOLLOWED):
+                    raise Needed(i, "its update has other indices than its gradient")
+            for x in (data, ids):
+                if i not in tables and isinstance(x, FOLLOWED):
+                    raise Needed(
+                        x.table, "another parameter gets them, or their numbers"
+                    )
 
 
 def _error(name: str, params: Any, table: int, why: str) -> ValueError:

@@ -66,8 +66,10 @@ def gradient_stats(grads: optax.Updates) -> Any:
     def one(leaf: Any) -> GradientStats | None:
         if leaf is None:
             return None
+        if not is_bcoo(leaf):  # it may be a table
+            return _of_array(leaf)
         with knows_stored_rows():
-            return _of_rows(check_bcoo(leaf)) if is_bcoo(leaf) else _of_array(leaf)
+            return _of_rows(check_bcoo(leaf))
 
     return jax.tree.map(one, grads, is_leaf=is_leaf)
 

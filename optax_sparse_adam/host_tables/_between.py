@@ -16,8 +16,9 @@ import numpy as np
 from .._gradients.evaluate import evaluate
 from .._rows.stale import contains_stale
 from ._arguments import split_keywords, type_of
+from ._by_row import treats_rows_alone
 from ._host_rows import NOT_FETCHED, HostRows
-from ._ids import RowIds, kept_arguments
+from ._ids import RowIds
 from ._plan import CHUNK, compact
 from ._records import WORD
 from ._reset import reset_of
@@ -87,15 +88,9 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
         [jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in layout.fields]
         for layout in plan.layouts
     ]
-    leaves = jax.tree.leaves(shapes)
-    structure: Any = jax.tree.structure(shapes)
 
     def mapped(arrays: Any, rest: Any) -> Any:
         return plan.split(*function(*plan.join(rest, arrays)))
-
-    def new_rest(*args: Any) -> Any:
-        arrays, rest = args[: len(leaves)], args[len(leaves) :]
-        return mapped(structure.unflatten(arrays), rest)[0]
 
     trees = jax.eval_shape(plan.join, host.rest, shapes)
     # Not how they are laid out, which Explicit axes that are set say of results alone.
@@ -105,11 +100,17 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             "map_rows needs a function that returns parameters and state in the "
             "shapes and types that it gets."
         )
-    if any(i < len(leaves) for i in kept_arguments(new_rest, leaves + host.rest)):
+    flat = jax.tree.leaves(shapes)
+    structure: Any = jax.tree.structure(shapes)
+
+    def of_list(arrays: list[Any], rest: Any) -> Any:
+        return mapped(structure.unflatten(arrays), rest)
+
+    if not treats_rows_alone(of_list, flat, host.rest):
         raise ValueError(
-            "map_rows needs a function that treats each row alone; in the result of "
-            "this one, arrays without rows depend on rows, of which it sees some "
-            "at a time."
+            "map_rows needs a function that treats each row alone: it sees some at a "
+            "time. In the result of this one rows depend on other rows, or on how many "
+            "there are, or arrays without rows depend on rows."
         )
     program, rest = jax.jit(mapped, **plan.spread.stays(host.rest)), host.rest
     with host.as_a_whole("map_rows") as store:

@@ -41,6 +41,7 @@ def begin_run(
     function = "HostTrainer"
     with together(function):
         _check_budget(function, budget)
+        plan.check_begin(rows.dense)
     try:
         _open(function, rows, begin, rest, budget, fsync)
     except BaseException:

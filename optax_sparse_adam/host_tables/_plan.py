@@ -22,12 +22,13 @@ from .._exact_adam.state import begin_now
 from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.row_owners import TableSize, check_sizes, find_owners
-from .._optimizers.untouched_rows import check_untouched_rows
+from .._optimizers.untouched_rows import check_untouched_rows, forms_of
+from .._optimizers.update_fn import RowUpdateFn
 from .._rows.checks import refuse_masked
 from .._train_step import extra_args_of, make_train_step
 from ._arguments import refuse_untrainable
+from ._by_row import treats_rows_alone
 from ._compact import Whole, evaluate_compact, fingerprint
-from ._ids import kept_arguments
 from ._records import WORD, Layout
 from ._spread import Spread
 from ._table import HostTable, tables_among
@@ -98,7 +99,7 @@ class Plan:
         )
         self._trained = self.treedef.unflatten(shapes), owners
         # With a loss; a step asks again, with all that it gives and its number of rows.
-        self._check_update(sizes, {"value": np.float32(0)}, in_step=False)
+        self._check_update(sizes, {"value": np.float32(0)})
         self.dense = [x for i, (_, x) in enumerate(pairs) if i not in hosts]
         self.num_dense = len(self.dense)
         # For each array of parameters and state the table whose rows it holds, if any.
@@ -125,13 +126,16 @@ class Plan:
         self.layouts = [Layout(x) for x in fields]
 
     def _check_update(
-        self, tables: dict[int, TableSize], extra_args: dict[str, Any], in_step: bool
+        self,
+        tables: dict[int, TableSize],
+        extra_args: dict[str, Any],
+        forms: list[Any] | None = None,
     ) -> None:
         """Raises for a transformation that needs more than the rows of a batch."""
         tx, (params, owners) = optax.with_extra_args_support(self.tx), self._trained
         asked = tx, params, tables, owners, extra_args, "HostTrainer"
         check_sizes(*asked)
-        check_untouched_rows(*asked, has_all_args=in_step)
+        check_untouched_rows(*asked, forms=forms)
 
     # Between the user's trees and lists: what has no rows, and for each table its
     # arrays, as its layout says.
@@ -172,26 +176,27 @@ class Plan:
         }
 
     def begin_rest(self, dense: Sequence[Any]) -> list[Any]:
-        """The state that has no rows.
+        """The state that has no rows."""
+        return self._begin(dense, self._two_rows())[0][self.num_dense :]
+
+    def check_begin(self, dense: Sequence[Any]) -> None:
+        """Raises unless rows may be begun some at a time.
 
         Raises:
-          ValueError: If it depends on rows, of which `init` would see zeros.
+          ValueError: If `init` makes a row of others, or of how many there are; or what
+            has no rows of these.
         """
-        tables = self._two_rows()
 
-        def rest(*leaves: Any) -> Any:
-            rows = dict(zip(tables, leaves[: len(tables)], strict=True))
-            return self._begin(leaves[len(tables) :], rows)[0][self.num_dense :]
+        def begun(arrays: list[Any], dense: Sequence[Any]) -> tuple[Any, Any]:
+            return self._begin(dense, dict(zip(self.tables, arrays, strict=True)))
 
-        leaves = [*tables.values(), *dense]
-        if any(i < len(tables) for i in kept_arguments(rest, leaves)):
+        if not treats_rows_alone(begun, [*self.tables.values()], dense):
             raise ValueError(
-                "HostTrainer begins rows of tables a chunk at a time, but `init` of "
-                "this optimiser computes of all rows what has none, such as a norm "
-                "over all parameters. Give the tables another optimiser, by "
-                "optax.partition; or keep them on the device."
+                "HostTrainer begins rows of tables some at a time, but `init` of this "
+                "optimiser computes of all rows, or of how many there are, what is one "
+                "row's or none's, such as a norm over all parameters. Give the tables "
+                "another optimiser, by optax.partition; or keep them on the device."
             )
-        return rest(*leaves)
 
     def split_state(self, state: Any) -> tuple[list[Any], list[list[Any]]]:
         """What of a state that exists is no row, and the rows of each table.
@@ -323,7 +328,19 @@ class Plan:
         # of which K rows alone do not say.
         sizes = {i: x.shape[0] for i, x in self.tables.items()}
         options["sparse"] = PartsOfTables(options.get("sparse"), sizes)
-        inner = make_train_step(with_fingerprint, self.tx, True, **options)
+        # The gradients of each program, as the optimiser takes them.
+        forms: dict[Any, list[Any]] = {}
+        last: list[Any] = []
+
+        @functools.wraps(self.tx.update)
+        def update(grads: Any, *args: Any, **extra_args: Any) -> Any:
+            result = self.tx.update(grads, *args, **extra_args)
+            last[:] = forms_of(grads)
+            return result
+
+        is_ours = type(self.tx.update) is RowUpdateFn
+        tx = self.tx if is_ours else self.tx._replace(update=update)
+        inner = make_train_step(with_fingerprint, tx, True, **options)
 
         @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **stays)
         def step(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
@@ -336,10 +353,14 @@ class Plan:
             new_rest, new_arrays = self.split(*new[:2])
             self._refuse_types(arrays, new_arrays)
             pairs = zip(self.tables.items(), arrays, strict=True)
+            given = jax.tree.leaves((rest, arrays, args))
+            shapes = [(np.shape(x), _type_of(x)) for x in given]
+            program = static, *shapes
+            forms.setdefault(program, [*last])
             self._check_update(
                 {i: TableSize(x.shape, 1, len(part[0])) for (i, x), part in pairs},
                 extra_args_of(loss, self.tx, new[2][0], names),
-                in_step=True,
+                forms[program],
             )
             return new_rest, new_arrays, value, jax.random.key_data(number)[0]
 

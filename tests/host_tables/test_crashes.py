@@ -29,7 +29,6 @@ from optax_sparse_adam.host_tables import (
     _ledger,
     _opening,
     _pipeline,
-    _plan,
     _snapshot,
     _stateful,
     _store,
@@ -94,25 +93,6 @@ def some(first, last):
 
 def restored(folder):
     return host.HostTrainer.restore(folder / "run", loss, TX, params_in(folder))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def asked_once():
-    """What of a state's beginning depends on rows: half of a restore's time.
-
-    It is computed by JAX alone, at whose calls nothing is stopped.
-    """
-    ask, answers = _plan.kept_arguments, {}
-
-    def kept_arguments(fun, leaves):
-        key = str(jax.tree.map(jax.typeof, leaves))
-        if key not in answers:
-            answers[key] = ask(fun, leaves)
-        return answers[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "kept_arguments", kept_arguments)
-        yield
 
 
 @pytest.fixture(scope="module")

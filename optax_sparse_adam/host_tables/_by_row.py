@@ -1,0 +1,72 @@
+"""Whether a function treats each row alone, as one must that gets some rows at a time.
+
+    lambda rows: rows - rows.mean(0)       depends on the others
+    lambda rows: rows + random(rows.shape)  begins again in each piece
+
+Five rows are given at once, and in two pieces: the results must be the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._ids import kept_arguments
+
+_ROWS, _FIRST = 5, 2
+# Of sums that are added up in another order, where a row is an array.
+_CLOSE = 1e-4
+
+
+def treats_rows_alone(
+    function: Callable[[list[Any], Any], tuple[Any, Any]], like: list[Any], rest: Any
+) -> bool:
+    """Whether it does.
+
+    Args:
+      function: `function(arrays, rest)` returns what has no rows, and arrays with rows.
+      like: Of the shapes and types of the arrays, with any number of rows.
+      rest: What has no rows, as it is.
+    """
+    rows = [_some_rows(x.shape[1:], x.dtype) for x in like]
+    leaves = jax.tree.leaves(rest)
+    treedef: Any = jax.tree.structure(rest)
+
+    def without_rows(*args: Any) -> Any:
+        arrays, others = [*args[: len(rows)]], treedef.unflatten(args[len(rows) :])
+        return function(arrays, others)[0]
+
+    if any(i < len(rows) for i in kept_arguments(without_rows, [*rows, *leaves])):
+        return False
+    if jax.make_jaxpr(function)(rows, rest).effects:  # such as a print
+        return True
+
+    @jax.jit
+    def are_same(rows: list[Any], rest: Any) -> list[jax.Array]:
+        first, second = [x[:_FIRST] for x in rows], [x[_FIRST:] for x in rows]
+        (whole, all_rows), *parts = (
+            function(arrays, rest) for arrays in (rows, first, second)
+        )
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *(x[1] for x in parts))
+        pairs = [(whole, x[0]) for x in parts] + [(all_rows, joined)]
+        return jax.tree.leaves([jax.tree.map(_is_same, *pair) for pair in pairs])
+
+    return all(are_same(rows, rest))
+
+
+def _some_rows(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    numbers = np.arange(_ROWS * np.prod(shape, dtype=int)).reshape(_ROWS, *shape)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.cos(1.7 * numbers).astype(dtype)
+    return (numbers % 2).astype(dtype)
+
+
+def _is_same(x: jax.Array, y: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x, y = map(jax.random.key_data, (x, y))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.array_equal(x, y)
+    close = max(_CLOSE, 4 * float(jnp.finfo(x.dtype).eps))
+    return jnp.allclose(x, y, close, close, equal_nan=True)
