@@ -77,7 +77,7 @@ def evaluated(
 def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     """See `HostTrainer.map_rows`."""
     host.check(changes=True)
-    host.settle()
+    host.settle_before("map_rows")
     plan = host.plan
     parts = [x.partition for x in plan.tables.values()]
     most = max(x.block_rows for x in parts)
@@ -137,7 +137,7 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
         places.append(None if numbers is None else at.astype(np.int32))
     if not any(map(len, rows)):
         return
-    host.settle()
+    host.settle_before("reset_rows")
     size = max(len(x) for x in places if x is not None)
     arrays = host.reset_program(*host.here(rows, size), places, asked.values)
     host.change(rows, arrays)

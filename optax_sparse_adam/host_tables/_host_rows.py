@@ -341,6 +341,18 @@ class HostRows:
             self.work = None
         self.write(self.unstored)
 
+    def settle_before(self, function: str) -> None:
+        """The same, for a function that has changed nothing where this raises."""
+        try:
+            self.settle()
+        except OSError as error:
+            words = (
+                f"{error.strerror}. They are of calls before: {function} has changed"
+            )
+            raise OSError(
+                error.errno, f"{words} nothing, call it again", error.filename
+            ) from error
+
     def write(self, results: Sequence[BatchRows]) -> None:
         """Writes the oldest results; one that could not be written stays."""
         for rows in results:

@@ -1,5 +1,6 @@
 """`HostTrainer`: `make_train_step` for parameters with tables on the host."""
 
+import errno
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -285,7 +286,10 @@ class HostTrainer:
         KeyboardInterrupt, whether or not its iterator is closed: of a batch that has
         raised, that one, too. `iterator = itertools.chain(trainer.drawn, iterator)`, of
         the iterator that it was left with, and `run(iterator)` go on as if nothing had
-        happened, also after another such end.
+        happened, also after another such end. An iterator that has raised is at its
+        end; one that goes on in its place begins after these batches, and so does a
+        `Vocabulary` that it had called:
+        `vocab.restore(vocab.arrays_before(trainer.steps + len(trainer.drawn)))`.
         """
         return [*self._pipeline.drawn]
 
@@ -383,6 +387,10 @@ class HostTrainer:
         """Writes what is pending, and gives files back. May be called twice.
 
         After a KeyboardInterrupt in it a second call gives back the rest.
+
+        Raises:
+          OSError: If the disk has no room for what is pending. The trainer stays open:
+            make room, and call it again.
         """
         rows = self._rows
         with rows.alone():
@@ -392,8 +400,12 @@ class HostTrainer:
             rows.is_open = False
             try:
                 rows.settle()
+            except BaseException as error:
+                rows.is_open = getattr(error, "errno", None) == errno.ENOSPC
+                raise
             finally:
-                rows.close()
+                if not rows.is_open:
+                    rows.close()
 
     def __enter__(self) -> "HostTrainer":
         return self

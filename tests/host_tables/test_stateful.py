@@ -1,5 +1,7 @@
 """One checkpoint of a trainer and its vocabularies: of one step, or refused."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -283,3 +285,50 @@ def test_what_is_stateful_may_read_the_trainer(tmp_path):
     options = {"stateful": {"norm": norm}}
     host.HostTrainer.restore(tmp_path / "run", fun, tx, params, **options).close()
     assert norm.norm == 1.0
+
+
+def test_keys_between_two_values_of_a_run(tmp_path):
+    """As keys.md has it: the vocabulary is ahead of the rows by what is drawn."""
+    keys, seen = np.arange(60) * 2**40, {}
+    for way in "step", "run":
+        vocab, now = osa.Vocabulary(31), osa.Vocabulary(31)
+        (tmp_path / way).mkdir()
+        with trainer_of(tmp_path / way, {"keys": vocab}) as trainer:
+            rows_of = trainer.evaluate(lambda params, ids: params["table"][ids])
+            made = stream(vocab, 0, 9)
+            values = trainer.run(made) if way == "run" else map(trainer.step, made)
+            for _ in values:
+                now.restore(vocab.arrays_before(trainer.steps))
+                found = now.find(keys)
+                known = np.asarray(rows_of(found))[found != 0], found != 0
+                seen.setdefault(trainer.steps, []).append(known)
+    for (rows, is_known), (others, are_known) in seen.values():
+        assert_identical(is_known, are_known)
+        assert_identical(rows, others)
+
+
+def test_an_iterator_that_raises_after_it_has_assigned(tmp_path):
+    """As keys.md has it: another one goes on with the keys after what was drawn."""
+
+    def broken(vocab, at):
+        for number, batch in enumerate(stream(vocab, 0, 14)):
+            if number == at:
+                raise KeyboardInterrupt
+            yield batch
+
+    losses = []
+    for at in None, 7:
+        vocab = osa.Vocabulary(31)
+        (tmp_path / str(at)).mkdir()
+        with trainer_of(tmp_path / str(at), {"keys": vocab}) as trainer:
+            values = []
+            try:
+                values += map(float, trainer.run(broken(vocab, at)))
+            except KeyboardInterrupt:
+                drawn, steps = trainer.drawn, trainer.steps
+                number = steps + len(drawn)
+                vocab.restore(vocab.arrays_before(number))
+                rest = itertools.chain(drawn, stream(vocab, number, 14))
+                values = [*losses[0][:steps], *map(float, trainer.run(rest))]
+            losses.append(values)
+    assert losses[0] == losses[1]

@@ -262,6 +262,34 @@ def test_a_map_rows_for_which_there_is_no_room_tears_nothing(tmp_path, monkeypat
         assert_identical(np.array(trainer.params["table"]), rows)
 
 
+def test_what_is_pending_on_a_full_disk_is_written_when_there_is_room(
+    tmp_path, monkeypatch
+):
+    """Each call says whether it has changed something; close() does not give up."""
+    params = {
+        "table": host.HostTable((5000, DIM), file=tmp_path / "x"),
+        "w": begin()[1],
+    }
+    trainer = host.HostTrainer(loss, TX, params)
+    ids, values = {"table": np.array([7]), "w": None}, np.ones((1, DIM), np.float32)
+    Disk(monkeypatch)
+    with pytest.raises(OSError, match="rows are kept, and written by the next call"):
+        trainer.reset_rows(ids, {"table": values, "w": None})
+    for change in (
+        lambda: trainer.reset_rows(ids, {"table": 2 * values, "w": None}),
+        lambda: trainer.map_rows(lambda params, state: (params, state)),
+    ):
+        with pytest.raises(OSError, match="has changed nothing, call it again"):
+            change()
+    with pytest.raises(OSError, match="no room"), trainer:
+        pass
+    monkeypatch.undo()
+    assert np.asarray(trainer.params["table"][7]).tolist() == values[0].tolist()
+    trainer.reset_rows(ids, {"table": 3 * values, "w": None})
+    assert np.asarray(trainer.params["table"][7]).tolist() == [3.0] * DIM
+    trainer.close()
+
+
 # Files that others change, and what was damaged.
 
 
