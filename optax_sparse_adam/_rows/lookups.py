@@ -20,7 +20,7 @@ from .._jax_extras.sharding import mesh_of
 from .._jax_extras.unchecked import show_bounds
 from . import bag_sums
 from .row_ops import RowOps
-from .source import ZEROS, Bounds, Source
+from .source import ZEROS, Bounds, Source, are_zeros, tangent_of
 from .with_ops import kernels_for, with_ops
 
 
@@ -74,8 +74,9 @@ def look_up_rows(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
 def look_up(bounds: Bounds, source: Source, ids: jax.Array) -> jax.Array:
     """`RowOps.look_up`, `[*ids.shape, *row_shape]`.
 
-    Its derivative, by the values of a table, is a lookup by XLA in the tangent. Under
-    `vmap`, ids of many batches are one lookup.
+    Its derivative, by the values of a table, is a lookup by XLA in the tangent; by the
+    state of stale rows it is that of their formula. Under `vmap`, ids of many batches
+    are one lookup.
     """
     rows: jax.Array = look_up_rows(bounds, source, ids)
     return rows
@@ -86,6 +87,9 @@ def _look_up_jvp(bounds: Bounds, primals: Any, tangents: Any) -> Any:
     source, ids = primals
     rows = look_up(bounds, source, ids)
     d_table = tangents[0].array
+    if not are_zeros(tangents[0].stale):
+        read = functools.partial(RowOps().look_up, ids=ids, bounds=bounds)
+        return rows, tangent_of(read, primals[:1], tangents[:1])
     if isinstance(d_table, SymbolicZero):
         return rows, jnp.zeros_like(rows)
     if bounds.fill is not None:
@@ -205,7 +209,13 @@ def _sum_bags_jvp(num_bags: int, primals: Any, tangents: Any) -> Any:
     d_source, _, _, d_weights = tangents
     sums = sum_bags(num_bags, source, ids, segments, weights)
     change = jnp.zeros_like(sums)
-    if not isinstance(d_source.array, SymbolicZero):
+    if not are_zeros(d_source.stale):
+
+        def read(source: Source) -> jax.Array:
+            return _pool(num_bags, source, ids, segments, weights)
+
+        change = change + tangent_of(read, (source,), (d_source,))
+    elif not isinstance(d_source.array, SymbolicZero):
         d_table = d_source.array
         change = change + _pool(num_bags, Source(d_table), ids, segments, weights)
     if weights is not None and not isinstance(d_weights, SymbolicZero):

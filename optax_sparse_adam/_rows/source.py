@@ -10,20 +10,36 @@
                             `value_of(row, rows_of_tables, shared)`
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from .._jax_extras.inject import with_derivative_of
 from .._jax_extras.sharding import reduced_like, without_reduced
 from .padding import expand_like
 from .stale import StaleRows
 
 Mode = lax.GatherScatterMode
 Take = Callable[[jax.Array], jax.Array]  # picks some elements of an array
+
+
+def are_zeros(tangents: Any) -> bool:
+    """Whether nothing of this is differentiated."""
+    return all(isinstance(x, SymbolicZero) for x in jax.tree.leaves(tangents))
+
+
+def tangent_of(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    """That of `function(*primals)`; those that are given may be symbolic zeros."""
+    zeros = jax.custom_derivatives.zero_from_primal
+    present = jax.tree.map(
+        lambda x, dx: zeros(x) if isinstance(dx, SymbolicZero) else dx,
+        *(primals, tuple(tangents)),
+    )
+    return jax.jvp(function, primals, present)[1]
 
 
 class Bounds(NamedTuple):
@@ -72,13 +88,30 @@ class Source(NamedTuple):
         rows = take(jnp.asarray(self.array))
         if self.stale is None:
             return rows
-        tables = [take(expand_like(x, self.array)) for x in self.stale.tables]
-        row = without_reduced(rows)
-        values = self.stale.value_of(row, (*tables,), self.stale.shared)
-        # Derivatives are those by the values; what is stored decays on the way to them.
-        return with_derivative_of(lax.stop_gradient(reduced_like(values, rows)), rows)
+        tables = tuple(take(expand_like(x, self.array)) for x in self.stale.tables)
+        now: jax.Array = _now(self.stale.value_of, rows, tables, self.stale.shared)
+        return now
 
     def map(self, function: Callable[[Any, bool], Any]) -> "Source":
         """Applies `function(array, has_rows)` to all arrays."""
         array = function(self.array, True)
         return Source(array, None if self.stale is None else self.stale.map(function))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _now(value_of: Any, rows: jax.Array, tables: Any, shared: Any) -> jax.Array:
+    """Rows as they are now.
+
+    Derivatives are those by these values: what is stored decays on the way to them. Of
+    a whole training, of which the state is a function, they are those of the formula.
+    """
+    return reduced_like(value_of(without_reduced(rows), tables, shared), rows)
+
+
+@functools.partial(_now.defjvp, symbolic_zeros=True)
+def _now_jvp(value_of: Any, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    now = _now(value_of, *primals)
+    d_rows, *d_state = tangents
+    if are_zeros(d_state):
+        return now, jnp.zeros_like(now) if are_zeros(d_rows) else d_rows
+    return now, tangent_of(functools.partial(_now.fun, value_of), primals, tangents)
