@@ -26,7 +26,6 @@ from .._jax_extras.jaxprs import name_and_params
 from .._rows.stale import STORED
 
 _MOVED = frozenset(["copy", "optimization_barrier", "sharding_constraint"])
-_SHOWS = frozenset(["debug_callback", "debug_print"])
 # What is called where it stands, with its operands in their order.
 _CALLS = {
     **dict.fromkeys(["jit", "remat2"], "jaxpr"),
@@ -148,9 +147,6 @@ class RowFlow:
         followed = [x for x in operands if isinstance(x, FOLLOWED)]
         if is_ours:
             return self._of_ours(name, eqn, operands, followed, line)
-        nothing: list[Value] = [None] * len(eqn.outvars)
-        if name in _SHOWS:
-            return nothing
         if name == "select_n" and isinstance(operands[0], Choice | None):
             cases = {*operands[1:]}
             if len(cases) == 1 and isinstance(operands[1], AllRows):
@@ -165,7 +161,7 @@ class RowFlow:
         for i in made_of:
             if i is not None:
                 raise Needed(i, f"`{name}` at {line} makes an array of as many")
-        return nothing
+        return [None] * len(eqn.outvars)
 
     def _of_ours(
         self,

@@ -106,6 +106,7 @@ def check_untouched_rows(
     asked, error = attempt(ask, sizes)
     if error is not None:
         if is_step:
+            error.add_note(f"{name} asks this of tables of {[*sizes.values()]} rows.")
             raise error
         return
     for i in tables:

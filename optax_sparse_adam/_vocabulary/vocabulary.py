@@ -418,6 +418,13 @@ class Vocabulary(OneWriter):
                 if self._given is not None:
                     self._load(checked(self._given, self._options))
 
+    def _last_call(self) -> tuple[int, int, int]:
+        """How many calls have changed it, whose the last was, and its step, or -1."""
+        self._ready()
+        numbers = self._contents.numbers
+        step = int(numbers[STEP]) if numbers[KIND] else -1
+        return self._turn, self._changer, step
+
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
         kind = int(self._contents.numbers[KIND]) or self._servers.kind
         return codes.view(np.int64 if kind == SIGNED else np.uint64)

@@ -127,7 +127,9 @@ def write_archive(
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, folder / name)
-    except BaseException:
+    except BaseException as error:
         new.unlink(missing_ok=True)  # half of it keeps a full disk full
+        if isinstance(error, ValueError) and error.__context__ is not None:
+            raise error.__context__ from None  # an interrupt, which zipfile replaces
         raise
     sync_folder(folder)

@@ -25,6 +25,7 @@ from ._host_rows import BatchRows, HostRows
 from ._ids import Batch, RowIds
 from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
+from ._stateful import KeysOfBatches
 
 
 class Source:
@@ -46,6 +47,7 @@ class Source:
         self._rows, self._ids = rows, ids
         self._places: collections.deque[list[Any]] = collections.deque()
         self._end: Exception | None = None
+        self._keys = KeysOfBatches(rows.stateful)
 
     def peek(self, count: int) -> list[Batch]:
         """So many of the next batches at least, if there are; none at the end."""
@@ -65,6 +67,7 @@ class Source:
 
     def _draw(self) -> None:
         count = len(self._places)
+        self._keys.begin()
         self._rows.draws(True)
         # One call, without Python between the iterator and the place.
         self._places.extend(map(list, zip(itertools.islice(self.iterator, 1))))
@@ -75,8 +78,9 @@ class Source:
         # A loader may refill the array that it has given.
         place[0] = item = jax.tree.map(_kept, _as_batch(place[0]))
         with self._rows.alone():
-            name = f"Batch {self._rows.steps_done + len(self._batches)}"
-            place.append(self._ids(item, name))
+            number = self._rows.steps_done + len(self._batches)
+            self._keys.check(number)
+            place.append(self._ids(item, f"Batch {number}"))
 
     def settle(self) -> None:
         """Comes before any step, after which the number of steps says another thing."""
@@ -238,9 +242,10 @@ class Pipeline:
                         # Asked before the step, which a CPU may run in this thread.
                         following = source.peek(0)
                         x64: bool = config.jax_enable_x64
-                        rows.work = work = worker.submit(
-                            self._beside, x64, rows.unstored, following, drawn - 1
+                        work = self._submitted(
+                            worker, x64, rows.unstored, following, drawn - 1
                         )
+                        rows.work = work
                         value = self._advance(batch, fetched, before)
                         state, before = rows.state, rows.unstored[-1]
                     yield value
@@ -264,6 +269,16 @@ class Pipeline:
                 if self._source is source:
                     self._left = source.left
                     self._source = None
+
+    def _submitted(self, worker: ThreadPoolExecutor, *args: Any) -> Any:
+        try:
+            return worker.submit(self._beside, *args)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "HostTrainer.run reads and writes rows in a thread, and Python starts "
+                "none when its main thread has ended. Wait for the thread that trains, "
+                "by its join(), at the end of the program; or take HostTrainer.step."
+            ) from error
 
     def _beside(
         self,

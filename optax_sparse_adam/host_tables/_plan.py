@@ -117,6 +117,12 @@ class Plan:
         named += [("state", path, x) for path, x in leaves]
         for (tree, path, x), k in zip(named, self._owners, strict=True):
             name = jax.tree_util.keystr(path)
+            if k is not None and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+                raise TypeError(
+                    "HostTrainer keeps the bytes of rows, and rows of "
+                    f"`{tree}{name}` are of the type {x.dtype}. Take one key for all "
+                    "rows, without per_row; or keep the table on the device."
+                )
             if k is None:
                 self.names.append(tree + name)
             else:

@@ -286,10 +286,9 @@ class HostTrainer:
         KeyboardInterrupt, whether or not its iterator is closed: of a batch that has
         raised, that one, too. `iterator = itertools.chain(trainer.drawn, iterator)`, of
         the iterator that it was left with, and `run(iterator)` go on as if nothing had
-        happened, also after another such end. An iterator that has raised is at its
-        end; one that goes on in its place begins after these batches, and so does a
-        `Vocabulary` that it had called:
-        `vocab.restore(vocab.arrays_before(trainer.steps + len(trainer.drawn)))`.
+        happened, also after another such end. One that begins at `trainer.steps` can do
+        without, if a `Vocabulary` that the other one has called does so, too:
+        `vocab.restore(vocab.arrays_before(trainer.steps))`.
         """
         return [*self._pipeline.drawn]
 

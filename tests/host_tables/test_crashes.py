@@ -635,3 +635,22 @@ def test_a_machine_that_fails(fsync, tmp_path, monkeypatch):
                 np.testing.assert_array_equal(trainer.params["table"], expected)
             count += 1
     assert count >= (20 if fsync else 1)
+
+
+def test_an_interrupt_that_zipfile_replaces(tmp_path, monkeypatch):
+    """What it raises instead is no interrupt; a caller waits for that."""
+
+    def savez(*_, **__):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ValueError("Can't close the ZIP file while there is an open handle")
+
+    rows, w = begin()
+    params = {"table": host.HostTable(rows.shape, init=lambda a, b: rows[a:b]), "w": w}
+    with host.HostTrainer(loss, TX, params) as trainer:
+        monkeypatch.setattr(_archive.np, "savez", savez)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.checkpoint(tmp_path / "run")
+        monkeypatch.undo()
+        trainer.checkpoint(tmp_path / "run")

@@ -1,6 +1,8 @@
 """One checkpoint of a trainer and its vocabularies: of one step, or refused."""
 
+import collections
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -332,3 +334,70 @@ def test_an_iterator_that_raises_after_it_has_assigned(tmp_path):
                 values = [*losses[0][:steps], *map(float, trainer.run(rest))]
             losses.append(values)
     assert losses[0] == losses[1]
+
+
+def with_number_of(number, vocab, trainer, first, last):
+    """A loader that numbers keys otherwise than by its batches."""
+    for n in range(first, last):
+        keys = np.arange(4) + 2**40 * n
+        rows, fresh, _ = vocab.assign(np.tile(keys, 6), number(trainer, n))
+        new = {"table": np.ones((len(fresh), DIM), np.float32), "w": None}
+        batch = rows, np.zeros(24, np.float32)
+        yield host.BatchWithReset(batch, {"table": fresh, "w": None}, new)
+
+
+def test_a_loader_that_takes_the_steps_that_are_done(tmp_path):
+    """Of a batch that is drawn ahead they are fewer: 0, 0, 1, 2."""
+    vocab = osa.Vocabulary(31)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        made = with_number_of(lambda t, n: t.steps, vocab, trainer, 0, 9)
+        with pytest.raises(ValueError, match=r"step 0 for the keys of the batch of st"):
+            list(trainer.run(made))
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_a_run_that_was_left_and_another_loader(is_mended, tmp_path):
+    """One batch was drawn, and assigned: the same keys again would have no new rows."""
+    losses = []
+    for stop in None, 5:
+        vocab = osa.Vocabulary(31)
+        (tmp_path / str(stop)).mkdir()
+        with trainer_of(tmp_path / str(stop), {"keys": vocab}) as trainer:
+            values = []
+            for value in trainer.run(stream(vocab, 0, 9)):
+                values.append(float(value))
+                if trainer.steps == stop:
+                    break
+            rest = trainer.run(stream(vocab, trainer.steps, 9))
+            if stop and not is_mended:
+                with pytest.raises(ValueError, match="keys of the batch of step 5 bef"):
+                    list(rest)
+                return
+            if stop:
+                vocab.restore(vocab.arrays_before(5))
+                values += map(float, rest)
+            losses.append(values)
+    assert losses[0] == losses[1]
+
+
+def test_two_calls_for_the_keys_of_a_batch_and_a_thread_ahead(tmp_path):
+    """Both are numbers of batches."""
+    vocab = osa.Vocabulary(31)
+
+    def twice(first, last):
+        for n in range(first, last):
+            rows = [vocab.assign(np.arange(3) + 3 * n + i, n).rows for i in range(2)]
+            yield np.tile(np.concatenate(rows), 4), np.zeros(24, np.float32)
+
+    def ahead(first, last):
+        with ThreadPoolExecutor(1) as thread:
+            made, waiting = twice(first, last), collections.deque()
+            for _ in range(3):
+                waiting.append(thread.submit(next, made))
+            for _ in range(first, last - 3):
+                waiting.append(thread.submit(next, made))
+                yield waiting.popleft().result()
+
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        assert len(list(trainer.run(twice(0, 9)))) == 9
+        assert len(list(trainer.run(ahead(9, 21)))) == 9

@@ -327,6 +327,57 @@ def test_evaluate_and_map_rows(name):
     assert_trained_alike(trainer, [], (params, state, []))
 
 
+ROWS_OF_OTHERS = {
+    "a mean": lambda x: x - x.mean(0, keepdims=True),
+    "noise": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+    "how many": lambda x: x / len(x),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_OTHERS)
+def test_map_rows_of_what_does_not_treat_rows_alone(name):
+    trainer = host.HostTrainer(loss, TX, host_params(*begin()))
+    change = ROWS_OF_OTHERS[name]
+    before = arrays((trainer.params, trainer.state))
+    with pytest.raises(ValueError, match="treats each row alone"):
+        trainer.map_rows(lambda p, s: (p | {"table": change(p["table"])}, s))
+    assert_identical(arrays((trainer.params, trainer.state)), before)
+
+
+def test_map_rows_that_sets_a_number_reads_no_row(tmp_path, monkeypatch):
+    """As large_tables.md has it, of a file whose rows are as they were."""
+    tx = optax.inject_hyperparams(osa.sparse_adam, static_args=("b1", "b2"))(0.1)
+    rows, w = begin()
+    made = [*batches(0, 4)]
+
+    def rates(params, state):
+        numbers = state.hyperparams | {"learning_rate": jnp.float32(0.3)}
+        return params, state._replace(hyperparams=numbers)
+
+    params = jax.tree.map(jnp.array, {"table": rows, "w": w})
+    state, step = tx.init(params), osa.make_train_step(loss, tx)
+    for number, batch in enumerate(made):
+        if number == 2:
+            params, state = rates(params, state)
+        params, state, _ = step(params, state, *batch)
+    with host.HostTrainer(
+        loss, tx, host_params(rows, w, file=tmp_path / "x")
+    ) as trainer:
+        list(trainer.run(made[:2]))
+        put = trainer._rows.stores[0].put_fields
+        monkeypatch.setattr(trainer._rows.stores[0], "put_fields", None)
+        trainer.map_rows(jax.jit(rates))
+        monkeypatch.setattr(trainer._rows.stores[0], "put_fields", put)
+        list(trainer.run(made[2:]))
+        assert_trained_alike(trainer, [], (params, state, []))
+
+
+def test_a_state_with_a_key_for_each_row_is_refused():
+    tx = osa.lazy(osa.per_row(optax.noisy_sgd(0.1, key=jax.random.key(0))))
+    with pytest.raises(TypeError, match=r"are of the type key<fry>\. Take one key"):
+        host.HostTrainer(loss, tx, host_params(*begin()))
+
+
 @pytest.mark.slow
 def test_map_rows_by_chunks_and_what_it_refuses(monkeypatch):
     from optax_sparse_adam.host_tables import _between
