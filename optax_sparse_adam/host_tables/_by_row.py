@@ -63,7 +63,8 @@ def _some_rows(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return (numbers % 2).astype(dtype)
 
 
-def _is_same(x: jax.Array, y: jax.Array) -> jax.Array:
+def _is_same(x: Any, y: Any) -> jax.Array:
+    x, y = map(jnp.asarray, (x, y))  # a state may have numbers of Python
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x, y = map(jax.random.key_data, (x, y))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
