@@ -142,7 +142,8 @@ class RowFlow:
                 self.run(getattr(x, "jaxpr", x), of_body, line, is_ours) for x in bodies
             ]
             return [_merged(x, line) for x in zip(*made, strict=True)]
-        if name in _MOVED:
+        # Of this package another type is refused by its name.
+        if name in _MOVED or (is_ours and name == "convert_element_type"):
             return operands
         followed = [x for x in operands if isinstance(x, FOLLOWED)]
         if is_ours:

@@ -12,13 +12,19 @@ _MOST = 8  # batches that `undo` can take back
 
 
 class History:
-    """What the last calls of `assign` have changed; of one set of arrays."""
+    """What the last calls of `assign` have changed; of one set of arrays.
+
+    Attributes:
+      count: How many calls there were, without those that were taken back.
+    """
 
     def __init__(self) -> None:
         self._batches: deque[Changes] = deque(maxlen=_MOST)
+        self.count = 0
 
     def note(self, changes: Changes) -> None:
         self._batches.append(changes)
+        self.count += 1
 
     def last(self) -> Changes:
         """The changes of the last batch, for `undo`."""
@@ -33,6 +39,7 @@ class History:
         """Drops changes that were taken back, if they are here."""
         if self._batches and self._batches[-1] is changes:
             self._batches.pop()
+            self.count -= 1
 
     def arrays_before(self, contents: Contents, step: int) -> dict[str, np.ndarray]:
         """Copies of the arrays as they were when `step - 1` was the last step."""

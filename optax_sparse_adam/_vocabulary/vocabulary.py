@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,22 @@ from .order import Score
 from .results import Assignment, ChangedRows, FreshRows
 from .servers import Servers, changed_codes
 from .store import Changes
+
+
+class LastCall(NamedTuple):
+    """The last call of `assign`.
+
+    Attributes:
+      history: Of the calls since the vocabulary was made, restored or grown.
+      number: How many these are, without those that were taken back.
+      step: Its step; -1 if there was none.
+      thread: Who has called.
+    """
+
+    history: History
+    number: int
+    step: int
+    thread: int
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -418,12 +434,13 @@ class Vocabulary(OneWriter):
                 if self._given is not None:
                     self._load(checked(self._given, self._options))
 
-    def _last_call(self) -> tuple[int, int, int]:
-        """How many calls have changed it, whose the last was, and its step, or -1."""
+    def last_call(self) -> LastCall:
+        """What a `HostTrainer` asks to see which batch keys were of."""
         self._ready()
-        numbers = self._contents.numbers
-        step = int(numbers[STEP]) if numbers[KIND] else -1
-        return self._turn, self._changer, step
+        numbers, history = self._contents.numbers, self._history
+        has_begun = numbers[KIND] or history.count  # without keys, too
+        step = int(numbers[STEP]) if has_begun else -1
+        return LastCall(history, history.count, step, self._changer)
 
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
         kind = int(self._contents.numbers[KIND]) or self._servers.kind

@@ -338,8 +338,7 @@ class File(Memory):
         if self._lacks_room(count):
             raise OSError(
                 errno.ENOSPC,
-                f"The disk has no room for the rows of a step of {self._name}; the "
-                "rows are kept, and written by the next call for which there is room",
+                f"The disk has no room for rows of {self._name}",
                 str(self.path),
             )
 

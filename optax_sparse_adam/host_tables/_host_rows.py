@@ -10,6 +10,7 @@ every call begins by writing what is there, and to write twice does no harm.
 
 import collections
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -64,6 +65,23 @@ class BatchRows(NamedTuple):
     looked_up: Any = 0
     back: Sequence[Sequence[Sequence[jax.Array]]] = ()
     reset: Any = None
+
+
+_KEPT = "these are kept, and written by the next call for which there is room"
+_NOTHING = "has changed nothing: make room, and call it again"
+
+
+@contextlib.contextmanager
+def _no_room(words: str) -> Iterator[None]:
+    """Says of a full disk what has become of the rows."""
+    try:
+        yield
+    except OSError as error:
+        is_said = words == _KEPT and "are kept" in str(error.strerror)
+        if error.errno != errno.ENOSPC or is_said:
+            raise
+        reason = str(error.strerror).partition(";")[0]
+        raise OSError(error.errno, f"{reason}; {words}", error.filename) from error
 
 
 class HostRows:
@@ -343,15 +361,8 @@ class HostRows:
 
     def settle_before(self, function: str) -> None:
         """The same, for a function that has changed nothing where this raises."""
-        try:
+        with _no_room(f"they are of calls before. {function} {_NOTHING}"):
             self.settle()
-        except OSError as error:
-            words = (
-                f"{error.strerror}. They are of calls before: {function} has changed"
-            )
-            raise OSError(
-                error.errno, f"{words} nothing, call it again", error.filename
-            ) from error
 
     def write(self, results: Sequence[BatchRows]) -> None:
         """Writes the oldest results; one that could not be written stays."""
@@ -368,7 +379,8 @@ class HostRows:
                 self.torn = self.torn or NOT_FETCHED.format(what=f"Batch {rows.step}")
                 self._unstored.clear()
                 self.check()
-            self._write_rows(rows.unique, rows.back, None)
+            with _no_room(_KEPT):
+                self._write_rows(rows.unique, rows.back, None)
             self._unstored.popleft()
 
     @contextlib.contextmanager
@@ -379,9 +391,13 @@ class HostRows:
         """
         torn = f"{what} has ended half way: some rows are changed, and others are not"
         self.version += 1
-        yield lambda unique, arrays: self._write_rows(
-            unique, self.plan.spread.sent_back(arrays), torn
-        )
+
+        def store(unique: Any, arrays: Any) -> None:
+            half = f"{torn}; restore the last checkpoint"
+            with _no_room(half if self.torn else f"{what} {_NOTHING}"):
+                self._write_rows(unique, self.plan.spread.sent_back(arrays), torn)
+
+        yield store
         self.torn = None
 
     def _write_rows(

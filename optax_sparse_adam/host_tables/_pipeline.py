@@ -23,9 +23,9 @@ import numpy as np
 
 from ._host_rows import BatchRows, HostRows
 from ._ids import Batch, RowIds
+from ._keys_of_batches import KeysOfBatches
 from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
-from ._stateful import KeysOfBatches
 
 
 class Source:
@@ -42,12 +42,13 @@ class Source:
         [item, batch, steps]    its step is to be done after so many others; -1: is done
     """
 
-    def __init__(self, rows: HostRows, ids: Callable[[Any, str], Batch]):
+    def __init__(
+        self, rows: HostRows, ids: Callable[[Any, str], Batch], keys: KeysOfBatches
+    ):
         self.iterator: Iterator[Any] = iter(())
-        self._rows, self._ids = rows, ids
+        self._rows, self._ids, self._keys = rows, ids, keys
         self._places: collections.deque[list[Any]] = collections.deque()
         self._end: Exception | None = None
-        self._keys = KeysOfBatches(rows.stateful)
 
     def peek(self, count: int) -> list[Batch]:
         """So many of the next batches at least, if there are; none at the end."""
@@ -67,10 +68,15 @@ class Source:
 
     def _draw(self) -> None:
         count = len(self._places)
-        self._keys.begin()
+        number = self._rows.steps_done + len(self._batches)
+        self._keys.begin(number)
         self._rows.draws(True)
-        # One call, without Python between the iterator and the place.
-        self._places.extend(map(list, zip(itertools.islice(self.iterator, 1))))
+        try:
+            # One call, without Python between the iterator and the place.
+            self._places.extend(map(list, zip(itertools.islice(self.iterator, 1))))
+        finally:
+            if len(self._places) == count:
+                self._keys.begin(number)  # what it has assigned before it has raised
         self._rows.draws(False)
         if len(self._places) == count:
             raise StopIteration
@@ -78,6 +84,7 @@ class Source:
         # A loader may refill the array that it has given.
         place[0] = item = jax.tree.map(_kept, _as_batch(place[0]))
         with self._rows.alone():
+            # A step may have been done since: that of the first one, as it is drawn.
             number = self._rows.steps_done + len(self._batches)
             self._keys.check(number)
             place.append(self._ids(item, f"Batch {number}"))
@@ -154,6 +161,10 @@ class Pipeline:
         self._source: Source | None = None  # of a run that has not ended
         self._left: list[Any] = []
 
+    def begin(self) -> None:
+        """Comes when the trainer and what is `stateful` are as they begin."""
+        self._keys = KeysOfBatches(self._rows.stateful)
+
     @property
     def drawn(self) -> list[Any]:
         """Batches that the last run has drawn and not trained."""
@@ -188,10 +199,11 @@ class Pipeline:
 
     def step(self, item: Any, *keywords: Any) -> Any:
         rows = self._rows
-        rows.settle()
+        rows.settle_before("step")
         if self._source is not None:
             self._source.settle()
         rows.version += 1
+        self._keys.check(rows.steps)
         batch = self._drawn(item, f"Batch {rows.steps}", keywords)
         value = self._advance(batch, rows.fetch(batch))
         rows.settle()
@@ -210,7 +222,7 @@ class Pipeline:
             unregister(values.close)
 
     def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
-        rows, source = self._rows, Source(self._rows, self._drawn)
+        rows, source = self._rows, Source(self._rows, self._drawn, self._keys)
         before: BatchRows | None = None  # of the last step, which that may lack
         state: Any = None  # of the rows after it
         work: Any = None  # beside it

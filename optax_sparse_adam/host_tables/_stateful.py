@@ -3,14 +3,12 @@
 {"keys": vocabulary, "stream": stream}  ->  {"keys": {"last": [1000] int32, ...}, ...}
 """
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from .._rows.checks import refuse_masked
-from .._vocabulary.vocabulary import Vocabulary
 
 Described = dict[str, list[list[Any]]]
 
@@ -52,52 +50,6 @@ def checked(function: str, stateful: Any) -> dict[str, Stateful]:
                 f"for {name!r}."
             )
     return dict(parts)
-
-
-class KeysOfBatches:
-    """Sees that a loader gives the keys of each batch to `assign` once, by its number.
-
-    A checkpoint finds batches that are drawn and not trained by the steps of `assign`.
-    """
-
-    def __init__(self, stateful: Mapping[str, Stateful]):
-        self._vocabs = {k: x for k, x in stateful.items() if isinstance(x, Vocabulary)}
-        self._first = self._before = self._calls()
-
-    def _calls(self) -> dict[str, tuple[int, int, int]]:
-        return {name: x._last_call() for name, x in self._vocabs.items()}
-
-    def begin(self) -> None:
-        """Comes before a batch is drawn."""
-        self._before = self._calls()
-
-    def check(self, number: int) -> None:
-        """Raises unless the batch that was drawn is of this step.
-
-        Raises:
-          ValueError: If its keys were given to `assign` by another number, or for a
-            second time.
-        """
-        for name, (turn, thread, step) in self._calls().items():
-            if turn != self._first[name][0] and step < number:
-                raise ValueError(
-                    f"stateful[{name!r}] was given the step {step} for the keys of the "
-                    f"batch of step {number}. A loader counts the batches that it "
-                    "gives, from trainer.steps when it begins, one call of assign for "
-                    "each: batches are drawn ahead, when trainer.steps is still less."
-                )
-            turn_before, _, step_before = self._before[name]
-            is_here = turn != turn_before and thread == threading.get_ident()
-            if is_here and number and step == step_before == number:
-                raise ValueError(
-                    f"stateful[{name!r}] was given the keys of the batch of step "
-                    f"{number} before: that batch was drawn by a run that was left, or "
-                    "by an iterator that has raised. Its new keys are known now, and "
-                    "their rows would never begin. Take the keys as they were, "
-                    f"vocab.restore(vocab.arrays_before({number})), and draw it again; "
-                    "or go on with itertools.chain(trainer.drawn, iterator), of the "
-                    "same iterator."
-                )
 
 
 def described(

@@ -133,6 +133,7 @@ class HostTrainer:
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful, self._rows.steps = parts, int(steps)
         begin_run(self._rows, state, budget, fsync, progress)
+        self._pipeline.begin()
 
     def _start(
         self,
@@ -225,6 +226,7 @@ class HostTrainer:
         self._start(loss, tx, params, has_aux, sparse, mesh)
         self._rows.stateful = parts
         go_on(self._rows, Path(path).absolute(), budget, fsync)
+        self._pipeline.begin()
         return self
 
     @property

@@ -346,13 +346,22 @@ def with_number_of(number, vocab, trainer, first, last):
         yield host.BatchWithReset(batch, {"table": fresh, "w": None}, new)
 
 
-def test_a_loader_that_takes_the_steps_that_are_done(tmp_path):
-    """Of a batch that is drawn ahead they are fewer: 0, 0, 1, 2."""
+@pytest.mark.parametrize("way", ["run", "step"])
+@pytest.mark.parametrize("number", ["steps", "from 1"])
+def test_a_loader_that_counts_otherwise(number, way, tmp_path):
+    """Steps that are done are 0, 0, 1, 2 where batches are drawn ahead."""
     vocab = osa.Vocabulary(31)
+    numbers = {"steps": lambda t, n: t.steps, "from 1": lambda t, n: n + 1}
     with trainer_of(tmp_path, {"keys": vocab}) as trainer:
-        made = with_number_of(lambda t, n: t.steps, vocab, trainer, 0, 9)
-        with pytest.raises(ValueError, match=r"step 0 for the keys of the batch of st"):
-            list(trainer.run(made))
+        made = with_number_of(numbers[number], vocab, trainer, 0, 9)
+        values = trainer.run(made) if way == "run" else map(trainer.step, made)
+        if (number, way) == ("steps", "step"):
+            assert len(list(values)) == 9
+            return
+        with pytest.raises(
+            ValueError, match=r"step \d for the keys of the batch of st"
+        ):
+            list(values)
 
 
 @pytest.mark.parametrize("is_mended", [False, True])
@@ -378,6 +387,64 @@ def test_a_run_that_was_left_and_another_loader(is_mended, tmp_path):
                 values += map(float, rest)
             losses.append(values)
     assert losses[0] == losses[1]
+
+
+def by_steps(trainer, made):
+    return map(trainer.step, made)
+
+
+def by_a_thread(trainer, made):
+    """A loader that assigns in a thread and waits for it."""
+
+    def waited():
+        with ThreadPoolExecutor(1) as thread:
+            while (batch := thread.submit(next, made, None).result()) is not None:
+                yield batch
+
+    return trainer.run(waited())
+
+
+@pytest.mark.parametrize("way", [by_steps, by_a_thread])
+@pytest.mark.parametrize("stop", [0, 5])
+def test_keys_that_are_given_once_more(stop, way, tmp_path):
+    """After a run that was left; at 0 by its iterator, before the first step."""
+
+    def broken(made):
+        yield from itertools.islice(made, stop)
+        next(made)
+        raise OSError("it is read no more")
+
+    vocab = osa.Vocabulary(31)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        with pytest.raises(OSError, match="no more"):
+            list(trainer.run(broken(stream(vocab, 0, 9))))
+        assert trainer.steps == stop
+        with pytest.raises(ValueError, match=f"keys of the batch of step {stop} befor"):
+            list(way(trainer, stream(vocab, stop, 9)))
+        if stop:  # as the words say
+            vocab.restore(vocab.arrays_before(stop))
+            assert len(list(way(trainer, stream(vocab, stop, 9)))) == 9 - stop
+
+
+def test_undone_calls_and_batches_without_keys(tmp_path):
+    vocab = osa.Vocabulary(31)
+    none = np.zeros(24, np.int32), np.zeros(24, np.float32)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        for n in range(2):  # before there is any key
+            vocab.assign([], n)
+            trainer.step(*none)
+        list(
+            trainer.run(none for n in range(2, 4) if not vocab.assign([], n).fresh.size)
+        )
+        run = trainer.run(stream(vocab, 4, 9))
+        next(run)
+        run.close()
+        for _ in trainer.drawn:
+            vocab.undo()
+        for batch in stream(vocab, 5, 7):
+            trainer.step(batch)
+        assert len(list(trainer.run(stream(vocab, 7, 9)))) == 2
+        trainer.checkpoint(tmp_path / "run")
 
 
 def test_two_calls_for_the_keys_of_a_batch_and_a_thread_ahead(tmp_path):

@@ -331,6 +331,8 @@ ROWS_OF_OTHERS = {
     "a mean": lambda x: x - x.mean(0, keepdims=True),
     "noise": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
     "how many": lambda x: x / len(x),
+    "large ones": lambda x: x / jnp.maximum(1, jnp.max(jnp.abs(x))),
+    "where it is large": lambda x: jnp.where(jnp.linalg.norm(x) > 50, 2 * x, x),
 }
 
 

@@ -17,7 +17,7 @@ MAY_IMPORT = {name: LAYERS[: i + 1] for i, name in enumerate(LAYERS)}
 MAY_IMPORT |= {name: [*LAYERS[:3], name] for name in ABOVE}
 MAY_IMPORT["_vocabulary"] = ["native", "_vocabulary"]  # on the host
 BESIDE = ["_train_step", "_row_verbs", "_row_tables", "_gradients", "host_tables"]
-MAY_IMPORT["host_tables"] = [*LAYERS, *BESIDE]  # imported by nothing
+MAY_IMPORT["host_tables"] = [*LAYERS, *BESIDE, "_vocabulary"]  # imported by nothing
 MAY_IMPORT["torch_compat"] = [*LAYERS, "torch_compat"]
 MAY_IMPORT["keras"] = [*LAYERS, "_train_step", "_gradients", "keras"]  # nor this
 

@@ -1,0 +1,90 @@
+"""Whether the keys of batches were given to `Vocabulary.assign` as batches are counted.
+
+A checkpoint tells keys of batches that are drawn and not trained by the steps that
+`assign` was given. So a loader gives the keys of each batch once, by its number:
+
+    batch          0  1  2  3
+    steps          0  1  2  3   right; 0  2  4  6 (all are drawn ahead) as well
+    trainer.steps  0  0  1  2   what a loader of `run` sees: too low at batch 1
+    enumerate 1    1  2  3  4   too high at batch 0
+
+Known limits: keys of a batch that the loader then skips, or gives in a thread of its
+own, too high.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from .._vocabulary.vocabulary import LastCall, Vocabulary
+
+
+class KeysOfBatches:
+    """Sees what is assigned from one batch to the next.
+
+    Args:
+      stateful: What is saved with a trainer, by name; of it the vocabularies.
+    """
+
+    def __init__(self, stateful: Mapping[str, Any]):
+        vocabs = {k: x for k, x in stateful.items() if isinstance(x, Vocabulary)}
+        self._vocabs: dict[str, Vocabulary] = vocabs
+        self._before = self._calls()
+        self._number = 0
+        # The last batch whose keys were assigned while it was drawn.
+        self._taken: dict[str, int] = {}
+
+    def _calls(self) -> dict[str, LastCall]:
+        return {name: x.last_call() for name, x in self._vocabs.items()}
+
+    def begin(self, number: int) -> None:
+        """Comes before a batch is drawn, also where the one before has raised."""
+        calls = self._calls()
+        self._note(calls, self._number)
+        self._before, self._number = calls, number
+
+    def check(self, number: int) -> None:
+        """Comes when a batch was drawn, or is given.
+
+        Raises:
+          ValueError: If its keys were assigned by another number, or once more.
+        """
+        calls, before, taken = self._calls(), self._before, {**self._taken}
+        self._note(calls, number)
+        self._before, self._number = calls, number
+        for name, now in calls.items():
+            old = before[name]
+            if now == old:
+                continue
+            is_more = now.history is old.history and now.number > old.number
+            if is_more and now.step == old.step == number == taken.get(name):
+                raise ValueError(
+                    f"stateful[{name!r}] was given the keys of the batch of step "
+                    f"{number} before: that batch was drawn by a run that was left, or "
+                    "by an iterator that has raised. Its new keys are known now, and "
+                    f"their rows would never begin. {_remedy(number)}, and draw it "
+                    "again. Or go on with itertools.chain(trainer.drawn, iterator), of "
+                    "the same iterator."
+                )
+            is_here = now.thread == threading.get_ident()
+            is_one = is_more and now.number == old.number + 1 and is_here
+            if now.step < number or (is_one and now.step > max(old.step + 1, number)):
+                raise ValueError(
+                    f"stateful[{name!r}] was given the step {now.step} for the keys of "
+                    f"the batch of step {number}. A loader counts the batches that it "
+                    "gives, from trainer.steps when it begins (in the middle of run "
+                    "that is less, as batches are drawn ahead), and calls assign once "
+                    f"for each, with [] for one without keys. {_remedy(number)}."
+                )
+
+    def _note(self, calls: dict[str, LastCall], number: int) -> None:
+        for name, now in calls.items():
+            if now != self._before[name] and now.step >= number:
+                self._taken[name] = number
+
+
+def _remedy(number: int) -> str:
+    """How keys become those of before this batch."""
+    if number == 0:
+        return "Make the vocabulary, and the trainer, anew"
+    return f"Take keys as they were, vocab.restore(vocab.arrays_before({number}))"
