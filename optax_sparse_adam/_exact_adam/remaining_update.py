@@ -73,6 +73,18 @@ class ConstantsOfRoots(Constants):
         return True
 
 
+@jax.custom_jvp
+def root_of(nu: jax.Array) -> jax.Array:
+    """Of second moments. At zero, where there was no gradient yet, nothing moves it."""
+    return jnp.sqrt(nu)
+
+
+@root_of.defjvp
+def _root_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    root = root_of(*primals)
+    return root, jnp.where(root > 0, 0.5 / root, 0) * tangents[0]
+
+
 def nodes(degree: int) -> np.ndarray:
     """The Chebyshev nodes."""
     z: np.ndarray = np.cos(np.pi * (np.arange(degree) + 0.5) / degree)

@@ -13,6 +13,7 @@ from .remaining_update import (
     centre_after,
     polynomial,
     remaining_update,
+    root_of,
 )
 
 
@@ -147,7 +148,7 @@ def catch_up_rows(
     by = remaining_update(
         [pick(*pair) for pair in zip(behind, ahead, strict=True)],
         mu * pick(-one, power1),
-        jnp.sqrt(nu) * pick(one, power2),
+        root_of(nu) * pick(one, power2),
         pick(*centres),
         uses_roots=constants.uses_roots,
     )

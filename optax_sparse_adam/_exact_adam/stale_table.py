@@ -34,6 +34,10 @@ class StaleTable(NamedTuple):
     def shared(self) -> tuple[TableState, Constants]:
         return self.state, self.constants
 
+    @property
+    def decays(self) -> bool:
+        return len(self.rows.log_decay) > 0
+
     @staticmethod
     def value_of(
         row: jax.Array,

@@ -13,7 +13,7 @@ list of what is not has some. What wants rows finds them inside of `lazy`.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from .._jax_extras.jaxprs import name_and_params
 from .._rows.stale import STORED
 
+_SCALED = frozenset(["mul", "div", "neg", "convert_element_type"])
 _MOVED = frozenset(["copy", "optimization_barrier", "sharding_constraint"])
+_OTHER = (
+    "its rows get updates of other indices than its gradient has (what makes zeros of "
+    "gradients belongs around an optimiser, not in front of it)"
+)
 # What is called where it stands, with its operands in their order.
 _CALLS = {
     **dict.fromkeys(["jit", "remat2"], "jaxpr"),
@@ -154,6 +159,9 @@ class RowFlow:
                 return operands[1:2]
         if followed:
             raise _refusal(name, followed[0], line)
+        zeros = [x for x in operands if isinstance(x, Zeros)]
+        if zeros and name in _SCALED and isinstance(operands[0], Zeros | None):
+            return zeros[:1]
         made_of = [self._table_of(var) for var in eqn.outvars]
         if name == "broadcast_in_dim" and not _shape_of(eqn.invars[0]):
             if made_of[0] is not None:
@@ -177,7 +185,7 @@ class RowFlow:
         ids = {x for x in followed if isinstance(x, Ids)}
         for x in rows:
             if Ids(x.table) not in ids:
-                raise Needed(x.table, "its rows get updates of other indices")
+                raise Needed(x.table, _OTHER)
         results: list[Value] = [
             next(iter(ids)) if len(ids) == 1 and _is_ids(var.aval) else None
             for var in eqn.outvars
@@ -197,9 +205,12 @@ class RowFlow:
         return next(rows, None)
 
 
-def have_same_numbers(first: ClosedJaxpr, second: ClosedJaxpr) -> bool:
-    """Whether programs compute with the same ones, beside those of this package."""
-    pairs = itertools.zip_longest(_numbers_of(first), _numbers_of(second))
+def have_same_numbers(*programs: tuple[ClosedJaxpr, Container[int]]) -> bool:
+    """Whether two programs compute with the same ones, beside those of this package.
+
+    Each with the numbers of rows that a choice between arrays of all rows may have.
+    """
+    pairs = itertools.zip_longest(*(_numbers_of(*x) for x in programs))
     return all(a is b or _bits(a) == _bits(b) for a, b in pairs)
 
 
@@ -210,7 +221,7 @@ def _bits(x: Any) -> Any:
     return array.dtype, array.shape, array.tobytes()
 
 
-def _numbers_of(closed: ClosedJaxpr) -> Iterator[Any]:
+def _numbers_of(closed: ClosedJaxpr, sizes: Container[int]) -> Iterator[Any]:
     def of_jaxpr(jaxpr: Any, known: dict[Any, Any], is_called: bool) -> Iterator[Any]:
         """`known` are those of its variables that are constants."""
 
@@ -225,8 +236,9 @@ def _numbers_of(closed: ClosedJaxpr) -> Iterator[Any]:
             of_body = operands[1:] if name == "cond" else operands
             if name not in _CALLS:
                 yield from operands
-            # Of one number: a condition, or refused.
+            # Of one number with as many rows as a table: a condition, or refused.
             is_one = name == "broadcast_in_dim" and not _shape_of(eqn.invars[0])
+            is_choice = is_called and is_one
             for param in jax.tree.leaves(params):
                 inner = getattr(param, "jaxpr", param)
                 if isinstance(inner, Jaxpr):
@@ -235,8 +247,8 @@ def _numbers_of(closed: ClosedJaxpr) -> Iterator[Any]:
                     if name in _CALLS:
                         inside |= zip(inner.invars, of_body, strict=False)
                     yield from of_jaxpr(inner, inside, is_called and name in _CALLS)
-                elif isinstance(param, int | float) and not (is_called and is_one):
-                    yield param
+                elif isinstance(param, int | float):
+                    yield None if is_choice and param in sizes else param
         yield from map(value_of, jaxpr.outvars)
 
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))

@@ -15,6 +15,7 @@ with indices, or keeps them: rows of a batch have other numbers than those of th
 """
 
 import functools
+import itertools
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def check_untouched_rows(
             raise error
         return
     for i in tables:
-        if not asked.are_sparse[i]:
+        if asked.num_arrays[i] == 1:
             raise _error(name, params, i, "its update is one of all rows")
     places = range(len(leaves))
     inputs: list[Value] = [AllRows(i, i) if i in tables else None for i in places]
@@ -128,13 +129,18 @@ def check_untouched_rows(
         if needed.numbers and not is_step:
             return
         raise _error(name, params, needed.table, needed.why) from None
-    # The same operations with all rows and with some, as `check_sizes` asks of dense
-    # gradients; and the same numbers, whatever the number of rows is.
+    # The same numbers, whatever the number of rows is, and the same operations with all
+    # rows and with some, as `check_sizes` asks of dense gradients.
+    others = {i: next(unused) for i in tables}
     whole = {i: table.num_rows for i, table in tables.items()}
     few = {i: table.num_touched for i, table in tables.items()}
-    programs = [ask(x).closed for x in (whole, few)]
+    other, *programs = (ask(x).closed for x in (others, whole, few))
+    of_any = (asked.closed, {*sizes.values()}), (other, {*others.values()})
+    any_number = range(1 << 62)
+    sides = [(x, any_number) for x in programs]
     operations = [*map(operations_of, programs)]
-    if operations[0] != operations[1] or not have_same_numbers(*programs):
+    is_same = operations[0] == operations[1] and have_same_numbers(*sides)
+    if not (is_same and have_same_numbers(*of_any)):
         at = max(whole, key=lambda i: whole[i])
         raise size_error(name, whole[at], few[at])
 
@@ -146,12 +152,12 @@ class _Asked(NamedTuple):
       closed: Its program: of the leaves of parameters, state and gradients, of which
         a row-sparse one has two. It returns the new state, and updates.
       state: The tree of shapes of the state.
-      are_sparse: Of each parameter, whether its update is row-sparse.
+      num_arrays: How many each update has: two if it is row-sparse, none for `None`.
     """
 
     closed: ClosedJaxpr
     state: Any
-    are_sparse: list[bool]
+    num_arrays: list[int]
 
     @classmethod
     def of(
@@ -179,6 +185,12 @@ class _Asked(NamedTuple):
             def of_grads(grads: Any, extra: dict[str, Any]) -> Any:
                 updates, new_state = tx.update(grads, state, params, **extra)
                 made[:] = leaves_like(treedef, updates, "Updates", "parameters")
+                kinds: list[Any] = [*map(jax.tree.structure, (new_state, state))]
+                if kinds[0] != kinds[1]:
+                    raise ValueError(
+                        f"{name} needs an optimiser whose state keeps its structure; "
+                        f"`init` returned {kinds[1]}, and `update` {kinds[0]}."
+                    )
                 return new_state, made
 
             new_state, updates = first_that_traces(name, of_grads, grads, extra_args)(
@@ -188,7 +200,7 @@ class _Asked(NamedTuple):
 
         shapes = treedef.unflatten(resized), state, treedef.unflatten(grads)
         closed = jax.make_jaxpr(update)(*shapes)
-        return cls(closed, state, [*map(is_bcoo, made)])
+        return cls(closed, state, [len(jax.tree.leaves(x)) for x in made])
 
     def check(
         self,
@@ -211,9 +223,9 @@ class _Asked(NamedTuple):
                 raise Needed(rows.table, f"{where} changes in all rows")
             if rows is None and isinstance(value, FOLLOWED):
                 raise Needed(value.table, f"{where} keeps them, or their numbers")
-        for i, is_sparse in enumerate(self.are_sparse):
-            data, ids = next(values), next(values) if is_sparse else None
-            if i in tables:
+        for i, number in enumerate(self.num_arrays):
+            data, ids = [*itertools.islice(values, number), None, None][:2]
+            if i in tables and number:
                 own: list[Value] = [Ids(i)]
                 if isinstance(data, Zeros):
                     own += [Ids(i, or_zeros=True), data]

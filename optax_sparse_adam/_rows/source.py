@@ -89,7 +89,8 @@ class Source(NamedTuple):
         if self.stale is None:
             return rows
         tables = tuple(take(expand_like(x, self.array)) for x in self.stale.tables)
-        now: jax.Array = _now(self.stale.value_of, rows, tables, self.stale.shared)
+        static = self.stale.value_of, self.stale.decays
+        now: jax.Array = _now(static, rows, tables, self.stale.shared)
         return now
 
     def map(self, function: Callable[[Any, bool], Any]) -> "Source":
@@ -99,19 +100,34 @@ class Source(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _now(value_of: Any, rows: jax.Array, tables: Any, shared: Any) -> jax.Array:
+def _now(static: Any, rows: jax.Array, tables: Any, shared: Any) -> jax.Array:
     """Rows as they are now.
 
-    Derivatives are those by these values: what is stored decays on the way to them. Of
-    a whole training, of which the state is a function, they are those of the formula.
+    Derivatives by rows are those by these values, though what is stored may decay on
+    the way to them. (Where JAX drops this rule, in second derivatives of a scan, they
+    are those by what is stored.)
     """
+    return _formula(static, rows, *lax.stop_gradient((tables, shared)))
+
+
+def _formula(static: Any, rows: jax.Array, tables: Any, shared: Any) -> jax.Array:
+    value_of, _ = static
     return reduced_like(value_of(without_reduced(rows), tables, shared), rows)
 
 
 @functools.partial(_now.defjvp, symbolic_zeros=True)
-def _now_jvp(value_of: Any, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
-    now = _now(value_of, *primals)
+def _now_jvp(static: Any, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    now = _now(static, *primals)
     d_rows, *d_state = tangents
     if are_zeros(d_state):
         return now, jnp.zeros_like(now) if are_zeros(d_rows) else d_rows
-    return now, tangent_of(functools.partial(_now.fun, value_of), primals, tangents)
+    if static[1]:
+        raise NotImplementedError(
+            "A table that exact_adamw trains, and its state, are differentiated "
+            "together: as a whole training is, or inside of a function with a rule of "
+            "its own, such as lax.custom_root. Derivatives by a row's value are not "
+            "those by what is stored, which decays on the way to it. Take "
+            "lazy(optax.adamw(...)), or exact_adam; or put osa.evaluate around that "
+            "function."
+        )
+    return now, tangent_of(functools.partial(_formula, static), primals, tangents)

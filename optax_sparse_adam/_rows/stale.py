@@ -33,6 +33,10 @@ class StaleRows(Protocol):
     def shared(self) -> Any:
         """What all rows have in common: a tree of arrays."""
 
+    @property
+    def decays(self) -> bool:
+        """Whether values are not what is stored plus something, but a part of it."""
+
     @staticmethod
     def value_of(
         row: jax.Array, rows_of_tables: tuple[jax.Array, ...], shared: Any

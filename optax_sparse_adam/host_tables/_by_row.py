@@ -71,7 +71,7 @@ def _some_rows(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     numbers = np.arange(_ROWS * np.prod(shape, dtype=int)).reshape(_ROWS, *shape)
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.cos(1.7 * numbers).astype(dtype)
-    return (numbers % 2).astype(dtype)
+    return (numbers % (2 if np.dtype(dtype).kind == "b" else 97)).astype(dtype)
 
 
 def _tried(rows: np.ndarray) -> Iterator[np.ndarray]:

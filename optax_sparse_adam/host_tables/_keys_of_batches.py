@@ -63,10 +63,17 @@ class KeysOfBatches:
                     f"{number} before: that batch was drawn by a run that was left, or "
                     "by an iterator that has raised. Its new keys are known now, and "
                     f"their rows would never begin. {_remedy(number)}, and draw it "
-                    "again. Or go on with itertools.chain(trainer.drawn, iterator), of "
-                    "the same iterator."
+                    "again."
                 )
             is_here = now.thread == threading.get_ident()
+            if is_more and is_here and now.step > number == taken.get(name):
+                raise ValueError(
+                    f"stateful[{name!r}] was given the keys of the batch of step "
+                    f"{number} before, by a run that was left, and this is another "
+                    "batch: rows of its new keys would never begin. "
+                    f"{_remedy(number)}, and begin with that batch. (Or go on with "
+                    "itertools.chain(trainer.drawn, iterator).)"
+                )
             is_one = is_more and now.number == old.number + 1 and is_here
             if now.step < number or (is_one and now.step > max(old.step + 1, number)):
                 raise ValueError(

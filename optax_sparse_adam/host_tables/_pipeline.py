@@ -86,7 +86,11 @@ class Source:
         with self._rows.alone():
             # A step may have been done since: that of the first one, as it is drawn.
             number = self._rows.steps_done + len(self._batches)
-            self._keys.check(number)
+            try:
+                self._keys.check(number)
+            except ValueError:
+                self._places.pop()  # one that may not be trained
+                raise
             place.append(self._ids(item, f"Batch {number}"))
 
     def settle(self) -> None:

@@ -344,8 +344,12 @@ class Plan:
             last[:] = forms_of(grads)
             return result
 
-        is_ours = type(self.tx.update) is RowUpdateFn
-        tx = self.tx if is_ours else self.tx._replace(update=update)
+        tx = self.tx
+        if type(tx.update) is not RowUpdateFn:
+            has_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
+            kind: Any = optax.GradientTransformation
+            kind = optax.GradientTransformationExtraArgs if has_extra else kind
+            tx = kind(tx.init, update)
         inner = make_train_step(with_fingerprint, tx, True, **options)
 
         @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **stays)

@@ -306,6 +306,20 @@ def by_functions(grad, state, table):
     return of_values(grad, grad.data / (1 + stats.touched + stats.norm)), state
 
 
+def halved():
+    return of_rows(lambda g, s, table: (of_values(g, 0.5 * g.data), s))
+
+
+def stays(tx):
+    """Its update of a parameter is `None`."""
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return updates | {"w": None}, state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
 FEW_ROWS = {
     "by functions": optax.chain(of_rows(by_functions), ADAM),
     "inside of lazy": optax.chain(
@@ -327,6 +341,8 @@ FEW_ROWS = {
         ADAM, lambda step, **_: step % 2 == 0
     ),
     "two": optax.chain(osa.lazy(optax.trace(0.9)), osa.rowwise_adagrad(0.1)),
+    "behind what skips": optax.chain(optax.apply_if_finite(ADAM, 3), halved()),
+    "a parameter that stays": stays(ADAM),
 }
 
 
@@ -348,6 +364,7 @@ BY_HEIGHT = {
     "of ones": lambda g: lax.scan(
         lambda c, _: (c + jnp.sum(jnp.ones(g.shape[0])), None), 0.0, None, 2
     )[0],
+    "as many as entries": lambda g: 1 / jnp.sum(jnp.ones(g.size)),
     "a threshold": lambda g: 0.1 if g.shape[0] > 20 else 0.01,
 }
 

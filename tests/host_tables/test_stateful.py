@@ -426,6 +426,18 @@ def test_keys_that_are_given_once_more(stop, way, tmp_path):
             assert len(list(way(trainer, stream(vocab, stop, 9)))) == 9 - stop
 
 
+def test_the_same_loader_without_what_was_drawn(tmp_path):
+    vocab = osa.Vocabulary(31)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        made = stream(vocab, 0, 9)
+        for _ in trainer.run(made):
+            if trainer.steps == 4:
+                break
+        with pytest.raises(ValueError, match=r"of step 4 before, .* is another batch"):
+            list(trainer.run(made))
+        assert trainer.drawn == []  # what is refused is not to be trained
+
+
 def test_undone_calls_and_batches_without_keys(tmp_path):
     vocab = osa.Vocabulary(31)
     none = np.zeros(24, np.int32), np.zeros(24, np.float32)

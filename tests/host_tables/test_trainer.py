@@ -346,6 +346,20 @@ def test_map_rows_of_what_does_not_treat_rows_alone(name):
     assert_identical(arrays((trainer.params, trainer.state)), before)
 
 
+def test_map_rows_of_counts_that_depend_on_others():
+    tx = osa.lazy(osa.per_row(optax.scale_by_adam()))
+    trainer = host.HostTrainer(loss, tx, host_params(*begin()))
+
+    def later(params, state):
+        count = state.count["table"]
+        return params, state._replace(
+            count=state.count | {"table": count.max() - count}
+        )
+
+    with pytest.raises(ValueError, match="treats each row alone"):
+        trainer.map_rows(later)
+
+
 def test_map_rows_that_sets_a_number_reads_no_row(tmp_path, monkeypatch):
     """As large_tables.md has it, of a file whose rows are as they were."""
     tx = optax.inject_hyperparams(osa.sparse_adam, static_args=("b1", "b2"))(0.1)
