@@ -151,6 +151,8 @@ class RowFlow:
         if name in _MOVED or (is_ours and name == "convert_element_type"):
             return operands
         followed = [x for x in operands if isinstance(x, FOLLOWED)]
+        if is_ours and name in ("while", "scan"):
+            return self._of_loop(name, params, operands, line)
         if is_ours:
             return self._of_ours(name, eqn, operands, followed, line)
         if name == "select_n" and isinstance(operands[0], Choice | None):
@@ -198,6 +200,29 @@ class RowFlow:
         elif rows and name != "gather":
             raise _refusal(name, rows[0], line)
         return results
+
+    def _of_loop(
+        self, name: str, params: Any, operands: list[Value], line: str
+    ) -> list[Value]:
+        """Results of a loop of this package, over blocks of entries."""
+        if name == "while":
+            body, first = params["body_jaxpr"], params["cond_nconsts"]
+            consts = operands[first:][: params["body_nconsts"]]
+            carry, xs = operands[first + len(consts) :], list[Value]()
+        else:
+            body, first = params["jaxpr"], params["num_consts"]
+            last = first + params["num_carry"]
+            consts, carry, xs = operands[:first], operands[first:last], operands[last:]
+        while True:
+            made = self.run(body.jaxpr, [*consts, *carry, *xs], line, True)
+            # What may be ids in one round, is.
+            new = [x or y for x, y in zip(carry, made, strict=False)]
+            for x, y in zip(carry, made, strict=False):
+                if x != y and isinstance(x or y, AllRows):
+                    raise _refusal(name, x or y, line)
+            if new == carry:
+                return [*carry, *made[len(carry) :]]
+            carry = new
 
     def _table_of(self, var: Any) -> int | None:
         """The table that has as many rows as an array along one of its axes."""

@@ -356,6 +356,19 @@ def test_what_needs_rows_of_the_batch_trains_as_in_memory(name):
         assert_trained_alike(trainer, list(trainer.run(made)), known)
 
 
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("inner", [osa.lazy(optax.adamax(0.1)), osa.exact_adamw(0.1)])
+def test_a_large_batch_whose_rows_are_updated_in_blocks(inner):
+    """By a loop, where no kernel does it: here of rows of bfloat16."""
+    rows, w = begin((9000, 128), jnp.bfloat16)
+    tx = optax.apply_if_finite(inner, 3)
+    made = [*batches(0, 2, 9000, 3000)]
+    made = [(jnp.arange(3000) + 7 * i, y) for i, (_, y) in enumerate(made)]
+    known = train_in_memory(loss, tx, {"table": rows, "w": w}, made)
+    with host.HostTrainer(loss, tx, host_params(rows, w)) as trainer:
+        assert_trained_alike(trainer, list(trainer.run(made)), known)
+
+
 BY_HEIGHT = {
     "its shape": lambda g: 1 / g.shape[0],
     "its size": lambda g: lax.rsqrt(jnp.sum(jnp.square(g.data)) / g.size),
