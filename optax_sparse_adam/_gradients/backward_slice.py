@@ -29,7 +29,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from .._jax_extras.jaxprs import name_and_params
+from .._jax_extras.jaxprs import name_and_params, scan_sizes
 
 # Primitives with a jaxpr that is evaluated once, in their place, and its parameter.
 CALLS = {
@@ -71,27 +71,6 @@ Flags = Sequence[bool]
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-
-
-def _shape(aval: Any) -> Any:
-    """The shape of an array; another type, such as a hijax type, has none."""
-    return aval.shape if isinstance(aval, ShapedArray) else aval
-
-
-def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried.
-
-    Derived from ranks (what is scanned over has one axis less inside), because the
-    names of the parameters that say it differ from one version of JAX to the next.
-    """
-
-    def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-        pairs = zip(outer, inner, strict=True)
-        return sum(_shape(x.aval) == _shape(y.aval) for x, y in pairs)
-
-    body = eqn.params["jaxpr"].jaxpr
-    carried = count(eqn.outvars, body.outvars)
-    return count(eqn.invars, body.invars) - carried, carried
 
 
 def forwarded(eqn: JaxprEqn, *, as_values: bool = False) -> list[int | None]:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from .._jax_extras.jaxprs import name_and_params
+from .._jax_extras.jaxprs import name_and_params, scan_sizes
 from .._jax_extras.varying_axes import vary
 from .._rows.padding import row_bounds
-from .backward_slice import CALLS, as_closed, computed, scan_sizes
+from .backward_slice import CALLS, as_closed, computed
 from .expressions import Expression, arrays_among, merge
 from .lookups import Promises
 from .row_slices import LookupEntries

@@ -211,6 +211,27 @@ class Equation(NamedTuple):
     results: list[int]
 
 
+def _shape(aval: Any) -> Any:
+    """The shape of an array; another type, such as a hijax type, has none."""
+    return aval.shape if isinstance(aval, jax.core.ShapedArray) else aval
+
+
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried.
+
+    Derived from ranks (what is scanned over has one axis less inside), because the
+    names of the parameters that say it differ from one version of JAX to the next.
+    """
+
+    def count(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        shapes = ([_shape(x.aval) for x in side] for side in (outer, inner))
+        return sum(x == y for x, y in zip(*shapes, strict=True))
+
+    body = eqn.params["jaxpr"].jaxpr
+    carried = count(eqn.outvars, body.outvars)
+    return count(eqn.invars, body.invars) - carried, carried
+
+
 class FlatJaxpr:
     """The equations of a jaxpr, those of each `jit` inside of it included.
 

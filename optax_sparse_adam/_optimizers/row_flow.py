@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from .._jax_extras.jaxprs import name_and_params
+from .._jax_extras.jaxprs import name_and_params, scan_sizes
 from .._rows.stale import STORED
 
 _SCALED = frozenset(["mul", "div", "neg", "convert_element_type"])
@@ -34,7 +34,7 @@ _OTHER = (
 # What is called where it stands, with its operands in their order.
 _CALLS = {
     **dict.fromkeys(["jit", "remat2"], "jaxpr"),
-    **dict.fromkeys(["closed_call", "custom_jvp_call"], "call_jaxpr"),
+    **dict.fromkeys(["closed_call", "eval_jaxpr", "custom_jvp_call"], "call_jaxpr"),
     **{"custom_vjp_call": "call_jaxpr", "custom_vmap_call": "call", "cond": "branches"},
 }
 
@@ -152,7 +152,7 @@ class RowFlow:
             return operands
         followed = [x for x in operands if isinstance(x, FOLLOWED)]
         if is_ours and name in ("while", "scan"):
-            return self._of_loop(name, params, operands, line)
+            return self._of_loop(eqn, operands, line)
         if is_ours:
             return self._of_ours(name, eqn, operands, followed, line)
         if name == "select_n" and isinstance(operands[0], Choice | None):
@@ -201,17 +201,16 @@ class RowFlow:
             raise _refusal(name, rows[0], line)
         return results
 
-    def _of_loop(
-        self, name: str, params: Any, operands: list[Value], line: str
-    ) -> list[Value]:
+    def _of_loop(self, eqn: JaxprEqn, operands: list[Value], line: str) -> list[Value]:
         """Results of a loop of this package, over blocks of entries."""
+        name, params = name_and_params(eqn)
         if name == "while":
             body, first = params["body_jaxpr"], params["cond_nconsts"]
             consts = operands[first:][: params["body_nconsts"]]
             carry, xs = operands[first + len(consts) :], list[Value]()
         else:
-            body, first = params["jaxpr"], params["num_consts"]
-            last = first + params["num_carry"]
+            body, (first, carried) = params["jaxpr"], scan_sizes(eqn)
+            last = first + carried
             consts, carry, xs = operands[:first], operands[first:last], operands[last:]
         while True:
             made = self.run(body.jaxpr, [*consts, *carry, *xs], line, True)
