@@ -82,7 +82,7 @@ def root_of(nu: jax.Array) -> jax.Array:
 @root_of.defjvp
 def _root_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     root = root_of(*primals)
-    return root, jnp.where(root > 0, 0.5 / root, 0) * tangents[0]
+    return root, 0.5 / jnp.where(root > 0, root, jnp.inf) * tangents[0]
 
 
 def nodes(degree: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from .._jax_extras.jaxprs import name_and_params, scan_sizes
 from .._rows.stale import STORED
 
+# Of zeros these are zeros.
 _SCALED = frozenset(["mul", "div", "neg", "convert_element_type"])
 _MOVED = frozenset(["copy", "optimization_barrier", "sharding_constraint"])
 _OTHER = (

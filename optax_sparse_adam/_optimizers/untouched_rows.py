@@ -136,7 +136,7 @@ def check_untouched_rows(
     few = {i: table.num_touched for i, table in tables.items()}
     other, *programs = (ask(x).closed for x in (others, whole, few))
     of_any = (asked.closed, {*sizes.values()}), (other, {*others.values()})
-    any_number = range(1 << 62)
+    any_number = range(1 << 62)  # here a table may be as long as any other axis
     sides = [(x, any_number) for x in programs]
     operations = [*map(operations_of, programs)]
     is_same = operations[0] == operations[1] and have_same_numbers(*sides)

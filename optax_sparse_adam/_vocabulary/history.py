@@ -1,6 +1,7 @@
 """The last batches of a vocabulary, which can be taken back."""
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,3 +69,19 @@ class History:
                 f"keys goes on after its last step: HostTrainer(..., steps={now + 1})."
             )
         return arrays
+
+
+class LastCall(NamedTuple):
+    """The last call of `assign`.
+
+    Attributes:
+      history: Of the calls since the vocabulary was made, restored or grown.
+      number: How many these are, without those that were taken back.
+      step: Its step; -1 if there was none.
+      thread: Who has called.
+    """
+
+    history: History
+    number: int
+    step: int
+    thread: int

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,29 +11,13 @@ import numpy as np
 from .checkpoint import GONE, KIND, LOST, OF_WAITING, STEP, checked, new_arrays, resized
 from .codes import SIGNED
 from .contents import Contents, spread
-from .history import History
+from .history import History, LastCall
 from .one_writer import OneWriter, by_one_thread
 from .options import Options, as_integer, check_number, checked_options
 from .order import Score
 from .results import Assignment, ChangedRows, FreshRows
 from .servers import Servers, changed_codes
 from .store import Changes
-
-
-class LastCall(NamedTuple):
-    """The last call of `assign`.
-
-    Attributes:
-      history: Of the calls since the vocabulary was made, restored or grown.
-      number: How many these are, without those that were taken back.
-      step: Its step; -1 if there was none.
-      thread: Who has called.
-    """
-
-    history: History
-    number: int
-    step: int
-    thread: int
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from .._vocabulary.vocabulary import LastCall, Vocabulary
+from .._vocabulary.history import LastCall
+from .._vocabulary.vocabulary import Vocabulary
 
 
 class KeysOfBatches:
@@ -93,5 +94,5 @@ class KeysOfBatches:
 def _remedy(number: int) -> str:
     """How keys become those of before this batch."""
     if number == 0:
-        return "Make the vocabulary, and the trainer, anew"
+        return "Make another vocabulary, and another trainer"
     return f"Take keys as they were, vocab.restore(vocab.arrays_before({number}))"
