@@ -48,7 +48,8 @@ class KeysOfBatches:
         """Comes when a batch was drawn, or is given.
 
         Raises:
-          ValueError: If its keys were assigned by another number, or once more.
+          ValueError: If its keys were assigned by another number, or once more; or if
+            those of batches before it were taken back.
         """
         calls, before, taken = self._calls(), self._before, {**self._taken}
         self._note(calls, number)
@@ -57,7 +58,8 @@ class KeysOfBatches:
             old = before[name]
             if now == old:
                 continue
-            is_more = now.history is old.history and now.number > old.number
+            is_same = now.history is old.history
+            is_more = is_same and now.number > old.number
             if is_more and now.step == old.step == number == taken.get(name):
                 raise ValueError(
                     f"stateful[{name!r}] was given the keys of the batch of step "
@@ -65,6 +67,13 @@ class KeysOfBatches:
                     "by an iterator that has raised. Its new keys are known now, and "
                     f"their rows would never begin. {_remedy(number)}, and draw it "
                     "again."
+                )
+            if is_same and now.number <= old.number and old.step < number <= now.step:
+                raise ValueError(
+                    f"stateful[{name!r}] has taken the keys of the batch of step "
+                    f"{old.step} back, which was trained: they come as new ones, and "
+                    "their rows would begin again. Call undo for a batch that was not "
+                    "trained, once for its call of assign. Restore the last checkpoint."
                 )
             is_here = now.thread == threading.get_ident()
             if is_more and is_here and now.step > number == taken.get(name):

@@ -54,7 +54,8 @@ def trainer(tx, gradient):
     return model, optimizer, step
 
 
-@pytest.mark.parametrize("name", slow_but(["jit", "remat"], "remat"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jit", "remat"])
 def test_variables_that_a_program_inside_returns(name):
     """By default Flax returns all of them, and sets them: tables are as they were."""
     call = getattr(nnx, name)(Model.__call__)

@@ -164,9 +164,7 @@ def test_nothing_is_read():
     assert_close(grad, jax.jit(jax.grad(loss, has_aux=True))(flushed, ids)[0], 1e-6)
 
 
-@pytest.mark.parametrize(
-    "backend", slow_but(["plain", "kernel"], "plain"), indirect=True
-)
+@pytest.mark.slow
 def test_parts_of_a_tree(backend):
     """States anywhere in a tree, of some parameters; several arguments."""
     labels = {"a": "exact", "b": "other", "c": "decayed"}

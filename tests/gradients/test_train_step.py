@@ -369,13 +369,10 @@ def test_keywords_of_nobody(tx):
         step(start(), tx.init(start()), IDS[0], trian=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
-    [
-        INNER,
-        Slots(INNER),
-        pytest.param(osa.lazy(optax.adam(RATE)), marks=pytest.mark.slow),
-    ],
+    [INNER, Slots(INNER), osa.lazy(optax.adam(RATE))],
     ids=["rows", "slots", "lazy"],
 )
 def test_keywords_of_nobody_without_jit(tx):

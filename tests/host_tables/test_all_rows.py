@@ -357,7 +357,13 @@ def test_what_needs_rows_of_the_batch_trains_as_in_memory(name):
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("inner", [osa.lazy(optax.adamax(0.1)), osa.exact_adamw(0.1)])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        osa.lazy(optax.adamax(0.1)),
+        pytest.param(osa.exact_adamw(0.1), marks=pytest.mark.slow),
+    ],
+)
 def test_a_large_batch_whose_rows_are_updated_in_blocks(inner):
     """By a loop, where no kernel does it: here of rows of bfloat16."""
     rows, w = begin((9000, 128), jnp.bfloat16)

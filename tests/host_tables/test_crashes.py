@@ -363,7 +363,9 @@ class Preempted(Exception):
 
 
 EACH = 1 if WEEKLY else 3  # lines
-ERRORS = pytest.mark.parametrize("error", [KeyboardInterrupt, Preempted])
+ERRORS = pytest.mark.parametrize(
+    "error", slow_but([KeyboardInterrupt, Preempted], KeyboardInterrupt)
+)
 
 
 @ERRORS
@@ -535,6 +537,7 @@ def test_a_snapshot_that_is_interrupted_anywhere(every, tmp_path):
     assert seen > 250
 
 
+@pytest.mark.slow
 def test_a_close_that_is_interrupted_anywhere(tmp_path):
     """A second one gives the files back."""
     params = {"a": host.HostTable((3, 2), file=tmp_path / "a.bin")}

@@ -192,6 +192,7 @@ def test_axes_that_are_explicit_are_refused():
         host.HostTrainer(loss, ADAM, host_params(*begin()), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_parameters_on_a_mesh_of_another_order():
     """Whole ones are moved; ones that are split are refused; a mesh is a mesh."""
     mesh, backwards = mesh_of((2,)), mesh_of((2,), backwards=True)

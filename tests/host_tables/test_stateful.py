@@ -13,7 +13,7 @@ import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 
 from ..helpers.host_tables import DIM, batches, begin, host_params, loss
-from ..helpers.support import assert_identical
+from ..helpers.support import assert_identical, slow_but
 
 TX = osa.sparse_adam(0.1)
 
@@ -47,7 +47,7 @@ def trainer_of(folder, stateful, restore=None):
     return host.HostTrainer.restore(restore, loss, TX, params, stateful=stateful)
 
 
-@pytest.mark.parametrize("ahead", ["warm", "cold"])
+@pytest.mark.parametrize("ahead", slow_but(["warm", "cold"], "warm"))
 def test_a_checkpoint_in_a_pipeline_is_of_one_step(ahead, tmp_path):
     """The loader has assigned ahead: two batches, or six where rows come from a disk.
 
@@ -364,7 +364,7 @@ def test_a_loader_that_counts_otherwise(number, way, tmp_path):
             list(values)
 
 
-@pytest.mark.parametrize("is_mended", [False, True])
+@pytest.mark.parametrize("is_mended", slow_but([False, True], True))
 def test_a_run_that_was_left_and_another_loader(is_mended, tmp_path):
     """One batch was drawn, and assigned: the same keys again would have no new rows."""
     losses = []
@@ -404,8 +404,14 @@ def by_a_thread(trainer, made):
     return trainer.run(waited())
 
 
-@pytest.mark.parametrize("way", [by_steps, by_a_thread])
-@pytest.mark.parametrize("stop", [0, 5])
+@pytest.mark.parametrize(
+    ("way", "stop"),
+    slow_but(
+        [*itertools.product([by_steps, by_a_thread], [0, 5])],
+        (by_steps, 5),
+        (by_a_thread, 0),
+    ),
+)
 def test_keys_that_are_given_once_more(stop, way, tmp_path):
     """After a run that was left; at 0 by its iterator, before the first step."""
 
@@ -436,6 +442,23 @@ def test_the_same_loader_without_what_was_drawn(tmp_path):
         with pytest.raises(ValueError, match=r"of step 4 before, .* is another batch"):
             list(trainer.run(made))
         assert trainer.drawn == []  # what is refused is not to be trained
+
+
+@pytest.mark.parametrize("undone", [1, 2])
+def test_keys_of_trained_batches_that_are_taken_back(undone, tmp_path):
+    vocab = osa.Vocabulary(31)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        for batch in stream(vocab, 0, 5):
+            trainer.step(batch)
+        assert [*stream(vocab, 5, 6)]  # a batch that fails
+        vocab.undo()
+        for batch in stream(vocab, 5, 6):
+            trainer.step(batch)
+        for _ in range(undone):
+            vocab.undo()
+        made = stream(vocab, 6, 9)
+        with pytest.raises(ValueError, match="of the batch of step 5 back, which was"):
+            trainer.step(next(made))
 
 
 def test_undone_calls_and_batches_without_keys(tmp_path):

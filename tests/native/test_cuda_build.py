@@ -196,6 +196,7 @@ def test_handlers(tmp_path):
     assert done.stdout == "the handlers launch\n", done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_of_it_without_a_gpu():
     """Wanted or not: no import, no library, no look for a device."""
     code = (

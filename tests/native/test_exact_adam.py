@@ -134,7 +134,8 @@ def stale_rows(tables, step, decay=0.0, polynomials=((0, 0), (1, 0.5)), of_roots
     return _calls.Stale(tables, of_roots, *of_two, np.int32(1))
 
 
-@pytest.mark.parametrize("fill", slow_but([2.0, None], 2.0))
+@pytest.mark.slow
+@pytest.mark.parametrize("fill", [2.0, None])
 @pytest.mark.parametrize("num_rows", [40, 99_999])
 def test_many_lookups(cache, fill, num_rows):
     """Each as if it were read alone; ids out of bounds read `fill` or the next row."""

@@ -243,6 +243,7 @@ def test_kinds_of_gradients(kinds):
     assert_trees_close(state.nu, wanted[0].nu)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_what_params_hold():
     """Values where gradients are dense, projected final values elsewhere."""

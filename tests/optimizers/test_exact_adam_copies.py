@@ -230,7 +230,8 @@ OF_MEMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(OF_MEMBERS, "micro-batches"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_MEMBERS)
 def test_gradients_of_members_at_different_steps(name):
     """Of an ensemble by vmap, of which one has been trained by itself before."""
     tx = MAKERS["exact_adamw"][0]

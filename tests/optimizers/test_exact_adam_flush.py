@@ -131,7 +131,8 @@ DENSE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("make", "name"), slow_but(DENSE_CASES, DENSE_CASES[3]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "name"), DENSE_CASES)
 def test_dense_gradient_of_a_stale_table(make, name):
     """Raises, and in a program is NaN; behind a flush it is that of dense Adam."""
     tx, reference = make(0.1), getattr(optax, make.__name__[6:])(0.1)

@@ -76,6 +76,7 @@ def test_a_constant_has_an_end(rate, decay):
     assert texts[0].count("maximum") < texts[1].count("maximum")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_schedule_that_does_not_end_training():
     """A learning rate that is NaN when its step comes is used."""
     tx = osa.exact_adam(lambda count: 0.1 * (1 - count / 3) ** 0.5)

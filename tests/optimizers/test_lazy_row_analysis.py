@@ -174,6 +174,7 @@ def check(tx, grads, params, in_blocks):
         assert_close(a, e, 3 * TOLERANCE["float32"].numpy, magnitude=scale, what=what)
 
 
+@pytest.mark.slow
 def test_rows_that_meet_stay_together():
     """Of many tables of one shape in one program, those are taken that may be."""
     functions = {"alone: " + name: f for name, f in ALONE.items()} | MIXED

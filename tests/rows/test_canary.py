@@ -284,7 +284,11 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow), jax.jit],
+    ids=["eager", "jit"],
+)
 @pytest.mark.parametrize("name", slow_but(JOINED, "vmap"))
 def test_gradients_of_other_lengths_have_no_flags(name, way):
     """Laid end to end, rows of one are in another, too; a part of one keeps none."""

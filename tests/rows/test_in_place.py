@@ -97,6 +97,7 @@ def assert_is_of_the_entries(temporary, nse, n_sparse=1, itemsize=4, is_applied=
     assert temporary <= limit, f"{temporary} bytes, more than {limit}"
 
 
+@pytest.mark.slow
 def test_rows_in_parts(without_kernel):
     """A CPU reads each old row once, 16 columns at a time; their bits are the same."""
     read = jax.jit(functools.partial(gather_scatter.take_rows, in_parts=True))
