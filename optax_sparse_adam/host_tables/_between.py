@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 
 from .._gradients.evaluate import evaluate
 from .._jax_extras.jaxprs import FlatJaxpr
@@ -91,16 +92,9 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     ]
 
     def mapped(arrays: Any, rest: Any) -> Any:
-        return plan.split(*function(*plan.join(rest, arrays)))
+        trees = plan.join(rest, arrays)
+        return plan.split(*_in_the_types_of(trees, function(*trees)))
 
-    trees = jax.eval_shape(plan.join, host.rest, shapes)
-    # Not how they are laid out, which Explicit axes that are set say of results alone.
-    new_trees = jax.eval_shape(function, *trees)
-    if jax.tree.map(type_of, new_trees) != jax.tree.map(type_of, trees):
-        raise ValueError(
-            "map_rows needs a function that returns parameters and state in the "
-            "shapes and types that it gets."
-        )
     flat = jax.tree.leaves(shapes)
     structure: Any = jax.tree.structure(shapes)
 
@@ -125,6 +119,35 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             if not stays:
                 store(rows, arrays)
         host.rest = rest
+
+
+def _in_the_types_of(trees: Any, new_trees: Any) -> Any:
+    """What a function of `map_rows` returns; Python's numbers as those before them.
+
+    Not how they are laid out, which Explicit axes that are set say of results alone.
+    """
+    expected: Any = jax.tree.structure(trees)
+    if (found := jax.tree.structure(new_trees)) != expected:
+        raise ValueError(
+            "map_rows needs a function that returns parameters and state, (params, "
+            f"state), in the structure that it gets: {expected}; got {found}."
+        )
+
+    def as_before(path: Any, old: Any, new: Any) -> Any:
+        (shape, dtype, is_weak), wanted = type_of(new), type_of(old)
+        with jax.numpy_dtype_promotion("standard"):
+            if is_weak and dtypes.result_type(new, old) == wanted[1]:
+                new, dtype = jnp.asarray(new, wanted[1]), wanted[1]
+        if (shape, dtype) != wanted[:2]:
+            name = ("params", "state")[path[0].idx] + jax.tree_util.keystr(path[1:])
+            raise ValueError(
+                "map_rows needs a function that returns parameters and state in the "
+                f"shapes and types that it gets, some rows at once: `{name}` is "
+                f"{wanted[1]}{list(wanted[0])}, and it returns {dtype}{list(shape)}."
+            )
+        return new
+
+    return jax.tree_util.tree_map_with_path(as_before, trees, new_trees)
 
 
 def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ..helpers import host_worker
-from ..helpers.support import assert_identical, program_environment
+from ..helpers.support import WEEKLY, assert_identical, program_environment
 
 pytestmark = pytest.mark.slow
 
@@ -40,12 +40,12 @@ def whole(tmp_path_factory):
     return folder.parent, run(folder, 0)
 
 
-def test_a_run_that_is_killed_ten_times(whole):
+def test_a_run_that_is_killed_again_and_again(whole):
     parent, expected = whole
     folder = parent / "killed"
     folder.mkdir()
     # A checkpoint is some twenty moments, the steps between two of them some forty.
-    for moment in np.random.default_rng(0).integers(5, 90, 10):
+    for moment in np.random.default_rng(0).integers(5, 90, 10 if WEEKLY else 4):
         run(folder, int(moment))
     assert_identical(run(folder, 0), expected)
 

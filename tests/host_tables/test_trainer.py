@@ -360,14 +360,15 @@ def test_map_rows_of_counts_that_depend_on_others():
         trainer.map_rows(later)
 
 
-def test_map_rows_that_sets_a_number_reads_no_row(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rate", [0.3, np.float32(0.3)])
+def test_map_rows_that_sets_a_number_reads_no_row(rate, tmp_path, monkeypatch):
     """As large_tables.md has it, of a file whose rows are as they were."""
     tx = optax.inject_hyperparams(osa.sparse_adam, static_args=("b1", "b2"))(0.1)
     rows, w = begin()
     made = [*batches(0, 4)]
 
     def rates(params, state):
-        numbers = state.hyperparams | {"learning_rate": jnp.float32(0.3)}
+        numbers = state.hyperparams | {"learning_rate": rate}
         return params, state._replace(hyperparams=numbers)
 
     params = jax.tree.map(jnp.array, {"table": rows, "w": w})
@@ -386,6 +387,26 @@ def test_map_rows_that_sets_a_number_reads_no_row(tmp_path, monkeypatch):
         monkeypatch.setattr(trainer._rows.stores[0], "put_fields", put)
         list(trainer.run(made[2:]))
         assert_trained_alike(trainer, [], (params, state, []))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p, s: (p, s._replace(count=0.5)), r"count` is int32\[\].*float32\[\]"),
+        (
+            lambda p, s: ({**p, "w": p["w"][:2]}, s),
+            r"params\['w'\]` is .* returns float",
+        ),
+        (lambda p, s: p, r"returns .*, \(params, state\), in the structure"),
+    ],
+    ids=["type", "shape", "structure"],
+)
+def test_map_rows_that_returns_something_else(change, words):
+    with (
+        host.HostTrainer(loss, osa.sparse_adam(0.1), host_params(*begin())) as trainer,
+        pytest.raises(ValueError, match=words),
+    ):
+        trainer.map_rows(change)
 
 
 def test_a_state_with_a_key_for_each_row_is_refused():
