@@ -52,7 +52,7 @@ from ..helpers.system_calls import (
     interrupted_at_line,
 )
 
-EACH = 1 if WEEKLY else 3  # line or call
+EACH = 1 if WEEKLY else 5  # line or call
 
 # What is interrupted may leave a file to the garbage collector.
 pytestmark = pytest.mark.filterwarnings(
@@ -235,13 +235,13 @@ def test_a_beginning_that_is_interrupted(tmp_path):
 
 
 def test_a_checkpoint_that_is_interrupted(folder, tmp_path, expected):
-    """At some of its calls; in the slow part at each."""
+    """At some of its calls; in the slow part at more, and at each every week."""
     assert _interrupt_checkpoints(folder, tmp_path, expected, 31) > 50
 
 
 @pytest.mark.slow
 def test_a_checkpoint_that_is_interrupted_anywhere(folder, tmp_path, expected):
-    assert _interrupt_checkpoints(folder, tmp_path, expected, 1) > 50
+    assert _interrupt_checkpoints(folder, tmp_path, expected, EACH) > 50
 
 
 def _interrupt_checkpoints(folder, tmp_path, expected, every):
@@ -333,7 +333,7 @@ def test_a_map_rows_that_is_interrupted(run, tmp_path, expected, monkeypatch):
     monkeypatch.setattr(_between, "CHUNK", 23 * 3 * DIM * 4)
     seen, left, number = set(), set(), 0
     while "all" not in seen:
-        number += 1
+        number += EACH
         folder = shutil.copytree(run, tmp_path / str(number))
         with restored(folder) as trainer:
             with interrupted(number):
