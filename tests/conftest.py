@@ -19,6 +19,9 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count="
     + os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"]
+    # A device that waits so long for the others ends the process. By default it is 40,
+    # in which, on two busy cores, not all eight have had their turn.
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
 
 # Most of the suite's time is compiling. LLVM's optimizations are a fifth of that:

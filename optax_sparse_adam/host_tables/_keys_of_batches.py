@@ -60,7 +60,8 @@ class KeysOfBatches:
                 continue
             is_same = now.history is old.history
             is_more = is_same and now.number > old.number
-            if is_more and now.step == old.step == number == taken.get(name):
+            last = taken.get(name, -1)
+            if is_more and now.step == old.step == number <= last:
                 raise ValueError(
                     f"stateful[{name!r}] was given the keys of the batch of step "
                     f"{number} before: that batch was drawn by a run that was left, or "
@@ -68,15 +69,19 @@ class KeysOfBatches:
                     f"their rows would never begin. {_remedy(number)}, and draw it "
                     "again."
                 )
-            if is_same and now.number <= old.number and old.step < number <= now.step:
-                raise ValueError(
-                    f"stateful[{name!r}] has taken the keys of the batch of step "
-                    f"{old.step} back, which was trained: they come as new ones, and "
-                    "their rows would begin again. Call undo for a batch that was not "
-                    "trained, once for its call of assign. Restore the last checkpoint."
-                )
             is_here = now.thread == threading.get_ident()
-            if is_more and is_here and now.step > number == taken.get(name):
+            is_gone = is_same and now.number <= old.number and old.step < number
+            is_gone |= is_more and is_here and old.step < number - 1 <= last
+            if is_gone and now.step >= number:
+                raise ValueError(
+                    f"stateful[{name!r}] has not the keys of the batch of step "
+                    f"{number - 1} any more, which was trained: they were taken back, "
+                    "by undo or arrays_before, and would come as new ones, whose rows "
+                    "begin again. Take back what was drawn and not trained, to "
+                    "arrays_before(trainer.steps). Here it is too late: restore a "
+                    "checkpoint."
+                )
+            if is_more and is_here and now.step > number == last:
                 raise ValueError(
                     f"stateful[{name!r}] was given the keys of the batch of step "
                     f"{number} before, by a run that was left, and this is another "

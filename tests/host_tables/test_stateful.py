@@ -457,8 +457,39 @@ def test_keys_of_trained_batches_that_are_taken_back(undone, tmp_path):
         for _ in range(undone):
             vocab.undo()
         made = stream(vocab, 6, 9)
-        with pytest.raises(ValueError, match="of the batch of step 5 back, which was"):
+        with pytest.raises(ValueError, match="not the keys of the batch of step 5 any"):
             trainer.step(next(made))
+
+
+@pytest.mark.parametrize("way", ["undo", "arrays_before"])
+@pytest.mark.parametrize(
+    ("off", "words"),
+    [
+        (-1, "not the keys of the batch of step 3 any"),
+        (0, None),
+        (1, "of the batch of step 4 before"),
+    ],
+)
+def test_what_was_drawn_is_taken_back(way, off, words, tmp_path):
+    """Five batches, or four, or six: off by one is seen."""
+    vocab = osa.Vocabulary(31)
+    with trainer_of(tmp_path, {"keys": vocab}) as trainer:
+        trainer._rows.stores[0]._cold_for = 99  # so that some are drawn
+        for _ in trainer.run(stream(vocab, 0, 99)):
+            if trainer.steps == 4:
+                break
+        assert len(trainer.drawn) > 1
+        if way == "undo":
+            for _ in range(len(trainer.drawn) - off):
+                vocab.undo()
+        else:
+            vocab.restore(vocab.arrays_before(4 + off))
+        again = stream(vocab, 4, 9)
+        if words is None:
+            assert len(list(trainer.run(again))) == 5
+        else:
+            with pytest.raises(ValueError, match=words):
+                list(trainer.run(again))
 
 
 def test_undone_calls_and_batches_without_keys(tmp_path):
