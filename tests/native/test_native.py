@@ -38,6 +38,7 @@ from ..helpers.native import (
 )
 from ..helpers.support import (
     TOLERANCE,
+    WEEKLY,
     NumpyAdam,
     abstract_bcoo,
     assert_close,
@@ -322,14 +323,15 @@ def test_large_gradients(cache, nse):
 
 @pytest.mark.slow
 @needs_compiler
-def test_every_wrong_array_is_refused_when_it_runs(cache, tmp_path):
+def test_wrong_arrays_are_refused_when_it_runs(cache, tmp_path):
     """Where there are sanitizers, no call has left its buffers either."""
+    every, number = (1, 4626) if WEEKLY else (5, 926)
     (library,) = cache.glob("optax_sparse_adam/*.so")
     library, variables = sanitized(tmp_path) or (library, {})
     program = str(Path(__file__).parents[1] / "helpers" / "kernel_cases.py")
-    done = python(program, str(library), **variables)
+    done = python(program, str(library), str(every), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "4626 wrong calls refused\n"
+    assert done.stdout == f"{number} wrong calls refused\n"
     assert not done.stderr
 
 

@@ -123,7 +123,7 @@ def test_a_run_that_is_killed_again_and_again(whole):
     folder = whole[0].parent / "killed"
     folder.mkdir()
     # Between two checkpoints there are some five hundred moments.
-    for moment in np.random.default_rng(0).integers(5, 1200, 10 if WEEKLY else 6):
+    for moment in np.random.default_rng(0).integers(5, 1200, 10 if WEEKLY else 3):
         run(folder, int(moment))
     about, _ = read_archive(folder / "run" / "checkpoint.npz", whole=False)
     assert 4 * worker.EVERY <= about["step"] < worker.STEPS
