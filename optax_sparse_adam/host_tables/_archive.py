@@ -90,6 +90,10 @@ def alone_in(folder: Path, function: str, name: str = ARCHIVE) -> Iterator[None]
             return os.path.samestat(os.fstat(file.fileno()), new.stat())
         return False
 
+    def remove(file: FileIO) -> None:
+        if is_new(file):  # half of it keeps a full disk full
+            new.unlink()
+
     with contextlib.ExitStack() as end:
         while True:
             file = end.enter_context(FileIO(new, "ab"))
@@ -102,11 +106,8 @@ def alone_in(folder: Path, function: str, name: str = ARCHIVE) -> Iterator[None]
             if is_new(file):
                 break
             file.close()
-        try:
-            yield
-        finally:
-            if is_new(file):  # half of it keeps a full disk full
-                new.unlink()
+        end.callback(remove, file)
+        yield
 
 
 def write_archive(

@@ -311,7 +311,8 @@ class HostRows:
         """A step: the program's value, and its result as what there is now."""
         # One call, without Python in between: a KeyboardInterrupt comes before the step
         # or when its result is kept, and not when the old parameters, which are
-        # donated, are gone and the new ones have no name yet.
+        # donated, are gone and the new ones have no name yet. (The first call of a
+        # program goes through Python of JAX; what comes there tears.)
         try:
             self._results.extend(zip([rows], itertools.starmap(program, [args])))  # noqa: B905
         except BaseException as error:  # or of a signal's handler, inside of JAX

@@ -93,8 +93,12 @@ def interrupted_at_line(number, *modules, error=KeyboardInterrupt):
 
     sys.settrace(trace)
     try:
-        with contextlib.suppress(error):
-            yield lines
+        yield lines
+    except error as raised:
+        # For CPython some lines are in no `with`: what a trace function raises there
+        # does not leave it. An interrupt comes at calls and jumps alone, which are in
+        # it. What is open there is closed when the frames go.
+        raised.__traceback__ = None
     finally:
         sys.settrace(None)
 
