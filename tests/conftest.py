@@ -161,6 +161,10 @@ class CpuSeconds:
 def pytest_configure(config):
     """A plugin, as hooks of this file do not apply to docstrings of the package."""
     config.pluginmanager.register(CpuSeconds())
+    # A worker that dies is not replaced: xdist would wait for ever for what it leaves,
+    # as each file is given to one worker. It ends, and names the test.
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"
 
 
 @pytest.fixture(autouse=True)
