@@ -55,54 +55,63 @@ class KeysOfBatches:
         self._note(calls, number)
         self._before, self._number = calls, number
         for name, now in calls.items():
-            old = before[name]
-            if now == old:
-                continue
-            is_same = now.history is old.history
-            is_more = is_same and now.number > old.number
-            last = taken.get(name, -1)
-            if is_more and now.step == old.step == number <= last:
-                raise ValueError(
-                    f"stateful[{name!r}] was given the keys of the batch of step "
-                    f"{number} before: that batch was drawn by a run that was left, or "
-                    "by an iterator that has raised. Its new keys are known now, and "
-                    f"their rows would never begin. {_remedy(number)}, and draw it "
-                    "again."
-                )
-            is_here = now.thread == threading.get_ident()
-            is_gone = is_same and now.number <= old.number and old.step < number
-            is_gone |= is_more and is_here and old.step < number - 1 <= last
-            if is_gone and now.step >= number:
-                raise ValueError(
-                    f"stateful[{name!r}] has not the keys of the batch of step "
-                    f"{number - 1} any more, which was trained: they were taken back, "
-                    "by undo or arrays_before, and would come as new ones, whose rows "
-                    "begin again. Take back what was drawn and not trained, to "
-                    "arrays_before(trainer.steps). Here it is too late: restore a "
-                    "checkpoint."
-                )
-            if is_more and is_here and now.step > number == last:
-                raise ValueError(
-                    f"stateful[{name!r}] was given the keys of the batch of step "
-                    f"{number} before, by a run that was left, and this is another "
-                    "batch: rows of its new keys would never begin. "
-                    f"{_remedy(number)}, and begin with that batch. (Or go on with "
-                    "itertools.chain(trainer.drawn, iterator).)"
-                )
-            is_one = is_more and now.number == old.number + 1 and is_here
-            if now.step < number or (is_one and now.step > max(old.step + 1, number)):
-                raise ValueError(
-                    f"stateful[{name!r}] was given the step {now.step} for the keys of "
-                    f"the batch of step {number}. A loader counts the batches that it "
-                    "gives, from trainer.steps when it begins (in the middle of run "
-                    "that is less, as batches are drawn ahead), and calls assign once "
-                    f"for each, with [] for one without keys. {_remedy(number)}."
-                )
+            if now != before[name]:
+                _check(name, before[name], now, number, taken.get(name, -1))
 
     def _note(self, calls: dict[str, LastCall], number: int) -> None:
         for name, now in calls.items():
             if now != self._before[name] and now.step >= number:
                 self._taken[name] = number
+
+
+def _check(name: str, old: LastCall, now: LastCall, number: int, last: int) -> None:
+    """Checks what was assigned for one batch.
+
+    Args:
+      name: Of the vocabulary.
+      old: The last call before.
+      now: The last one that there is now.
+      number: Of the batch.
+      last: The last batch whose keys were assigned while it was drawn, or -1.
+    """
+    is_same = now.history is old.history
+    is_more = is_same and now.number > old.number
+    is_here = now.thread == threading.get_ident()
+    if is_more and now.step == old.step == number <= last:
+        raise ValueError(
+            f"stateful[{name!r}] was given the keys of the batch of step {number} "
+            "before: that batch was drawn by a run that was left, or by an iterator "
+            "that has raised. Its new keys are known now, and their rows would never "
+            f"begin. {_remedy(number)}, and draw it again."
+        )
+    # Since the batch before, as many were taken back as were assigned; or, before this
+    # one was drawn, the last one that was trained.
+    is_back = is_same and now.number <= old.number and old.step < number
+    is_back |= is_more and is_here and old.step < number - 1 <= last
+    if is_back and now.step >= number:
+        raise ValueError(
+            f"stateful[{name!r}] has not the keys of the batch of step {number - 1} "
+            "any more, which was trained: they were taken back, by undo or "
+            "arrays_before, and would come as new ones, whose rows begin again. Take "
+            "back what was drawn and not trained, to arrays_before(trainer.steps). "
+            "Here it is too late: restore a checkpoint."
+        )
+    if is_more and is_here and now.step > number == last:
+        raise ValueError(
+            f"stateful[{name!r}] was given the keys of the batch of step {number} "
+            "before, by a run that was left, and this is another batch: rows of its "
+            f"new keys would never begin. {_remedy(number)}, and begin with that "
+            "batch. (Or go on with itertools.chain(trainer.drawn, iterator).)"
+        )
+    is_one = is_more and now.number == old.number + 1 and is_here
+    if now.step < number or (is_one and now.step > max(old.step + 1, number)):
+        raise ValueError(
+            f"stateful[{name!r}] was given the step {now.step} for the keys of the "
+            f"batch of step {number}. A loader counts the batches that it gives, from "
+            "trainer.steps when it begins (in the middle of run that is less, as "
+            "batches are drawn ahead), and calls assign once for each, with [] for one "
+            f"without keys. {_remedy(number)}."
+        )
 
 
 def _remedy(number: int) -> str:
