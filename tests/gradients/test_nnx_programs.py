@@ -105,6 +105,7 @@ def twice_its_derivative(residuals, cotangents):
     return jax.tree.map(lambda _: 2 * vjp(of_rows)[0], of_embed), None
 
 
+@pytest.mark.slow
 def test_variables_that_come_back_from_a_rule():
     """A result of a `custom_vjp` is its argument by value, not by derivative."""
     rule, all_losses = nnx.custom_vjp(by_rule), []

@@ -294,7 +294,7 @@ class Marked(Dictionary):
         return self.mark
 
 
-@pytest.mark.parametrize("what", ["cut", "flipped"])
+@pytest.mark.parametrize("what", slow_but(["cut", "flipped"], "flipped"))
 def test_every_byte_of_a_journal(tmp_path, what, expected):
     """Restored to the bits of the checkpoint, or refused before anything is changed.
 

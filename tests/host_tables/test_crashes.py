@@ -515,7 +515,7 @@ def test_a_run_with_checkpoints_that_is_interrupted_anywhere(every, tmp_path):
     trainer.close()
 
 
-@pytest.mark.parametrize("every", slow_but([EACH, 61], 61))
+@pytest.mark.parametrize("every", slow_but([EACH, 149], 149))
 def test_a_snapshot_that_is_interrupted_anywhere(every, tmp_path):
     """It is there as a whole, or it is not; then the next one is."""
     params = {"a": host.HostTable((12, 2)), "b": jnp.ones(3)}

@@ -213,6 +213,7 @@ def test_a_step_that_changes_the_types_of_rows_is_refused(name):
         assert trainer.steps == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_injected_numbers_around_lazy_change_no_type():
     """As the refusal advises."""
@@ -224,6 +225,7 @@ def test_injected_numbers_around_lazy_change_no_type():
         assert_identical([np.asarray(trainer.step(ids)) for _ in range(4)], values)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_a_step_that_changes_the_type_of_other_state(tmp_path):
     """As in memory; and it is restored in that type, of shapes alone."""

@@ -144,7 +144,7 @@ def test_between_steps_all_is_as_on_one_device():
         jax.tree.map(assert_same_on_devices, other, one)
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 12, 41])
+@pytest.mark.parametrize("num_rows", slow_but([1, 7, 12, 41], 1, 41))
 @pytest.mark.parametrize(
     "blocks", [[[0]], [[0, 1, 2, 3]], [[2, 3], [0, 1]], [[3], [1], [0], [2]]]
 )
@@ -211,6 +211,7 @@ def test_parameters_on_a_mesh_of_another_order():
         host.HostTrainer(loss, ADAM, params, mesh=whole)
 
 
+@pytest.mark.slow
 def test_a_batch_on_other_devices():
     """The first one says where all are, if nobody has; then others are refused."""
     need_devices(8)

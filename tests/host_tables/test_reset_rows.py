@@ -148,7 +148,7 @@ def stream_of(first, last):
         yield keys.astype(np.int64) % 60 * 2**40 - 7, y
 
 
-@pytest.mark.parametrize("name", slow_but([*OPTIMIZERS], "exact_adamw"))
+@pytest.mark.parametrize("name", slow_but([*OPTIMIZERS], "sparse_adam"))
 @pytest.mark.parametrize("where", slow_but(["memory", "file", "cold", "mesh"], "cold"))
 def test_a_pipeline_begins_rows_of_keys(name, where, tmp_path):
     """A full vocabulary, whose keys come and go; left by `break`, and gone on with."""

@@ -485,6 +485,7 @@ def test_train_state():
     )
 
 
+@pytest.mark.slow
 def test_shard_map():
     """Each device keeps its rows, reads them up to date and updates them."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -252,7 +252,7 @@ def test_in_front(name):
     ("way", "tree", "decay"),
     slow_but(
         PLACES,
-        *(("step", "partition", None), ("nnx", "chain", None), ("host", "masked", 0.1)),
+        *(("step", "partition", None), ("nnx", "chain", None)),
     ),
 )
 def test_in_every_place(way, tree, decay):

@@ -155,6 +155,7 @@ def test_what_a_transformation_says_it_says_once():
     assert len(traced) == 3  # two of them to compare sizes, see `row_owners`
 
 
+@pytest.mark.slow
 def test_derivatives_and_vmap():
     """Those of all rows at once, and no loop over copies of tables."""
     grads, params = trees({"table": (20, 6)}, nse=12)

@@ -56,7 +56,8 @@ APPLY = {"update": None, "step": osa.apply_updates, "optax": optax.apply_updates
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("nse", [1024, 65_536])  # without and with the loop over blocks
+# Without and with the loop over blocks.
+@pytest.mark.parametrize("nse", slow_but([1024, 65_536], 65_536))
 @pytest.mark.parametrize(
     ("apply", "n_sparse"),
     slow_but([("update", 1), ("step", 1), ("step", 2), ("optax", 1)], ("step", 1)),

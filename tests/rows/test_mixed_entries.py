@@ -146,7 +146,7 @@ BOTH_WAYS = [(name, way) for name in PROGRAMS for way in ("eager", "jit")]
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    slow_but(BOTH_WAYS, *((name, "jit") for name in FEW), ("permuted", "eager")),
+    slow_but(BOTH_WAYS, *((name, "jit") for name in FEW)),
 )
 def test_entries_stay_whole(name, way):
     program, kept = PROGRAMS[name]
