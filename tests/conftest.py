@@ -19,8 +19,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count="
     + os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"]
-    # A device that waits so long for the others ends the process. By default it is 40,
-    # in which, on two busy cores, not all eight have had their turn.
+    # A device that waits so many seconds for the others ends the process. By default it
+    # is 40, after which Keras on eight devices was ended, on two cores with much to do.
     + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
 

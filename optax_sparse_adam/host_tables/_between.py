@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 
 from .._gradients.evaluate import evaluate
 from .._jax_extras.jaxprs import FlatJaxpr
@@ -136,7 +135,7 @@ def _in_the_types_of(trees: Any, new_trees: Any) -> Any:
     def as_before(path: Any, old: Any, new: Any) -> Any:
         (shape, dtype, is_weak), wanted = type_of(new), type_of(old)
         with jax.numpy_dtype_promotion("standard"):
-            if is_weak and dtypes.result_type(new, old) == wanted[1]:
+            if is_weak and jnp.result_type(new, old) == wanted[1]:
                 new, dtype = jnp.asarray(new, wanted[1]), wanted[1]
         if (shape, dtype) != wanted[:2]:
             name = ("params", "state")[path[0].idx] + jax.tree_util.keystr(path[1:])

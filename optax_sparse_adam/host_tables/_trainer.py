@@ -42,7 +42,8 @@ class HostTrainer:
 
     Several threads may use it, each call after the other: one may make checkpoints, or
     evaluate, while another one trains. Close it, or use it by `with`, to give its files
-    back. A KeyboardInterrupt loses no step that has been done.
+    back. A KeyboardInterrupt loses no step that has been done, but in the
+    moment in which a new program is called: then it is torn, and says so.
 
     Args:
       loss: `loss(params, *batch)`, a scalar, or a pair `(scalar, aux)` if `has_aux`.
@@ -336,7 +337,8 @@ class HostTrainer:
 
         Args:
           function: Gets parameters and state of as many rows as fit, of each table, and
-            returns both in the same shapes. Jitted.
+            returns both in the same shapes and types, where a number of Python's is of
+            the type of what it replaces. Jitted.
 
         Raises:
           ValueError: Before anything is changed, if what has no rows depends on rows in
