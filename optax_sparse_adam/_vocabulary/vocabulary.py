@@ -11,7 +11,7 @@ import numpy as np
 from .checkpoint import GONE, KIND, LOST, OF_WAITING, STEP, checked, new_arrays, resized
 from .codes import SIGNED
 from .contents import Contents, spread
-from .history import History, LastCall
+from .history import History
 from .one_writer import OneWriter, by_one_thread
 from .options import Options, as_integer, check_number, checked_options
 from .order import Score
@@ -296,7 +296,7 @@ class Vocabulary(OneWriter):
         if len(old.get("gone", ())) == self.rows:
             like |= dict.fromkeys(("gone", "gone_at"), range(rows))
         with self._move():
-            self._load(resized(old, like))
+            self._load(resized(old, like), self._history.now)  # it is the same to keys
 
     @by_one_thread
     def restore(self, arrays: Mapping[str, Any]) -> None:
@@ -398,11 +398,11 @@ class Vocabulary(OneWriter):
         self.__setstate__((static[0], dict(zip(static[1], leaves, strict=True))))
         return self
 
-    def _load(self, arrays: dict[str, np.ndarray]) -> None:
-        self._hold(Contents(self._options, arrays))  # raises before a change
+    def _load(self, arrays: dict[str, np.ndarray], now: object = None) -> None:
+        self._hold(Contents(self._options, arrays), now)  # raises before a change
 
-    def _hold(self, contents: Contents) -> None:
-        self._history = History()  # first: it is of other arrays
+    def _hold(self, contents: Contents, now: object = None) -> None:
+        self._history = History(now)  # first: it is of other arrays
         self._contents = contents
         self._given = None
 
@@ -418,13 +418,28 @@ class Vocabulary(OneWriter):
                 if self._given is not None:
                     self._load(checked(self._given, self._options))
 
-    def last_call(self) -> LastCall:
-        """What a `HostTrainer` asks to see which batch keys were of."""
+    # What a `HostTrainer` asks.
+
+    @property
+    def history(self) -> History:
+        """Of the calls since it was made or restored."""
         self._ready()
-        numbers, history = self._contents.numbers, self._history
-        has_begun = numbers[KIND] or history.count  # without keys, too
-        step = int(numbers[STEP]) if has_begun else -1
-        return LastCall(history, history.count, step, self._changer)
+        return self._history
+
+    @property
+    def last_step(self) -> int:
+        """That of the last call; 0 if there was none."""
+        return int(self._contents.numbers[STEP])
+
+    def arrays_at(self, now: object) -> dict[str, np.ndarray] | None:
+        """The `arrays` when `history.now` was this; `None` if that is not known."""
+        self._ready()
+        with self._lock:
+            self._end()
+            since = self._history.since(now)
+            if since is None:
+                return None
+            return self._contents.arrays_before(0, since)[0]
 
     def _as_keys(self, codes: np.ndarray) -> np.ndarray:
         kind = int(self._contents.numbers[KIND]) or self._servers.kind

@@ -26,6 +26,7 @@ from ._arguments import target_of
 from ._ids import Batch
 from ._ledger import Ledger
 from ._plan import Plan
+from ._prepare import Preparation
 from ._reset import program_of
 from ._spread import local
 from ._stateful import Described, Stateful, described
@@ -92,6 +93,7 @@ class HostRows:
       rest: What has no rows: the other parameters, then the rest of the state.
       stores: Of each table.
       stateful: What is saved with them.
+      preparation: What `prepare` makes of batches.
       ledger: Knows which checkpoint they go back to.
       steps: How many steps have been done.
       version: Grows whenever rows change by other means than steps.
@@ -107,6 +109,7 @@ class HostRows:
         self.rest: list[Any] = plan.spread.kept(plan.dense)
         self.stores: list[Store] = []
         self.stateful: Mapping[str, Stateful] = {}
+        self.preparation = Preparation(None, {})
         self.ledger: Ledger
         self.steps = self.version = 0
         self.torn: str | None = None
@@ -122,6 +125,10 @@ class HostRows:
         self._unstored: collections.deque[BatchRows] = collections.deque()
         self._sizes: dict[Any, int] = {}
         self.reset_program = program_of(plan)
+
+    def hold(self, stateful: Mapping[str, Stateful], prepare: Any) -> None:
+        """Takes what is saved with them, and what is called for each batch."""
+        self.stateful, self.preparation = stateful, Preparation(prepare, stateful)
 
     @property
     def dense(self) -> list[Any]:
@@ -215,7 +222,7 @@ class HostRows:
         """What is `stateful`, which may read the trainer, as all has settled."""
         self._has_settled = True
         try:
-            return described(self.stateful, self.steps)
+            return described(self.preparation.arrays(self.steps))
         finally:
             self._has_settled = False
 

@@ -12,7 +12,10 @@ settings of the caller's thread.
 import atexit
 import collections
 import functools
+import inspect
 import itertools
+import os
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,9 +26,11 @@ import numpy as np
 
 from ._host_rows import BatchRows, HostRows
 from ._ids import Batch, RowIds
-from ._keys_of_batches import KeysOfBatches
+from ._prepare import as_batch
 from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 class Source:
@@ -38,28 +43,31 @@ class Source:
     has one place from the moment it is drawn until its step is done, a list
 
         [item]                  drawn
-        [item, batch]           its ids are computed
+        [item, batch]           prepared, and its ids are computed
         [item, batch, steps]    its step is to be done after so many others; -1: is done
     """
 
     def __init__(
-        self, rows: HostRows, ids: Callable[[Any, str], Batch], keys: KeysOfBatches
+        self,
+        rows: HostRows,
+        ids: Callable[[Any, str], Batch],
+        turn: Callable[["Source"], None],
     ):
         self.iterator: Iterator[Any] = iter(())
-        self._rows, self._ids, self._keys = rows, ids, keys
+        self._rows, self._ids, self._turn = rows, ids, turn
         self._places: collections.deque[list[Any]] = collections.deque()
-        self._end: Exception | None = None
+        self._end: Exception | None = None  # of the iterator
+        self._error: Exception | None = None  # that, or of the next batch
 
     def peek(self, count: int) -> list[Batch]:
         """So many of the next batches at least, if there are; none at the end."""
-        while len(batches := self._batches) < count and self._end is None:
+        while len(batches := self._batches) < count and self._error is None:
             try:
                 self._draw()
             except Exception as error:  # for when its turn comes
-                self._rows.draws(False)
-                self._end = error
-        if not batches and count and not isinstance(self._end, StopIteration):
-            raise self._end  # type: ignore[misc]
+                self._error = error
+        if not batches and count and not isinstance(self._error, StopIteration):
+            raise self._error  # type: ignore[misc]
         return batches
 
     @property
@@ -67,43 +75,60 @@ class Source:
         return [place[1] for place in [*self._places] if len(place) == 2]
 
     def _draw(self) -> None:
+        if all(len(place) > 1 for place in [*self._places]):
+            self._draw_one()
+        with self._rows.alone():
+            # Steps may have been done since, by another thread.
+            self._turn(self)
+            self._compute(next(place for place in self._places if len(place) == 1))
+
+    def _draw_one(self) -> None:
+        if self._end is not None:
+            raise self._end
         count = len(self._places)
-        number = self._rows.steps_done + len(self._batches)
-        self._keys.begin(number)
         self._rows.draws(True)
         try:
             # One call, without Python between the iterator and the place.
             self._places.extend(map(list, zip(itertools.islice(self.iterator, 1))))
+        except Exception as error:
+            self._end = error
+            raise
         finally:
-            if len(self._places) == count:
-                self._keys.begin(number)  # what it has assigned before it has raised
-        self._rows.draws(False)
+            self._rows.draws(False)
         if len(self._places) == count:
-            raise StopIteration
+            self._end = StopIteration()
+            raise self._end
         place = self._places[-1]
         # A loader may refill the array that it has given.
-        place[0] = item = jax.tree.map(_kept, _as_batch(place[0]))
-        with self._rows.alone():
-            # A step may have been done since: that of the first one, as it is drawn.
-            number = self._rows.steps_done + len(self._batches)
-            try:
-                self._keys.check(number)
-            except ValueError:
-                self._places.pop()  # one that may not be trained
-                raise
-            place.append(self._ids(item, f"Batch {number}"))
+        place[0] = jax.tree.map(_kept, as_batch(place[0]))
+
+    def _compute(self, place: list[Any]) -> None:
+        done = self._rows.steps_done
+        number = done + len(self._batches)
+        item = self._rows.preparation.batch(number, place[0], done=done)
+        place.append(self._ids(item, f"Batch {number}"))
 
     def settle(self) -> None:
         """Comes before any step, after which the number of steps says another thing."""
         for place in [*self._places]:
             place[2:] = [-1] if self._is_trained(place) else []
 
+    def forget(self) -> None:
+        """What was drawn is prepared again: another batch comes first."""
+        self.settle()
+        self._error = None
+        for place in [*self._places]:
+            place[1:] = [] if len(place) == 2 else place[1:]
+
     def take(self) -> Batch:
         """The next one, whose ids are those of now."""
+        self._turn(self)
         self.settle()
         while self._is_trained(self._places[0]):
             self._places.popleft()
-        place = next(place for place in self._places if len(place) == 2)
+        place = next(place for place in self._places if len(place) < 3)
+        if len(place) == 1:
+            self._compute(place)
         batch: Batch = place[1]
         if batch.needs_params:
             batch = self._ids(batch.item, batch.name)
@@ -117,12 +142,7 @@ class Source:
     def left(self) -> list[Any]:
         """What was drawn and not trained."""
         places = [x for x in [*self._places] if not self._is_trained(x)]
-        return [_as_batch(place[0]) for place in places]
-
-
-def _as_batch(item: Any) -> Any:
-    """What is neither a tuple nor rows and a batch is the one argument."""
-    return item if isinstance(item, tuple | BatchWithReset) else (item,)
+        return [as_batch(place[0]) for place in places]
 
 
 def _kept(x: Any) -> Any:
@@ -163,11 +183,8 @@ class Pipeline:
         self._row_ids = RowIds(loss, *plan, spread.whole)
         self._target: Any = None  # where rows go: the first batch says it
         self._source: Source | None = None  # of a run that has not ended
+        self._ahead: Source | None = None  # whose batches are prepared
         self._left: list[Any] = []
-
-    def begin(self) -> None:
-        """Comes when the trainer and what is `stateful` are as they begin."""
-        self._keys = KeysOfBatches(self._rows.stateful)
 
     @property
     def drawn(self) -> list[Any]:
@@ -201,16 +218,36 @@ class Pipeline:
         batch.item, batch.reset = item, reset
         return batch
 
+    def _turn(self, source: Source | None) -> None:
+        """Comes before a batch is prepared: of a run, or that of a step."""
+        preparation, ahead = self._rows.preparation, self._ahead
+        if not preparation.is_by_step or (source is not None and source is ahead):
+            return
+        if ahead is not None:
+            ahead.forget()
+        self._ahead = source
+        preparation.settle(self._rows.steps_done)
+
+    def _leave(self, source: Source) -> None:
+        """What a run has prepared and not trained is taken back."""
+        if self._ahead is source:
+            self._turn(None)
+
     def step(self, item: Any, *keywords: Any) -> Any:
         rows = self._rows
         rows.settle_before("step")
         if self._source is not None:
             self._source.settle()
         rows.version += 1
-        self._keys.check(rows.steps)
-        batch = self._drawn(item, f"Batch {rows.steps}", keywords)
-        value = self._advance(batch, rows.fetch(batch))
-        rows.settle()
+        self._turn(None)
+        try:
+            number = rows.steps
+            item = rows.preparation.batch(number, item, done=number, is_by_hand=True)
+            batch = self._drawn(item, f"Batch {number}", keywords)
+            value = self._advance(batch, rows.fetch(batch))
+            rows.settle()
+        finally:
+            rows.preparation.settle(rows.steps_done)
         return value
 
     def run(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
@@ -226,7 +263,7 @@ class Pipeline:
             unregister(values.close)
 
     def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
-        rows, source = self._rows, Source(self._rows, self._drawn, self._keys)
+        rows, source = self._rows, Source(self._rows, self._drawn, self._turn)
         before: BatchRows | None = None  # of the last step, which that may lack
         state: Any = None  # of the rows after it
         work: Any = None  # beside it
@@ -281,6 +318,10 @@ class Pipeline:
                 if not is_closed:
                     with rows.alone():
                         rows.settle()
+                        self._leave(source)
+                elif rows.preparation.is_by_step and _is_left_by_user():
+                    with rows.alone():
+                        self._leave(source)
             finally:
                 if self._source is source:
                     self._left = source.left
@@ -339,3 +380,14 @@ class Pipeline:
         args = static, self._rows.rest, arrays, rows.padded, batch.args
         rows = rows._replace(step=self._rows.steps, reset=None)
         return self._rows.advance(self._program, args, rows)
+
+
+def _is_left_by_user() -> bool:
+    """Whether code of the user's has dropped a run, and not the collector.
+
+    That may come in the middle of any call, which has what this would wait for.
+    """
+    frames = traceback.walk_stack(inspect.currentframe())
+    # This function, `_run`, `run`; then who has dropped it, if there is somebody.
+    names = [x.f_code.co_filename for x, _ in frames][3:]
+    return bool(names) and not any(x.startswith(_PACKAGE) for x in names)

@@ -22,7 +22,7 @@ _FEWEST = 64  # a program is compiled for this, and twice, four times, ... as ma
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchWithReset:
-    """A batch of `HostTrainer.run`, before whose step rows are begun again.
+    """A batch of a `HostTrainer`, before whose step rows are begun again.
 
     For keys that come and go: `run` draws batches ahead, so the rows that a
     `Vocabulary` has made fresh for a batch travel with it. The step does to them what
@@ -39,14 +39,14 @@ class BatchWithReset:
       >>> from optax_sparse_adam import host_tables as host
       >>> def loss(params, ids):
       ...     return jnp.sum(params["table"][ids])
-      >>> def batches():
-      ...     for step, keys in enumerate(np.array([[7, 2**40], [2**41, 7]])):
-      ...         rows, fresh, _ = vocab.assign(keys, step)
-      ...         ones = np.ones((len(fresh), 4), np.float32)
-      ...         yield host.BatchWithReset(rows, {"table": fresh}, {"table": ones})
-      >>> vocab, table = osa.Vocabulary(9), host.HostTable((9, 4))
-      >>> trainer = host.HostTrainer(loss, osa.sparse_adam(0.1), {"table": table})
-      >>> [float(value) for value in trainer.run(batches())]
+      >>> def prepare(step, keys):
+      ...     rows, fresh, _ = vocab.assign(keys, step)
+      ...     ones = np.ones((len(fresh), 4), np.float32)
+      ...     return host.BatchWithReset(rows, {"table": fresh}, {"table": ones})
+      >>> vocab, params = osa.Vocabulary(9), {"table": host.HostTable((9, 4))}
+      >>> options = {"prepare": prepare, "stateful": {"keys": vocab}}
+      >>> trainer = host.HostTrainer(loss, osa.sparse_adam(0.1), params, **options)
+      >>> [float(x) for x in trainer.run(np.array([[7, 2**40], [2**41, 7]]))]
       [8.0, 7.6...]
     """
 

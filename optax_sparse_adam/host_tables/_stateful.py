@@ -53,14 +53,14 @@ def checked(function: str, stateful: Any) -> dict[str, Stateful]:
 
 
 def described(
-    stateful: Mapping[str, Stateful], step: int
+    states: Mapping[str, Mapping[str, np.ndarray]],
 ) -> tuple[Described, list[np.ndarray]]:
-    """What an archive says of them, and their arrays."""
+    """What an archive says of arrays by two names, and these."""
     names: Described = {}
     arrays: list[np.ndarray] = []
-    for name, x in stateful.items():
+    for name, state in states.items():
         names[name] = []
-        for key, value in x.arrays_before(step).items():
+        for key, value in state.items():
             if type(key) is not str:
                 raise TypeError(
                     f"A checkpoint has the arrays of stateful[{name!r}] by names, "

@@ -55,6 +55,11 @@ class HostTrainer:
         copied. Where it has fewer rows than a table, the others begin now, as by
         `reset_rows`.
       steps: How many steps that state has seen: `HostTrainer.steps` counts from there.
+      prepare: `prepare(step, *batch)`, called for each batch that `step` is given or
+        `run` draws, in order, with the number of its step. It returns what the step
+        takes: a tuple, the one argument, or a `BatchWithReset`. What it lets the
+        vocabularies in `stateful` see of a batch that is not trained is taken back; it
+        is called again if that is trained later. It does not use the trainer.
       stateful: What checkpoints hold beside the trainer, by name: a `Vocabulary`, or
         what has its methods `arrays_before` and `restore`: see `Stateful`.
       mesh: A mesh of Auto axes, over whose devices the rows of a batch are split, as
@@ -70,7 +75,8 @@ class HostTrainer:
 
     Raises:
       TypeError: If `tx` is no transformation; if what is `stateful` is no dictionary of
-        such things, or `mesh` no mesh; by steps, as those of `make_train_step`.
+        such things, `prepare` no function or `mesh` no mesh; by steps, as those of
+        `make_train_step`.
       ValueError: If `steps` or `budget` is no such number; if there is no `HostTable`;
         if two have one file or one storage; if the state of `tx` has rows along another
         axis, or begins with what is computed of all rows, such as a norm; if `tx` is
@@ -79,7 +85,9 @@ class HostTrainer:
         that a table's gradient is dense; in one of several processes without a
         `mesh`. By steps, with the user's line, for a loss
         that uses all of a table, or whose ids depend on rows; in one of several
-        processes for ids that are computed of what is no global array.
+        processes for ids that are computed of what is no global array. By steps, if a
+        `Vocabulary` in `stateful` has changed otherwise than by `prepare`, or, without
+        it, by `assign` for this very step.
       IndexError: By a step, before anything is changed, for an id out of bounds, or
         for an integer of NumPy that JAX would take for another one.
       FileExistsError: If a file is there already: `restore` opens it.
@@ -121,6 +129,7 @@ class HostTrainer:
         *,
         state: Any = None,
         steps: int = 0,
+        prepare: Callable[..., Any] | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         mesh: Mesh | None = None,
         sparse: Sparse = None,
@@ -132,9 +141,10 @@ class HostTrainer:
             raise ValueError(f"HostTrainer needs a count of steps, got {steps!r}.")
         parts = checked("HostTrainer", stateful)
         self._start(loss, tx, params, has_aux, sparse, mesh)
-        self._rows.stateful, self._rows.steps = parts, int(steps)
+        self._rows.hold(parts, prepare)
+        self._rows.steps = int(steps)
         begin_run(self._rows, state, budget, fsync, progress)
-        self._pipeline.begin()
+        self._rows.preparation.begin(self._rows.steps)
 
     def _start(
         self,
@@ -183,6 +193,7 @@ class HostTrainer:
         params: Any,
         has_aux: bool = False,
         *,
+        prepare: Callable[..., Any] | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         mesh: Mesh | None = None,
         sparse: Sparse = None,
@@ -198,6 +209,7 @@ class HostTrainer:
           params: Its parameters. Of arrays only shapes, types and devices matter: they
             may be `jax.ShapeDtypeStruct`s. `init` of tables is not called.
           has_aux: Whether `loss` returns a pair.
+          prepare: As for `HostTrainer`.
           stateful: Of the same names; each is given what was saved of it.
           mesh: As for `HostTrainer`; not necessarily the same one.
           sparse: As in `value_and_grad`.
@@ -225,9 +237,9 @@ class HostTrainer:
         params = jax.tree.map(begun, params)
         self = cls.__new__(cls)
         self._start(loss, tx, params, has_aux, sparse, mesh)
-        self._rows.stateful = parts
+        self._rows.hold(parts, prepare)
         go_on(self._rows, Path(path).absolute(), budget, fsync)
-        self._pipeline.begin()
+        self._rows.preparation.begin(self._rows.steps)
         return self
 
     @property
@@ -239,7 +251,8 @@ class HostTrainer:
         """One step. Its rows are in host memory, or in the file, when it returns.
 
         Args:
-          *batch: What the loss takes beside the parameters; or a `BatchWithReset`.
+          *batch: What the loss takes beside the parameters, or `prepare`; or a
+            `BatchWithReset`.
           **keywords: As for a step of `make_train_step`.
 
         Returns:
@@ -261,8 +274,8 @@ class HostTrainer:
         to read it and to make checkpoints.
 
         Args:
-          batches: Tuples of what the loss takes beside the parameters; what is no tuple
-            is the one argument. Each may be in a `BatchWithReset`.
+          batches: Tuples of what the loss takes beside the parameters, or `prepare`;
+            what is no tuple is the one argument. Each may be in a `BatchWithReset`.
           ahead: Where rows have come from a disk: of how many further batches pages are
             read in advance. So many more batches are drawn.
 
@@ -290,8 +303,7 @@ class HostTrainer:
         raised, that one, too. `iterator = itertools.chain(trainer.drawn, iterator)`, of
         the iterator that it was left with, and `run(iterator)` go on as if nothing had
         happened, also after another such end. One that begins at `trainer.steps` can do
-        without, if a `Vocabulary` that the other one has called does so, too:
-        `vocab.restore(vocab.arrays_before(trainer.steps))`.
+        without. They are as they were before `prepare`.
         """
         return [*self._pipeline.drawn]
 

@@ -80,15 +80,17 @@ def new_vocabularies():
     return {name: osa.Vocabulary(rows) for name, rows in ROWS.items()}
 
 
-def batches(vocabularies, first, evicted):
-    for number in range(first, STEPS):
-        keys, y = batch(number)
+def prepare_with(vocabularies, evicted):
+    def prepare(step, keys, y):
         rows, ids, values = {}, {"w": None}, {"w": None}
+        evicted[step] = 0
         for name, vocab in vocabularies.items():
-            rows[name], ids[name], gone = assignment = vocab.assign(keys[name], number)
+            rows[name], ids[name], gone = assignment = vocab.assign(keys[name], step)
             values[name] = begins(assignment.fresh_keys)
-            evicted.append(len(gone))
-        yield host.BatchWithReset((rows["users"], rows["items"], y), ids, values)
+            evicted[step] += len(gone)
+        return host.BatchWithReset((rows["users"], rows["items"], y), ids, values)
+
+    return prepare
 
 
 class Losses:
@@ -119,10 +121,11 @@ class Watch(threading.Thread):
 
 
 def main(folder, moment):
-    vocabularies, losses, evicted = new_vocabularies(), Losses(), []
+    vocabularies, losses, evicted = new_vocabularies(), Losses(), {}
     stateful = vocabularies | {"losses": losses}
     args = loss, osa.rowwise_adagrad(RATE, SUM), declared(folder)
     options = {"stateful": stateful, "budget": resident_bytes() + BUDGET}
+    options["prepare"] = prepare_with(vocabularies, evicted)
     if (folder / "run" / "checkpoint.npz").exists():
         trainer = host.HostTrainer.restore(folder / "run", *args, **options)
     else:
@@ -138,7 +141,7 @@ def main(folder, moment):
         moments.around(_ledger, "Journal")
         moments.around(Path, "unlink")
     watch = Watch()
-    for value in trainer.run(batches(vocabularies, trainer.steps, evicted)):
+    for value in trainer.run(map(batch, range(trainer.steps, STEPS))):
         losses.values.append(np.float32(value))
         if trainer.steps % EVERY == 0:
             trainer.checkpoint(folder / "run")
@@ -151,7 +154,7 @@ def main(folder, moment):
         for key, x in vocab.arrays.items()
     }
     held |= {name: trainer.params[name][: ROWS[name]] for name in ROWS}
-    numbers = {"evicted": sum(evicted), "over": watch.most - options["budget"]}
+    numbers = {"evicted": sum(evicted.values()), "over": watch.most - options["budget"]}
     with open(folder / "result.npz", "wb") as file:
         named = {"losses": losses.values, "answers": answers, "w": trainer.params["w"]}
         np.savez(file, **held, **named)

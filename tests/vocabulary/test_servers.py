@@ -60,7 +60,7 @@ def test_random_programs(letters, options, most_entries, monkeypatch):
                     vocab.assign(rng.integers(0, 25, int(rng.integers(1, 4))), step)
                 except ValueError:  # before the last step, or more keys than rows
                     step = max(step, int(vocab.arrays["numbers"][1]))
-            elif letter == "u" and vocab._history._batches:
+            elif letter == "u" and vocab._history._calls:
                 vocab.undo()
             elif letter == "s":
                 saved.append(vocab.arrays)

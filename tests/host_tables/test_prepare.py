@@ -1,0 +1,506 @@
+"""`prepare`: keys get rows for a step, and lose them if it never comes."""
+
+import functools
+import gc
+import itertools
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from optax_sparse_adam._vocabulary import history, vocabulary
+from optax_sparse_adam.host_tables import _host_rows, _pipeline, _prepare
+
+from ..helpers.host_keys import by_key, in_memory, stream_of
+from ..helpers.host_tables import (
+    DIM,
+    assert_trained_alike,
+    begin,
+    host_params,
+    loss,
+)
+from ..helpers.support import WEEKLY, assert_identical, slow_but
+from ..helpers.system_calls import interrupted_at_line
+
+TX = osa.sparse_adam(0.1)
+LAST = 12
+
+
+def rows_of(vocab, step, keys, y):
+    """As a user's `prepare`."""
+    rows, fresh, _ = assignment = vocab.assign(keys, step)
+    new = {"table": by_key(assignment.fresh_keys), "w": None}
+    return host.BatchWithReset((rows, y), {"table": fresh, "w": None}, new)
+
+
+class Run:
+    """A trainer and its vocabulary, which is full soon."""
+
+    def __init__(self, tx=TX, prepare=rows_of, restore=None, steps=0, **where):
+        self.vocab = osa.Vocabulary(31)
+        options = {"stateful": {"keys": self.vocab}}
+        if prepare is not None:
+            options["prepare"] = functools.partial(prepare, self.vocab)
+        mesh = where.pop("mesh", None)
+        args = loss, tx, host_params(*begin((31, DIM)), **where)
+        if mesh is not None:
+            options["mesh"] = mesh
+        if restore is None:
+            self.trainer = host.HostTrainer(*args, steps=steps, **options)
+        else:
+            self.trainer = host.HostTrainer.restore(restore, *args, **options)
+        self.values = []
+
+    def train(self, stream, stop=None):
+        """Leaves it by `break`."""
+        for value in self.trainer.run(stream):
+            self.values.append(value)
+            if self.trainer.steps == stop:
+                break
+
+    def goes_on(self):
+        self.train(stream_of(self.trainer.steps, LAST))
+        return self
+
+
+@functools.cache
+def trained(last=LAST, tx=TX):
+    """In memory: parameters, state and values; and the arrays of the vocabulary."""
+    rows, w = begin((31, DIM))
+    vocab = osa.Vocabulary(31)
+    params = jax.tree.map(jnp.array, {"table": rows, "w": w})
+    return in_memory(tx, params, stream_of(0, last), vocab), vocab.arrays
+
+
+def known(last, prepare=rows_of):
+    """A vocabulary that has seen so many batches."""
+    vocab = osa.Vocabulary(31)
+    for step, batch in enumerate(stream_of(0, last)):
+        prepare(vocab, step, *batch)
+    return vocab.arrays
+
+
+def assert_knows(run, steps):
+    """The vocabulary has seen what was trained, and nothing else."""
+    assert run.trainer.steps == steps
+    assert_identical(run.vocab.arrays, known(steps))
+
+
+def assert_done(run, tx=TX):
+    expected, arrays = trained(LAST, tx)
+    assert_trained_alike(run.trainer, run.values, expected)
+    assert_identical(run.vocab.arrays, arrays)
+
+
+@pytest.mark.parametrize("tx", [TX, osa.exact_adamw(0.1)], ids=["sparse", "exact"])
+@pytest.mark.parametrize("where", slow_but(["memory", "cold", "mesh"], "cold"))
+def test_a_pipeline_left_and_gone_on_with(where, tx, tmp_path):
+    """To the bits of memory, with what was drawn or with another iterator."""
+    options = {}
+    if where == "mesh":
+        axes = (jax.sharding.AxisType.Auto,)
+        options["mesh"] = jax.make_mesh((jax.device_count(),), ("x",), axes)
+    elif where == "cold":
+        options["file"] = tmp_path / "table.bin"
+    run = Run(tx, **options)
+    if where == "cold":
+        run.trainer._rows.stores[0]._cold_for = 99  # so that six batches are drawn
+    stream = stream_of(0, LAST)
+    run.train(stream, stop=3)
+    assert len(run.trainer.drawn) > (4 if where == "cold" else 0)
+    assert all(isinstance(x, tuple) for x in run.trainer.drawn)
+    assert_knows(run, 3)
+    run.train(itertools.chain(run.trainer.drawn, stream), stop=7)
+    assert_knows(run, 7)
+    run.goes_on()
+    if where == "mesh":  # sums of a mesh are in another order
+        chex.assert_trees_all_close(run.values, trained(LAST, tx)[0][2], rtol=2e-5)
+        assert_knows(run, LAST)
+    else:
+        assert_done(run, tx)
+    run.trainer.close()
+
+
+def test_steps_between_the_values_of_a_run():
+    """What was drawn gets the rows of a later step."""
+    run, made = Run(), [*stream_of(0, LAST)]
+    values = run.trainer.run(made[:3] + made[5:])
+    run.values += [next(values), next(values), next(values)]
+    run.values += [run.trainer.step(*made[3]), run.trainer.step(*made[4])]
+    assert_knows(run, 5)
+    run.values += values
+    assert_done(run)
+
+
+def test_two_runs_beside_each_other():
+    run, made = Run(), [*stream_of(0, LAST)]
+    pair = run.trainer.run(made[::2]), run.trainer.run(made[1::2])
+    run.values = [next(pair[k % 2]) for k in range(LAST)]
+    assert_done(run)
+    assert list(pair[0]) == list(pair[1]) == []
+
+
+def test_a_step_of_another_thread_while_a_batch_is_drawn():
+    run, made = Run(), [*stream_of(0, LAST)]
+
+    def drawn():
+        for number, batch in enumerate(made[:4] + made[5:]):
+            if number == 5:  # while it is drawn, four steps are done
+                thread = threading.Thread(
+                    target=lambda: between.append(run.trainer.step(*made[4]))
+                )
+                thread.start()
+                thread.join()
+            yield batch
+
+    between = []
+    values = [*run.trainer.run(drawn())]
+    run.values = values[:4] + between + values[4:]
+    assert_done(run)
+
+
+class Stop(Exception):
+    pass
+
+
+def broken(at, error):
+    for number, batch in enumerate(stream_of(0, LAST)):
+        if number == at:
+            raise error
+        yield batch
+
+
+def breaks(vocab, step, keys, y, *, at, early):
+    if step == at[0] and early:
+        raise Stop
+    made = rows_of(vocab, step, keys, y)
+    if step == at[0]:
+        raise Stop
+    return made
+
+
+@pytest.mark.parametrize("at", slow_but([0, 1, 5], 5))
+@pytest.mark.parametrize(
+    "end",
+    slow_but(
+        ["iterator", "interrupt", "before", "after", "ids", "close", "collected"],
+        *("interrupt", "after", "ids"),
+    ),
+)
+def test_ends_of_a_run(end, at):
+    """Whatever ends it, the vocabulary is that of the steps that were done."""
+    where = [at]
+    prepare = functools.partial(breaks, at=where, early=end == "before")
+    run = Run(prepare=prepare if end in ("before", "after") else rows_of)
+    stream = stream_of(0, LAST)
+    if end in ("iterator", "interrupt"):
+        stream = broken(at, OSError() if end == "iterator" else KeyboardInterrupt())
+    if end == "ids":
+        stream = ((x, y if k != at else y[:5]) for k, (x, y) in enumerate(stream))
+    if end in ("close", "collected"):
+        values = run.trainer.run(stream)
+        run.values += itertools.islice(values, at)
+        if end == "close":
+            values.close()
+        else:
+            cycle = [values]
+            cycle.append(cycle)
+            del values, cycle
+            gc.collect()
+    else:
+        with pytest.raises((OSError, KeyboardInterrupt, Stop, TypeError)):
+            run.train(stream)
+    where[0] = None
+    # An iterator that ends by a KeyboardInterrupt may leave steps for another run.
+    assert run.trainer.steps == at or end == "interrupt"
+    assert_knows(run, run.trainer.steps)
+    assert_done(run.goes_on())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_step_that_raises_takes_its_keys_back(early):
+    run, made = Run(), [*stream_of(0, LAST)]
+    run.values += [run.trainer.step(*x) for x in made[:4]]
+    before = run.vocab.arrays
+    keys, y = made[4]
+    with pytest.raises(TypeError, match=r"integers|broadcast"):
+        # Before there are rows, and after them: labels that do not fit.
+        run.trainer.step(*((0.5 * keys, y) if early else (keys, y[:5])))
+    assert_identical(run.vocab.arrays, before)
+    run.values += [run.trainer.step(*x) for x in made[4:]]
+    assert_done(run)
+
+
+def test_batches_that_are_not_tuples_and_what_prepare_returns():
+    """One argument; a tuple, one argument or rows to begin."""
+    seen = []
+
+    def prepare(step, keys):
+        seen.append((step, type(keys)))
+        rows = vocab.assign(keys, step).rows
+        return [rows, (rows,), host.BatchWithReset(rows, {"table": None}, params)][step]
+
+    def fun(params, ids):
+        return jnp.sum(params["table"][ids])
+
+    vocab, params = osa.Vocabulary(9), {"table": host.HostTable((9, 2))}
+    options = {"prepare": prepare, "stateful": {"keys": vocab}}
+    with host.HostTrainer(fun, osa.lazy(optax.sgd(-1.0)), params, **options) as trainer:
+        keys = np.array([2**40, 5])
+        assert trainer.step(keys) == 0
+        assert [*map(float, trainer.run([(keys,), keys]))] == [4.0, 8.0]
+    assert seen == [(k, np.ndarray) for k in range(3)]
+    with pytest.raises(TypeError, match="needs `prepare`, a function of"):
+        host.HostTrainer(fun, TX, params, prepare=3)
+
+
+def test_keywords_of_a_step_go_to_the_loss():
+    def fun(params, ids, scale):
+        return scale * jnp.sum(params["table"][ids])
+
+    vocab, params = osa.Vocabulary(9), {"table": host.HostTable((9, 2))}
+    trainer = host.HostTrainer(
+        fun,
+        osa.lazy(optax.sgd(-1.0)),
+        params,
+        prepare=lambda step, keys: vocab.assign(keys, step).rows,
+        stateful={"keys": vocab},
+    )
+    assert [float(trainer.step(np.array([7]), scale=2.0)) for _ in range(2)] == [0, 8]
+
+
+def twice(vocab, step, keys, y):
+    """Two calls for one batch."""
+    parts = [rows_of(vocab, step, x, y) for x in np.split(keys, 2)]
+    rows = np.concatenate([x.batch[0] for x in parts])
+    ids = np.concatenate([x.ids["table"] for x in parts])
+    new = np.concatenate([x.rows["table"] for x in parts])
+    # A key of the first call may have lost its row to one of the second.
+    _, last = np.unique(ids[::-1], return_index=True)
+    last = len(ids) - 1 - last
+    table, values = {"table": ids[last], "w": None}, {"table": new[last], "w": None}
+    return host.BatchWithReset((rows, y), table, values)
+
+
+def test_more_calls_ahead_than_undo_remembers(tmp_path):
+    """Forty of them; a checkpoint in between, and all but five steps taken back.
+
+    What is remembered is what is ahead, however many steps there are.
+    """
+    run = Run(prepare=twice, file=tmp_path / "table.bin")
+    run.trainer._rows.stores[0]._cold_for = 99
+    expected = []
+    for value in run.trainer.run(stream_of(0, 40), ahead=19):
+        run.values.append(value)
+        if run.trainer.steps == 5:
+            run.trainer.checkpoint(tmp_path / "run")
+            break
+    assert len(run.trainer.drawn) == 20
+    expected = run.vocab.arrays
+    run.trainer.close()
+    again = Run(prepare=twice, file=tmp_path / "table.bin", restore=tmp_path / "run")
+    assert_identical(again.vocab.arrays, expected)
+    with again.trainer:
+        again.train(stream_of(5, 10))
+        assert len(again.vocab.history._calls) <= 8 + 2 * 2
+    vocab = osa.Vocabulary(31)
+    for step, (keys, _) in enumerate(stream_of(0, 10)):
+        for part in np.split(keys, 2):
+            vocab.assign(part, step)
+    assert_identical(again.vocab.arrays, vocab.arrays)
+    for _ in range(8):
+        vocab.undo()
+    with pytest.raises(RuntimeError, match="none left"):
+        vocab.undo()
+
+
+def test_keys_that_are_known_before(tmp_path):
+    """Of the same step as the first batch, and in a checkpoint before it ends."""
+    vocabs = [osa.Vocabulary(31) for _ in range(3)]
+    for x in vocabs[:2]:
+        x.assign([3, 4, 5], 0)
+    params = host_params(*begin((31, DIM)), file=tmp_path / "table.bin")
+    prepare = functools.partial(rows_of, vocabs[0])
+    args = loss, TX, params
+    with host.HostTrainer(
+        *args, prepare=prepare, stateful={"keys": vocabs[0]}
+    ) as trainer:
+        values = trainer.run(stream_of(0, 4))
+        next(values)
+        trainer.checkpoint(tmp_path / "run")
+        next(values)
+    stateful = {"keys": vocabs[2]}
+    host.HostTrainer.restore(tmp_path / "run", *args, stateful=stateful).close()
+    rows_of(vocabs[1], 0, *next(stream_of(0, 1)))
+    assert_identical(vocabs[2].arrays, vocabs[1].arrays)
+
+
+def assigned(vocab, first, last):
+    """A loader that does what `prepare` should do."""
+    for number, batch in enumerate(stream_of(first, last), first):
+        yield rows_of(vocab, number, *batch)
+
+
+REFUSED = r"stateful\['keys'\] has changed otherwise than by keys of the batch of st"
+
+
+@pytest.mark.parametrize("has_prepare", [True, False])
+def test_keys_that_the_iterator_of_a_run_assigns(has_prepare):
+    """It is drawn ahead, and nobody would take them back."""
+
+    def prepare(vocab, step, x):
+        return x
+
+    run = Run(prepare=prepare if has_prepare else None)
+    with pytest.raises(ValueError, match=REFUSED):
+        run.train(assigned(run.vocab, 0, 4))
+    assert run.trainer.steps == 0
+
+
+def by_undo(vocab, _):
+    vocab.undo()
+
+
+def by_two_undos(vocab, step):
+    vocab.undo()
+    vocab.undo()
+    vocab.assign([1], step)
+
+
+def by_restore(vocab, step):
+    vocab.restore(vocab.arrays_before(step))
+
+
+def by_a_call(vocab, step):
+    vocab.assign([1], step)
+
+
+@pytest.mark.parametrize("way", ["step", "run", "between"])
+@pytest.mark.parametrize("change", [by_undo, by_two_undos, by_restore, by_a_call])
+def test_other_changes_are_refused(change, way):
+    """A call and an `undo` of it are none."""
+    run, made = Run(), [*stream_of(0, LAST)]
+    run.values += [run.trainer.step(*x) for x in made[:3]]
+    if way == "between":
+        values = run.trainer.run(made[3:])
+        next(values)
+        change(run.vocab, 4)
+        with pytest.raises(ValueError, match=REFUSED):
+            list(values)
+        return
+    run.vocab.assign([1], 3)
+    run.vocab.undo()
+    change(run.vocab, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED):
+            run.trainer.step(*made[3]) if way == "step" else list(
+                run.trainer.run(made[3:])
+            )
+    if change is by_a_call:
+        run.vocab.undo()
+        run.goes_on()
+        assert_done(run)
+
+
+def test_prepare_takes_no_keys_back():
+    def prepare(vocab, step, keys, y):
+        if step == 2:
+            vocab.undo()
+        return rows_of(vocab, step, keys, y)
+
+    run, made = Run(prepare=prepare), [*stream_of(0, 4)]
+    with pytest.raises(ValueError, match="`prepare` has taken back what stateful"):
+        list(run.trainer.run(made))
+    assert run.trainer.steps == 2
+    with pytest.raises(ValueError, match=REFUSED):
+        run.trainer.step(*made[2])
+
+
+def test_a_vocabulary_that_grows(tmp_path):
+    """Between steps it is the same; where batches are drawn they are not taken back."""
+    run, made = Run(), [*stream_of(0, LAST)]
+    run.trainer.step(*made[0])
+    run.vocab.grow(40)
+    run.vocab.grow(41)
+    with pytest.raises(IndexError, match="looks up row 3"):  # the table has not grown
+        list(run.trainer.run(made[1:]))
+    run = Run()
+    values = run.trainer.run(made)
+    next(values)
+    run.vocab.grow(40)
+    with pytest.raises(ValueError, match="does not know what it was before step 1"):
+        run.trainer.checkpoint(tmp_path / "run")
+
+
+@pytest.mark.parametrize("rows", [rows_of, twice], ids=["once", "twice"])
+def test_keys_of_steps_by_hand(rows, tmp_path):
+    """Without `prepare`: right before a step, by its number; taken back by `undo`."""
+    calls, made = 1 + (rows is twice), [*stream_of(0, LAST)]
+    run = Run(prepare=None, file=tmp_path / "table.bin")
+    step = run.trainer.step
+    for number, batch in enumerate(made[:6]):
+        if number == 4:
+            rows(run.vocab, number, *made[7])  # a batch that is not trained
+            for _ in range(calls):
+                run.vocab.undo()
+        step(rows(run.vocab, number, *batch))
+    prepared = rows(run.vocab, 6, *made[6])
+    run.trainer.checkpoint(tmp_path / "run")  # without those
+    for _ in range(calls + 1):  # once too often
+        run.vocab.undo()
+    with pytest.raises(ValueError, match=REFUSED):
+        step(prepared)
+    run.vocab.assign([1], 6)
+    with pytest.raises(ValueError, match=REFUSED):
+        step(prepared)
+    run.trainer.close()
+    again = Run(prepare=None, file=tmp_path / "table.bin", restore=tmp_path / "run")
+    assert_identical(again.vocab.arrays, known(6, rows))
+    with again.trainer:
+        rows(again.vocab, 7, *made[6])  # by another number
+        with pytest.raises(ValueError, match=REFUSED):
+            again.trainer.step(prepared)
+        for _ in range(calls):
+            again.vocab.undo()
+        again.trainer.step(rows(again.vocab, 6, *made[6]))
+
+
+EACH = 1 if WEEKLY else 7
+# Those of `one_writer` are tried in tests/vocabulary/test_interrupts.py.
+MODULES = _pipeline, _prepare, _host_rows, vocabulary, history
+
+
+@pytest.mark.parametrize("every", slow_but([EACH, 41], 41))
+@pytest.mark.parametrize("way", ["run", "step"])
+def test_interrupts(way, every):
+    """At any line: keys are of the steps that are done, after the next call at latest.
+
+    As the trainer and the vocabulary go on, one run does for all lines.
+    """
+    run, made = Run(), [*stream_of(0, 5)]
+    oracle, lines, seen, at = osa.Vocabulary(31), [0, 0], 0, 0
+    run.train(made)
+    while len(lines) == 2:
+        before, iterator = run.trainer.steps, iter(made)
+        seen += every
+        with interrupted_at_line(seen, *MODULES) as lines:
+            if way == "run":
+                for _ in run.trainer.run(iterator):
+                    pass
+            else:
+                for batch in iterator:
+                    run.trainer.step(*batch)
+        done = run.trainer.steps - before
+        run.train(made[done:])
+        for step in range(at, run.trainer.steps):
+            oracle.assign(made[step % 5][0], step)
+        at = run.trainer.steps
+        assert at == before + 5, lines[1:]
+        assert_identical(run.vocab.arrays, oracle.arrays)
+    assert seen > 500
