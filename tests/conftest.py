@@ -1,10 +1,12 @@
 """Strict JAX for every test, eight devices, and compiled programs that are kept."""
 
+import collections
 import gc
 import importlib.util
 import math
 import os
 import re
+import zlib
 from pathlib import Path
 
 from .helpers.versions import FAST_TO_COMPILE
@@ -53,7 +55,7 @@ from optax_sparse_adam._rows.with_ops import KERNELS
 from optax_sparse_adam.native import _build, _calls, _library
 
 from .helpers.native import installed_or_built
-from .helpers.support import need_devices, slow_but
+from .helpers.support import WEEKLY, need_devices, slow_but
 
 DEVICES = int(os.environ["OPTAX_SPARSE_ADAM_TEST_DEVICES"])
 
@@ -92,7 +94,27 @@ _LONG = {"native", "whole", "benchmarks", "examples"}
 _LONG |= {"host_tables", "keras", "vocabulary"}
 
 
-def pytest_collection_modifyitems(items):
+_MANY = 12  # slow cases of one test
+
+
+def _by_turns(items):
+    """Slow cases that come in the job of each week alone: half of those of one test.
+
+    Which ones, a hash of their names says: of the values of each parameter some.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    slow = [item for item in slow if item.path.parts[-2] != "whole"]  # pages of docs
+    count = collections.Counter(item.nodeid.partition("[")[0] for item in slow)
+    for item in slow:
+        name, _, case = item.nodeid.partition("[")
+        if count[name] >= _MANY and zlib.crc32(case.encode()) % 2:
+            yield item
+
+
+def pytest_collection_modifyitems(config, items):
+    left = [] if WEEKLY else [*_by_turns(items)]
+    items[:] = [item for item in items if item not in {*left}]
+    config.hook.pytest_deselected(items=left)
     files = {item.path: number for number, item in enumerate(items)}
 
     def place(item):

@@ -191,10 +191,11 @@ class HostRows:
             return contextlib.nullcontext()
         if self._is_in_use_here and not self._has_settled:
             raise RuntimeError(
-                "A signal's handler, or what a step or a checkpoint has called, uses "
-                "this HostTrainer in the middle of it, when rows and files are of two "
-                "times. Let the handler say that it was called, as by a flag, and make "
-                "the checkpoint between two steps; or let it raise: nothing is lost."
+                "A signal's handler, `prepare`, or what a step or a checkpoint has "
+                "called, uses this HostTrainer in the middle of it, when rows and "
+                "files are of two times. Let the handler say that it was called, as by "
+                "a flag, and make the checkpoint between two steps; or let it raise: "
+                "nothing is lost."
             )
         return self._lock
 

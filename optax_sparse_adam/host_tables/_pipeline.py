@@ -11,6 +11,7 @@ settings of the caller's thread.
 
 import atexit
 import collections
+import copy
 import functools
 import inspect
 import itertools
@@ -66,7 +67,8 @@ class Source:
                 self._draw()
             except Exception as error:  # for when its turn comes
                 self._error = error
-        if not batches and count and not isinstance(self._error, StopIteration):
+        is_end = self._error is self._end and isinstance(self._end, StopIteration)
+        if not batches and count and not is_end:
             raise self._error  # type: ignore[misc]
         return batches
 
@@ -103,9 +105,13 @@ class Source:
         place[0] = jax.tree.map(_kept, as_batch(place[0]))
 
     def _compute(self, place: list[Any]) -> None:
-        done = self._rows.steps_done
-        number = done + len(self._batches)
-        item = self._rows.preparation.batch(number, place[0], done=done)
+        done, preparation = self._rows.steps_done, self._rows.preparation
+        number, item = done + len(self._batches), place[0]
+        if preparation.is_by_step:  # which may write to what it gets, and refill, too
+            item = jax.tree.map(_kept, item)
+        item = preparation.batch(number, item, done=done)
+        if preparation.is_by_step:
+            item = jax.tree.map(_kept, item)
         place.append(self._ids(item, f"Batch {number}"))
 
     def settle(self) -> None:
@@ -146,18 +152,17 @@ class Source:
 
 
 def _kept(x: Any) -> Any:
-    """An argument that does not change when the caller writes to an array of NumPy.
+    """An argument that does not change when the caller writes to what it has given.
 
-    On a CPU an array of JAX may be made of such a one without a copy. JAX makes its own
-    copy while Python goes on, so it is waited for.
+    On a CPU an array of JAX may be made of one of NumPy without a copy. JAX makes its
+    own copy while Python goes on, so it is waited for.
     """
     if isinstance(x, np.ndarray):
         return np.array(x, subok=True)  # what is masked is refused, as it is by `step`
-    is_of_host = (
-        isinstance(x, jax.Array)
-        and len(x.devices()) == 1
-        and next(iter(x.devices())).platform == "cpu"
-    )
+    if not isinstance(x, jax.Array):
+        return copy.deepcopy(x)  # such as a tensor of torch, for `prepare`
+    devices = x.devices()
+    is_of_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
     return jnp.copy(x).block_until_ready() if is_of_host else x
 
 
@@ -232,6 +237,10 @@ class Pipeline:
         """What a run has prepared and not trained is taken back."""
         if self._ahead is source:
             self._turn(None)
+
+    def close(self) -> None:
+        """What any run has prepared and not trained is taken back."""
+        self._turn(None)
 
     def step(self, item: Any, *keywords: Any) -> Any:
         rows = self._rows

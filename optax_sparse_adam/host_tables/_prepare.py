@@ -104,7 +104,13 @@ class Preparation:
             for name, vocab in self._vocabs.items():
                 vocab.history.keep(self._marks[done][name])
             args = item if isinstance(item, tuple) else (item,)
-            item = as_batch(self._prepare(step, *args))
+            made = self._prepare(step, *args)
+            if made is None:
+                raise TypeError(
+                    "`prepare` returns what the loss takes beside the parameters, a "
+                    "tuple or the one argument, or a BatchWithReset; got None."
+                )
+            item = as_batch(made)
             for name, vocab in self._vocabs.items():
                 if vocab.history.since(mark[name]) is None:
                     raise ValueError(
@@ -124,14 +130,17 @@ class Preparation:
         mark, now = self._mark(step), self._now()
         last = self._marks[max(self._marks)]
         if self._prepare is not None and now != mark:
-            since = [x.history.since(mark[name]) for name, x in self._vocabs.items()]
-            if None in since or not (self._changes or now == last):
+            marked = [(x, mark[name]) for name, x in self._vocabs.items()]
+            is_known = all(x.history.since(now) is not None for x, now in marked)
+            if not (is_known and (self._changes or now == last)):
                 return
             self._changes = True
-            for vocab, calls in zip(self._vocabs.values(), since, strict=True):
-                for _ in calls or ():
+            for vocab, before in marked:
+                while vocab.history.now is not before:
                     vocab.undo()
         self._marks, self._changes = {step: mark}, False
+        for vocab in self._vocabs.values():
+            vocab.history.keep(None)
 
     def arrays(self, step: int) -> dict[str, Mapping[str, np.ndarray]]:
         """What all that is `stateful` was before this step.
@@ -143,7 +152,8 @@ class Preparation:
 
     def _arrays(self, name: str, step: int) -> Mapping[str, np.ndarray]:
         vocab = self._vocabs.get(name)
-        if vocab is None:
+        # A subclass may have more to save, by its own method.
+        if vocab is None or type(vocab).arrays_before is not Vocabulary.arrays_before:
             return self._stateful[name].arrays_before(step)
         if not self._marks:
             return vocab.arrays

@@ -415,6 +415,7 @@ class HostTrainer:
             rows.is_open = False
             try:
                 rows.settle()
+                self._pipeline.close()
             except BaseException as error:
                 rows.is_open = getattr(error, "errno", None) == errno.ENOSPC
                 raise

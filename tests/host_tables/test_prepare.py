@@ -341,6 +341,108 @@ def test_keys_that_are_known_before(tmp_path):
     assert_identical(vocabs[2].arrays, vocabs[1].arrays)
 
 
+def test_one_vocabulary_by_two_names_and_by_none():
+    """It is taken back once; it forgets what the trainer needed, when that ends."""
+    run = Run()
+    rows, w = begin((31, DIM))
+    options = {"prepare": functools.partial(rows_of, run.vocab)}
+    options["stateful"] = {"user": run.vocab, "item": run.vocab}
+    run.trainer = host.HostTrainer(loss, TX, host_params(rows, w), **options)
+    run.train(stream_of(0, LAST), stop=4)
+    assert_knows(run, 4)
+    run.train(stream_of(4, LAST), stop=7)
+    values = run.trainer.run(stream_of(7, LAST))
+    next(values)
+    run.trainer.close()
+    assert_knows(run, 8)
+    for step in range(20, 40):
+        run.vocab.assign([step], step)
+    assert len(run.vocab.history._calls) == 8
+
+
+def test_a_stop_iteration_of_prepare_is_no_end_of_the_batches():
+    weights = iter([1.0] * 5)
+    run = Run(prepare=lambda vocab, n, x, y: rows_of(vocab, n, x, y * next(weights)))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run.train(stream_of(0, LAST))
+    assert_knows(run, 5)
+    run = Run(prepare=lambda vocab, *batch: None)
+    with pytest.raises(TypeError, match="`prepare` returns what the loss takes besid"):
+        run.train(stream_of(0, LAST))
+
+
+def in_place(vocab, step, keys, y):
+    """Writes to what it gets."""
+    made = rows_of(vocab, step, keys.copy(), y.copy())
+    keys *= 3
+    y[:] = 0
+    return made
+
+
+class Refilled:
+    """One buffer for the labels that it returns."""
+
+    def __init__(self):
+        self.labels = np.zeros(24, np.float32)
+
+    def __call__(self, vocab, step, keys, y):
+        self.labels[:] = y
+        return rows_of(vocab, step, keys, self.labels)
+
+
+def of_torch(vocab, step, keys, y):
+    return rows_of(vocab, step, keys.numpy(), y.numpy())
+
+
+def refilled_tensors(first, last):
+    torch = pytest.importorskip("torch")
+    keys, labels = torch.zeros(24, dtype=torch.int64), torch.zeros(24)
+    for x, y in stream_of(first, last):
+        keys[:], labels[:] = torch.tensor(x), torch.tensor(y)
+        yield keys, labels
+
+
+@pytest.mark.parametrize("way", ["in place", "refilled", "tensors"])
+def test_arrays_that_are_written_to(way):
+    """By `prepare`, or by the loader: what is drawn and prepared is copied."""
+    prepare = {"in place": in_place, "refilled": Refilled(), "tensors": of_torch}[way]
+    run, made = (
+        Run(prepare=prepare),
+        refilled_tensors if way == "tensors" else stream_of,
+    )
+    run.train(made(0, LAST), stop=4)
+    if way == "in place":
+        assert_identical(run.trainer.drawn[0], next(stream_of(4, 5)))
+    run.train(itertools.chain(run.trainer.drawn, made(5, LAST)))
+    assert_done(run)
+
+
+def test_a_vocabulary_that_saves_more(tmp_path):
+    """A subclass, by its own methods."""
+
+    class More(osa.Vocabulary):
+        def arrays_before(self, step):
+            return super().arrays_before(step) | {"more": np.array(step)}
+
+        def restore(self, arrays):
+            self.more = int(arrays["more"])
+            super().restore({k: x for k, x in arrays.items() if k != "more"})
+
+    table = host_params(*begin((31, DIM)), file=tmp_path / "table.bin")
+    args = loss, TX, table
+    vocab = More(31)
+    options = {"prepare": functools.partial(rows_of, vocab)}
+    with host.HostTrainer(*args, stateful={"keys": vocab}, **options) as trainer:
+        for _ in trainer.run(stream_of(0, LAST)):
+            if trainer.steps == 5:
+                trainer.checkpoint(tmp_path / "run")
+    vocab = More(31)
+    stateful = {"keys": vocab}
+    host.HostTrainer.restore(tmp_path / "run", *args, stateful=stateful).close()
+    assert vocab.more == 5
+    assert_identical(vocab.arrays, known(5))
+
+
 def assigned(vocab, first, last):
     """A loader that does what `prepare` should do."""
     for number, batch in enumerate(stream_of(first, last), first):
