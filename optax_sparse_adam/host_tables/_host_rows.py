@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -167,7 +168,9 @@ class HostRows:
             self.refuse_in_batches()
 
     def refuse_in_batches(self) -> None:
-        if getattr(self._drawing, "is_on", False):
+        code = getattr(self._drawing, "code", None)
+        # Two interrupts may have come where one would have taken it back.
+        if code in (x.f_code for x, _ in traceback.walk_stack(None) if code):
             raise RuntimeError(
                 "The batches of HostTrainer.run are drawn before the steps of those "
                 "that come before, so they may read the trainer and make checkpoints, "
@@ -175,9 +178,9 @@ class HostRows:
                 "batch by yourself, and pass it to HostTrainer.step."
             )
 
-    def draws(self, is_on: bool) -> None:
-        """Says whether what this thread does belongs to the batches of `run`."""
-        self._drawing.is_on = is_on
+    def draws(self, code: CodeType | None) -> None:
+        """Says that what this code calls in this thread belongs to batches of `run`."""
+        self._drawing.code = code
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
         """Waits for what other threads do with this trainer, and then lets them wait.

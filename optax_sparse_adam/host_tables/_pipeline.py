@@ -88,7 +88,7 @@ class Source:
         if self._end is not None:
             raise self._end
         count = len(self._places)
-        self._rows.draws(True)
+        self._rows.draws(Source._draw_one.__code__)
         try:
             # One call, without Python between the iterator and the place.
             self._places.extend(map(list, zip(itertools.islice(self.iterator, 1))))
@@ -96,7 +96,7 @@ class Source:
             self._end = error
             raise
         finally:
-            self._rows.draws(False)
+            self._rows.draws(None)
         if len(self._places) == count:
             self._end = StopIteration()
             raise self._end
@@ -322,7 +322,6 @@ class Pipeline:
             finally:
                 worker.shutdown(wait=not is_closed)
         finally:
-            rows.draws(False)  # an interrupt may have come while this was said
             try:
                 if not is_closed:
                     with rows.alone():

@@ -156,7 +156,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-@pytest.mark.parametrize("name", slow_but(CASES, *list(CASES)[::5]))
+@pytest.mark.parametrize("name", slow_but(CASES, *list(CASES)[::10]))
 def test_same_as_nnx(name):
     """Value, gradients, `aux`, and all that the loss does to its arguments."""
     function, kwargs, make, tables = CASES[name]

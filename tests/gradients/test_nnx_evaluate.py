@@ -110,6 +110,7 @@ def test_as_dense_adam_without_a_flush(name):
     assert max(stale) > 1e-3  # what it would be without
 
 
+@pytest.mark.slow
 def test_what_the_function_does_to_a_module():
     """It happens to it, as under `nnx`; results may be any tree."""
     model, optimizer, step = trainer(

@@ -76,6 +76,7 @@ def of_rows(lib, program, tx, counts):
     return losses, int(rows.calls[...]) if counts else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "graph_updates"),
     slow_but(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optax_sparse_adam as osa
 
 from ..helpers.gradients import Case, assert_same
-from ..helpers.support import assert_close
+from ..helpers.support import assert_close, slow_but
 
 PARAMS, IDS = Case(None).inputs()
 TABLE, WEIGHTS = PARAMS["t"], PARAMS["w"]
@@ -60,7 +60,7 @@ BEGINS = {
 
 
 @pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
-@pytest.mark.parametrize("is_in_jit", [False, True])
+@pytest.mark.parametrize("is_in_jit", slow_but([False, True], True))
 def test_refs_of_a_loop(begin, is_in_jit):
     def loss(table, ids):
         loop = functools.partial(loop_with_ref, begin=begin)

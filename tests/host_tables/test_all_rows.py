@@ -358,6 +358,7 @@ def test_what_needs_rows_of_the_batch_trains_as_in_memory(name):
         assert_trained_alike(trainer, list(trainer.run(made)), known)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 @pytest.mark.parametrize(
     "inner",

@@ -122,13 +122,13 @@ def test_an_interrupt_before_and_after_a_batch_is_drawn(which, monkeypatch, expe
     """The trainer does not believe for ever that batches are being drawn."""
     trainer, draws, seen = new_trainer(), _host_rows.HostRows.draws, []
 
-    def interrupted(rows, is_on):
+    def interrupted(rows, code):
         seen.append(1)
         if len(seen) == 4 + which:  # of the third batch
             if which == 1:  # it has begun
-                draws(rows, is_on)
+                draws(rows, code)
             raise KeyboardInterrupt
-        draws(rows, is_on)
+        draws(rows, code)
 
     monkeypatch.setattr(_host_rows.HostRows, "draws", interrupted)
     with pytest.raises(KeyboardInterrupt):

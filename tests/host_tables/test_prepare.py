@@ -29,6 +29,7 @@ from ..helpers.support import WEEKLY, assert_identical, slow_but
 from ..helpers.system_calls import interrupted_at_line
 
 TX = osa.sparse_adam(0.1)
+OPTIMIZERS = {"sparse": TX, "exact": osa.exact_adamw(0.1)}
 LAST = 12
 
 
@@ -98,11 +99,11 @@ def assert_done(run, tx=TX):
     assert_identical(run.vocab.arrays, arrays)
 
 
-@pytest.mark.parametrize("tx", [TX, osa.exact_adamw(0.1)], ids=["sparse", "exact"])
+@pytest.mark.parametrize("name", slow_but([*OPTIMIZERS], "exact"))
 @pytest.mark.parametrize("where", slow_but(["memory", "cold", "mesh"], "cold"))
-def test_a_pipeline_left_and_gone_on_with(where, tx, tmp_path):
+def test_a_pipeline_left_and_gone_on_with(where, name, tmp_path):
     """To the bits of memory, with what was drawn or with another iterator."""
-    options = {}
+    tx, options = OPTIMIZERS[name], {}
     if where == "mesh":
         axes = (jax.sharding.AxisType.Auto,)
         options["mesh"] = jax.make_mesh((jax.device_count(),), ("x",), axes)
@@ -138,6 +139,7 @@ def test_steps_between_the_values_of_a_run():
     assert_done(run)
 
 
+@pytest.mark.slow
 def test_two_runs_beside_each_other():
     run, made = Run(), [*stream_of(0, LAST)]
     pair = run.trainer.run(made[::2]), run.trainer.run(made[1::2])
@@ -223,7 +225,7 @@ def test_ends_of_a_run(end, at):
     assert_done(run.goes_on())
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", slow_but([True, False], False))
 def test_a_step_that_raises_takes_its_keys_back(early):
     run, made = Run(), [*stream_of(0, LAST)]
     run.values += [run.trainer.step(*x) for x in made[:4]]
@@ -402,7 +404,9 @@ def refilled_tensors(first, last):
         yield keys, labels
 
 
-@pytest.mark.parametrize("way", ["in place", "refilled", "tensors"])
+@pytest.mark.parametrize(
+    "way", slow_but(["in place", "refilled", "tensors"], "in place")
+)
 def test_arrays_that_are_written_to(way):
     """By `prepare`, or by the loader: what is drawn and prepared is copied."""
     prepare = {"in place": in_place, "refilled": Refilled(), "tensors": of_torch}[way]
@@ -417,6 +421,7 @@ def test_arrays_that_are_written_to(way):
     assert_done(run)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_saves_more(tmp_path):
     """A subclass, by its own methods."""
 
@@ -452,7 +457,7 @@ def assigned(vocab, first, last):
 REFUSED = r"stateful\['keys'\] has changed otherwise than by keys of the batch of st"
 
 
-@pytest.mark.parametrize("has_prepare", [True, False])
+@pytest.mark.parametrize("has_prepare", slow_but([True, False], False))
 def test_keys_that_the_iterator_of_a_run_assigns(has_prepare):
     """It is drawn ahead, and nobody would take them back."""
 
@@ -484,7 +489,10 @@ def by_a_call(vocab, step):
 
 
 @pytest.mark.parametrize("way", ["step", "run", "between"])
-@pytest.mark.parametrize("change", [by_undo, by_two_undos, by_restore, by_a_call])
+@pytest.mark.parametrize(
+    "change",
+    slow_but([by_undo, by_two_undos, by_restore, by_a_call], by_two_undos, by_a_call),
+)
 def test_other_changes_are_refused(change, way):
     """A call and an `undo` of it are none."""
     run, made = Run(), [*stream_of(0, LAST)]
@@ -540,7 +548,7 @@ def test_a_vocabulary_that_grows(tmp_path):
         run.trainer.checkpoint(tmp_path / "run")
 
 
-@pytest.mark.parametrize("rows", [rows_of, twice], ids=["once", "twice"])
+@pytest.mark.parametrize("rows", slow_but([rows_of, twice], twice))
 def test_keys_of_steps_by_hand(rows, tmp_path):
     """Without `prepare`: right before a step, by its number; taken back by `undo`."""
     calls, made = 1 + (rows is twice), [*stream_of(0, LAST)]
@@ -578,8 +586,8 @@ EACH = 1 if WEEKLY else 7
 MODULES = _pipeline, _prepare, _host_rows, vocabulary, history
 
 
-@pytest.mark.parametrize("every", slow_but([EACH, 41], 41))
-@pytest.mark.parametrize("way", ["run", "step"])
+@pytest.mark.parametrize("every", slow_but([EACH, 83], 83))
+@pytest.mark.parametrize("way", slow_but(["run", "step"], "run"))
 def test_interrupts(way, every):
     """At any line: keys are of the steps that are done, after the next call at latest.
 

@@ -93,6 +93,7 @@ def test_those_that_want_a_keyword_are_asked_in_the_first_step(mask):
             assert (trainer.params["table"] != before).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow_but([5, 6], 5))
 def test_a_batch_of_as_many_rows_as_another_leaf_has(count):
     """A mask by that number would take the rows for that leaf."""

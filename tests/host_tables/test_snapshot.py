@@ -107,6 +107,7 @@ def test_types_and_stateful(dtype, tmp_path):
 VALUES = {"number": 0.5, "array": np.full(3, 0.5), "scalar": np.float64(0.5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(VALUES, "number"))
 def test_parameters_are_of_the_types_of_jax(kind, tmp_path):
     """As the trainer has them, whatever made them: also a Python number, float64."""

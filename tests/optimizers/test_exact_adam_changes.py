@@ -48,6 +48,7 @@ def test_a_table_that_grows():
     assert_close(osa.flush(table, state)[0], wanted, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_dense_run_goes_on_and_back():
     """As `docs/exact_adam.md` says, with optax's own state before and after."""
     ours, optaxs = osa.exact_adamw(0.05, **ADAMW), optax.adamw(0.05, **ADAMW)

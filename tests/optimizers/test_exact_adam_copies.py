@@ -268,6 +268,7 @@ def test_gradients_of_members_at_different_steps(name):
 EMPTY = [((8, 3), (2, 0)), ((8, 3), (0, 2)), ((8, 0), (2, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "ids"), slow_but(EMPTY, EMPTY[0]), ids=str)
 def test_gradients_of_an_empty_batch(shape, ids):
     """No entries, no members, or no columns: rows move by their momentum alone."""

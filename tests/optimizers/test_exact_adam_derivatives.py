@@ -46,6 +46,7 @@ def trained(loss, params, a, make, is_exact):
 LOSSES = {"lookup": by_lookup, "bags": by_bags}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_wide", slow_but([False, True], True))
 @pytest.mark.parametrize("name", slow_but(LOSSES, "lookup"))
 def test_derivatives_of_a_training(name, is_wide):

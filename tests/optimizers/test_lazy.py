@@ -70,6 +70,7 @@ def test_norm_of_the_summed_gradient():
     assert_close(updates["table"].data[0], [3 / 13, 4 / 13], TOLERANCE["float32"].numpy)
 
 
+@pytest.mark.slow
 def test_a_tree_is_its_leaves_alone():
     """Where leaves do not meet: dense, row-sparse and no gradients in one tree."""
     tx = osa.lazy(optax.adamw(0.1, weight_decay=0.1))

@@ -64,7 +64,7 @@ def jitted(tx):
     return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
-@pytest.mark.parametrize("name", slow_but(CHAINS, "flagship", "a clock a row"))
+@pytest.mark.parametrize("name", slow_but(CHAINS, "a clock a row"))
 def test_touched_rows_are_a_table(name):
     """The chain sees all leaves together, norms and all; other rows keep every bit."""
     with jax.enable_x64():
@@ -95,9 +95,7 @@ def assert_all_close(actual, expected):
         assert_close(a, e, tol, magnitude=np.nanmax(np.abs(e), initial=0.0))
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(TREES, "two sparse axes", "alike and another")
-)
+@pytest.mark.parametrize("name", slow_but(TREES, "two sparse axes"))
 def test_shapes(name):
     grads, params = TREES[name]
     tx = osa.lazy(FLAGSHIP)
@@ -107,6 +105,7 @@ def test_shapes(name):
     assert_all_close(lowered.compile()(*arguments), at_once(tx.update, *arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_params", slow_but([True, False], True))
 def test_trees_with_holes(with_params):
     """Small tables, None and dense leaves; or no parameters at all."""

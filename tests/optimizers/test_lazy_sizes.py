@@ -93,6 +93,7 @@ def test_others_are_those_of_the_table(mask, way):
     assert_identical(*results)
 
 
+@pytest.mark.slow
 def test_equal_shapes_by_chance():
     """Two tables of which equally many rows are touched share random bits."""
     params = {"a": jnp.ones((9, 4), jnp.bfloat16), "b": jnp.ones((8, 4), jnp.bfloat16)}

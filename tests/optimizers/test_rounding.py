@@ -127,6 +127,7 @@ def test_right_on_average(dtype, update_dtype):
     assert abs((z**2).mean() - 1) < 5 * np.sqrt(2 / len(z))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but([t for t, u in TYPES if t == u], "bfloat16"))
 def test_special_numbers(dtype):
     """Zero updates keep every bit; the type's end, infinities and NaN stay."""

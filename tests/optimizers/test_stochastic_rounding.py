@@ -114,6 +114,7 @@ def test_wide_parameters_are_handed_through(inner, dtype):
         assert_identical(new.inner_state, state)
 
 
+@pytest.mark.slow
 def test_mixed_tree():
     """The wide leaves get the bits that they would get alone, `None` stays `None`."""
     inner = optax.adam(1e-3)

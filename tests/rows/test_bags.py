@@ -307,7 +307,7 @@ TAKES = [(name, way) for name in TRANSFORMATIONS for way in ("plain", "kernel")]
     slow_but(
         TAKES,
         ("exact_adam", "plain"),
-        *((name, "kernel") for name in ("sparse_adam", "rowwise_adagrad")),
+        ("rowwise_adagrad", "kernel"),
     ),
     indirect=["backend"],
 )
@@ -329,6 +329,7 @@ def test_optimizers_take_it(name, backend):
         assert_close(a, e, 1e-6, magnitude=np.abs(e).max())
 
 
+@pytest.mark.slow
 def test_row_arithmetic_takes_it():
     (grad, rows), table = factored(), numbers()[0]
     assert_identical(osa.coalesce(grad).data, osa.coalesce(rows).data)

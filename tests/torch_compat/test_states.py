@@ -182,6 +182,7 @@ def test_there_and_back_beside_torch(kind):
         assert again[0].state[other.users.weight]["step"] == 18
 
 
+@pytest.mark.slow
 def test_tables_of_torch_in_host_memory():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         tx, model = parts(), Model(True)
