@@ -170,7 +170,7 @@ class HostRows:
     def refuse_in_batches(self) -> None:
         code = getattr(self._drawing, "code", None)
         # Two interrupts may have come where one would have taken it back.
-        if code in (x.f_code for x, _ in traceback.walk_stack(None) if code):
+        if code and any(x.f_code is code for x, _ in traceback.walk_stack(None)):
             raise RuntimeError(
                 "The batches of HostTrainer.run are drawn before the steps of those "
                 "that come before, so they may read the trainer and make checkpoints, "

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _host_rows
+from optax_sparse_adam.host_tables import _host_rows, _pipeline
 from optax_sparse_adam.host_tables._pipeline import Pipeline
 from optax_sparse_adam.host_tables._store import Memory
 
@@ -192,15 +193,16 @@ def test_a_step_of_another_thread_where_a_batch_has_raised(number, monkeypatch):
     trainer = host.HostTrainer(fun, TX, host_params(*begin()))
     made = [*batches(0, 4)]
     right, made[number][0][3] = made[number][0].copy(), ROWS
-    iterator, draws, raised = iter(made), trainer._rows.draws, []
+    iterator, raised = iter(made), []
 
-    def step_of_another(is_drawing):
-        draws(is_drawing)
-        if sys.exc_info()[0] is IndexError and not raised:
-            raised.append(trainer.steps)
-            trainer.step(*next(batches(9, 10)))
+    class Worker(ThreadPoolExecutor):
+        def shutdown(self, **how):
+            if not raised:
+                raised.append(trainer.steps)
+                trainer.step(*next(batches(9, 10)))
+            super().shutdown(**how)
 
-    monkeypatch.setattr(trainer._rows, "draws", step_of_another)
+    monkeypatch.setattr(_pipeline, "ThreadPoolExecutor", Worker)
     with pytest.raises(IndexError):
         list(trainer.run(iterator))
     assert raised == [number]
