@@ -9,9 +9,13 @@ NumPy. In the mean are searches for the next rows to go, once in hundreds of cal
 Steps: blocks of steps in turns, whose rows are assigned before the block, right before
 each step, or by a thread while the step before runs. Each of the three has a vocabulary
 of its own, which sees the same keys: one that is restored searches anew.
+
+Pipeline: the same on a table in host memory, by `HostTrainer.run`, with `assign` in
+`prepare` and with rows that were assigned before the block.
 """
 
 import argparse
+import functools
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.native import _keys
 
 STEPS, ROUNDS, CALLS, SEARCHES = 60, 16, 200, 1500
@@ -96,6 +101,11 @@ def calls(args):
         print(f"| {name} | {' | '.join(both)} |")
 
 
+def loss(params, rows, labels):
+    logits = params["table"][rows].sum(axis=1) @ params["w"]
+    return jnp.mean(jnp.logaddexp(0, logits) - labels * logits)
+
+
 class Trainer:
     """The step of docs/keys.md."""
 
@@ -104,12 +114,8 @@ class Trainer:
         params = {"table": jnp.zeros((args.rows, args.dim)), "w": jnp.ones(args.dim)}
         self.held = params, self.tx.init(params)
         self.begin = jax.jit(self._begin, donate_argnums=(0, 1))
-        self.step = osa.make_train_step(self._loss, self.tx)
+        self.step = osa.make_train_step(loss, self.tx)
         self.least = max(64, 1 << int(np.log2(args.keys / 32)))
-
-    def _loss(self, params, rows, labels):
-        logits = params["table"][rows].sum(axis=1) @ params["w"]
-        return jnp.mean(jnp.logaddexp(0, logits) - labels * logits)
 
     def _begin(self, params, state, rows):
         zeros = jnp.zeros((len(rows), params["table"].shape[1]))
@@ -155,14 +161,57 @@ def steps(args):
             jax.block_until_ready(value)
             if turn >= 0:
                 taken[way].append(1e3 * (time.perf_counter() - start) / STEPS)
-    print(
-        "\n| `assign` | ms a step | of that without, and its quartiles |\n|---|---|---|"
-    )
-    without = np.array(taken[ways[0]])
-    for way in ways:
-        low, middle, high = np.quantile(taken[way] / without, [0.25, 0.5, 0.75])
-        middle_ms = np.median(taken[way])
-        print(f"| {way} | {middle_ms:.3f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+    show("`assign`", taken)
+
+
+def pipeline(args):
+    """`HostTrainer.run`, whose batches have keys, or rows that were assigned before."""
+    stream, ways = Stream(args.rows, args.keys), ["before the block", "in `prepare`"]
+    labels = stream.rng.integers(0, 2, args.keys // 4).astype(np.float32)
+    vocabs = {way: osa.Vocabulary(args.rows) for way in ways}
+
+    def prepared(vocab, step, keys):
+        rows, fresh, _ = vocab.assign(keys, step)
+        zeros = np.zeros((len(fresh), args.dim), np.float32)
+        ids, values = {"table": fresh, "w": None}, {"table": zeros, "w": None}
+        return host.BatchWithReset((rows.reshape(-1, 4), labels), ids, values)
+
+    def made(vocab, **options):
+        vocab.assign(stream.first, 0)
+        table = host.HostTable((args.rows, args.dim))
+        params = {"table": table, "w": jnp.ones(args.dim)}
+        tx = osa.rowwise_adagrad(0.3)
+        return host.HostTrainer(loss, tx, params, steps=1, **options)
+
+    keys = vocabs[ways[1]]
+    of_keys = functools.partial(prepared, keys)
+    trainers = {ways[0]: made(vocabs[ways[0]])}
+    trainers[ways[1]] = made(keys, prepare=of_keys, stateful={"keys": keys})
+    taken = {way: [] for way in ways}
+    for turn in range(-1, ROUNDS):
+        number = 1 + (turn + 1) * STEPS
+        batches = [stream.batch(0.01, "zipf") for _ in range(STEPS)]
+        for way in ways[:: -1 if turn % 2 else 1]:
+            given = batches
+            if way == ways[0]:
+                pairs = enumerate(batches, number)
+                given = [prepared(vocabs[way], step, x) for step, x in pairs]
+            start = time.perf_counter()
+            for _ in trainers[way].run(given):
+                pass
+            if turn >= 0:
+                taken[way].append(1e3 * (time.perf_counter() - start) / STEPS)
+    show("`HostTrainer.run`, `assign`", taken)
+
+
+def show(name, taken):
+    print(f"\n| {name} | ms a step | of that without, and its quartiles |")
+    print("|---|---|---|")
+    without = np.array(next(iter(taken.values())))
+    for way, times in taken.items():
+        low, middle, high = np.quantile(times / without, [0.25, 0.5, 0.75])
+        ms = np.median(times)
+        print(f"| {way} | {ms:.3f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
 
 
 if __name__ == "__main__":
@@ -170,3 +219,4 @@ if __name__ == "__main__":
     print(f"{arguments.keys:,} keys of {arguments.rows:,} rows x {arguments.dim}\n")
     calls(arguments)
     steps(arguments)
+    pipeline(arguments)

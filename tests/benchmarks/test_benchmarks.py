@@ -255,7 +255,8 @@ def test_vectors_of_words(monkeypatch):
 
 def test_keys():
     stdout = printed("keys.py", "--rows", "3000", "--keys", "256", "--dim", "8")
-    calls, steps = stdout.split("\n\n")[1:]
+    calls, steps, pipeline = stdout.split("\n\n")[1:]
     assert calls.count("\n| `assign`") == 4
     assert steps.count("\n| b") == 3
     assert "| before the block | " in steps
+    assert "| in `prepare` | " in pipeline
