@@ -344,6 +344,10 @@ def _check(verb: str, name: str, x: Any, table: Table | None, new: Any) -> None:
         )
 
 
+def _name_of(path: Any) -> str:
+    return getattr(path[-1], "name", getattr(path[-1], "key", "")) if path else ""
+
+
 def _is_clock(name: str, x: Any, kind: Any) -> bool:
     if jnp.issubdtype(kind, np.signedinteger):
         return name not in _NO_CLOCKS
@@ -359,11 +363,12 @@ def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
     begins again, beside others.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    # `count` of reduce_on_plateau begins again, too.
+    plateaus = {path[:-1] for path, _ in paths if _name_of(path) == "plateau_count"}
     pairs = []
     for (path, old), new, table in zip(paths, states, owners, strict=True):
-        name = getattr(path[-1], "name", getattr(path[-1], "key", "")) if path else ""
         _, kind = shape_of("put_rows", old)
-        is_clock = _is_clock(name, old, kind)
+        is_clock = path[:-1] not in plateaus and _is_clock(_name_of(path), old, kind)
         if table is None and new is not None and is_clock:
             pairs.append((old, new))
     if not pairs:

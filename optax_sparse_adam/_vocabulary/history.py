@@ -1,6 +1,8 @@
 """The last batches of a vocabulary, which can be taken back."""
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,11 +24,13 @@ class History:
         self.now = object() if now is None else now
         self._calls: deque[tuple[object, Changes]] = deque()
         self._kept: object = None
+        self._keeper: Callable[[], object] = lambda: None
 
     def note(self, changes: Changes) -> None:
         self._calls.append((self.now, changes))
         self.now = object()
-        while len(self._calls) > _MOST and self._calls[0][0] is not self._kept:
+        kept = self._kept if self._keeper() is not None else None
+        while len(self._calls) > _MOST and self._calls[0][0] is not kept:
             self._calls.popleft()
 
     def last(self) -> Changes:
@@ -44,9 +48,14 @@ class History:
             self.now = self._calls[-1][0]
             self._calls.pop()
 
-    def keep(self, now: object) -> None:
-        """Remembers all calls since what was there then, also if they are many."""
-        self._kept = now
+    def keep(self, now: object, keeper: object) -> None:
+        """Remembers all calls since what was there then, also if they are many.
+
+        Args:
+          now: What `now` was.
+          keeper: Who needs them: they are forgotten when it has gone.
+        """
+        self._kept, self._keeper = now, weakref.ref(keeper)
 
     def since(self, now: object) -> list[Changes] | None:
         """What was changed since, the last call first; `None` if that is not known."""

@@ -16,7 +16,6 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from ._reset import program_of
 from ._spread import local
 from ._stateful import Described, Stateful, described
 from ._store import Ascending, Store
+from ._worker import Job
 
 _FOLDER = os.path.dirname(__file__)
 NOT_FETCHED = (
@@ -102,6 +102,7 @@ class HostRows:
       is_open: Whether steps may still be done.
       is_closed: Whether all files have been given back.
       work: What a thread does with the rows beside a step, or `None`.
+      left: What ends a run that was left where nothing could be waited for, or `None`.
       reset_program: Begins rows again, on one device.
     """
 
@@ -115,7 +116,8 @@ class HostRows:
         self.steps = self.version = 0
         self.torn: str | None = None
         self.is_open, self.is_closed = True, False
-        self.work: Future[Any] | None = None
+        self.work: Job | None = None
+        self.left: Callable[[], None] | None = None
         self._process = os.getpid()
         self._has_settled = False
         self._lock = threading.RLock()
@@ -367,9 +369,12 @@ class HostRows:
             return
         self._adopt()
         if self.work is not None:
-            wait([self.work])  # what it has raised is for `run`
+            self.work.wait()  # what it has raised is for `run`
             self.work = None
         self.write(self.unstored)
+        if self.left is not None:
+            self.left()
+            self.left = None
 
     def settle_before(self, function: str) -> None:
         """The same, for a function that has changed nothing where this raises."""

@@ -11,14 +11,12 @@ settings of the caller's thread.
 
 import atexit
 import collections
-import copy
 import functools
 import inspect
 import itertools
 import os
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -30,6 +28,7 @@ from ._ids import Batch, RowIds
 from ._prepare import as_batch
 from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
+from ._worker import Worker
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
@@ -159,8 +158,9 @@ def _kept(x: Any) -> Any:
     """
     if isinstance(x, np.ndarray):
         return np.array(x, subok=True)  # what is masked is refused, as it is by `step`
-    if not isinstance(x, jax.Array):
-        return copy.deepcopy(x)  # such as a tensor of torch, for `prepare`
+    if not isinstance(x, jax.Array):  # for `prepare`, such as a tensor of torch
+        is_array = hasattr(x, "__array__")
+        return x.clone() if is_array and hasattr(x, "clone") else x
     devices = x.devices()
     is_of_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
     return jnp.copy(x).block_until_ready() if is_of_host else x
@@ -241,6 +241,7 @@ class Pipeline:
     def close(self) -> None:
         """What any run has prepared and not trained is taken back."""
         self._turn(None)
+        self._rows.preparation.end()
 
     def step(self, item: Any, *keywords: Any) -> Any:
         rows = self._rows
@@ -261,17 +262,28 @@ class Pipeline:
 
     def run(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
         """See `HostTrainer.run`. Between two values other threads have their turn."""
-        values = self._run(batches, ahead)
+        worker = Worker()
+        values = self._run(batches, ahead, worker)
+
+        def end() -> None:
+            try:
+                values.close()
+            finally:
+                worker.end()
+
         # A run that is open when the process ends is closed while JAX still works. (At
         # that time this module has lost its names.)
         unregister = atexit.unregister
-        atexit.register(values.close)
+        atexit.register(end)
         try:
             yield from values
         finally:
-            unregister(values.close)
+            worker.end(waits=False)
+            unregister(end)
 
-    def _run(self, batches: Iterable[Any], ahead: int) -> Generator[Any, None, None]:
+    def _run(
+        self, batches: Iterable[Any], ahead: int, worker: Worker
+    ) -> Generator[Any, None, None]:
         rows, source = self._rows, Source(self._rows, self._drawn, self._turn)
         before: BatchRows | None = None  # of the last step, which that may lack
         state: Any = None  # of the rows after it
@@ -282,7 +294,7 @@ class Pipeline:
         # One that was left is closed by who drops it: the collector, in the middle of
         # another call, or in the thread of another run. So it waits for nobody, and the
         # next call settles.
-        is_closed, worker = False, ThreadPoolExecutor(1, "host_tables")
+        is_closed = False
         try:
             source.iterator = iter(batches)
             try:
@@ -304,8 +316,8 @@ class Pipeline:
                         # Asked before the step, which a CPU may run in this thread.
                         following = source.peek(0)
                         x64: bool = config.jax_enable_x64
-                        work = self._submitted(
-                            worker, x64, rows.unstored, following, drawn - 1
+                        work = worker.submit(
+                            self._beside, x64, rows.unstored, following, drawn - 1
                         )
                         rows.work = work
                         value = self._advance(batch, fetched, before)
@@ -320,7 +332,7 @@ class Pipeline:
                 is_closed = True
                 raise
             finally:
-                worker.shutdown(wait=not is_closed)
+                worker.end(waits=not is_closed)
         finally:
             try:
                 if not is_closed:
@@ -330,20 +342,12 @@ class Pipeline:
                 elif rows.preparation.is_by_step and _is_left_by_user():
                     with rows.alone():
                         self._leave(source)
+                else:
+                    rows.left = functools.partial(self._leave, source)
             finally:
                 if self._source is source:
                     self._left = source.left
                     self._source = None
-
-    def _submitted(self, worker: ThreadPoolExecutor, *args: Any) -> Any:
-        try:
-            return worker.submit(self._beside, *args)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "HostTrainer.run reads and writes rows in a thread, and Python starts "
-                "none when its main thread has ended. Wait for the thread that trains, "
-                "by its join(), at the end of the program; or take HostTrainer.step."
-            ) from error
 
     def _beside(
         self,
@@ -395,7 +399,8 @@ def _is_left_by_user() -> bool:
 
     That may come in the middle of any call, which has what this would wait for.
     """
-    frames = traceback.walk_stack(inspect.currentframe())
-    # This function, `_run`, `run`; then who has dropped it, if there is somebody.
-    names = [x.f_code.co_filename for x, _ in frames][3:]
+    frames = [x for x, _ in traceback.walk_stack(inspect.currentframe())]
+    # This function, `_run`, and `run` if Python resumes it to end what it waits for.
+    is_resumed = len(frames) > 2 and frames[2].f_code is Pipeline.run.__code__
+    names = [x.f_code.co_filename for x in frames[3 if is_resumed else 2 :]]
     return bool(names) and not any(x.startswith(_PACKAGE) for x in names)

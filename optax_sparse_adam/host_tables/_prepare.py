@@ -54,6 +54,11 @@ class Preparation:
     def begin(self, step: int) -> None:
         """Comes when the trainer and what is `stateful` are as they begin."""
         self._marks = {step: self._now()}
+        self._keep(self._marks[step])
+
+    def _keep(self, mark: Mark) -> None:
+        for name, vocab in self._vocabs.items():
+            vocab.history.keep(mark[name], self)
 
     @property
     def is_by_step(self) -> bool:
@@ -101,8 +106,7 @@ class Preparation:
                 )
         self._changes = True
         if self._prepare is not None:
-            for name, vocab in self._vocabs.items():
-                vocab.history.keep(self._marks[done][name])
+            self._keep(self._marks[done])
             args = item if isinstance(item, tuple) else (item,)
             made = self._prepare(step, *args)
             if made is None:
@@ -139,8 +143,11 @@ class Preparation:
                 while vocab.history.now is not before:
                     vocab.undo()
         self._marks, self._changes = {step: mark}, False
-        for vocab in self._vocabs.values():
-            vocab.history.keep(None)
+        self._keep(mark)
+
+    def end(self) -> None:
+        """From now on vocabularies remember what `undo` takes back alone."""
+        self._keep(dict.fromkeys(self._vocabs))
 
     def arrays(self, step: int) -> dict[str, Mapping[str, np.ndarray]]:
         """What all that is `stateful` was before this step.

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _host_rows, _pipeline
+from optax_sparse_adam.host_tables import _host_rows, _pipeline, _worker
 from optax_sparse_adam.host_tables._pipeline import Pipeline
 from optax_sparse_adam.host_tables._store import Memory
 
@@ -195,14 +194,14 @@ def test_a_step_of_another_thread_where_a_batch_has_raised(number, monkeypatch):
     right, made[number][0][3] = made[number][0].copy(), ROWS
     iterator, raised = iter(made), []
 
-    class Worker(ThreadPoolExecutor):
-        def shutdown(self, **how):
+    class Worker(_worker.Worker):
+        def end(self, **how):
             if not raised:
                 raised.append(trainer.steps)
                 trainer.step(*next(batches(9, 10)))
-            super().shutdown(**how)
+            super().end(**how)
 
-    monkeypatch.setattr(_pipeline, "ThreadPoolExecutor", Worker)
+    monkeypatch.setattr(_pipeline, "Worker", Worker)
     with pytest.raises(IndexError):
         list(trainer.run(iterator))
     assert raised == [number]
@@ -230,6 +229,65 @@ def test_ids_of_some_batches_alone_depend_on_parameters():
     expected = train_in_memory(fun, tx, {"table": rows, "w": w}, made)
     trainer = host.HostTrainer(fun, tx, host_params(rows, w))
     assert_trained_alike(trainer, list(trainer.run(made)), expected)
+
+
+def test_interrupts_inside_of_locks(expected):
+    """None comes inside of locks in Python, which it would leave taken for ever."""
+    trainer, seen = new_trainer(), set()
+    folder = _worker.__file__.rpartition("/")[0]
+
+    def profile(frame, event, _):
+        code, caller = frame.f_code, frame.f_back
+        of = code.co_filename.rpartition("/")[2]
+        is_called_here = caller and caller.f_code.co_filename.startswith(folder)
+        if of in ("threading.py", "_base.py", "thread.py") and is_called_here:
+            seen.add(code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        values = list(trainer.run(batches(0, 6)))
+    finally:
+        sys.setprofile(None)
+    assert seen <= {"Condition.notify"}  # which takes none
+    assert_trained_alike(trainer, values, expected)
+
+
+def test_what_the_thread_raises_is_raised_here():
+    worker = _worker.Worker()
+    job, after = worker.submit(int, "no"), worker.submit(int, "7")
+    with pytest.raises(ValueError, match="invalid literal"):
+        job.result()
+    after._told.get()  # a word that an interrupt has lost
+    assert after.result() == 7
+    worker.end()
+    worker.end()
+
+
+AT_THE_END = """
+import sys, threading, numpy as np
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from tests.helpers.host_tables import *
+def train():
+    threading.main_thread().join()
+    trainer = host.HostTrainer(loss, osa.sparse_adam(1e-2), host_params(*begin()))
+    print(len([*trainer.run(batches(0, 3))]))
+    trainer.close()
+threading.Thread(target=train).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_in_a_thread_after_the_main_thread_has_ended():
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END],
+        cwd=__file__.rpartition("/tests/")[0],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "3\n")
 
 
 OPEN = """

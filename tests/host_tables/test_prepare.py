@@ -3,6 +3,8 @@
 import functools
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 
 import chex
@@ -25,7 +27,12 @@ from ..helpers.host_tables import (
     host_params,
     loss,
 )
-from ..helpers.support import WEEKLY, assert_identical, slow_but
+from ..helpers.support import (
+    WEEKLY,
+    assert_identical,
+    program_environment,
+    slow_but,
+)
 from ..helpers.system_calls import interrupted_at_line
 
 TX = osa.sparse_adam(0.1)
@@ -223,6 +230,71 @@ def test_ends_of_a_run(end, at):
     assert run.trainer.steps == at or end == "interrupt"
     assert_knows(run, run.trainer.steps)
     assert_done(run.goes_on())
+
+
+SCRIPT = """
+import gc, sys
+from tests.host_tables.test_prepare import *
+run, seen = Run(), []
+def see(end):
+    seen.append((end, run.trainer.steps))
+    assert_knows(run, run.trainer.steps)
+for _ in run.trainer.run(stream_of(0, 20)):
+    if run.trainer.steps == 3:
+        break
+see("break")
+values = run.trainer.run(stream_of(3, 20))
+next(values)
+values.close()
+see("close")
+values = run.trainer.run(stream_of(4, 20))
+next(values)
+values = None
+see("dropped")
+values = run.trainer.run(stream_of(5, 20))
+next(values)
+cycle = [values]
+cycle.append(cycle)
+values = cycle = None
+def collect(vocab):
+    gc.collect()
+type(run.vocab).collect = collect  # as in the middle of a call of the package's
+exec(compile("def find(v): v.collect()", osa.__file__, "exec"))
+find(run.vocab)
+assert run.vocab.last_step == 6
+run.trainer.params
+see("collected")
+print(seen)
+"""
+
+
+@pytest.mark.slow
+def test_ends_of_a_run_in_a_script():
+    """There is no frame of a function of the user's. What is collected in a call of
+    the package waits for the next call of the trainer."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=__file__.rpartition("/tests/")[0],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(") == 4
+
+
+def test_what_is_in_a_batch_and_no_array():
+    """It is given on as it is: it may hold a lock."""
+    lock, seen = threading.Lock(), []
+
+    def prepare(vocab, step, x, y, held, numbers):
+        seen.append((held, next(numbers)))
+        return rows_of(vocab, step, x, y)
+
+    run, numbers = Run(prepare=prepare), iter(range(99))
+    run.train((*batch, lock, numbers) for batch in stream_of(0, LAST))
+    assert_done(run)
+    assert seen == [(lock, k) for k in range(LAST)]
 
 
 @pytest.mark.parametrize("early", slow_but([True, False], False))
@@ -582,7 +654,17 @@ def test_keys_of_steps_by_hand(rows, tmp_path):
 
 
 EACH = 1 if WEEKLY else 7
+
+
 # Those of `one_writer` are tried in tests/vocabulary/test_interrupts.py.
+def test_many_calls_by_hand_for_one_step():
+    """One for each feature: more than `undo` takes back."""
+    run, y = Run(prepare=None), np.ones(24, np.float32)
+    for step in range(3):
+        rows = [run.vocab.assign([step + k], step).rows for k in range(24)]
+        run.trainer.step(np.concatenate(rows), y)
+
+
 MODULES = _pipeline, _prepare, _host_rows, vocabulary, history
 
 

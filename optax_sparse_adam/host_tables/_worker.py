@@ -1,0 +1,77 @@
+"""A thread beside the steps of a run, for which an interrupt lets nobody wait for ever.
+
+Problem: where a KeyboardInterrupt came inside of `concurrent.futures`, the next call
+waited for ever. Cause: its locks, as those of `threading.Condition`, are taken by
+functions of Python, and an interrupt that comes before these return leaves them taken.
+Remedy: a queue that is written in C, a flag, and a thread of `_thread`, which waits for
+nobody when it starts. Safe: the flag is set before who waits is told, so a word that an
+interrupt has lost is not missed; and who waits looks at the flag now and then. Test:
+`test_interrupts_inside_of_locks` in `tests/host_tables/test_loaders.py`.
+"""
+
+import _thread
+import contextlib
+import queue
+from collections.abc import Callable
+from typing import Any
+
+_PATIENCE = 0.2  # seconds until a waiting thread looks at the flag
+
+
+class Job:
+    """What a thread is to do, and what has come of it."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]):
+        self._call: Any = function, args
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def do(self) -> None:
+        function, args = self._call
+        try:
+            self._value = function(*args)
+        except BaseException as error:  # for who asks for the result
+            self._error = error
+        self._call = None
+        self._is_done = True
+        self._told.put(None)
+
+    def wait(self) -> None:
+        while not self._is_done:
+            with contextlib.suppress(queue.Empty):
+                self._told.get(timeout=_PATIENCE)
+
+    def result(self) -> Any:
+        """What the function has returned; raises what it has raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Worker:
+    """A thread that does its jobs one after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._last: Job | None = None
+        _thread.start_new_thread(_work, (self._jobs,))
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Job:
+        self._last = job = Job(function, args)
+        self._jobs.put(job)
+        return job
+
+    def end(self, *, waits: bool = True) -> None:
+        """Ends the thread when all is done. May be called twice."""
+        self._jobs.put(None)
+        if waits and self._last is not None:
+            self._last.wait()
+
+
+def _work(jobs: "queue.SimpleQueue[Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job.do()
+        del job  # while it waits, it holds no rows
