@@ -159,7 +159,8 @@ def lazy(
 
     Padding of a gradient is zero rows to the inner transformation: sums and norms over
     rows are right, and run over the touched rows, which stand for the table in the
-    trust ratios of `lamb` and `lars` and in the distances of `dog` and `prodigy`. Means
+    trust ratios of `lamb` and `lars` and in the distances of `dog` and `prodigy`; but
+    not behind what makes something of nothing, as noise or `contrib.cocob`. Means
     over rows are not right (`clip_by_block_rms`, `scale_by_param_block_rms`). What
     needs all rows at once is refused, as far as its state tells: `adafactor` (see
     `sparse_adafactor`), `muon`, `galore`, `lbfgs` and line searches, `lookahead`,

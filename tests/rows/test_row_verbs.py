@@ -439,3 +439,24 @@ def test_float64_of_numpy_without_64_bit_types():
     rows = osa.take_rows(SPARSE, table, state, IDS)
     new, _ = osa.put_rows(SPARSE, table, state, IDS, *rows)
     np.testing.assert_array_equal(new, np.arange(8.0).reshape(4, 2))
+
+
+@pytest.mark.parametrize("size", slow_but([1, 3], 3))
+def test_a_count_that_begins_again_is_no_clock(size):
+    """As that of `reduce_on_plateau`, where nothing else counts."""
+
+    def loss(params, ids):
+        return jnp.mean((params["table"][ids] @ params["w"] - 1) ** 2)
+
+    plateau = optax.contrib.reduce_on_plateau(accumulation_size=size)
+    tx = osa.lazy(optax.chain(optax.sgd(0.1, momentum=0.9), plateau))
+    params, ids = {"table": jnp.ones((10, 2)), "w": jnp.ones(2)}, np.array([3, 7])
+    step, where = osa.make_train_step(loss, tx), {"table": ids, "w": None}
+    whole, by_rows = (jax.tree.map(jnp.copy, (params, tx.init(params))) for _ in "ab")
+    for _ in range(5):
+        *whole, _ = step(*whole, jnp.asarray(ids))
+        rows = osa.take_rows(tx, *by_rows, where)
+        *rows, _ = step(*rows, jnp.array([0, 1]))
+        by_rows = osa.put_rows(tx, *by_rows, where, *rows)
+    for x, y in zip(*map(jax.tree.leaves, (whole, by_rows)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)  # of another shape, fused otherwise
