@@ -169,7 +169,6 @@ class Preparation:
             raise ValueError(
                 f"stateful[{name!r}] does not know what it was before step {step}: it "
                 "was restored, or taken back by undo, or it has grown while batches "
-                "were drawn, or has been called more than eight times. Go on from the "
-                "last checkpoint."
+                "were drawn. Go on from the last checkpoint."
             )
         return arrays
