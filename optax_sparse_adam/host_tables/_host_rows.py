@@ -372,9 +372,10 @@ class HostRows:
             self.work.wait()  # what it has raised is for `run`
             self.work = None
         self.write(self.unstored)
-        if self.left is not None:
-            self.left()
-            self.left = None
+        left = self.left
+        if left is not None:
+            left()
+            self.left = None if self.left is left else self.left
 
     def settle_before(self, function: str) -> None:
         """The same, for a function that has changed nothing where this raises."""

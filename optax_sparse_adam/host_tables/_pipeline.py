@@ -342,7 +342,7 @@ class Pipeline:
                 elif rows.preparation.is_by_step and _is_left_by_user():
                     with rows.alone():
                         self._leave(source)
-                else:
+                elif self._ahead is source:
                     rows.left = functools.partial(self._leave, source)
             finally:
                 if self._source is source:

@@ -268,6 +268,22 @@ print(seen)
 """
 
 
+def test_runs_that_are_collected_one_after_the_other(monkeypatch):
+    """In calls of the package: the next one of the trainer takes back."""
+    monkeypatch.setattr(_pipeline, "_is_left_by_user", lambda: False)
+    run, made = Run(), [*stream_of(0, LAST)]
+    pair = run.trainer.run(made), run.trainer.run(made[1:])
+    run.values += [next(pair[0])]
+    next(pair[1])
+    run.trainer.step(*made[2])
+    next(pair[0])
+    for values in pair:
+        values.close()
+    assert run.vocab.last_step == 4
+    assert run.trainer.state is not None
+    assert run.vocab.last_step == 3
+
+
 @pytest.mark.slow
 def test_ends_of_a_run_in_a_script():
     """There is no frame of a function of the user's. What is collected in a call of
