@@ -274,8 +274,8 @@ class Pipeline:
         # A run that is open when the process ends is closed while JAX still works. (At
         # that time this module has lost its names.)
         unregister = atexit.unregister
-        atexit.register(end)
         try:
+            atexit.register(end)
             yield from values
         finally:
             worker.end(waits=False)

@@ -10,6 +10,7 @@ interrupt has lost is not missed; and who waits looks at the flag now and then. 
 """
 
 import _thread
+import atexit
 import contextlib
 import queue
 from collections.abc import Callable
@@ -52,26 +53,44 @@ class Job:
 
 
 class Worker:
-    """A thread that does its jobs one after the other."""
+    """A thread that does its jobs one after the other. It begins with the first one."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._last: Job | None = None
-        _thread.start_new_thread(_work, (self._jobs,))
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._end = Job(lambda: None, ())
+        self._has_begun = False
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Job:
-        self._last = job = Job(function, args)
+        job = Job(function, args)
         self._jobs.put(job)
+        if not self._has_begun:
+            _thread.start_new_thread(_work, (self._jobs, self._end))
+            self._has_begun = True
         return job
 
     def end(self, *, waits: bool = True) -> None:
         """Ends the thread when all is done. May be called twice."""
         self._jobs.put(None)
-        if waits and self._last is not None:
-            self._last.wait()
+        if waits and self._has_begun:
+            self._end.wait()
 
 
-def _work(jobs: "queue.SimpleQueue[Job | None]") -> None:
+_Jobs = queue.SimpleQueue[Job | None]
+_threads: dict[Job, _Jobs] = {}  # that have begun, by their ends
+
+
+def _work(jobs: _Jobs, end: Job) -> None:
+    _threads[end] = jobs
     while (job := jobs.get()) is not None:
         job.do()
         del job  # while it waits, it holds no rows
+    _threads.pop(end, None)
+    end.do()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Python ends a thread wherever it is: in the middle of a write, or of JAX."""
+    for end, jobs in [*_threads.items()]:
+        jobs.put(None)
+        end.wait()

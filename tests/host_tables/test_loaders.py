@@ -290,6 +290,39 @@ def test_a_run_in_a_thread_after_the_main_thread_has_ended():
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "3\n")
 
 
+LEFT = """
+import time
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+from tests.helpers.host_tables import *
+trainer = host.HostTrainer(loss, osa.sparse_adam(1e-2), host_params(*begin()))
+write = trainer._rows.write
+def slowly(results):
+    print("begins", flush=True)
+    time.sleep(0.5)
+    write(results)
+    print("ends", flush=True)
+trainer._rows.write = slowly
+for _ in trainer.run(batches(0, 9)):
+    if trainer.steps == 3:
+        break
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_was_left_when_the_process_ends():
+    """What its thread has begun is done: Python would end it wherever it is."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT],
+        cwd=__file__.rpartition("/tests/")[0],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("begins") == done.stdout.count("ends") > 2
+
+
 OPEN = """
 import sys, numpy as np
 import optax_sparse_adam as osa
