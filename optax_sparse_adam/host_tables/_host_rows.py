@@ -33,7 +33,7 @@ from ._stateful import Described, Stateful, described
 from ._store import Ascending, Store
 from ._worker import Job
 
-_FOLDER = os.path.dirname(__file__)
+_FOLDER = os.path.dirname(__file__) + os.sep
 NOT_FETCHED = (
     "{what} has looked up rows that were not fetched: it computes other ids when it is "
     "traced again, as by np.random, by a global that changes, or by a callback. Give "

@@ -30,7 +30,7 @@ from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
 from ._worker import Worker
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Source:
@@ -335,15 +335,14 @@ class Pipeline:
                 worker.end(waits=not is_closed)
         finally:
             try:
+                if self._ahead is source:  # for `settle`
+                    rows.left = functools.partial(self._leave, source)
                 if not is_closed:
                     with rows.alone():
                         rows.settle()
-                        self._leave(source)
-                elif rows.preparation.is_by_step and _is_left_by_user():
+                elif self._ahead is source and _is_left_by_user():
                     with rows.alone():
                         self._leave(source)
-                elif self._ahead is source:
-                    rows.left = functools.partial(self._leave, source)
             finally:
                 if self._source is source:
                     self._left = source.left

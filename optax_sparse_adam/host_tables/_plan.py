@@ -89,7 +89,7 @@ class Plan:
         for path, x in pairs:
             if not isinstance(x, HostTable):
                 refuse_untrainable(x, jax.tree_util.keystr(path))
-        shapes = [jax.ShapeDtypeStruct(np.shape(x), _type_of(x)) for _, x in pairs]
+        shapes = [jax.ShapeDtypeStruct(np.shape(x), _held(x)) for _, x in pairs]
         state = jax.eval_shape(tx.init, self.treedef.unflatten(shapes))
         leaves = jax.tree_util.tree_leaves_with_path(state)
         sizes = {i: TableSize(x.shape, 1, 0) for i, x in self.tables.items()}
@@ -439,3 +439,8 @@ def _refuse_shared(hosts: Mapping[int, HostTable], tables: Mapping[int, Any]) ->
 
 def _type_of(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
+def _held(x: Any) -> Any:
+    """The type that JAX gives it."""
+    return jax.dtypes.canonicalize_dtype(_type_of(x), allow_extended_dtype=True)
