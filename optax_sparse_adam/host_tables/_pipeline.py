@@ -303,6 +303,7 @@ class Pipeline:
                     if not first[0].needs_params:
                         source.peek(2 + ahead * rows.looks_ahead)
                     with rows.alone():
+                        rows.check()  # a child of `fork` has no thread to wait for
                         # What the loader does, `Vocabulary.assign` for example, is
                         # done beside the work, too.
                         fetched = None if work is None else work.result()

@@ -12,6 +12,7 @@ interrupt has lost is not missed; and who waits looks at the flag now and then. 
 import _thread
 import atexit
 import contextlib
+import os
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,17 @@ class Worker:
 
 _Jobs = queue.SimpleQueue[Job | None]
 _threads: dict[Job, _Jobs] = {}  # that have begun, by their ends
+
+
+def _forget_all() -> None:
+    """A child of `fork` has none of these threads, and waits for none."""
+    for end in _threads:
+        end._is_done = True
+    _threads.clear()
+
+
+if hasattr(os, "register_at_fork"):  # as on all systems that fork
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _work(jobs: _Jobs, end: Job) -> None:
