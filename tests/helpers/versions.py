@@ -16,3 +16,5 @@ WIDENS_BFLOAT16 = JAXLIB < (0, 11)
 COPIES_BRANCHES = JAXLIB < (0, 11)
 # XLA's CPU compiler compiles one formula alike for arrays of different shapes.
 SAME_BITS_FOR_ALL_SHAPES = JAXLIB < (0, 12)
+# What a function writes to a mutable array of its own is seen through while tracing.
+SEES_THROUGH_REFS = JAXLIB >= (0, 12)
