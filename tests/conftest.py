@@ -94,27 +94,37 @@ _LONG = {"native", "whole", "benchmarks", "examples"}
 _LONG |= {"host_tables", "keras", "vocabulary"}
 
 
-_MANY = 12  # slow cases of one test
+_MANY, _MANY_OF_CORE = 12, 8  # cases of one test
+_ALL_OTHERS = "slow or torch"  # as `.ci/run` has it
+
+
+def _half(items):
+    """Half of the cases, by a hash of names: of the values of each parameter some."""
+    return [x for x in items if zlib.crc32(x.nodeid.partition("[")[2].encode()) % 2]
 
 
 def _by_turns(items):
-    """Slow cases that come in the job of each week alone: half of those of one test.
-
-    Which ones, a hash of their names says: of the values of each parameter some.
-    """
+    """Slow cases that come in the job of each week alone: half of those of one test."""
     slow = [item for item in items if item.get_closest_marker("slow")]
     slow = [item for item in slow if item.path.parts[-2] != "whole"]  # pages of docs
-    count = collections.Counter(item.nodeid.partition("[")[0] for item in slow)
-    for item in slow:
-        name, _, case = item.nodeid.partition("[")
-        if count[name] >= _MANY and zlib.crc32(case.encode()) % 2:
-            yield item
+    return _half(_of_many(slow, _MANY))
 
 
+def _of_many(items, least):
+    """The cases of tests that have so many."""
+    count = collections.Counter(item.nodeid.partition("[")[0] for item in items)
+    return [item for item in items if count[item.nodeid.partition("[")[0]] >= least]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config, items):
-    left = [] if WEEKLY else [*_by_turns(items)]
-    items[:] = [item for item in items if item not in {*left}]
-    config.hook.pytest_deselected(items=left)
+    if config.option.markexpr == _ALL_OTHERS and not WEEKLY:
+        left = {*_by_turns(items)}
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=[*left])
+    core = [item for item in items if not item.get_closest_marker("slow")]
+    for item in _half(_of_many(core, _MANY_OF_CORE)):
+        item.add_marker("slow")
     files = {item.path: number for number, item in enumerate(items)}
 
     def place(item):

@@ -168,6 +168,7 @@ def test_a_mutable_variable_has_no_gradient():
         osa.grad(lambda params: jnp.sum(params["table"][IDS]))(params)
 
 
+@pytest.mark.slow
 def test_a_change_of_structure_is_refused():
     def loss(model):
         model.more = nnx.Variable(jnp.array(1.0))

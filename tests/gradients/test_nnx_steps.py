@@ -97,6 +97,7 @@ def densely_trained():
         return nnx_jit(nnx, new, optimizer, *batches(200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", slow_but(LOOPS, "nnx.jit"))
 def test_trained_as_with_dense_gradients(loop, densely_trained):
     """200 steps: the same statistics, keys and evaluation loss.

@@ -349,7 +349,7 @@ FEW_ROWS = {
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("name", slow_but(FEW_ROWS, "inside of lazy", "a choice"))
+@pytest.mark.parametrize("name", slow_but(FEW_ROWS, "a choice"))
 def test_what_needs_rows_of_the_batch_trains_as_in_memory(name):
     rows, w = begin()
     tx, made = FEW_ROWS[name], [*batches(0, 5)]
@@ -459,7 +459,7 @@ def reads_if_both_are_sparse(grads, state, params):
     return grads, state
 
 
-@pytest.mark.parametrize("part", [clipped, reads_if_both_are_sparse])
+@pytest.mark.parametrize("part", slow_but([clipped, reads_if_both_are_sparse], clipped))
 def test_a_part_beside_a_table_in_memory(part):
     """Whose gradient is row-sparse as well: a step asks with all gradients it has."""
 

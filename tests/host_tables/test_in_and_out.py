@@ -123,7 +123,7 @@ class Stopped(Exception):
 
 
 @pytest.mark.parametrize(
-    "way", slow_but(["break", "raise", "bad ids", "end"], "break", "bad ids")
+    "way", slow_but(["break", "raise", "bad ids", "end"], "bad ids")
 )
 def test_what_was_drawn_ahead_is_given_back(way):
     rows, w = begin()
@@ -157,6 +157,7 @@ def test_what_was_drawn_ahead_is_given_back(way):
     assert_trained_alike(trainer, values, known)
 
 
+@pytest.mark.slow
 def test_drawn_of_a_run_that_is_still_open():
     """As a notebook, or a progress bar, has a name for it; whenever that goes."""
     rows, w = begin()

@@ -154,6 +154,7 @@ def test_the_tree_that_such_a_function_returns(name):
         assert_trained_alike(trainer, values, expected)
 
 
+@pytest.mark.slow
 def test_sparse_is_asked_of_whole_tables():
     """Of some rows it would say that the gradient is dense, and train as lazy Adam."""
     tx, (rows, w) = osa.exact_adam(0.1), begin()

@@ -62,6 +62,7 @@ def train(tx, width):
     return jax.lax.scan(steps, (table, tx.init(table)), ids.reshape(3, -1, 25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width"),
     slow_but(

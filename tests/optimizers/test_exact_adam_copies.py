@@ -177,6 +177,7 @@ PADDED = WAYS | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", slow_but([3, 12, 5], 12), ids=lambda n: f"{n} ids")
 @pytest.mark.parametrize("name", slow_but(PADDED, "added up"))
 def test_gradients_of_a_batch_with_padding(name, size, x64):
@@ -352,6 +353,7 @@ IN_LOSS = list(zip(NESTED, (KINDS[::-1]) * len(NESTED), strict=False))
 IN_LOSS.append(("a gradient in the loss", KINDS[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), slow_but(IN_LOSS, IN_LOSS[0]))
 def test_gradients_in_the_loss(name, kind):
     """Rows are brought up to date once: the numbers of dense Adam, in float64."""

@@ -232,7 +232,7 @@ def assert_dense(tx, reference, way, batches):
         assert_close(params[name], dense[name], TOLERANCE, magnitude=1.0, what=name)
 
 
-CORE = "add_decayed_weights", "contrib.cocob"
+CORE = ("add_decayed_weights",)
 # Each way with each tree; with and without weight decay in turns.
 PLACES = [
     (way, tree, (None, 0.1)[(i + j) % 2])
@@ -252,7 +252,7 @@ def test_in_front(name):
     ("way", "tree", "decay"),
     slow_but(
         PLACES,
-        *(("step", "partition", None), ("nnx", "chain", None)),
+        ("nnx", "chain", None),
     ),
 )
 def test_in_every_place(way, tree, decay):
@@ -268,6 +268,7 @@ def test_in_every_place(way, tree, decay):
     assert_dense(tx, reference, way, all_rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_but(["step", "host", "eager"], "step"))
 def test_rows_that_rest(way):
     """Only the rows of a batch are read, and most have rested before."""

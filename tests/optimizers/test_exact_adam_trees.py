@@ -33,6 +33,7 @@ def double():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", slow_but([osa.exact_adam, osa.exact_adamw], osa.exact_adamw)
 )

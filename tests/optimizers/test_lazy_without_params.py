@@ -39,7 +39,7 @@ def gradient():
 
 
 @pytest.mark.parametrize("name", slow_but(INNER, "adam"))
-@pytest.mark.parametrize("touched", [True, False])
+@pytest.mark.parametrize("touched", slow_but([True, False], False))
 def test_gradients_of_none_without_parameters(name, touched):
     """As with the parameters, of which only the shapes were wanted."""
     tx = osa.lazy(INNER[name])

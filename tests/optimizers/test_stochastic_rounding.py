@@ -205,6 +205,7 @@ def test_lazy(name):
     assert (np.asarray(actual[0])[moved] != np.asarray(params)[moved]).any()
 
 
+@pytest.mark.slow
 def test_padding_and_none():
     """Padding is harmless, and a gradient without rows changes no row."""
     tx = osa.lazy(rounded())

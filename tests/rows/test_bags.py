@@ -122,6 +122,7 @@ def test_torch(mode, form):
         assert_close(actual, leaf.grad, 1e-6, magnitude=8.0)
 
 
+@pytest.mark.slow
 @jax.enable_x64(True)
 @jax.numpy_dtype_promotion("standard")  # for optax
 def test_exact_adam_is_dense_adam():

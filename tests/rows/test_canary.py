@@ -312,6 +312,7 @@ def test_gradients_of_other_lengths_have_no_flags(name, way):
     np.testing.assert_allclose(table, TABLE + updates, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_members_keep_their_flags():
     """Each has its own entries; so has what goes through a program as it is."""
     grads = many_gradients(MANY)

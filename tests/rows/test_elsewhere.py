@@ -40,6 +40,7 @@ def elsewhere():
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_sparse", "shape"), slow_but(test_coalesce.SHAPES, test_coalesce.SHAPES[1])
 )

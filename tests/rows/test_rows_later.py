@@ -208,6 +208,7 @@ def test_a_later_step_moves_the_count_on(name, kind):
     jax.tree.map(check, tuple(whole), tuple(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["jax", "jit"], "jit"))
 def test_random_keys(kind):
     """The key of the later step, as all that rows share."""
@@ -319,6 +320,7 @@ BETWEEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "name", "kind"), slow_but(BETWEEN, BETWEEN[0]))
 def test_a_flush_between(way, name, kind):
     """What is stored of a row means another number: refused, or NaN in a program."""
