@@ -94,7 +94,7 @@ _LONG = {"native", "whole", "benchmarks", "examples"}
 _LONG |= {"host_tables", "keras", "vocabulary"}
 
 
-_MANY, _MANY_OF_CORE = 12, 8  # cases of one test
+_MANY = 8  # cases of one test
 _ALL_OTHERS = "slow or torch"  # as `.ci/run` has it
 
 
@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=[*left])
     core = [item for item in items if not item.get_closest_marker("slow")]
-    for item in _half(_of_many(core, _MANY_OF_CORE)):
+    for item in _half(_of_many(core, _MANY)):
         item.add_marker("slow")
     files = {item.path: number for number, item in enumerate(items)}
 
