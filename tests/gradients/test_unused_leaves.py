@@ -53,7 +53,6 @@ RESTS.append(("sparse_adam", optax.apply_updates, "plain"))
     ("name", "apply", "backend"),
     slow_but(
         RESTS,
-        ("lazy", osa.apply_updates, "plain"),
         ("sparse_adam", osa.apply_updates, "kernel"),
     ),
     indirect=["backend"],

@@ -218,6 +218,7 @@ def _of_model(model, params, ids, y):
     return model(params["table"], ids, y) * 0.1 + jnp.sum(params["w"] ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(MODELS, "cond"))
 def test_models(name):
     rows, w = begin()

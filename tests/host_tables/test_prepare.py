@@ -155,6 +155,7 @@ def test_two_runs_beside_each_other():
     assert list(pair[0]) == list(pair[1]) == []
 
 
+@pytest.mark.slow
 def test_a_step_of_another_thread_while_a_batch_is_drawn():
     run, made = Run(), [*stream_of(0, LAST)]
 

@@ -123,6 +123,7 @@ def with_resets(vocabs, stream, init):
         yield host.BatchWithReset((rows, y), {"table": fresh, "w": None}, new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([*OPTIMIZERS], "sparse_adam"))
 @pytest.mark.parametrize("where", slow_but(["memory", "file", "cold", "mesh"], "cold"))
 def test_a_pipeline_begins_rows_of_keys(name, where, tmp_path):

@@ -104,6 +104,7 @@ def test_what_is_of_another_step_is_refused(tmp_path):
     assert again.find(np.arange(10)).tolist() == [1, 2, *[0] * 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [TX, pytest.param(osa.exact_adam(0.1), marks=pytest.mark.slow)],
@@ -280,6 +281,7 @@ def test_what_is_stateful_may_read_the_trainer(tmp_path):
     assert norm.norm == 1.0
 
 
+@pytest.mark.slow
 def test_keys_between_two_values_of_a_run(tmp_path):
     """As keys.md has it: the vocabulary is ahead of the rows by what is drawn."""
     keys, seen = np.arange(60) * 2**40, {}

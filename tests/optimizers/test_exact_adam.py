@@ -285,6 +285,7 @@ def test_flush_in_between():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_in_company():
     """Clipping before it; beside it other optimisers; masks; chains of all."""
@@ -517,6 +518,7 @@ def test_shard_map():
     assert_close(flush(many, many_state)[0], flush(one, one_state)[0], 1e-6)
 
 
+@pytest.mark.slow
 def test_low_precision():
     """Arithmetic in float32: a bfloat16 table rounds where it is stored."""
     tx = osa.exact_adamw(0.01, weight_decay=0.1)

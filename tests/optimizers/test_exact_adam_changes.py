@@ -93,6 +93,7 @@ LATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", slow_but([MOST - 3, MOST - 1, MOST], MOST - 1))
 @pytest.mark.parametrize("name", slow_but(LATE, "exact_adam"))
 def test_counts_that_32_bits_do_not_hold(name, start):

@@ -445,6 +445,7 @@ def with_rows(function):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_but(["step", "nnx"], "step"))
 def test_who_reads_no_table_is_let_through(way):
     params = start()

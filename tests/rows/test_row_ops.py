@@ -199,6 +199,7 @@ def test_what_a_kernel_reads_of_a_stale_table(monkeypatch):
     assert np.abs(actual - table[ids].reshape(2, 3, 4)).max() > 0.01  # they were stale
 
 
+@pytest.mark.slow
 def test_no_kernel_under_vmap_and_derivatives(registered):
     """They would have no rule for it."""
     tx = osa.sparse_adam(0.1)

@@ -26,6 +26,7 @@ def batches(steps=20):
         yield step, keys, rng.integers(0, 2, 6).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["memory", "file", "cold file"], "cold file"))
 def test_fresh_rows_of_a_table_on_the_host(kind, tmp_path, monkeypatch):
     """`fresh` is in the order of the batch and of scores, and not ascending."""
