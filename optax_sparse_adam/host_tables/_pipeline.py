@@ -106,11 +106,12 @@ class Source:
     def _compute(self, place: list[Any]) -> None:
         done, preparation = self._rows.steps_done, self._rows.preparation
         number, item = done + len(self._batches), place[0]
-        if preparation.is_by_step:  # which may write to what it gets, and refill, too
-            item = jax.tree.map(_kept, item)
-        item = preparation.batch(number, item, done=done)
+        # `prepare` may write to what it gets, and later to what it has returned.
+        kept = functools.partial(jax.tree.map, _kept)
         if preparation.is_by_step:
-            item = jax.tree.map(_kept, item)
+            item = kept(preparation.batch(number, kept(item), done=done))
+        else:
+            item = preparation.batch(number, item, done=done)
         place.append(self._ids(item, f"Batch {number}"))
 
     def settle(self) -> None:
@@ -123,7 +124,8 @@ class Source:
         self.settle()
         self._error = None
         for place in [*self._places]:
-            place[1:] = [] if len(place) == 2 else place[1:]
+            if len(place) == 2:
+                del place[1:]
 
     def take(self) -> Batch:
         """The next one, whose ids are those of now."""

@@ -162,7 +162,7 @@ class Preparation:
         # A subclass may have more to save, by its own method.
         if vocab is None or type(vocab).arrays_before is not Vocabulary.arrays_before:
             return self._stateful[name].arrays_before(step)
-        if not self._marks:
+        if not self._marks:  # in the checkpoint that a restore makes before it begins
             return vocab.arrays
         arrays = vocab.arrays_at(self._mark(step)[name])
         if arrays is None:

@@ -3,15 +3,15 @@
 Problem: where a KeyboardInterrupt came inside of `concurrent.futures`, the next call
 waited for ever. Cause: its locks, as those of `threading.Condition`, are taken by
 functions of Python, and an interrupt that comes before these return leaves them taken.
-Remedy: a queue that is written in C, a flag, and a thread of `_thread`, which waits for
-nobody when it starts. Safe: the flag is set before who waits is told, so a word that an
-interrupt has lost is not missed; and who waits looks at the flag now and then. Test:
+Remedy: a queue and a lock that are written in C, a flag, and a thread of `_thread`,
+which waits for nobody when it starts. Safe: the flag is set before who waits is told,
+so a word that an interrupt has lost is not missed; and who waits looks at the flag now
+and then. Test:
 `test_interrupts_inside_of_locks` in `tests/host_tables/test_loaders.py`.
 """
 
 import _thread
 import atexit
-import contextlib
 import os
 import queue
 from collections.abc import Callable
@@ -28,7 +28,8 @@ class Job:
         self._value: Any = None
         self._error: BaseException | None = None
         self._is_done = False
-        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._told = _thread.allocate_lock()
+        self._told.acquire()
 
     def do(self) -> None:
         function, args = self._call
@@ -38,12 +39,11 @@ class Job:
             self._error = error
         self._call = None
         self._is_done = True
-        self._told.put(None)
+        self._told.release()
 
     def wait(self) -> None:
         while not self._is_done:
-            with contextlib.suppress(queue.Empty):
-                self._told.get(timeout=_PATIENCE)
+            self._told.acquire(timeout=_PATIENCE)
 
     def result(self) -> Any:
         """What the function has returned; raises what it has raised."""
@@ -97,7 +97,8 @@ def _work(jobs: _Jobs, end: Job) -> None:
         job.do()
         del job  # while it waits, it holds no rows
     _threads.pop(end, None)
-    end.do()
+    if not end._is_done:  # an interrupt at its beginning may have made two
+        end.do()
 
 
 @atexit.register

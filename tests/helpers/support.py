@@ -1,6 +1,8 @@
 """What the tests share: comparisons that show numbers, references in plain NumPy."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,3 +246,14 @@ def program_environment():
         "OPTAX_SPARSE_ADAM_NATIVE": "0",
     }
     return os.environ | settings | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def ran(program, *arguments):
+    """What a program in a process of its own has ended with, and has printed."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )

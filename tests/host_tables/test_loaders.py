@@ -3,7 +3,6 @@
 import _thread
 import itertools
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import assert_identical, program_environment, slow_but
+from ..helpers.support import assert_identical, ran, slow_but
 
 TX = osa.sparse_adam(1e-2)
 
@@ -257,7 +256,7 @@ def test_what_the_thread_raises_is_raised_here():
     job, after = worker.submit(int, "no"), worker.submit(int, "7")
     with pytest.raises(ValueError, match="invalid literal"):
         job.result()
-    after._told.get()  # a word that an interrupt has lost
+    after._told.acquire()  # a word that an interrupt has lost
     assert after.result() == 7
     worker.end()
     worker.end()
@@ -279,14 +278,7 @@ threading.Thread(target=train).start()
 
 @pytest.mark.slow
 def test_a_run_in_a_thread_after_the_main_thread_has_ended():
-    done = subprocess.run(
-        [sys.executable, "-c", AT_THE_END],
-        cwd=__file__.rpartition("/tests/")[0],
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = ran(AT_THE_END)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "3\n")
 
 
@@ -312,13 +304,7 @@ for _ in trainer.run(batches(0, 9)):
 @pytest.mark.slow
 def test_a_run_that_was_left_when_the_process_ends():
     """What its thread has begun is done: Python would end it wherever it is."""
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT],
-        cwd=__file__.rpartition("/tests/")[0],
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = ran(LEFT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("begins") == done.stdout.count("ends") > 2
 
@@ -337,13 +323,7 @@ next(run), next(run)
 
 @pytest.mark.slow
 def test_a_run_that_is_open_when_the_process_ends(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, str(tmp_path / "table.bin")],
-        cwd=__file__.rpartition("/tests/")[0],
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = ran(OPEN, tmp_path / "table.bin")
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 

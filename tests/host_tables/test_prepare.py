@@ -1,10 +1,9 @@
 """`prepare`: keys get rows for a step, and lose them if it never comes."""
 
+import dataclasses
 import functools
 import gc
 import itertools
-import subprocess
-import sys
 import threading
 
 import chex
@@ -30,7 +29,7 @@ from ..helpers.host_tables import (
 from ..helpers.support import (
     WEEKLY,
     assert_identical,
-    program_environment,
+    ran,
     slow_but,
 )
 from ..helpers.system_calls import interrupted_at_line
@@ -289,13 +288,7 @@ def test_runs_that_are_collected_one_after_the_other(monkeypatch):
 def test_ends_of_a_run_in_a_script():
     """There is no frame of a function of the user's. What is collected in a call of
     the package waits for the next call of the trainer."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=__file__.rpartition("/tests/")[0],
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = ran(SCRIPT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(") == 4
 
@@ -481,6 +474,14 @@ class Refilled:
         return rows_of(vocab, step, keys, self.labels)
 
 
+class RefilledOfJax(Refilled):
+    """Arrays of JAX, which may be the same memory."""
+
+    def __call__(self, *args):
+        made = super().__call__(*args)
+        return dataclasses.replace(made, batch=tuple(map(jnp.asarray, made.batch)))
+
+
 def of_torch(vocab, step, keys, y):
     return rows_of(vocab, step, keys.numpy(), y.numpy())
 
@@ -493,16 +494,19 @@ def refilled_tensors(first, last):
         yield keys, labels
 
 
-@pytest.mark.parametrize(
-    "way", slow_but(["in place", "refilled", "tensors"], "in place")
-)
+WRITES = {
+    "in place": in_place,
+    "refilled": Refilled(),
+    "of JAX": RefilledOfJax(),
+    "tensors": of_torch,
+}
+
+
+@pytest.mark.parametrize("way", slow_but(WRITES, "in place"))
 def test_arrays_that_are_written_to(way):
     """By `prepare`, or by the loader: what is drawn and prepared is copied."""
-    prepare = {"in place": in_place, "refilled": Refilled(), "tensors": of_torch}[way]
-    run, made = (
-        Run(prepare=prepare),
-        refilled_tensors if way == "tensors" else stream_of,
-    )
+    run = Run(prepare=WRITES[way])
+    made = refilled_tensors if way == "tensors" else stream_of
     run.train(made(0, LAST), stop=4)
     if way == "in place":
         assert_identical(run.trainer.drawn[0], next(stream_of(4, 5)))
