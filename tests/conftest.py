@@ -35,6 +35,9 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 os.environ["XLA_FLAGS"] += f" {FAST_TO_COMPILE}"
 
+# To write to each operation where it came from takes a twentieth; who fails says it.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 # Programs are kept on disk, for the other worker and for the next run: JAX finds them
 # by their text, their flags and its own version.
 os.environ.setdefault(

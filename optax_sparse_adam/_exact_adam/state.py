@@ -191,9 +191,9 @@ def _parameter_indices(state: ExactAdamState, treedef: Any) -> list[int]:
     """For each array of parameters of a state, its index among those of `treedef`.
 
     A state has the structure of the parameters, with holes where `optax.masked` keeps
-    some away, or whole branches. Or it has that of the same parameters in other
-    containers, in the same order: Flax has `nnx.Param`s in a module's state and none in
-    that of its optimiser.
+    some away, or whole branches. Or it has that of the same parameters, by their names,
+    in other containers: Flax has `nnx.Param`s in a module's state and none in that of
+    its optimiser.
 
     Raises:
       ValueError: If the structure is another.
@@ -207,15 +207,41 @@ def _parameter_indices(state: ExactAdamState, treedef: Any) -> list[int]:
     try:
         branches = structure.flatten_up_to(indices)
     except ValueError:
-        parts = jax.tree.leaves(
+        named = jax.tree_util.tree_leaves_with_path(
             state.nu, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
         )
-        if len(parts) != treedef.num_leaves:
-            raise
-        branches = [*range(len(parts))]
+        parts = [x for _, x in named]
+        branches = _same_names(
+            [path for path, _ in named],
+            [path for path, _ in jax.tree_util.tree_leaves_with_path(indices)],
+        )
     pairs = zip(parts, branches, strict=True)
     leaves = [jax.tree.leaves(branch) for part, branch in pairs if not _is_hole(part)]
     return [index for (index,) in leaves]
+
+
+def _same_names(paths: Sequence[Any], others: Sequence[Any]) -> list[int]:
+    """For each path the index of that with the same names, which may have more of them.
+
+    Raises:
+      ValueError: If there is not one for each.
+    """
+
+    def names(path: Any) -> list[str]:
+        return [jax.tree_util.keystr((key,), simple=True) for key in path]
+
+    left = {i: names(path) for i, path in enumerate(others)}
+    indices = []
+    for own in map(names, paths):
+        pairs = ((i, zip(own, other)) for i, other in left.items())  # noqa: B905
+        same = (i for i, pair in pairs if all(x == y for x, y in pair))
+        if (index := next(same, None)) is None:
+            raise ValueError
+        del left[index]
+        indices.append(index)
+    if left:
+        raise ValueError
+    return indices
 
 
 def rows_by_parameter(

@@ -31,7 +31,7 @@ from ._reset import program_of
 from ._spread import local
 from ._stateful import Described, Stateful, described
 from ._store import Ascending, Store
-from ._worker import Job
+from ._worker import Worker
 
 _FOLDER = os.path.dirname(__file__) + os.sep
 NOT_FETCHED = (
@@ -101,7 +101,7 @@ class HostRows:
       torn: Why what there is belongs to no step, or `None`.
       is_open: Whether steps may still be done.
       is_closed: Whether all files have been given back.
-      work: What a thread does with the rows beside a step, or `None`.
+      work: The thread that uses the rows beside a step, or `None`.
       left: What ends a run that was left where nothing could be waited for, or `None`.
       reset_program: Begins rows again, on one device.
     """
@@ -116,7 +116,7 @@ class HostRows:
         self.steps = self.version = 0
         self.torn: str | None = None
         self.is_open, self.is_closed = True, False
-        self.work: Job | None = None
+        self.work: Worker | None = None
         self.left: Callable[[], None] | None = None
         self._process = os.getpid()
         self._has_settled = False

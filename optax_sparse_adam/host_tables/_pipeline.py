@@ -319,10 +319,10 @@ class Pipeline:
                         # Asked before the step, which a CPU may run in this thread.
                         following = source.peek(0)
                         x64: bool = config.jax_enable_x64
+                        rows.work = worker
                         work = worker.submit(
                             self._beside, x64, rows.unstored, following, drawn - 1
                         )
-                        rows.work = work
                         value = self._advance(batch, fetched, before)
                         state, before = rows.state, rows.unstored[-1]
                     yield value

@@ -32,6 +32,8 @@ class Job:
         self._told.acquire()
 
     def do(self) -> None:
+        if self._is_done:  # it was given twice
+            return
         function, args = self._call
         try:
             self._value = function(*args)
@@ -59,15 +61,29 @@ class Worker:
     def __init__(self) -> None:
         self._jobs: _Jobs = queue.SimpleQueue()
         self._end = Job(lambda: None, ())
+        self._last: Job | None = None
         self._has_begun = False
+        self._is_served = _thread.allocate_lock()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Job:
-        job = Job(function, args)
+        job = self._last = Job(function, args)
+        self._give(job)
+        return job
+
+    def _give(self, job: Job) -> None:
         self._jobs.put(job)
         if not self._has_begun:
-            _thread.start_new_thread(_work, (self._jobs, self._end))
+            args = self._jobs, self._end, self._is_served
+            _thread.start_new_thread(_work, args)
             self._has_begun = True
-        return job
+
+    def wait(self) -> None:
+        """Until its last job is done, also where an interrupt has ended `submit`."""
+        job = self._last
+        if job is not None and not job._is_done:
+            self._give(job)
+            while not (job._is_done or self._end._is_done):
+                job._told.acquire(timeout=_PATIENCE)
 
     def end(self, *, waits: bool = True) -> None:
         """Ends the thread when all is done. May be called twice."""
@@ -91,14 +107,15 @@ if hasattr(os, "register_at_fork"):  # as on all systems that fork
     os.register_at_fork(after_in_child=_forget_all)
 
 
-def _work(jobs: _Jobs, end: Job) -> None:
+def _work(jobs: _Jobs, end: Job, is_served: _thread.LockType) -> None:
+    if not is_served.acquire(blocking=False):
+        return  # an interrupt at its beginning has made two
     _threads[end] = jobs
     while (job := jobs.get()) is not None:
         job.do()
         del job  # while it waits, it holds no rows
     _threads.pop(end, None)
-    if not end._is_done:  # an interrupt at its beginning may have made two
-        end.do()
+    end.do()
 
 
 @atexit.register

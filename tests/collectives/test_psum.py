@@ -117,6 +117,7 @@ def test_along_an_axis_of_vmap(way):
     assert_identical(total["w"], np.broadcast_to(values[:, 0].sum(0), (8, 3)), "dense")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indices_dtype", slow_but(["int8", "int32"], "int8"))
 @pytest.mark.parametrize("coalesced", slow_but([True, False], False))
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def test_ids_of_any_shape_and_type(kind):
         np.testing.assert_array_equal(grad.astype(np.float32)[:, 0, 0], counts)
 
 
+@pytest.mark.slow
 def test_low_precision():
     """Duplicates of a device add up in float32: in bfloat16 these would stay 1."""
     mesh = make_mesh((8,), ("d",))

@@ -122,6 +122,7 @@ OTHERWISE_TWICE = [(name, False) for name in OTHERWISE] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_flat"),
     slow_but(OTHERWISE_TWICE, ("of two axes", True)),

@@ -65,6 +65,7 @@ def on_one_device(optimizer):
     return jax.device_get((params, state, value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(CASES, CASES[7]), ids=str)
 def test_training(case):
     params, batches = start()

@@ -112,6 +112,7 @@ def test_cost(case, lower):
     assert memory.temp_size_in_bytes <= 10 * array, memory.temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", slow_but([P(), P("x", None)], P()))
 def test_checkpoint(spec):
     """Rows that are read again for the gradient are read before a table is written."""

@@ -114,6 +114,7 @@ LOOKUPS_TWICE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
     slow_but(LOOKUPS_TWICE, ("scan", "plain"), ("many", "kernel")),

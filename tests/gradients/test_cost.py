@@ -141,6 +141,7 @@ def scanned(p, ids):
     return jnp.mean(jax.lax.scan(layer, p["table"][ids], p["layers"])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", slow_but([deep, scanned], deep))
 def test_deep_models_trace_to_as_much(loss):
     """The interpreter adds a few equations a table, and none a layer."""

@@ -159,6 +159,7 @@ def test_steps(name, backend):
     assert_small(temporary(loss, OPTIMIZERS[optimizer], ids, **tables))
 
 
+@pytest.mark.slow
 def test_old_rows_beside_the_step():
     """What `apply_updates` documents: XLA copies the table, and an `aux` is the remedy.
 

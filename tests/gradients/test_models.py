@@ -209,6 +209,7 @@ def test_table_of_one_row_is_broadcast():
     assert not is_bcoo(grads["params"]["embedding"])
 
 
+@pytest.mark.slow
 def test_linen_batch_statistics():
     """`aux` carries what `apply` makes mutable; dropout gets a key for each step."""
 

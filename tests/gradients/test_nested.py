@@ -58,6 +58,7 @@ def squared_gradient(lib, loss):
     return function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", slow_but([loss, with_rules], with_rules))
 def test_gradient_of_gradient(loss):
     """Of either library over either; row-sparse where the outer one is ours."""

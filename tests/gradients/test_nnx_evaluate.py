@@ -150,6 +150,7 @@ def test_in_every_mode(graph):
         assert_close(value, loss(model, batch(1)), 1e-12)
 
 
+@pytest.mark.slow
 def test_another_optimizer_changes_nothing():
     model, optimizer, step = trainer(
         osa.sparse_adam(0.1), lambda _: flax_nnx.value_and_grad(loss)

@@ -128,6 +128,7 @@ def test_variables_that_come_back_from_a_rule():
     np.testing.assert_allclose(*all_losses, rtol=1e-5)  # sums in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph_updates", [True, False])
 def test_a_loss_that_assigns_a_table_of_exact_adam(graph_updates):
     rows = Rows(counts=graph_updates)

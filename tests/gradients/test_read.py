@@ -222,6 +222,7 @@ def test_inside_shard_map(spec):
     assert {shape.split(",")[0] for shape in roots if "," in shape} == {"4"}
 
 
+@pytest.mark.slow
 def test_resharded():
     """What is known of each row goes with a table that the loss lays out otherwise."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)

@@ -104,6 +104,7 @@ def test_gradients_are_row_sparse(name):
     assert_identical(params["table"][untouched], start()["table"][untouched])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_finite", slow_but([True, False], True))
 def test_apply_if_finite(is_finite):
     def scaled(params, ids, factor):
@@ -234,6 +235,7 @@ def test_dense_gradients(name):
         assert_close(found, params[name], 1e-5, magnitude=1.0)
 
 
+@pytest.mark.slow
 def test_a_model_without_tables():
     def quadratic(params, ids):
         return jnp.sum((params["w"] - 2) ** 2) + jnp.sum(params["table"] ** 2)

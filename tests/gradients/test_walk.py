@@ -40,6 +40,7 @@ def test_whole_table_as_auxiliary_output():
         assert_same(one, other, 4)
 
 
+@pytest.mark.slow
 def test_loops_that_look_up_more_rows_than_the_table_has():
     """Memory is that of `jax.grad`, however many steps the loop has."""
 
@@ -102,6 +103,7 @@ def test_evaluated_without_derivatives():
     assert "custom_jvp" not in str(jax.make_jaxpr(evaluated)(TABLE, IDS))
 
 
+@pytest.mark.slow
 def test_narrow_table():
     """Lookups in float32 of a bfloat16 table: entries add up before they are rounded.
 

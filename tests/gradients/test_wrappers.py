@@ -157,6 +157,7 @@ def test_flax_nnx_update_is_that_by_hand(wrapper, inner, backend):
     np.testing.assert_array_equal(found[1:], expected[1:])
 
 
+@pytest.mark.slow
 def test_another_init_or_update_of_a_formula():
     """`lazy` takes what stands in their places."""
     inner = osa.scale_by_rowwise_rss()

@@ -459,6 +459,7 @@ def reads_if_both_are_sparse(grads, state, params):
     return grads, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", slow_but([clipped, reads_if_both_are_sparse], clipped))
 def test_a_part_beside_a_table_in_memory(part):
     """Whose gradient is row-sparse as well: a step asks with all gradients it has."""

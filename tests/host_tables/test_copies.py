@@ -172,6 +172,7 @@ MEANWHILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", slow_but(["folder", "file"], "folder"))
 @pytest.mark.parametrize("what", slow_but(MEANWHILE, "a step"))
 def test_copies_that_are_made_while_it_trains(run, what, first):

@@ -34,6 +34,7 @@ from optax_sparse_adam.host_tables import (
     _store,
     _together,
     _trainer,
+    _worker,
 )
 from optax_sparse_adam.native import _records
 
@@ -66,6 +67,7 @@ OF_CHECKPOINTS = (
     *(_archive, _checkpoint, _file, _host_rows, _journal, _ledger, _pipeline, _store),
     *(_opening, _together, _trainer),
 )
+OF_RUNS = _pipeline, _host_rows, _worker
 OF_SNAPSHOTS = _archive, _between, _host_rows, _snapshot, _stateful, _trainer
 
 
@@ -382,7 +384,7 @@ def test_a_run_that_is_interrupted_anywhere(every, error):
         seen += every
         iterator, steps = iter(batches), trainer.steps
         of = {"error": error}
-        with interrupted_at_line(seen, _pipeline, _host_rows, **of) as lines:
+        with interrupted_at_line(seen, *OF_RUNS, error=error) as lines:
             for _ in trainer.run(iterator):
                 pass
         where = lines[1:]
@@ -515,6 +517,7 @@ def test_a_run_with_checkpoints_that_is_interrupted_anywhere(every, tmp_path):
     trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", slow_but([EACH, 149], 149))
 def test_a_snapshot_that_is_interrupted_anywhere(every, tmp_path):
     """It is there as a whole, or it is not; then the next one is."""

@@ -195,6 +195,7 @@ def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
         assert_trained_alike(trainer, values, train_in_memory(fun, TX, plain, made))
 
 
+@pytest.mark.slow
 def test_ids_of_callbacks():
     """Of a pure one, which may be called twice; not of an io_callback."""
 

@@ -122,6 +122,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", slow_but(["break", "raise", "bad ids", "end"], "bad ids")
 )
@@ -244,6 +245,7 @@ def test_a_step_that_changes_the_type_of_other_state(tmp_path):
     assert_identical([*map(np.asarray, found)], values)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_other_state_whose_type_a_step_in_memory_has_changed():
     tx, ids = INJECTED, np.arange(5)

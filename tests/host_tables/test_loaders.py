@@ -28,6 +28,7 @@ from ..helpers.host_tables import (
     train_in_memory,
 )
 from ..helpers.support import assert_identical, ran, slow_but
+from ..helpers.system_calls import interrupted_at_line
 
 TX = osa.sparse_adam(1e-2)
 
@@ -260,6 +261,31 @@ def test_what_the_thread_raises_is_raised_here():
     assert after.result() == 7
     worker.end()
     worker.end()
+
+
+def test_jobs_that_were_interrupted_while_they_were_given():
+    """Whoever waits for them finds the thread idle, and waits for no other one."""
+
+    def beside(number):
+        at_work.append(number)
+        time.sleep(1e-3)
+        done.append(number)
+
+    for seen in itertools.count(1):
+        worker, at_work, done = _worker.Worker(), [], []
+        with interrupted_at_line(seen, _worker) as lines:
+            for number in range(2):
+                worker.submit(beside, number)
+        for _ in range(2):
+            worker.wait()
+            assert at_work == done == [*range(len(done))]
+        worker.end(waits=False)
+        worker.wait()
+        worker.end()
+        if len(lines) == 1:
+            break
+    assert done == [0, 1]
+    assert seen > 20
 
 
 AT_THE_END = """

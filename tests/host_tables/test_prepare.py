@@ -105,6 +105,7 @@ def assert_done(run, tx=TX):
     assert_identical(run.vocab.arrays, arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([*OPTIMIZERS], "exact"))
 @pytest.mark.parametrize("where", slow_but(["memory", "cold", "mesh"], "cold"))
 def test_a_pipeline_left_and_gone_on_with(where, name, tmp_path):
@@ -372,6 +373,7 @@ def twice(vocab, step, keys, y):
     return host.BatchWithReset((rows, y), table, values)
 
 
+@pytest.mark.slow
 def test_more_calls_ahead_than_undo_remembers(tmp_path):
     """Forty of them; a checkpoint in between, and all but five steps taken back.
 

@@ -187,6 +187,7 @@ def test_rows_that_nobody_looks_up_begin_as_well(tmp_path):
         assert_trained_alike(trainer, values, (params, state, expected))
 
 
+@pytest.mark.slow
 def test_a_reset_that_is_wrong_is_said_when_its_turn_comes():
     rows, w = begin()
     new = {"table": np.zeros((2, DIM), np.float32), "w": None}

@@ -604,6 +604,7 @@ def test_nnx_variables_that_a_step_changes():
         assert_close(x, y, 1e-6)
 
 
+@pytest.mark.slow
 def test_keywords_of_any_name():
     def fun(params, ids, rows=1.0, params_=1.0, static=1.0):
         return jnp.mean(params["table"][ids] ** 2) / rows / params_ / static

@@ -71,6 +71,7 @@ def gradients(draw):
     return bcoo(values, indices, (num_rows, *row_shape))
 
 
+@pytest.mark.slow
 @needs_compiler
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(gradients())
@@ -166,6 +167,7 @@ def by_both(monkeypatch, step, *args):
     return *results, text
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", slow_but(["adam", "exact_adam"], "adam"))
 def test_unique_rows(cache, monkeypatch, name):
@@ -199,6 +201,7 @@ def test_unique_rows(cache, monkeypatch, name):
         assert_close(a, b, TOLERANCE["float32"].torch, magnitude=np.abs(b) + 1)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", slow_but(["lazy", "sparse_adafactor"], "lazy"))
 def test_others_of_low_precision(cache, monkeypatch, name):
@@ -239,6 +242,7 @@ ROWWISE = {
 ROWWISE_CASES = [(name, width) for name in ROWWISE for width in (3, 64)]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "width"),

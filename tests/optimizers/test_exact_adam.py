@@ -365,6 +365,7 @@ def test_nothing_is_promoted_with_wide_types(dtype):
             assert_identical([run(step), run(jax.jit(step))], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", slow_but(["plain", "kernel"], "kernel"), indirect=True
 )
@@ -538,6 +539,7 @@ def test_low_precision():
     assert_close(table, wide + expected, 3 * 2.0**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mu_dtype", "nu_dtype", "scale"),
     slow_but(

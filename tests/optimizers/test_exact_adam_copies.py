@@ -92,6 +92,7 @@ OF_COPIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "compiled"), slow_but(OF_COPIES, ("fgm", KINDS[1], True))
 )

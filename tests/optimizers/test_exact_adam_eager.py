@@ -63,6 +63,7 @@ def test_few_programs(compilations, trained):
     assert of_flush <= 4
 
 
+@pytest.mark.slow
 def test_values_of_a_program(optimized, trained):
     """Stale rows are those of a program; XLA may fuse two programs differently.
 
@@ -91,6 +92,7 @@ def test_on_another_device(trained):
     assert_identical(found, step(table, state))
 
 
+@pytest.mark.slow
 def test_arrays_are_left_alone(trained):
     """Nothing is donated, and no program holds a table."""
     tx, table, state = trained

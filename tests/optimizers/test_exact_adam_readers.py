@@ -293,6 +293,7 @@ def test_rows_that_rest(way):
     assert_close(flushed["table"], params["table"], TOLERANCE, magnitude=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["kernel"], indirect=True)
 def test_with_the_kernel(backend):
     """In float32, where rows are looked up and updated by the kernel."""
@@ -357,6 +358,7 @@ def by_two_programs(tx, batches):
     return values, osa.flush(params, state)[0]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_has_lost_its_table():
     """Refused if the parameters are read; of no harm if they are not."""
 

@@ -90,6 +90,7 @@ def without_read(around, change):
     return [call]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", slow_but(OPTIMIZER_AROUND, "partition"))
 def test_with_read(around):
     params, tx = start(), OPTIMIZER_AROUND[around](osa.exact_adam(RATE))

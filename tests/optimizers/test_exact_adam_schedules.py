@@ -51,6 +51,7 @@ def test_odd_schedules(schedule):
     assert_close(osa.flush(table, state)[0], wanted, 1e-11, magnitude=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", slow_but([1.1, 1.2, 10.0], 1.2))
 def test_a_way_without_an_end(factor):
     """NaN at once, in place of a table that is wrong."""

@@ -1,5 +1,6 @@
 """exact_adam for some of the parameters, and in some of the steps; what it reads."""
 
+import collections
 import functools
 
 import jax
@@ -22,7 +23,7 @@ from ..helpers.exact_adam import (
     start,
     trained,
 )
-from ..helpers.support import assert_close, bcoo, slow_but
+from ..helpers.support import assert_close, assert_identical, bcoo, slow_but
 
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -46,6 +47,35 @@ def test_parameters_without_an_array(make):
     expected, _ = jax.jit(tx.update)(grad, tx.init(table), table)
     assert updates["a"] is None
     np.testing.assert_array_equal(updates["table"].data, expected.data)
+
+
+def test_a_state_of_other_containers():
+    """It is that of the same names; without names it would be that of other tables."""
+    tx = osa.exact_adam(RATE)
+    params = {"user": start()["table"], "item": 1 + start()["table"]}
+    state = tx.init(params)
+
+    def loss(params, ids):
+        return jnp.sum(jnp.sin(params["user"][ids]) * params["item"][ids + 1])
+
+    for ids in batches(4):
+        _, grads = osa.value_and_grad(loss, read=state)(params, ids % (ROWS - 1))
+        updates, state = tx.update(grads, state, params)
+        params = osa.apply_updates(params, updates)
+    flushed, _ = osa.flush(params, state)
+    others = collections.OrderedDict((x, params[x]) for x in ("user", "item"))
+    assert_identical(dict(osa.flush(others, state)[0]), flushed)
+
+    def rows(user, item):
+        return user[ids], item[ids]
+
+    read = osa.evaluate(lambda both: rows(both["user"], both["item"]), read=state)
+    expected = flushed["user"][ids], flushed["item"][ids]
+    for actual, value in zip(read(others), expected, strict=True):
+        assert_close(actual, value, 1e-12)
+    of_two = osa.evaluate(rows, argnums=(0, 1), read=state)
+    with pytest.raises(ValueError, match="moments lie in another tree"):
+        of_two(params["user"], params["item"])
 
 
 @pytest.mark.parametrize("kind", ["partition", _SLOW("masked")])

@@ -123,6 +123,7 @@ def test_trees_with_holes(with_params):
     assert_all_close(actual, at_once(tx.update, grads, state, kept))
 
 
+@pytest.mark.slow
 def test_what_rows_and_others_need_is_computed_once():
     """Such as the norm of all gradients, which a block takes as a number."""
     grads, params = trees({"table": (20, 6)})
@@ -210,6 +211,7 @@ def test_memory_of_rows_that_meet():
     assert compile_for_users(lowered).memory_analysis().temp_size_in_bytes < 20_000
 
 
+@pytest.mark.slow
 def test_memory_of_many_tables(monkeypatch):
     """The gradients, their sums, and rows of the moments: XLA holds those of all."""
     monkeypatch.undo()

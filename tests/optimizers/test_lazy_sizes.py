@@ -107,6 +107,7 @@ def test_equal_shapes_by_chance():
     assert all((new[name][7] < 1).all() for name in params)
 
 
+@pytest.mark.slow
 def test_what_takes_a_row_for_a_vector():
     """`adaptive_grad_clip` squeezes: of one row it takes another norm than of two."""
     tx = osa.lazy(optax.adaptive_grad_clip(0.1))

@@ -93,6 +93,7 @@ def test_types_of_optax(name):
             check_types(name, *case)
 
 
+@pytest.mark.slow
 def test_a_widened_state_keeps_its_blocks():
     """Blocks of rows, of a table that is widened first."""
     rows = 4096

@@ -92,6 +92,7 @@ def step(tx, params, grads, apply=osa.apply_updates):
     return apply(params, updates), updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "update_dtype"), slow_but(TYPES, TYPES[2]))
 def test_right_on_average(dtype, update_dtype):
     old, update = cases(dtype)

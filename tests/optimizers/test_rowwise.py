@@ -131,6 +131,7 @@ def test_elements_that_are_looked_up():
         tx.update(grad, tx.init(jnp.zeros(shape)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu_dtype", [None, "float32", "float16"])
 def test_types(mu_dtype):
     """Second moments in float32: bfloat16 would lose a thousandth of them."""

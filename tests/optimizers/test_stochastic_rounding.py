@@ -187,6 +187,7 @@ LIFTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(LIFTED, "noise"))
 def test_lazy(name):
     """The touched rows change as a table of their own; the others keep every bit."""

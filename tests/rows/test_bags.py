@@ -246,6 +246,7 @@ def test_second_derivatives_by_differences():
     check_grads(jax.jit(function), (table, weights), 2, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     table, ids, weights, _ = numbers(rows=6)
     weights = jnp.abs(weights) + 1
@@ -489,6 +490,7 @@ def test_last_offset(mode, way):
             pool(table, ids if kwargs else ids[None], **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mean", "sqrtn"])
 def test_weights_that_add_up_to_zero(mode):
     """Zeros, as by TensorFlow's `div_no_nan`, and no gradient."""
@@ -503,6 +505,7 @@ def test_weights_that_add_up_to_zero(mode):
     assert_identical(grad[jnp.array([0, 3])], jnp.zeros((2, DIM)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", slow_but(["matrix", "segments"], "segments"))
 def test_largest_of_infinities(form):
     """A row of -inf is larger than padding, and the first NaN than everything."""
@@ -574,6 +577,7 @@ def test_types_of_ids(dtype):
         assert_identical(bag(table, jnp.asarray(ids)), np.float32(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but(["int64", "uint64"], "uint64"))
 def test_wide_ids_of_numpy(dtype):
     """Out of bounds, also where JAX has no such type and would wrap them around."""

@@ -439,6 +439,7 @@ def test_constant_values_are_not_reduced_while_compiling():
     assert "pred[8,4]" in text  # computed by the program
 
 
+@pytest.mark.slow
 def test_made_by_hand():
     """A BCOO of nobody's has no canary: it is believed, and stays what it is."""
     grad = bcoo(WEIGHTS * np.ones(4, np.float32), IDS[:, None], SHAPE)

@@ -264,6 +264,7 @@ def test_values_of_padding_are_ignored():
         assert_identical(rows.data, jnp.array([[1.0], [2], [0], [0]]))
 
 
+@pytest.mark.slow
 def test_sum_duplicates_of_jax():
     """It fills up with repeated out-of-bounds indices and calls them unique."""
     rng = np.random.default_rng(0)

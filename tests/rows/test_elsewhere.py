@@ -84,6 +84,7 @@ def test_rounding_and_neighbours():
     assert_close(sums[real], exact[real], error, magnitude=sizes[real], what="sums")
 
 
+@pytest.mark.slow
 def test_derivatives_and_batches():
     rng = np.random.default_rng(0)
     values, ids = random_entries(rng, (9, 2), 1, 30)

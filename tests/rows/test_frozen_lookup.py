@@ -117,6 +117,7 @@ TWICE = [(name, "plain") for name in OPTIMIZERS if name not in WITH_KERNEL[1:]]
 TWICE += [(name, "kernel") for name in WITH_KERNEL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
     slow_but(TWICE, ("sparse_adam", "kernel")),

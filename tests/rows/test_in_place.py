@@ -156,6 +156,7 @@ APPLY_IF_FINITE = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [

@@ -162,6 +162,7 @@ def test_entries_stay_whole(name, way):
     assert_close(TABLE - table, expected(kept), 1e-6, magnitude=30.0)
 
 
+@pytest.mark.slow
 def test_one_id_in_a_bag():
     """As many bags as entries: nothing says by its length which array is which."""
     ids = jnp.array([[3], [7], [3], [1]])

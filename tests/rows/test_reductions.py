@@ -151,6 +151,7 @@ def test_stats(kind, way):
     assert (stats["n"], *map(float, stats["s"])) == (None, 3.0, 1.0)
 
 
+@pytest.mark.slow
 def test_stats_of_other_gradients():
     """By hand, in bfloat16, of two sparse axes, unique with padding, with nothing."""
     data, ids = jnp.array([[3.0], [0.0], [4.0]]), jnp.array([[1], [-1], [8]])

@@ -153,6 +153,7 @@ def test_lookups_of_a_third_platform(registered, loss, is_stale, calls):
             assert found == (calls if platform == "cuda" else [])
 
 
+@pytest.mark.slow
 def test_what_a_kernel_reads_of_a_stale_table(monkeypatch):
     """One row, by the formula that it prints, is that of XLA's lookup."""
     rng = np.random.default_rng(0)

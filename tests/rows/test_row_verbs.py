@@ -166,6 +166,7 @@ def test_put_of_take_is_the_identity(name):
 CLONED = "sparse_adam", "exact_adam", "exact_adamw"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(CLONED, "sparse_adam", "exact_adamw"))
 def test_a_clone_stays_one(name):
     """It has its origin's values, now and after steps of other rows and of both."""

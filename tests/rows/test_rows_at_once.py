@@ -197,6 +197,7 @@ def test_moments_that_are_views():
     np.testing.assert_array_equal(state.mu["w"], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_rows_of_a_state_whose_type_a_step_has_changed():
     """`init` makes `mu` of a bfloat16 table as bfloat16; injected numbers widen it."""

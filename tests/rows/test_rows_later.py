@@ -162,6 +162,7 @@ DATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "places", "kind"), slow_but(DATES, DATES[0]))
 @jax.enable_x64(True)
 def test_dates_of_stale_rows_are_absolute(name, places, kind):
@@ -356,6 +357,7 @@ TWICE = [("numpy", name) for name in LAZY | EXACT]
 TWICE += list(zip(("jit", "jax") * len(TWICE), LAZY | EXACT, strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"), slow_but(TWICE, ("numpy", "sparse_adam"), ("jit", "sparse_adam"))
 )
@@ -397,6 +399,7 @@ def test_two_batches_taken_before_a_step(kind, name):
 REPEATED = [[5, 3, 5, 12, 3, -1, 5], [3, 3, 5, 5, 5, 7, 12], [4, 4]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", slow_but(REPEATED, REPEATED[0]))
 def test_ids_that_are_repeated_in_a_program(ids):
     """The last entry of a row is written: its values with its own moments, everywhere.
