@@ -1,5 +1,6 @@
 """The state of `exact_adam`, and the parameters that it belongs to."""
 
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -221,18 +222,23 @@ def _parameter_indices(state: ExactAdamState, treedef: Any) -> list[int]:
 
 
 def _same_names(paths: Sequence[Any], others: Sequence[Any]) -> list[int]:
-    """For each path the index of that with the same names, which may have more of them.
+    """For each path the index of that with the same names.
+
+    A wrapper adds names: one of the whole tree in front of all, one of an array behind.
 
     Raises:
       ValueError: If there is not one for each.
     """
 
-    def names(path: Any) -> list[str]:
-        return [jax.tree_util.keystr((key,), simple=True) for key in path]
+    def names_of(paths: Sequence[Any]) -> list[list[str]]:
+        key_name = functools.partial(jax.tree_util.keystr, simple=True)
+        names = [[key_name((key,)) for key in path] for path in paths]
+        levels = (len({*level}) == 1 for level in zip(*names))  # noqa: B905
+        count = sum(itertools.takewhile(bool, levels))
+        return [x[count:] for x in names]
 
-    left = {i: names(path) for i, path in enumerate(others)}
-    indices = []
-    for own in map(names, paths):
+    left, indices = dict(enumerate(names_of(others))), []
+    for own in names_of(paths):
         pairs = ((i, zip(own, other)) for i, other in left.items())  # noqa: B905
         same = (i for i, pair in pairs if all(x == y for x, y in pair))
         if (index := next(same, None)) is None:

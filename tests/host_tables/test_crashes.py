@@ -383,7 +383,6 @@ def test_a_run_that_is_interrupted_anywhere(every, error):
     while len(lines) == 2:
         seen += every
         iterator, steps = iter(batches), trainer.steps
-        of = {"error": error}
         with interrupted_at_line(seen, *OF_RUNS, error=error) as lines:
             for _ in trainer.run(iterator):
                 pass
