@@ -116,7 +116,7 @@ class Table(NamedTuple):
 
     def check_rows(self, x: Any, rows: Any) -> None:
         """Raises unless these are rows for an array of the table."""
-        refuse_masked(rows, self.verb)
+        _refuse_others(self.verb, rows)
         shape = (len(self.ids), *np.shape(x)[1:])
         if np.shape(rows) != shape:
             raise ValueError(
@@ -160,19 +160,23 @@ def native_dtype(x: Any, dtype: Any = None) -> Any:
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
 
 
+def _refuse_others(verb: str, x: Any) -> None:
+    refuse_masked(x, verb)
+    if hasattr(x, "detach"):
+        raise TypeError(
+            f"{verb} takes arrays of NumPy and JAX, got a {type(x).__module__}."
+            f"{type(x).__qualname__}. Give x.numpy(), which shares its memory."
+        )
+
+
 def shape_of(verb: str, x: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and type of an array as JAX has it.
 
     Raises:
       TypeError: For what JAX has no type for; its own error prints the array.
     """
-    refuse_masked(x, verb)
+    _refuse_others(verb, x)
     if not isinstance(x, np.ndarray | np.generic):
-        if hasattr(x, "detach"):
-            raise TypeError(
-                f"{verb} takes arrays of NumPy and JAX, got a {type(x).__module__}."
-                f"{type(x).__qualname__}. Give x.numpy(), which shares its memory."
-            )
         return np.shape(x), jnp.result_type(x)
     dtype = native_dtype(x)
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):

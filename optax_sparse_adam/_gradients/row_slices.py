@@ -1,5 +1,6 @@
 """Gradients as rows and their indices (TensorFlow: IndexedSlices), and what adds up."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from .._jax_extras.sharding import call_with_auto_axes, layout_of
+from .._jax_extras.sharding import call_with_auto_axes, columns_as_in, layout_of
 from .._jax_extras.unchecked import unchecked
 from .._rows.bag_gradient import BagEntries
 from .._rows.canary import CanaryBCOO
@@ -51,6 +52,9 @@ def to_bcoo(
     the only lookup, if it is one, and `bag_length` its number of entries of each bag.
     """
     shape, dtype = jnp.shape(source.array), jnp.result_type(source.array)
+    # Over Explicit axes a gradient lies as its table, as the update will.
+    lay_out = functools.partial(columns_as_in, source.array)
+    slices = [(x, lay_out(values)) for x, values in slices]
     read_at = source.clock  # for `exact_adam`, which refuses gradients of another step
     types = [dtype, *(x.dtype for x in (*totals, *(x for _, x in slices)))]
     widest = max(types, key=lambda dtype: jnp.finfo(dtype).bits)
@@ -60,6 +64,7 @@ def to_bcoo(
     if totals:
         total = sum(x.astype(widest) for x in totals[1:]) + totals[0].astype(widest)
         indices, values = _every_row(indices, total, depth)
+        values = lay_out(values)
         promises = Promises(unique_indices=True)
     elif any(x.segments is not None for x, _ in slices):
         bags = _joined_bags(slices, shape, dtype, widest, bag_length)

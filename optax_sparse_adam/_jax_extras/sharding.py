@@ -109,6 +109,20 @@ def shard_columns_like(table: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.reshard(rows, NamedSharding(mesh, PartitionSpec(None, *columns)))
 
 
+def columns_as_in(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """The same, where columns lie otherwise; mesh axes that split the rows may stay."""
+    mesh = mesh_of(table, rows)
+    if not mesh.explicit_axes:
+        return rows
+    of_rows, *before = partitions_of(jax.typeof(rows).sharding.spec)
+    columns = partitions_of(_spec(table, range(table.ndim - rows.ndim + 1, table.ndim)))
+    if (*before,) == columns:
+        return rows
+    taken = {axis for entry in columns for axis in mesh_axes(entry)}
+    of_rows = None if taken & {*mesh_axes(of_rows)} else of_rows
+    return jax.reshard(rows, NamedSharding(mesh, PartitionSpec(of_rows, *columns)))
+
+
 def call_with_auto_axes(
     function: Callable[..., jax.Array],
     *arrays: jax.Array,

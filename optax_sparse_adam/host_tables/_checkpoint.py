@@ -95,6 +95,7 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
                     f"{spread.process} does not see. Give a folder that is one for "
                     "all processes."
                 )
+            ledger.resolve()
     for old, its_name in left.items() if spread.process == 0 else ():
         # What a process that was killed has left, or others no longer need.
         if its_name != name:

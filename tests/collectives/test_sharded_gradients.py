@@ -290,6 +290,36 @@ def test_apply_if_finite_inside_lazy():
             assert_close(jax.jit(step)(table), expected, 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
+@pytest.mark.parametrize("spec", [P(None, "y"), P("x", "y"), P(None, "x")])
+@pytest.mark.parametrize("make", [osa.sparse_adam, osa.exact_adam])
+def test_wrappers_of_tables_that_are_split_by_columns(make, spec, bags):
+    """`apply_if_finite` wants updates of the type of gradients, with their layout."""
+    mesh = make_mesh(EXPLICIT)
+    (many, ids), one = start(mesh, spec)
+    tx = optax.apply_if_finite(make(0.1), 3)
+
+    def loss(layout, table, ids):
+        if bags:
+            return jnp.sum(osa.embedding_bag(table, ids) ** 2)
+        if layout is None:
+            return jnp.sum(table[ids] ** 2)
+        return jnp.sum(table.at[ids].get(out_sharding=layout) ** 2)
+
+    def trained(table, ids, layout):
+        step = osa.make_train_step(partial(loss, layout), tx)
+        state = tx.init(table)
+        for _ in range(2):
+            table, state, _ = step(table, state, ids)
+        return table
+
+    with jax.numpy_dtype_promotion("standard"):
+        expected = trained(*map(jnp.asarray, one), None)
+        with jax.set_mesh(mesh):
+            assert_close(trained(many, ids, P("x")), expected, 1e-6)
+
+
 def psum_of_weighted(table, own, same):
     return lax.psum(table * own, "x")
 

@@ -108,6 +108,33 @@ def a_part_that_cannot_be_written(folder, monkeypatch):
         assert_identical(arrays((trainer.params, trainer.state)), saved)
 
 
+def a_checkpoint_that_one_cannot_mark(folder, monkeypatch):
+    """It has come to be, and the next call says so in the file; but all raise."""
+    broken, run = OSError(5, "Input/output error"), folder / "marked"
+    where = {"file": folder / "marked.bin"}
+
+    def set_mark(mark):
+        if not mark.pending:
+            raise broken
+        mark_it(mark)
+
+    with begun(**where) as trainer:
+        list(trainer.run(some(0, 3)))
+        (store,) = trainer._rows.stores[:1]
+        mark_it = store.set_mark
+        if jax.process_index() == 1:
+            monkeypatch.setattr(store, "set_mark", set_mark)
+        with raises_in_process_1("HostTrainer.checkpoint", OSError, "Input/output"):
+            trainer.checkpoint(run)
+        monkeypatch.undo()
+        saved = arrays((trainer.params, trainer.state))
+        list(trainer.run(some(3, 5)))
+    with restored(run, **where) as trainer:
+        assert trainer.steps == 3
+        assert_identical(arrays((trainer.params, trainer.state)), saved)
+        trainer.checkpoint(run)
+
+
 def a_folder_that_one_does_not_see(folder, monkeypatch):
     monkeypatch.setattr(_checkpoint, "_SECONDS", 1)
     own = folder / f"of-{jax.process_index()}"
@@ -183,6 +210,7 @@ def main(address, process, folder):
     a_file_that_one_has_already(folder)
     with pytest.MonkeyPatch.context() as monkeypatch:
         a_part_that_cannot_be_written(folder, monkeypatch)
+        a_checkpoint_that_one_cannot_mark(folder, monkeypatch)
         a_folder_that_one_does_not_see(folder, monkeypatch)
     a_storage_has_the_numbers_of_the_table(folder)
     what_is_stateful_is_of_its_process(folder)

@@ -409,9 +409,10 @@ def test_tensors_of_another_library_are_refused():
         for use in uses:
             with pytest.raises(TypeError, match=r"Tensor; HostTrainer .*x\.numpy\(\)"):
                 use(*batch)
-        ids, new = {"table": Tensor(), "w": None}, {"table": rows[:3], "w": None}
-        with pytest.raises(TypeError, match=r"reset_rows takes .*x\.numpy\(\)"):
-            trainer.reset_rows(ids, new)
+        for own in (Tensor(), rows[:3]), (np.arange(3), Tensor()):
+            ids, new = ({"table": x, "w": None} for x in own)
+            with pytest.raises(TypeError, match=r"reset_rows takes .*x\.numpy\(\)"):
+                trainer.reset_rows(ids, new)
 
 
 def test_masked_arrays_are_refused():
