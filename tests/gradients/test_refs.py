@@ -212,6 +212,7 @@ def test_refs_of_a_loop_of_a_free_size():
         assert_close(one, other, 1e-6)
 
 
+@pytest.mark.slow
 def test_loops_with_arrays_that_a_mesh_splits():
     """By their columns, over Explicit axes."""
     mesh = jax.make_mesh((2,), "x", axis_types=(AxisType.Explicit,))

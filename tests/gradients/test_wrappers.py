@@ -246,6 +246,7 @@ def test_effects_of_a_refused_form_are_left_out():
     assert (seen.traces, marks(seen)[1]) == (3, 0)
 
 
+@pytest.mark.slow
 def test_without_jit():
     """`jax.disable_jit` runs what is around an optimiser as Python does."""
     seen = Seen()

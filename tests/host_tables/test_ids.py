@@ -239,6 +239,7 @@ def test_without_jit(what):
 # Mutable arrays.
 
 
+@pytest.mark.slow
 def test_mutable_arrays_that_a_loss_closes_over():
     """It writes them once in a step, as in memory, and once in an evaluation."""
     rows, w = begin()

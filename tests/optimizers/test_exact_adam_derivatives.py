@@ -104,6 +104,7 @@ def test_decay_is_refused():
         jax.eval_shape(jax.grad(of), 1.3)
 
 
+@pytest.mark.slow
 def test_inside_of_a_function_with_a_rule_of_its_own():
     """There tangents of zero are arrays, of a state that nobody differentiates."""
     params = {"table": jnp.arange(40.0).reshape(10, 4) / 10, "w": jnp.ones(4)}

@@ -97,6 +97,7 @@ def test_changes_without_flush(name):
     assert np.isfinite(values).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", _SLOW("float64")])
 def test_rows_later_than_their_table(dtype):
     """A state restored in part has rows from after its clock; the kernel in float32."""

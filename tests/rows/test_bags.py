@@ -647,6 +647,7 @@ def test_partial_sums_of_a_table_split_by_rows():
     assert_close(dense(grad), expected, 1e-6, magnitude=np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_explicit_mesh_axes():
     """A step of a table split by rows is that of one device."""
     mesh = jax.make_mesh((4,), ("rows",), (jax.sharding.AxisType.Explicit,))
@@ -745,6 +746,7 @@ def test_expanded_once_in_the_program_that_made_it():
     assert made.count(kind) == 1, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", slow_but(["scan", "cond", "jit", "checkpoint", "vmap"], "scan")
 )
