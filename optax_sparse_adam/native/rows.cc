@@ -336,15 +336,17 @@ struct Known {
   std::string_view name, state, of_decay;
   int64_t num_scalars;
   Formula formula;
+  decltype(Update::part) part;
 };
 
 const Known* Find(std::string_view name) {
+  static const auto part = FASTEST(UpdatePart<Eight>);
   static const Known all[] = {
-      {"sum", "", "", 0, nullptr},
-      {"adam", "rr", "", 5, FASTEST_OF(Adam)},
-      {"exact_adam", "ffi", "sst", 9, FASTEST_OF(ExactAdam)},
-      {"rowwise_adagrad", "s", "t", 3, FASTEST_OF(RowwiseAdagrad)},
-      {"rowwise_adam", "rs", "t", 9, FASTEST_OF(RowwiseAdam)},
+      {"sum", "", "", 0, nullptr, part},
+      {"adam", "rr", "", 5, FASTEST(Adam), part},
+      {"exact_adam", "ffi", "sst", 9, FASTEST_OF(ExactAdam), FASTEST_OF(UpdatePart)},
+      {"rowwise_adagrad", "s", "t", 3, FASTEST(RowwiseAdagrad), part},
+      {"rowwise_adam", "rs", "t", 9, FASTEST(RowwiseAdam), part},
   };
   for (const Known& known : all) {
     if (known.name == name) return &known;
@@ -410,7 +412,8 @@ ffi::Error UpdateRows(ffi::ThreadPool pool, ffi::RemainingArgs args,
   if (segments == nullptr ? size != update.nse : update.IsInPlace()) {
     return Invalid("The kernel takes a row of values for each index, or segments.");
   }
-  update.formula = known->formula, update.scalars = scalars;
+  update.formula = known->formula, update.part = known->part;
+  update.scalars = scalars;
   std::unique_ptr<ExactAdamScalars> exact;
   if (stale) {
     StepScalars step;
