@@ -170,9 +170,9 @@ class RowIds:
         avals = tuple((type_of(x), layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         key = structure, avals, tuple(sorted(static_taken.items())), x64
-        if key not in self._programs:
-            self._programs[key] = self._trace(dense, leaves, structure, static_taken)
-        program, kept = self._programs[key]
+        program, kept = self._programs.get(key) or self._trace(
+            dense, leaves, structure, static_taken
+        )
         values = [*dense, *leaves]
         operands = [values[i] for i in kept]
         for x in operands:
@@ -182,6 +182,7 @@ class RowIds:
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             operands = jax.device_put(operands, cpu_device())
         ids, number = program(*operands)
+        self._programs[key] = program, kept  # see `Pipeline`
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),

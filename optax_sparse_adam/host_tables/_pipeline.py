@@ -171,6 +171,13 @@ def _kept(x: Any) -> Any:
 class Pipeline:
     """Steps on the rows of batches.
 
+    Problem: after one interrupt each step took half a second. Cause: what is
+    interrupted in its first call, while JAX lowers it, is lowered and compiled in all
+    calls from then on. Remedy: a program is kept when it has been called once. Safe:
+    the next call makes it anew. Test:
+    `test_programs_that_are_interrupted_when_they_begin` in
+    `tests/host_tables/test_loaders.py`.
+
     Args:
       rows: Of all tables.
       loss: The user's.
@@ -182,7 +189,8 @@ class Pipeline:
         spread, self._params = rows.plan.spread, params
         self._rows, self._overlay = rows, overlay_on(spread)
         layout = {} if spread.by_rows is None else {"out_shardings": spread.by_rows}
-        self._reset = program_of(rows.plan, **layout)
+        self._make_reset = functools.partial(program_of, rows.plan, **layout)
+        self._reset: Any = None
         self._program: Any = None
         make: Any = rows.plan.step
         self._compiled = functools.partial(make, loss, **options)
@@ -388,12 +396,16 @@ class Pipeline:
             fetched, made = (rows.arrays, rows.padded), (before.padded, before.arrays)
             arrays = [*map(self._overlay, *fetched, *made)]
         if rows.reset is not None:
-            arrays = self._reset(self._rows.rest, arrays, *rows.reset)
+            begin = self._reset or self._make_reset()
+            arrays = begin(self._rows.rest, arrays, *rows.reset)
+            self._reset = begin
         static = tuple(sorted(batch.static.items()))
-        self._program = self._program or self._compiled(self._rows.rest)
+        program = self._program or self._compiled(self._rows.rest)
         args = static, self._rows.rest, arrays, rows.padded, batch.args
         rows = rows._replace(step=self._rows.steps, reset=None)
-        return self._rows.advance(self._program, args, rows)
+        value = self._rows.advance(program, args, rows)
+        self._program = program
+        return value
 
 
 def _is_left_by_user() -> bool:

@@ -288,6 +288,34 @@ def test_jobs_that_were_interrupted_while_they_were_given():
     assert seen > 20
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_programs_that_are_interrupted_when_they_begin(number):
+    """While JAX lowers them: those of ids, of rows that begin again, and the step."""
+    trainer, seen = new_trainer(), []
+
+    def listener(event, _, **__):
+        if event.endswith("jaxpr_to_mlir_module_duration"):
+            seen.append(event)
+            if len(seen) == number + 1:
+                raise KeyboardInterrupt
+
+    rows = begin()[0]
+    ids, new = {"table": np.arange(2), "w": None}, {"table": rows[:2], "w": None}
+    given = [host.BatchWithReset(batch, ids, new) for batch in batches(0, 8)]
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(trainer.run(given[:4]))
+        left = [*given[trainer.steps : 4]]
+        list(trainer.run(left))
+        seen.append("from here on")
+        list(trainer.run(given[4:]))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert trainer.steps == 8
+    assert seen[-1] == "from here on"
+
+
 AT_THE_END = """
 import sys, threading, numpy as np
 import optax_sparse_adam as osa
