@@ -54,7 +54,7 @@ def evaluated(
     program = jax.jit(on_rows, static_argnums=0)
 
     def on_tables(*args: Any, **keywords: Any) -> Any:
-        with contextlib.nullcontext() if is_alone else host.alone():
+        with contextlib.nullcontext() if is_alone else host.alone(reads=True):
             host.check()
             host.settle()
             traced, static = split_keywords(fun, keywords)
@@ -173,7 +173,7 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
 
 def read_all(host: HostRows) -> tuple[Any, Any]:
     """Parameters and state: see `HostTrainer.params`."""
-    with host.alone():
+    with host.alone(reads=True):
         host.check()
         host.settle()
         pairs = zip(host.stores, host.plan.layouts, strict=True)

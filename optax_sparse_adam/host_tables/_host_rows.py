@@ -184,17 +184,18 @@ class HostRows:
         """Says that what this code calls in this thread belongs to batches of `run`."""
         self._drawing.code = code
 
-    def alone(self) -> contextlib.AbstractContextManager[Any]:
+    def alone(self, *, reads: bool = False) -> contextlib.AbstractContextManager[Any]:
         """Waits for what other threads do with this trainer, and then lets them wait.
 
-        After a fork nothing: the thread that has the lock may not be there.
+        After a fork nothing: the thread that has the lock may not be there. Only what
+        `reads` may be called by what is `stateful`.
 
         Raises:
           RuntimeError: In the middle of what the same thread does.
         """
         if self.is_of_another_process:
             return contextlib.nullcontext()
-        if self._is_in_use_here and not self._has_settled:
+        if self._is_in_use_here and not (reads and self._has_settled):
             raise RuntimeError(
                 "A signal's handler, `prepare`, or what a step or a checkpoint has "
                 "called, uses this HostTrainer in the middle of it, when rows and "

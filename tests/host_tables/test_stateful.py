@@ -253,11 +253,23 @@ class Norm:
 
     trainer = None  # a restore makes a checkpoint before it returns one
 
+    def __init__(self, folder):
+        self.folder = folder
+
     def arrays_before(self, step):
         if self.trainer is None:
             return {"norm": np.float32(self.norm)}
         rows = self.trainer.params["table"]
         assert self.trainer.evaluate(lambda p: p["w"].sum())() == self.trainer.steps
+        # As a signal's handler might, that comes here.
+        for change in (
+            lambda: self.trainer.step(np.array([1, 2])),
+            lambda: self.trainer.checkpoint(self.folder),
+            lambda: self.trainer.map_rows(lambda *both: both),
+            self.trainer.close,
+        ):
+            with pytest.raises(RuntimeError, match="in the middle of it"):
+                change()
         return {"norm": np.linalg.norm(rows)}
 
     def restore(self, arrays):
@@ -265,7 +277,7 @@ class Norm:
 
 
 def test_what_is_stateful_may_read_the_trainer(tmp_path):
-    norm = Norm()
+    norm = Norm(tmp_path / "run")
     params = {"table": host.HostTable((5, 2)), "w": jnp.zeros(())}
     tx = osa.lazy(optax.sgd(-1.0))
 
@@ -275,7 +287,7 @@ def test_what_is_stateful_may_read_the_trainer(tmp_path):
     with host.HostTrainer(fun, tx, params, stateful={"norm": norm}) as norm.trainer:
         norm.trainer.step(np.array([1, 2]))
         norm.trainer.checkpoint(tmp_path / "run")
-    norm = Norm()
+    norm = Norm(tmp_path / "run")
     options = {"stateful": {"norm": norm}}
     host.HostTrainer.restore(tmp_path / "run", fun, tx, params, **options).close()
     assert norm.norm == 1.0
