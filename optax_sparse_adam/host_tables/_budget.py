@@ -17,9 +17,9 @@ import threading
 import weakref
 from typing import Any
 
-_FOLIOS = 1 << 16  # bytes that the touch of a row maps, on the average
+_FOLIOS = 1 << 17  # bytes that the touch of a row maps, mostly half as many
 # Rows between two looks at the process's memory, and what they may map: 64 MB.
-BLOCK = 1024
+BLOCK = 512
 _MAPPED_BY_BLOCK = BLOCK * _FOLIOS
 
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
