@@ -177,6 +177,7 @@ def test_all_that_an_owner_may_be_asked_for():
         np.testing.assert_array_equal(rows, np.tile(np.clip(ids, 0, 15), 8))
 
 
+@pytest.mark.slow
 def test_too_few_rounds():
     """Rows that do not fit are NaN, and then the gradient; lookup_rounds tells."""
     mesh = make_mesh((8,), ("d",))

@@ -132,6 +132,7 @@ def reading_step(tx):
     return step
 
 
+@pytest.mark.slow
 def test_memory_of_reading_and_flushing():
     """In place, too; a flush in blocks of rows on a CPU."""
     tx = OPTIMIZERS["exact_adamw"].make(0.1)
