@@ -360,6 +360,7 @@ def test_map_rows_of_counts_that_depend_on_others():
         trainer.map_rows(later)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.3, np.float32(0.3)])
 def test_map_rows_that_sets_a_number_reads_no_row(rate, tmp_path, monkeypatch):
     """As large_tables.md has it, of a file whose rows are as they were."""

@@ -485,6 +485,7 @@ def two_updates(nse):
     return update, (values, ids, jnp.ones((2, *shape)))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_vmap_and_derivatives(kernel, monkeypatch):
     """Many tables at once take the plain path: those of the kernel would be copied."""

@@ -483,6 +483,7 @@ def halved(tx):
     return optax.GradientTransformation(tx.init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [halved, lambda tx: tx])
 def test_changed_updates(around):
     params, tx = start(), around(osa.exact_adam(RATE))

@@ -125,6 +125,7 @@ STAYING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "way", "dtype"), slow_but(STAYING, (SCHEDULES[3], jax.jit, "float32"))
 )

@@ -97,6 +97,7 @@ def test_apply_if_finite_skips(make, params, grads):
     assert_identical(new.inner_state, state.inner_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "backend"),
     slow_but(

@@ -75,6 +75,7 @@ def check_types(name, dtype, grad_dtype, mu_dtype):
             assert_close(*args, tol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "types",
     [("float32", "bfloat16", None), ("bfloat16", "float32", None)],

@@ -120,6 +120,7 @@ def test_nan_or_error_in_programs(change, taker):
         assert_identical(table[len(IDS) :], TABLE[len(IDS) :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gradient, bag_gradient])
 def test_every_taker_in_a_program(make):
     function, _ = CHANGES["clip"]
