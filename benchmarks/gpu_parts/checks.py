@@ -67,6 +67,9 @@ TABLES = {
 # Of the largest number of an array, after one step from the same numbers: formulas are
 # rounded at other places, and bfloat16 once, to one of two neighbours.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
+# What is clipped is rounded, too, unless a path keeps it in float32 until the end: in
+# JAX alone that is 0.0094 of the largest number, without the clip 0.0058.
+ROUNDED_TWICE = {"lazy(clip, adamw)"}
 # A loss is a sum of 600,000 products that cancel; some are of rows of bfloat16, which
 # `exact_adam` brings up to date as they are read, and rounds.
 LOSS_TOLERANCE = 1e-3
@@ -222,6 +225,7 @@ def check(run, results, program, calls, name, path):
     if path == KERNEL and (name, XLA) in results:
         worst = differences(program, results[name, XLA], tx)
         limits = TOLERANCE | {"loss": LOSS_TOLERANCE}
+        limits["bfloat16"] *= 1 + (name in ROUNDED_TWICE)
         ok = ok and all(worst[key] <= limits[key] for key in worst)
         words = "from XLA by " + ", ".join(f"{k} {x:.1e}" for k, x in worst.items())
         numbers["differences"] = worst

@@ -86,7 +86,7 @@ def _tried(rows: np.ndarray) -> Iterator[np.ndarray]:
         yield other
 
 
-def _is_same(x: Any, y: Any) -> Any:
+def _is_same(x: Any, y: Any) -> jax.Array:
     x, y = map(jnp.asarray, (x, y))  # a state may have numbers of Python
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x, y = map(jax.random.key_data, (x, y))

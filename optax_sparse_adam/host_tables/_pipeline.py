@@ -174,7 +174,7 @@ class Pipeline:
     Problem: after one interrupt each step took half a second. Cause: what is
     interrupted in its first call, while JAX lowers it, is lowered and compiled in all
     calls from then on. Remedy: a program is kept when it has been called once. Safe:
-    the next call makes it anew. Test:
+    the next call makes another one. Test:
     `test_programs_that_are_interrupted_when_they_begin` in
     `tests/host_tables/test_loaders.py`.
 
