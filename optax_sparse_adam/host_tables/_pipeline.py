@@ -332,9 +332,13 @@ class Pipeline:
                             self._beside, x64, rows.unstored, following, drawn - 1
                         )
                         value = self._advance(batch, fetched, before)
-                        state, before = rows.state, rows.unstored[-1]
+                        state, kept = rows.state, rows.unstored
+                        # None where the thread has seen that the last step has failed.
+                        before = kept[-1] if kept else None
                     yield value
                     with rows.alone():
+                        if rows.torn:
+                            work.result()  # which raises what has failed, if it has
                         rows.check(changes=True)
                 if work is not None:
                     with rows.alone():

@@ -1,5 +1,8 @@
 """Ids are those of the step: as JAX computes them there, once, and for whom else."""
 
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from jax.experimental import io_callback
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
 from optax_sparse_adam.host_tables._host_rows import BatchRows
+from optax_sparse_adam.host_tables._pipeline import Pipeline
 
 from ..helpers.host_tables import (
     DIM,
@@ -142,6 +146,17 @@ def test_callbacks_are_called_once(ordered, capfd):
     assert_trained_alike(trainer, values, known)
 
 
+class Later:
+    """As JAX tells of a device that works by itself."""
+
+    def __init__(self):
+        self.is_seen = threading.Event()
+
+    def __int__(self):
+        self.is_seen.wait()
+        raise jax.errors.JaxRuntimeError("of the device")
+
+
 @pytest.mark.parametrize("what", slow_but(["step", "run", "later"], "run", "later"))
 def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
     """A callback raises, or the device has no memory: what was donated is gone."""
@@ -157,19 +172,15 @@ def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
         number = jax.pure_callback(failing, shape, y[0])
         return loss(params, ids, y + number)
 
-    class Later:
-        """As JAX tells of a device that works by itself."""
-
-        def __int__(self):
-            raise jax.errors.JaxRuntimeError("of the device")
-
     made = [(ids, np.full(48, k, "f")) for k, (ids, _) in enumerate(batches(0, 4))]
     rows, w = begin()
     own = host_params(rows, w, file=tmp_path / "x")
     trainer = host.HostTrainer(fun, TX, own)
     trainer.checkpoint(tmp_path / "run")
     if what == "later":
-        trainer._rows._keep(BatchRows([], [], [], 2, looked_up=Later()))
+        later = Later()
+        later.is_seen.set()
+        trainer._rows._keep(BatchRows([], [], [], 2, looked_up=later))
         with pytest.raises(jax.errors.JaxRuntimeError, match="of the device"):
             trainer.step(*made[3])
     else:
@@ -193,6 +204,36 @@ def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
         values = [*trainer.run(made)]
         plain = {"table": rows, "w": w}
         assert_trained_alike(trainer, values, train_in_memory(fun, TX, plain, made))
+
+
+@pytest.mark.parametrize("when", ["in the next step", "after it"])
+def test_a_step_that_the_thread_of_a_run_finds_to_have_failed(when, monkeypatch):
+    rows, w = begin()
+    trainer = host.HostTrainer(loss, TX, host_params(rows, w))
+    unstored, advance, later = trainer._rows._unstored, Pipeline._advance, Later()
+
+    def wait():
+        later.is_seen.set()
+        while unstored:
+            time.sleep(0.001)
+
+    def failing(self, *args):
+        value = advance(self, *args)
+        if trainer.steps == 2:
+            unstored[-1] = unstored[-1]._replace(looked_up=later)
+        elif trainer.steps == 3 and when == "in the next step":
+            wait()
+        return value
+
+    monkeypatch.setattr(Pipeline, "_advance", failing)
+    values = trainer.run(batches(0, 6))
+    for _ in range(3):
+        next(values)
+    wait()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="of the device"):
+        next(values)
+    with pytest.raises(RuntimeError, match=r"batch 1 has raised .* last check"):
+        trainer.step(*next(batches(0, 1)))
 
 
 @pytest.mark.slow
