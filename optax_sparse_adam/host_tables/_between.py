@@ -56,6 +56,7 @@ def evaluated(
     def on_tables(*args: Any, **keywords: Any) -> Any:
         with contextlib.nullcontext() if is_alone else host.alone(reads=True):
             host.check()
+            host.refuse_narrow()
             host.settle()
             traced, static = split_keywords(fun, keywords)
             batch = args, traced

@@ -27,6 +27,7 @@ from ._ids import Batch
 from ._ledger import Ledger
 from ._plan import Plan
 from ._prepare import Preparation
+from ._records import WORD
 from ._reset import program_of
 from ._spread import local
 from ._stateful import Described, Stateful, described
@@ -127,6 +128,8 @@ class HostRows:
         self._value: Any = None
         self._unstored: collections.deque[BatchRows] = collections.deque()
         self._sizes: dict[Any, int] = {}
+        fields = itertools.chain.from_iterable(x.fields for x in plan.layouts)
+        self._wide_fields = [x for x in fields if x.dtype.itemsize > WORD]
         self.reset_program = program_of(plan)
 
     def hold(self, stateful: Mapping[str, Stateful], prepare: Any) -> None:
@@ -168,6 +171,19 @@ class HostRows:
             )
         if changes:
             self.refuse_in_batches()
+            self.refuse_narrow()
+
+    def refuse_narrow(self) -> None:
+        """Refuses to compute on rows of 64 bits where JAX would cut them to 32."""
+        for x in self._wide_fields:
+            narrow: Any = jax.dtypes.canonicalize_dtype(x.dtype)
+            if narrow != x.dtype:
+                raise TypeError(
+                    f"This HostTrainer, or Snapshot, was made with jax_enable_x64, and "
+                    f"without it JAX computes in {narrow} on {x.name}, which is "
+                    f"{x.dtype}. Call jax.config.update('jax_enable_x64', True), which "
+                    "is for all threads; `with jax.enable_x64(True)` is for one."
+                )
 
     def refuse_in_batches(self) -> None:
         code = getattr(self._drawing, "code", None)

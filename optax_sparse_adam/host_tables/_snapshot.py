@@ -35,6 +35,7 @@ _ARCHIVE, _VERSION = "snapshot.npz", 1
 def write_snapshot(host: HostRows, folder: Path) -> None:
     """See `HostTrainer.snapshot`."""
     host.check()
+    host.refuse_narrow()
     if host.plan.spread.processes > 1:
         raise NotImplementedError(
             "HostTrainer.snapshot is for one process; of several, each has a part of "

@@ -76,7 +76,8 @@ class HostTrainer:
     Raises:
       TypeError: If `tx` is no transformation; if what is `stateful` is no dictionary of
         such things, `prepare` no function or `mesh` no mesh; by steps, as those of
-        `make_train_step`.
+        `make_train_step`; by what computes on rows of 64 bits, where `jax_enable_x64`
+        is not set.
       ValueError: If `steps` or `budget` is no such number; if there is no `HostTable`;
         if two have one file or one storage; if the state of `tx` has rows along another
         axis, or begins with what is computed of all rows, such as a norm; if `tx` is

@@ -451,6 +451,44 @@ def test_map_rows_by_chunks_and_what_it_refuses(monkeypatch):
     assert_trained_alike(trainer, [], (params, state, []))
 
 
+@pytest.mark.parametrize("where", slow_but(["memory", "file"], "file"))
+def test_rows_of_64_bits_are_not_cut_to_32(where, tmp_path, as_optax_expects):
+    """As JAX does where x64 is off: elsewhere, or in a thread that has not set it."""
+    file = {"file": tmp_path / "x"} if where == "file" else {}
+    rows, w = begin(dtype=np.float64)
+    ids, y = next(batches(0, 1))
+    reset = {"table": np.arange(3), "w": None}, {"table": rows[:3], "w": None}
+    with jax.enable_x64(True):
+        trainer = host.HostTrainer(loss, TX, host_params(rows, w, **file))
+        assert trainer.evaluate(loss)(ids, y).dtype == np.float64
+        run = trainer.run(batches(0, 9))
+        next(run)
+    before = arrays((trainer.params, trainer.state))
+    for use in (
+        lambda: next(run),
+        lambda: trainer.step(ids, y),
+        lambda: trainer.step(host.BatchWithReset((ids, y), *reset)),
+        lambda: list(trainer.run([(ids, y)])),
+        lambda: trainer.reset_rows(*reset),
+        lambda: trainer.map_rows(lambda params, state: (params, state)),
+        lambda: trainer.evaluate(loss)(ids, y),
+        lambda: trainer.snapshot(tmp_path / "snapshot"),
+    ):
+        with pytest.raises(TypeError, match=r"float32 on \['table'\], .* is float64"):
+            use()
+    trainer.checkpoint(tmp_path / "run")
+    assert_identical(arrays((trainer.params, trainer.state)), before)
+    with jax.enable_x64(True):
+        trainer.step(*next(batches(1, 2)))
+        trainer.snapshot(tmp_path / "snapshot")
+        expected = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 2))
+        assert_identical(np.array(trainer.params["table"]), expected[0]["table"])
+        trainer.close()
+        snapshot = host.Snapshot(tmp_path / "snapshot", host_params(rows, w))
+    with pytest.raises(TypeError, match="Snapshot, was made with jax_enable_x64"):
+        snapshot.evaluate(loss)(ids, y)
+
+
 @pytest.mark.slow
 def test_views_are_read_only_and_a_closed_trainer_says_so():
     trainer = new_trainer()
