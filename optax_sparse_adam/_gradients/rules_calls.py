@@ -131,7 +131,7 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         step,
         carry,
         (list(args[last:]), per_step),
-        length=length,
+        length=length if isinstance(length, int) else None,  # a symbol, as arrays have
         reverse=params["reverse"],
         unroll=params["unroll"],
     )

@@ -48,6 +48,16 @@ def loss(table, ids):
     return jnp.sum(jnp.sin(table[ids]))
 
 
+def sequence(table, ids):
+    """As a recurrent model reads it."""
+
+    def step(carry, i):
+        return jnp.tanh(carry + table[i]), jnp.vdot(table[i], table[(i * 7) % ROWS])
+
+    carry, values = jax.lax.scan(step, jnp.zeros(COLUMNS), ids)
+    return jnp.sum(carry) + jnp.sum(values)
+
+
 def loss_of_bags(table, ids):
     return jnp.sum(osa.embedding_bag(table, ids) ** 2)
 
@@ -61,9 +71,9 @@ def stale():
     return table, state
 
 
-def read_stale(table, ids):
+def read_stale(table, ids, fun=looked_up):
     table, state = stale()
-    return osa.evaluate(looked_up, read=state)(table, ids)
+    return osa.evaluate(fun, read=state)(table, ids)
 
 
 def with_mode(mode):
@@ -126,6 +136,7 @@ def weighted(b, n):
 
 FEW, BAGS, SEGMENTS = ["b <= 50"], ["b * n <= 50"], ["n <= 50"]
 CORE = "sum", "mean", "frozen", "evaluate of pairs", "arithmetic on a gradient"
+CORE += ("evaluate a sequence",)
 # The function, its arguments but the table, their shapes, sizes, constraints.
 PROGRAMS = {
     "sum": (with_mode("sum"), padded, ["b, n"], [(1, 3), (5, 2), (17, 8)]),
@@ -166,6 +177,26 @@ PROGRAMS = {
         flat,
         ["b"],
         [(1,), (64,)],
+    ),
+    "evaluate a sequence": (osa.evaluate(sequence), flat, ["b"], [(1,), (64,)]),
+    "evaluate a sequence of stale rows": (
+        lambda t, i: read_stale(t, i, sequence),
+        flat,
+        ["b"],
+        [(1,), (64,)],
+    ),
+    "evaluate a map of sequences": (
+        osa.evaluate(lambda t, i: jax.lax.map(lambda j: sequence(t, j), i)),
+        padded,
+        ["b, n"],
+        [(1, 3), (5, 2)],
+    ),
+    "gradient of a sequence": (
+        lambda t, i: entries(osa.grad(sequence)(t, i)),
+        flat,
+        ["b"],
+        [(1,), (16,)],
+        ["3 * b <= 50"],
     ),
     "gradient": (
         lambda t, i: entries(osa.grad(loss)(t, i)),
