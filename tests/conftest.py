@@ -97,7 +97,7 @@ _LONG = {"native", "whole", "benchmarks", "examples"}
 _LONG |= {"host_tables", "keras", "vocabulary"}
 
 
-_MANY = 8  # cases of one test
+_MANY, _MANY_SLOW = 8, 6  # cases of one test
 _ALL_OTHERS = "slow or torch"  # as `.ci/run` has it
 
 
@@ -110,7 +110,7 @@ def _by_turns(items):
     """Slow cases that come in the job of each week alone: half of those of one test."""
     slow = [item for item in items if item.get_closest_marker("slow")]
     slow = [item for item in slow if item.path.parts[-2] != "whole"]  # pages of docs
-    return _half(_of_many(slow, _MANY))
+    return _half(_of_many(slow, _MANY_SLOW))
 
 
 def _of_many(items, least):

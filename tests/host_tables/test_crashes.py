@@ -53,7 +53,7 @@ from ..helpers.system_calls import (
     interrupted_at_line,
 )
 
-EACH = 1 if WEEKLY else 9  # line or call
+EACH = 1 if WEEKLY else 12  # line or call
 
 # What is interrupted may leave a file to the garbage collector.
 pytestmark = pytest.mark.filterwarnings(
