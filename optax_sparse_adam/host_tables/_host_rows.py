@@ -116,6 +116,7 @@ class HostRows:
         self.ledger: Ledger
         self.steps = self.version = 0
         self.torn: str | None = None
+        self._reason: BaseException | None = None  # what a step has raised
         self.is_open, self.is_closed = True, False
         self.work: Worker | None = None
         self.left: Callable[[], None] | None = None
@@ -168,7 +169,7 @@ class HostRows:
             raise RuntimeError(
                 f"{self.torn}. Close this HostTrainer, and go on from its last "
                 "checkpoint by HostTrainer.restore."
-            )
+            ) from self._reason
         if changes:
             self.refuse_in_batches()
             self.refuse_narrow()
@@ -354,6 +355,7 @@ class HostRows:
         return self._value
 
     def _tear(self, step: int, error: BaseException) -> None:
+        self._reason = self._reason or error
         self.torn = self.torn or (
             f"The step of batch {step} has raised {type(error).__name__} while it ran, "
             "and the parameters that it was given are gone"

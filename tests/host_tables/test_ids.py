@@ -196,8 +196,10 @@ def test_a_step_that_fails_while_it_runs(what, tmp_path, monkeypatch):
         lambda: trainer.step(*made[3]),
         lambda: trainer.checkpoint(tmp_path / "run"),
     ):
-        with pytest.raises(RuntimeError, match=r"batch 2 has raised .* last check"):
+        with pytest.raises(RuntimeError, match=r"batch 2 has .* last check") as error:
             use()
+        reason = "of the device" if what == "later" else "of the user"
+        assert reason in str(error.value.__cause__)
     trainer.close()
     is_on[0] = False
     with host.HostTrainer.restore(tmp_path / "run", fun, TX, own) as trainer:
