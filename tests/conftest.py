@@ -110,13 +110,19 @@ def _by_turns(items):
     """Slow cases that come in the job of each week alone: half of those of one test."""
     slow = [item for item in items if item.get_closest_marker("slow")]
     slow = [item for item in slow if item.path.parts[-2] != "whole"]  # pages of docs
-    return _half(_of_many(slow, _MANY_SLOW))
+    left = _half(_of_many(slow, _MANY_SLOW))
+    run = {_test_of(item) for item in {*slow} - {*left}}
+    return [item for item in left if _test_of(item) in run]  # some of each test
 
 
 def _of_many(items, least):
     """The cases of tests that have so many."""
-    count = collections.Counter(item.nodeid.partition("[")[0] for item in items)
-    return [item for item in items if count[item.nodeid.partition("[")[0]] >= least]
+    count = collections.Counter(map(_test_of, items))
+    return [item for item in items if count[_test_of(item)] >= least]
+
+
+def _test_of(item):
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
