@@ -404,6 +404,9 @@ class HostRows:
     def write(self, results: Sequence[BatchRows]) -> None:
         """Writes the oldest results; one that could not be written stays."""
         for rows in results:
+            if self.torn is not None:  # of a step after that which has failed
+                self._unstored.clear()
+                return
             try:
                 is_another = int(rows.looked_up) != int(rows.fingerprint)
             except jax.errors.JaxRuntimeError as error:  # JAX says later what failed

@@ -238,6 +238,31 @@ def test_a_step_that_the_thread_of_a_run_finds_to_have_failed(when, monkeypatch)
         trainer.step(*next(batches(0, 1)))
 
 
+def test_a_step_after_one_that_has_failed_is_forgotten(tmp_path, monkeypatch):
+    rows, w = begin()
+    trainer = host.HostTrainer(loss, TX, host_params(rows, w))
+    unstored, advance, later = trainer._rows._unstored, Pipeline._advance, Later()
+
+    def failing(self, *args):
+        if trainer.steps == 2:  # the thread sees that the last one has failed
+            later.is_seen.set()
+            while unstored:
+                time.sleep(0.001)
+        value = advance(self, *args)
+        if trainer.steps >= 2:
+            unstored[-1] = unstored[-1]._replace(looked_up=later)
+        return value
+
+    monkeypatch.setattr(Pipeline, "_advance", failing)
+    values = trainer.run(batches(0, 6))
+    for _ in range(3):
+        next(values)
+    with pytest.raises(RuntimeError, match="batch 1 has raised"):
+        trainer.checkpoint(tmp_path / "run")
+    values.close()
+    trainer.close()
+
+
 @pytest.mark.slow
 def test_ids_of_callbacks():
     """Of a pure one, which may be called twice; not of an io_callback."""
