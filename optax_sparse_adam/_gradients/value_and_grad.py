@@ -81,10 +81,9 @@ def value_and_grad(
     too, with `n_sparse == 2`. Any other use of a table makes its
     gradient dense: tied output weights, weight decay in the loss, a range with fixed
     bounds (`table[:k]`), `take_along_axis`, a function with a rule of its own that
-    takes it, by `jax.custom_vjp` or, as `jax.nn.relu`, `jax.custom_jvp`, and a branch
-    that returns it. Rows, once looked up, may go into any function:
-    `jax.nn.relu(table[ids])`. A `vmap` over the predicate of a `lax.cond` that looks a
-    table up costs what it costs under `jax.grad`.
+    takes it, by `jax.custom_vjp` or, as `jax.nn.relu`, `jax.custom_jvp`, a branch that
+    returns it, and a `vmap` over the predicate of a `lax.cond` that looks it up. Rows,
+    once looked up, may go into any function: `jax.nn.relu(table[ids])`.
 
     In one jitted step with the update, what the call returns, and what a
     `jax.debug.print` in `fun` shows, is read before the table is updated in place. Old

@@ -140,7 +140,8 @@ def look_up_bags(
         size: int, batched: list[bool], *leaves: jax.Array
     ) -> tuple[jax.Array, bool]:
         of_source, *_ = tree.unflatten(batched)
-        if any(jax.tree.leaves(of_source)):  # many tables
+        is_explicit = bool(mesh_of(*leaves).explicit_axes)  # may split bags or ids
+        if is_explicit or any(jax.tree.leaves(of_source)):  # or many tables
             axes = tuple(0 if x else None for x in batched)
 
             def one(*leaves: jax.Array) -> jax.Array:

@@ -298,3 +298,34 @@ def test_stale_rows_over_explicit_axes(layout):
         actual = run(put(TABLE, of_table), put(positive, of_ids), put)
     for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert_close(one, other, 1e-5, magnitude=max(1.0, np.abs(other).max()))
+
+
+@pytest.mark.parametrize("form", slow_but(["bags", "offsets"], "offsets"))
+@pytest.mark.parametrize("mode", slow_but(["sum", "mean", "sqrtn", "max"], "sum"))
+def test_many_fields_of_bags_over_explicit_axes(mode, form):
+    """A `vmap` over fields of one table, whose bags, or entries, are split."""
+
+    def pooled(table, ids):
+        if form == "bags":
+            return osa.embedding_bag(table, ids, mode=mode)
+        offsets = jnp.array([0, 3, 8])
+        return osa.embedding_bag(table, ids[:, 0], offsets=offsets, mode=mode)
+
+    def loss(table, ids):
+        sums = jax.vmap(pooled, (None, 0))(table, ids)
+        return jnp.sum(jnp.sin(sums)), sums
+
+    ids = np.random.default_rng(3).integers(0, 40, (3, 8, 2)).astype(np.int32)
+    read = jax.value_and_grad(loss, has_aux=True)
+    (_, sums), grad = read(jnp.asarray(TABLE), ids)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        table, split = _put(mesh, (TABLE, P("x")), (ids, P(None, "x")))
+        (_, many), rows = jax.jit(osa.value_and_grad(loss, has_aux=True))(table, split)
+        whole = jax.jit(osa.evaluate(lambda t, i: loss(t, i)[1]))(table, split)
+    for got in (many, whole):
+        assert_close(got, sums, 1e-6, magnitude=10.0)
+    indices, values = np.asarray(rows.indices)[:, 0], np.asarray(rows.data)
+    added = np.zeros((50, 4), np.float32)
+    np.add.at(added, np.minimum(indices, 49), values)  # out of bounds: padding
+    assert_close(added[:40], grad, 1e-6, magnitude=10.0)
