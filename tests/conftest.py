@@ -86,10 +86,11 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_report_header():
+def pytest_report_header(config):
+    if config.option.markexpr == _ALL_OTHERS and not WEEKLY:
+        yield f"of slow cases a third: OPTAX_SPARSE_ADAM_TEST_TURN={_TURN}"
     if importlib.util.find_spec("torch") is None:
-        return 'without torch: left out is what needs it (pip install -e ".[torch]")'
-    return None
+        yield 'without torch: left out is what needs it (pip install -e ".[torch]")'
 
 
 # Few tests, of minutes each: a worker that begins one of them last works alone.
@@ -97,43 +98,44 @@ _LONG = {"native", "whole", "benchmarks", "examples"}
 _LONG |= {"host_tables", "keras", "vocabulary"}
 
 
-_MANY, _MANY_SLOW = 8, 6  # cases of one test
+_MANY = 8  # cases of one test, of which the core has half
 _ALL_OTHERS = "slow or torch"  # as `.ci/run` has it
-
-
-def _half(items):
-    """Half of the cases, by a hash of names: of the values of each parameter some."""
-    return [x for x in items if zlib.crc32(x.nodeid.partition("[")[2].encode()) % 2]
+# Of a test's slow cases a third runs at a time, by turns: of which turn, says a number
+# that grows with each run of CI. All of them run in the job of each week.
+_TURN = int(os.environ.get("OPTAX_SPARSE_ADAM_TEST_TURN", "0"))
 
 
 def _by_turns(items):
-    """Slow cases that come in the job of each week alone: half of those of one test."""
+    """Slow cases that are left to other turns; of each test some are not."""
     slow = [item for item in items if item.get_closest_marker("slow")]
     slow = [item for item in slow if item.path.parts[-2] != "whole"]  # pages of docs
-    left = _half(_of_many(slow, _MANY_SLOW))
-    run = {_test_of(item) for item in {*slow} - {*left}}
-    return [item for item in left if _test_of(item) in run]  # some of each test
+    for cases in _by_test(slow):
+        turns = min(3, len(cases))
+        yield from (x for i, x in enumerate(cases) if (i - _TURN) % turns)
 
 
-def _of_many(items, least):
-    """The cases of tests that have so many."""
-    count = collections.Counter(map(_test_of, items))
-    return [item for item in items if count[_test_of(item)] >= least]
+def _by_test(items):
+    """The cases of each test, by a hash: of the values of each parameter some first."""
+    cases = collections.defaultdict(list)
+    for item in sorted(items, key=lambda x: zlib.crc32(_parameters_of(x).encode())):
+        cases[item.nodeid.partition("[")[0]].append(item)
+    return cases.values()
 
 
-def _test_of(item):
-    return item.nodeid.partition("[")[0]
+def _parameters_of(item):
+    return item.nodeid.partition("[")[2]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config, items):
+    core = [item for item in items if not item.get_closest_marker("slow")]
+    for cases in _by_test(core):
+        for item in cases[len(cases) // 2 :] if len(cases) >= _MANY else []:
+            item.add_marker("slow")
     if config.option.markexpr == _ALL_OTHERS and not WEEKLY:
         left = {*_by_turns(items)}
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=[*left])
-    core = [item for item in items if not item.get_closest_marker("slow")]
-    for item in _half(_of_many(core, _MANY)):
-        item.add_marker("slow")
     files = {item.path: number for number, item in enumerate(items)}
 
     def place(item):
