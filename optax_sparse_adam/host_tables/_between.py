@@ -21,6 +21,7 @@ from ._by_row import treats_rows_alone
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds
 from ._plan import CHUNK, compact
+from ._program import Program
 from ._records import WORD
 from ._reset import reset_of
 from ._store import Ascending, ascending
@@ -41,17 +42,20 @@ def evaluated(
     plan, few = host.plan, compact(fun, host.plan.tables)
     ids = RowIds(fun, plan.tables, plan.treedef, plan.spread.whole)
 
-    def on_rows(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
-        params, state = plan.join(rest, arrays)
-        bound = evaluate(few, read=state if contains_stale(state) else None)
-        batch, keywords = args
-        result = bound(params, rows, *batch, **keywords, **dict(static))
-        # It leaves the program in the structure of the result, as it is.
-        return jax.tree.map(
-            lambda x: x if isinstance(x, jax.Array) else _NoArray(x), result
-        )
+    def make() -> Any:
+        def on_rows(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
+            params, state = plan.join(rest, arrays)
+            bound = evaluate(few, read=state if contains_stale(state) else None)
+            batch, keywords = args
+            result = bound(params, rows, *batch, **keywords, **dict(static))
+            # It leaves the program in the structure of the result, as it is.
+            return jax.tree.map(
+                lambda x: x if isinstance(x, jax.Array) else _NoArray(x), result
+            )
 
-    program = jax.jit(on_rows, static_argnums=0)
+        return jax.jit(on_rows, static_argnums=0)
+
+    program = Program(make)
 
     def on_tables(*args: Any, **keywords: Any) -> Any:
         with contextlib.nullcontext() if is_alone else host.alone(reads=True):

@@ -40,18 +40,28 @@ def check_budget(function: str, budget: Any) -> None:
         )
 
 
-def keep(budget: float) -> None:
+def give_back(budget: float) -> int:
     """Gives pages of files back if the process holds nearly its budget.
 
-    Raises:
-      MemoryError: If it holds more than the budget without them.
+    Returns:
+      What the process holds then.
     """
-    if resident_bytes() < budget - _MAPPED_BY_BLOCK:
-        return
+    held = resident_bytes()
+    if held < budget - _MAPPED_BY_BLOCK:
+        return held
     with _lock:
         for mapping in _mappings:
             mapping.madvise(mmap.MADV_DONTNEED)
-    held = resident_bytes()
+    return resident_bytes()
+
+
+def keep(budget: float) -> None:
+    """The same, for who takes more.
+
+    Raises:
+      MemoryError: If the process holds more than the budget without pages of files.
+    """
+    held = give_back(budget)
     if held > budget and _KNOWS_RESIDENT:
         raise MemoryError(
             f"The process holds {held:,} bytes without pages of files, more than the "

@@ -25,13 +25,13 @@ import mmap
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ._budget import BLOCK, keep, register
+from ._budget import BLOCK, give_back, keep, register
 from ._records import WORD, Layout, naming, refuse_other, sync_folder, write_at
 from ._store import Ascending, Mark, Memory
 
@@ -247,7 +247,7 @@ class File(Memory):
             self._read(rows, out)
             return
         take = super().take_into
-        self._take(rows, lambda rows, part: take(rows, out[part]))
+        self._take(rows, lambda rows, part: take(rows, out[part]), give_back)
 
     def take_fields(self, rows: Ascending, out: Sequence[np.ndarray]) -> None:
         if self._lacks_room(len(rows)):
@@ -256,13 +256,18 @@ class File(Memory):
             self.layout.unpack(records, out)
             return
         take = super().take_fields
-        self._take(rows, lambda rows, part: take(rows, [x[part] for x in out]))
+        self._take(rows, lambda rows, part: take(rows, [x[part] for x in out]), keep)
 
-    def _take(self, rows: Ascending, take: Callable[[Ascending, slice], None]) -> None:
+    def _take(
+        self,
+        rows: Ascending,
+        take: Callable[[Ascending, slice], None],
+        look: Callable[[float], Any],
+    ) -> None:
         """Reads rows in parts, and sees whether the disk was waited for."""
         self.advise(rows)
         before = _disk_reads()
-        for part in self._parts(len(rows)):
+        for part in self._parts(len(rows), look):
             take(Ascending(rows[part]), part)
         waited = _disk_reads() - before
         if waited > _FEW and waited * _WAITED > len(rows):
@@ -324,15 +329,21 @@ class File(Memory):
         with naming(self.path):
             self._mmap.flush()
 
-    def _parts(self, count: int) -> Any:
-        """Slices of a batch, between which pages are given back over the budget."""
+    def _parts(
+        self, count: int, look: Callable[[float], Any] = give_back
+    ) -> Iterator[slice]:
+        """Slices of a batch, between which pages are given back over the budget.
+
+        What a step begins with is refused there. What it has made is not, nor what the
+        journal keeps for that: it would wait for memory that nobody may give.
+        """
         if self.budget is None:
             yield slice(0, count)
             return
         for first in range(0, count, BLOCK):
-            keep(self.budget)
+            look(self.budget)
             yield slice(first, first + BLOCK)
-        keep(self.budget)
+        look(self.budget)
 
     def make_room(self, count: int) -> None:
         if self._lacks_room(count):

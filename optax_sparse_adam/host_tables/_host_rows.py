@@ -11,6 +11,7 @@ every call begins by writing what is there, and to write twice does no harm.
 import collections
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import threading
@@ -27,6 +28,7 @@ from ._ids import Batch
 from ._ledger import Ledger
 from ._plan import Plan
 from ._prepare import Preparation
+from ._program import Program
 from ._records import WORD
 from ._reset import program_of
 from ._spread import local
@@ -131,7 +133,7 @@ class HostRows:
         self._sizes: dict[Any, int] = {}
         fields = itertools.chain.from_iterable(x.fields for x in plan.layouts)
         self._wide_fields = [x for x in fields if x.dtype.itemsize > WORD]
-        self.reset_program = program_of(plan)
+        self.reset_program = Program(functools.partial(program_of, plan))
 
     def hold(self, stateful: Mapping[str, Stateful], prepare: Any) -> None:
         """Takes what is saved with them, and what is called for each batch."""

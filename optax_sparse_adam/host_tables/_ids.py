@@ -182,7 +182,7 @@ class RowIds:
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             operands = jax.device_put(operands, cpu_device())
         ids, number = program(*operands)
-        self._programs[key] = program, kept  # see `Pipeline`
+        self._programs[key] = program, kept  # see `Program`
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),

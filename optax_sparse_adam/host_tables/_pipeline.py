@@ -26,6 +26,7 @@ import numpy as np
 from ._host_rows import BatchRows, HostRows
 from ._ids import Batch, RowIds
 from ._prepare import as_batch
+from ._program import Program
 from ._reset import BatchWithReset, program_of, reset_of
 from ._spread import overlay_on
 from ._worker import Worker
@@ -171,13 +172,6 @@ def _kept(x: Any) -> Any:
 class Pipeline:
     """Steps on the rows of batches.
 
-    Problem: after one interrupt each step took half a second. Cause: what is
-    interrupted in its first call, while JAX lowers it, is lowered and compiled in all
-    calls from then on. Remedy: a program is kept when it has been called once. Safe:
-    the next call makes another one. Test:
-    `test_programs_that_are_interrupted_when_they_begin` in
-    `tests/host_tables/test_loaders.py`.
-
     Args:
       rows: Of all tables.
       loss: The user's.
@@ -189,8 +183,7 @@ class Pipeline:
         spread, self._params = rows.plan.spread, params
         self._rows, self._overlay = rows, overlay_on(spread)
         layout = {} if spread.by_rows is None else {"out_shardings": spread.by_rows}
-        self._make_reset = functools.partial(program_of, rows.plan, **layout)
-        self._reset: Any = None
+        self._reset = Program(functools.partial(program_of, rows.plan, **layout))
         self._program: Any = None
         make: Any = rows.plan.step
         self._compiled = functools.partial(make, loss, **options)
@@ -400,11 +393,11 @@ class Pipeline:
             fetched, made = (rows.arrays, rows.padded), (before.padded, before.arrays)
             arrays = [*map(self._overlay, *fetched, *made)]
         if rows.reset is not None:
-            begin = self._reset or self._make_reset()
-            arrays = begin(self._rows.rest, arrays, *rows.reset)
-            self._reset = begin
+            arrays = self._reset(self._rows.rest, arrays, *rows.reset)
         static = tuple(sorted(batch.static.items()))
+        # As in `Program`, which is no one call.
         program = self._program or self._compiled(self._rows.rest)
+        self._program = None
         args = static, self._rows.rest, arrays, rows.padded, batch.args
         rows = rows._replace(step=self._rows.steps, reset=None)
         value = self._rows.advance(program, args, rows)

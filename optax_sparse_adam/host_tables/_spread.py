@@ -4,6 +4,7 @@ Without a mesh rows go where the batch is. With one they are an array over all i
 devices, of which each process sends and receives the blocks of its own devices.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from jax.sharding import (
     PartitionSpec,
     SingleDeviceSharding,
 )
+
+from ._program import Program
 
 
 class Spread:
@@ -225,8 +228,12 @@ def overlay(
 
 def overlay_on(spread: Spread) -> Callable[..., list[jax.Array]]:
     """`overlay`, compiled; on a mesh each device looks in its own block only."""
-    if spread.by_rows is None:
-        return jax.jit(overlay, donate_argnums=0)
-    mesh, rows = spread.by_rows.mesh, spread.by_rows.spec
-    mapped = jax.shard_map(overlay, mesh=mesh, in_specs=rows, out_specs=rows)
-    return jax.jit(mapped, donate_argnums=0)
+
+    def make() -> Callable[..., Any]:
+        fun = functools.partial(overlay)  # to JAX another function
+        if spread.by_rows is not None:
+            mesh, rows = spread.by_rows.mesh, spread.by_rows.spec
+            fun = jax.shard_map(fun, mesh=mesh, in_specs=rows, out_specs=rows)
+        return jax.jit(fun, donate_argnums=0)
+
+    return Program(make)

@@ -406,7 +406,8 @@ class HostTrainer:
 
         Raises:
           OSError: If the disk has no room for what is pending. The trainer stays open:
-            make room, and call it again.
+            make room, and call it again. After what else it raises, such as an error of
+            a `Storage`, it is closed: go on from the last checkpoint.
         """
         rows = self._rows
         with rows.alone():

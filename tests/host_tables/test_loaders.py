@@ -1,6 +1,7 @@
 """Batches of `run`: arrays that are refilled, what raises, who waits for whom."""
 
 import _thread
+import contextlib
 import itertools
 import signal
 import sys
@@ -314,6 +315,47 @@ def test_programs_that_are_interrupted_when_they_begin(number):
         jax.monitoring.unregister_event_duration_listener(listener)
     assert trainer.steps == 8
     assert seen[-1] == "from here on"
+
+
+@pytest.mark.parametrize("verb", ["reset_rows", "evaluate"])
+def test_verbs_that_are_interrupted_when_they_begin(verb):
+    """Of each shape that they are first called with, as above."""
+    lowered, number = [], [0]
+
+    def listener(event, _, **__):
+        if event.endswith("jaxpr_to_mlir_module_duration"):
+            lowered.append(event)
+            if len(lowered) == number[0]:
+                raise KeyboardInterrupt
+
+    rows, _ = begin()
+    with new_trainer() as trainer:
+        predict = trainer.evaluate(lambda params, ids: params["table"][ids])
+
+        def call(count):
+            ids = np.arange(count)
+            if verb == "evaluate":
+                return np.asarray(predict(ids))
+            trainer.reset_rows(
+                {"table": ids, "w": None}, {"table": 2 * rows[ids], "w": None}
+            )
+            return trainer.params["table"][ids] / 2
+
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            for count in (5, 100):
+                for place in (1, 2):
+                    number[0] = len(lowered) + place
+                    with contextlib.suppress(KeyboardInterrupt):
+                        call(count)
+                number[0] = 0
+                call(count)
+                before = len(lowered)
+                for _ in range(3):
+                    assert_identical(call(count), rows[:count])
+                assert len(lowered) == before
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
 
 
 AT_THE_END = """

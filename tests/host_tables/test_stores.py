@@ -14,7 +14,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _archive, _file, _records
+from optax_sparse_adam.host_tables import _archive, _budget, _file, _records
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import ascending
 
@@ -291,6 +291,41 @@ def test_what_is_pending_on_a_full_disk_is_written_when_there_is_room(
     assert np.asarray(trainer.params["table"][7]).tolist() == values[0].tolist()
     trainer.reset_rows(ids, {"table": 3 * values, "w": None})
     assert np.asarray(trainer.params["table"][7]).tolist() == [3.0] * DIM
+    trainer.close()
+
+
+def test_over_its_budget_what_was_made_is_written(tmp_path, monkeypatch):
+    """The next step is refused. Then it goes on, or is closed: nothing is lost."""
+    held, (rows, w) = [0], begin()
+    monkeypatch.setattr(_budget, "resident_bytes", lambda: held[0])
+
+    def loader():
+        yield from batches(0, 3)
+        held[0] = 2**40
+        yield from batches(3, 6)
+
+    def assert_has(steps):
+        expected = train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, steps))
+        assert_trained_alike(trainer, values, expected)
+
+    params, values = host_params(rows, w, file=tmp_path / "x"), []
+    trainer = host.HostTrainer(loss, TX, params, budget=1e10)
+    trainer.checkpoint(tmp_path / "run")  # whose journal keeps rows
+    with pytest.raises(MemoryError, match="more than the budget of its HostTrainer"):
+        values.extend(trainer.run(loader()))
+    for refused in (
+        lambda: trainer.step(*next(batches(3, 4))),
+        lambda: trainer.map_rows(lambda params, state: (params, state)),
+    ):
+        with pytest.raises(MemoryError):
+            refused()
+    assert 0 < trainer.steps < 4
+    assert_has(trainer.steps)
+    held[0] = 0
+    values.extend(trainer.run(batches(trainer.steps, 5)))
+    assert_has(5)
+    trainer.step(*next(batches(5, 6)))
+    held[0] = 2**40
     trainer.close()
 
 
