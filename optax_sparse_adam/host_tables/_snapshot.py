@@ -195,7 +195,8 @@ class Snapshot:
       params: The tree, with read-only arrays of NumPy; tables are mappings of files.
 
     Raises:
-      FileNotFoundError: If there is no snapshot.
+      FileNotFoundError: If there is no snapshot, or another one since it was begun to
+        be opened.
       NotImplementedError: In one of several processes of `jax.distributed`.
       TypeError: If what is `stateful` is no dictionary of such things.
       ValueError: If it is one of other parameters, or was damaged; if a name of
@@ -209,7 +210,8 @@ class Snapshot:
     def __init__(
         self, path: Any, params: Any, *, stateful: Mapping[str, Stateful] | None = None
     ):
-        folder, parts = Path(path), checked("Snapshot", stateful)
+        # What a link leads to, for all files: it may be set to another one meanwhile.
+        folder, parts = Path(path).resolve(), checked("Snapshot", stateful)
         if (count := jax.process_count()) > 1:
             raise NotImplementedError(
                 f"Snapshot got one of {count} processes of jax.distributed. Each "
@@ -218,6 +220,7 @@ class Snapshot:
             )
         if not (folder / _ARCHIVE).exists():
             raise FileNotFoundError(f"There is no snapshot in {folder}.")
+        opened = folder.stat()
         params = jax.tree.map(begun, params)
         plan = Plan(optax.identity(), params, Spread())
         self._rows = HostRows(plan)
@@ -228,6 +231,12 @@ class Snapshot:
         for k, table in enumerate(plan.tables.values()):
             tables.append(_mapped(folder / f"table{k}.npy", table.shape, table.dtype))
             self._rows.stores.append(_Rows(tables[-1]))
+        if not os.path.samestat(opened, folder.stat()):
+            raise FileNotFoundError(
+                f"The snapshot in {folder} was replaced while it was opened: its files "
+                "are of two times. Open it again. To be sure, give each a name of its "
+                "own, and the newest a link, which is followed once."
+            )
         self._rows.rest = [
             of_bytes(x, like) for x, like in zip(held, self._rows.rest, strict=False)
         ]

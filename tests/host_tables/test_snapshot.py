@@ -221,3 +221,37 @@ def test_its_pages_are_given_back_over_a_budget(tmp_path):
     assert served.params["table"].sum() == 0
     keep(resident_bytes() - 32e6)
     assert served.params["table"].sum() == 0
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_another_is_put_in_its_place_while_it_is_opened(is_link, tmp_path, monkeypatch):
+    """A link is followed once; with a folder of another time nothing is served."""
+    with host.HostTrainer(loss, osa.sparse_adam(0.1), host_params(*begin())) as trainer:
+        for folder in (tmp_path / "old", tmp_path / "new"):
+            trainer.snapshot(folder)
+            list(trainer.run(batches(0, 2)))
+    expected = host.Snapshot(tmp_path / "old", declared("float32")).params
+    current, mapped = tmp_path / "current", _snapshot._mapped
+    if is_link:
+        current.symlink_to(tmp_path / "old")
+    else:
+        (tmp_path / "old").rename(current)
+
+    def replaced(*args):
+        if is_link:
+            current.unlink()
+            current.symlink_to(tmp_path / "new")
+        else:
+            current.rename(tmp_path / "old")
+            (tmp_path / "new").rename(current)
+        return mapped(*args)
+
+    monkeypatch.setattr(_snapshot, "_mapped", replaced)
+    if is_link:
+        params = host.Snapshot(current, declared("float32")).params
+        assert_identical(arrays(params), arrays(expected))
+        return
+    with pytest.raises(FileNotFoundError, match="was replaced while it was opened"):
+        host.Snapshot(current, declared("float32"))
+    monkeypatch.undo()
+    assert host.Snapshot(current, declared("float32")).steps == 2
