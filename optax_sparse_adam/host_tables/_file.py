@@ -247,7 +247,7 @@ class File(Memory):
             self._read(rows, out)
             return
         take = super().take_into
-        self._take(rows, lambda rows, part: take(rows, out[part]), give_back)
+        self._take(rows, lambda rows, part: take(rows, out[part]))
 
     def take_fields(self, rows: Ascending, out: Sequence[np.ndarray]) -> None:
         if self._lacks_room(len(rows)):
@@ -256,18 +256,13 @@ class File(Memory):
             self.layout.unpack(records, out)
             return
         take = super().take_fields
-        self._take(rows, lambda rows, part: take(rows, [x[part] for x in out]), keep)
+        self._take(rows, lambda rows, part: take(rows, [x[part] for x in out]))
 
-    def _take(
-        self,
-        rows: Ascending,
-        take: Callable[[Ascending, slice], None],
-        look: Callable[[float], Any],
-    ) -> None:
+    def _take(self, rows: Ascending, take: Callable[[Ascending, slice], None]) -> None:
         """Reads rows in parts, and sees whether the disk was waited for."""
         self.advise(rows)
         before = _disk_reads()
-        for part in self._parts(len(rows), look):
+        for part in self._parts(len(rows)):
             take(Ascending(rows[part]), part)
         waited = _disk_reads() - before
         if waited > _FEW and waited * _WAITED > len(rows):
@@ -329,21 +324,19 @@ class File(Memory):
         with naming(self.path):
             self._mmap.flush()
 
-    def _parts(
-        self, count: int, look: Callable[[float], Any] = give_back
-    ) -> Iterator[slice]:
-        """Slices of a batch, between which pages are given back over the budget.
-
-        What a step begins with is refused there. What it has made is not, nor what the
-        journal keeps for that: it would wait for memory that nobody may give.
-        """
+    def _parts(self, count: int) -> Iterator[slice]:
+        """Slices of a batch, between which pages are given back over the budget."""
         if self.budget is None:
             yield slice(0, count)
             return
         for first in range(0, count, BLOCK):
-            look(self.budget)
+            give_back(self.budget)
             yield slice(first, first + BLOCK)
-        look(self.budget)
+        give_back(self.budget)
+
+    def check_memory(self) -> None:
+        if self.budget is not None:
+            keep(self.budget)
 
     def make_room(self, count: int) -> None:
         if self._lacks_room(count):

@@ -274,6 +274,7 @@ class HostRows:
 
     def fetch(self, batch: Batch) -> BatchRows:
         """The rows of a batch, from the host."""
+        self._check_memory()
         unique, padded, arrays = [], [], []
         for k, (table, rows) in enumerate(zip(batch.tables, batch.rows(), strict=True)):
             cut = table.partition.cut(rows)
@@ -402,6 +403,11 @@ class HostRows:
         """The same, for a function that has changed nothing where this raises."""
         with _no_room(f"they are of calls before. {function} {_NOTHING}"):
             self.settle()
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        for store in self.stores:
+            store.check_memory()
 
     def write(self, results: Sequence[BatchRows]) -> None:
         """Writes the oldest results; one that could not be written stays."""

@@ -150,6 +150,13 @@ class Store:
     def make_room(self, count: int) -> None:
         """Raises if so many rows cannot be written, before any is."""
 
+    def check_memory(self) -> None:
+        """Raises if the process holds more than its budget.
+
+        For what begins: what it has made may be written and kept by the journal, else
+        it would wait for memory that nobody may give.
+        """
+
     def advise(self, rows: Ascending) -> None:
         """Says which rows will be taken soon."""
 

@@ -14,7 +14,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _archive, _budget, _file, _records
+from optax_sparse_adam.host_tables import _archive, _between, _budget, _file, _records
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import ascending
 
@@ -325,7 +325,15 @@ def test_over_its_budget_what_was_made_is_written(tmp_path, monkeypatch):
     values.extend(trainer.run(batches(trainer.steps, 5)))
     assert_has(5)
     trainer.step(*next(batches(5, 6)))
-    held[0] = 2**40
+
+    def doubled(params, state):
+        held[0] = 2**40
+        return jax.tree.map(lambda x: 2 * x, params), state
+
+    before = np.array(trainer.params["table"])
+    monkeypatch.setattr(_between, "CHUNK", 50 * 3 * DIM * 4)
+    trainer.map_rows(doubled)  # in parts, of which none is refused
+    assert_identical(np.array(trainer.params["table"]), 2 * before)
     trainer.close()
 
 
