@@ -56,7 +56,7 @@ def give_back(budget: float) -> int:
 
 
 def keep(budget: float) -> None:
-    """The same, for who takes more.
+    """The same, before something begins.
 
     Raises:
       MemoryError: If the process holds more than the budget without pages of files.

@@ -395,7 +395,7 @@ class Pipeline:
         if rows.reset is not None:
             arrays = self._reset(self._rows.rest, arrays, *rows.reset)
         static = tuple(sorted(batch.static.items()))
-        # As in `Program`, which is no one call.
+        # As `Program` does, around which `advance` could not be one call.
         program = self._program or self._compiled(self._rows.rest)
         self._program = None
         args = static, self._rows.rest, arrays, rows.padded, batch.args

@@ -96,7 +96,8 @@ class HostTrainer:
       OSError: If a disk is full: what could not be written is kept, and written by the
         next call for which there is room. If another program has cut a file.
       MemoryError: If the process holds more than the budget without pages of files;
-        when it is made, before anything is written, and by steps.
+        when it is made, before anything is written, and by a step, an evaluation, a
+        `map_rows` or a `reset_rows` before it begins.
       NotImplementedError: For a `BatchWithReset`, and by `snapshot`, in one of several
         processes.
       RuntimeError: By any use in a process that was forked, or by a signal's handler in
