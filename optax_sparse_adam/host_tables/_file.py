@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from ._budget import BLOCK, give_back, keep, register
+from ._budget import BLOCK, give_back, register
 from ._records import WORD, Layout, naming, refuse_other, sync_folder, write_at
 from ._store import Ascending, Mark, Memory
 
@@ -80,6 +80,8 @@ class File(Memory):
         self._expected: dict[str, Any] = about
         self._name, self._shape = name, (rows, layout.words)
         self._file: Any = None
+        self._mmap: Any = None
+        self.records: Any = None
         self._is_new = False
         self._cold_for = 0  # so many batches more
 
@@ -211,9 +213,11 @@ class File(Memory):
         self.records = words.reshape(self._shape)
 
     def close(self) -> None:
-        # The mapping, which has the file open as well, goes with the last view of it.
         if self._file is not None:
             self._file.close()  # and with it the lock
+        # A mapping has the file open as well, and with it its room on the disk where it
+        # was removed: it goes with the last view, such as one that the user has.
+        self.records = self._mmap = None
 
     def discard(self) -> None:
         if self._is_new:
@@ -333,10 +337,6 @@ class File(Memory):
             give_back(self.budget)
             yield slice(first, first + BLOCK)
         give_back(self.budget)
-
-    def check_memory(self) -> None:
-        if self.budget is not None:
-            keep(self.budget)
 
     def make_room(self, count: int) -> None:
         if self._lacks_room(count):

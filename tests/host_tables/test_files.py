@@ -1,6 +1,7 @@
 """Tables in files: what a file says of itself, who has it, and checkpoints."""
 
 import contextlib
+import gc
 import os
 import shutil
 import subprocess
@@ -309,6 +310,40 @@ def test_a_new_file_of_zeros_takes_no_room(folder):
         stat = os.stat(folder / "table.bin")
         assert stat.st_size > 1_000_000_000
         assert stat.st_blocks * 512 < 1_000_000
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
+def test_a_closed_trainer_lets_its_file_go(folder):
+    """Also where somebody has the trainer; arrays of the user's keep it until then."""
+
+    def is_mapped(name="table.bin"):
+        with open("/proc/self/maps") as file:
+            maps = file.read()
+        opened = (f"/proc/self/fd/{x}" for x in os.listdir("/proc/self/fd"))
+        links = [os.readlink(x) for x in opened if os.path.lexists(x)]
+        assert (name in maps) == any(name in x for x in links)
+        return name in maps
+
+    gc.disable()  # what it would free is to be free without it
+    try:
+        with trainer_in(folder) as trainer:
+            trainer.step(*next(batches(0, 1)))
+            table = trainer.params["table"]
+            row = table[3].copy()
+        assert is_mapped()
+        np.testing.assert_array_equal(table[3], row)
+        del table
+        assert not is_mapped()
+        trainer.close()
+        with pytest.raises(FileNotFoundError, match="no checkpoint") as raised:
+            restored_in(folder)
+        assert not is_mapped()
+        with pytest.raises(FileExistsError) as other:
+            trainer_in(folder)
+        assert not is_mapped()
+        del raised, other
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
