@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from ._arguments import target_of
+from ._budget import give_back, keep
 from ._ids import Batch
 from ._ledger import Ledger
 from ._plan import Plan
@@ -99,6 +100,7 @@ class HostRows:
       stateful: What is saved with them.
       preparation: What `prepare` makes of batches.
       ledger: Knows which checkpoint they go back to.
+      budget: Bytes that the process may hold, pages of files included, or `None`.
       steps: How many steps have been done.
       version: Grows whenever rows change by other means than steps.
       torn: Why what there is belongs to no step, or `None`.
@@ -116,6 +118,7 @@ class HostRows:
         self.stateful: Mapping[str, Stateful] = {}
         self.preparation = Preparation(None, {})
         self.ledger: Ledger
+        self.budget: float | None = None
         self.steps = self.version = 0
         self.torn: str | None = None
         self._reason: BaseException | None = None  # what a step has raised
@@ -245,7 +248,12 @@ class HostRows:
         return os.getpid() != self._process
 
     def described(self) -> tuple[Described, list[np.ndarray]]:
-        """What is `stateful`, which may read the trainer, as all has settled."""
+        """What is `stateful`, which may read the trainer, as all has settled.
+
+        It may be large, and who copies it asks nobody: all pages of files go before.
+        """
+        if self.budget is not None:
+            give_back(0)
         self._has_settled = True
         try:
             return described(self.preparation.arrays(self.steps))
@@ -314,7 +322,7 @@ class HostRows:
     def take(self, rows: Sequence[Sequence[Ascending]], size: int) -> list[list[Any]]:
         """Arrays of rows in blocks, each with zeros after them up to `size`."""
         arrays = [self._read(k, x, size) for k, x in enumerate(rows)]
-        return self.plan.spread.place([], arrays, target_of(self.dense))[1]
+        return self.plan.spread.place([], arrays, target_of(self.rest))[1]
 
     def _read(self, k: int, rows: Sequence[Ascending], size: int) -> list[np.ndarray]:
         arrays = self.plan.layouts[k].empty(size * len(rows))
@@ -406,8 +414,13 @@ class HostRows:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        for store in self.stores:
-            store.check_memory()
+        """Raises if the process holds more than its budget.
+
+        For what begins: what it has made may be written and kept by the journal, else
+        it would wait for memory that nobody may give.
+        """
+        if self.budget is not None:
+            keep(self.budget)
 
     def write(self, results: Sequence[BatchRows]) -> None:
         """Writes the oldest results; one that could not be written stays."""

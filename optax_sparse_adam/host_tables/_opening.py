@@ -40,10 +40,10 @@ def begin_run(
 
     function = "HostTrainer"
     with together(function):
-        _check_budget(function, budget)
+        _set_budget(function, rows, budget)
         plan.check_begin(rows.dense)
     try:
-        _open(function, rows, begin, rest, budget, fsync)
+        _open(function, rows, begin, rest, fsync)
     except BaseException:
         _give_up(rows)
         raise
@@ -53,7 +53,7 @@ def go_on(rows: HostRows, path: Path, budget: float | None, fsync: bool) -> None
     """Goes on with the run of a checkpoint, which is made again."""
     function, processes = "HostTrainer.restore", rows.plan.spread.processes
     with together(function):
-        _check_budget(function, budget)
+        _set_budget(function, rows, budget)
         before = processes_of(path) or processes
         remove_files(rows, path)  # of a restore that was killed
 
@@ -64,7 +64,7 @@ def go_on(rows: HostRows, path: Path, budget: float | None, fsync: bool) -> None
             begin_again(rows, k, path)
 
     try:
-        _open(function, rows, begin, None, budget, fsync)
+        _open(function, rows, begin, None, fsync)
         if before == processes:
             load(rows, path)
         else:
@@ -82,10 +82,11 @@ def go_on(rows: HostRows, path: Path, budget: float | None, fsync: bool) -> None
         raise
 
 
-def _check_budget(function: str, budget: float | None) -> None:
+def _set_budget(function: str, rows: HostRows, budget: float | None) -> None:
     if budget is not None:
         check_budget(function, budget)
         keep(budget)
+    rows.budget = budget
 
 
 def _open(
@@ -93,7 +94,6 @@ def _open(
     rows: HostRows,
     begin: Callable[[int, Store], None],
     rest: list[Any] | None,
-    budget: float | None,
     fsync: bool,
 ) -> None:
     """Makes and begins the store of each table, and the ledger of all."""
@@ -107,7 +107,7 @@ def _open(
     with together(function):
         pairs = zip(plan.hosts, plan.tables.values(), strict=True)
         for k, (host, table) in enumerate(pairs):
-            store = new_store(host, table, plan.layouts[k], budget, spread)
+            store = new_store(host, table, plan.layouts[k], rows.budget, spread)
             rows.stores.append(store)
             begin(k, store)
 

@@ -75,7 +75,9 @@ class Storage(Protocol):
     """Keeps the records of a table: any engine, by two methods.
 
     A record is a row of the parameter and the optimiser's state of that row, in words
-    of 32 bits; how many words depends on the optimiser. There may be more methods:
+    of 32 bits; how many words depends on the optimiser. Methods are called one at a
+    time, but by `HostTrainer.run` in a thread of its own: see what the engine needs,
+    such as `check_same_thread=False` of sqlite3. There may be more methods:
 
     - `flush()` is called by `checkpoint` before it says that a checkpoint is there.
     - `write_mark(mark)` keeps some bytes, and `read_mark()` returns the last ones, or
@@ -149,13 +151,6 @@ class Store:
 
     def make_room(self, count: int) -> None:
         """Raises if so many rows cannot be written, before any is."""
-
-    def check_memory(self) -> None:
-        """Raises if the process holds more than its budget.
-
-        For what begins: what it has made may be written and kept by the journal, else
-        it would wait for memory that nobody may give.
-        """
 
     def advise(self, rows: Ascending) -> None:
         """Says which rows will be taken soon."""

@@ -14,13 +14,21 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _archive, _between, _budget, _file, _records
+from optax_sparse_adam.host_tables import (
+    _archive,
+    _between,
+    _budget,
+    _file,
+    _host_rows,
+    _records,
+)
 from optax_sparse_adam.host_tables._records import Layout
 from optax_sparse_adam.host_tables._store import ascending
 
 from ..helpers.host_tables import (
     DIM,
     ROWS,
+    Dictionary,
     assert_trained_alike,
     batches,
     begin,
@@ -292,6 +300,40 @@ def test_what_is_pending_on_a_full_disk_is_written_when_there_is_room(
     trainer.reset_rows(ids, {"table": 3 * values, "w": None})
     assert np.asarray(trainer.params["table"][7]).tolist() == [3.0] * DIM
     trainer.close()
+
+
+@pytest.mark.parametrize("where", ["memory", "storage"])
+def test_a_budget_is_one_without_files(where, monkeypatch):
+    held, where = [0], {"storage": Dictionary()} if where == "storage" else {}
+    monkeypatch.setattr(_budget, "resident_bytes", lambda: held[0])
+    trainer = host.HostTrainer(loss, TX, host_params(*begin(), **where), budget=1e10)
+    batch = next(batches(0, 1))
+    trainer.step(*batch)
+    held[0] = 2**40
+    for call in (trainer.step, trainer.evaluate(loss)):
+        with pytest.raises(MemoryError, match="more than the budget of its HostTraine"):
+            call(*batch)
+    held[0] = 0
+    trainer.step(*batch)
+    assert trainer.steps == 2
+    trainer.close()
+
+
+def test_pages_are_given_back_before_a_vocabulary_is_copied(tmp_path, monkeypatch):
+    calls = []
+
+    class Keys(osa.Vocabulary):
+        def arrays_before(self, step):
+            calls.append("copied")
+            return super().arrays_before(step)
+
+    monkeypatch.setattr(_host_rows, "give_back", lambda budget: calls.append(budget))
+    params = host_params(*begin(), file=tmp_path / "x")
+    options = {"budget": 1e12, "stateful": {"keys": Keys(9)}}
+    with host.HostTrainer(loss, TX, params, **options) as trainer:
+        trainer.checkpoint(tmp_path / "run")
+        trainer.snapshot(tmp_path / "served")
+    assert calls == [0, "copied"] * 2
 
 
 def test_over_its_budget_what_was_made_is_written(tmp_path, monkeypatch):
