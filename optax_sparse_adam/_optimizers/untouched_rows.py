@@ -102,7 +102,8 @@ def check_untouched_rows(
         _Asked.of, tx, params, forms=forms, extra_args=extra_args, name=name
     )
     # As many rows as no other axis has: what has all rows is known by their number.
-    unused = unused_sizes([*leaves, *jax.tree.leaves(forms)])
+    state = jax.eval_shape(tx.init, params)
+    unused = unused_sizes([*leaves, *jax.tree.leaves((forms, state))])
     sizes = {i: next(unused) for i in tables}
     asked, error = attempt(ask, sizes)
     if error is not None:

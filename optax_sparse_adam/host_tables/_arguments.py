@@ -70,6 +70,17 @@ def refuse_traced(x: Any, batch: str) -> None:
         )
 
 
+def refuse_program(results: Any, function: str) -> None:
+    """Refuses what a program computes that is traced around us: it is no number yet."""
+    for x in jax.tree.leaves(results):
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"HostTrainer.{function} was called inside of jit, scan or cond, where "
+                "nothing is computed before the program runs. Call it outside; it "
+                "compiles what it does itself."
+            )
+
+
 def refuse_others(x: Any, batch: str) -> None:
     """What is no array of NumPy or JAX, though it can be made one."""
     refuse_masked(x, f"HostTrainer, in {batch},")

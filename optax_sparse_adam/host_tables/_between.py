@@ -16,7 +16,7 @@ import numpy as np
 from .._gradients.evaluate import evaluate
 from .._jax_extras.jaxprs import FlatJaxpr
 from .._rows.stale import contains_stale
-from ._arguments import split_keywords, type_of
+from ._arguments import refuse_program, split_keywords, type_of
 from ._by_row import treats_rows_alone
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds
@@ -64,7 +64,7 @@ def evaluated(
             host.settle()
             traced, static = split_keywords(fun, keywords)
             batch = args, traced
-            rows = host.fetch(ids(host.dense, batch, static, "The batch of evaluate"))
+            rows = host.fetch(ids(host.rest, batch, static, "The batch of evaluate"))
             named = tuple(sorted(static.items()))
             result, looked_up = program(
                 named, host.rest, rows.arrays, rows.padded, batch
@@ -122,6 +122,7 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             rest, arrays = program(host.take(rows, size), host.rest)
             if not stays:
                 store(rows, arrays)
+            refuse_program(rest, "map_rows")
         host.rest = rest
 
 
@@ -173,6 +174,7 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
     host.settle_before("reset_rows")
     size = max(len(x) for x in places if x is not None)
     arrays = host.reset_program(*host.here(rows, size), places, asked.values)
+    refuse_program(arrays, "reset_rows")
     host.change(rows, arrays)
 
 

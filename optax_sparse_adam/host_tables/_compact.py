@@ -56,7 +56,7 @@ from .._rows.source import Bounds, Mode, Source
 from ._callbacks import without_callbacks
 from ._partition import Partition
 
-_LARGEST_ID = 2**31 - 1
+LARGEST_ID = 2**31 - 1
 
 
 class Whole(NamedTuple):
@@ -185,7 +185,7 @@ def _entries(lookup: Lookup) -> LookupEntries:
     rows, size = lookup.rows(1), lookup.shape[0]
     if lookup.params["mode"] == Mode.PROMISE_IN_BOUNDS:
         ids = lookup._columns([0])
-        above = jnp.minimum(ids, _LARGEST_ID - 1) + 1
+        above = jnp.minimum(ids, LARGEST_ID - 1) + 1
         rows = jnp.where(ids < 0, ids, jnp.where(ids >= size, above, ids))
     else:  # distinct padding, where ids are promised to be unique
         rows = jnp.minimum(rows, size)

@@ -31,7 +31,7 @@ from ._arguments import (
     type_of,
 )
 from ._callbacks import without_callbacks, zeros_in_place_of
-from ._compact import Whole, evaluate_compact, fingerprint
+from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
 from ._reset import Reset
 from ._store import Ascending, ascending
 
@@ -97,9 +97,10 @@ class Batch:
             ids, size = np.asarray(each), whole.shape[0]
             if len(ids) and (ids.min() < 0 or ids.max() > size):
                 places = ", ".join(sorted(self.lines.get(whole.name, ())))
-                # Those above the number of rows are one more than they are.
+                # Those above the number of rows are one more than they are, if int32
+                # has one more.
                 least, most = int(ids.min()), int(ids.max())
-                row = least - size if least < 0 else most - 1
+                row = least - size if least < 0 else most - (most < LARGEST_ID)
                 # JAX takes an id of uint32 for one of int32.
                 row = least + 2**32 if self._has(least + 2**32) else row
                 raise IndexError(
@@ -128,12 +129,12 @@ class RowIds:
     ):
         self._lines: dict[str, set[str]] = {}  # where tables are looked up
         self._fun, self._tables, self._treedef = fun, tables, treedef
-        self._mesh = mesh
+        self._mesh, self._num_dense = mesh, treedef.num_leaves - len(tables)
         self._programs: dict[Any, tuple[Any, list[int]]] = {}
 
     def __call__(
         self,
-        dense: Sequence[Any],
+        rest: Sequence[Any],
         args: Any,
         static: Mapping[str, Any],
         name: str,
@@ -142,7 +143,8 @@ class RowIds:
         """Begins to compute the ids of a batch.
 
         Args:
-          dense: The leaves of the parameters that are no tables.
+          rest: What has no rows: the other parameters, and then of the state, which
+            alone says where a trainer of tables alone has trained.
           args: Further arguments: a tuple, and a dictionary of those by keyword.
           static: Arguments by keyword that are not traced.
           name: Of the batch, for errors.
@@ -153,11 +155,11 @@ class RowIds:
           TypeError: For a tensor of another library; for a traced array.
           ValueError: For an array on other devices than the parameters.
         """
-        whole_batch = jax.tree.leaves(args)
+        whole_batch, dense = jax.tree.leaves(args), rest[: self._num_dense]
         for x in whole_batch:
             refuse_traced(x, name)
-        target = target or target_of([*dense, *whole_batch])
-        committed = [x.sharding for x in dense if is_committed(x)]
+        target = target or target_of([*rest, *whole_batch])
+        committed = [x.sharding for x in rest if is_committed(x)]
         for x in filter(is_committed, whole_batch):
             refuse_other_devices(x, [*committed, self._mesh or target][0], name)
         # What the optimiser alone takes is nothing to the loss.

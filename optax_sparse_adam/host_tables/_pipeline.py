@@ -201,7 +201,7 @@ class Pipeline:
         return [*self._left] if source is None else source.left
 
     def _ids(self, args: Any, static: Mapping[str, Any], name: str) -> Batch:
-        batch = self._row_ids(self._rows.dense, args, static, name, self._target)
+        batch = self._row_ids(self._rows.rest, args, static, name, self._target)
         if self._target is None:
             # Before the first step: what is where JAX puts arrays by default would be
             # of another type to `jit` than its results, and compiled for twice.

@@ -389,8 +389,8 @@ class Plan:
             if not marks[i]:
                 raise ValueError(
                     "HostTrainer trains the rows that a batch looks up, and `sparse` "
-                    f"says that the gradient of {table.name} is dense. Leave it out, "
-                    "say True, or keep the table on the device."
+                    f"says that the gradient of {table.name} is dense. Leave `sparse` "
+                    "out, say True for the table, or keep it on the device."
                 )
         return self.treedef.unflatten(map(bool, marks))
 

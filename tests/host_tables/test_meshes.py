@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -237,6 +238,63 @@ def test_a_batch_on_other_devices():
                 trainer.evaluate(loss)(*batch)
             with pytest.raises(ValueError, match=words.format(kind)):
                 list(trainer.run([batch]))
+
+
+@pytest.mark.parametrize("where", slow_but(["device", "mesh"], "device"))
+def test_tables_alone_are_where_their_batches_are(where, tmp_path):
+    """Without other parameters the state alone says where the first batch was."""
+    need_devices(8)
+
+    def of_rows(params, ids):  # each row once: sums have one order
+        return jnp.sum(jnp.tanh(params["rows"][ids]))
+
+    devices = jax.devices()
+    place = devices[3] if where == "device" else NamedSharding(mesh_of((2,)), P("x"))
+    ids, new = np.arange(10, 50), {"rows": np.full((2, DIM), 0.5, np.float32)}
+    results = []
+    for put in (lambda x: x, lambda x: jax.device_put(x, place)):
+        params = {"rows": host_params(*begin())["table"]}
+        with host.HostTrainer(of_rows, osa.exact_adam(0.1), params) as trainer:
+            trainer.step(put(ids))
+            list(trainer.run([put(ids + 3), ids]))
+            seen = trainer.evaluate(lambda params, ids: params["rows"][ids])(ids)
+            trainer.reset_rows({"rows": np.array([12, 60])}, new)
+            trainer.map_rows(osa.flush)
+            folder = tmp_path / f"served{len(results)}"
+            trainer.snapshot(folder)
+            served = host.Snapshot(folder, params).params
+            trainer.step(put(ids))
+            if results:
+                with pytest.raises(ValueError, match=r"trains on .*device_put it th"):
+                    trainer.step(jax.device_put(ids, devices[5]))
+            trainer.step(ids)
+            results.append(arrays((trainer.params, trainer.state, seen, served)))
+    assert_identical(*results)
+
+
+def test_calls_in_a_program_that_is_traced_change_nothing():
+    """With a mesh nothing else is known to be traced: what is kept would be no rows."""
+    batch, ids = next(batches(0, 1)), {"table": np.array([3]), "w": None}
+    new = {"table": np.ones((1, DIM), np.float32), "w": None}
+    tx = optax.inject_hyperparams(osa.sparse_adam)(0.1)
+    trainer = host.HostTrainer(loss, tx, host_params(*begin()), mesh=mesh_of((2,)))
+    trainer.step(*batch)
+
+    def slower(params, state):
+        return params, optax.tree.set(state, learning_rate=jnp.float32(0.01))
+
+    before = arrays((trainer.params, trainer.state))
+    for call in (
+        lambda: trainer.reset_rows(ids, new),
+        lambda: trainer.map_rows(slower),
+        lambda: trainer.map_rows(lambda *trees: jax.tree.map(jnp.square, trees)),
+        lambda: trainer.step(*batch),
+    ):
+        with pytest.raises(TypeError, match=r"inside of jit, scan or cond|traced arr"):
+            jax.jit(lambda x: (call(), x)[1])(1.0)  # noqa: B023
+        assert_identical(arrays((trainer.params, trainer.state)), before)
+    trainer.step(*batch)
+    trainer.close()
 
 
 @pytest.mark.slow
