@@ -404,6 +404,5 @@ def _is_begun(head: bytes) -> bool:
 
 
 def _disk_reads() -> int:
-    """How many pages this thread has waited for."""
-    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
-    return resource.getrusage(who).ru_majflt
+    """How many pages were waited for, by any thread: several read the rows."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

@@ -1,6 +1,8 @@
 """Rows that come from a disk are asked for before they are read, and others are not."""
 
+import mmap
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -84,3 +86,31 @@ def test_a_file_in_memory_is_asked_for_nothing(file, monkeypatch):
     waited, asked = disk.batches(file, 20, keep=True)
     assert waited.sum() == 1
     assert not asked.any()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="as macOS")
+def test_other_threads_that_wait_count(tmp_path):
+    """Rows are read by as many as there are cores, of which the caller is one."""
+    path = tmp_path / "pages"
+    with path.open("w+b") as file:
+        file.write(bytes(64 * PAGE))
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapping = mmap.mmap(file.fileno(), 0)
+    mapping.madvise(mmap.MADV_RANDOM)
+    before = _file._disk_reads()
+    thread = threading.Thread(target=lambda: [mapping[k * PAGE] for k in range(64)])
+    thread.start()
+    thread.join()
+    waited = _file._disk_reads() - before
+    mapping.close()
+    if waited == 0 and _is_in_memory(tmp_path):
+        pytest.skip("the folder is in memory, as on tmpfs")
+    assert waited > _file._FEW
+
+
+def _is_in_memory(folder):
+    with open("/proc/mounts") as file:
+        mounts = [line.split()[1:3] for line in file]
+    found = [x for x in mounts if str(folder).startswith(x[0])]
+    return max(found, key=lambda x: len(x[0]))[1] in ("tmpfs", "ramfs", "overlay")
