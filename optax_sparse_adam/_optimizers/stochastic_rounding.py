@@ -84,8 +84,8 @@ def stochastic_rounding(
     .. note::
 
       `x` is `p + u` in float32 arithmetic. Where updates of the gradient's type cannot
-      reach the values adjacent to `x` (`p` is far larger than `x`, or their sum is a tie
-      that is rounded to even), the nearest values that they reach, below and above `x`,
+      reach the values adjacent to `x` (`p` is far larger than `x`, or their sum is a
+      tie, rounded to even), the nearest values that they reach, below and above `x`,
       take their place. Finite values beyond the largest one of the type become that
       one; infinities and NaN stay what they are (float8 types without infinities have
       NaN for both).

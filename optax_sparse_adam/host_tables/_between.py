@@ -120,9 +120,9 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
         for first in range(0, most, size):
             rows = [x.between(first, first + size) for x in parts]
             rest, arrays = program(host.take(rows, size), host.rest)
+            refuse_program((rest, arrays), "map_rows")
             if not stays:
                 store(rows, arrays)
-            refuse_program(rest, "map_rows")
         host.rest = rest
 
 
