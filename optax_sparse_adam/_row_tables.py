@@ -363,24 +363,29 @@ def _is_clock(name: str, x: Any, kind: Any) -> bool:
 def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
     """Whether rows are of an earlier step than the tables, by what the state counts.
 
-    So it is if a count is smaller and none is larger: `optax.MultiSteps` has one that
-    begins again, beside others.
+    So it is if a scalar is smaller and none is larger: `optax.MultiSteps` has one that
+    begins again, beside others. Where none differs, if a number in an array is smaller:
+    the counts of `per_row` for another table, some of which `reset_rows` has set back.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     # `count` of reduce_on_plateau begins again, too.
     plateaus = {path[:-1] for path, _ in paths if _name_of(path) == "plateau_count"}
-    pairs = []
+    scalars: list[Any] = []
+    arrays: list[Any] = []
     for (path, old), new, table in zip(paths, states, owners, strict=True):
         _, kind = shape_of("put_rows", old)
         is_clock = path[:-1] not in plateaus and _is_clock(_name_of(path), old, kind)
         if table is None and new is not None and is_clock:
-            pairs.append((old, new))
-    if not pairs:
+            (arrays if np.ndim(old) else scalars).append((old, new))
+    if not (scalars or arrays):
         return False
-    is_smaller = [jnp.any(new < old) for old, new in pairs]
-    is_larger = [jnp.any(new > old) for old, new in pairs]
-    either = functools.partial(functools.reduce, operator.or_)
-    return either(is_smaller) & ~either(is_larger)
+
+    def is_any(compare: Any, pairs: list[Any]) -> Any:
+        found = (jnp.any(compare(new, old)) for old, new in pairs)
+        return functools.reduce(operator.or_, found, np.False_)
+
+    is_smaller, is_larger = (is_any(x, scalars) for x in (operator.lt, operator.gt))
+    return ~is_larger & (is_smaller | is_any(operator.lt, arrays))
 
 
 def newer(

@@ -1,6 +1,7 @@
 """Rows put back some steps later, and two batches of rows that are taken at once."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +276,43 @@ def test_counts_of_other_types(dtype):
     params, state = osa.put_rows(tx, params, state, IDS, *later)
     assert int(state["steps"]) == 2
     np.testing.assert_array_equal(params["w"], w)
+
+
+@pytest.mark.parametrize(
+    ("has_dense", "is_jitted"),
+    slow_but(itertools.product([True, False], [True, False]), (True, False)),
+)
+def test_rows_of_another_table_have_begun_again(has_dense, is_jitted):
+    """Their counts are smaller than they were, and the tables are of a later step."""
+
+    def loss(params, users, items):
+        w = params["w"] if has_dense else jnp.ones(2)
+        return jnp.sum((params["users"][users] * params["items"][items]) @ w)
+
+    def only(name, x):
+        return dict.fromkeys(params) | {name: x}
+
+    tx = osa.lazy(osa.per_row(optax.adam(0.1)))
+    params = {"users": jnp.ones((6, 2)), "items": jnp.ones((6, 2))}
+    params |= {"w": jnp.ones(2)} if has_dense else {}
+    state, step = tx.init(params), osa.make_train_step(loss, tx)
+    params, state, _ = step(params, state, np.array([3]), np.array([1]))
+    away = osa.take_rows(tx, params, state, only("users", np.array([3])))
+    for _ in range(5):
+        params, state, _ = step(params, state, np.array([2]), np.array([4]))
+    ids, new = only("items", np.array([1])), only("items", np.zeros((1, 2), "f"))
+    params, state = osa.reset_rows(tx, params, state, ids, new)
+    before = jax.tree.map(np.array, (params, state))
+    put = functools.partial(osa.put_rows, tx)
+    put = jax.jit(put) if is_jitted else put
+    after = put(params, state, only("users", np.array([5])), *away)
+    np.testing.assert_array_equal(after[0]["users"][5], away[0]["users"][0])
+
+    def check(path, x, y):
+        rows = slice(5) if "users" in jax.tree_util.keystr(path) else ...
+        np.testing.assert_array_equal(np.asarray(x)[rows], y[rows], str(path))
+
+    jax.tree_util.tree_map_with_path(check, after, before)
 
 
 def test_what_is_whole_may_be_left_out():
