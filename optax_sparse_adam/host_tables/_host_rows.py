@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from ._arguments import target_of
+from ._arguments import is_committed, target_of
 from ._budget import give_back, keep
 from ._ids import Batch
 from ._ledger import Ledger
@@ -322,7 +323,11 @@ class HostRows:
     def take(self, rows: Sequence[Sequence[Ascending]], size: int) -> list[list[Any]]:
         """Arrays of rows in blocks, each with zeros after them up to `size`."""
         arrays = [self._read(k, x, size) for k, x in enumerate(rows)]
-        return self.plan.spread.place([], arrays, target_of(self.rest))[1]
+        target = target_of(self.rest)
+        is_free = not any(map(is_committed, self.rest))
+        if is_free and isinstance(target, SingleDeviceSharding):
+            target = None  # nor do results name a device: the first batch does
+        return self.plan.spread.place([], arrays, target)[1]
 
     def _read(self, k: int, rows: Sequence[Ascending], size: int) -> list[np.ndarray]:
         arrays = self.plan.layouts[k].empty(size * len(rows))

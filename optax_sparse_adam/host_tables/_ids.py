@@ -81,9 +81,9 @@ class Batch:
         ]
 
     def _has(self, number: int) -> bool:
-        """Whether a number is among those of uint32 that were given."""
-        leaves = jax.tree.leaves(self.args)
-        arrays = (x for x in leaves if getattr(x, "dtype", None) == np.uint32)
+        """Whether a number is among the integers that were given."""
+        leaves = (x for x in jax.tree.leaves(self.args) if hasattr(x, "dtype"))
+        arrays = (x for x in leaves if jnp.issubdtype(x.dtype, jnp.integer))
         here = (x for x in arrays if getattr(x, "is_fully_addressable", True))
         return any(np.any(np.asarray(x) == number) for x in here)
 
@@ -100,7 +100,8 @@ class Batch:
                 # Those above the number of rows are one more than they are, if int32
                 # has one more.
                 least, most = int(ids.min()), int(ids.max())
-                row = least - size if least < 0 else most - (most < LARGEST_ID)
+                is_itself = most == LARGEST_ID and self._has(most)
+                row = least - size if least < 0 else most - (not is_itself)
                 # JAX takes an id of uint32 for one of int32.
                 row = least + 2**32 if self._has(least + 2**32) else row
                 raise IndexError(

@@ -221,6 +221,7 @@ def test_a_batch_on_other_devices():
     *_, known = train_in_memory(loss, ADAM, {"table": rows, "w": w}, made)
     first = jax.device_put(made[0], devices[3])
     trainer = host.HostTrainer(loss, ADAM, host_params(rows, w))
+    trainer.map_rows(lambda *trees: trees)
     assert_identical([*map(np.asarray, trainer.run([first, *made[1:]]))], known)
     assert trainer._rows.rest[0].devices() == {devices[3]}
     for mesh, elsewhere in [
@@ -255,6 +256,7 @@ def test_tables_alone_are_where_their_batches_are(where, tmp_path):
     for put in (lambda x: x, lambda x: jax.device_put(x, place)):
         params = {"rows": host_params(*begin())["table"]}
         with host.HostTrainer(of_rows, osa.exact_adam(0.1), params) as trainer:
+            trainer.map_rows(osa.flush)  # names no device
             trainer.step(put(ids))
             list(trainer.run([put(ids + 3), ids]))
             seen = trainer.evaluate(lambda params, ids: params["rows"][ids])(ids)
