@@ -2,6 +2,7 @@
 
 import itertools
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,6 +10,22 @@ from .checkpoint import KIND, LOST, STEP
 from .contents import Contents
 
 _MOST_ENTRIES = 64  # of the oldest, two become one: servers are told more, not less
+
+
+class _Note(NamedTuple):
+    """Batches that were taken back.
+
+    Attributes:
+      before: The last step before.
+      after: The last step after.
+      codes: Whose row has changed hands by it.
+      lost: The last step of which tombstones were not kept, of arrays that are gone.
+    """
+
+    before: int
+    after: int
+    codes: np.ndarray
+    lost: int
 
 
 class Servers:
@@ -20,39 +37,47 @@ class Servers:
     of what was taken back later: from 5 to 3, say. Some keys are kept, `most`.
 
     Attributes:
-      lost: The last step of which some are not kept.
+      lost: The last step of which some notes are not kept.
       kind: That of the keys: a vocabulary that is empty again has none.
       is_copy: The vocabulary was restored or copied: its steps may have been those of
         others, too.
     """
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[int, int, np.ndarray]] = deque()
+        self._noted: deque[_Note] = deque()
         self.lost, self.kind, self.is_copy = -1, 0, False
 
     def note(
-        self, before: np.ndarray, after: np.ndarray, codes: np.ndarray, most: int
+        self,
+        before: np.ndarray,
+        after: np.ndarray,
+        codes: np.ndarray,
+        most: int,
+        lost: int = -1,
     ) -> None:
         """Notes codes; `before` and `after` are the `numbers` of the vocabulary."""
         noted = self._noted
         self.kind = int(before[KIND]) or self.kind
-        noted.append((int(before[STEP]), int(after[STEP]), codes))
+        noted.append(_Note(int(before[STEP]), int(after[STEP]), codes, lost))
         if len(noted) > _MOST_ENTRIES:
-            (a, to_a, of_a), (b, to_b, of_b) = noted.popleft(), noted.popleft()
-            noted.appendleft((max(a, b), min(to_a, to_b), np.append(of_a, of_b)))
-        while sum(len(codes) for *_, codes in noted) > most:
-            self.lost = max(self.lost, noted.popleft()[0])
+            a, b = noted.popleft(), noted.popleft()
+            first, codes = max(a.before, b.before), np.append(a.codes, b.codes)
+            # Who was taken back by the one misses what the other has lost.
+            lost = first if a.after <= b.lost else max(a.lost, b.lost)
+            noted.appendleft(_Note(first, min(a.after, b.after), codes, lost))
+        while sum(len(x.codes) for x in noted) > most:
+            self.lost = max(self.lost, noted.popleft().before)
 
-    def begin_again(self, lost: int) -> None:
-        """Takes up arrays that were saved; here tombstones until `lost` are lost."""
-        self.lost, self.is_copy = max(self.lost, lost), True
+    def begin_again(self) -> None:
+        """Takes up arrays that were saved."""
+        self.is_copy = True
 
     def changed_since(self, contents: Contents, step: int) -> tuple[np.ndarray, ...]:
         """Codes that have got their row, the rows, and codes that have gone."""
         numbers = contents.numbers
-        first, codes, is_taken_back = self._since(step)
-        lost = max(int(numbers[LOST]), self.lost)
-        if first <= numbers[LOST] or step <= self.lost:
+        first, codes, is_taken_back, lost = self._since(step)
+        if first <= numbers[LOST] or lost >= 0:
+            lost = max(int(numbers[LOST]), lost)
             size = len(contents.arrays.get("gone", ()))
             raise ValueError(
                 f"changed_since knows what has gone after step {lost}, as {size} "
@@ -69,16 +94,21 @@ class Servers:
             )
         return contents.changed_since(first, codes)
 
-    def _since(self, step: int) -> tuple[int, np.ndarray, bool]:
+    def _since(self, step: int) -> tuple[int, np.ndarray, bool, int]:
         """What whoever has seen this step is told.
 
-        Returns: from which step on, of which codes, and whether this step is one of
-        those that were taken back.
+        Returns: from which step on, of which codes, whether this step is one of those
+        that were taken back, and until which step something is lost that it is not
+        told; -1 if nothing is.
         """
         # Whoever has seen it was there before the first one that began at it or later.
-        seen = [*itertools.dropwhile(lambda x: x[0] < step, self._noted)]
-        codes = np.concatenate([np.zeros(0, np.uint64), *(x[2] for x in seen)])
-        return min([step, *(x[1] for x in seen)]), np.unique(codes), bool(seen)
+        seen = [*itertools.dropwhile(lambda x: x.before < step, self._noted)]
+        codes = np.concatenate([np.zeros(0, np.uint64), *(x.codes for x in seen)])
+        first, lost = step, self.lost if step <= self.lost else -1
+        for note in seen:
+            lost = max(lost, note.lost) if first <= note.lost else lost
+            first = min(first, note.after)
+        return first, np.unique(codes), bool(seen), lost
 
 
 def changed_codes(

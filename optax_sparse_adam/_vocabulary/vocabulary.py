@@ -325,8 +325,9 @@ class Vocabulary(OneWriter):
         codes, most = np.append(codes, gone), 2 * self.rows + len(gone)
         with self._move():
             # Servers are told first: too much, if a KeyboardInterrupt comes now.
-            self._servers.note(old.numbers, new["numbers"], codes, most)
-            self._servers.begin_again(int(old.numbers[LOST]))
+            lost = int(old.numbers[LOST])
+            self._servers.note(old.numbers, new["numbers"], codes, most, lost)
+            self._servers.begin_again()
             self._hold(contents)
 
     @property
@@ -385,7 +386,7 @@ class Vocabulary(OneWriter):
 
     def __setstate__(self, state: Any) -> None:
         self._options, self._given = state
-        self._servers.begin_again(lost=-1)
+        self._servers.begin_again()
 
     def tree_flatten_with_keys(self) -> Any:
         options, arrays = self.__getstate__()

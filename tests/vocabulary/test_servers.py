@@ -94,6 +94,21 @@ def test_keys_that_had_gone_before_a_restore():
     assert server.rows == {}
 
 
+def test_keys_that_had_gone_before_a_restore_and_are_forgotten():
+    """Who saw a step that was taken back misses tombstones of steps before it."""
+    vocab = osa.Vocabulary(4, tombstones=1)
+    vocab.assign([], 0)
+    empty = vocab.arrays
+    vocab.assign([1, 2, 3], 1)
+    vocab.assign([1], 5)
+    server = Server(vocab)
+    vocab.undo()
+    vocab.assign([4, 5, 6], 2)  # of three that have gone one is known
+    vocab.restore(empty)
+    server.ask()
+    assert server.rows == {}
+
+
 def test_a_step_that_this_vocabulary_has_seen_is_no_others():
     vocab = osa.Vocabulary(8)
     vocab.assign([1, 2, 3], 5)
