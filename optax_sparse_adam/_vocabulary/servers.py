@@ -81,9 +81,10 @@ class Servers:
             size = len(contents.arrays.get("gone", ()))
             raise ValueError(
                 f"changed_since knows what has gone after step {lost}, as {size} "
-                f"tombstones are kept; got step {step}. Fetch everything from "
+                "tombstones are kept, and of batches that were taken back twice as "
+                f"many keys as there are rows; got step {step}. Fetch everything from "
                 "`arrays`; then ask more often, or make the vocabulary with more "
-                "tombstones."
+                "tombstones, where nothing was taken back."
             )
         if self.is_copy and step > numbers[STEP] and not is_taken_back:
             raise ValueError(
