@@ -71,13 +71,13 @@ def refuse_traced(x: Any, batch: str) -> None:
 
 
 def refuse_program(results: Any, function: str) -> None:
-    """Refuses what a program computes that is traced around us: it is no number yet."""
+    """Refuses what is no number yet, as a program is traced around us."""
     for x in jax.tree.leaves(results):
         if isinstance(x, jax.core.Tracer):
             raise TypeError(
-                f"HostTrainer.{function} was called inside of jit, scan or cond, where "
-                "nothing is computed before the program runs. Call it outside; it "
-                "compiles what it does itself."
+                f"HostTrainer.{function} was called in a function that JAX traces, as "
+                f"by jit, grad or scan, and gets {x.aval.str_short()} there, which is "
+                "no number yet. Call it outside; it compiles what it does itself."
             )
 
 

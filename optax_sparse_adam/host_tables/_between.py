@@ -105,13 +105,15 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     def of_list(arrays: list[Any], rest: Any) -> Any:
         return mapped(structure.unflatten(arrays), rest)
 
+    closed = jax.make_jaxpr(of_list)(flat, host.rest)
+    refuse_program(closed.consts, "map_rows")
     if not treats_rows_alone(of_list, flat, host.rest):
         raise ValueError(
             "map_rows needs a function that treats each row alone: it sees some at a "
             "time. In the result of this one rows depend on other rows, or on how many "
             "there are, or arrays without rows depend on rows."
         )
-    traced = FlatJaxpr(jax.make_jaxpr(of_list)(flat, host.rest))
+    traced = FlatJaxpr(closed)
     stays = traced.outputs[-len(flat) :] == traced.inputs[: len(flat)]
     if stays:  # only what has no rows changes, as numbers of the optimiser do
         size = most = min(size, 2)
