@@ -68,10 +68,6 @@ class Servers:
         while sum(len(x.codes) for x in noted) > most:
             self.lost = max(self.lost, noted.popleft().before)
 
-    def begin_again(self) -> None:
-        """Takes up arrays that were saved."""
-        self.is_copy = True
-
     def changed_since(self, contents: Contents, step: int) -> tuple[np.ndarray, ...]:
         """Codes that have got their row, the rows, and codes that have gone."""
         numbers = contents.numbers

@@ -327,7 +327,7 @@ class Vocabulary(OneWriter):
             # Servers are told first: too much, if a KeyboardInterrupt comes now.
             lost = int(old.numbers[LOST])
             self._servers.note(old.numbers, new["numbers"], codes, most, lost)
-            self._servers.begin_again()
+            self._servers.is_copy = True
             self._hold(contents)
 
     @property
@@ -386,7 +386,7 @@ class Vocabulary(OneWriter):
 
     def __setstate__(self, state: Any) -> None:
         self._options, self._given = state
-        self._servers.begin_again()
+        self._servers.is_copy = True
 
     def tree_flatten_with_keys(self) -> Any:
         options, arrays = self.__getstate__()

@@ -69,7 +69,7 @@ def test_steps_and_pipelines_in_turn_and_what_is_wrong_between(expected):
     # An id out of bounds: the batch is named, and nothing is changed.
     before = arrays((trainer.params, trainer.state))
     ids, y = next(batches(8, 9))
-    for row in (ROWS, -ROWS - 1, 2**31 - 1):
+    for row in (ROWS, -ROWS - 1, 2**31 - 2, 2**31 - 1):
         bad = np.array(ids)
         bad[5] = row
         with pytest.raises(IndexError, match=rf"Batch 8 .*row {row} of \['table'\]"):
