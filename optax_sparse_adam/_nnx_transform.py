@@ -16,8 +16,8 @@ from flax import nnx
 
 from ._gradients import value_and_grad as _sparse
 from ._gradients.arguments import is_mutable_variable
-from ._gradients.evaluate import evaluated
-from ._gradients.tracing import as_places
+from ._gradients.evaluate import evaluate
+from ._gradients.tracing import AsStored, as_places
 
 # Names Flax's record of which object inside of the loss is which one outside.
 _CONTEXT = "optax_sparse_adam.flax_nnx"
@@ -45,10 +45,7 @@ def transform(
     if fun is None:
         return functools.partial(transform, name, reduce_axes=(), **modes, **options)
     _check(name, fun, options["argnums"], **modes)
-    # A variable that comes out of a program inside of `fun`, as all do that nnx.jit and
-    # nnx.remat return, is written back as it was: rows are read up to date, not stored.
-    differentiated = functools.partial(_sparse.differentiated, as_stored=True)
-    transformed = _evaluated if name == "evaluate" else differentiated
+    transformed = _evaluated if name == "evaluate" else _sparse.differentiated
     both = _by_rows(fun, transformed, **modes, **options)
     if name == "value_and_grad":
         return both
@@ -79,7 +76,7 @@ def _evaluated(
     pure: Callable[..., Any], places: Any, has_aux: bool, *, read: Any, **_: Any
 ) -> Callable[..., tuple[Any, None]]:
     """`evaluate`, in the form of `differentiated`: there are no gradients."""
-    run = evaluated(pure, places, read=read, as_stored=True)
+    run = evaluate(pure, places, read=read)
     return lambda *args, **keywords: (run(*args, **keywords), None)
 
 
@@ -134,15 +131,19 @@ def _by_rows(
             out = fun(*args, **kwargs)
             value, aux = _pair(out) if has_aux else (out, None)
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
-            # Only what `fun` has changed is returned: JAX would copy a table that a
-            # program returns as it was given.
-            # `origins`: for each leaf its position before `fun`, `None` for a new
-            # array.
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
-            origins[:] = [positions.get(id(x)) for x in leaves]
-            # Of what `fun` has assigned: where it was before, where in `leaves` it is.
-            places = {id(x): k for k, x in enumerate(leaves)}
+            # Variables of the arguments come first, and are written back as they are
+            # stored: also one that comes out of a program inside of `fun` as it was, as
+            # all do that nnx.jit and nnx.remat return. Of these only what `fun` has
+            # changed is returned: JAX would copy a table that a program returns as it
+            # was given.
+            count = len(jax.tree.leaves(after[0]))
+            stored, results = leaves[:count], leaves[count:]
+            # For each its position before `fun`, `None` for a new array.
+            origins[:] = [positions.get(id(x)) for x in stored]
+            # Of what `fun` has assigned: where it was before, where in `stored` it is.
+            places = {id(x): k for k, x in enumerate(stored)}
             assigned[:] = [
                 (positions[id(value)], places[id(now)])
                 for variable, value in old
@@ -150,18 +151,21 @@ def _by_rows(
                 and id(value) in positions
                 and id(now) in places
             ]
-            return value, [x for x in leaves if id(x) not in positions]
+            changed = [x for x in stored if id(x) not in positions]
+            return value, (AsStored(changed), results)
 
         places = tuple(wrt) if isinstance(argnums, Sequence) else min(wrt)
         first = _map_states(_first, inputs[0])
-        (value, changed), grads = by_rows(pure, places)(*first)
-        before, rest = jax.tree.leaves(inputs), iter(changed)
-        leaves = [next(rest) if i is None else before[i] for i in origins]
-        pairs = [(before[i], leaves[k]) for i, k in assigned]
+        (value, (changed, results)), grads = by_rows(pure, places)(*first)
+        before, rest = jax.tree.leaves(inputs), iter(changed.tree)
+        stored = [next(rest) if i is None else before[i] for i in origins]
+        pairs = [(before[i], stored[k]) for i, k in assigned]
         _check_assigned(first, places, read, pairs)
         # This is also what updates the arguments.
         _, aux = nnx.from_tree(
-            jax.tree.unflatten(structure, leaves), ctxtag=_CONTEXT, is_inner=False
+            jax.tree.unflatten(structure, [*stored, *results]),
+            ctxtag=_CONTEXT,
+            is_inner=False,
         )
         return ((value, aux) if has_aux else value), grads
 
@@ -230,7 +234,7 @@ def _by_tree(
             out = tree.to_tree2(out)
         tree.check_no_aliases("grad", **current, out=out, check=["out"])
         value, aux = _pair(out) if has_aux else (out, None)
-        return value, (tree.get_updates(current, snapshot), aux)
+        return value, (AsStored(tree.get_updates(current, snapshot)), aux)
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -240,7 +244,8 @@ def _by_tree(
             args, kwargs = tree.to_tree2((args, kwargs), prefix=(prefix, False))
         variables = tree.check_no_aliases("grad", args=args, kwargs=kwargs)
         both = by_rows(pure, argnums, check=lambda tree: None)
-        (value, (updates, aux)), grads = both(*args, **kwargs)
+        (value, (changed, aux)), grads = both(*args, **kwargs)
+        updates = changed.tree
         if graph:
             grads, aux = tree.from_tree2((grads, aux))
         pairs = [

@@ -83,7 +83,8 @@ def value_and_grad(
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`; `aux`
-        may hold modules and variables. Without it, a decorator is returned.
+        may hold modules and variables: those of arguments are these themselves. Without
+        it, a decorator is returned.
       argnums: Which positional argument or arguments to differentiate: each an integer,
         or `nnx.DiffState(integer, filter)`.
       has_aux: Whether `fun` returns a pair.
@@ -207,9 +208,9 @@ def evaluate(
     """`optax_sparse_adam.evaluate` of modules: lookups read rows as they are now.
 
     Between two steps of `exact_adam` a module holds projected values. With
-    `read=optimizer` a function of it is evaluated at those that dense Adam would have;
-    nothing is written. Another optimiser changes nothing, and on a CPU lookups go
-    through the kernel where it is faster.
+    `read=optimizer` a function of it is evaluated at those that dense Adam would have,
+    and a table in its result has them; nothing is written. Another optimiser changes
+    nothing, and on a CPU lookups go through the kernel where it is faster.
 
     Call it in a function under `nnx.jit(graph_updates=False)`, which copies no table.
 

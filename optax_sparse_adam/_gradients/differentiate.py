@@ -35,28 +35,28 @@ from .walk import Program, Request, Walk
 
 def evaluate_with_gradients(
     closed: ClosedJaxpr,
+    are_stored: list[bool],
     paths: list[Any],
     wanted: list[bool | None],
     tables: list[Source],
     are_stale: Callable[[list[int]], Any],
     sizes: Mapping[int, int],
-    *,
-    as_stored: bool,
 ) -> tuple[list[Any], list[Any]]:
     """The results of the jaxpr, and the derivative of the first one by each leaf.
 
     Args:
       closed: The jaxpr, a function of the leaves.
+      are_stored: Of each result, as in `Walk.result`.
       paths: Of the leaves.
       wanted: For each leaf: row-sparse (`True`), dense (`False`), or as it comes.
       tables: The leaves.
       are_stale: Says whether leaves that are used as a whole have rows that do not hold
         their values. The loss, and with it all gradients, is NaN then.
       sizes: Of leaves that are a part of a table, how many rows that has.
-      as_stored: As in `Walk.result`.
     """
     # What the loss shows is read before tables are written: see `_order_after`.
     shown = _shown(closed.jaxpr)
+    of_results = [*are_stored[1:], *(False for _ in shown)]
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *shown])
     closed = ClosedJaxpr(jaxpr, closed.consts)
     program = Program(RULES, BackwardSlice(jaxpr))
@@ -72,7 +72,7 @@ def evaluate_with_gradients(
             results[0] *= jnp.where(is_wrong, jnp.nan, 1).astype(results[0].dtype)
         # Arrays as they are, with their weak types.
         return results[0], (
-            [walk.result(x, as_stored=as_stored) for x in results[1:]],
+            [*map(walk.result, results[1:], of_results)],
             walk.entries,
         )
 

@@ -60,17 +60,6 @@ def evaluate(
       >>> [round(x, 4) for x in evaluation(table, state, jnp.array([3, 5])).tolist()]
       [3.6, 4.0]
     """
-    return evaluated(fun, argnums, read=read)
-
-
-def evaluated(
-    fun: Callable[..., Result],
-    argnums: int | Sequence[int],
-    *,
-    read: Any,
-    as_stored: bool = False,
-) -> Callable[..., Result]:
-    """`evaluate`; `as_stored` is that of `Walk.result`."""
     check_argnums(argnums)
 
     @functools.wraps(fun)
@@ -90,13 +79,12 @@ def evaluated(
 
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         with jit_enabled():
-            closed, to_result = trace(bound, args, places)
+            closed, to_result, are_stored = trace(bound, args, places)
             values = [_looked_up(x) for x in current_tables(tree, read)]
             walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
             results = walk.evaluate(closed, values)
-            arrays = [as_jax(walk.result(x, as_stored=as_stored)) for x in results]
-        if as_stored:
-            arrays = as_passed(closed, jax.tree.leaves(tree), arrays)
+            arrays = [*map(as_jax, map(walk.result, results, are_stored))]
+        arrays = as_passed(closed, jax.tree.leaves(tree), arrays, are_stored)
         result: Result = to_result(arrays)
         return result
 

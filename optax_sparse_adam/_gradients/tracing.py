@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -11,6 +11,15 @@ from jax.extend.core import ClosedJaxpr
 from .backward_slice import forwarded_by_jaxpr
 
 _ARRAY = object()
+
+
+class AsStored(NamedTuple):
+    """A part of a function's result that is written back to where arguments are stored.
+
+    A table in it that is what it was before is not brought up to date.
+    """
+
+    tree: Any
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
@@ -24,22 +33,25 @@ def trace(
     places: Sequence[int],
     *,
     has_loss: bool = False,
-) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any]]:
+) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any], list[bool]]:
     """The jaxpr of a function of some of its arguments, and what undoes its flattening.
 
     The results of `fun` may be anything: the arrays among them leave through the jaxpr,
     and a loss, the first of them, even if it is a Python number. The second function
-    makes the result of `fun` of those of the jaxpr.
+    makes the result of `fun` of those of the jaxpr; of each the list says whether it
+    is in an `AsStored`.
     """
     structure: Any = None
     outputs: list[Any] = []
+    are_stored: list[bool] = []
 
     def traced(*chosen: Any) -> list[Any]:
         values = list(args)
         for place, value in zip(places, chosen, strict=True):
             values[place] = value
         nonlocal structure
-        leaves, structure = jax.tree.flatten(fun(*values))
+        result = fun(*values)
+        leaves, structure = jax.tree.flatten(result)
         is_array = [isinstance(x, jax.Array) for x in leaves]
         if has_loss:
             is_array[0] = True
@@ -47,6 +59,8 @@ def trace(
         # For `(loss, {"n": 3, "x": x})`: `[_ARRAY, 3, _ARRAY]`, and the jaxpr returns
         # two arrays. What is no array, such as a string, cannot leave through a jaxpr.
         outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
+        flags = zip(_are_stored(result), is_array, strict=True)
+        are_stored[:] = [is_stored for is_stored, flag in flags if flag]
         return [x for x, flag in pairs if flag]
 
     def to_result(arrays: Sequence[Any]) -> Any:
@@ -54,16 +68,35 @@ def trace(
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         return jax.tree.unflatten(structure, results)
 
-    return jax.make_jaxpr(traced)(*(args[place] for place in places)), to_result
+    closed = jax.make_jaxpr(traced)(*(args[place] for place in places))
+    return closed, to_result, are_stored
+
+
+def _are_stored(tree: Any) -> list[bool]:
+    """Whether each leaf is in an `AsStored`."""
+
+    def is_stored(x: Any) -> bool:
+        return isinstance(x, AsStored)
+
+    nodes = jax.tree.leaves(tree, is_leaf=is_stored)
+    return [is_stored(node) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def as_passed(
-    closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[Any]
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    results: Sequence[Any],
+    are_stored: Sequence[bool],
 ) -> list[Any]:
-    """The results of a function; those that are its arguments as they were passed."""
+    """The results of a function; stored arguments among them as they were passed."""
+    if not any(are_stored):
+        return [*results]
     places = forwarded_by_jaxpr(closed.jaxpr, as_values=True)
-    pairs = zip(places, results, strict=True)
-    return [x if place is None else args[place] for place, x in pairs]
+    of_each = zip(places, are_stored, results, strict=True)
+    return [
+        args[place] if is_stored and place is not None else x
+        for place, is_stored, x in of_each
+    ]
 
 
 def jit_enabled() -> Any:

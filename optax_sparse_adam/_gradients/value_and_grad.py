@@ -169,12 +169,8 @@ def differentiated(
     sparse: Sparse,
     read: Any,
     check: Callable[[Any], None] = check_modules,
-    as_stored: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad` of a function that loses nothing; `check` refuses arguments.
-
-    `as_stored` is that of `Walk.result`.
-    """
+    """`value_and_grad` of a function that loses nothing; `check` refuses arguments."""
     sizes: Mapping[int, int] = {}
     if isinstance(sparse, PartsOfTables):
         sparse, sizes = sparse
@@ -211,9 +207,10 @@ def differentiated(
 
         try:
             with jit_enabled():
-                closed, to_result = trace(loss, args, places, has_loss=True)
+                traced = trace(loss, args, places, has_loss=True)
         except _NoLoss:
             return reference(*args, **kwargs)
+        closed, to_result, are_stored = traced
         if _is_in_jet((*jax.tree.leaves(tree), *closed.consts)):
             _refuse_in_jet(is_needed=_requires_sparse(sparse) or read is not None)
             return reference(*args, **kwargs)
@@ -222,11 +219,9 @@ def differentiated(
         are_stale = functools.partial(_are_stale, tree, read)
         with jit_enabled(), floating_point_errors():
             arrays, grads = evaluate_with_gradients(
-                *(closed, paths, wanted, tables, are_stale, sizes),
-                as_stored=as_stored,
+                closed, are_stored, paths, wanted, tables, are_stale, sizes
             )
-        if as_stored:
-            arrays[1:] = as_passed(closed, jax.tree.leaves(tree), arrays)[1:]
+        arrays = as_passed(closed, jax.tree.leaves(tree), arrays, are_stored)
         _say_what_was_read(tree, tables, grads)
         return to_result(arrays), jax.tree.unflatten(jax.tree.structure(tree), grads)
 

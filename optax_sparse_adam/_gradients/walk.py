@@ -301,16 +301,16 @@ class Walk:
             return None
         return value.select(lambda x: x, memo=self._memo)
 
-    def result(self, value: Any, *, as_stored: bool) -> Any:
+    def result(self, value: Any, is_stored: bool) -> Any:
         """The array of a result of the user's function.
 
         Args:
           value: What is to be returned.
-          as_stored: Whether a table that is a result is what it was before, and not
-            brought up to date: for who writes it back to where it is stored.
+          is_stored: Whether it is written back to where it is stored: a table is what
+            it was before, and not brought up to date.
         """
         is_table = isinstance(value, Expression) and value.is_table
-        return value.source.array if is_table and as_stored else self.dense(value)
+        return value.source.array if is_table and is_stored else self.dense(value)
 
     def as_array(self, eqn: JaxprEqn, value: Any) -> Any:
         """The array of any value, every row of which the gradient may depend on."""

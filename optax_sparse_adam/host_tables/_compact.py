@@ -314,7 +314,7 @@ def evaluate_compact(
         for i, x in enumerate(leaves)
     ]
     with jit_enabled():
-        closed, to_result = trace(fun, (tree.unflatten(whole), *args), (0,))
+        closed, to_result, _ = trace(fun, (tree.unflatten(whole), *args), (0,))
     if uniques is None:
         closed = ClosedJaxpr(without_callbacks(closed.jaxpr), closed.consts)
         uniques = [jnp.zeros(1, jnp.int32)] * len(tables)

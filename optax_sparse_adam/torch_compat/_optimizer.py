@@ -152,8 +152,10 @@ class Optimizer(CheckpointMixin):
 
         A parameter without a gradient stays as it is, and its steps are not counted; so
         does one that the loss did not use, for which `value_and_grad` has a gradient
-        with nothing stored. `closure` is called first, to compute the loss, which is
-        returned, and to set the gradients.
+        with nothing stored. It has the same one of a batch without ids, a step that
+        torch counts; an empty gradient that is made otherwise is counted here, too:
+        `BCOO((grad.data, grad.indices), shape=grad.shape)`. `closure` is called first,
+        to compute the loss, which is returned, and to set the gradients.
         """
         loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -264,8 +266,9 @@ def _scalar(name: str, option: Any) -> Any:
 
 def _is_used(param: Parameter) -> bool:
     grad = param.grad
-    # `value_and_grad` makes a BCOO with nothing stored where torch has None. An empty
-    # one that somebody else made, such as torch's, is a step without rows, as in torch.
+    # `value_and_grad` makes a BCOO with nothing stored where torch has None, and of a
+    # batch without ids the same. An empty one that somebody else made, such as torch's,
+    # is a step without rows, as in torch.
     return grad is not None and not (isinstance(grad, CanaryBCOO) and not grad.nse)
 
 

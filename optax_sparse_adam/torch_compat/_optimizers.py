@@ -30,8 +30,8 @@ class SparseAdam(Optimizer):
 
     Its results are torch's, by the formula of `optax_sparse_adam.sparse_adam` (see
     there, also for `eps`). Only rows that the gradient holds change, in parameters and
-    moments. Each parameter counts its own steps: those of an empty gradient, too, but
-    not those in which the loss did not use it (see `step`).
+    moments. Each parameter counts its own steps, but not those in which the loss did
+    not use it, nor, other than torch, those of an empty batch (see `step`).
 
     Args:
       params: Parameters, pairs `(name, parameter)` or groups. See `Optimizer`, also for

@@ -150,6 +150,69 @@ def test_in_every_mode(graph):
         assert_close(value, loss(model, batch(1)), 1e-12)
 
 
+def of_now(model, optimizer):
+    """A copy of the model, after `flush` of it and its optimiser."""
+    copies = nnx.clone((model, optimizer))
+    flax_nnx.flush(*copies)
+    return nnx.to_pure_dict(nnx.state(copies[0], nnx.Param))
+
+
+RESULTS = {
+    "array": lambda embed: embed.embedding[...],
+    "new variable": lambda embed: nnx.Param(embed.embedding[...]),
+    "program": lambda embed: jax.jit(lambda x: x)(embed.embedding[...]),
+    "variable": lambda embed: embed.embedding,
+    "module": lambda embed: embed,
+    "state": lambda embed: nnx.state(embed, nnx.Param),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(list(RESULTS), "array"))
+def test_a_table_that_is_a_result(name):
+    """It is brought up to date, as by any use of all its rows; what is stored stays."""
+    model, optimizer, step = trainer(
+        osa.exact_adam(0.1), lambda o: flax_nnx.value_and_grad(loss, read=o)
+    )
+    for number in range(4):
+        step(model, optimizer, batch(number))
+    function, now = RESULTS[name], of_now(model, optimizer)["embed"]["embedding"]
+    before = jnp.copy(model.embed.embedding[...])
+    assert np.abs(before - now).max() > 1e-3
+
+    def evaluated(model, optimizer):
+        run = flax_nnx.evaluate(lambda m: function(m.embed), read=optimizer)
+        return jax.tree.leaves(run(model))
+
+    for run in (evaluated, nnx.jit(evaluated, graph_updates=False)):
+        assert_close(*run(model, optimizer), now, 1e-12)
+    assert_identical(model.embed.embedding[...], before)
+
+
+@pytest.mark.parametrize("name", slow_but(list(RESULTS)[:3], "array"))
+@pytest.mark.parametrize("updates", slow_but([True, False], True))
+def test_a_table_in_aux(name, updates):
+    """Likewise; but a variable of an argument is that variable, as it is stored."""
+    embed = nnx.Embed(ROWS, WIDTH, param_dtype="float64", rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(embed, osa.exact_adam(0.1), wrt=nnx.Param)
+
+    def with_aux(embed, ids):
+        aux = {"table": RESULTS[name](embed), "name": "table"}
+        if updates:
+            aux["variable"] = embed.embedding
+        return jnp.mean((embed(ids) - 1) ** 2), aux
+
+    options = {"has_aux": True, "read": optimizer, "graph_updates": updates}
+    for number in range(3):
+        now, before = of_now(embed, optimizer)["embedding"], embed.embedding[...]
+        grads, aux = flax_nnx.grad(with_aux, **options)(embed, batch(number))
+        assert_close(*jax.tree.leaves(aux["table"]), now, 1e-12)
+        assert aux["name"] == "table"
+        assert aux.get("variable") is (embed.embedding if updates else None)
+        assert_identical(embed.embedding[...], before)
+        flax_nnx.update(optimizer, embed, grads)
+    assert np.abs(before - now).max() > 1e-3
+
+
 @pytest.mark.slow
 def test_another_optimizer_changes_nothing():
     model, optimizer, step = trainer(

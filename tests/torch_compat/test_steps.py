@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import torch_compat
@@ -204,3 +205,19 @@ def test_an_unused_table_does_not_count_a_step():
     for name in tables:
         expected = embeddings[name].weight.detach().numpy()
         assert_close(tables[name].data, expected, 1e-6, magnitude=1.0)
+
+
+def test_a_batch_without_ids_does_not_count_a_step():
+    """Unlike torch's: the gradient is that of an unused table. Others count."""
+    table = torch_compat.Parameter(jnp.ones((6, 2)))
+    ours = torch_compat.SparseAdam([table], lr=0.1)
+    grad = osa.grad(lambda t, ids: jnp.sum(t[ids] ** 2))
+    counts = []
+    for ids in ([1, 4], [], [4]):
+        table.grad = grad(table.data, jnp.asarray(ids, jnp.int32))
+        ours.step()
+        counts.append(int(ours.state[table]["step"]))
+    empty = grad(table.data, jnp.zeros(0, jnp.int32))
+    table.grad = BCOO((empty.data, empty.indices), shape=empty.shape)
+    ours.step()
+    assert [*counts, int(ours.state[table]["step"])] == [1, 1, 2, 3]
