@@ -108,6 +108,8 @@ def _by_rows(
 
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         bound = inspect.signature(fun).bind(*args, **kwargs)  # model=... is positional
+        if not isinstance(fun, functools.partial):
+            bound.apply_defaults()  # negative `argnums` count them, as in `nnx`
         wrt = _wrt(argnums, len(bound.args))
         prefix = tuple(map(wrt.get, range(len(bound.args))))
         # A module becomes a tree of arrays, each shared variable in it once. `split_fn`
@@ -300,12 +302,12 @@ def _write(variable: Any, value: Any) -> None:
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
-    if not (isinstance(out, tuple) and len(out) == 2):
+    if not (isinstance(out, tuple | list) and len(out) == 2):
         raise TypeError(
             "With `has_aux=True` the function must return a pair `(loss, aux)`, got "
             f"{type(out).__name__}."
         )
-    return out
+    return out[0], out[1]
 
 
 def state_of(read: Any) -> Any:

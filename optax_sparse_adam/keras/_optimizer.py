@@ -115,7 +115,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._transformation = transformation
         # Keras makes of a dictionary, and of lists in it, what JAX takes for no tree.
         self._arguments = types.MappingProxyType(arguments)
-        # As it was passed, or set before `build`.
+        # As it was passed; from `build` on, as it was set until then.
         self._rate = float(learning_rate) if is_number else learning_rate
         self._is_variable, self._is_prepared = is_number, False
 
@@ -150,6 +150,10 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             return
         _refuse({name for name in _REFUSED if getattr(self, name, None)})
         values = [v.value for v in variables]
+        if self._is_variable:
+            rate = self._learning_rate.numpy()
+            if rate != rate.dtype.type(self._rate):  # the variable was assigned
+                self._rate = float(rate)
         state = self._made(self._rate).init(values)
         self._is_exact = contains_stale(state)
         self._is_variable = self._is_variable and not self._is_exact
@@ -281,8 +285,6 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 "call flush(model) and compile with a new Optimizer."
             )
         self._learning_rate.assign(rate)
-        if not self.built:
-            self._rate = float(rate)
 
     def finalize_variable_values(self, var_list: list[Any]) -> None:
         """Brings all rows up to date: Keras calls it at the end of `fit`."""

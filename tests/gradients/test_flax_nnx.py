@@ -136,6 +136,18 @@ CASES = {
     "deletion": (deletion, {}, lambda: (model(),), 1),
     "overwritten parameter": (overwritten, {}, lambda: (model(),), 1),
     "aux": (aux_of_all_kinds, {"has_aux": True}, lambda: (model(),), 1),
+    "aux in a list": (
+        lambda m, ids: [mean_square(m, ids), m.embed.embedding[...]],
+        {"has_aux": True},
+        lambda: (model(),),
+        1,
+    ),
+    "negative, behind a default": (
+        lambda m, ids, scale=2.0: scale**2 * mean_square(m, ids),
+        {"argnums": (0, -1)},
+        lambda: (model(),),
+        1,
+    ),
     "jit inside": (inside(nnx.jit), {}, lambda: (model(),), 1),
     "remat inside": (inside(nnx.remat), {}, lambda: (model(),), 1),
 }

@@ -302,6 +302,31 @@ def test_schedules(kind):
     assert float(ours.optimizer.learning_rate) == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("name", ["sparse", "exact"])
+def test_a_rate_that_is_set_before_the_first_step(name):
+    """Whichever way: from then on `exact_adam` knows its rates."""
+
+    def assign(optimizer):
+        optimizer.learning_rate.assign(0.05)
+
+    def set_to(optimizer):
+        optimizer.learning_rate = 0.05
+
+    runs = []
+    for change, first in ((assign, 0.001), (set_to, 0.001), (lambda _: None, 0.05)):
+        optimizer = Optimizer(getattr(osa, f"{name}_adam"), first, eps=h.EPS)
+        change(optimizer)
+        assert float(optimizer.learning_rate) == pytest.approx(0.05)
+        model = h.compiled(h.sequential, optimizer)
+        model.train_on_batch(*h.data(0, batches=1))
+        flush(model)
+        assert float(optimizer.learning_rate) == pytest.approx(0.05)
+        runs.append(model.get_weights())
+    for weights in runs[:2]:
+        for x, expected in zip(weights, runs[2], strict=True):
+            np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
 def test_another_rate_after_flush():
     """What the refusal says: `flush`, and a new optimiser. Moments begin again."""
     results = []
