@@ -236,8 +236,9 @@ def exact_adam(
         must be a function of that number alone. Where it is NaN or infinite in steps to
         come, rows do not move; where it grows in all of them as fast as momentum dies
         out, they become NaN.
-      b1: Decay of the moving average of the gradient, in `[0, 1)`; below `sqrt(b2)`.
-      b2: Decay of the moving average of the squared gradient, in `[0, 1)`.
+      b1: Decay of the moving average of the gradient, in `[0, 1)`.
+      b2: Decay of the moving average of the squared gradient, in `[0, 1)`; `1 - b2` may
+        be about 0.7 of `1 - b1`, in float64 half of it.
       eps: Added to the root of the corrected second moment, as in `optax.adam`; at
         least `1e-36 / sqrt(1 - b2)`.
       eps_root: 0; anything else is refused.

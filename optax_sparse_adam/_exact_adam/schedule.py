@@ -31,7 +31,10 @@ Schedule = Callable[[jax.Array], Any]
 
 # What may be missing of a remaining update, relative to it, by the bytes of the type.
 _TOLERANCE = {4: 5e-8, 8: 1e-13}
-_MOST_NODES = 64
+# As powers of `z`, a rounding error in the coefficient of the Chebyshev polynomial `n`
+# is `(1 + sqrt(2))^n` times as large: with more nodes they would be all that is left.
+_MOST_NODES = {4: 25, 8: 49}
+_NODES_OF_A_FIT = 128  # far more: with few, what is left out comes back in others
 _LARGEST = 1e3  # of an update to come, in the larger of 1 and the next one
 _PAST = 16  # steps of the past that tell how large a schedule is
 
@@ -97,15 +100,16 @@ def fit(b1: float, b2: float, dtype: Any) -> tuple[int, int, bool]:
     ]
     if not fits:
         raise ValueError(
-            f"exact_adam cannot sum up the updates of a row without gradients to full "
-            f"precision with b1={b1} and b2={b2}. Choose a smaller b1 or a larger b2."
+            "exact_adam cannot sum up the updates of a row without gradients to full "
+            f"precision with b1={b1} and b2={b2}: 1 - b2 may be about 0.7 of 1 - b1, "
+            "in float64 half of it. Choose a smaller b1 or a larger b2."
         )
     return min(fits, key=lambda each: each[1])
 
 
 def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> int:
     """How many nodes are needed, odd for roots and else even; 0 if it is too many."""
-    most, length = _MOST_NODES - uses_roots, horizon(b1, b2, dtype)
+    count, length = _NODES_OF_A_FIT, horizon(b1, b2, dtype)
     # From step 2 on, for a learning rate that grows as `t`.
     t = np.arange(2, 2 + length)
     rho = np.sqrt(1 - b2**t)
@@ -113,16 +117,15 @@ def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> in
         t * rho / (1 - b1**t),
         rho / np.sqrt(1 - b2 ** (1 + lead)),
         _powers(b1, b2, length),
-        nodes(most),
+        nodes(count),
         uses_roots=uses_roots,
     )
-    sizes = np.abs(chebyshev_coefficients(most) @ values)
+    sizes = np.abs(chebyshev_coefficients(count) @ values)
     left_out = np.cumsum(sizes[::-1])[::-1]  # by a polynomial with so many coefficients
     enough = left_out <= _TOLERANCE[np.dtype(dtype).itemsize] * sizes[0]
-    # At least two, and odd or even as `most` is (63 or 64); 0 if as many as `most`.
-    degree = max(2, int(np.argmax(enough))) if enough.any() else most
-    degree += (most - degree) % 2
-    return degree if degree < most else 0
+    degree = max(2, int(np.argmax(enough))) if enough.any() else count
+    degree += degree % 2 != uses_roots
+    return degree if degree <= _MOST_NODES[np.dtype(dtype).itemsize] else 0
 
 
 def _powers(b1: float, b2: float, count: int) -> tuple[np.ndarray, np.ndarray]:

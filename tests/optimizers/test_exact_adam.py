@@ -594,6 +594,34 @@ def test_state_of_other_constants(changed):
         assert np.isnan(update.data).all()
 
 
+NEAREST = {0.5: 0.584, 0.9: 0.928, 0.99: 0.9929}
+
+
+@pytest.mark.parametrize("b1", slow_but(NEAREST, 0.9))
+def test_nearest_betas(b1):
+    """Rounding stays small with as many nodes as there may be: with 61 rows were off by
+    1e6."""
+    b2 = NEAREST[b1]
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** rng.integers(-6, 4, (200, 1))
+    table = rng.normal(size=(200, 8)).astype(np.float32)
+    slopes = jnp.asarray(rng.normal(size=(200, 8)) * sizes, jnp.float32)
+    batches = rng.integers(0, 200, (30, 40)).astype(np.int32)
+    tx = osa.exact_adam(1e-3, b1, b2)
+    step = osa.make_train_step(lambda t, ids: jnp.sum(t[ids] * slopes[ids]), tx)
+    params, mu, nu = table.astype(np.float64), 0.0, 0.0
+    exact, state = jnp.asarray(table), tx.init(jnp.asarray(table))
+    for t, ids in enumerate(batches, 1):
+        grad = np.zeros_like(params)
+        np.add.at(grad, ids, np.asarray(slopes)[ids])
+        mu, nu = b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * grad**2
+        root = np.sqrt(nu / (1 - b2**t)) + 1e-8
+        params = params - 1e-3 * mu / (1 - b1**t) / root
+        exact, state, _ = step(exact, state, jnp.asarray(ids))
+        values, _ = osa.flush(exact, state)
+        np.testing.assert_allclose(values, params, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("b2", slow_but([0.95, 0.999, 0.9999], 0.999))
 def test_smallest_epsilon(b2):
     tx = osa.exact_adam(0.1, b2=b2, eps=1e-36 / np.sqrt(1 - b2))
@@ -615,6 +643,7 @@ def test_smallest_epsilon(b2):
         (lambda: osa.exact_adam(-1.0), ValueError, "at least 0"),
         (lambda: osa.exact_adamw(0.1, weight_decay=-1), ValueError, "weight decay: -1"),
         (lambda: osa.exact_adam(0.1, 0.9, 0.8), ValueError, r"b1 < sqrt\(b2\)"),
+        (lambda: osa.exact_adam(0.1, 0.9, 0.925), ValueError, "about 0.7 of 1 - b1"),
         (lambda: osa.exact_adam(0.1, 0.9, 0.85).init(jnp.ones(2)), ValueError, "full"),
         (lambda: osa.exact_adam(0.1, jnp.ones([])), TypeError, "needs b1 as a Python"),
         (lambda: osa.exact_adam(0.1, eps=0), ValueError, "epsilon"),
