@@ -132,6 +132,10 @@ def _by_rows(
             old = _values((args, kwargs))
             out = fun(*args, **kwargs)
             value, aux = _pair(out) if has_aux else (out, None)
+            for variable, before in old:
+                now = variable.get_raw_value()
+                if now is not before and id(now) in positions:  # as another one was
+                    variable.set_raw_value(_as_result(now))
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
@@ -162,7 +166,9 @@ def _by_rows(
         before, rest = jax.tree.leaves(inputs), iter(changed.tree)
         stored = [next(rest) if i is None else before[i] for i in origins]
         pairs = [(before[i], stored[k]) for i, k in assigned]
-        _check_assigned(first, places, read, pairs)
+        values = _values_of_now(first, places, read, pairs)
+        for (_, k), value_of_now in zip(assigned, values, strict=True):
+            stored[k] = value_of_now
         # This is also what updates the arguments.
         _, aux = nnx.from_tree(
             jax.tree.unflatten(structure, [*stored, *results]),
@@ -250,13 +256,16 @@ def _by_tree(
         updates = changed.tree
         if graph:
             grads, aux = tree.from_tree2((grads, aux))
-        pairs = [
-            (variables[path].get_raw_value(), new.get_raw_value())
+        written = [
+            (variables[path].get_raw_value(), new)
             for update in updates
             for path, new in update
             if path in variables
         ]
-        _check_assigned(args, argnums, read, pairs)
+        pairs = [(old, new.get_raw_value()) for old, new in written]
+        values = _values_of_now(args, argnums, read, pairs)
+        for (_, new), value_of_now in zip(written, values, strict=True):
+            new.set_raw_value(value_of_now)
         tree.apply_updates(variables, updates)
         return ((value, aux) if has_aux else value), grads
 
@@ -269,21 +278,43 @@ def _values(tree: Any) -> list[tuple[nnx.Variable[Any], Any]]:
     return [(x, x.get_raw_value()) for x in nodes if isinstance(x, nnx.Variable)]
 
 
-def _check_assigned(
+@jax.jit
+def _as_result(x: Any) -> Any:
+    """The same values, as another tracer."""
+    return x
+
+
+def _values_of_now(
     args: Sequence[Any], argnums: Any, read: Any, pairs: Sequence[tuple[Any, Any]]
-) -> None:
-    """Refuses a function that assigns a table, by what variables were and are."""
-    changed = [id(old) for old, new in pairs if new is not old]
+) -> list[Any]:
+    """What variables that a function has assigned are now, by what they were and are.
+
+    One that was given a table that is stored ahead of its values is given these. A
+    function that assigns such a table is refused.
+    """
+    if all(new is old for old, new in pairs):
+        return [new for _, new in pairs]
     chosen = [args[place] for place in as_places(argnums)]
     tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
-    tables = _sparse.leaves_with_stale_rows(tree, state_of(read)) if changed else []
-    if any(id(table) in changed for table in tables):
+    sources = _sparse.current_tables(tree, state_of(read))
+    tables = {
+        id(leaf): source
+        for leaf, source in zip(jax.tree.leaves(tree), sources, strict=True)
+        if source.stale is not None
+    }
+    if any(new is not old and id(old) in tables for old, new in pairs):
         raise ValueError(
             "The function assigns a variable that `exact_adam` trains, and that is "
             "read by `read=`. It sees rows as they are now; what is stored are rows as "
             "they were at their last step. Change the variable between two steps, "
             "after `flax_nnx.flush(model, optimizer)`."
         )
+    return [
+        tables[id(new)].values(lambda x: x)
+        if new is not old and id(new) in tables
+        else new
+        for old, new in pairs
+    ]
 
 
 def _is_mutable(item: tuple[Any, Any]) -> bool:

@@ -389,12 +389,6 @@ def _stale_rows(
         )
 
 
-def leaves_with_stale_rows(tree: Any, read: Any) -> list[Any]:
-    """The leaves whose rows `read` brings up to date where they are looked up."""
-    leaves = jax.tree.leaves(tree)
-    return [leaves[i] for _, rows in _stale_rows(tree, read) for i in rows]
-
-
 def _are_stale(tree: Any, read: Any, places: Sequence[int]) -> Any:
     """Whether one of the leaves at these places has stale rows; raises if known."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

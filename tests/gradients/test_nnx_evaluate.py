@@ -213,6 +213,49 @@ def test_a_table_in_aux(name, updates):
     assert np.abs(before - now).max() > 1e-3
 
 
+class WithCopies(nnx.Module):
+    def __init__(self):
+        self.after = nnx.BatchStat(jnp.zeros((ROWS, WIDTH)))
+        self.embed = nnx.Embed(ROWS, WIDTH, param_dtype="float64", rngs=nnx.Rngs(0))
+        self.before = nnx.BatchStat(jnp.zeros((ROWS, WIDTH)))  # in the order of names
+
+
+def set_value(model):
+    for copy in (model.after, model.before):
+        copy.set_value(model.embed.embedding[...])
+
+
+COPIES = {
+    "set_value": set_value,
+    "in a program": lambda model: nnx.jit(set_value)(model),
+    "computed": lambda model: model.before.set_value(1.0 * model.embed.embedding[...]),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(COPIES, "set_value"))
+@pytest.mark.parametrize("jit", slow_but([False, True], True))
+def test_a_table_that_the_loss_copies(name, jit):
+    """As of a target network: the copy has the values, whichever way it is made."""
+    model = WithCopies()
+    optimizer = nnx.Optimizer(model, osa.exact_adam(0.1), wrt=nnx.Param)
+
+    def loss(model, ids):
+        COPIES[name](model)
+        return jnp.sum((model.embed(ids) - 1) ** 2)
+
+    def step(model, optimizer, ids):
+        grads = flax_nnx.grad(loss, read=optimizer)(model, ids)
+        flax_nnx.update(optimizer, model, grads)
+
+    step = nnx.jit(step) if jit else step
+    for number in range(3):
+        now, stored = of_now(model, optimizer), jnp.copy(model.embed.embedding[...])
+        step(model, optimizer, batch(number))
+        for copy in (model.after, model.before)[name == "computed" :]:
+            assert_close(copy[...], now["embed"]["embedding"], 1e-12)
+    assert np.abs(stored - now["embed"]["embedding"]).max() > 1e-3
+
+
 @pytest.mark.slow
 def test_another_optimizer_changes_nothing():
     model, optimizer, step = trainer(
