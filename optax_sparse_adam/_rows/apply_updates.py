@@ -50,8 +50,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """Adds updates to parameters; a row-sparse update touches only its rows.
 
     Like `optax.apply_updates`, which under `jit` takes BCOO updates as well, and
-    besides: a `None` update leaves its parameter as it is, and a BCOO is checked. Under
-    `jit` with the parameters donated, the addition is in place.
+    besides: a `None` update leaves its parameter as it is, a BCOO is checked, and
+    Explicit axes may split a table by columns. Under `jit` with the parameters donated,
+    the addition is in place.
 
     Updates of gradients of `value_and_grad` notice when a transformation that does not
     know BCOO has changed their indices as well, such as `optax.sgd` of a schedule

@@ -105,6 +105,13 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     def of_list(arrays: list[Any], rest: Any) -> Any:
         return mapped(structure.unflatten(arrays), rest)
 
+    # Some rows of each table are as many; all of them may not be, as a function of rows
+    # of two tables would see in memory.
+    tables = zip(plan.tables.values(), shapes, strict=True)
+    whole = [
+        [x.update(shape=(t.shape[0], *x.shape[1:])) for x in xs] for t, xs in tables
+    ]
+    jax.eval_shape(mapped, whole, host.rest)
     closed = jax.make_jaxpr(of_list)(flat, host.rest)
     refuse_program(closed.consts, "map_rows")
     if not treats_rows_alone(of_list, flat, host.rest):
@@ -143,7 +150,7 @@ def _in_the_types_of(trees: Any, new_trees: Any) -> Any:
     def as_before(path: Any, old: Any, new: Any) -> Any:
         (shape, dtype, is_weak), wanted = type_of(new), type_of(old)
         with jax.numpy_dtype_promotion("standard"):
-            if is_weak and jnp.result_type(new, old) == wanted[1]:
+            if is_weak > wanted[2] and jnp.result_type(new, old) == wanted[1]:
                 new, dtype = jnp.asarray(new, wanted[1]), wanted[1]
         if (shape, dtype) != wanted[:2]:
             name = ("params", "state")[path[0].idx] + jax.tree_util.keystr(path[1:])

@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ._archive import ARCHIVE, alone_in, name_in, part_name, read_archive, write_archive
+from ._arguments import type_of
 from ._host_rows import HostRows
 from ._journal import Undo, read_journal
 from ._records import refuse_other, sync_folder
@@ -60,6 +61,7 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
     """
     ledger, spread, name = rows.ledger, rows.plan.spread, new_name()
     about: dict[str, Any] = {"name": name, "step": rows.steps, "removes": removes}
+    about["weak"] = weak_types(rows)
     shared, in_memory = _rest(rows), _in_memory(rows)
     arrays = [data_of(x) for _, x in shared]
     with contextlib.ExitStack() as end:
@@ -188,7 +190,7 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint of a HostTrainer in {folder}.")
     about, held = read_archive(path)
-    _take_types(rows, about)
+    take_types(rows, about)
     shared = _rest(rows)
     in_memory = [
         ("rows", jax.ShapeDtypeStruct((count, layout.words), np.uint32))
@@ -331,10 +333,16 @@ def _described(rows: HostRows, pairs: Sequence[tuple[str, Any]]) -> dict[str, An
     return {"version": _VERSION, "tables": tables, "arrays": arrays}
 
 
-def _take_types(rows: HostRows, about: Mapping[str, Any]) -> None:
-    """Takes state without rows in the types that it was written in.
+def weak_types(rows: HostRows) -> list[str]:
+    """What has no rows and is of a weak type, as a Python number is, by name."""
+    return [name for name, x in _rest(rows) if type_of(x)[2]]
 
-    A step may have changed those that `init` gives, as numbers that are arrays do.
+
+def take_types(rows: HostRows, about: Mapping[str, Any]) -> None:
+    """Takes what has no rows in the types that it was written in.
+
+    A step may have changed those that `init` gives, as numbers that are arrays do; and
+    a number that was weak, and times bfloat16 is bfloat16, is it no longer.
     """
     written = {name: dtype for name, _, dtype in about["arrays"]}
     for i, (name, x) in enumerate(_rest(rows)):
@@ -342,6 +350,21 @@ def _take_types(rows: HostRows, about: Mapping[str, Any]) -> None:
         is_float = name.startswith("state") and jnp.issubdtype(x.dtype, jnp.floating)
         if is_float and dtype in ("bfloat16", "float16", "float32", "float64"):
             rows.rest[i] = x.astype(jax.dtypes.canonicalize_dtype(dtype))
+        is_weak = name in about.get("weak", ())  # archives have not always it
+        if is_weak != type_of(rows.rest[i])[2]:
+            rows.rest[i] = (_weak if is_weak else _strong)(rows.rest[i])
+
+
+def _strong(x: Any) -> Any:
+    return x.astype(x.dtype)
+
+
+def _weak(x: Any) -> Any:
+    """An array of its shape, and where it is; of no type that Python's numbers lack."""
+    zeros = jnp.broadcast_to(np.zeros((), x.dtype).item(), x.shape)
+    if zeros.dtype != x.dtype:
+        return x
+    return jax.device_put(zeros, x.sharding if x.committed else None)
 
 
 def rest_of(rows: HostRows, part: Part) -> list[Any]:
@@ -358,7 +381,9 @@ def of_bytes(held: np.ndarray, like: Any) -> Any:
         return value
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
-    return jax.device_put(value, like.sharding if like.committed else None)
+    array = jax.device_put(value, like.sharding if like.committed else None)
+    # What is written into an array of a weak type is of that.
+    return like.at[...].set(array) if type_of(like)[2] else array
 
 
 def data_of(x: Any) -> np.ndarray:

@@ -40,9 +40,11 @@ from ._worker import Worker
 
 _FOLDER = os.path.dirname(__file__) + os.sep
 NOT_FETCHED = (
-    "{what} has looked up rows that were not fetched: it computes other ids when it is "
-    "traced again, as by np.random, by a global that changes, or by a callback. Give "
-    "the numbers that ids are computed of as a part of the batch"
+    "{what} has looked up rows that were not fetched: it computes other ids than the "
+    "small program that fetches them. Either when it is traced again, as by np.random, "
+    "by a global that changes, or by a callback: give the numbers that ids are "
+    "computed of as a part of the batch. Or because two programs round floats "
+    "differently: compute ids of floats, such as buckets, in NumPy or by `prepare`"
 )
 
 

@@ -21,7 +21,7 @@ from ._archive import alone_in, read_archive, write_archive
 from ._arguments import begun
 from ._between import evaluated
 from ._budget import register
-from ._checkpoint import data_of, of_bytes
+from ._checkpoint import data_of, of_bytes, take_types, weak_types
 from ._host_rows import HostRows
 from ._plan import CHUNK, Plan
 from ._records import naming, refuse_other, sync_folder
@@ -60,6 +60,7 @@ def write_snapshot(host: HostRows, folder: Path) -> None:
                 host, lambda params: _split(host.plan, params)[1], is_alone=True
             )()
             names = {"name": "", "step": host.steps, "stateful": stateful}
+            names["weak"] = weak_types(host)
             arrays = [data_of(x) for x in dense] + more
             write_archive(new, arrays, names | _expected(host), _ARCHIVE)
             os.replace(new, folder)
@@ -227,6 +228,7 @@ class Snapshot:
         about, held = read_archive(folder / _ARCHIVE)
         words = f"{folder} is a snapshot of other parameters"
         refuse_other(words, about, _expected(self._rows))
+        take_types(self._rows, about)
         tables = []
         for k, table in enumerate(plan.tables.values()):
             tables.append(_mapped(folder / f"table{k}.npy", table.shape, table.dtype))

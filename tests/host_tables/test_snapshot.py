@@ -127,6 +127,40 @@ def test_parameters_are_of_the_types_of_jax(kind, tmp_path):
         assert_identical(answer, trainer.evaluate(fun)(np.array([1])))
 
 
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("steps", slow_but([0, 2], 0))
+@pytest.mark.parametrize("given", slow_but(["weak", "strong", "declared"], "strong"))
+def test_a_number_of_a_weak_type(given, steps, tmp_path):
+    """bfloat16 rows times it are bfloat16, times another one float32."""
+    rows, _ = begin((9, 2), jnp.bfloat16)
+    values = {"weak": jnp.asarray(1.3), "strong": jnp.float32(1.3)}
+    values["declared"] = jax.ShapeDtypeStruct((), jnp.float32)
+    tx = osa.sparse_adam(0.1)
+
+    def product(params, ids):
+        return params["table"][ids] * params["w"]
+
+    def fun(params, ids):
+        return jnp.sum(product(params, ids).astype(jnp.float32) ** 2)
+
+    ids = [np.array([number, 3, 8]) for number in range(6)]
+    params = host_params(rows, 1.3) | {"w": values["weak"]}
+    with host.HostTrainer(fun, tx, params) as trainer:
+        list(trainer.run(ids[:steps]))
+        trainer.checkpoint(tmp_path / "run")
+        trainer.snapshot(tmp_path / "served")
+        expected = trainer.evaluate(product)(ids[0])
+        values_of_run = list(trainer.run(ids[steps:]))
+    params["w"] = values[given]
+    snapshot = host.Snapshot(tmp_path / "served", params)
+    assert_identical(snapshot.evaluate(product)(ids[0]), expected)
+    # A step makes it strong.
+    assert expected.dtype == (jnp.float32 if steps else jnp.bfloat16)
+    args = tmp_path / "run", fun, tx, params
+    with host.HostTrainer.restore(*args) as again:
+        assert_identical(list(again.run(ids[steps:])), values_of_run)
+
+
 def serve(folder, ids, answers):
     snapshot = host.Snapshot(folder, declared("float32"))
     answers.put(np.asarray(snapshot.evaluate(predict)(ids)))

@@ -346,6 +346,34 @@ def test_map_rows_of_what_does_not_treat_rows_alone(name):
     assert_identical(arrays((trainer.params, trainer.state)), before)
 
 
+@pytest.mark.parametrize("sizes", [(20, 20), (20, 9), (9, 20)])
+def test_map_rows_of_rows_of_two_tables(sizes):
+    """It is what it is in memory: tables of different sizes have no such rows."""
+
+    def fun(params, ids):
+        return sum(jnp.sum(x[ids]) for x in params.values())
+
+    def both(params, state):
+        return params | {"a": params["a"] + params["b"]}, state
+
+    ones = {
+        name: np.full((size, 2), k + 1, np.float32)
+        for k, (name, size) in enumerate(zip("ab", sizes, strict=True))
+    }
+    tables = {
+        name: host.HostTable(x.shape, init=lambda first, last, x=x: x[first:last])
+        for name, x in ones.items()
+    }
+    trainer = host.HostTrainer(fun, osa.rowwise_adagrad(0.1), tables)
+    if sizes[0] == sizes[1]:
+        trainer.map_rows(both)
+        ones["a"] = ones["a"] + ones["b"]
+    else:
+        with pytest.raises(TypeError, match=r"\(20, 2\)|\(9, 2\)"):
+            trainer.map_rows(both)
+    assert_identical(arrays(trainer.params), ones)
+
+
 def test_map_rows_of_counts_that_depend_on_others():
     tx = osa.lazy(osa.per_row(optax.scale_by_adam()))
     trainer = host.HostTrainer(loss, tx, host_params(*begin()))
