@@ -121,6 +121,7 @@ def _degree(b1: float, b2: float, lead: int, uses_roots: bool, dtype: Any) -> in
         uses_roots=uses_roots,
     )
     sizes = np.abs(chebyshev_coefficients(count) @ values)
+    sizes[sizes < 1e-14 * sizes[0]] = 0  # rounding errors, of which there are many
     left_out = np.cumsum(sizes[::-1])[::-1]  # by a polynomial with so many coefficients
     enough = left_out <= _TOLERANCE[np.dtype(dtype).itemsize] * sizes[0]
     degree = max(2, int(np.argmax(enough))) if enough.any() else count
