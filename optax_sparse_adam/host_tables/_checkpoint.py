@@ -377,8 +377,6 @@ def of_bytes(held: np.ndarray, like: Any) -> Any:
     """An array like another one, and where that one is, if somebody has said so."""
     data = data_of(like)
     value: Any = held.view(data.dtype).reshape(data.shape)
-    if isinstance(like, np.ndarray):
-        return value
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     array = jax.device_put(value, like.sharding if like.committed else None)
