@@ -121,7 +121,7 @@ def _by_rows(
             ctxtag=_CONTEXT,
         )
         origins: list[int | None] = []
-        assigned: list[tuple[int, int]] = []
+        assigned: list[tuple[int | None, int | None]] = []
         structure: Any = None
 
         def pure(*first: Any) -> tuple[Any, Any]:
@@ -129,13 +129,13 @@ def _by_rows(
             # Tracers that come out as they went in are known by their identity.
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
-            old = _values((args, kwargs))
+            variables = _values((args, kwargs))
+            old = {id(variable): value for variable, value in variables}
             out = fun(*args, **kwargs)
             value, aux = _pair(out) if has_aux else (out, None)
-            for variable, before in old:
-                now = variable.get_raw_value()
-                if now is not before and id(now) in positions:  # as another one was
-                    variable.set_raw_value(_as_result(now))
+            for variable, now in _values((args, kwargs)):
+                if old.get(id(variable)) is not now and id(now) in positions:
+                    variable.set_raw_value(_as_result(now))  # as another one was
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
@@ -148,14 +148,14 @@ def _by_rows(
             stored, results = leaves[:count], leaves[count:]
             # For each its position before `fun`, `None` for a new array.
             origins[:] = [positions.get(id(x)) for x in stored]
-            # Of what `fun` has assigned: where it was before, where in `stored` it is.
+            # Of variables that `fun` has assigned, made or removed: where they were
+            # before, where in `stored` they are.
             places = {id(x): k for k, x in enumerate(stored)}
+            new = {id(variable): now for variable, now in _values((args, kwargs))}
             assigned[:] = [
-                (positions[id(value)], places[id(now)])
-                for variable, value in old
-                if (now := variable.get_raw_value()) is not value
-                and id(value) in positions
-                and id(now) in places
+                (positions.get(id(old.get(i))), places.get(id(new.get(i))))
+                for i in old | new
+                if old.get(i) is not new.get(i)
             ]
             changed = [x for x in stored if id(x) not in positions]
             return value, (AsStored(changed), results)
@@ -165,10 +165,14 @@ def _by_rows(
         (value, (changed, results)), grads = by_rows(pure, places)(*first)
         before, rest = jax.tree.leaves(inputs), iter(changed.tree)
         stored = [next(rest) if i is None else before[i] for i in origins]
-        pairs = [(before[i], stored[k]) for i, k in assigned]
+        pairs = [
+            (None if i is None else before[i], None if k is None else stored[k])
+            for i, k in assigned
+        ]
         values = _values_of_now(first, places, read, pairs)
         for (_, k), value_of_now in zip(assigned, values, strict=True):
-            stored[k] = value_of_now
+            if k is not None:
+                stored[k] = value_of_now
         # This is also what updates the arguments.
         _, aux = nnx.from_tree(
             jax.tree.unflatten(structure, [*stored, *results]),
@@ -304,10 +308,10 @@ def _values_of_now(
     }
     if any(new is not old and id(old) in tables for old, new in pairs):
         raise ValueError(
-            "The function assigns a variable that `exact_adam` trains, and that is "
-            "read by `read=`. It sees rows as they are now; what is stored are rows as "
-            "they were at their last step. Change the variable between two steps, "
-            "after `flax_nnx.flush(model, optimizer)`."
+            "The function assigns or replaces a variable that `exact_adam` trains, and "
+            "that is read by `read=`. It sees rows as they are now; what is stored are "
+            "rows as they were at their last step. Change the variable between two "
+            "steps, after `flax_nnx.flush(model, optimizer)`."
         )
     return [
         tables[id(new)].values(lambda x: x)

@@ -116,7 +116,7 @@ def value_and_grad(
       ValueError: For a bound method of a module, and `argnums` that `nnx` refuses. By
         the returned function, if an argument is named twice, if arguments share
         variables that only one of them differentiates, for `sparse`, or if the loss
-        assigns a variable whose rows `read` brings up to date.
+        assigns or replaces a variable whose rows `read` brings up to date.
 
     Examples:
       >>> import jax.numpy as jnp
