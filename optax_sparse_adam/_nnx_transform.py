@@ -7,8 +7,10 @@ them.
 
 import functools
 import inspect
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -129,13 +131,19 @@ def _by_rows(
             # Tracers that come out as they went in are known by their identity.
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
-            variables = _values((args, kwargs))
-            old = {id(variable): value for variable, value in variables}
+            variables = _variables((args, kwargs))  # kept alive, for their identity
+            old = _leaves(variables)
             out = fun(*args, **kwargs)
             value, aux = _pair(out) if has_aux else (out, None)
-            for variable, now in _values((args, kwargs)):
-                if old.get(id(variable)) is not now and id(now) in positions:
-                    variable.set_raw_value(_as_result(now))  # as another one was
+            for variable in _variables((args, kwargs)):
+                _set_leaves(
+                    variable,
+                    {
+                        k: _as_result(x)  # as another one was
+                        for (i, k), x in _leaves([variable]).items()
+                        if old.get((i, k)) is not x and id(x) in positions
+                    },
+                )
             after = nnx.to_tree((_objects((args, kwargs)), aux), ctxtag=_CONTEXT)
             nonlocal structure
             leaves, structure = jax.tree.flatten(after)
@@ -151,7 +159,7 @@ def _by_rows(
             # Of variables that `fun` has assigned, made or removed: where they were
             # before, where in `stored` they are.
             places = {id(x): k for k, x in enumerate(stored)}
-            new = {id(variable): now for variable, now in _values((args, kwargs))}
+            new = _leaves(_variables((args, kwargs)))
             assigned[:] = [
                 (positions.get(id(old.get(i))), places.get(id(new.get(i))))
                 for i in old | new
@@ -201,8 +209,8 @@ def _with_ordinary_variables(
             return by_graph(*args, **kwargs)
         types = {"hijax": False, "ref": False}
         ordinary = nnx.with_vars(arguments, **types, allow_duplicates=True)
-        graphdef, state = nnx.split(ordinary)
-        before = jax.tree.leaves(state)  # kept alive, to be known by their identity
+        graphdef, _ = nnx.split(ordinary)
+        before = {x: jax.tree.leaves(y) for x, y in _raw_values(ordinary).items()}
         result = by_graph(*ordinary[0], **ordinary[1])
         new_graphdef, _ = nnx.split(ordinary)
         if new_graphdef != graphdef:
@@ -212,13 +220,12 @@ def _with_ordinary_variables(
                 "variables, or pass a module of ordinary ones, `nnx.with_vars(model, "
                 "hijax=False, ref=False)`."
             )
-        ids_before = set(map(id, before))
-        new_nodes = dict(nnx.iter_graph(ordinary))
+        after = _raw_values(ordinary)
         for path, node in nnx.iter_graph(arguments):
             if _is_mutable((path, node)):
-                new = new_nodes[path].get_raw_value()
-                if any(id(x) not in ids_before for x in jax.tree.leaves(new)):
-                    _write(node, new)
+                leaves = jax.tree.leaves(after[path])
+                if any(x is not y for x, y in zip_longest(leaves, before[path])):
+                    _write(node, after[path])
         return result
 
     return call
@@ -260,26 +267,50 @@ def _by_tree(
         updates = changed.tree
         if graph:
             grads, aux = tree.from_tree2((grads, aux))
-        written = [
-            (variables[path].get_raw_value(), new)
-            for update in updates
-            for path, new in update
-            if path in variables
-        ]
-        pairs = [(old, new.get_raw_value()) for old, new in written]
+        pairs: list[tuple[Any, Any]] = []
+        places: list[tuple[Any, int]] = []
+        for path, new in itertools.chain.from_iterable(updates):
+            if path in variables:
+                old = jax.tree.leaves(variables[path].get_raw_value())
+                leaves = jax.tree.leaves(new.get_raw_value())
+                pairs += zip_longest(old, leaves)
+                places += [(new, k) for k in range(max(len(old), len(leaves)))]
         values = _values_of_now(args, argnums, read, pairs)
-        for (_, new), value_of_now in zip(written, values, strict=True):
-            new.set_raw_value(value_of_now)
+        for (variable, k), value_of_now in zip(places, values, strict=True):
+            _set_leaves(variable, {k: value_of_now})
         tree.apply_updates(variables, updates)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_fun
 
 
-def _values(tree: Any) -> list[tuple[nnx.Variable[Any], Any]]:
-    """Variables, and what they have now."""
+def _variables(tree: Any) -> list[nnx.Variable[Any]]:
     nodes = (node for _, node in nnx.iter_graph(tree))
-    return [(x, x.get_raw_value()) for x in nodes if isinstance(x, nnx.Variable)]
+    return [x for x in nodes if isinstance(x, nnx.Variable)]
+
+
+def _raw_values(tree: Any) -> dict[Any, Any]:
+    """What variables have now, by their paths."""
+    pairs = nnx.iter_graph(tree)
+    return {p: x.get_raw_value() for p, x in pairs if isinstance(x, nnx.Variable)}
+
+
+def _leaves(variables: Sequence[nnx.Variable[Any]]) -> dict[tuple[int, int], Any]:
+    """What variables have now: a leaf by the `id` of its variable, and its place."""
+    return {
+        (id(variable), k): leaf
+        for variable in variables
+        for k, leaf in enumerate(jax.tree.leaves(variable.get_raw_value()))
+    }
+
+
+def _set_leaves(variable: nnx.Variable[Any], new: Mapping[int, Any]) -> None:
+    """Sets some leaves of what a variable has, by their places."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(variable.get_raw_value())
+    if any(new.get(k, x) is not x for k, x in enumerate(leaves)):
+        changed = (new.get(k, x) for k, x in enumerate(leaves))
+        variable.set_raw_value(treedef.unflatten(changed))
 
 
 @jax.jit

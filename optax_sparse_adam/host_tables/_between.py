@@ -6,6 +6,7 @@ memory does it: `evaluate`, any function of parameters and state, `reset_rows`.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,10 +107,12 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
         return mapped(structure.unflatten(arrays), rest)
 
     # Some rows of each table are as many; all of them may not be, as a function of rows
-    # of two tables would see in memory.
-    tables = zip(plan.tables.values(), shapes, strict=True)
+    # of two tables would see in memory. (One row would do for all of another table.)
+    counts = [table.shape[0] for table in plan.tables.values()]
+    other = next(n for n in itertools.count(2) if n not in counts)
     whole = [
-        [x.update(shape=(t.shape[0], *x.shape[1:])) for x in xs] for t, xs in tables
+        [x.update(shape=(count if count > 1 else other, *x.shape[1:])) for x in fields]
+        for count, fields in zip(counts, shapes, strict=True)
     ]
     jax.eval_shape(mapped, whole, host.rest)
     closed = jax.make_jaxpr(of_list)(flat, host.rest)

@@ -346,7 +346,7 @@ def test_map_rows_of_what_does_not_treat_rows_alone(name):
     assert_identical(arrays((trainer.params, trainer.state)), before)
 
 
-@pytest.mark.parametrize("sizes", [(20, 20), (20, 9), (9, 20)])
+@pytest.mark.parametrize("sizes", [(20, 20), (20, 9), (9, 20), (20, 1), (2, 1)])
 def test_map_rows_of_rows_of_two_tables(sizes):
     """It is what it is in memory: tables of different sizes have no such rows."""
 
@@ -369,7 +369,7 @@ def test_map_rows_of_rows_of_two_tables(sizes):
         trainer.map_rows(both)
         ones["a"] = ones["a"] + ones["b"]
     else:
-        with pytest.raises(TypeError, match=r"\(20, 2\)|\(9, 2\)"):
+        with pytest.raises(TypeError, match="incompatible shapes"):
             trainer.map_rows(both)
     assert_identical(arrays(trainer.params), ones)
 
