@@ -9,7 +9,7 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,9 +17,18 @@ import jax
 from flax import nnx
 
 from ._gradients import value_and_grad as _sparse
-from ._gradients.arguments import is_mutable_variable
 from ._gradients.evaluate import evaluate
-from ._gradients.tracing import AsStored, as_places
+from ._gradients.tracing import AsStored
+from ._nnx_variables import (
+    as_result,
+    is_mutable,
+    leaves_of,
+    raw_values,
+    set_leaves,
+    values_of_now,
+    variables_of,
+    write,
+)
 
 # Names Flax's record of which object inside of the loss is which one outside.
 _CONTEXT = "optax_sparse_adam.flax_nnx"
@@ -131,16 +140,16 @@ def _by_rows(
             # Tracers that come out as they went in are known by their identity.
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
             args, kwargs = nnx.from_tree(tree, ctxtag=_CONTEXT, is_inner=True)
-            variables = _variables((args, kwargs))  # kept alive, for their identity
-            old = _leaves(variables)
+            variables = variables_of((args, kwargs))  # kept alive, for their identity
+            old = leaves_of(variables)
             out = fun(*args, **kwargs)
             value, aux = _pair(out) if has_aux else (out, None)
-            for variable in _variables((args, kwargs)):
-                _set_leaves(
+            for variable in variables_of((args, kwargs)):
+                set_leaves(
                     variable,
                     {
-                        k: _as_result(x)  # as another one was
-                        for (i, k), x in _leaves([variable]).items()
+                        k: as_result(x)  # as another one was
+                        for (i, k), x in leaves_of([variable]).items()
                         if old.get((i, k)) is not x and id(x) in positions
                     },
                 )
@@ -159,7 +168,7 @@ def _by_rows(
             # Of variables that `fun` has assigned, made or removed: where they were
             # before, where in `stored` they are.
             places = {id(x): k for k, x in enumerate(stored)}
-            new = _leaves(_variables((args, kwargs)))
+            new = leaves_of(variables_of((args, kwargs)))
             assigned[:] = [
                 (positions.get(id(old.get(i))), places.get(id(new.get(i))))
                 for i in old | new
@@ -177,7 +186,7 @@ def _by_rows(
             (None if i is None else before[i], None if k is None else stored[k])
             for i, k in assigned
         ]
-        values = _values_of_now(first, places, read, pairs)
+        values = values_of_now(first, places, state_of(read), pairs)
         for (_, k), value_of_now in zip(assigned, values, strict=True):
             if k is not None:
                 stored[k] = value_of_now
@@ -205,12 +214,12 @@ def _with_ordinary_variables(
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         arguments = args, kwargs
-        if not any(map(_is_mutable, nnx.iter_graph(arguments))):
+        if not any(map(is_mutable, nnx.iter_graph(arguments))):
             return by_graph(*args, **kwargs)
         types = {"hijax": False, "ref": False}
         ordinary = nnx.with_vars(arguments, **types, allow_duplicates=True)
         graphdef, _ = nnx.split(ordinary)
-        before = {x: jax.tree.leaves(y) for x, y in _raw_values(ordinary).items()}
+        before = {x: jax.tree.leaves(y) for x, y in raw_values(ordinary).items()}
         result = by_graph(*ordinary[0], **ordinary[1])
         new_graphdef, _ = nnx.split(ordinary)
         if new_graphdef != graphdef:
@@ -220,12 +229,12 @@ def _with_ordinary_variables(
                 "variables, or pass a module of ordinary ones, `nnx.with_vars(model, "
                 "hijax=False, ref=False)`."
             )
-        after = _raw_values(ordinary)
+        after = raw_values(ordinary)
         for path, node in nnx.iter_graph(arguments):
-            if _is_mutable((path, node)):
+            if is_mutable((path, node)):
                 leaves = jax.tree.leaves(after[path])
                 if any(x is not y for x, y in zip_longest(leaves, before[path])):
-                    _write(node, after[path])
+                    write(node, after[path])
         return result
 
     return call
@@ -275,96 +284,13 @@ def _by_tree(
                 leaves = jax.tree.leaves(new.get_raw_value())
                 pairs += zip_longest(old, leaves)
                 places += [(new, k) for k in range(max(len(old), len(leaves)))]
-        values = _values_of_now(args, argnums, read, pairs)
+        values = values_of_now(args, argnums, state_of(read), pairs)
         for (variable, k), value_of_now in zip(places, values, strict=True):
-            _set_leaves(variable, {k: value_of_now})
+            set_leaves(variable, {k: value_of_now})
         tree.apply_updates(variables, updates)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_fun
-
-
-def _variables(tree: Any) -> list[nnx.Variable[Any]]:
-    nodes = (node for _, node in nnx.iter_graph(tree))
-    return [x for x in nodes if isinstance(x, nnx.Variable)]
-
-
-def _raw_values(tree: Any) -> dict[Any, Any]:
-    """What variables have now, by their paths."""
-    pairs = nnx.iter_graph(tree)
-    return {p: x.get_raw_value() for p, x in pairs if isinstance(x, nnx.Variable)}
-
-
-def _leaves(variables: Sequence[nnx.Variable[Any]]) -> dict[tuple[int, int], Any]:
-    """What variables have now: a leaf by the `id` of its variable, and its place."""
-    return {
-        (id(variable), k): leaf
-        for variable in variables
-        for k, leaf in enumerate(jax.tree.leaves(variable.get_raw_value()))
-    }
-
-
-def _set_leaves(variable: nnx.Variable[Any], new: Mapping[int, Any]) -> None:
-    """Sets some leaves of what a variable has, by their places."""
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(variable.get_raw_value())
-    if any(new.get(k, x) is not x for k, x in enumerate(leaves)):
-        changed = (new.get(k, x) for k, x in enumerate(leaves))
-        variable.set_raw_value(treedef.unflatten(changed))
-
-
-@jax.jit
-def _as_result(x: Any) -> Any:
-    """The same values, as another tracer."""
-    return x
-
-
-def _values_of_now(
-    args: Sequence[Any], argnums: Any, read: Any, pairs: Sequence[tuple[Any, Any]]
-) -> list[Any]:
-    """What variables that a function has assigned are now, by what they were and are.
-
-    One that was given a table that is stored ahead of its values is given these. A
-    function that assigns such a table is refused.
-    """
-    if all(new is old for old, new in pairs):
-        return [new for _, new in pairs]
-    chosen = [args[place] for place in as_places(argnums)]
-    tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
-    sources = _sparse.current_tables(tree, state_of(read))
-    tables = {
-        id(leaf): source
-        for leaf, source in zip(jax.tree.leaves(tree), sources, strict=True)
-        if source.stale is not None
-    }
-    if any(new is not old and id(old) in tables for old, new in pairs):
-        raise ValueError(
-            "The function assigns or replaces a variable that `exact_adam` trains, and "
-            "that is read by `read=`. It sees rows as they are now; what is stored are "
-            "rows as they were at their last step. Change the variable between two "
-            "steps, after `flax_nnx.flush(model, optimizer)`."
-        )
-    return [
-        tables[id(new)].values(lambda x: x)
-        if new is not old and id(new) in tables
-        else new
-        for old, new in pairs
-    ]
-
-
-def _is_mutable(item: tuple[Any, Any]) -> bool:
-    """Whether a node of a graph, with its path, is a mutable variable."""
-    node = item[1]
-    return isinstance(node, nnx.Variable) and (is_mutable_variable(node) or node.ref)
-
-
-def _write(variable: Any, value: Any) -> None:
-    """Writes into the mutable array of a variable, which whoever shares it sees."""
-    raw = variable.get_raw_value()
-    if nnx.variablelib.is_array_ref(raw):
-        raw[...] = value
-    else:
-        variable.set_raw_value(value)
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
