@@ -15,6 +15,8 @@ The same walk notes the ids. Loops, branches and checkpoints hand them outside, 
 do for gradients. What is left of the loss when nothing else is asked for is a small
 program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
 the ids: where a loss computes others in each, as of `np.random`, the step is refused.
+Ids that are computed of floats, which two programs may round differently, are *given*:
+a lookup reads those that were fetched. They come as deltas do in `_gradients.walk`.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.
@@ -121,10 +123,14 @@ class _Program(Program):
     Attributes:
       tables: By the index of their leaf.
       lines: Where the user's program looks each of them up.
+      around: The primitives that lookups are inside of.
+      is_given: Whether ids come as deltas.
     """
 
     tables: Mapping[int, Whole] = dataclasses.field(default_factory=dict)
     lines: dict[int, set[str]] = dataclasses.field(default_factory=dict)
+    around: set[str] = dataclasses.field(default_factory=set)
+    is_given: bool = False
 
 
 def _places(lookup: Lookup, source: Any) -> jax.Array:
@@ -136,14 +142,19 @@ def _places(lookup: Lookup, source: Any) -> jax.Array:
     return jnp.where(ids < lookup.shape[0], place, len(source.array))
 
 
-def _look_up(lookup: Lookup, source: Any, rows: jax.Array) -> jax.Array:
-    """The same lookup, in the K rows, as whoever walks over it next would see it."""
-    place = _places(lookup, source).reshape(lookup.indices.shape[:-1])
+def _with_rows(lookup: Lookup, rows: jax.Array) -> Lookup:
+    """The lookup of other rows, in the same columns."""
     column = lookup.dims.start_index_map.index(0)
     indices = lookup.indices.astype(jnp.int32)
     columns = [indices[..., k] for k in range(indices.shape[-1])]
-    columns[column] = place
-    return lax.gather(rows, jnp.stack(columns, axis=-1), **lookup.params)
+    columns[column] = rows.reshape(indices.shape[:-1])
+    return dataclasses.replace(lookup, indices=jnp.stack(columns, axis=-1))
+
+
+def _look_up(lookup: Lookup, source: Any, rows: jax.Array) -> jax.Array:
+    """The same lookup, in the K rows, as whoever walks over it next would see it."""
+    indices = _with_rows(lookup, _places(lookup, source)).indices
+    return lax.gather(rows, indices, **lookup.params)
 
 
 def _read(value: Expression, lookup: Lookup) -> jax.Array:
@@ -192,7 +203,8 @@ def _entries(lookup: Lookup) -> LookupEntries:
     return LookupEntries(rows)
 
 
-def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> None:
+def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Lookup:
+    """Notes what a lookup reads; returns the lookup of the rows that are given."""
     program: Any = walk.program
     calls = (eqn, *reversed(program.calls))
     lines = (source_info_util.summarize(x.source_info) for x in calls)
@@ -208,13 +220,17 @@ def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> N
     axes = axes_of_type(eqn.outvars[0].aval)
     for leaf in value.leaves:
         program.lines.setdefault(leaf.index, set()).add(line)
+    program.around.update(x.primitive.name for x in program.calls)
     requests = [
         Request(leaf, value.shape, lookup.count, 1, axes, is_whole=True)
         for leaf in value.leaves
     ]
-    walk.request(requests)
-    if not walk.is_plan:
-        walk.entries += [_entries(lookup) for _ in requests]
+    given = walk.request(requests)
+    if walk.is_plan:
+        return lookup
+    walk.entries += [_entries(lookup) for _ in requests]
+    is_given = program.is_given and requests
+    return _with_rows(lookup, given[0]) if is_given else lookup
 
 
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
@@ -226,7 +242,7 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     lookup = Lookup(value.shape, out.shape, eqn.params, indices)
     if not reads_rows(lookup) and 0 not in lookup.dims.operand_batching_dims:
         return NotImplemented
-    _note_ids(walk, eqn, value, lookup)
+    lookup = _note_ids(walk, eqn, value, lookup)
     return [None if walk.is_plan else _read(value, lookup)]
 
 
@@ -236,7 +252,7 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
     lookup = lookup_of_slice(eqn, value.shape, None if walk.is_plan else starts)
     if lookup is None:
         return NotImplemented
-    _note_ids(walk, eqn, value, lookup)
+    lookup = _note_ids(walk, eqn, value, lookup)
     return [None if walk.is_plan else _read(value, lookup)]
 
 
@@ -255,7 +271,7 @@ def _row_lookup(
 ) -> Results:
     ids = eqn.invars[1].aval if walk.is_plan else jnp.asarray(ids)
     lookup = lookup_of_rows(value.shape, ids, bounds)
-    _note_ids(walk, eqn, value, lookup)
+    lookup = _note_ids(walk, eqn, value, lookup)
     return [None if walk.is_plan else _read(value, lookup)]
 
 
@@ -265,7 +281,7 @@ def _bag_lookup(
     out: Any = eqn.outvars[0].aval
     aval: Any = eqn.invars[1].aval
     lookup = lookup_of_rows(value.shape, aval if walk.is_plan else jnp.asarray(ids))
-    _note_ids(walk, eqn, value, lookup)
+    lookup = _note_ids(walk, eqn, value, lookup)
     if walk.is_plan:
         return [None]
     rest, num_bags = list(operands), out.shape[0]
@@ -292,6 +308,7 @@ def evaluate_compact(
     params: Any,
     uniques: Sequence[Any] | None,
     args: Any,
+    given: Sequence[Any] | None = None,
 ) -> tuple[Any, list[jax.Array], dict[str, set[str]]]:
     """`fun(params, *args)` where some leaves of the parameters are K rows.
 
@@ -302,6 +319,9 @@ def evaluate_compact(
       uniques: For each table the positions of its K rows; or `None` to ask for ids
         alone: then callbacks, such as `jax.debug.print`, are not called.
       args: Further arguments.
+      given: For each table the ids that were fetched, where they are computed of
+        floats. They are not taken in branches, of which this program may take another
+        one, nor in a `shard_map`.
 
     Returns:
       The result; for each table the ids of its lookups, as `_entries` says; and where
@@ -327,6 +347,8 @@ def evaluate_compact(
         )
     program = _Program(RULES, _EveryUse(), tables=tables)
     requests, _ = Walk(program).plan(closed, values)
+    if program.around & {"cond", "shard_map"}:
+        given = None
     for i, (primitive, line) in program.dense_uses.items():
         raise ValueError(
             f"{tables[i].name} is in host memory, where only its rows can be looked "
@@ -334,7 +356,11 @@ def evaluate_compact(
             " Take its rows first; leave weight decay to the optimiser; or keep this "
             "table on the device."
         )
-    deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
+    if given is None:
+        deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
+    else:
+        program = dataclasses.replace(program, is_given=True)
+        deltas = _by_request(requests, dict(zip(tables, given, strict=True)))
     walk = Walk(program, iter(deltas))
     results = walk.evaluate(closed, values)
     for x in results:
@@ -349,8 +375,32 @@ def evaluate_compact(
         ids[request.leaf.index].append(entries.ids.ravel().astype(jnp.int32))
     empty = jnp.zeros(0, jnp.int32)
     joined = [jnp.concatenate([empty, *x]) for x in ids.values()]
+    if given is not None:
+        joined = [*map(_rounded, joined, given)]
     lines = {tables[i].name: x for i, x in program.lines.items()}
     return to_result([jnp.asarray(x) for x in results]), joined, lines
+
+
+def _by_request(
+    requests: Sequence[Request], given: dict[int, jax.Array]
+) -> list[jax.Array]:
+    """For each lookup its part of the ids of its table, as they were joined."""
+    first = dict.fromkeys(given, 0)
+    parts = []
+    for request in requests:
+        i = request.leaf.index
+        parts.append(given[i][first[i] : first[i] + request.count])
+        first[i] += request.count
+    return parts
+
+
+def _rounded(ids: jax.Array, given: jax.Array) -> jax.Array:
+    """Those that were given, unless too many differ for it to be by rounding.
+
+    As ids of `np.random` do, of which a loss may compute more than lookups.
+    """
+    is_by_rounding = jnp.sum(ids != given) <= 2 + len(ids) // 8
+    return jnp.where(is_by_rounding, given, ids)
 
 
 def fingerprint(ids: Sequence[jax.Array]) -> jax.Array:

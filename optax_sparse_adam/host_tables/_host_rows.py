@@ -44,7 +44,8 @@ NOT_FETCHED = (
     "small program that fetches them. Either when it is traced again, as by np.random, "
     "by a global that changes, or by a callback: give the numbers that ids are "
     "computed of as a part of the batch. Or because two programs round floats "
-    "differently: compute ids of floats, such as buckets, in NumPy or by `prepare`"
+    "differently, and a branch is chosen by them, or many ids become others: compute "
+    "these in NumPy or by `prepare`"
 )
 
 
@@ -59,6 +60,7 @@ class BatchRows(NamedTuple):
         field: fetched, or new.
       step: The number of steps before.
       fingerprint: Of the ids that these are the rows of.
+      given: These ids, of each table, on the device, if a step takes them.
       looked_up: That of the ids of the step that has made them.
       back: New `arrays` of each table, field and block on their way to the host: see
         `Spread.sent_back`.
@@ -71,6 +73,7 @@ class BatchRows(NamedTuple):
     arrays: list[list[jax.Array]]
     step: int
     fingerprint: Any = 0
+    given: list[jax.Array] | None = None
     looked_up: Any = 0
     back: Sequence[Sequence[Sequence[jax.Array]]] = ()
     reset: Any = None
@@ -305,9 +308,12 @@ class HostRows:
             pairs = enumerate(zip(parts, padded, strict=True))
             places = [batch.reset.places(k, *pair) for k, pair in pairs]
             reset = self.plan.spread.sent((places, batch.reset.values), batch.target)
+        given = None
+        if batch.is_of_floats:
+            given = self.plan.spread.sent([*map(np.asarray, batch.ids)], batch.target)
         padded, arrays = self.plan.spread.place(padded, arrays, batch.target)
         return BatchRows(
-            unique, padded, arrays, self.steps, batch.fingerprint, reset=reset
+            *(unique, padded, arrays, self.steps, batch.fingerprint, given), reset=reset
         )
 
     def _size(self, k: int, count: int, most: int, blocks: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ class Batch:
       fingerprint: Of all of them.
       needs_params: Whether ids depend on parameters; then those of a later step do not
         exist.
+      is_of_floats: Whether they depend on floats; then a step takes these, as it may
+        round otherwise.
       tables: What is looked up.
       lines: Where, for each of them.
       target: Where rows go: a device, or all of the batch's mesh.
@@ -61,6 +64,7 @@ class Batch:
     ids: list[jax.Array]
     fingerprint: jax.Array
     needs_params: bool
+    is_of_floats: bool
     tables: Sequence[Whole]
     lines: Mapping[str, set[str]]
     target: Any
@@ -131,7 +135,7 @@ class RowIds:
         self._lines: dict[str, set[str]] = {}  # where tables are looked up
         self._fun, self._tables, self._treedef = fun, tables, treedef
         self._mesh, self._num_dense = mesh, treedef.num_leaves - len(tables)
-        self._programs: dict[Any, tuple[Any, list[int]]] = {}
+        self._programs: dict[Any, tuple[Any, list[int], bool]] = {}
 
     def __call__(
         self,
@@ -173,9 +177,10 @@ class RowIds:
         avals = tuple((type_of(x), layout(x)) for x in leaves)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         key = structure, avals, tuple(sorted(static_taken.items())), x64
-        program, kept = self._programs.get(key) or self._trace(
+        traced = self._programs.get(key) or self._trace(
             dense, leaves, structure, static_taken
         )
+        program, kept, is_of_floats = traced
         values = [*dense, *leaves]
         operands = [values[i] for i in kept]
         for x in operands:
@@ -185,10 +190,11 @@ class RowIds:
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             operands = jax.device_put(operands, cpu_device())
         ids, number = program(*operands)
-        self._programs[key] = program, kept  # see `Program`
+        self._programs[key] = traced  # see `Program`
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),
+            is_of_floats=is_of_floats,
             tables=list(self._tables.values()),
             lines=self._lines,
             target=target,
@@ -217,8 +223,8 @@ class RowIds:
         leaves: list[Any],
         structure: Any,
         static: Mapping[str, Any],
-    ) -> tuple[Any, list[int]]:
-        """The program, and which of dense parameters and batch it reads."""
+    ) -> tuple[Any, list[int], bool]:
+        """The program, which of dense parameters and batch it reads; and any floats."""
         count, num_dense = len(self._tables), len(dense)
 
         def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
@@ -270,7 +276,7 @@ class RowIds:
             ids = jaxpr_as_fun(closed)(*zeros, *values)
             return ids, fingerprint(ids)
 
-        return program, kept
+        return program, kept, _has_floats(exported)
 
 
 def _why_not(eqns: Sequence[Any]) -> str:
@@ -325,6 +331,11 @@ def _without_refs(closed: ClosedJaxpr, args: Sequence[Any]) -> ClosedJaxpr:
         return [values[i] for i in program.outputs]
 
     return jax.make_jaxpr(ids)(*args)
+
+
+def _has_floats(exported: jax.export.Exported) -> bool:
+    """Whether a program computes with floats, by their types in its text."""
+    return re.search(r"[<x]b?f\d", exported.mlir_module()) is not None
 
 
 def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.Exported:

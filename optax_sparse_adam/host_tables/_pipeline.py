@@ -398,7 +398,8 @@ class Pipeline:
         # As `Program` does, around which `advance` could not be one call.
         program = self._program or self._compiled(self._rows.rest)
         self._program = None
-        args = static, self._rows.rest, arrays, rows.padded, batch.args
+        positions = rows.padded, rows.given
+        args = static, self._rows.rest, arrays, positions, batch.args
         rows = rows._replace(step=self._rows.steps, reset=None)
         value = self._rows.advance(program, args, rows)
         self._program = program

@@ -44,18 +44,19 @@ def compact(fun: Callable[..., Any], tables: Mapping[int, Whole]) -> Callable[..
       tables: By the index of their leaf in the parameters.
 
     Returns:
-      A function of parameters with `[K, ...]` in the place of each table, and of their
-      positions: int32 `[K]` for each table, ascending, padded. It returns the result,
+      A function of parameters with `[K, ...]` in the place of each table, and of a
+      pair: their positions, int32 `[K]` for each table, ascending, padded; and the ids
+      that were fetched, or `None`, as `evaluate_compact` says. It returns the result,
       and a fingerprint of the ids that were looked up: with another one than that of
       the rows that were fetched, the result is wrong.
     """
 
     @functools.wraps(fun)
     def compact_fun(
-        params: Any, rows: Sequence[Any], /, *args: Any, **keywords: Any
+        params: Any, rows: Any, /, *args: Any, **keywords: Any
     ) -> tuple[Any, jax.Array]:
-        bound = functools.partial(fun, **keywords)
-        result, ids, _ = evaluate_compact(bound, tables, params, list(rows), args)
+        bound, (positions, given) = functools.partial(fun, **keywords), rows
+        result, ids, _ = evaluate_compact(bound, tables, params, positions, args, given)
         return result, fingerprint(ids)
 
     return compact_fun

@@ -1,0 +1,275 @@
+"""Ids that a loss computes of floats: those that were fetched, however a step rounds.
+
+The step of these losses rounds otherwise than the program of ids, as two programs of
+XLA may: from its second trace on a loss multiplies by a little more than 1, so that
+some ids of each batch are the next row's.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+from ..helpers.host_tables import DIM, ROWS, assert_trained_alike, begin, host_params
+from ..helpers.host_tables import train_in_memory as train
+from ..helpers.support import need_devices, slow_but
+
+COUNT, OTHERS = 48, 3
+TX = osa.sparse_adam(1e-2)
+NOT_FETCHED = r"has looked up rows that were not fetched.*round floats"
+
+
+def batches(count=3, size=COUNT, rows=ROWS):
+    """Numbers of which `floor(x)` is an id, and x * 1.00001 another one in some."""
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        x = rng.zipf(1.3, size) % (rows - 2) + rng.uniform(0.2, 0.8, size)
+        x[:: size // OTHERS] = np.ceil(x[:: size // OTHERS]) * (1 - 5e-6)
+        yield x.astype(np.float32), rng.normal(size=size).astype(np.float32)
+
+
+def rounding(look_up, others=lambda x: x * 1.00001):
+    """A loss whose ids are those of the batch's numbers, when it is traced first."""
+    traces = []
+
+    def loss(params, x, y):
+        ids = jnp.floor(others(x) if traces else x).astype(jnp.int32)
+        traces.append(1)
+        rows = look_up(params["table"], ids)
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    return loss
+
+
+def exact(look_up):
+    """The same, of ids of NumPy."""
+
+    def loss(params, ids, y):
+        rows = look_up(params["table"], ids)
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    return loss
+
+
+def scanned(table, ids):
+    def body(carry, part):
+        return carry + 1, table[part] * carry
+
+    rows = jax.lax.scan(body, 1.0, ids.reshape(4, -1), reverse=True)[1]
+    return rows.reshape(len(ids), -1)
+
+
+def by_elements(table, ids):
+    columns = jnp.arange(DIM)
+    return table[ids[:, None], columns[None, :]]
+
+
+def by_slices(table, ids):
+    rows = [jax.lax.dynamic_slice(table, (i, 0), (1, DIM)) for i in ids[:4]]
+    return jnp.concatenate([*rows, table[ids[4:]]])
+
+
+def filled(table, ids):
+    # Those above a row are out of bounds.
+    shifted = jnp.where(ids < 40, ids, ids + ROWS)
+    return table.at[shifted].get(mode="fill", fill_value=0)
+
+
+LOOKUPS = {
+    "gather": lambda table, ids: table[ids],
+    "clipped": lambda table, ids: table.at[ids * 9].get(mode="clip"),
+    "promised": lambda table, ids: table.at[ids].get(mode="promise_in_bounds"),
+    "filled": filled,
+    "of_a_function": lambda table, ids: jnp.tanh(2 * table)[ids],
+    "by_elements": by_elements,
+    "by_slices": by_slices,
+    "scan": scanned,
+    "jit": jax.jit(lambda table, ids: table[ids]),
+    "checkpoint": jax.checkpoint(lambda table, ids: jnp.sin(table[ids])),
+    "twice": lambda table, ids: table[ids] + table[ids[::-1] + 1],
+    "frozen": lambda table, ids: (
+        table[ids] + jax.lax.stop_gradient(table)[ids[::-1] + 1]
+    ),
+    "bags": lambda table, ids: jnp.repeat(
+        osa.embedding_bag(table, ids.reshape(-1, 4), mode="mean"), 4, axis=0
+    ),
+    "flat_bags": lambda table, ids: osa.embedding_bag(
+        table, ids, segment_ids=jnp.arange(COUNT) // 2, num_segments=COUNT
+    ),
+    "bags_of_a_function": lambda table, ids: jnp.repeat(
+        osa.embedding_bag(jnp.sin(table), ids.reshape(-1, 2)), 2, axis=0
+    ),
+}
+
+
+def floors(made):
+    return [(np.floor(x).astype(np.int32), y) for x, y in made]
+
+
+@pytest.mark.parametrize("name", slow_but(LOOKUPS, "gather", "scan", "bags"))
+def test_those_that_were_fetched_are_looked_up(name):
+    made, (rows, w) = [*batches()], begin()
+    other = [np.floor(x * np.float32(1.00001)) for x, _ in made]
+    assert all(
+        (x != ids).any() for x, (ids, _) in zip(other, floors(made), strict=True)
+    )
+    look_up = LOOKUPS[name]
+    known = train(exact(look_up), TX, {"table": rows, "w": w}, floors(made))
+    params = host_params(rows, w)
+    with host.HostTrainer(rounding(look_up), TX, params) as trainer:
+        values = list(trainer.run(made))
+        assert_alike(trainer, values, known)
+    with host.HostTrainer(rounding(look_up), TX, params) as trainer:
+        assert_alike(trainer, [trainer.step(*batch) for batch in made], known)
+
+
+def assert_alike(trainer, values, known):
+    """The program differs, so XLA may round a sum otherwise: by a few bits."""
+    params, _, expected = known
+    np.testing.assert_allclose(np.array(values), expected, rtol=1e-6)
+    table = trainer.params["table"][np.arange(ROWS)]
+    # A row that is trained instead of its neighbour is off by a rate, 1e-2.
+    np.testing.assert_allclose(table, params["table"], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(trainer.params["w"], params["w"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gather", "bags"])
+def test_over_a_mesh(name):
+    need_devices(8)
+    made, (rows, w) = [*batches(size=64)], begin()  # bags for all of them
+    look_up = LOOKUPS[name]
+    known = train(exact(look_up), TX, {"table": rows, "w": w}, floors(made))
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    split = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("x"))) for x in made]
+    parts = rounding(look_up), TX, host_params(rows, w)
+    with host.HostTrainer(*parts, mesh=mesh) as trainer:
+        assert_alike(trainer, list(trainer.run(split)), known)
+
+
+@pytest.mark.parametrize("function", slow_but([False, True], False))
+def test_two_tables(function):
+    """Each gets its own ids, in the order of its lookups."""
+
+    def loss(params, ids, y):
+        a, b = params["a"], params["b"]
+        if function:
+            rows = (a + b)[ids] + a[ids + 1]
+        else:
+            rows = a[ids] + b[ids[::-1] // 2] * a[ids + 1]
+        return jnp.mean((rows.sum(1) * params["w"] - y) ** 2)
+
+    traces = []
+
+    def of_floats(params, x, y):
+        ids = jnp.floor(x * (1.00001 if traces else 1)).astype(jnp.int32)
+        traces.append(1)
+        return loss(params, ids, y)
+
+    made, (rows, _) = [*batches()], begin()
+    w = np.float32(1)
+    known = train(loss, TX, {"a": rows, "b": rows * 2, "w": w}, floors(made))
+    tables = [host_params(x, w)["table"] for x in (rows, rows * 2)]
+    params = {"a": tables[0], "b": tables[1], "w": w}
+    with host.HostTrainer(of_floats, TX, params) as trainer:
+        values = np.array(list(trainer.run(made)))
+        np.testing.assert_allclose(values, known[2], rtol=1e-6)
+        for name in "ab":
+            table = trainer.params[name][np.arange(ROWS)]
+            np.testing.assert_allclose(table, known[0][name], rtol=0, atol=2e-5)
+
+
+def test_exact_adam_and_evaluate():
+    """A loss reads rows up to date, and so does `evaluate`."""
+    made, (rows, w) = [*batches(6)], begin()
+    loss, tx = LOOKUPS["gather"], osa.exact_adam(1e-2)
+    dense = optax.adam(1e-2)
+    params = {"table": jnp.asarray(rows), "w": jnp.asarray(w)}
+    state = dense.init(params)
+    with host.HostTrainer(rounding(loss), tx, host_params(rows, w)) as trainer:
+        values = list(trainer.run(made))
+        seen = trainer.evaluate(rounding(loss))(*made[0])
+        again = trainer.evaluate(exact(loss))(*floors(made)[0])
+    for batch, value in zip(floors(made), values, strict=True):
+        expected, grads = jax.value_and_grad(exact(loss))(params, *batch)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = dense.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(seen, again, rtol=1e-6)
+    expected = exact(loss)(params, *floors(made)[0])
+    np.testing.assert_allclose(seen, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", slow_but(["sqrt", "log1p", "params"], "log1p"))
+def test_where_both_round_alike_bits_are_those_in_memory(name):
+    """As they were when a step computed its ids by itself."""
+
+    def loss(params, x, y):
+        if name == "params":
+            ids = jnp.tanh(params["w"].sum() + x) * 100 + 150
+        else:
+            ids = getattr(jnp, name)(x) * 17
+        rows = params["table"][ids.astype(jnp.int32)]
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    made, (rows, w) = [*batches(4)], begin()
+    known = train(loss, TX, {"table": rows, "w": w}, made)
+    with host.HostTrainer(loss, TX, host_params(rows, w)) as trainer:
+        assert_trained_alike(trainer, list(trainer.run(made)), known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["step", "run"])
+def test_others_than_by_rounding_are_refused(rule):
+    """Numbers of `np.random`: what a loss computes of them beside would be others."""
+    made, (rows, w) = [*batches()], begin()
+    loss = rounding(LOOKUPS["gather"], lambda x: (x + 7) % (ROWS - 2))
+    with (
+        host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
+        pytest.raises(RuntimeError, match=NOT_FETCHED),
+    ):
+        list(trainer.run(made)) if rule == "run" else trainer.step(*made[0])
+
+
+@pytest.mark.parametrize("name", slow_but(["branch", "platform"], "branch"))
+def test_a_branch_that_rounding_chooses_is_refused(name):
+    """Its ids are not those of the branch that was taken when rows were fetched."""
+
+    def look_up(table, ids):
+        def odd():
+            return table[ids]
+
+        def even():
+            return table[ids[::-1]] * 2
+
+        if name == "platform":
+            return jax.lax.platform_dependent(cpu=odd, default=even)
+        return jax.lax.cond(jnp.sum(ids) % 2 == 0, even, odd)
+
+    made, (rows, w) = [*batches(6)], begin()
+    with (
+        host.HostTrainer(rounding(look_up), TX, host_params(rows, w)) as trainer,
+        pytest.raises(RuntimeError, match=NOT_FETCHED),
+    ):
+        list(trainer.run(made))
+
+
+def test_floats_that_ids_do_not_depend_on():
+    """Then a step computes its ids, and gets none."""
+    given = []
+
+    class Noting(host.HostTrainer):
+        pass
+
+    made, (rows, w) = floors(batches()), begin()
+    with Noting(exact(LOOKUPS["gather"]), TX, host_params(rows, w)) as trainer:
+        fetch = trainer._rows.fetch
+        trainer._rows.fetch = lambda batch: given.append(fetch(batch)) or given[-1]
+        list(trainer.run(made))
+    assert [x.given for x in given] == [None] * len(made)
