@@ -219,14 +219,22 @@ def _of_model(model, params, ids, y):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of_floats", [False, True])
 @pytest.mark.parametrize("name", slow_but(MODELS, "cond"))
-def test_models(name):
+def test_models(name, of_floats):
     rows, w = begin()
     tx = osa.exact_adam(1e-2) if name in ("scan", "bag") else osa.sparse_adam(1e-2)
-    fun = functools.partial(_of_model, MODELS[name])
-    expected = train_in_memory(fun, tx, {"table": rows, "w": w}, batches(0, 6))
+
+    def fun(params, ids, y):
+        # A step looks up the ids that were fetched: see `test_ids_of_floats.py`.
+        ids = jnp.exp(jnp.log(ids + 0.5)).astype(jnp.int32) if of_floats else ids
+        return _of_model(MODELS[name], params, ids, y)
+
+    dtype = np.float32 if of_floats else np.int32
+    made = [(ids.astype(dtype), y) for ids, y in batches(0, 6)]
+    expected = train_in_memory(fun, tx, {"table": rows, "w": w}, made)
     trainer = host.HostTrainer(fun, tx, host_params(rows, w))
-    assert_trained_alike(trainer, list(trainer.run(batches(0, 6))), expected)
+    assert_trained_alike(trainer, list(trainer.run(made)), expected)
 
 
 @pytest.mark.slow
