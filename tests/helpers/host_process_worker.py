@@ -27,8 +27,12 @@ TX = osa.exact_adamw(1e-2, weight_decay=0.1)
 
 
 def loss(params, ids, y):
-    """A table in files, and one in memory with fewer rows than there are ids."""
-    rows = params["file"][ids] * params["memory"][ids % SMALL]
+    """A table in files, and one in memory with fewer rows than there are ids.
+
+    Ids of this one are computed of floats, which are sent with the rows.
+    """
+    small = jnp.floor((ids % SMALL).astype(jnp.float32) + 0.5).astype(jnp.int32)
+    rows = params["file"][ids] * params["memory"][small]
     return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
 
 
