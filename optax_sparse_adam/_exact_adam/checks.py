@@ -156,7 +156,8 @@ def _is_continued(
             "exact_adam needs the schedule and the count by which its state has moved "
             "stale rows; got a state of another learning rate, weight decay, nesterov "
             "or count. Call params, state = flush(params, state) before any of them "
-            "changes: after it, all of them may."
+            "changes: after it, all of them may. (A schedule of bfloat16 numbers is "
+            "another one in a compiled step: give it Python's.)"
         )
     return is_right
 
