@@ -59,7 +59,7 @@ def evaluated(
     program = Program(make)
 
     def on_tables(*args: Any, **keywords: Any) -> Any:
-        with contextlib.nullcontext() if is_alone else host.alone(reads=True):
+        with contextlib.nullcontext() if is_alone else host.access.alone(reads=True):
             host.check()
             host.refuse_narrow()
             host.settle()
@@ -192,7 +192,7 @@ def reset(host: HostRows, params: Any, ids: Any, values: Any) -> None:
 
 def read_all(host: HostRows) -> tuple[Any, Any]:
     """Parameters and state: see `HostTrainer.params`."""
-    with host.alone(reads=True):
+    with host.access.alone(reads=True):
         host.check()
         host.settle()
         pairs = zip(host.stores, host.plan.layouts, strict=True)

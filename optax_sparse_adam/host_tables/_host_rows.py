@@ -13,17 +13,14 @@ import contextlib
 import errno
 import functools
 import itertools
-import os
-import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from ._access import Access
 from ._arguments import is_committed, target_of
 from ._budget import give_back, keep
 from ._ids import Batch
@@ -38,7 +35,6 @@ from ._stateful import Described, Stateful, described
 from ._store import Ascending, Store
 from ._worker import Worker
 
-_FOLDER = os.path.dirname(__file__) + os.sep
 NOT_FETCHED = (
     "{what} has looked up rows that were not fetched: it computes other ids than the "
     "small program that fetches them. Either when it is traced again, as by np.random, "
@@ -101,6 +97,7 @@ class HostRows:
 
     Attributes:
       plan: Which parts of parameters and state are rows.
+      access: Who may use them.
       rest: What has no rows: the other parameters, then the rest of the state.
       stores: Of each table.
       stateful: What is saved with them.
@@ -131,11 +128,7 @@ class HostRows:
         self.is_open, self.is_closed = True, False
         self.work: Worker | None = None
         self.left: Callable[[], None] | None = None
-        self._process = os.getpid()
-        self._has_settled = False
-        self._lock = threading.RLock()
-        self._condition = threading.Condition(self._lock)
-        self._drawing = threading.local()
+        self.access = Access()
         self._results: collections.deque[Any] = collections.deque()
         self._value: Any = None
         self._unstored: collections.deque[BatchRows] = collections.deque()
@@ -170,19 +163,14 @@ class HostRows:
         """Refuses what cannot be done now, such as changes while a batch is drawn."""
         if not self.is_open:
             raise ValueError("This HostTrainer is closed; restore a new one.")
-        if self.is_of_another_process:
-            raise RuntimeError(
-                "This HostTrainer, or Snapshot, is of the process that forked this "
-                "one. Make it after the fork: both would write the same rows, and JAX "
-                "cannot go on in a process that was forked."
-            )
+        self.access.refuse_another_process()
         if self.torn is not None:
             raise RuntimeError(
                 f"{self.torn}. Close this HostTrainer, and go on from its last "
                 "checkpoint by HostTrainer.restore."
             ) from self._reason
         if changes:
-            self.refuse_in_batches()
+            self.access.refuse_in_batches()
             self.refuse_narrow()
 
     def refuse_narrow(self) -> None:
@@ -197,62 +185,6 @@ class HostRows:
                     "is for all threads; `with jax.enable_x64(True)` is for one."
                 )
 
-    def refuse_in_batches(self) -> None:
-        code = getattr(self._drawing, "code", None)
-        # Two interrupts may have come where one would have taken it back.
-        if code and any(x.f_code is code for x, _ in traceback.walk_stack(None)):
-            raise RuntimeError(
-                "The batches of HostTrainer.run are drawn before the steps of those "
-                "that come before, so they may read the trainer and make checkpoints, "
-                "but not change it. Change it between two values of run; or draw a "
-                "batch by yourself, and pass it to HostTrainer.step."
-            )
-
-    def draws(self, code: CodeType | None) -> None:
-        """Says that what this code calls in this thread belongs to batches of `run`."""
-        self._drawing.code = code
-
-    def alone(self, *, reads: bool = False) -> contextlib.AbstractContextManager[Any]:
-        """Waits for what other threads do with this trainer, and then lets them wait.
-
-        After a fork nothing: the thread that has the lock may not be there. Only what
-        `reads` may be called by what is `stateful`.
-
-        Raises:
-          RuntimeError: In the middle of what the same thread does.
-        """
-        if self.is_of_another_process:
-            return contextlib.nullcontext()
-        if self._is_in_use_here and not (reads and self._has_settled):
-            raise RuntimeError(
-                "A signal's handler, `prepare`, or what a step or a checkpoint has "
-                "called, uses this HostTrainer in the middle of it, when rows and "
-                "files are of two times. Let the handler say that it was called, as by "
-                "a flag, and make the checkpoint between two steps; or let it raise: "
-                "nothing is lost."
-            )
-        return self._lock
-
-    @property
-    def _is_in_use_here(self) -> bool:
-        """Whether this thread is in the middle of something.
-
-        Then it has the lock; but not only then, as what a debugger raises between two
-        instructions leaves a `with` without its end.
-        """
-        try:
-            self._condition.notify(0)  # which the one who has its lock may
-        except RuntimeError:
-            return False
-        # What was called, the handler that has called it, what that has interrupted.
-        frames = (x.f_code.co_filename for x, _ in traceback.walk_stack(None))
-        is_ours = [name.startswith(_FOLDER) for name in frames]
-        return False in is_ours and any(is_ours[is_ours.index(False) :])
-
-    @property
-    def is_of_another_process(self) -> bool:
-        return os.getpid() != self._process
-
     def described(self) -> tuple[Described, list[np.ndarray]]:
         """What is `stateful`, which may read the trainer, as all has settled.
 
@@ -260,11 +192,8 @@ class HostRows:
         """
         if self.budget is not None:
             give_back(0)
-        self._has_settled = True
-        try:
+        with self.access.settled():
             return described(self.preparation.arrays(self.steps))
-        finally:
-            self._has_settled = False
 
     @property
     def looks_ahead(self) -> bool:
@@ -408,7 +337,7 @@ class HostRows:
 
     def settle(self) -> None:
         """Waits until all rows are where they belong."""
-        if self.is_of_another_process:  # whose thread writes them
+        if self.access.is_of_another_process:  # whose thread writes them
             return
         self._adopt()
         if self.work is not None:

@@ -79,7 +79,7 @@ class Source:
     def _draw(self) -> None:
         if all(len(place) > 1 for place in [*self._places]):
             self._draw_one()
-        with self._rows.alone():
+        with self._rows.access.alone():
             # Steps may have been done since, by another thread.
             self._turn(self)
             self._compute(next(place for place in self._places if len(place) == 1))
@@ -88,7 +88,7 @@ class Source:
         if self._end is not None:
             raise self._end
         count = len(self._places)
-        self._rows.draws(Source._draw_one.__code__)
+        self._rows.access.draws(Source._draw_one.__code__)
         try:
             # One call, without Python between the iterator and the place.
             self._places.extend(map(list, zip(itertools.islice(self.iterator, 1))))
@@ -96,7 +96,7 @@ class Source:
             self._end = error
             raise
         finally:
-            self._rows.draws(None)
+            self._rows.access.draws(None)
         if len(self._places) == count:
             self._end = StopIteration()
             raise self._end
@@ -305,7 +305,7 @@ class Pipeline:
                     # Ids that depend on parameters do not exist before the next step.
                     if not first[0].needs_params:
                         source.peek(2 + ahead * rows.looks_ahead)
-                    with rows.alone():
+                    with rows.access.alone():
                         rows.check()  # a child of `fork` has no thread to wait for
                         # What the loader does, `Vocabulary.assign` for example, is
                         # done beside the work, too.
@@ -329,12 +329,12 @@ class Pipeline:
                         # None where the thread has seen that the last step has failed.
                         before = kept[-1] if kept else None
                     yield value
-                    with rows.alone():
+                    with rows.access.alone():
                         if rows.torn:
                             work.result()  # which raises what has failed, if it has
                         rows.check(changes=True)
                 if work is not None:
-                    with rows.alone():
+                    with rows.access.alone():
                         work.result()  # where the step before the last one has failed
             except GeneratorExit:
                 is_closed = True
@@ -346,10 +346,10 @@ class Pipeline:
                 if self._ahead is source:  # for `settle`
                     rows.left = functools.partial(self._leave, source)
                 if not is_closed:
-                    with rows.alone():
+                    with rows.access.alone():
                         rows.settle()
                 elif self._ahead is source and _is_left_by_user():
-                    with rows.alone():
+                    with rows.access.alone():
                         self._leave(source)
             finally:
                 if self._source is source:

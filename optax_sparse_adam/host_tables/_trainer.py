@@ -180,7 +180,7 @@ class HostTrainer:
             `stateful` does not know what it was at this step.
           OSError: If a disk is full; the last checkpoint is as it was.
         """
-        with self._rows.alone():
+        with self._rows.access.alone():
             self._rows.check()
             with together("HostTrainer.checkpoint"):
                 self._rows.settle()
@@ -260,7 +260,7 @@ class HostTrainer:
         Returns:
           The loss, or a pair of it and `aux`.
         """
-        with self._rows.alone():
+        with self._rows.access.alone():
             self._rows.check(changes=True)
             split = split_keywords(self._loss, keywords)
             is_reset = len(batch) == 1 and isinstance(batch[0], BatchWithReset)
@@ -339,7 +339,7 @@ class HostTrainer:
           OSError: If a disk is full; then there is no folder.
           ValueError: If what is `stateful` does not know what it was at this step.
         """
-        with self._rows.alone():
+        with self._rows.access.alone():
             write_snapshot(self._rows, Path(path).absolute())
 
     def map_rows(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
@@ -359,7 +359,7 @@ class HostTrainer:
             the result, or has another shape or type. What is raised later, such as a
             KeyboardInterrupt, leaves some rows as they were: go on from a checkpoint.
         """
-        with self._rows.alone():
+        with self._rows.access.alone():
             map_rows(self._rows, function)
 
     def reset_rows(self, ids: Any, rows: Any) -> None:
@@ -379,7 +379,7 @@ class HostTrainer:
           ValueError: For ids in another tree, of an array that is no `HostTable`, or
             that name a row twice; for rows of another shape.
         """
-        with self._rows.alone():
+        with self._rows.access.alone():
             reset(self._rows, self._params, ids, rows)
 
     # What the user reads.
@@ -411,10 +411,10 @@ class HostTrainer:
             a `Storage`, it is closed: go on from the last checkpoint.
         """
         rows = self._rows
-        with rows.alone():
-            if rows.is_closed or rows.is_of_another_process:
+        with rows.access.alone():
+            if rows.is_closed or rows.access.is_of_another_process:
                 return
-            rows.refuse_in_batches()
+            rows.access.refuse_in_batches()
             rows.is_open = False
             try:
                 rows.settle()

@@ -15,7 +15,7 @@ import pytest
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
-from optax_sparse_adam.host_tables import _host_rows, _pipeline, _worker
+from optax_sparse_adam.host_tables import _access, _pipeline, _worker
 from optax_sparse_adam.host_tables._pipeline import Pipeline
 from optax_sparse_adam.host_tables._store import Memory
 
@@ -95,7 +95,7 @@ def test_an_interrupt_while_run_waits_for_another_thread(request, expected):
     trainer, has_lock = new_trainer(), threading.Event()
 
     def hold():
-        with trainer._rows.alone():
+        with trainer._rows.access.alone():
             has_lock.set()
             time.sleep(0.3)
             _thread.interrupt_main()
@@ -121,17 +121,17 @@ def test_an_interrupt_while_run_waits_for_another_thread(request, expected):
 @pytest.mark.parametrize("which", slow_but([1, 2], 2))
 def test_an_interrupt_before_and_after_a_batch_is_drawn(which, monkeypatch, expected):
     """The trainer does not believe for ever that batches are being drawn."""
-    trainer, draws, seen = new_trainer(), _host_rows.HostRows.draws, []
+    trainer, draws, seen = new_trainer(), _access.Access.draws, []
 
-    def interrupted(rows, code):
+    def interrupted(access, code):
         seen.append(1)
         if len(seen) == 4 + which:  # of the third batch
             if which == 1:  # it has begun
-                draws(rows, code)
+                draws(access, code)
             raise KeyboardInterrupt
-        draws(rows, code)
+        draws(access, code)
 
-    monkeypatch.setattr(_host_rows.HostRows, "draws", interrupted)
+    monkeypatch.setattr(_access.Access, "draws", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(trainer.run(batches(0, 6)))
     done = trainer.steps
