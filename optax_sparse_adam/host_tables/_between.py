@@ -114,15 +114,21 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
         [x.update(shape=(count if count > 1 else other, *x.shape[1:])) for x in fields]
         for count, fields in zip(counts, shapes, strict=True)
     ]
-    jax.eval_shape(mapped, whole, host.rest)
-    closed = jax.make_jaxpr(of_list)(flat, host.rest)
-    refuse_program(closed.consts, "map_rows")
-    if not treats_rows_alone(of_list, flat, host.rest):
+    as_in_memory = jax.make_jaxpr(of_list)(jax.tree.leaves(whole), host.rest)
+    refuse_program(as_in_memory.consts, "map_rows")
+    reason = None
+    try:
+        closed = jax.make_jaxpr(of_list)(flat, host.rest)
+        is_alone = treats_rows_alone(of_list, flat, host.rest)
+    except (TypeError, ValueError) as error:  # all rows it takes, and some it does not
+        is_alone, reason = False, error
+    if not is_alone:
         raise ValueError(
             "map_rows needs a function that treats each row alone: it sees some at a "
-            "time. In the result of this one rows depend on other rows, or on how many "
-            "there are, or arrays without rows depend on rows."
-        )
+            "time. In the result of this one rows depend on other rows, on how many "
+            "there are, or on an array of all rows (for some of them there is "
+            "reset_rows), or arrays without rows depend on rows."
+        ) from reason
     traced = FlatJaxpr(closed)
     stays = traced.outputs[-len(flat) :] == traced.inputs[: len(flat)]
     if stays:  # only what has no rows changes, as numbers of the optimiser do

@@ -333,6 +333,8 @@ ROWS_OF_OTHERS = {
     "how many": lambda x: x / len(x),
     "large ones": lambda x: x / jnp.maximum(1, jnp.max(jnp.abs(x))),
     "where it is large": lambda x: jnp.where(jnp.linalg.norm(x) > 50, 2 * x, x),
+    "a mask": lambda x: x * np.ones((ROWS, 1), np.float32),
+    "chosen ones": lambda x: jnp.where(np.ones((ROWS, 1), bool), x, 0),
 }
 
 
