@@ -403,10 +403,11 @@ class Plan:
                     raise TypeError(
                         "HostTrainer keeps rows in the types that `init` gives them, "
                         f"and a step of this optimiser returns {name} as {y.dtype}, "
-                        f"which is {x.dtype}. Numbers that are arrays do so, as those "
-                        "of optax.inject_hyperparams inside of lazy beside a leaf of a "
-                        "wider type: give Python's numbers, put inject_hyperparams "
-                        "around lazy, or take tables of float32."
+                        f"which is {x.dtype}. Numbers that are arrays of a wider type "
+                        "do so: give Python's. Of optax.inject_hyperparams all are, "
+                        "beside a float32 leaf: put it around lazy, and name those "
+                        'that moments are computed with, static_args=("b1", "b2"). '
+                        "Or take tables of float32."
                     )
 
 

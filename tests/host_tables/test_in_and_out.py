@@ -192,9 +192,14 @@ def of_types(table, w, **place):
     return plain, {"table": table, "w": jnp.ones(4, w)}
 
 
+def lazy_adam(rate, b1):
+    return osa.lazy(optax.adam(rate, b1=b1))
+
+
 INJECTED = osa.lazy(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
 CHANGE_TYPES = {
     "injected": INJECTED,
+    "around": optax.inject_hyperparams(lazy_adam)(rate=0.1, b1=0.8),
     "an array": osa.lazy(optax.adam(0.1, b1=jnp.float32(0.9))),
 }
 
@@ -205,7 +210,7 @@ def test_a_step_that_changes_the_types_of_rows_is_refused(name):
     """It would write float32 into fields of bfloat16, and over the next ones."""
     _, params = of_types("bfloat16", "float32")
     ids = np.arange(5)
-    words = r"mu\['table'\] as float32, which is bfloat16"
+    words = r"mu\['table'\] as float32, which is bfloat16.*static_args=\("
     with host.HostTrainer(squares, CHANGE_TYPES[name], params) as trainer:
         before = np.array(trainer.params["table"])
         for call in (trainer.step, lambda ids: list(trainer.run([(ids,)]))):
@@ -219,8 +224,8 @@ def test_a_step_that_changes_the_types_of_rows_is_refused(name):
 @pytest.mark.usefixtures("as_optax_expects")
 def test_injected_numbers_around_lazy_change_no_type():
     """As the refusal advises."""
-    make = optax.inject_hyperparams(lambda rate: osa.lazy(optax.adam(rate)))
-    tx, ids = make(rate=0.1), np.arange(5)
+    make = optax.inject_hyperparams(lazy_adam, static_args=("b1",))
+    tx, ids = make(rate=0.1, b1=0.8), np.arange(5)
     plain, params = of_types("bfloat16", "float32")
     *_, values = continued(plain, tx.init(plain), *[(ids,)] * 4, tx=tx, fun=squares)
     with host.HostTrainer(squares, tx, params) as trainer:
