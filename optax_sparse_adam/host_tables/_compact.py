@@ -347,8 +347,9 @@ def evaluate_compact(
         )
     program = _Program(RULES, _EveryUse(), tables=tables)
     requests, _ = Walk(program).plan(closed, values)
-    if program.around & {"cond", "shard_map"}:
-        given = None
+    deltas = None
+    if given is not None and not program.around & {"cond", "shard_map"}:
+        deltas = _by_request(requests, dict(zip(tables, given, strict=True)))
     for i, (primitive, line) in program.dense_uses.items():
         raise ValueError(
             f"{tables[i].name} is in host memory, where only its rows can be looked "
@@ -356,12 +357,9 @@ def evaluate_compact(
             " Take its rows first; leave weight decay to the optimiser; or keep this "
             "table on the device."
         )
-    if given is None:
-        deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
-    else:
-        program = dataclasses.replace(program, is_given=True)
-        deltas = _by_request(requests, dict(zip(tables, given, strict=True)))
-    walk = Walk(program, iter(deltas))
+    program = dataclasses.replace(program, is_given=deltas is not None)
+    zeros = (jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests)
+    walk = Walk(program, zeros if deltas is None else iter(deltas))
     results = walk.evaluate(closed, values)
     for x in results:
         if isinstance(x, Expression):
@@ -375,7 +373,7 @@ def evaluate_compact(
         ids[request.leaf.index].append(entries.ids.ravel().astype(jnp.int32))
     empty = jnp.zeros(0, jnp.int32)
     joined = [jnp.concatenate([empty, *x]) for x in ids.values()]
-    if given is not None:
+    if given is not None and program.is_given:
         joined = [*map(_rounded, joined, given)]
     lines = {tables[i].name: x for i, x in program.lines.items()}
     return to_result([jnp.asarray(x) for x in results]), joined, lines
@@ -383,15 +381,19 @@ def evaluate_compact(
 
 def _by_request(
     requests: Sequence[Request], given: dict[int, jax.Array]
-) -> list[jax.Array]:
-    """For each lookup its part of the ids of its table, as they were joined."""
+) -> list[jax.Array] | None:
+    """For each lookup its part of the ids of its table, as they were joined.
+
+    `None` where they are of other lookups, as a program of `np.random` may have.
+    """
     first = dict.fromkeys(given, 0)
     parts = []
     for request in requests:
         i = request.leaf.index
         parts.append(given[i][first[i] : first[i] + request.count])
         first[i] += request.count
-    return parts
+    is_of_these = all(first[i] == len(ids) for i, ids in given.items())
+    return parts if is_of_these else None
 
 
 def _rounded(ids: jax.Array, given: jax.Array) -> jax.Array:

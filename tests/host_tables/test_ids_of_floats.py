@@ -237,6 +237,23 @@ def test_others_than_by_rounding_are_refused(rule):
         list(trainer.run(made)) if rule == "run" else trainer.step(*made[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [-1, 1])
+def test_another_number_of_lookups_is_refused(more):
+    traces = []
+
+    def look_up(table, ids):
+        traces.append(1)
+        return sum(table[ids] for _ in range(2 + more * (len(traces) > 1)))
+
+    made, (rows, w) = [*batches()], begin()
+    with (
+        host.HostTrainer(rounding(look_up), TX, host_params(rows, w)) as trainer,
+        pytest.raises(RuntimeError, match=NOT_FETCHED),
+    ):
+        trainer.step(*made[0])
+
+
 @pytest.mark.parametrize("name", slow_but(["branch", "platform"], "branch"))
 def test_a_branch_that_rounding_chooses_is_refused(name):
     """Its ids are not those of the branch that was taken when rows were fetched."""
