@@ -368,13 +368,16 @@ def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
     the counts of `per_row` for another table, some of which `reset_rows` has set back.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    # `count` of reduce_on_plateau begins again, too.
-    plateaus = {path[:-1] for path, _ in paths if _name_of(path) == "plateau_count"}
+    # `count` of reduce_on_plateau begins again, too; that of `exact_adam` may be set.
+    beside = "plateau_count", "clock"
+    are_set_back = {path[:-1] for path, _ in paths if _name_of(path) in beside}
     scalars: list[Any] = []
     arrays: list[Any] = []
     for (path, old), new, table in zip(paths, states, owners, strict=True):
         _, kind = shape_of("put_rows", old)
-        is_clock = path[:-1] not in plateaus and _is_clock(_name_of(path), old, kind)
+        name = _name_of(path)
+        is_clock = name == "clock" or path[:-1] not in are_set_back
+        is_clock &= _is_clock(name, old, kind)
         if table is None and new is not None and is_clock:
             (arrays if np.ndim(old) else scalars).append((old, new))
     if not (scalars or arrays):

@@ -173,7 +173,9 @@ def _refuse_changes(state: Any) -> None:
                     "before it, scale moves by its learning rate, train groups of "
                     "parameters apart, or freeze some, by optax.partition in place of "
                     "a chain of optax.masked, and average what flush returns. Of "
-                    "several arguments (`argnums`) give one state, tx.init((a, b))."
+                    "several arguments (`argnums`) give one state, tx.init((a, b)). (A "
+                    "plain tuple is taken for the state of a chain: let that of a "
+                    "wrapper of your own be a NamedTuple.)"
                 )
         return is_exact(node)
 
@@ -358,8 +360,8 @@ def refuse_other_dates(state: Any, row_state: Any, has_rows: Any) -> Any:
 
     A row is stored by its value or by its projected final value, and `values_until`
     says of a whole parameter which: of rows and table it must be the same, or nothing
-    has moved yet, in the one or in the other. `has_rows` says which leaves are of
-    tables.
+    has moved yet, in the one or in the other. (Moments may come from another optimiser,
+    with its count.) `has_rows` says which leaves are of tables.
 
     Returns:
       `True`, or an array of JAX that a program knows when it runs.
@@ -377,9 +379,9 @@ def refuse_other_dates(state: Any, row_state: Any, has_rows: Any) -> Any:
         if not is_put.any() or of_rows.values_until is None or of_rows.clock is None:
             continue
         is_same = (node.values_until == of_rows.values_until)[is_put].all()
-        is_same |= node.clock == 0
+        is_same |= (node.clock == 0) & (node.count == 0)
         if not node.log_decay:  # what decays is dated since the last `flush`
-            is_same |= of_rows.clock == 0
+            is_same |= (of_rows.clock == 0) & (of_rows.count == 0)
         fits = fits & is_same
     if isinstance(fits, jax.core.Tracer):
         return fits

@@ -203,6 +203,10 @@ AROUND = {
         "exact Adam advances all rows",
     ),
     "lazy(per_row)": (lambda tx: osa.lazy(osa.per_row(tx)), "advances all rows|around"),
+    "a plain tuple": (
+        lambda tx: tx._replace(init=lambda params: (tx.init(params), jnp.zeros(()))),
+        r"plain tuple .* let that of a wrapper of your own be a NamedTuple",
+    ),
 }
 
 

@@ -351,10 +351,38 @@ def other_rows(tx, params, state):
     return (params, state), osa.take_rows(tx, *other, IDS)
 
 
+def handed_over(tx, params, state):
+    """Of dense Adam: moments at clock 0."""
+    params, state = osa.flush(params, state)
+    kept = {"count": state.count, "mu": state.mu, "nu": state.nu}
+    return params, tx.init(params)._replace(**kept)
+
+
+def stepped_and_flushed(tx, params, state):
+    step = osa.make_train_step(loss, tx)
+    *whole, _ = step(*jax.tree.map(jnp.copy, (params, state)), IDS["table"] % 2, 1.0)
+    return osa.flush(*whole)
+
+
+def rows_of_a_run_handed_over(tx, params, state):
+    whole = handed_over(tx, params, state)
+    rows = osa.take_rows(tx, *whole, IDS)
+    return stepped_and_flushed(tx, *whole), rows
+
+
+def flushed_rows_of_a_run_handed_over(tx, params, state):
+    whole = handed_over(tx, params, state)
+    return whole, stepped_and_flushed(tx, *osa.take_rows(tx, *whole, IDS))
+
+
+WAYS = (
+    *(flushed_rows, flushed_table, dense_step, other_rows),
+    *(rows_of_a_run_handed_over, flushed_rows_of_a_run_handed_over),
+)
 # Each way with each kind of rows, and with both optimisers.
 BETWEEN = [
     (way, list(EXACT)[(number + other) % 2], kind)
-    for number, way in enumerate((flushed_rows, flushed_table, dense_step, other_rows))
+    for number, way in enumerate(WAYS)
     for other, kind in enumerate(("jit", "jax", "numpy"))
 ]
 
@@ -376,6 +404,29 @@ def test_a_flush_between(way, name, kind):
     params, _ = put(tx, kind, *whole, IDS, *rows)
     assert np.isnan(params["table"][np.array([3, 4])]).all()
     np.testing.assert_array_equal(params["table"][5:], whole[0]["table"][5:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_a_warm_restart_between(name):
+    """Its count is smaller than that of the rows, which are older by the clock."""
+    tx = EXACT[name]()
+    step = osa.make_train_step(loss, tx)
+    whole = begin(tx)
+    for number in range(5):
+        *whole, _ = step(*whole, np.array([3, 4]), np.float32(number))
+    whole = osa.flush(*whole)
+    rows = osa.take_rows(tx, *whole, IDS)
+    params, state = whole[0], optax.tree.set(whole[1], count=jnp.int32(0))
+    for number in range(3):
+        batch = np.array([7, 9]), np.float32(number)
+        params, state, _ = step(params, state, *batch)
+    expected = jax.tree.map(jnp.copy, (params, state))
+    params, state = osa.put_rows(tx, params, state, IDS, *rows)
+    for new, old in zip(
+        jax.tree.leaves((params, state)), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(new, old)  # nobody has changed these rows
 
 
 @pytest.mark.slow
