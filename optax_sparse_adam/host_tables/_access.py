@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+import jax
+
+# Decorates what transfers rows by NumPy's arrays: a guard is for what nobody asked for.
+transfers: contextlib.ContextDecorator = jax.transfer_guard("allow")
 _FOLDER = os.path.dirname(__file__) + os.sep
 
 

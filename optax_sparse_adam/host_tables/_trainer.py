@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from .._gradients.value_and_grad import Sparse
+from ._access import transfers
 from ._arguments import begun, split_keywords
 from ._between import evaluated, map_rows, read_all, reset
 from ._checkpoint import save
@@ -122,6 +123,7 @@ class HostTrainer:
       array([0.1, 0. ], dtype=float32)
     """
 
+    @transfers
     def __init__(
         self,
         loss: Callable[..., Any],
@@ -187,6 +189,7 @@ class HostTrainer:
             save(self._rows, Path(path).absolute())
 
     @classmethod
+    @transfers
     def restore(
         cls,
         path: Any,
@@ -323,6 +326,7 @@ class HostTrainer:
         """
         return evaluated(self._rows, fun)
 
+    @transfers
     def snapshot(self, path: Any) -> None:
         """Writes all parameters as they are now, for a `Snapshot` to serve.
 
@@ -342,6 +346,7 @@ class HostTrainer:
         with self._rows.access.alone():
             write_snapshot(self._rows, Path(path).absolute())
 
+    @transfers
     def map_rows(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """`params, state = function(params, state)`, by chunks of rows.
 
@@ -362,6 +367,7 @@ class HostTrainer:
         with self._rows.access.alone():
             map_rows(self._rows, function)
 
+    @transfers
     def reset_rows(self, ids: Any, rows: Any) -> None:
         """Resets rows to new values, and their state to that of `tx.init`.
 

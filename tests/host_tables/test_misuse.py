@@ -51,6 +51,26 @@ def expected():
     return train_in_memory(loss, TX, {"table": rows, "w": w}, batches(0, 6))
 
 
+def test_under_a_transfer_guard(tmp_path):
+    """What nobody has asked for is no transfer of rows, which is what it is for."""
+    made = [jax.device_put(batch) for batch in batches(0, 4)]
+    ids, rows = np.array([3, 7]), np.zeros((2, DIM), np.float32)
+    parts = loss, osa.exact_adam(1e-2), host_params(*begin())
+    with jax.transfer_guard("disallow"):
+        with host.HostTrainer(*parts) as trainer:
+            trainer.step(*made[0])
+            list(trainer.run(made))
+            trainer.map_rows(osa.flush)
+            trainer.reset_rows({"table": ids, "w": None}, {"table": rows, "w": None})
+            trainer.checkpoint(tmp_path / "run")
+            trainer.snapshot(tmp_path / "now")
+            value = trainer.evaluate(loss)(*made[0])
+        with host.HostTrainer.restore(tmp_path / "run", *parts) as trainer:
+            assert_identical(trainer.evaluate(loss)(*made[0]), value)
+        snapshot = host.Snapshot(tmp_path / "now", parts[2])
+        assert_identical(snapshot.evaluate(loss)(*made[0]), value)
+
+
 # Batches.
 
 
