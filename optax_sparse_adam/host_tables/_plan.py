@@ -31,7 +31,7 @@ from ._by_row import treats_rows_alone
 from ._compact import Whole, evaluate_compact, fingerprint
 from ._records import WORD, Layout
 from ._spread import Spread
-from ._table import HostTable, tables_among
+from ._table import HostTable, rows_of_init, tables_among
 
 CHUNK = 1 << 24  # bytes of rows that are begun or mapped at once
 
@@ -282,25 +282,8 @@ class Plan:
         for first in range(0, total, size):
             count = min(size, total - first)
             if host.init is not None:
-                made = host.init(first, first + count)
-                refuse_masked(made, f"`init` of {self.tables[index].name}")
-                values = np.asarray(made)
-                if values.dtype.kind == "V" and values.itemsize == host.dtype.itemsize:
-                    values = values.view(host.dtype)  # as np.savez writes bfloat16
-                if values.shape != (count, *host.shape[1:]):
-                    raise ValueError(
-                        f"`init` of {self.tables[index].name} returned the shape "
-                        f"{values.shape} for the rows from {first} to before "
-                        f"{first + count}, of the shape {(count, *host.shape[1:])}."
-                    )
-                if values.dtype.kind not in "biuf" and not jnp.issubdtype(
-                    values.dtype, jnp.floating
-                ):
-                    raise TypeError(
-                        f"`init` of {self.tables[index].name} returned numbers of the "
-                        f"type {values.dtype}; the table has {host.dtype}."
-                    )
-                rows[:count] = values.astype(host.dtype)
+                name = self.tables[index].name
+                rows[:count] = rows_of_init(host, name, first, count)
             if host.init is not None or state:
                 records = layout.pack(arrays(dense, rows, clocks), count)
             for number, x in enumerate(state, 1):

@@ -154,3 +154,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def type_of_file(dtype: Any) -> np.dtype[Any]:
+    """Of those types that NumPy does not know, such as bfloat16: that of their bits.
+
+    Some of them say that they are of its kind of floating types, and are not.
+    """
+    dtype = np.dtype(dtype)
+    is_of_numpy = dtype in (np.float16, np.float32, np.float64)
+    return dtype if is_of_numpy else np.dtype(f"u{dtype.itemsize}")

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 
+from ._access import transfers
 from ._archive import alone_in, read_archive, write_archive
 from ._arguments import begun
 from ._between import evaluated
@@ -24,7 +25,7 @@ from ._budget import register
 from ._checkpoint import data_of, of_bytes, take_types, weak_types
 from ._host_rows import HostRows
 from ._plan import CHUNK, Plan
-from ._records import naming, refuse_other, sync_folder
+from ._records import naming, refuse_other, sync_folder, type_of_file
 from ._spread import Spread
 from ._stateful import Stateful, checked, restored
 from ._store import Ascending, Store
@@ -103,7 +104,7 @@ def _write_table(host: HostRows, i: int, path: Path) -> None:
     total, dtype = table.shape[0], np.dtype(table.dtype)
     size = max(1, min(total, CHUNK // max(1, dtype.itemsize * _width(table.shape))))
     with naming(path), path.open("wb") as file:
-        descr = np.lib.format.dtype_to_descr(_held(dtype))
+        descr = np.lib.format.dtype_to_descr(type_of_file(dtype))
         head = {"descr": descr, "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, head | {"shape": table.shape})
         for first in range(0, total, size):
@@ -119,16 +120,6 @@ def _ids_of_part(first: int, size: int, total: int) -> np.ndarray:
     the same row again and again.
     """
     return np.minimum(first + np.arange(size), total - 1).astype(np.int32)
-
-
-def _held(dtype: Any) -> np.dtype[Any]:
-    """The type of a file: of those that NumPy does not know, such as bfloat16, bytes.
-
-    Some of them say that they are of its kind of floating types, and are not.
-    """
-    dtype = np.dtype(dtype)
-    is_of_numpy = dtype in (np.float16, np.float32, np.float64)
-    return dtype if is_of_numpy else np.dtype(f"u{dtype.itemsize}")
 
 
 def _width(shape: Sequence[int]) -> int:
@@ -154,7 +145,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """
     try:
         array = np.load(path, mmap_mode="r")
-        if (array.shape, array.dtype) != (shape, _held(dtype)):
+        if (array.shape, array.dtype) != (shape, type_of_file(dtype)):
             raise ValueError(f"it has {array.dtype}{list(array.shape)}")
     except (EOFError, ValueError) as error:  # NumPy raises both for files that were cut
         raise ValueError(
@@ -208,6 +199,7 @@ class Snapshot:
     steps: int
     params: Any
 
+    @transfers
     def __init__(
         self, path: Any, params: Any, *, stateful: Mapping[str, Stateful] | None = None
     ):

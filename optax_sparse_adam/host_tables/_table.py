@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .._rows.checks import refuse_masked
 from ._compact import Whole
 from ._partition import Partition
-from ._records import Layout
+from ._records import Layout, type_of_file
 from ._spread import Spread
 from ._store import Memory, Storage, Store, UserStore
 
@@ -104,6 +106,40 @@ class HostTable:
             "A HostTable is no array: give it to HostTrainer among the parameters; "
             "its rows are then in trainer.params."
         )
+
+
+def rows_of_init(table: HostTable, name: str, first: int, count: int) -> np.ndarray:
+    """What `init` makes of some rows, in the type of the table.
+
+    Raises:
+      TypeError: For what are no numbers; for bits that look like numbers.
+      ValueError: For rows of another shape.
+    """
+    assert table.init is not None
+    made = table.init(first, first + count)
+    refuse_masked(made, f"`init` of {name}")
+    values, dtype = np.asarray(made), table.dtype
+    if values.dtype.kind == "V" and values.itemsize == dtype.itemsize:
+        values = values.view(dtype)  # as np.savez writes bfloat16
+    if values.shape != (count, *table.shape[1:]):
+        raise ValueError(
+            f"`init` of {name} returned the shape {values.shape} for the rows from "
+            f"{first} to before {first + count}, of the shape "
+            f"{(count, *table.shape[1:])}."
+        )
+    if values.dtype.kind == "u" and values.dtype == type_of_file(dtype):
+        raise TypeError(
+            f"`init` of {name} returned {values.dtype}, which may be numbers, or the "
+            f"bits of {dtype}, as a snapshot has them in files of NumPy. Return "
+            f'values.view("{dtype}") of bits, values.astype(float) of numbers.'
+        )
+    is_floating = jnp.issubdtype(values.dtype, jnp.floating)
+    if values.dtype.kind not in "biuf" and not is_floating:
+        raise TypeError(
+            f"`init` of {name} returned numbers of the type {values.dtype}; the table "
+            f"has {dtype}."
+        )
+    return values.astype(dtype)
 
 
 def tables_among(

@@ -69,6 +69,15 @@ def test_it_answers_as_evaluate_and_changes_nothing(name, where, tmp_path, monke
     np.testing.assert_allclose(table[ids] @ w, expected, rtol=1e-5, atol=1e-6)
 
 
+def begin_with(rows, dtype):
+    params = {
+        "table": host.HostTable(rows.shape, dtype, init=lambda a, b: rows[a:b]),
+        "w": jnp.ones((DIM, 4)),
+    }
+    with host.HostTrainer(loss, osa.sparse_adam(0.1), params) as trainer:
+        return np.array(trainer.params["table"])
+
+
 @pytest.mark.parametrize(
     "dtype", slow_but(["bfloat16", "float16", "float8_e5m2"], "bfloat16")
 )
@@ -85,6 +94,11 @@ def test_types_and_stateful(dtype, tmp_path):
     again = osa.Vocabulary(ROWS)
     again.assign([1, 2], 3)
     args = tmp_path / "new" / "x", declared(dtype)
+    of_file = np.load(args[0] / "table0.npy")
+    assert_identical(begin_with(of_file.view(dtype), dtype), np.asarray(rows))
+    if of_file.dtype != dtype:  # bits, which look like numbers
+        with pytest.raises(TypeError, match="may be numbers, or the bits of"):
+            begin_with(of_file, dtype)
     snapshot = host.Snapshot(*args, stateful={"keys": again})
     assert len(again) == again.find([7]) == 1
     assert_identical(arrays(snapshot.params["table"]), arrays(jnp.asarray(rows)))
