@@ -374,7 +374,8 @@ def evaluate_compact(
     empty = jnp.zeros(0, jnp.int32)
     joined = [jnp.concatenate([empty, *x]) for x in ids.values()]
     if given is not None and program.is_given:
-        joined = [*map(_rounded, joined, given)]
+        sizes = (table.shape[0] for table in tables.values())
+        joined = [*map(_rounded, joined, given, sizes)]
     lines = {tables[i].name: x for i, x in program.lines.items()}
     return to_result([jnp.asarray(x) for x in results]), joined, lines
 
@@ -396,13 +397,15 @@ def _by_request(
     return parts if is_of_these else None
 
 
-def _rounded(ids: jax.Array, given: jax.Array) -> jax.Array:
+def _rounded(ids: jax.Array, given: jax.Array, num_rows: int) -> jax.Array:
     """Those that were given, unless too many differ for it to be by rounding.
 
-    As ids of `np.random` do, of which a loss may compute more than lookups.
+    As ids of `np.random` do, of which a loss may compute more than lookups. So does one
+    that is padding to the loss alone, which counts it, or does not, for a mean.
     """
     is_by_rounding = jnp.sum(ids != given) <= 2 + len(ids) // 8
-    return jnp.where(is_by_rounding, given, ids)
+    are_as_much_padding = jnp.all((ids < num_rows) == (given < num_rows))
+    return jnp.where(is_by_rounding & are_as_much_padding, given, ids)
 
 
 def fingerprint(ids: Sequence[jax.Array]) -> jax.Array:

@@ -238,6 +238,27 @@ def test_others_than_by_rounding_are_refused(rule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("edge", ["first", "last"])
+def test_one_that_is_padding_to_the_step_alone_is_refused(mode, edge):
+    """By rounding over the first row, or the last: bags count it, or do not."""
+
+    def look_up(table, ids):
+        bags = osa.embedding_bag(table, ids.reshape(-1, 4), mode=mode)
+        return jnp.repeat(bags, 4, axis=0)
+
+    ((x, y),), (rows, w) = batches(1), begin()
+    x[5] = ROWS * (1 - 5e-6) if edge == "last" else 1e-6
+    others = {"first": lambda x: x - 1e-5, "last": lambda x: x * 1.00001}
+    loss = rounding(look_up, others[edge])
+    with (
+        host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
+        pytest.raises(RuntimeError, match=NOT_FETCHED),
+    ):
+        trainer.step(x, y)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [-1, 1])
 def test_another_number_of_lookups_is_refused(more):
     traces = []
