@@ -364,14 +364,17 @@ def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
     """Whether rows are of an earlier step than the tables, by what the state counts.
 
     So it is if a scalar is smaller and none is larger: `optax.MultiSteps` has one that
-    begins again, beside others. Where none differs, if a number in an array is smaller:
-    the counts of `per_row` for another table, some of which `reset_rows` has set back.
+    begins again, beside others. Those whose names say that they count decide first;
+    then integers of other names, as a wrapper of the user's may have; then numbers in
+    arrays: the counts of `per_row` for another table, some of which `reset_rows` has
+    set back.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     # `count` of reduce_on_plateau begins again, too; that of `exact_adam` may be set.
     beside = "plateau_count", "clock"
     are_set_back = {path[:-1] for path, _ in paths if _name_of(path) in beside}
-    scalars: list[Any] = []
+    named: list[Any] = []
+    others: list[Any] = []
     arrays: list[Any] = []
     for (path, old), new, table in zip(paths, states, owners, strict=True):
         _, kind = shape_of("put_rows", old)
@@ -379,16 +382,18 @@ def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
         is_clock = name == "clock" or path[:-1] not in are_set_back
         is_clock &= _is_clock(name, old, kind)
         if table is None and new is not None and is_clock:
-            (arrays if np.ndim(old) else scalars).append((old, new))
-    if not (scalars or arrays):
-        return False
+            of_name = named if name in (*_CLOCKS, "clock") else others
+            (arrays if np.ndim(old) else of_name).append((old, new))
 
     def is_any(compare: Any, pairs: list[Any]) -> Any:
         found = (jnp.any(compare(new, old)) for old, new in pairs)
         return functools.reduce(operator.or_, found, np.False_)
 
-    is_smaller, is_larger = (is_any(x, scalars) for x in (operator.lt, operator.gt))
-    return ~is_larger & (is_smaller | is_any(operator.lt, arrays))
+    older = is_any(operator.lt, arrays)
+    for pairs in others, named:
+        is_smaller, is_larger = (is_any(x, pairs) for x in (operator.lt, operator.gt))
+        older = ~is_larger & (is_smaller | older)
+    return older
 
 
 def newer(

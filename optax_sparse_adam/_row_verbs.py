@@ -183,12 +183,13 @@ def put_rows(
     *What all rows share* (a step count, a leaf without ids and its moments) is that of
     the later step. After a step on the rows it comes from them. Rows that are put back
     some steps after they were taken set no clock back: where a count of `row_state` is
-    smaller than that of `state`, and no scalar is larger, only the rows are written,
-    and a row has rested meanwhile; under `exact_adam` it has moved on. Counts are
-    integers that count up, and what is called `count`, `step`, `steps` or `t`. A state
-    without them, as that of `optax.trace`, cannot tell, and none tells that rows of
-    another table have begun again since the last step: put `None` in the place of
-    leaves of `rows` and `row_state` that shall stay as they are.
+    smaller than that of `state`, and none is larger, only the rows are written, and a
+    row has rested meanwhile; under `exact_adam` it has moved on. Counts are what is
+    called `count`, `clock`, `step`, `steps` or `t`, and where these do not differ other
+    integers, which count up. A state without them, as that of `optax.trace`, cannot
+    tell, and none tells that rows of another table have begun again since the last
+    step: put `None` in the place of leaves of `rows` and `row_state` that shall stay as
+    they are.
 
     Arrays of NumPy are written in place. Those of JAX are copied, unless `params` and
     `state` are donated under `jit`. All that can be refused is refused, and all rows

@@ -278,6 +278,32 @@ def test_counts_of_other_types(dtype):
     np.testing.assert_array_equal(params["w"], w)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sparse_adam", "exact_adam"])
+def test_an_integer_that_is_no_count(name):
+    """How many rows a step has touched, which a wrapper keeps for a log."""
+    inner = (LAZY | EXACT)[name]()
+
+    def init(params):
+        return {"inner": inner.init(params), "touched": jnp.int32(0)}
+
+    def update(grads, state, params=None):
+        updates, new = inner.update(grads, state["inner"], params)
+        touched = osa.gradient_stats(grads)["table"].touched
+        return updates, {"inner": new, "touched": touched}
+
+    tx = optax.GradientTransformation(init, update)
+    step = osa.make_train_step(loss, tx)
+    *whole, _ = step(*begin(tx), np.arange(9), np.float32(1))
+    rows = osa.take_rows(tx, *whole, IDS)
+    for number in range(3):
+        *whole, _ = step(*whole, np.array([9, 10]), np.float32(number))
+    w = np.asarray(whole[0]["w"])
+    params, state = osa.put_rows(tx, *whole, IDS, *rows)
+    assert (int(state["inner"].count), int(state["touched"])) == (4, 2)
+    np.testing.assert_array_equal(params["w"], w)
+
+
 @pytest.mark.parametrize(
     ("has_dense", "is_jitted"),
     slow_but(itertools.product([True, False], [True, False]), (True, False)),
