@@ -15,8 +15,8 @@ The same walk notes the ids. Loops, branches and checkpoints hand them outside, 
 do for gradients. What is left of the loss when nothing else is asked for is a small
 program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
 the ids: where a loss computes others in each, as of `np.random`, the step is refused.
-Ids that are computed of floats, which two programs may round differently, are *given*:
-a lookup reads those that were fetched. They come as deltas do in `_gradients.walk`.
+Two programs may round floats differently, so integers that are computed of floats on
+the way to ids are those of the small program in the step, too: see `_CompactWalk`.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._gradients import rules
 from .._gradients.backward_slice import BackwardSlice
@@ -123,14 +123,70 @@ class _Program(Program):
     Attributes:
       tables: By the index of their leaf.
       lines: Where the user's program looks each of them up.
-      around: The primitives that lookups are inside of.
-      is_given: Whether ids come as deltas.
     """
 
     tables: Mapping[int, Whole] = dataclasses.field(default_factory=dict)
     lines: dict[int, set[str]] = dataclasses.field(default_factory=dict)
-    around: set[str] = dataclasses.field(default_factory=set)
-    is_given: bool = False
+
+
+class _CompactWalk(Walk):
+    """A walk that gets, or notes, what integers a loss computes of floats.
+
+    For ids `floor(log1p(x) * 9)` these are the results of `convert_element_type`. They
+    are numbered in the order of the program. In the bodies of loops, branches and the
+    like that look rows up, which are other walks, nothing is given.
+
+    Attributes:
+      given: By their number, to be taken in place of those that are computed.
+      integers: All of them.
+    """
+
+    def __init__(self, program: Program, deltas: Any, given: Mapping[int, Any]):
+        super().__init__(program, deltas)
+        self.given = given
+        self.integers: list[jax.Array] = []
+
+    def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        results = super().evaluate_by_jax(eqn, args)
+        if not any(map(_is_integer, eqn.outvars)) or not _reads_floats(eqn):
+            return results
+        for i, var in enumerate(eqn.outvars):
+            if _is_integer(var):
+                given = self.given.get(len(self.integers), results[i])
+                results[i] = _rounded(results[i], given)
+                self.integers.append(results[i])
+        return results
+
+
+def _is_integer(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", np.float32)
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, np.bool_)
+
+
+def _reads_floats(eqn: JaxprEqn) -> bool:
+    """Whether an operand is floating, or something that it computes inside."""
+
+    def is_float(var: Any) -> bool:
+        return jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.inexact)
+
+    def inside(x: Any) -> bool:
+        if type(x) in (tuple, list):
+            return any(map(inside, x))
+        jaxpr = x.jaxpr if isinstance(x, ClosedJaxpr) else x
+        return isinstance(jaxpr, Jaxpr) and any(map(_reads_floats, jaxpr.eqns))
+
+    return any(map(is_float, eqn.invars)) or any(map(inside, eqn.params.values()))
+
+
+def _rounded(own: jax.Array, given: Any) -> jax.Array:
+    """What was given, unless too many differ for it to be by rounding.
+
+    As those of `np.random` do, of which a loss may compute more than integers.
+    """
+    if own is given or (own.shape, own.dtype) != (given.shape, given.dtype):
+        return own
+    is_by_rounding = jnp.sum(own != given) <= 2 + own.size // 8
+    return jnp.where(is_by_rounding, given, own)
 
 
 def _places(lookup: Lookup, source: Any) -> jax.Array:
@@ -142,19 +198,14 @@ def _places(lookup: Lookup, source: Any) -> jax.Array:
     return jnp.where(ids < lookup.shape[0], place, len(source.array))
 
 
-def _with_rows(lookup: Lookup, rows: jax.Array) -> Lookup:
-    """The lookup of other rows, in the same columns."""
+def _look_up(lookup: Lookup, source: Any, rows: jax.Array) -> jax.Array:
+    """The same lookup, in the K rows, as whoever walks over it next would see it."""
+    place = _places(lookup, source).reshape(lookup.indices.shape[:-1])
     column = lookup.dims.start_index_map.index(0)
     indices = lookup.indices.astype(jnp.int32)
     columns = [indices[..., k] for k in range(indices.shape[-1])]
-    columns[column] = rows.reshape(indices.shape[:-1])
-    return dataclasses.replace(lookup, indices=jnp.stack(columns, axis=-1))
-
-
-def _look_up(lookup: Lookup, source: Any, rows: jax.Array) -> jax.Array:
-    """The same lookup, in the K rows, as whoever walks over it next would see it."""
-    indices = _with_rows(lookup, _places(lookup, source)).indices
-    return lax.gather(rows, indices, **lookup.params)
+    columns[column] = place
+    return lax.gather(rows, jnp.stack(columns, axis=-1), **lookup.params)
 
 
 def _read(value: Expression, lookup: Lookup) -> jax.Array:
@@ -203,8 +254,7 @@ def _entries(lookup: Lookup) -> LookupEntries:
     return LookupEntries(rows)
 
 
-def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> Lookup:
-    """Notes what a lookup reads; returns the lookup of the rows that are given."""
+def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> None:
     program: Any = walk.program
     calls = (eqn, *reversed(program.calls))
     lines = (source_info_util.summarize(x.source_info) for x in calls)
@@ -220,17 +270,13 @@ def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> L
     axes = axes_of_type(eqn.outvars[0].aval)
     for leaf in value.leaves:
         program.lines.setdefault(leaf.index, set()).add(line)
-    program.around.update(x.primitive.name for x in program.calls)
     requests = [
         Request(leaf, value.shape, lookup.count, 1, axes, is_whole=True)
         for leaf in value.leaves
     ]
-    given = walk.request(requests)
-    if walk.is_plan:
-        return lookup
-    walk.entries += [_entries(lookup) for _ in requests]
-    is_given = program.is_given and requests
-    return _with_rows(lookup, given[0]) if is_given else lookup
+    walk.request(requests)
+    if not walk.is_plan:
+        walk.entries += [_entries(lookup) for _ in requests]
 
 
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
@@ -242,7 +288,7 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     lookup = Lookup(value.shape, out.shape, eqn.params, indices)
     if not reads_rows(lookup) and 0 not in lookup.dims.operand_batching_dims:
         return NotImplemented
-    lookup = _note_ids(walk, eqn, value, lookup)
+    _note_ids(walk, eqn, value, lookup)
     return [None if walk.is_plan else _read(value, lookup)]
 
 
@@ -252,7 +298,7 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
     lookup = lookup_of_slice(eqn, value.shape, None if walk.is_plan else starts)
     if lookup is None:
         return NotImplemented
-    lookup = _note_ids(walk, eqn, value, lookup)
+    _note_ids(walk, eqn, value, lookup)
     return [None if walk.is_plan else _read(value, lookup)]
 
 
@@ -271,7 +317,7 @@ def _row_lookup(
 ) -> Results:
     ids = eqn.invars[1].aval if walk.is_plan else jnp.asarray(ids)
     lookup = lookup_of_rows(value.shape, ids, bounds)
-    lookup = _note_ids(walk, eqn, value, lookup)
+    _note_ids(walk, eqn, value, lookup)
     return [None if walk.is_plan else _read(value, lookup)]
 
 
@@ -281,7 +327,7 @@ def _bag_lookup(
     out: Any = eqn.outvars[0].aval
     aval: Any = eqn.invars[1].aval
     lookup = lookup_of_rows(value.shape, aval if walk.is_plan else jnp.asarray(ids))
-    lookup = _note_ids(walk, eqn, value, lookup)
+    _note_ids(walk, eqn, value, lookup)
     if walk.is_plan:
         return [None]
     rest, num_bags = list(operands), out.shape[0]
@@ -308,8 +354,8 @@ def evaluate_compact(
     params: Any,
     uniques: Sequence[Any] | None,
     args: Any,
-    given: Sequence[Any] | None = None,
-) -> tuple[Any, list[jax.Array], dict[str, set[str]]]:
+    given: Mapping[int, Any],
+) -> tuple[Any, list[jax.Array], list[jax.Array], dict[str, set[str]]]:
     """`fun(params, *args)` where some leaves of the parameters are K rows.
 
     Args:
@@ -319,13 +365,11 @@ def evaluate_compact(
       uniques: For each table the positions of its K rows; or `None` to ask for ids
         alone: then callbacks, such as `jax.debug.print`, are not called.
       args: Further arguments.
-      given: For each table the ids that were fetched, where they are computed of
-        floats. They are not taken in branches, of which this program may take another
-        one, nor in a `shard_map`.
+      given: Integers of the small program, by their number.
 
     Returns:
-      The result; for each table the ids of its lookups, as `_entries` says; and where
-      the program looks it up.
+      The result; for each table the ids of its lookups, as `_entries` says; all
+      integers that are computed of floats; and where the program looks tables up.
     """
     tree: Any
     leaves, tree = jax.tree.flatten(params)
@@ -347,9 +391,6 @@ def evaluate_compact(
         )
     program = _Program(RULES, _EveryUse(), tables=tables)
     requests, _ = Walk(program).plan(closed, values)
-    deltas = None
-    if given is not None and not program.around & {"cond", "shard_map"}:
-        deltas = _by_request(requests, dict(zip(tables, given, strict=True)))
     for i, (primitive, line) in program.dense_uses.items():
         raise ValueError(
             f"{tables[i].name} is in host memory, where only its rows can be looked "
@@ -357,9 +398,8 @@ def evaluate_compact(
             " Take its rows first; leave weight decay to the optimiser; or keep this "
             "table on the device."
         )
-    program = dataclasses.replace(program, is_given=deltas is not None)
-    zeros = (jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests)
-    walk = Walk(program, zeros if deltas is None else iter(deltas))
+    deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
+    walk = _CompactWalk(program, iter(deltas), given)
     results = walk.evaluate(closed, values)
     for x in results:
         if isinstance(x, Expression):
@@ -373,39 +413,9 @@ def evaluate_compact(
         ids[request.leaf.index].append(entries.ids.ravel().astype(jnp.int32))
     empty = jnp.zeros(0, jnp.int32)
     joined = [jnp.concatenate([empty, *x]) for x in ids.values()]
-    if given is not None and program.is_given:
-        sizes = (table.shape[0] for table in tables.values())
-        joined = [*map(_rounded, joined, given, sizes)]
     lines = {tables[i].name: x for i, x in program.lines.items()}
-    return to_result([jnp.asarray(x) for x in results]), joined, lines
-
-
-def _by_request(
-    requests: Sequence[Request], given: dict[int, jax.Array]
-) -> list[jax.Array] | None:
-    """For each lookup its part of the ids of its table, as they were joined.
-
-    `None` where they are of other lookups, as a program of `np.random` may have.
-    """
-    first = dict.fromkeys(given, 0)
-    parts = []
-    for request in requests:
-        i = request.leaf.index
-        parts.append(given[i][first[i] : first[i] + request.count])
-        first[i] += request.count
-    is_of_these = all(first[i] == len(ids) for i, ids in given.items())
-    return parts if is_of_these else None
-
-
-def _rounded(ids: jax.Array, given: jax.Array, num_rows: int) -> jax.Array:
-    """Those that were given, unless too many differ for it to be by rounding.
-
-    As ids of `np.random` do, of which a loss may compute more than lookups. So does one
-    that is padding to the loss alone, which counts it, or does not, for a mean.
-    """
-    is_by_rounding = jnp.sum(ids != given) <= 2 + len(ids) // 8
-    are_as_much_padding = jnp.all((ids < num_rows) == (given < num_rows))
-    return jnp.where(is_by_rounding & are_as_much_padding, given, ids)
+    result = to_result([jnp.asarray(x) for x in results])
+    return result, joined, walk.integers, lines
 
 
 def fingerprint(ids: Sequence[jax.Array]) -> jax.Array:

@@ -40,8 +40,8 @@ NOT_FETCHED = (
     "small program that fetches them. Either when it is traced again, as by np.random, "
     "by a global that changes, or by a callback: give the numbers that ids are "
     "computed of as a part of the batch. Or because two programs round floats "
-    "differently, and a branch is chosen by them, or many ids become others: compute "
-    "these in NumPy or by `prepare`"
+    "differently, of which ids are computed in the body of a loop or a branch: compute "
+    "these before it, in NumPy, or by `prepare`"
 )
 
 
@@ -56,7 +56,7 @@ class BatchRows(NamedTuple):
         field: fetched, or new.
       step: The number of steps before.
       fingerprint: Of the ids that these are the rows of.
-      given: These ids, of each table, on the device, if a step takes them.
+      given: Integers of the program of these ids that a step takes, on the device.
       looked_up: That of the ids of the step that has made them.
       back: New `arrays` of each table, field and block on their way to the host: see
         `Spread.sent_back`.
@@ -69,7 +69,7 @@ class BatchRows(NamedTuple):
     arrays: list[list[jax.Array]]
     step: int
     fingerprint: Any = 0
-    given: list[jax.Array] | None = None
+    given: Mapping[int, jax.Array] = {}
     looked_up: Any = 0
     back: Sequence[Sequence[Sequence[jax.Array]]] = ()
     reset: Any = None
@@ -237,9 +237,8 @@ class HostRows:
             pairs = enumerate(zip(parts, padded, strict=True))
             places = [batch.reset.places(k, *pair) for k, pair in pairs]
             reset = self.plan.spread.sent((places, batch.reset.values), batch.target)
-        given = None
-        if batch.is_of_floats:
-            given = self.plan.spread.sent([*map(np.asarray, batch.ids)], batch.target)
+        given = jax.tree.map(np.asarray, batch.given)
+        given = self.plan.spread.sent(given, batch.target)
         padded, arrays = self.plan.spread.place(padded, arrays, batch.target)
         return BatchRows(
             *(unique, padded, arrays, self.steps, batch.fingerprint, given), reset=reset

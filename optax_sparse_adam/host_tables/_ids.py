@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,8 +48,8 @@ class Batch:
       fingerprint: Of all of them.
       needs_params: Whether ids depend on parameters; then those of a later step do not
         exist.
-      is_of_floats: Whether they depend on floats; then a step takes these, as it may
-        round otherwise.
+      given: Integers that are computed of floats on the way, which a step takes over,
+        as it may round otherwise; by their number in the program.
       tables: What is looked up.
       lines: Where, for each of them.
       target: Where rows go: a device, or all of the batch's mesh.
@@ -64,7 +63,7 @@ class Batch:
     ids: list[jax.Array]
     fingerprint: jax.Array
     needs_params: bool
-    is_of_floats: bool
+    given: Mapping[int, jax.Array]
     tables: Sequence[Whole]
     lines: Mapping[str, set[str]]
     target: Any
@@ -102,9 +101,9 @@ class Batch:
             if len(ids) and (ids.min() < 0 or ids.max() > size):
                 places = ", ".join(sorted(self.lines.get(whole.name, ())))
                 # Those above the number of rows are one more than they are, if int32
-                # has one more.
+                # has one more. (Of floats, infinity is the largest.)
                 least, most = int(ids.min()), int(ids.max())
-                is_itself = most == LARGEST_ID and self._has(most)
+                is_itself = most == LARGEST_ID and not self._has(most - 1)
                 row = least - size if least < 0 else most - (not is_itself)
                 # JAX takes an id of uint32 for one of int32.
                 row = least + 2**32 if self._has(least + 2**32) else row
@@ -135,7 +134,7 @@ class RowIds:
         self._lines: dict[str, set[str]] = {}  # where tables are looked up
         self._fun, self._tables, self._treedef = fun, tables, treedef
         self._mesh, self._num_dense = mesh, treedef.num_leaves - len(tables)
-        self._programs: dict[Any, tuple[Any, list[int], bool]] = {}
+        self._programs: dict[Any, tuple[Any, list[int], list[int]]] = {}
 
     def __call__(
         self,
@@ -180,7 +179,7 @@ class RowIds:
         traced = self._programs.get(key) or self._trace(
             dense, leaves, structure, static_taken
         )
-        program, kept, is_of_floats = traced
+        program, kept, numbers = traced
         values = [*dense, *leaves]
         operands = [values[i] for i in kept]
         for x in operands:
@@ -189,12 +188,12 @@ class RowIds:
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             operands = jax.device_put(operands, cpu_device())
-        ids, number = program(*operands)
+        ids, integers, number = program(*operands)
         self._programs[key] = traced  # see `Program`
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),
-            is_of_floats=is_of_floats,
+            given=dict(zip(numbers, integers, strict=True)),
             tables=list(self._tables.values()),
             lines=self._lines,
             target=target,
@@ -223,11 +222,13 @@ class RowIds:
         leaves: list[Any],
         structure: Any,
         static: Mapping[str, Any],
-    ) -> tuple[Any, list[int], bool]:
-        """The program, which of dense parameters and batch it reads; and any floats."""
+    ) -> tuple[Any, list[int], list[int]]:
+        """The program, which of dense parameters and batch it reads; and the numbers of
+        the integers that ids are computed of.
+        """
         count, num_dense = len(self._tables), len(dense)
 
-        def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
+        def ids(rows: list[Any], *values: Any) -> tuple[list[jax.Array], ...]:
             tables, left = iter(rows), iter(values[:num_dense])
             params = self._treedef.unflatten(
                 next(tables if i in self._tables else left)
@@ -235,12 +236,12 @@ class RowIds:
             )
             args, keywords = jax.tree.unflatten(structure, values[num_dense:])
             fun = functools.partial(self._fun, **keywords, **static)
-            _, looked_up, lines = evaluate_compact(
-                fun, self._tables, params, None, args
+            _, looked_up, integers, lines = evaluate_compact(
+                fun, self._tables, params, None, args, {}
             )
             for name, new_lines in lines.items():
                 self._lines.setdefault(name, set()).update(new_lines)
-            return looked_up
+            return looked_up, integers
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -252,7 +253,9 @@ class RowIds:
             )
             for x in [*dense, *leaves]
         ]
-        closed = _without_refs(jax.make_jaxpr(ids)(rows, *shapes), [*rows, *shapes])
+        closed = jax.make_jaxpr(ids)(rows, *shapes)
+        closed, numbers = _needed(closed, count)
+        closed = _without_refs(closed, [*rows, *shapes])
         exported = _without_dead_code(closed, [*rows, *shapes])
         reads = list(exported.module_kept_var_idx)
         self._refuse_reads(closed, exported)
@@ -266,17 +269,18 @@ class RowIds:
             whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
         @functools.partial(jax.jit, out_shardings=whole)
-        def program(*operands: Any) -> tuple[list[jax.Array], jax.Array]:
+        def program(*operands: Any) -> tuple[Any, Any, Any]:
             by_place = dict(zip(kept, operands, strict=True))
             values = [
                 by_place[i] if i in by_place else jnp.zeros(x.shape, x.dtype)
                 for i, x in enumerate(shapes)
             ]
             zeros = [jnp.zeros(x.shape, x.dtype) for x in rows]
-            ids = jaxpr_as_fun(closed)(*zeros, *values)
-            return ids, fingerprint(ids)
+            results = jaxpr_as_fun(closed)(*zeros, *values)
+            ids, integers = results[:count], results[count:]
+            return ids, integers, fingerprint(ids)
 
-        return program, kept, _has_floats(exported)
+        return program, kept, numbers
 
 
 def _why_not(eqns: Sequence[Any]) -> str:
@@ -302,6 +306,23 @@ def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     return list(
         _without_dead_code(jax.make_jaxpr(fun)(*args), args).module_kept_var_idx
     )
+
+
+def _needed(closed: ClosedJaxpr, count: int) -> tuple[ClosedJaxpr, list[int]]:
+    """The program of `count` results, and of those behind them that these come from.
+
+    Not of those that are further back, such as a mask of floats that these come from.
+
+    Returns:
+      The program, and the numbers of those, from the first behind.
+    """
+    program = FlatJaxpr(closed)
+    results, others = program.outputs[:count], program.outputs[count:]
+    _, starts = program.slice(results, {*others}.__contains__)
+    numbers = [number for number, x in enumerate(others) if x in starts]
+    jaxpr, outvars = closed.jaxpr, closed.jaxpr.outvars
+    kept = [*outvars[:count], *(outvars[count + number] for number in numbers)]
+    return ClosedJaxpr(jaxpr.replace(outvars=kept), closed.consts), numbers
 
 
 def _without_refs(closed: ClosedJaxpr, args: Sequence[Any]) -> ClosedJaxpr:
@@ -331,11 +352,6 @@ def _without_refs(closed: ClosedJaxpr, args: Sequence[Any]) -> ClosedJaxpr:
         return [values[i] for i in program.outputs]
 
     return jax.make_jaxpr(ids)(*args)
-
-
-def _has_floats(exported: jax.export.Exported) -> bool:
-    """Whether a program computes with floats, by their types in its text."""
-    return re.search(r"[<x]b?f\d", exported.mlir_module()) is not None
 
 
 def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.Exported:

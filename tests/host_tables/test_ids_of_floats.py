@@ -5,6 +5,8 @@ XLA may: from its second trace on a loss multiplies by a little more than 1, so 
 some ids of each batch are the next row's.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables._host_rows import HostRows
 
 from ..helpers.host_tables import DIM, ROWS, assert_trained_alike, begin, host_params
 from ..helpers.host_tables import train_in_memory as train
@@ -80,6 +83,19 @@ def filled(table, ids):
     return table.at[shifted].get(mode="fill", fill_value=0)
 
 
+def unique(table, ids):
+    """Its inverse belongs to it."""
+    rows, inverse = jnp.unique(ids, size=COUNT, fill_value=0, return_inverse=True)
+    return table[rows][inverse]
+
+
+def branched(table, ids):
+    def odd():
+        return table[ids]
+
+    return jax.lax.cond(jnp.sum(ids) % 2, odd, lambda: table[ids[::-1]] * 2)
+
+
 LOOKUPS = {
     "gather": lambda table, ids: table[ids],
     "clipped": lambda table, ids: table.at[ids * 9].get(mode="clip"),
@@ -91,6 +107,11 @@ LOOKUPS = {
     "scan": scanned,
     "jit": jax.jit(lambda table, ids: table[ids]),
     "checkpoint": jax.checkpoint(lambda table, ids: jnp.sin(table[ids])),
+    "unique": unique,
+    "branch": branched,
+    "platform": lambda table, ids: jax.lax.platform_dependent(
+        cpu=lambda: table[ids], default=lambda: table[ids[::-1]]
+    ),
     "twice": lambda table, ids: table[ids] + table[ids[::-1] + 1],
     "frozen": lambda table, ids: (
         table[ids] + jax.lax.stop_gradient(table)[ids[::-1] + 1]
@@ -240,22 +261,21 @@ def test_others_than_by_rounding_are_refused(rule):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("edge", ["first", "last"])
-def test_one_that_is_padding_to_the_step_alone_is_refused(mode, edge):
-    """By rounding over the first row, or the last: bags count it, or do not."""
+def test_one_that_would_be_padding_to_the_step(mode, edge):
+    """By rounding over the first row, or the last: bags count what was fetched."""
 
     def look_up(table, ids):
         bags = osa.embedding_bag(table, ids.reshape(-1, 4), mode=mode)
         return jnp.repeat(bags, 4, axis=0)
 
-    ((x, y),), (rows, w) = batches(1), begin()
-    x[5] = ROWS * (1 - 5e-6) if edge == "last" else 1e-6
+    made, (rows, w) = [*batches()], begin()
+    for x, _ in made:
+        x[5] = ROWS * (1 - 5e-6) if edge == "last" else 1e-6
     others = {"first": lambda x: x - 1e-5, "last": lambda x: x * 1.00001}
-    loss = rounding(look_up, others[edge])
-    with (
-        host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
-        pytest.raises(RuntimeError, match=NOT_FETCHED),
-    ):
-        trainer.step(x, y)
+    known = train(exact(look_up), TX, {"table": rows, "w": w}, floors(made))
+    parts = rounding(look_up, others[edge]), TX, host_params(rows, w)
+    with host.HostTrainer(*parts) as trainer:
+        assert_alike(trainer, list(trainer.run(made)), known)
 
 
 @pytest.mark.slow
@@ -275,39 +295,55 @@ def test_another_number_of_lookups_is_refused(more):
         trainer.step(*made[0])
 
 
-@pytest.mark.parametrize("name", slow_but(["branch", "platform"], "branch"))
-def test_a_branch_that_rounding_chooses_is_refused(name):
-    """Its ids are not those of the branch that was taken when rows were fetched."""
+@pytest.mark.parametrize("name", slow_but(["loop", "branch"], "loop"))
+def test_in_a_body_that_looks_rows_up_rounding_is_refused(name):
+    """What is computed there is not followed."""
 
-    def look_up(table, ids):
-        def odd():
-            return table[ids]
+    def of_body(table, x):
+        ids = jnp.floor(x).astype(jnp.int32)
+        return table[ids]
 
-        def even():
-            return table[ids[::-1]] * 2
+    def look_up(table, x):
+        if name == "loop":
+            parts = x.reshape(4, -1)
+            rows = jax.lax.scan(lambda n, x: (n, of_body(table, x)), 0, parts)[1]
+            return rows.reshape(len(x), -1)
+        body = functools.partial(of_body, table)
+        return jax.lax.cond(len(x) > 0, body, lambda x: 2 * body(x), x)
 
-        if name == "platform":
-            return jax.lax.platform_dependent(cpu=odd, default=even)
-        return jax.lax.cond(jnp.sum(ids) % 2 == 0, even, odd)
+    traces = []
 
-    made, (rows, w) = [*batches(6)], begin()
+    def loss(params, x, y):
+        rows = look_up(params["table"], x * 1.00001 if traces else x)
+        traces.append(1)
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    made, (rows, w) = [*batches()], begin()
     with (
-        host.HostTrainer(rounding(look_up), TX, host_params(rows, w)) as trainer,
+        host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
         pytest.raises(RuntimeError, match=NOT_FETCHED),
     ):
         list(trainer.run(made))
 
 
-def test_floats_that_ids_do_not_depend_on():
-    """Then a step computes its ids, and gets none."""
-    given = []
+def test_only_what_ids_come_from_is_given(monkeypatch):
+    """No masks of a network before, and none behind; nothing where ids are integers."""
+    made, (rows, w) = [*batches()], begin()
 
-    class Noting(host.HostTrainer):
-        pass
+    def loss(params, x, y):
+        known = jnp.where(x > 3, x, x + 0.25)
+        rows = params["table"][jnp.floor(known).astype(jnp.int32)]
+        return jnp.mean(jnp.where(rows > 0, rows, 0.1 * rows).sum(1) * y)
 
-    made, (rows, w) = floors(batches()), begin()
-    with Noting(exact(LOOKUPS["gather"]), TX, host_params(rows, w)) as trainer:
-        fetch = trainer._rows.fetch
-        trainer._rows.fetch = lambda batch: given.append(fetch(batch)) or given[-1]
-        list(trainer.run(made))
-    assert [x.given for x in given] == [None] * len(made)
+    fetch, given = HostRows.fetch, []
+
+    def noted(host, batch):
+        result = fetch(host, batch)
+        given.append([(x.dtype, x.shape) for x in result.given.values()])
+        return result
+
+    monkeypatch.setattr(HostRows, "fetch", noted)
+    for fun, batch in (loss, made[0]), (exact(LOOKUPS["gather"]), floors(made)[0]):
+        with host.HostTrainer(fun, TX, host_params(rows, w)) as trainer:
+            trainer.step(*batch)
+    assert given == [[(np.dtype(np.int32), (COUNT,))], []]
