@@ -50,10 +50,11 @@ class _Hashable:
 
     def __init__(self, tx: Any) -> None:
         self.tx = tx
+        x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         try:
-            self._key: Any = tx, hash(tx)
+            self._key: Any = tx, hash(tx), x64
         except TypeError:  # a dataclass with `eq`
-            self._key = id(tx), None
+            self._key = id(tx), None, x64
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -97,7 +98,8 @@ def _of_state(
             f"{verb} needs the state that tx.init makes of these parameters, {wanted}, "
             f"got {held}. Pass the transformation and the parameters that the state "
             "belongs to. (What keeps the form of gradients in its state, as "
-            "optax.zero_nans, is to be inside of lazy.)"
+            "optax.zero_nans, is to be inside of lazy. Of Flax NNX give nnx.as_pure of "
+            "both.)"
         )
     return [None if i is None else tables[i] for i in owners]
 

@@ -120,6 +120,8 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     try:
         closed = jax.make_jaxpr(of_list)(flat, host.rest)
         is_alone = treats_rows_alone(of_list, flat, host.rest)
+    except jax.errors.JAXTypeError:  # in a function that JAX traces
+        raise
     except (TypeError, ValueError) as error:  # all rows it takes, and some it does not
         is_alone, reason = False, error
     if not is_alone:

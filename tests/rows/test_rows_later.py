@@ -564,3 +564,17 @@ def test_a_transformation_without_a_hash():
         taken = osa.take_rows(tx, params, state, IDS)
         params, state = osa.put_rows(tx, params, state, IDS, *taken)
         osa.reset_rows(tx, params, state, IDS, taken[0] | {"w": None})
+
+
+@pytest.mark.parametrize("first", slow_but([False, True], False))
+def test_each_mode_has_states_of_its_own(first):
+    """Those of `exact_adam` have as many numbers as the mode has bits for."""
+    tx = osa.exact_adam(0.1)
+    for mode in (first, not first):
+        with jax.enable_x64(mode):
+            params, state = begin(tx)
+            *rows, _ = osa.make_train_step(loss, tx)(
+                *osa.take_rows(tx, params, state, IDS), np.array([0]), np.float32(1)
+            )
+            params, state = osa.put_rows(tx, params, state, IDS, *rows)
+            assert int(state.count) == 1
