@@ -12,7 +12,7 @@ A fault is raised before the first array of NumPy is written.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -360,14 +360,19 @@ def _is_clock(name: str, x: Any, kind: Any) -> bool:
     return np.ndim(x) == 0 and is_count and name not in _NO_CLOCKS
 
 
-def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
+def is_older(
+    state: Any,
+    states: list[Any],
+    owners: list[Table | None],
+    moments: Container[int],
+) -> Any:
     """Whether rows are of an earlier step than the tables, by what the state counts.
 
     So it is if a scalar is smaller and none is larger: `optax.MultiSteps` has one that
     begins again, beside others. Those whose names say that they count decide first;
     then integers of other names, as a wrapper of the user's may have; then numbers in
     arrays: the counts of `per_row` for another table, some of which `reset_rows` has
-    set back.
+    set back. Not the `moments` of parameters, at these places, that have such names.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     # `count` of reduce_on_plateau begins again, too; that of `exact_adam` may be set.
@@ -376,11 +381,12 @@ def is_older(state: Any, states: list[Any], owners: list[Table | None]) -> Any:
     named: list[Any] = []
     others: list[Any] = []
     arrays: list[Any] = []
-    for (path, old), new, table in zip(paths, states, owners, strict=True):
+    triples = zip(paths, states, owners, strict=True)
+    for i, ((path, old), new, table) in enumerate(triples):
         _, kind = shape_of("put_rows", old)
         name = _name_of(path)
         is_clock = name == "clock" or path[:-1] not in are_set_back
-        is_clock &= _is_clock(name, old, kind)
+        is_clock &= i not in moments and _is_clock(name, old, kind)
         if table is None and new is not None and is_clock:
             of_name = named if name in (*_CLOCKS, "clock") else others
             (arrays if np.ndim(old) else of_name).append((old, new))

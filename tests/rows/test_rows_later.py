@@ -278,6 +278,43 @@ def test_counts_of_other_types(dtype):
     np.testing.assert_array_equal(params["w"], w)
 
 
+NAMED = LAZY | EXACT | {"momentum": lambda: osa.lazy(optax.sgd(0.1, momentum=0.9))}
+NAMED |= {"adafactor": lambda: osa.sparse_adafactor(0.1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [x for x in NAMED if x != "partition"])
+def test_parameters_with_names_of_counts(name):
+    """Their moments, which fall, are none; nor is a parameter itself."""
+    names, tx = ("t", "step", "count"), NAMED[name]()
+
+    def named_loss(params, ids, goal):
+        scale = params["t"] * params["step"] * params["count"]
+        return loss(params, ids, goal) * (1 + scale) + jnp.sum(scale)
+
+    step = osa.make_train_step(named_loss, tx)
+    params = {**begin(tx)[0], **{x: jnp.float32(1) for x in names}}
+    where = {**dict.fromkeys(params), "table": IDS["table"]}
+    whole = params, tx.init(params)
+    expected = jax.tree.map(jnp.copy, whole)
+    for number in range(4):
+        goal = np.float32(number - 2)
+        rows = osa.take_rows(tx, *whole, where)
+        *rows, _ = step(*rows, np.array([0, 1]), goal)
+        whole = osa.put_rows(tx, *whole, where, *rows)
+        *expected, _ = step(*expected, np.array([3, 4]), goal)
+    for x in ("w", *names):
+        np.testing.assert_allclose(whole[0][x], expected[0][x], rtol=1e-5, err_msg=x)
+    away = osa.take_rows(tx, *whole, where)
+    for _ in range(3):
+        *whole, _ = step(*whole, np.array([7, 9]), np.float32(3))
+    kept = {x: np.asarray(whole[0][x]) for x in ("w", *names)}
+    params, _ = osa.put_rows(tx, *whole, where, *away)
+    if name != "momentum":  # which counts nothing
+        for x, value in kept.items():
+            np.testing.assert_array_equal(params[x], value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse_adam", "exact_adam"])
 def test_an_integer_that_is_no_count(name):
