@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import valid_jaxtype
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._rows.checks import refuse_masked
 
@@ -159,6 +159,14 @@ def layout(x: Any) -> Any:
     """The sharding of an array on several devices."""
     is_spread = isinstance(x, jax.Array) and len(x.devices()) > 1
     return x.sharding if is_spread else None
+
+
+def is_over_explicit_axes(x: Any) -> bool:
+    """Whether they split an array: then its type says so."""
+    of_array: Any = layout(x)
+    if not isinstance(of_array, NamedSharding) or of_array.is_fully_replicated:
+        return False
+    return AxisType.Explicit in of_array.mesh.axis_types
 
 
 def mesh_around(leaves: Sequence[Any]) -> Any:

@@ -19,6 +19,7 @@ from .._jax_extras.jaxprs import FlatJaxpr, run_equations
 from ._arguments import (
     is_committed,
     is_key,
+    is_over_explicit_axes,
     layout,
     mesh_around,
     refuse_of_one_process,
@@ -253,7 +254,17 @@ class RowIds:
             )
             for x in [*dense, *leaves]
         ]
-        closed = jax.make_jaxpr(ids)(rows, *shapes)
+        try:
+            closed = jax.make_jaxpr(ids)(rows, *shapes)
+        except ValueError as error:
+            if any(map(is_over_explicit_axes, leaves)):
+                error.add_note(
+                    "A batch is split over Explicit axes, which jax.make_mesh makes: "
+                    "pass (jax.sharding.AxisType.Auto,) * axes to it; or say in the "
+                    "loss how rows lie, table.at[ids].get(out_sharding=...), with "
+                    "jax.set_mesh(mesh) around."
+                )
+            raise
         closed, numbers = _needed(closed, count)
         closed = _without_refs(closed, [*rows, *shapes])
         exported = _without_dead_code(closed, [*rows, *shapes])

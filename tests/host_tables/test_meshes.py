@@ -316,3 +316,26 @@ def test_rows_are_mapped_while_explicit_axes_are_set():
         values = list(trainer.run(made))
         trainer.map_rows(osa.flush)
     assert_trained_alike(trainer, values, (*osa.flush(*known[:2]), known[2]))
+
+
+@pytest.mark.slow
+def test_a_batch_over_explicit_axes():
+    """As `jax.make_mesh` makes them: JAX asks how rows lie, and the note says how."""
+    need_devices(8)
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
+    (batch,) = split_over(mesh, batches(0, 1))
+
+    def of_axes(params, ids, y):
+        rows = params["table"].at[ids].get(out_sharding=P("x"))
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    with host.HostTrainer(loss, ADAM, host_params(*begin())) as trainer:
+        with pytest.raises(ValueError, match="Resource axis") as raised:
+            trainer.step(*batch)
+        assert "AxisType.Auto" in "".join(raised.value.__notes__)
+        value = trainer.evaluate(loss)(*next(batches(0, 1)))
+    with (
+        jax.set_mesh(mesh),
+        host.HostTrainer(of_axes, ADAM, host_params(*begin())) as trainer,
+    ):
+        np.testing.assert_allclose(trainer.step(*batch), value, rtol=1e-6)
