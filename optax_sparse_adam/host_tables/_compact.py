@@ -132,29 +132,30 @@ class _Program(Program):
 class _CompactWalk(Walk):
     """A walk that gets, or notes, what integers a loss computes of floats.
 
-    For ids `floor(log1p(x) * 9)` these are the results of `convert_element_type`. They
-    are numbered in the order of the program. In the bodies of loops, branches and the
-    like that look rows up, which are other walks, nothing is given.
+    For ids `floor(log1p(x) * 9)` these are the results of `convert_element_type`. In
+    the bodies of loops, branches and the like that look rows up, which are other walks,
+    nothing is given.
 
     Attributes:
-      given: By their number, to be taken in place of those that are computed.
-      integers: All of them.
+      given: By their number among all integers, in the order of the program, which has
+        as many where its callbacks are not called.
+      integers: Those that are computed of floats, by their number.
     """
 
     def __init__(self, program: Program, deltas: Any, given: Mapping[int, Any]):
         super().__init__(program, deltas)
         self.given = given
-        self.integers: list[jax.Array] = []
+        self.integers: dict[int, jax.Array] = {}
+        self._count = 0
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         results = super().evaluate_by_jax(eqn, args)
-        if not any(map(_is_integer, eqn.outvars)) or not _reads_floats(eqn):
-            return results
-        for i, var in enumerate(eqn.outvars):
-            if _is_integer(var):
-                given = self.given.get(len(self.integers), results[i])
-                results[i] = _rounded(results[i], given)
-                self.integers.append(results[i])
+        places = [i for i, var in enumerate(eqn.outvars) if _is_integer(var)]
+        if places and _reads_floats(eqn):
+            for number, i in enumerate(places, self._count):
+                given = self.given.get(number, results[i])
+                self.integers[number] = results[i] = _rounded(results[i], given)
+        self._count += len(places)
         return results
 
 
@@ -355,7 +356,7 @@ def evaluate_compact(
     uniques: Sequence[Any] | None,
     args: Any,
     given: Mapping[int, Any],
-) -> tuple[Any, list[jax.Array], list[jax.Array], dict[str, set[str]]]:
+) -> tuple[Any, list[jax.Array], dict[int, jax.Array], dict[str, set[str]]]:
     """`fun(params, *args)` where some leaves of the parameters are K rows.
 
     Args:
@@ -368,8 +369,8 @@ def evaluate_compact(
       given: Integers of the small program, by their number.
 
     Returns:
-      The result; for each table the ids of its lookups, as `_entries` says; all
-      integers that are computed of floats; and where the program looks tables up.
+      The result; for each table the ids of its lookups, as `_entries` says; integers
+      that are computed of floats; and where the program looks tables up.
     """
     tree: Any
     leaves, tree = jax.tree.flatten(params)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._gradients.tracing import jit_enabled
 from .._jax_extras.cpu_device import cpu_device
-from .._jax_extras.jaxprs import FlatJaxpr, run_equations
+from .._jax_extras.jaxprs import FlatJaxpr, name_and_params, run_equations
 from ._arguments import (
     is_committed,
     is_key,
@@ -180,7 +180,7 @@ class RowIds:
         traced = self._programs.get(key) or self._trace(
             dense, leaves, structure, static_taken
         )
-        program, kept, numbers = traced
+        program, kept, given = traced
         values = [*dense, *leaves]
         operands = [values[i] for i in kept]
         for x in operands:
@@ -194,7 +194,7 @@ class RowIds:
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),
-            given=dict(zip(numbers, integers, strict=True)),
+            given=dict(zip(given, integers, strict=True)),
             tables=list(self._tables.values()),
             lines=self._lines,
             target=target,
@@ -225,11 +225,12 @@ class RowIds:
         static: Mapping[str, Any],
     ) -> tuple[Any, list[int], list[int]]:
         """The program, which of dense parameters and batch it reads; and the numbers of
-        the integers that ids are computed of.
+        the integers that a step takes over.
         """
         count, num_dense = len(self._tables), len(dense)
+        numbers: list[int] = []
 
-        def ids(rows: list[Any], *values: Any) -> tuple[list[jax.Array], ...]:
+        def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
             tables, left = iter(rows), iter(values[:num_dense])
             params = self._treedef.unflatten(
                 next(tables if i in self._tables else left)
@@ -242,7 +243,8 @@ class RowIds:
             )
             for name, new_lines in lines.items():
                 self._lines.setdefault(name, set()).update(new_lines)
-            return looked_up, integers
+            numbers[:] = integers
+            return [*looked_up, *integers.values()]
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -265,11 +267,15 @@ class RowIds:
                     "jax.set_mesh(mesh) around."
                 )
             raise
-        closed, numbers = _needed(closed, count)
-        closed = _without_refs(closed, [*rows, *shapes])
-        exported = _without_dead_code(closed, [*rows, *shapes])
+        # Ids alone say what is refused, and what is read.
+        args = [*rows, *shapes]
+        ids_alone = _without_refs(_results(closed, range(count)), args)
+        exported = _without_dead_code(ids_alone, args)
         reads = list(exported.module_kept_var_idx)
-        self._refuse_reads(closed, exported)
+        self._refuse_reads(ids_alone, exported)
+        places = [*range(count), *_given(closed, count, reads)]
+        closed = _without_refs(_results(closed, places), args)
+        given = [numbers[i - count] for i in places[count:]]
         kept = [i - count for i in reads]
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if is_key(x) and i not in kept]
@@ -291,7 +297,7 @@ class RowIds:
             ids, integers = results[:count], results[count:]
             return ids, integers, fingerprint(ids)
 
-        return program, kept, numbers
+        return program, kept, given
 
 
 def _why_not(eqns: Sequence[Any]) -> str:
@@ -319,21 +325,38 @@ def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     )
 
 
-def _needed(closed: ClosedJaxpr, count: int) -> tuple[ClosedJaxpr, list[int]]:
-    """The program of `count` results, and of those behind them that these come from.
+def _given(closed: ClosedJaxpr, count: int, reads: Container[int]) -> list[int]:
+    """Which of further results lie on the way to the first ones, the ids.
 
-    Not of those that are further back, such as a mask of floats that these come from.
-
-    Returns:
-      The program, and the numbers of those, from the first behind.
+    All integers that these equations compute, so that what else a loss makes of them
+    fits: a mask, or what is sorted with ids. None that depends on other arguments than
+    ids do, and so is on the way to something else (a loop may compute both); nor on
+    what happens once, which is written to a mutable array, or has a barrier in the
+    place of an io_callback.
     """
     program = FlatJaxpr(closed)
-    results, others = program.outputs[:count], program.outputs[count:]
-    _, starts = program.slice(results, {*others}.__contains__)
-    numbers = [number for number, x in enumerate(others) if x in starts]
-    jaxpr, outvars = closed.jaxpr, closed.jaxpr.outvars
-    kept = [*outvars[:count], *(outvars[count + number] for number in numbers)]
-    return ClosedJaxpr(jaxpr.replace(outvars=kept), closed.consts), numbers
+    equations, _ = program.slice(program.outputs[:count])
+    computed = {x for equation in equations for x in equation.results}
+
+    def is_of_ids(x: int) -> bool:
+        equations, starts = program.slice([x])
+        names = {name_and_params(y.eqn)[0] for y in equations}
+        held = [program.consts[i] for i in starts if i in program.consts]
+        return (
+            all(i in reads for i in starts if i in program.inputs)
+            and not any(isinstance(y, jax.Ref) for y in held)
+            and not any(y.eqn.effects for y in equations)
+            and "optimization_barrier" not in names
+        )
+
+    further = enumerate(program.outputs[count:], count)
+    return [place for place, x in further if x in computed and is_of_ids(x)]
+
+
+def _results(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
+    """The program of some results."""
+    outvars = [closed.jaxpr.outvars[i] for i in places]
+    return ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
 
 
 def _without_refs(closed: ClosedJaxpr, args: Sequence[Any]) -> ClosedJaxpr:

@@ -6,12 +6,14 @@ some ids of each batch are the next row's.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_sparse_adam as osa
@@ -20,7 +22,7 @@ from optax_sparse_adam.host_tables._host_rows import HostRows
 
 from ..helpers.host_tables import DIM, ROWS, assert_trained_alike, begin, host_params
 from ..helpers.host_tables import train_in_memory as train
-from ..helpers.support import need_devices, slow_but
+from ..helpers.support import assert_identical, need_devices, slow_but
 
 COUNT, OTHERS = 48, 3
 TX = osa.sparse_adam(1e-2)
@@ -326,8 +328,83 @@ def test_in_a_body_that_looks_rows_up_rounding_is_refused(name):
         list(trainer.run(made))
 
 
+def masked(x, labels):
+    """Padding is -1, which is a row to JAX."""
+    is_id = x >= 1
+    return jnp.where(is_id, x, -1.0).astype(jnp.int32), labels * is_id, is_id
+
+
+def ordered(x, labels):
+    """By a float: labels come with their ids."""
+    ids = jnp.arange(COUNT, dtype=jnp.int32)
+    ids, labels = jax.lax.sort((x, ids, labels))[1:]
+    return ids, labels, 1 / (1 + ids[::-1])
+
+
+def after_a_callback(x, labels):
+    """Its integer is one of the step alone, and there are as many in both programs."""
+    shapes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    one, zero = io_callback(lambda _: (np.float32(1), np.int32(0)), shapes, labels[0])
+    labels = jnp.floor(labels * one + 0.25).astype(jnp.int32) + zero
+    return jnp.floor(x).astype(jnp.int32), labels, True
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", ["masked", "ordered", "after_a_callback"])
+def test_what_is_computed_beside_ids_fits(name):
+    beside = {"masked": masked, "ordered": ordered}.get(name, after_a_callback)
+
+    def loss_of(factors):
+        def loss(params, x, labels):
+            # Only the sixth number is rounded, by which it goes over a border.
+            factor = next(factors)
+            x = jnp.where(jnp.arange(COUNT) == 5, x * factor, x)
+            ids, labels, weight = beside(x, labels)
+            rows = params["table"][ids] @ params["w"]
+            return jnp.sum((rows.sum(1) - labels) ** 2 * weight)
+
+        return loss
+
+    x = np.arange(COUNT, dtype=np.float32) + 2.5
+    x[5] = {"masked": 1, "ordered": x[6]}.get(name, 9) * np.float32(1 - 5e-6)
+    made, (rows, w) = [(x, np.arange(COUNT, dtype=np.int32) % 7)], begin()
+    same = loss_of(itertools.repeat(1.0))
+    known = train(same, TX, {"table": rows, "w": w}, made)
+    other = loss_of(itertools.chain([1.0], itertools.repeat(1.00001)))
+    with host.HostTrainer(other, TX, host_params(rows, w)) as trainer:
+        assert_alike(trainer, list(trainer.run(made)), known)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+def test_integers_of_a_loop_that_computes_something_else_too():
+    """Of rows, which ids may not depend on: these do not."""
+
+    def loss(params, ids, y):
+        rows = params["table"][ids]
+        best = jnp.argmax(rows, axis=-1).astype(jnp.int32)
+
+        def body(carry, now):
+            mixed, hits = carry
+            mixed = (mixed * 31 + now[0]) % ROWS
+            return (mixed, hits + (now[1] == 3)), mixed
+
+        (_, hits), others = jax.lax.scan(body, (0, 0), (ids, best))
+        more = params["table"][others] @ params["w"]
+        return jnp.mean((rows @ params["w"] + more).sum(1) * y), hits
+
+    made, (rows, w) = floors(batches()), begin()
+    known = train(loss, TX, {"table": rows, "w": w}, made, has_aux=True)
+    parts = loss, TX, host_params(rows, w)
+    with host.HostTrainer(*parts, has_aux=True) as trainer:
+        values = list(trainer.run(made))
+        for value, expected in zip(values, known[2], strict=True):
+            assert_identical([*map(np.asarray, value)], [*expected])
+
+
 def test_only_what_ids_come_from_is_given(monkeypatch):
-    """No masks of a network before, and none behind; nothing where ids are integers."""
+    """No masks of what comes behind; nothing where ids are integers."""
     made, (rows, w) = [*batches()], begin()
 
     def loss(params, x, y):
@@ -346,4 +423,5 @@ def test_only_what_ids_come_from_is_given(monkeypatch):
     for fun, batch in (loss, made[0]), (exact(LOOKUPS["gather"]), floors(made)[0]):
         with host.HostTrainer(fun, TX, host_params(rows, w)) as trainer:
             trainer.step(*batch)
-    assert given == [[(np.dtype(np.int32), (COUNT,))], []]
+    shape = (COUNT,)
+    assert given == [[(np.dtype(bool), shape), (np.dtype(np.int32), shape)], []]
