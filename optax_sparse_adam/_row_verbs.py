@@ -78,10 +78,11 @@ def _owners(
 
 @functools.lru_cache(maxsize=64)
 def _moments(key: _Hashable, treedef: Any, shapes: Any) -> frozenset[int]:
-    """The scalars of a state that are of scalar parameters, whatever these are called.
+    """The floats of a state that are of scalar parameters, whatever these are called.
 
     They have the shape of these parameters, also where it is another one. (Of a state
-    that is then another one, as by a mask of shapes, nothing is known.)
+    that is then another one, as by a mask of shapes, nothing is known. Integers are the
+    counts of `per_row`.)
     """
 
     def state_of(shape: tuple[int, ...]) -> Any:
@@ -95,7 +96,11 @@ def _moments(key: _Hashable, treedef: Any, shapes: Any) -> frozenset[int]:
     if structures[0] != structures[1]:
         return frozenset()
     pairs = zip(*map(jax.tree.leaves, (old, new)), strict=True)
-    return frozenset(i for i, (x, y) in enumerate(pairs) if x.shape != y.shape)
+    return frozenset(
+        i
+        for i, (x, y) in enumerate(pairs)
+        if x.shape != y.shape and jnp.issubdtype(x.dtype, jnp.inexact)
+    )
 
 
 def _of_state(

@@ -316,6 +316,29 @@ def test_parameters_with_names_of_counts(name):
 
 
 @pytest.mark.slow
+def test_the_count_that_a_scalar_has_of_its_own():
+    """Under `per_row`, where there is no other count of what is left whole."""
+    tx = LAZY["per_row"]()
+
+    def of_bias(params, ids, goal):
+        rows = jnp.sum(jnp.sin(params["table"][ids] - goal))
+        return rows + (params["bias"] - goal) ** 2
+
+    step = osa.make_train_step(of_bias, tx)
+    params = {"table": begin(tx)[0]["table"], "bias": jnp.float32(0)}
+    whole, where = (params, tx.init(params)), {"table": IDS["table"], "bias": None}
+    *whole, _ = step(*whole, np.array([3, 4]), np.float32(1))
+    rows = osa.take_rows(tx, *whole, where)
+    for number in range(3):
+        *whole, _ = step(*whole, np.array([7, 9]), np.float32(number))
+    bias = np.asarray(whole[0]["bias"])
+    params, state = osa.put_rows(tx, *whole, where, *rows)
+    (count,) = (x for x in jax.tree.leaves(state) if x.dtype == np.int32 and not x.ndim)
+    assert int(count) == 4
+    np.testing.assert_array_equal(params["bias"], bias)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse_adam", "exact_adam"])
 def test_an_integer_that_is_no_count(name):
     """How many rows a step has touched, which a wrapper keeps for a log."""
