@@ -15,8 +15,8 @@ The same walk notes the ids. Loops, branches and checkpoints hand them outside, 
 do for gradients. What is left of the loss when nothing else is asked for is a small
 program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
 the ids: where a loss computes others in each, as of `np.random`, the step is refused.
-Two programs may round floats differently, so integers that are computed of floats on
-the way to ids are those of the small program in the step, too: see `_CompactWalk`.
+Integers that are computed of floats on the way to ids are those of the small program in
+the step, too: see `_integers.py`.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._gradients import rules
 from .._gradients.backward_slice import BackwardSlice
@@ -56,6 +56,7 @@ from .._rows.bag_sums import add_up
 from .._rows.lookups import look_up_bags, look_up_rows, sum_bags
 from .._rows.source import Bounds, Mode, Source
 from ._callbacks import without_callbacks
+from ._integers import IntegersWalk
 from ._partition import Partition
 
 LARGEST_ID = 2**31 - 1
@@ -127,67 +128,6 @@ class _Program(Program):
 
     tables: Mapping[int, Whole] = dataclasses.field(default_factory=dict)
     lines: dict[int, set[str]] = dataclasses.field(default_factory=dict)
-
-
-class _CompactWalk(Walk):
-    """A walk that gets, or notes, what integers a loss computes of floats.
-
-    For ids `floor(log1p(x) * 9)` these are the results of `convert_element_type`. In
-    the bodies of loops, branches and the like that look rows up, which are other walks,
-    nothing is given.
-
-    Attributes:
-      given: By their number among all integers, in the order of the program, which has
-        as many where its callbacks are not called.
-      integers: Those that are computed of floats, by their number.
-    """
-
-    def __init__(self, program: Program, deltas: Any, given: Mapping[int, Any]):
-        super().__init__(program, deltas)
-        self.given = given
-        self.integers: dict[int, jax.Array] = {}
-        self._count = 0
-
-    def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        results = super().evaluate_by_jax(eqn, args)
-        places = [i for i, var in enumerate(eqn.outvars) if _is_integer(var)]
-        if places and _reads_floats(eqn):
-            for number, i in enumerate(places, self._count):
-                given = self.given.get(number, results[i])
-                self.integers[number] = results[i] = _rounded(results[i], given)
-        self._count += len(places)
-        return results
-
-
-def _is_integer(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", np.float32)
-    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, np.bool_)
-
-
-def _reads_floats(eqn: JaxprEqn) -> bool:
-    """Whether an operand is floating, or something that it computes inside."""
-
-    def is_float(var: Any) -> bool:
-        return jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.inexact)
-
-    def inside(x: Any) -> bool:
-        if type(x) in (tuple, list):
-            return any(map(inside, x))
-        jaxpr = x.jaxpr if isinstance(x, ClosedJaxpr) else x
-        return isinstance(jaxpr, Jaxpr) and any(map(_reads_floats, jaxpr.eqns))
-
-    return any(map(is_float, eqn.invars)) or any(map(inside, eqn.params.values()))
-
-
-def _rounded(own: jax.Array, given: Any) -> jax.Array:
-    """What was given, unless too many differ for it to be by rounding.
-
-    As those of `np.random` do, of which a loss may compute more than integers.
-    """
-    if own is given or (own.shape, own.dtype) != (given.shape, given.dtype):
-        return own
-    is_by_rounding = jnp.sum(own != given) <= 2 + own.size // 8
-    return jnp.where(is_by_rounding, given, own)
 
 
 def _places(lookup: Lookup, source: Any) -> jax.Array:
@@ -356,7 +296,7 @@ def evaluate_compact(
     uniques: Sequence[Any] | None,
     args: Any,
     given: Mapping[int, Any],
-) -> tuple[Any, list[jax.Array], dict[int, jax.Array], dict[str, set[str]]]:
+) -> tuple[Any, list[jax.Array], IntegersWalk, dict[str, set[str]]]:
     """`fun(params, *args)` where some leaves of the parameters are K rows.
 
     Args:
@@ -369,8 +309,8 @@ def evaluate_compact(
       given: Integers of the small program, by their number.
 
     Returns:
-      The result; for each table the ids of its lookups, as `_entries` says; integers
-      that are computed of floats; and where the program looks tables up.
+      The result; for each table the ids of its lookups, as `_entries` says; the walk,
+      which knows of integers; and where the program looks tables up.
     """
     tree: Any
     leaves, tree = jax.tree.flatten(params)
@@ -400,7 +340,7 @@ def evaluate_compact(
             "table on the device."
         )
     deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
-    walk = _CompactWalk(program, iter(deltas), given)
+    walk = IntegersWalk(program, iter(deltas), given)
     results = walk.evaluate(closed, values)
     for x in results:
         if isinstance(x, Expression):
@@ -416,7 +356,7 @@ def evaluate_compact(
     joined = [jnp.concatenate([empty, *x]) for x in ids.values()]
     lines = {tables[i].name: x for i, x in program.lines.items()}
     result = to_result([jnp.asarray(x) for x in results])
-    return result, joined, walk.integers, lines
+    return result, joined, walk, lines
 
 
 def fingerprint(ids: Sequence[jax.Array]) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._gradients.tracing import jit_enabled
 from .._jax_extras.cpu_device import cpu_device
-from .._jax_extras.jaxprs import FlatJaxpr, name_and_params, run_equations
+from .._jax_extras.jaxprs import FlatJaxpr, run_equations
 from ._arguments import (
     is_committed,
     is_key,
@@ -33,6 +33,7 @@ from ._arguments import (
 )
 from ._callbacks import without_callbacks, zeros_in_place_of
 from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
+from ._integers import integers_of
 from ._reset import Reset
 from ._store import Ascending, ascending
 
@@ -238,13 +239,13 @@ class RowIds:
             )
             args, keywords = jax.tree.unflatten(structure, values[num_dense:])
             fun = functools.partial(self._fun, **keywords, **static)
-            _, looked_up, integers, lines = evaluate_compact(
+            _, looked_up, walk, lines = evaluate_compact(
                 fun, self._tables, params, None, args, {}
             )
             for name, new_lines in lines.items():
                 self._lines.setdefault(name, set()).update(new_lines)
-            numbers[:] = integers
-            return [*looked_up, *integers.values()]
+            numbers[:] = walk.integers
+            return [*looked_up, *walk.integers.values()]
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -273,7 +274,7 @@ class RowIds:
         exported = _without_dead_code(ids_alone, args)
         reads = list(exported.module_kept_var_idx)
         self._refuse_reads(ids_alone, exported)
-        places = [*range(count), *_given(closed, count, reads)]
+        places = [*range(count), *integers_of(closed, count, reads)]
         closed = _without_refs(_results(closed, places), args)
         given = [numbers[i - count] for i in places[count:]]
         kept = [i - count for i in reads]
@@ -323,34 +324,6 @@ def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     return list(
         _without_dead_code(jax.make_jaxpr(fun)(*args), args).module_kept_var_idx
     )
-
-
-def _given(closed: ClosedJaxpr, count: int, reads: Container[int]) -> list[int]:
-    """Which of further results lie on the way to the first ones, the ids.
-
-    All integers that these equations compute, so that what else a loss makes of them
-    fits: a mask, or what is sorted with ids. None that depends on other arguments than
-    ids do, and so is on the way to something else (a loop may compute both); nor on
-    what happens once, which is written to a mutable array, or has a barrier in the
-    place of an io_callback.
-    """
-    program = FlatJaxpr(closed)
-    equations, _ = program.slice(program.outputs[:count])
-    computed = {x for equation in equations for x in equation.results}
-
-    def is_of_ids(x: int) -> bool:
-        equations, starts = program.slice([x])
-        names = {name_and_params(y.eqn)[0] for y in equations}
-        held = [program.consts[i] for i in starts if i in program.consts]
-        return (
-            all(i in reads for i in starts if i in program.inputs)
-            and not any(isinstance(y, jax.Ref) for y in held)
-            and not any(y.eqn.effects for y in equations)
-            and "optimization_barrier" not in names
-        )
-
-    further = enumerate(program.outputs[count:], count)
-    return [place for place, x in further if x in computed and is_of_ids(x)]
 
 
 def _results(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:

@@ -57,8 +57,8 @@ def compact(fun: Callable[..., Any], tables: Mapping[int, Whole]) -> Callable[..
     ) -> tuple[Any, jax.Array]:
         bound, (positions, given) = functools.partial(fun, **keywords), rows
         asked = bound, tables, params, positions, args, given
-        result, ids, *_ = evaluate_compact(*asked)
-        return result, fingerprint(ids)
+        result, ids, walk, _ = evaluate_compact(*asked)
+        return result, fingerprint(ids) + jnp.uint32(walk.are_others)
 
     return compact_fun
 

@@ -297,6 +297,32 @@ def test_another_number_of_lookups_is_refused(more):
         trainer.step(*made[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(), (3,), (COUNT,)])
+def test_another_program_is_refused(shape):
+    """Of which there are more integers: those that are given are of other numbers."""
+    traces = []
+
+    def loss(params, x, y):
+        if traces:  # as by a global that changes
+            y = y + jnp.sum(jnp.floor(jnp.resize(x, shape)).astype(jnp.int32) > 999)
+        traces.append(1)
+        rows = params["table"][jnp.floor(x).astype(jnp.int32)]
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    made, (rows, w) = [*batches()], begin()
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
+    ):
+        if shape == (COUNT,):  # the same numbers are two times there
+            trainer.step(*made[0])
+            assert_identical(trainer.steps, 1)
+            return
+        with pytest.raises(RuntimeError, match=NOT_FETCHED):
+            trainer.step(*made[0])
+
+
 @pytest.mark.parametrize("name", slow_but(["loop", "branch"], "loop"))
 def test_in_a_body_that_looks_rows_up_rounding_is_refused(name):
     """What is computed there is not followed."""
