@@ -12,7 +12,7 @@ A fault is raised before the first array of NumPy is written.
 
 import functools
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -364,7 +364,7 @@ def is_older(
     state: Any,
     states: list[Any],
     owners: list[Table | None],
-    moments: Container[int],
+    params: Any,
 ) -> Any:
     """Whether rows are of an earlier step than the tables, by what the state counts.
 
@@ -372,8 +372,11 @@ def is_older(
     begins again, beside others. Those whose names say that they count decide first;
     then integers of other names, as a wrapper of the user's may have; then numbers in
     arrays: the counts of `per_row` for another table, some of which `reset_rows` has
-    set back. Not the `moments` of parameters, at these places, that have such names.
+    set back. Not the moments of parameters that have such names: these are floats, and
+    their paths end with the parameter's.
     """
+    of_params, _ = jax.tree_util.tree_flatten_with_path(params)
+    names = [path for path, x in of_params if path and np.ndim(x) == 0]
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     # `count` of reduce_on_plateau begins again, too; that of `exact_adam` may be set.
     beside = "plateau_count", "clock"
@@ -381,12 +384,13 @@ def is_older(
     named: list[Any] = []
     others: list[Any] = []
     arrays: list[Any] = []
-    triples = zip(paths, states, owners, strict=True)
-    for i, ((path, old), new, table) in enumerate(triples):
+    for (path, old), new, table in zip(paths, states, owners, strict=True):
         _, kind = shape_of("put_rows", old)
         name = _name_of(path)
         is_clock = name == "clock" or path[:-1] not in are_set_back
-        is_clock &= i not in moments and _is_clock(name, old, kind)
+        is_moment = any(path[-len(x) :] == x for x in names)
+        is_clock &= not (is_moment and jnp.issubdtype(kind, jnp.inexact))
+        is_clock &= _is_clock(name, old, kind)
         if table is None and new is not None and is_clock:
             of_name = named if name in (*_CLOCKS, "clock") else others
             (arrays if np.ndim(old) else of_name).append((old, new))

@@ -76,33 +76,6 @@ def _owners(
     return structure, [x.shape for x in leaves], owners
 
 
-@functools.lru_cache(maxsize=64)
-def _moments(key: _Hashable, treedef: Any, shapes: Any) -> frozenset[int]:
-    """The floats of a state that are of scalar parameters, whatever these are called.
-
-    They have the shape of these parameters, also where it is another one. (Of a state
-    that is then another one, as by a mask of shapes, nothing is known. Integers are the
-    counts of `per_row`.)
-    """
-
-    def state_of(shape: tuple[int, ...]) -> Any:
-        params = [jax.ShapeDtypeStruct(x or shape, dtype) for x, dtype in shapes]
-        return jax.eval_shape(key.tx.init, treedef.unflatten(params))
-
-    if all(shape for shape, _ in shapes):
-        return frozenset()
-    old, new = state_of(()), state_of((3,))
-    structures: list[Any] = [*map(jax.tree.structure, (old, new))]
-    if structures[0] != structures[1]:
-        return frozenset()
-    pairs = zip(*map(jax.tree.leaves, (old, new)), strict=True)
-    return frozenset(
-        i
-        for i, (x, y) in enumerate(pairs)
-        if x.shape != y.shape and jnp.issubdtype(x.dtype, jnp.inexact)
-    )
-
-
 def _of_state(
     tx: Any, params: Any, state: Any, tables: list[Table | None], verb: str
 ) -> list[Table | None]:
@@ -281,11 +254,7 @@ def put_rows(
             _nan_unless(fits, x) if table is not None else x
             for x, table in zip(new_params, tables, strict=True)
         ]
-    leaves, treedef = jax.tree.flatten(params)
-    shapes = tuple(shape_of(verb, x) for x in leaves)
-    rests = is_older(
-        state, new_states, owners, _moments(_Hashable(tx), treedef, shapes)
-    )
+    rests = is_older(state, new_states, owners, params)
     new_params = newer(rests, params, tables, new_params)
     new_states = newer(rests, state, owners, new_states)
     params, state = write([(params, tables, new_params), (state, owners, new_states)])
