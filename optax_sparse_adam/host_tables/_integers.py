@@ -6,6 +6,8 @@ computes ids, inverses, counts and branches of these, as integers do not round:
 
     ids = floor(log1p(x) * 9).astype(int32)    given to the step
     unique, inverse = jnp.unique(ids, ...)     computed of them, in both
+
+Floats that go by steps, those of `floor` above, are among these integers.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -18,6 +20,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._gradients.walk import Program, Walk
 from .._jax_extras.jaxprs import FlatJaxpr, name_and_params
+
+_STEPS = "floor", "ceil", "round", "sign"
 
 
 class IntegersWalk(Walk):
@@ -43,7 +47,8 @@ class IntegersWalk(Walk):
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         results = super().evaluate_by_jax(eqn, args)
-        places = [i for i, var in enumerate(eqn.outvars) if _is_integer(var)]
+        is_step = eqn.primitive.name in _STEPS
+        places = [i for i, x in enumerate(eqn.outvars) if is_step or _is_integer(x)]
         if places and _reads_floats(eqn):
             for number, i in enumerate(places, self._count):
                 if number in self.given:
@@ -56,7 +61,8 @@ class IntegersWalk(Walk):
         if (own.shape, own.dtype) != (given.shape, given.dtype):  # of another program
             self.are_others = np.True_
             return own
-        self.are_others |= jnp.sum(own != given) > 2 + own.size // 8
+        differ = (own != given) & (own == own)  # but for NaN
+        self.are_others |= jnp.sum(differ) > 2 + own.size // 8
         return given
 
 
