@@ -21,7 +21,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from .._gradients.walk import Program, Walk
 from .._jax_extras.jaxprs import FlatJaxpr, name_and_params
 
-_STEPS = "floor", "ceil", "round", "sign"
+# Functions of floats, and of jax.numpy, that go by steps: their derivatives are zero.
+_STEPS = "ceil", "floor", "floor_divide", "rint", "round", "sign", "trunc"
 
 
 class IntegersWalk(Walk):
@@ -47,7 +48,8 @@ class IntegersWalk(Walk):
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         results = super().evaluate_by_jax(eqn, args)
-        is_step = eqn.primitive.name in _STEPS
+        name, params = name_and_params(eqn)
+        is_step = (params["name"] if name == "jit" else name) in _STEPS
         places = [i for i, x in enumerate(eqn.outvars) if is_step or _is_integer(x)]
         if places and _reads_floats(eqn):
             for number, i in enumerate(places, self._count):
