@@ -10,8 +10,6 @@ written by a scatter, those of NumPy by indexing, in place:
 A fault is raised before the first array of NumPy is written.
 """
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,16 +26,6 @@ from ._rows.segments import segment_rows
 
 # A tree, the table of each of its leaves, and new rows or leaves; `None`: as it is.
 Writes = Sequence[tuple[Any, list["Table | None"], list[Any]]]
-
-
-# Numbers of a state that are clocks, also where they are floats.
-_CLOCKS = ("count", "step", "steps", "t")
-# Integers of a state that are no clocks: what begins again at zero, in those of optax,
-# and what need not grow, in that of `exact_adam`.
-_NO_CLOCKS = (
-    *("cooldown_count", "mini_step", "notfinite_count", "plateau_count"),
-    *("steps_since_sync", "origin", "lead"),
-)
 
 
 class Table(NamedTuple):
@@ -346,82 +334,3 @@ def _check(verb: str, name: str, x: Any, table: Table | None, new: Any) -> None:
             f"{verb} needs what has no ids in its own type, {dtype} for {name}, got "
             f"{new_dtype}. Cast it."
         )
-
-
-def _name_of(path: Any) -> str:
-    return getattr(path[-1], "name", getattr(path[-1], "key", "")) if path else ""
-
-
-def _is_clock(name: str, x: Any, kind: Any) -> bool:
-    if jnp.issubdtype(kind, np.signedinteger):
-        return name not in _NO_CLOCKS
-    # A raw key of random numbers is a vector of `uint32`; a rate or a loss is a float.
-    is_count = jnp.issubdtype(kind, np.unsignedinteger) or name in _CLOCKS
-    return np.ndim(x) == 0 and is_count and name not in _NO_CLOCKS
-
-
-def is_older(
-    state: Any,
-    states: list[Any],
-    owners: list[Table | None],
-    params: Any,
-) -> Any:
-    """Whether rows are of an earlier step than the tables, by what the state counts.
-
-    So it is if a scalar is smaller and none is larger: `optax.MultiSteps` has one that
-    begins again, beside others. Those whose names say that they count decide first;
-    then integers of other names, as a wrapper of the user's may have; then numbers in
-    arrays: the counts of `per_row` for another table, some of which `reset_rows` has
-    set back. Not the moments of parameters that have such names: these are floats, and
-    their paths end with the parameter's.
-    """
-    of_params, _ = jax.tree_util.tree_flatten_with_path(params)
-    names = [path for path, x in of_params if path and np.ndim(x) == 0]
-    paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    # `count` of reduce_on_plateau begins again, too; that of `exact_adam` may be set.
-    beside = "plateau_count", "clock"
-    are_set_back = {path[:-1] for path, _ in paths if _name_of(path) in beside}
-    named: list[Any] = []
-    others: list[Any] = []
-    arrays: list[Any] = []
-    for (path, old), new, table in zip(paths, states, owners, strict=True):
-        _, kind = shape_of("put_rows", old)
-        name = _name_of(path)
-        is_clock = name == "clock" or path[:-1] not in are_set_back
-        is_moment = any(path[-len(x) :] == x for x in names)
-        is_clock &= not (is_moment and jnp.issubdtype(kind, jnp.inexact))
-        is_clock &= _is_clock(name, old, kind)
-        if table is None and new is not None and is_clock:
-            of_name = named if name in (*_CLOCKS, "clock") else others
-            (arrays if np.ndim(old) else of_name).append((old, new))
-
-    def is_any(compare: Any, pairs: list[Any]) -> Any:
-        found = (jnp.any(compare(new, old)) for old, new in pairs)
-        return functools.reduce(operator.or_, found, np.False_)
-
-    older = is_any(operator.lt, arrays)
-    for pairs in others, named:
-        is_smaller, is_larger = (is_any(x, pairs) for x in (operator.lt, operator.gt))
-        older = ~is_larger & (is_smaller | older)
-    return older
-
-
-def newer(
-    rests: Any, tree: Any, tables: list[Table | None], rows: list[Any]
-) -> list[Any]:
-    """What is to be written: all rows, and of other leaves those of the later step."""
-
-    def later(x: Any, table: Table | None, new: Any) -> Any:
-        if table is not None or new is None:
-            return new
-        if not isinstance(rests, jax.core.Tracer):
-            return None if rests else new
-        if not isinstance(x, jax.Array):
-            raise TypeError(
-                "put_rows writes arrays of NumPy when it is called, and needs counts "
-                "that are known then; got traced ones. Call it outside of jit, and "
-                "compile the step on the rows."
-            )
-        return jnp.where(rests, x, copied(new, x))
-
-    return [*map(later, jax.tree.leaves(tree), tables, rows)]

@@ -11,7 +11,7 @@ other arrays belong to all rows. For a table `[1000, 8]`, a vector `w`, `sparse_
 
 How rows are read, checked and written is in `_row_tables.py`. What has no rows, a
 *whole* leaf, is copied when it is taken, and put back unless the tables are of a later
-step (`is_older`).
+step (`_row_ages.py`).
 
 Known limit: tables with one index for each row.
 """
@@ -27,13 +27,12 @@ import optax
 
 from ._exact_adam.state import begin_now, clocks_of, refuse_other_dates
 from ._optimizers.row_owners import TableSize, find_owners
+from ._row_ages import is_older, newer
 from ._row_tables import (
     Table,
     check,
     copied,
-    is_older,
     native_dtype,
-    newer,
     refuse_repeated,
     shape_of,
     tables_of,

@@ -98,6 +98,14 @@ def branched(table, ids):
     return jax.lax.cond(jnp.sum(ids) % 2, odd, lambda: table[ids[::-1]] * 2)
 
 
+def by_a_ref(table, ids):
+    """A mutable array of the loss alone, which holds the ids and is written."""
+    ref = jax.new_ref(ids)
+    first = ref[...]
+    ref[...] = first + 1
+    return table[first]
+
+
 LOOKUPS = {
     "gather": lambda table, ids: table[ids],
     "clipped": lambda table, ids: table.at[ids * 9].get(mode="clip"),
@@ -110,6 +118,7 @@ LOOKUPS = {
     "jit": jax.jit(lambda table, ids: table[ids]),
     "checkpoint": jax.checkpoint(lambda table, ids: jnp.sin(table[ids])),
     "unique": unique,
+    "ref": by_a_ref,
     "branch": branched,
     "platform": lambda table, ids: jax.lax.platform_dependent(
         cpu=lambda: table[ids], default=lambda: table[ids[::-1]]
