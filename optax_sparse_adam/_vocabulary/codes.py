@@ -101,13 +101,14 @@ def codes_of(function: str, array: np.ndarray, kind: int) -> tuple[np.ndarray, i
     if array.size == 0:
         return np.zeros(0, np.uint64), kind
     if type_kind in "USTO":
+        hashes = _hash(function, array).reshape(-1)  # objects may be no strings
         if kind == SIGNED:
             raise TypeError(
                 f"{function} cannot take strings here, as this vocabulary has signed "
                 "integers as keys, and the hash of a string may be the bits of a "
                 "negative one. Make a vocabulary for each."
             )
-        return _hash(function, array).reshape(-1), UNSIGNED
+        return hashes, UNSIGNED
     if type_kind not in "iu":
         raise TypeError(
             f"{function} needs {_KEYS}, got an array of {array.dtype}: other numbers "

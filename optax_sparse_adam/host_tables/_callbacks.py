@@ -47,6 +47,13 @@ def zeros_in_place_of(name: str) -> str:
     return f"optax_sparse_adam_zeros_of_{name}"
 
 
+def callback_of(eqn: JaxprEqn) -> str | None:
+    """The name of the callback in whose place there are zeros."""
+    name = str(eqn.params.get("name", ""))
+    prefix = zeros_in_place_of("")
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+
 def _zeros_of(
     name: str, out_avals: Sequence[Any], in_avals: Sequence[Any]
 ) -> dict[str, Any]:

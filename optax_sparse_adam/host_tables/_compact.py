@@ -15,8 +15,8 @@ The same walk notes the ids. Loops, branches and checkpoints hand them outside, 
 do for gradients. What is left of the loss when nothing else is asked for is a small
 program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
 the ids: where a loss computes others in each, as of `np.random`, the step is refused.
-Integers that are computed of floats on the way to ids are those of the small program in
-the step, too: see `_integers.py`.
+What is computed of floats on the way to ids the step takes from the small program: see
+`_given.py`.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.
@@ -56,7 +56,7 @@ from .._rows.bag_sums import add_up
 from .._rows.lookups import look_up_bags, look_up_rows, sum_bags
 from .._rows.source import Bounds, Mode, Source
 from ._callbacks import without_callbacks
-from ._integers import IntegersWalk
+from ._given import GivenWalk, Number
 from ._partition import Partition
 
 LARGEST_ID = 2**31 - 1
@@ -295,8 +295,8 @@ def evaluate_compact(
     params: Any,
     uniques: Sequence[Any] | None,
     args: Any,
-    given: Mapping[int, Any],
-) -> tuple[Any, list[jax.Array], IntegersWalk, dict[str, set[str]]]:
+    given: Mapping[Number, Any],
+) -> tuple[Any, list[jax.Array], GivenWalk, dict[str, set[str]]]:
     """`fun(params, *args)` where some leaves of the parameters are K rows.
 
     Args:
@@ -306,11 +306,11 @@ def evaluate_compact(
       uniques: For each table the positions of its K rows; or `None` to ask for ids
         alone: then callbacks, such as `jax.debug.print`, are not called.
       args: Further arguments.
-      given: Integers of the small program, by their number.
+      given: Values of the small program, by their numbers.
 
     Returns:
       The result; for each table the ids of its lookups, as `_entries` says; the walk,
-      which knows of integers; and where the program looks tables up.
+      which knows what it computed; and where the program looks tables up.
     """
     tree: Any
     leaves, tree = jax.tree.flatten(params)
@@ -340,7 +340,7 @@ def evaluate_compact(
             "table on the device."
         )
     deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
-    walk = IntegersWalk(program, iter(deltas), given)
+    walk = GivenWalk(program, iter(deltas), given)
     results = walk.evaluate(closed, values)
     for x in results:
         if isinstance(x, Expression):

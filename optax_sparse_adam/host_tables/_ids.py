@@ -33,7 +33,7 @@ from ._arguments import (
 )
 from ._callbacks import without_callbacks, zeros_in_place_of
 from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
-from ._integers import integers_of
+from ._given import Number, given_of
 from ._reset import Reset
 from ._store import Ascending, ascending
 
@@ -50,8 +50,8 @@ class Batch:
       fingerprint: Of all of them.
       needs_params: Whether ids depend on parameters; then those of a later step do not
         exist.
-      given: Integers that are computed of floats on the way, which a step takes over,
-        as it may round otherwise; by their number in the program.
+      given: What is computed of floats on the way, which a step takes over, as it may
+        round otherwise; by the numbers of `_given.py`.
       tables: What is looked up.
       lines: Where, for each of them.
       target: Where rows go: a device, or all of the batch's mesh.
@@ -65,7 +65,7 @@ class Batch:
     ids: list[jax.Array]
     fingerprint: jax.Array
     needs_params: bool
-    given: Mapping[int, jax.Array]
+    given: Mapping[Number, jax.Array]
     tables: Sequence[Whole]
     lines: Mapping[str, set[str]]
     target: Any
@@ -136,7 +136,7 @@ class RowIds:
         self._lines: dict[str, set[str]] = {}  # where tables are looked up
         self._fun, self._tables, self._treedef = fun, tables, treedef
         self._mesh, self._num_dense = mesh, treedef.num_leaves - len(tables)
-        self._programs: dict[Any, tuple[Any, list[int], list[int]]] = {}
+        self._programs: dict[Any, tuple[Any, list[int]]] = {}
 
     def __call__(
         self,
@@ -181,7 +181,7 @@ class RowIds:
         traced = self._programs.get(key) or self._trace(
             dense, leaves, structure, static_taken
         )
-        program, kept, given = traced
+        program, kept = traced
         values = [*dense, *leaves]
         operands = [values[i] for i in kept]
         for x in operands:
@@ -190,12 +190,12 @@ class RowIds:
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             operands = jax.device_put(operands, cpu_device())
-        ids, integers, number = program(*operands)
+        ids, given, number = program(*operands)
         self._programs[key] = traced  # see `Program`
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),
-            given=dict(zip(given, integers, strict=True)),
+            given=given,
             tables=list(self._tables.values()),
             lines=self._lines,
             target=target,
@@ -224,12 +224,10 @@ class RowIds:
         leaves: list[Any],
         structure: Any,
         static: Mapping[str, Any],
-    ) -> tuple[Any, list[int], list[int]]:
-        """The program, which of dense parameters and batch it reads; and the numbers of
-        the integers that a step takes over.
-        """
+    ) -> tuple[Any, list[int]]:
+        """The program, and which of dense parameters and batch it reads."""
         count, num_dense = len(self._tables), len(dense)
-        numbers: list[int] = []
+        numbers: list[Number] = []
 
         def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
             tables, left = iter(rows), iter(values[:num_dense])
@@ -239,13 +237,13 @@ class RowIds:
             )
             args, keywords = jax.tree.unflatten(structure, values[num_dense:])
             fun = functools.partial(self._fun, **keywords, **static)
-            _, looked_up, walk, lines = evaluate_compact(
+            result, looked_up, walk, lines = evaluate_compact(
                 fun, self._tables, params, None, args, {}
             )
             for name, new_lines in lines.items():
                 self._lines.setdefault(name, set()).update(new_lines)
-            numbers[:] = walk.integers
-            return [*looked_up, *walk.integers.values()]
+            numbers[:] = walk.computed
+            return [*looked_up, *jax.tree.leaves(result), *walk.computed.values()]
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -274,10 +272,22 @@ class RowIds:
         exported = _without_dead_code(ids_alone, args)
         reads = list(exported.module_kept_var_idx)
         self._refuse_reads(ids_alone, exported)
-        places = [*range(count), *integers_of(closed, count, reads)]
-        closed = _without_refs(_results(closed, places), args)
-        given = [numbers[i - count] for i in places[count:]]
         kept = [i - count for i in reads]
+
+        def is_of_ids(place: int) -> bool:
+            alone = _without_refs(_results(closed, [place]), args)
+            exported = _without_dead_code(alone, args)
+            is_once = f"@{zeros_in_place_of('io_callback')}" in exported.mlir_module()
+            return not is_once and {*exported.module_kept_var_idx} <= {*reads}
+
+        first = len(closed.jaxpr.outvars) - len(numbers)
+        needs_params = any(i < num_dense for i in kept)
+        places = dict(
+            given_of(closed, count, first - count, reads, is_of_ids, needs_params)
+        )
+        sources = [*dict.fromkeys(places.values())]
+        given = {numbers[i - first]: sources.index(j) for i, j in places.items()}
+        closed = _without_refs(_results(closed, [*range(count), *sources]), args)
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if is_key(x) and i not in kept]
 
@@ -295,10 +305,10 @@ class RowIds:
             ]
             zeros = [jnp.zeros(x.shape, x.dtype) for x in rows]
             results = jaxpr_as_fun(closed)(*zeros, *values)
-            ids, integers = results[:count], results[count:]
-            return ids, integers, fingerprint(ids)
+            ids, values = results[:count], results[count:]
+            return ids, {x: values[i] for x, i in given.items()}, fingerprint(ids)
 
-        return program, kept, given
+        return program, kept
 
 
 def _why_not(eqns: Sequence[Any]) -> str:

@@ -173,6 +173,8 @@ def test_signed_and_unsigned_keys_are_told_apart():
             call(np.array([5, 2**64 - 1], np.uint64))
         with pytest.raises(TypeError, match="cannot take strings here"):
             call(["a"])
+        with pytest.raises(TypeError, match=r"objects with int 5 in it\. Of integers"):
+            call(np.array([5], object))
     vocab = osa.Vocabulary(9)
     vocab.assign(np.array([2**64 - 1], np.uint64), 0)
     for call in (vocab.find, lambda keys: vocab.assign(keys, 1)):
