@@ -11,12 +11,12 @@ import numpy as np
 from ._row_tables import Table, copied, shape_of
 
 # Numbers of a state that are clocks, also where they are floats.
-_CLOCKS = ("clock", "count", "step", "steps", "t")
+_CLOCKS = ("clock", "count", "step", "steps", "t", "step_count", "gradient_step")
 # Integers of a state that are no clocks: what begins again at zero, in those of optax,
 # and what need not grow, in that of `exact_adam`.
 _NO_CLOCKS = (
-    *("cooldown_count", "mini_step", "notfinite_count", "plateau_count"),
-    *("steps_since_sync", "origin", "lead"),
+    *("cooldown_count", "notfinite_count", "num_not_finite", "plateau_count"),
+    *("num_linesearch_steps", "micro_step", "steps_since_sync", "origin", "lead"),
 )
 
 
@@ -37,19 +37,31 @@ def is_older(
 ) -> Any:
     """Whether rows are of an earlier step than the tables, by what the state counts.
 
-    So it is if a scalar is smaller and none is larger: `optax.MultiSteps` has one that
-    begins again, beside others. Those whose names say that they count decide first;
-    then integers of other names, as a wrapper of the user's may have; then numbers in
-    arrays: the counts of `per_row` for another table, some of which `reset_rows` has
-    set back. Not the moments of parameters that have such names: these are floats, and
-    their paths end with the parameter's.
+    So it is if a scalar is smaller and none is larger. Those whose names say that they
+    count decide first; then integers of other names, as a wrapper of the user's may
+    have. Where no name says so, numbers in arrays do: the counts of `per_row` for
+    another table, some of which `reset_rows` has set back. `mini_step` of
+    `optax.MultiSteps` begins again, and counts where its `gradient_step` is the same.
+    Not the moments of parameters that have such names: these are floats, and their
+    paths end with the parameter's.
     """
     of_params, _ = jax.tree_util.tree_flatten_with_path(params)
     names = [path for path, x in of_params if path and np.ndim(x) == 0]
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    # `count` of reduce_on_plateau begins again, too; that of `exact_adam` may be set.
-    beside = "plateau_count", "clock"
-    are_set_back = {path[:-1] for path, _ in paths if _name_of(path) in beside}
+    # `count` of reduce_on_plateau and of apply_every begins again, too; that of
+    # `exact_adam` may be set.
+    beside = "plateau_count", "grad_acc", "clock"
+    are_set_back = {
+        path[:i]
+        for path, _ in paths
+        for i in range(len(path))
+        if _name_of(path[: i + 1]) in beside
+    }
+    steps = {
+        path[:-1]: (old, new)
+        for (path, old), new in zip(paths, states, strict=True)
+        if _name_of(path) == "gradient_step" and new is not None
+    }
     named: list[Any] = []
     others: list[Any] = []
     arrays: list[Any] = []
@@ -62,13 +74,17 @@ def is_older(
         is_clock &= _is_clock(name, old, kind)
         if table is None and new is not None and is_clock:
             of_name = named if name in _CLOCKS else others
+            if name == "mini_step" and path[:-1] in steps:
+                is_same = operator.eq(*steps[path[:-1]])
+                old, new = (jnp.where(is_same, x, 0) for x in (old, new))
             (arrays if np.ndim(old) else of_name).append((old, new))
 
     def is_any(compare: Any, pairs: list[Any]) -> Any:
         found = (jnp.any(compare(new, old)) for old, new in pairs)
         return functools.reduce(operator.or_, found, np.False_)
 
-    older = is_any(operator.lt, arrays)
+    # Inside of `shard_map` arrays differ from one device to the next.
+    older = np.False_ if named else is_any(operator.lt, arrays)
     for pairs in others, named:
         is_smaller, is_larger = (is_any(x, pairs) for x in (operator.lt, operator.gt))
         older = ~is_larger & (is_smaller | older)

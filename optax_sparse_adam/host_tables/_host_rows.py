@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from ._access import Access
 from ._arguments import is_committed, target_of
 from ._budget import give_back, keep
+from ._given import Number
 from ._ids import Batch
 from ._ledger import Ledger
 from ._plan import Plan
@@ -56,7 +57,7 @@ class BatchRows(NamedTuple):
         field: fetched, or new.
       step: The number of steps before.
       fingerprint: Of the ids that these are the rows of.
-      given: Integers of the program of these ids that a step takes, on the device.
+      given: Values of the program of these ids that a step takes, on the device.
       looked_up: That of the ids of the step that has made them.
       back: New `arrays` of each table, field and block on their way to the host: see
         `Spread.sent_back`.
@@ -69,7 +70,7 @@ class BatchRows(NamedTuple):
     arrays: list[list[jax.Array]]
     step: int
     fingerprint: Any = 0
-    given: Mapping[int, jax.Array] = {}
+    given: Mapping[Number, jax.Array] = {}
     looked_up: Any = 0
     back: Sequence[Sequence[Sequence[jax.Array]]] = ()
     reset: Any = None
@@ -237,8 +238,7 @@ class HostRows:
             pairs = enumerate(zip(parts, padded, strict=True))
             places = [batch.reset.places(k, *pair) for k, pair in pairs]
             reset = self.plan.spread.sent((places, batch.reset.values), batch.target)
-        given = jax.tree.map(np.asarray, batch.given)
-        given = self.plan.spread.sent(given, batch.target)
+        given = self.plan.spread.sent_values(batch.given, batch.target)
         padded, arrays = self.plan.spread.place(padded, arrays, batch.target)
         return BatchRows(
             *(unique, padded, arrays, self.steps, batch.fingerprint, given), reset=reset

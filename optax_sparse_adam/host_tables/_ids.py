@@ -33,7 +33,7 @@ from ._arguments import (
 )
 from ._callbacks import without_callbacks, zeros_in_place_of
 from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
-from ._given import Number, given_of
+from ._given import Number, WayToIds
 from ._reset import Reset
 from ._store import Ascending, ascending
 
@@ -174,10 +174,12 @@ class RowIds:
         static_taken = taken_by(self._fun, static)
         for x in leaves:
             refuse_others(x, name)
-        # With weak types: an int8 times a Python number is an int8.
+        # With weak types: an int8 times a Python number is an int8. A parameter that is
+        # a Python number has such a type until a step updates it.
         avals = tuple((type_of(x), layout(x)) for x in leaves)
+        are_weak = tuple(getattr(x, "weak_type", False) for x in dense)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        key = structure, avals, tuple(sorted(static_taken.items())), x64
+        key = structure, avals, are_weak, tuple(sorted(static_taken.items())), x64
         traced = self._programs.get(key) or self._trace(
             dense, leaves, structure, static_taken
         )
@@ -272,31 +274,35 @@ class RowIds:
         exported = _without_dead_code(ids_alone, args)
         reads = list(exported.module_kept_var_idx)
         self._refuse_reads(ids_alone, exported)
-        kept = [i - count for i in reads]
+        of_batch = range(count + num_dense, len(rows) + len(shapes))
+        beside: set[int] = set()
 
-        def is_of_ids(place: int) -> bool:
+        def is_of_batch(place: int) -> bool:
             alone = _without_refs(_results(closed, [place]), args)
             exported = _without_dead_code(alone, args)
             is_once = f"@{zeros_in_place_of('io_callback')}" in exported.mlir_module()
-            return not is_once and {*exported.module_kept_var_idx} <= {*reads}
+            more = {*exported.module_kept_var_idx} - {*reads}
+            is_given = not is_once and more <= {*of_batch}
+            beside.update(more if is_given else ())
+            return is_given
 
         first = len(closed.jaxpr.outvars) - len(numbers)
-        needs_params = any(i < num_dense for i in kept)
-        places = dict(
-            given_of(closed, count, first - count, reads, is_of_ids, needs_params)
-        )
+        params = range(count, count + num_dense)
+        asked = closed, count, first - count, reads, params, is_of_batch
+        places = WayToIds(*asked).given()
+        kept = [i - count for i in sorted({*reads, *beside})]
         sources = [*dict.fromkeys(places.values())]
         given = {numbers[i - first]: sources.index(j) for i, j in places.items()}
         closed = _without_refs(_results(closed, [*range(count), *sources]), args)
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if is_key(x) and i not in kept]
 
-        whole = None
+        whole: Any = None
         if jax.process_count() > 1 and kept:  # each reads all ids
             mesh = mesh_around([[*dense, *leaves][i] for i in kept])
             whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
-        @functools.partial(jax.jit, out_shardings=whole)
+        @functools.partial(jax.jit, out_shardings=(whole, None, whole))
         def program(*operands: Any) -> tuple[Any, Any, Any]:
             by_place = dict(zip(kept, operands, strict=True))
             values = [

@@ -164,9 +164,9 @@ def _kept(x: Any) -> Any:
     if not isinstance(x, jax.Array):  # for `prepare`, such as a tensor of torch
         is_array = hasattr(x, "__array__")
         return x.clone() if is_array and hasattr(x, "clone") else x
-    devices = x.devices()
-    is_of_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
-    return jnp.copy(x).block_until_ready() if is_of_host else x
+    is_of_host = {device.platform for device in x.devices()} == {"cpu"}
+    is_copied = is_of_host and x.is_fully_addressable
+    return jnp.copy(x).block_until_ready() if is_copied else x
 
 
 class Pipeline:

@@ -109,6 +109,17 @@ class Spread:
             return jax.device_put(tree, target)
         return jax.tree.map(self._put, tree)
 
+    def sent_values(self, tree: Any, target: Any) -> Any:
+        """Arrays of the program of ids: over a mesh they stay as they are split."""
+
+        def sent(x: jax.Array) -> Any:
+            is_there = isinstance(target, NamedSharding) and (
+                x.sharding.device_set == target.device_set
+            )
+            return x if is_there else self.sent(np.asarray(x), target)
+
+        return jax.tree.map(sent, tree)
+
     def kept(self, arrays: Iterable[Any]) -> list[Any]:
         """Copies of arrays without rows, as a step donates them: on the mesh."""
         copies, whole = [jnp.array(x) for x in arrays], self.whole

@@ -429,9 +429,30 @@ def twice(x, labels):
     """A function that is called again for the mask."""
 
     def bucket(x):
-        return jnp.floor(jnp.exp(jnp.log(x) * 0.5)).astype(jnp.int32)
+        return jnp.floor(jnp.exp(jnp.log(x))).astype(jnp.int32)
 
-    return bucket(x), labels, bucket(x) > 2
+    return bucket(x), labels, bucket(x) > 8
+
+
+def twice_in_a_loop(x, labels):
+    """Which is another one each time, as the body is."""
+
+    def bucket(x):
+        return jax.lax.map(lambda x: jnp.floor(x).astype(jnp.int32), x)
+
+    return bucket(x), labels, bucket(x) > 8
+
+
+def beside_a_label(x, labels):
+    """A value and a result of labels, of one program; ids of the value behind it."""
+
+    @jax.checkpoint
+    def encode(x, labels):
+        z = x * 2
+        return z, jnp.mean((z - labels) ** 2)
+
+    z, score = encode(x, labels)
+    return jnp.floor(z).astype(jnp.int32), labels + score, z >= 18
 
 
 def around(x, labels):
@@ -450,7 +471,15 @@ def after_a_callback(x, labels):
 
 BESIDE = (
     *(masked, ordered, ordered_with_floats, between, remainder, around, twice),
-    *(in_a_jit, in_a_scan, in_a_checkpoint, in_a_branch, behind_a_barrier),
+    *(
+        twice_in_a_loop,
+        beside_a_label,
+        in_a_jit,
+        in_a_scan,
+        in_a_checkpoint,
+        in_a_branch,
+        behind_a_barrier,
+    ),
     after_a_callback,
 )
 
@@ -509,6 +538,66 @@ def test_floats_of_parameters_keep_their_derivatives(name):
 
 
 @pytest.mark.slow
+def test_a_parameter_of_a_weak_type():
+    """Until the first update: bfloat16 times a Python number is a bfloat16."""
+
+    def loss(params, x, y):
+        ids = jnp.floor(x * params["s"]).astype(jnp.int32) % ROWS
+        rows = params["table"][ids] @ params["w"]
+        return jnp.mean((jnp.tanh(rows).sum(1) * params["s"] - y) ** 2)
+
+    made = [(jnp.asarray(x, jnp.bfloat16), y) for x, y in batches()]
+    rows, w = begin()
+    with jax.numpy_dtype_promotion("standard"):
+        params = {"table": jnp.asarray(rows), "w": jnp.asarray(w), "s": 1.3}
+        state, step = TX.init(params), osa.make_train_step(loss, TX)
+        for batch in made:
+            params, state, known = step(params, state, *batch)
+        with host.HostTrainer(loss, TX, host_params(rows, w) | {"s": 1.3}) as trainer:
+            value = [*trainer.run(made)][-1]
+    np.testing.assert_allclose(value, known, rtol=1e-6)
+
+
+def routed(x, w, number):
+    """Two experts of five, of which two have nearly equal scores."""
+    scores = jnp.outer(x, w.sum(0)) * 0.01
+    # The first one again, as it is rounded.
+    scores = jnp.concatenate([scores, scores[:, :1] * number], axis=1)
+    return jax.lax.top_k(scores, 2)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("is_inside", slow_but([False, True], False))
+def test_a_router(is_inside):
+    """The derivative goes to what was chosen; inside of a checkpoint it is refused."""
+
+    def loss_of(factor):
+        def loss(params, x, y):
+            number = factor()
+            route = jax.checkpoint(routed) if is_inside else routed
+            gates, ids = route(x, params["w"], number)
+            rows = params["table"][ids].sum(2) * jnp.array([[1.0, 0.5]])
+            return jnp.mean(((gates * rows).sum(1) - y) ** 2)
+
+        return loss
+
+    rows, w = begin()
+    w[:, 0] = np.abs(w[:, 0]) * 3  # the two best are those of equal scores
+    made, tx = [next(batches())], osa.lazy(optax.sgd(1e-3))
+    known = train(loss_of(lambda: 1 - 5e-6), tx, {"table": rows, "w": w}, made)
+    others = loss_of(lambda: 1 + 5e-6)
+    other = train(others, tx, {"table": rows, "w": w}, made)
+    assert np.abs(known[0]["w"] - other[0]["w"]).max() > 1e-4
+    loss = loss_of(numbers(1 - 5e-6, 1 + 5e-6))
+    with host.HostTrainer(loss, tx, host_params(rows, w)) as trainer:
+        if is_inside:
+            with pytest.raises(RuntimeError, match=NOT_FETCHED):
+                list(trainer.run(made))
+        else:
+            assert_alike(trainer, list(trainer.run(made)), known)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_decisions_of_parameters_and_their_derivatives():
     """A piece of a function of parameters: its value, and the derivative of it."""
@@ -563,8 +652,32 @@ def test_integers_of_a_loop_that_computes_something_else_too():
             assert_identical([*map(np.asarray, value)], [*expected])
 
 
+@pytest.mark.slow
+def test_what_is_given_over_a_mesh_stays_split():
+    need_devices(8)
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("x"))
+    seen = []
+
+    def loss(params, x, y):
+        z = jnp.log1p(x)
+        jax.debug.inspect_array_sharding(z, callback=seen.append)
+        rows = params["table"][(z * 9).astype(jnp.int32)] @ params["w"]
+        return jnp.mean(rows.sum(1) * z)  # of no labels, which are split
+
+    batch = jax.device_put(next(batches(size=64)), split)
+    parts = loss, TX, host_params(*begin())
+    with host.HostTrainer(*parts, mesh=mesh) as trainer:
+        trainer.step(*batch)
+    assert seen
+    assert all(x.is_equivalent_to(split, 1) for x in seen)
+
+
 def test_only_what_ids_come_from_is_given(monkeypatch):
-    """No floats that nothing else reads; nothing where ids are integers."""
+    """No floats that nothing else reads; nothing where ids are integers.
+
+    Of comparisons their sum; no weights, which a cast does not round otherwise.
+    """
     made, (rows, w) = [*batches()], begin()
 
     def loss(params, x, y):
@@ -576,11 +689,25 @@ def test_only_what_ids_come_from_is_given(monkeypatch):
 
     def noted(host, batch):
         result = fetch(host, batch)
-        given.append([(x.dtype, x.shape) for x in result.given.values()])
+        given.append([(x.dtype, x.size) for x in result.given.values()])
         return result
 
     monkeypatch.setattr(HostRows, "fetch", noted)
-    for fun, batch in (loss, made[0]), (exact(LOOKUPS["gather"]), floors(made)[0]):
+
+    def compared(params, x, y):
+        ids = (x[:, None] > jnp.arange(ROWS - 1.0)[None]).sum(1)
+        return loss(params, x, y) + params["table"][ids.astype(jnp.int32)].sum()
+
+    def cast(params, x, y):
+        w = params["w"].astype(jnp.bfloat16)
+        ids = jnp.argmax(x[:, None] * w[:1].astype(jnp.float32), axis=1)
+        rows = params["table"][ids.astype(jnp.int32)].astype(jnp.bfloat16)
+        return jnp.mean((rows @ w).sum(1).astype(jnp.float32) * y)
+
+    integers = exact(LOOKUPS["gather"]), floors(made)[0]
+    cases = (loss, made[0]), (compared, made[0]), (cast, made[0]), integers
+    for fun, batch in cases:
         with host.HostTrainer(fun, TX, host_params(rows, w)) as trainer:
             trainer.step(*batch)
-    assert given == [[(np.int32, (COUNT,))], []]
+    one = np.int32, COUNT
+    assert given == [[one], [one, one], [one], []]

@@ -526,6 +526,53 @@ def test_a_warm_restart_between(name):
         np.testing.assert_array_equal(new, old)  # nobody has changed these rows
 
 
+def multi_steps(**options):
+    """Of the dense parameter: it accumulates the gradients of four batches."""
+    steps = optax.MultiSteps(optax.adam(0.1), 4, **options)
+    parts = {"t": osa.lazy(optax.adagrad(0.1)), "w": steps.gradient_transformation()}
+    return optax.partition(parts, {"table": "t", "w": "w"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("later", ["tables", "rows"])
+def test_within_one_accumulation(later):
+    """What is accumulated of the dense parameter is that of the later ones."""
+    tx = multi_steps(should_skip_update_fn=optax.skip_not_finite)
+    step = osa.make_train_step(loss, tx)
+    # A batch that is skipped leaves a number behind that is smaller after the next one.
+    *whole, _ = step(*begin(tx), np.array([7, 9]), np.float32(np.nan))
+    rows = osa.take_rows(tx, *whole, IDS)
+    if later == "rows":
+        *rows, _ = step(*rows, np.array([0, 1]), np.float32(0.5))
+    else:
+        for number in range(2):
+            *whole, _ = step(*whole, np.array([7, 9]), np.float32(number))
+    kept = jax.tree.map(np.array, rows if later == "rows" else whole)
+    params, state = osa.put_rows(tx, *whole, IDS, *rows)
+    of_w = [x[1].inner_states["w"] for x in ((params, state), kept)]
+    jax.tree.map(np.testing.assert_array_equal, *of_w)
+    assert np.any(of_w[0].inner_state.acc_grads["w"])
+    np.testing.assert_array_equal(params["w"], kept[0]["w"])
+
+
+@pytest.mark.slow
+def test_a_count_that_begins_again():
+    """That of `apply_every`, beside that of Adam; of dense gradients."""
+    tx = optax.chain(optax.adam(0.1), optax.apply_every(2))
+
+    @jax.jit
+    def step(params, state, ids, goal):
+        updates, state = tx.update(jax.grad(loss)(params, ids, goal), state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole = step(*begin(tx), np.array([3, 4]), np.float32(1))
+    rows = osa.take_rows(tx, *whole, IDS)
+    whole = step(*whole, np.array([7, 9]), np.float32(2))
+    params, state = osa.put_rows(tx, *whole, IDS, *rows)
+    assert state[0][0].count == 2
+    np.testing.assert_array_equal(params["w"], whole[0]["w"])
+
+
 @pytest.mark.slow
 def test_first_rows_after_a_flush():
     """Of `init`: nothing has moved yet, so that nothing is to be brought up to date."""
