@@ -254,6 +254,8 @@ def put_rows(
             for x, table in zip(new_params, tables, strict=True)
         ]
     rests = is_older(state, new_states, owners, params)
+    if fits is not True:  # then other rows keep what they mean
+        rests = jnp.logical_or(rests, jnp.logical_not(fits))
     new_params = newer(rests, params, tables, new_params)
     new_states = newer(rests, state, owners, new_states)
     params, state = write([(params, tables, new_params), (state, owners, new_states)])

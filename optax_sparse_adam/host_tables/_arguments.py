@@ -190,6 +190,13 @@ def target_of(leaves: Sequence[Any]) -> Any:
     return SingleDeviceSharding(next(iter(one.devices())))
 
 
+def as_arrays(tree: Any) -> Any:
+    """The same without `jit`, where NumPy would compute, in place of the program."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), tree
+    )
+
+
 def is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
 

@@ -17,7 +17,7 @@ import numpy as np
 from .._gradients.evaluate import evaluate
 from .._jax_extras.jaxprs import FlatJaxpr
 from .._rows.stale import contains_stale
-from ._arguments import refuse_program, split_keywords, type_of
+from ._arguments import as_arrays, refuse_program, split_keywords, type_of
 from ._by_row import treats_rows_alone
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds
@@ -47,7 +47,7 @@ def evaluated(
         def on_rows(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
             params, state = plan.join(rest, arrays)
             bound = evaluate(few, read=state if contains_stale(state) else None)
-            batch, keywords = args
+            batch, keywords = as_arrays(args)
             result = bound(params, rows, *batch, **keywords, **dict(static))
             # It leaves the program in the structure of the result, as it is.
             return jax.tree.map(

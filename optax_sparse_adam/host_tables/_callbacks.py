@@ -10,10 +10,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._jax_extras.jaxprs import name_and_params
 
+# Those that happen once, in the step.
+CALLBACKS = "io_callback", "debug_callback"
 
-def without_callbacks(
-    jaxpr: Jaxpr, names: Sequence[str] = ("io_callback", "debug_callback")
-) -> Jaxpr:
+
+def without_callbacks(jaxpr: Jaxpr, names: Sequence[str] = CALLBACKS) -> Jaxpr:
     """A program in which callbacks are not called.
 
     The ids are computed apart from the step, which shows what the user wants to see and

@@ -340,7 +340,9 @@ def evaluate_compact(
             "table on the device."
         )
     deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
-    walk = GivenWalk(program, iter(deltas), given)
+    passed = jax.tree.leaves((args, getattr(fun, "keywords", {})))
+    is_known = any(not isinstance(x, jax.core.Tracer) for x in passed)
+    walk = GivenWalk(program, iter(deltas), given, is_known=is_known)
     results = walk.evaluate(closed, values)
     for x in results:
         if isinstance(x, Expression):

@@ -14,32 +14,43 @@ This is partial evaluation (Jones, Gomard and Sestoft, 1993), of what reads floa
 """
 
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._gradients.backward_slice import as_closed
 from .._gradients.walk import Program, Walk
 from .._jax_extras.inject import with_derivative_of
 from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
-from ._callbacks import callback_of
+from ._callbacks import CALLBACKS, callback_of
 
 # What chooses among its operands, and whose derivative goes to what was chosen.
 _CHOOSES = (
     *("sort", "top_k", "approx_top_k", "reduce_max", "reduce_min", "max", "min"),
-    *("clamp", "cummax", "cummin"),
+    *("clamp", "cummax", "cummin", "reduce_window_max", "reduce_window_min"),
+    *("scatter-max", "scatter-min"),
 )
 # What moves numbers and rounds none; and so does a cast of parameters alone.
 _MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "reshape", "rev", "slice", "squeeze"),
     "transpose",
 )
-# A value's number among those of a program, and a digest of what comes before it.
-Number = tuple[int, int]
+_LARGE = 1 << 20  # bytes of an array that is not looked at again for each trace
+# A value's number among those of a program, and digests of the equations before it, and
+# of the numbers that they hold.
+Number = tuple[int, int, int]
 
 
 class GivenWalk(Walk):
@@ -49,55 +60,111 @@ class GivenWalk(Walk):
     bodies of loops, branches and the like that look rows up, which are other walks,
     nothing is given.
 
+    Args:
+      given: By their numbers.
+      is_known: Whether arguments are numbers that the program holds, as without `jit`:
+        then numbers are not compared.
+
     Attributes:
       computed: The arrays that were not given, by their numbers.
     """
 
-    def __init__(self, program: Program, deltas: Any, given: Mapping[Number, Any]):
+    def __init__(
+        self,
+        program: Program,
+        deltas: Any,
+        given: Mapping[Number, Any],
+        *,
+        is_known: bool,
+    ):
         super().__init__(program, deltas)
         self.computed: dict[Number, jax.Array] = {}
-        self._given = dict(given)
-        self._number: Number = 0, 0
-        self._differ: Any = np.False_
+        self._is_known = is_known
+        self._given = {self._key(x): value for x, value in given.items()}
+        self._number: Number = 0, 0, 0
+
+    def _key(self, number: Number) -> tuple[int, ...]:
+        return number[:2] if self._is_known else number
 
     @property
-    def are_others(self) -> Any:
-        """Whether what was given is of another program, by name, shape or values.
+    def is_other(self) -> bool:
+        """Whether what was given is of another program: one of its steps or numbers.
 
-        So it is where as many integers differ as not by rounding: those of `np.random`,
-        of which a loss may compute more than ids.
+        So it is where a loss has numbers of `np.random`, which are others each time
+        when it is traced, and may compute more of them than ids.
         """
-        return self._differ | bool(self._given)
+        return bool(self._given)
+
+    def evaluate(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        self._note(numbers=map(_bits, closed.consts))
+        return super().evaluate(closed, args)
+
+    def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        if eqn.outvars:
+            return super()._evaluate_eqn(eqn, args)
+        # What shows values alone is no part of the small program.
+        noted, self._given, given = self._number, {}, self._given
+        results = super()._evaluate_eqn(eqn, args)
+        self._number, self._given = noted, given
+        return results
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         name, params = name_and_params(eqn)
-        name = callback_of(eqn) or name
+        callback = callback_of(eqn)
         if name == "jit" and not params["name"].startswith("optax_sparse_adam_"):
+            self._note(numbers=_literals(eqn))
             return self.evaluate(as_closed(params["jaxpr"]), args)
+        self._note(numbers=_numbers_in([eqn]))
         results = super().evaluate_by_jax(eqn, args)
         for i, var in enumerate(eqn.outvars):
-            number = self._next(name, var.aval)
-            if number in self._given:
-                results[i] = self._taken(results[i], self._given.pop(number))
+            shape, dtype = (getattr(var.aval, x, None) for x in ("shape", "dtype"))
+            self._note(callback or name, shape, str(dtype))
+            key = self._key(self._number)
+            if key in self._given:
+                results[i] = _with_value(results[i], self._given.pop(key))
             elif _is_array(var.aval):
-                self.computed[number] = results[i]
+                self.computed[self._number] = results[i]
         return results
 
-    def _next(self, name: str, aval: Any) -> Number:
-        count, digest = self._number
-        text = name, getattr(aval, "shape", None), str(getattr(aval, "dtype", None))
-        self._number = count + 1, zlib.crc32(repr(text).encode(), digest)
-        return self._number
+    def _note(self, *parts: Any, numbers: Iterable[Any] = ()) -> None:
+        count, *digests = self._number
+        texts = repr(parts), repr(list(numbers))
+        pairs = zip(texts, digests, strict=True)
+        made, held = (zlib.crc32(text.encode(), digest) for text, digest in pairs)
+        self._number = count + bool(parts), made, held
 
-    def _taken(self, own: jax.Array, given: jax.Array) -> jax.Array:
-        layout = jax.typeof(own).sharding
-        if layout.mesh.explicit_axes:
-            given = jax.reshard(given, layout)
-        if jnp.issubdtype(own.dtype, jnp.inexact):
-            # Of parameters, it has a derivative.
-            return with_derivative_of(given, own)
-        self._differ |= jnp.sum(own != given) > 2 + own.size // 8
-        return given
+
+def _with_value(own: jax.Array, given: jax.Array) -> jax.Array:
+    """What was given; if it is of parameters, with the step's derivative."""
+    layout = jax.typeof(own).sharding
+    if layout.mesh.explicit_axes:
+        given = jax.reshard(given, layout)
+    is_float = jnp.issubdtype(own.dtype, jnp.inexact)
+    return with_derivative_of(given, own) if is_float else given
+
+
+def _bits(x: Any) -> Any:
+    """Of a number or an array that a program holds; of a large one the type alone."""
+    kind = np.shape(x), str(getattr(x, "dtype", None))
+    is_known = isinstance(x, np.ndarray | np.generic | int | float | complex)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        is_known = _is_array(x.aval) and x.is_fully_addressable and x.nbytes < _LARGE
+    return (*kind, zlib.crc32(np.asarray(x).tobytes())) if is_known else kind
+
+
+def _literals(eqn: JaxprEqn) -> Iterator[Any]:
+    return (_bits(x.val) for x in eqn.invars if isinstance(x, Literal))
+
+
+def _numbers_in(eqns: Sequence[JaxprEqn]) -> Iterator[Any]:
+    """Those that equations hold, but for callbacks, which only a step has."""
+    for eqn in eqns:
+        is_once = name_and_params(eqn)[0] in CALLBACKS or callback_of(eqn)
+        if is_once or not eqn.outvars:
+            continue
+        yield from _literals(eqn)
+        for jaxpr in _jaxprs_in(eqn):
+            yield from _numbers_in(jaxpr.eqns)
 
 
 def _is_array(aval: Any) -> bool:
@@ -187,8 +254,9 @@ class WayToIds:
       num_results: How many the function returns.
       reads: The arguments that ids depend on.
       dense: Those with derivatives, the parameters.
-      is_of_batch: Whether the result of a place depends on these and on the batch alone
-        where that is not seen at once: a loop may compute something else, too.
+      batch: Those that may be read for a value that is given.
+      depends_on: What the result of a place depends on, as a loop may compute something
+        else, too; `None` where that happens once.
     """
 
     def __init__(
@@ -196,21 +264,23 @@ class WayToIds:
         closed: ClosedJaxpr,
         count: int,
         num_results: int,
-        reads: Container[int],
+        reads: Collection[int],
         dense: Container[int],
-        is_of_batch: Callable[[int], bool],
+        batch: Container[int],
+        depends_on: Callable[[int], Collection[int] | None],
     ):
         program = self._program = FlatJaxpr(closed)
-        self._avals, self._reads = closed.out_avals, reads
-        self._is_of_batch, first = is_of_batch, count + num_results
+        self._avals, first = closed.out_avals, count + num_results
         self._places: dict[int, int] = {}
         for place, x in enumerate(program.outputs[first:], first):
             self._places.setdefault(x, place)
         to_ids, _ = program.slice(program.outputs[:count])
         self._alike = _computed_alike(program, to_ids)
-        names = {self._alike[x] for equation in to_ids for x in equation.results}
+        self._names = {self._alike[x] for equation in to_ids for x in equation.results}
         self._on_the_way = [
-            x for x in program.equations if names & {self._alike[y] for y in x.results}
+            equation
+            for equation in program.equations
+            if self._names & {self._alike[x] for x in equation.results}
         ]
         self._results = {*program.outputs[:first]}
         self._read = self._results.union(*(x.operands for x in program.equations))
@@ -219,17 +289,50 @@ class WayToIds:
             if not self._of_params.isdisjoint(operands):
                 self._of_params.update(made)
         self._casts = self._casts_of({i for i in program.inputs if i in dense})
-        self._givable: dict[int, bool] = {}
+        self._allowed = {i for i in program.inputs if i in reads or i in batch}
+        self._sources = self._sources_of(self._allowed & {*reads}, depends_on)
 
-    def given(self) -> dict[int, int]:
+    def given(self) -> tuple[dict[int, int], set[int]]:
         """Which values a step takes over: their places among the results.
 
-        With each that of the first one that is computed alike. Behind those that read
-        floats all integers may be the small program's as well: of a sum of comparisons
-        it has fewer to give, of `jnp.unique` more.
+        With each that of the first one that is computed alike; and the arguments that
+        they depend on. Behind those that read floats all integers may be the small
+        program's as well: of a sum of comparisons it has fewer to give, of `jnp.unique`
+        more.
         """
         cuts = [self._cut(self._of_small(x)) for x in (False, True)]
-        return min(cuts, key=lambda x: sum(map(self._size, {*x.values()})))
+        places = min(cuts, key=lambda x: sum(map(self._size, {*x.values()})))
+        values = [x for x, place in self._places.items() if place in places]
+        return places, {i for x in values for i in self._sources[x] or ()}
+
+    def _sources_of(
+        self, reads: set[int], depends_on: Callable[[int], Collection[int] | None]
+    ) -> dict[int, frozenset[int] | None]:
+        """The arguments that each value depends on; `None` for what happens once."""
+        program = self._program
+        sources: dict[int, frozenset[int] | None]
+        sources = {i: frozenset([i]) for i in program.inputs}
+        for x, value in program.consts.items():
+            sources[x] = None if isinstance(value, jax.Ref) else frozenset()
+        sources |= dict.fromkeys(program.literals, frozenset())
+        for eqn, operands, made in program.equations:
+            of_operands = {sources[x] for x in operands}
+            # What is written to a mutable array happens once.
+            if eqn.effects or None in of_operands:
+                sources |= dict.fromkeys(made, None)
+                continue
+            union = frozenset(i for x in of_operands for i in x or ())
+            sources |= dict.fromkeys(made, union)
+            # A barrier may stand in the place of an io_callback.
+            is_barrier = name_and_params(eqn)[0] == "optimization_barrier"
+            may_be_less = not union <= reads and next(_jaxprs_in(eqn), None)
+            if not is_barrier and not may_be_less:
+                continue
+            for x in made:
+                if x in self._places and self._alike[x] in self._names:
+                    exact = depends_on(self._places[x])
+                    sources[x] = None if exact is None else frozenset(exact)
+        return sources
 
     def _size(self, place: int) -> int:
         return self._avals[place].size * self._avals[place].dtype.itemsize
@@ -244,23 +347,8 @@ class WayToIds:
         return known
 
     def _can_be_given(self, x: int) -> bool:
-        if x not in self._givable:
-            self._givable[x] = x in self._places and self._is_of_ids(x)
-        return self._givable[x]
-
-    def _is_of_ids(self, x: int) -> bool:
-        equations, starts = self._program.slice([x])
-        consts, inputs = self._program.consts, self._program.inputs
-        # What is written to a mutable array happens once.
-        if any(isinstance(consts.get(i), jax.Ref) for i in starts):
-            return False
-        if any(equation.eqn.effects for equation in equations):
-            return False
-        # A barrier may stand in the place of an io_callback.
-        names = {name_and_params(equation.eqn)[0] for equation in equations}
-        is_seen = all(i in self._reads for i in starts if i in inputs)
-        is_seen &= "optimization_barrier" not in names
-        return is_seen or self._is_of_batch(self._places[x])
+        sources = self._sources[x]
+        return x in self._places and sources is not None and sources <= self._allowed
 
     def _is_decision(self, x: int) -> bool:
         place = self._places.get(x)

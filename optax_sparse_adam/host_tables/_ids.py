@@ -274,23 +274,19 @@ class RowIds:
         exported = _without_dead_code(ids_alone, args)
         reads = list(exported.module_kept_var_idx)
         self._refuse_reads(ids_alone, exported)
-        of_batch = range(count + num_dense, len(rows) + len(shapes))
-        beside: set[int] = set()
 
-        def is_of_batch(place: int) -> bool:
+        def depends_on(place: int) -> list[int] | None:
             alone = _without_refs(_results(closed, [place]), args)
             exported = _without_dead_code(alone, args)
             is_once = f"@{zeros_in_place_of('io_callback')}" in exported.mlir_module()
-            more = {*exported.module_kept_var_idx} - {*reads}
-            is_given = not is_once and more <= {*of_batch}
-            beside.update(more if is_given else ())
-            return is_given
+            return None if is_once else list(exported.module_kept_var_idx)
 
         first = len(closed.jaxpr.outvars) - len(numbers)
         params = range(count, count + num_dense)
-        asked = closed, count, first - count, reads, params, is_of_batch
-        places = WayToIds(*asked).given()
-        kept = [i - count for i in sorted({*reads, *beside})]
+        batch = range(count + num_dense, len(args))
+        asked = closed, count, first - count, reads, params, batch, depends_on
+        places, more = WayToIds(*asked).given()
+        kept = [i - count for i in sorted({*reads, *more})]
         sources = [*dict.fromkeys(places.values())]
         given = {numbers[i - first]: sources.index(j) for i, j in places.items()}
         closed = _without_refs(_results(closed, [*range(count), *sources]), args)

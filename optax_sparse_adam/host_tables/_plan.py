@@ -26,7 +26,7 @@ from .._optimizers.untouched_rows import check_untouched_rows, forms_of
 from .._optimizers.update_fn import RowUpdateFn
 from .._rows.checks import refuse_masked
 from .._train_step import extra_args_of, make_train_step
-from ._arguments import refuse_untrainable
+from ._arguments import as_arrays, refuse_untrainable
 from ._by_row import treats_rows_alone
 from ._compact import Whole, evaluate_compact, fingerprint
 from ._records import WORD, Layout
@@ -58,7 +58,7 @@ def compact(fun: Callable[..., Any], tables: Mapping[int, Whole]) -> Callable[..
         bound, (positions, given) = functools.partial(fun, **keywords), rows
         asked = bound, tables, params, positions, args, given
         result, ids, walk, _ = evaluate_compact(*asked)
-        return result, fingerprint(ids) + jnp.uint32(walk.are_others)
+        return result, fingerprint(ids) + jnp.uint32(walk.is_other)
 
     return compact_fun
 
@@ -339,7 +339,7 @@ class Plan:
 
         @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **stays)
         def step(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:
-            batch, keywords = args
+            batch, keywords = as_arrays(args)
             params, state = self.join(rest, arrays)
             names = keywords | dict(static)
             new = inner(params, state, rows, *batch, **names)

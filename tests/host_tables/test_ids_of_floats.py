@@ -2,7 +2,7 @@
 
 The step of these losses rounds otherwise than the program of ids, as two programs of
 XLA may: from its second trace on a loss multiplies by a little more than 1, so that
-some ids of each batch are the next row's.
+some ids of each batch are the next row's. Equations and numbers are the same in both.
 """
 
 import functools
@@ -38,14 +38,27 @@ def batches(count=3, size=COUNT, rows=ROWS):
         yield x.astype(np.float32), rng.normal(size=size).astype(np.float32)
 
 
+def number_of(bits, first, others):
+    """The first one of few bits, the other one of many."""
+    near = jnp.full((), 1 + 2**-20, jnp.float32)
+    is_other = (jax.lax.reduce_precision(near, 8, bits) - 1) * 2**20
+    return first + is_other * (others - first)
+
+
 def numbers(first, others):
     """One for the first trace, which is that of ids, and one for all others."""
+    bits = by_trace(10, 23)
+    return lambda: number_of(bits(), first, others)
+
+
+def by_trace(first, others):
+    """The same as a number of the program, as one of `np.random` is."""
     return functools.partial(next, itertools.chain([first], itertools.repeat(others)))
 
 
-def rounding(look_up, change=lambda x, factor: x * factor, first=1.0, others=1.00001):
+def rounding(look_up, change=jnp.multiply, number=None):
     """A loss whose ids are those of the batch's numbers, when it is traced first."""
-    number = numbers(first, others)
+    number = number or numbers(1.0, 1.00001)
 
     def loss(params, x, y):
         ids = jnp.floor(change(x, number())).astype(jnp.int32)
@@ -260,11 +273,12 @@ def test_where_both_round_alike_bits_are_those_in_memory(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [1e-5, 7])
 @pytest.mark.parametrize("rule", ["step", "run"])
-def test_others_than_by_rounding_are_refused(rule):
+def test_others_than_by_rounding_are_refused(rule, size):
     """Numbers of `np.random`: what a loss computes of them beside would be others."""
     made, (rows, w) = [*batches()], begin()
-    loss = rounding(LOOKUPS["gather"], lambda x, n: (x + n) % (ROWS - 2), 0, 7)
+    loss = rounding(LOOKUPS["gather"], jnp.add, by_trace(0.0, size))
     with (
         host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
         pytest.raises(RuntimeError, match=NOT_FETCHED),
@@ -287,7 +301,7 @@ def test_one_that_would_be_padding_to_the_step(mode, edge):
         x[5] = ROWS * (1 - 5e-6) if edge == "last" else 1e-6
     others = {"first": -1e-5, "last": 1e-3}
     known = train(exact(look_up), TX, {"table": rows, "w": w}, floors(made))
-    changed = rounding(look_up, jnp.add, 0.0, others[edge])
+    changed = rounding(look_up, jnp.add, numbers(0.0, others[edge]))
     parts = changed, TX, host_params(rows, w)
     with host.HostTrainer(*parts) as trainer:
         assert_alike(trainer, list(trainer.run(made)), known)
@@ -314,7 +328,7 @@ def test_another_number_of_lookups_is_refused(more):
 @pytest.mark.parametrize("shape", [(), (3,), (COUNT,)])
 def test_another_program_is_refused(shape):
     """Which computes more: what is given is of other numbers."""
-    is_other = numbers(False, True)
+    is_other = by_trace(False, True)
 
     def loss(params, x, y):
         if is_other():  # as by a global that changes
@@ -335,13 +349,14 @@ def test_another_program_is_refused(shape):
 def test_in_a_body_that_looks_rows_up_rounding_is_refused(name):
     """What is computed there is not followed."""
 
-    factor = numbers(1.0, 1.00001)
+    bits = by_trace(10, 23)
 
     def look_up(table, x):
-        number = factor()
+        now = bits()
 
         def of_body(x):
-            return table[jnp.floor(x * number).astype(jnp.int32)]
+            x = x * number_of(now, 1.0, 1.00001)
+            return table[jnp.floor(x).astype(jnp.int32)]
 
         if name == "loop":
             parts = x.reshape(4, -1)
@@ -558,10 +573,11 @@ def test_a_parameter_of_a_weak_type():
     np.testing.assert_allclose(value, known, rtol=1e-6)
 
 
-def routed(x, w, number):
+def routed(x, w, bits):
     """Two experts of five, of which two have nearly equal scores."""
     scores = jnp.outer(x, w.sum(0)) * 0.01
     # The first one again, as it is rounded.
+    number = number_of(bits, 1 - 5e-6, 1 + 5e-6)
     scores = jnp.concatenate([scores, scores[:, :1] * number], axis=1)
     return jax.lax.top_k(scores, 2)
 
@@ -571,11 +587,11 @@ def routed(x, w, number):
 def test_a_router(is_inside):
     """The derivative goes to what was chosen; inside of a checkpoint it is refused."""
 
-    def loss_of(factor):
+    def loss_of(bits):
         def loss(params, x, y):
-            number = factor()
-            route = jax.checkpoint(routed) if is_inside else routed
-            gates, ids = route(x, params["w"], number)
+            route = functools.partial(routed, bits=bits())
+            route = jax.checkpoint(route) if is_inside else route
+            gates, ids = route(x, params["w"])
             rows = params["table"][ids].sum(2) * jnp.array([[1.0, 0.5]])
             return jnp.mean(((gates * rows).sum(1) - y) ** 2)
 
@@ -584,11 +600,11 @@ def test_a_router(is_inside):
     rows, w = begin()
     w[:, 0] = np.abs(w[:, 0]) * 3  # the two best are those of equal scores
     made, tx = [next(batches())], osa.lazy(optax.sgd(1e-3))
-    known = train(loss_of(lambda: 1 - 5e-6), tx, {"table": rows, "w": w}, made)
-    others = loss_of(lambda: 1 + 5e-6)
+    known = train(loss_of(lambda: 10), tx, {"table": rows, "w": w}, made)
+    others = loss_of(lambda: 23)
     other = train(others, tx, {"table": rows, "w": w}, made)
     assert np.abs(known[0]["w"] - other[0]["w"]).max() > 1e-4
-    loss = loss_of(numbers(1 - 5e-6, 1 + 5e-6))
+    loss = loss_of(by_trace(10, 23))
     with host.HostTrainer(loss, tx, host_params(rows, w)) as trainer:
         if is_inside:
             with pytest.raises(RuntimeError, match=NOT_FETCHED):
@@ -650,6 +666,36 @@ def test_integers_of_a_loop_that_computes_something_else_too():
         values = list(trainer.run(made))
         for value, expected in zip(values, known[2], strict=True):
             assert_identical([*map(np.asarray, value)], [*expected])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("scale", [1.0, np.float32(1), np.ones(COUNT, np.float32)])
+def test_arguments_that_are_numbers(is_eager, scale):
+    """Without `jit` they are numbers of the program; and it shows what it computes."""
+    noise = np.linspace(0, 1e-6, COUNT, dtype=np.float32)
+
+    def loss_of(factor):
+        def loss(params, x, y, scale):
+            z = x * scale * factor() + noise
+            jax.debug.print("{}", z.sum() * 2)
+            jax.jit(lambda x: jax.debug.print("{}", x.sum() * 3))(z)
+            ids = jnp.floor(z).astype(jnp.int32)
+            rows = params["table"][ids] @ params["w"]
+            return jnp.mean((jnp.tanh(rows).sum(1) - y) ** 2 * (z - ids))
+
+        return loss
+
+    made, (rows, w) = [next(batches())], begin()
+    same = functools.partial(loss_of(lambda: 1.0), scale=scale)
+    known = train(same, TX, {"table": rows, "w": w}, made)
+    loss = loss_of(numbers(1.0, 1.00001))
+    with (
+        jax.disable_jit(is_eager),
+        host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
+    ):
+        assert_alike(trainer, [trainer.step(*made[0], scale=scale)], known)
 
 
 @pytest.mark.slow

@@ -498,9 +498,12 @@ def test_a_flush_between(way, name, kind):
         with pytest.raises(ValueError, match="since the last flush"):
             put(tx, kind, *whole, IDS, *rows)
         return
-    params, _ = put(tx, kind, *whole, IDS, *rows)
+    params, state = put(tx, kind, *whole, IDS, *rows)
     assert np.isnan(params["table"][np.array([3, 4])]).all()
     np.testing.assert_array_equal(params["table"][5:], whole[0]["table"][5:])
+    # What is stored of other rows means what it meant.
+    new, old = (osa.flush(*x)[0]["table"][5:] for x in ((params, state), whole))
+    np.testing.assert_array_equal(new, old)
 
 
 @pytest.mark.slow
