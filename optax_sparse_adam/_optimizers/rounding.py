@@ -92,13 +92,17 @@ def round_update(
     """An update of a type that, added and rounded to nearest, is right on average.
 
     The sum is one of two values, next to `param + update` wherever updates of this
-    type reach those, which they do but where the parameter is far larger than the sum.
+    type reach those.
     """
     old = param.astype(jnp.float32)
     x = old + update.astype(jnp.float32)
-    below, above = _adjacent(x, param.dtype)
-    down, up = _adjacent(below - old, dtype)[0], _adjacent(above - old, dtype)[1]
-    lo, hi = (nearest(old + change, param.dtype) for change in (down, up))
+    down, up = (_adjacent(y - old, dtype) for y in _adjacent(x, param.dtype))
+    # Where a row moves by more than its size, updates are further apart than the values
+    # that they lead to, and that on the other side may round to what is meant.
+    low, high = ([nearest(old + y, param.dtype) for y in z] for z in (down, up))
+    is_far, is_near = low[1] > x, high[0] >= x
+    down, lo = (jnp.where(is_far, *y) for y in (down, low))
+    up, hi = (jnp.where(is_near, *y) for y in (up, high))
     rounded = jnp.where(_choose(bits, x, lo, hi), up, down)
     rounded = jnp.where(jnp.isfinite(x), rounded, x)
     # Adding -0.0 changes no value; 0.0 would change -0.0.

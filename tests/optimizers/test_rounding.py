@@ -50,10 +50,20 @@ def below(x, dtype):
 
 
 def two_results(old, x, dtype, update_dtype):
-    """What the two updates make of a parameter: below and above `x`."""
-    down = below(below(x, dtype) - old, update_dtype)
-    up = -below(old + below(-x, dtype), update_dtype)
-    return [(old + u).astype(dtype).astype(np.float64) for u in (down, up)]
+    """What updates make of a parameter: the nearest ones below and above `x`."""
+    if jnp.dtype(update_dtype) == np.float32:
+        down = below(below(x, dtype) - old, update_dtype)
+        up = -below(old + below(-x, dtype), update_dtype)
+        return [(old + u).astype(dtype).astype(np.float64) for u in (down, up)]
+    updates, pairs = all_numbers(update_dtype), []
+    for p, goal in zip(old, x, strict=True):
+        with np.errstate(over="ignore"):
+            sums = (p + updates).astype(dtype).astype(np.float64)
+        sums = sums[np.isfinite(sums)]
+        # Or, at the end of the updates' type, as near as they come.
+        lo = sums[sums <= goal].max(initial=sums.min())
+        pairs.append((lo, sums[sums >= goal].min(initial=sums.max())))
+    return np.transpose(pairs)
 
 
 def cases(dtype):
