@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
@@ -28,7 +29,7 @@ from ..helpers.host_tables import (
     loss,
     train_in_memory,
 )
-from ..helpers.support import assert_identical, ran, slow_but
+from ..helpers.support import assert_identical, need_devices, ran, slow_but
 from ..helpers.system_calls import interrupted_at_line
 
 TX = osa.sparse_adam(1e-2)
@@ -70,6 +71,32 @@ def test_a_loader_that_refills_its_arrays(what, tmp_path, expected, monkeypatch)
             monkeypatch.setattr(type(trainer._rows), "looks_ahead", True)
         values = list(trainer.run(refilled(0, 6, what), ahead=2))
         assert_trained_alike(trainer, values, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_loader_that_donates_what_it_has_given(devices):
+    """As one that draws batches on the device; over a mesh, too."""
+    need_devices(devices)
+    mesh = jax.make_mesh((devices,), ("x",), (AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("x")) if devices > 1 else None
+    following = jax.jit(
+        lambda ids, y: ((ids * 7 + 3) % ROWS, -y), donate_argnums=(0, 1)
+    )
+
+    def drawn(is_copied):
+        batch = jax.tree.map(jnp.array, jax.device_put(next(batches(0, 1)), split))
+        for _ in range(4):
+            yield batch
+            batch = following(*(jax.tree.map(jnp.copy, batch) if is_copied else batch))
+
+    values = []
+    for is_copied in (True, False):
+        parts = loss, TX, host_params(*begin())
+        mesh_of_trainer = {"mesh": mesh} if devices > 1 else {}
+        with host.HostTrainer(*parts, **mesh_of_trainer) as trainer:
+            values.append([*map(float, trainer.run(drawn(is_copied)))])
+    assert values[0] == values[1]
 
 
 def test_no_batch_is_lost_where_the_ids_of_the_next_one_raise(expected):
