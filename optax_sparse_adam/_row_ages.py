@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._jax_extras.varying_axes import axes_of_type
 from ._row_tables import Table, copied, shape_of
 
 # Numbers of a state that are clocks, also where they are floats.
@@ -32,6 +33,10 @@ def _is_clock(name: str, x: Any, kind: Any) -> bool:
     return np.ndim(x) == 0 and is_count and name not in _NO_CLOCKS
 
 
+def _varies(x: Any) -> bool:
+    return bool(axes_of_type(jax.typeof(x)))
+
+
 def is_older(
     state: Any, states: list[Any], owners: list[Table | None], params: Any
 ) -> Any:
@@ -39,11 +44,10 @@ def is_older(
 
     So it is if a scalar is smaller and none is larger. Those whose names say that they
     count decide first; then integers of other names, as a wrapper of the user's may
-    have. Where no name says so, numbers in arrays do: the counts of `per_row` for
-    another table, some of which `reset_rows` has set back. `mini_step` of
-    `optax.MultiSteps` begins again, and counts where its `gradient_step` is the same.
-    Not the moments of parameters that have such names: these are floats, and their
-    paths end with the parameter's.
+    have; then numbers in arrays: the counts of `per_row` for another table, some of
+    which `reset_rows` has set back. `mini_step` of `optax.MultiSteps` begins again, and
+    counts where its `gradient_step` is the same. Not the moments of parameters that
+    have such names: these are floats, and their paths end with the parameter's.
     """
     of_params, _ = jax.tree_util.tree_flatten_with_path(params)
     names = [path for path, x in of_params if path and np.ndim(x) == 0]
@@ -83,8 +87,9 @@ def is_older(
         found = (jnp.any(compare(new, old)) for old, new in pairs)
         return functools.reduce(operator.or_, found, np.False_)
 
-    # Inside of `shard_map` arrays differ from one device to the next.
-    older = np.False_ if named else is_any(operator.lt, arrays)
+    if named:  # inside of `shard_map` others differ from one device to the next
+        arrays = [x for x in arrays if not any(map(_varies, x))]
+    older = is_any(operator.lt, arrays)
     for pairs in others, named:
         is_smaller, is_larger = (is_any(x, pairs) for x in (operator.lt, operator.gt))
         older = ~is_larger & (is_smaller | older)

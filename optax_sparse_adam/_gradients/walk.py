@@ -139,6 +139,10 @@ class Program:
     calls: list[JaxprEqn] = dataclasses.field(default_factory=list)
     reread: set[int] = dataclasses.field(default_factory=set)
 
+    def constant(self, array: Any) -> Any:
+        """An array that the program holds, as `Walk.evaluate` takes it."""
+        return _constant(array)
+
 
 class Walk:
     """One evaluation of a jaxpr, or the plan of one.
@@ -223,7 +227,7 @@ class Walk:
         In a plan, all arrays that it computes are `None`.
         """
         jaxpr: Jaxpr = closed.jaxpr
-        consts = map(_constant, closed.consts)
+        consts = map(self.program.constant, closed.consts)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 

@@ -96,13 +96,13 @@ def round_update(
     """
     old = param.astype(jnp.float32)
     x = old + update.astype(jnp.float32)
-    down, up = (_adjacent(y - old, dtype) for y in _adjacent(x, param.dtype))
+    downs, ups = (_adjacent(y - old, dtype) for y in _adjacent(x, param.dtype))
     # Where a row moves by more than its size, updates are further apart than the values
     # that they lead to, and that on the other side may round to what is meant.
-    low, high = ([nearest(old + y, param.dtype) for y in z] for z in (down, up))
-    is_far, is_near = low[1] > x, high[0] >= x
-    down, lo = (jnp.where(is_far, *y) for y in (down, low))
-    up, hi = (jnp.where(is_near, *y) for y in (up, high))
+    lows, highs = ([nearest(old + y, param.dtype) for y in z] for z in (downs, ups))
+    is_far, is_near = lows[1] > x, highs[0] >= x
+    down, lo = (jnp.where(is_far, y[0], y[1]) for y in (downs, lows))
+    up, hi = (jnp.where(is_near, y[0], y[1]) for y in (ups, highs))
     rounded = jnp.where(_choose(bits, x, lo, hi), up, down)
     rounded = jnp.where(jnp.isfinite(x), rounded, x)
     # Adding -0.0 changes no value; 0.0 would change -0.0.

@@ -129,6 +129,10 @@ class _Program(Program):
     tables: Mapping[int, Whole] = dataclasses.field(default_factory=dict)
     lines: dict[int, set[str]] = dataclasses.field(default_factory=dict)
 
+    def constant(self, array: Any) -> Any:
+        """As it is: who differentiates the compact loss says how it is read."""
+        return array
+
 
 def _places(lookup: Lookup, source: Any) -> jax.Array:
     """Where among the K rows each index reads; K where it is out of bounds."""
@@ -320,9 +324,9 @@ def evaluate_compact(
     ]
     with jit_enabled():
         closed, to_result, _ = trace(fun, (tree.unflatten(whole), *args), (0,))
-    if uniques is None:
-        closed = ClosedJaxpr(without_callbacks(closed.jaxpr), closed.consts)
-        uniques = [jnp.zeros(1, jnp.int32)] * len(tables)
+        if uniques is None:
+            closed = ClosedJaxpr(without_callbacks(closed.jaxpr), closed.consts)
+            uniques = [jnp.zeros(1, jnp.int32)] * len(tables)
     values, rows = list(leaves), dict(zip(tables, uniques, strict=True))
     for i, (_, shape, dtype, partition) in tables.items():
         source: Any = CompactTable(leaves[i], rows[i], partition)
@@ -341,7 +345,8 @@ def evaluate_compact(
         )
     deltas = [jnp.zeros(x.delta.shape, x.delta.dtype) for x in requests]
     passed = jax.tree.leaves((args, getattr(fun, "keywords", {})))
-    is_known = any(not isinstance(x, jax.core.Tracer) for x in passed)
+    arrays = (x for x in passed if isinstance(x, jax.Array))
+    is_known = any(not isinstance(x, jax.core.Tracer) for x in arrays)
     walk = GivenWalk(program, iter(deltas), given, is_known=is_known)
     results = walk.evaluate(closed, values)
     for x in results:

@@ -36,11 +36,11 @@ from .._jax_extras.inject import with_derivative_of
 from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
 from ._callbacks import CALLBACKS, callback_of
 
-# What chooses among its operands, and whose derivative goes to what was chosen.
+# What chooses by its operands, and whose derivative goes by the choice.
 _CHOOSES = (
     *("sort", "top_k", "approx_top_k", "reduce_max", "reduce_min", "max", "min"),
     *("clamp", "cummax", "cummin", "reduce_window_max", "reduce_window_min"),
-    *("scatter-max", "scatter-min"),
+    *("scatter-max", "scatter-min", "abs", "rem"),
 )
 # What moves numbers and rounds none; and so does a cast of parameters alone.
 _MOVES = (
@@ -163,8 +163,9 @@ def _numbers_in(eqns: Sequence[JaxprEqn]) -> Iterator[Any]:
         if is_once or not eqn.outvars:
             continue
         yield from _literals(eqn)
-        for jaxpr in _jaxprs_in(eqn):
-            yield from _numbers_in(jaxpr.eqns)
+        for closed in _jaxprs_in(eqn):
+            yield from map(_bits, closed.consts)
+            yield from _numbers_in(closed.jaxpr.eqns)
 
 
 def _is_array(aval: Any) -> bool:
@@ -173,14 +174,13 @@ def _is_array(aval: Any) -> bool:
     return is_array and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def _jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    def inside(x: Any) -> Iterator[Jaxpr]:
+def _jaxprs_in(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
+    def inside(x: Any) -> Iterator[ClosedJaxpr]:
         if type(x) in (tuple, list):
             for y in x:
                 yield from inside(y)
-        jaxpr = x.jaxpr if isinstance(x, ClosedJaxpr) else x
-        if isinstance(jaxpr, Jaxpr):
-            yield jaxpr
+        if isinstance(x, ClosedJaxpr | Jaxpr):
+            yield as_closed(x)
 
     for x in name_and_params(eqn)[1].values():
         yield from inside(x)
@@ -191,28 +191,48 @@ def _reads_floats(eqn: JaxprEqn) -> bool:
     avals = (x.aval for x in eqn.invars)
     kinds = (getattr(x, "dtype", np.int32) for x in avals)
     return any(jnp.issubdtype(x, jnp.inexact) for x in kinds) or any(
-        any(map(_reads_floats, jaxpr.eqns)) for jaxpr in _jaxprs_in(eqn)
+        any(map(_reads_floats, x.jaxpr.eqns)) for x in _jaxprs_in(eqn)
     )
 
 
 def _key(eqn: JaxprEqn) -> Any:
     """What an equation does, to tell whether another one computes the same.
 
-    A function that is made anew in each call, as one with a closure, has another jaxpr,
-    of the same text. Of one that has a rule for derivatives the value alone counts.
+    A function that is made anew in each call, as one with a closure, has another jaxpr:
+    its equations are compared, and what they hold by identity. Of a function that has a
+    rule for derivatives the value alone counts.
     """
     name, params = name_and_params(eqn)
     if name.startswith(("custom_jvp_call", "custom_vjp_call")):
         params = {key: x for key, x in params.items() if key == "call_jaxpr"}
+    return eqn.primitive, *((key, _held(x)) for key, x in params.items())
 
-    def of(x: Any) -> Any:
-        if type(x) in (tuple, list):
-            return tuple(map(of, x))
-        if isinstance(x, ClosedJaxpr):
-            return str(x.jaxpr), *map(id, x.consts)
-        return str(x) if isinstance(x, Jaxpr) else x
 
-    return eqn.primitive, *((key, of(x)) for key, x in params.items())
+def _held(x: Any) -> Any:
+    if type(x) in (tuple, list):
+        return tuple(map(_held, x))
+    if isinstance(x, ClosedJaxpr):
+        return _held(x.jaxpr), *map(id, x.consts)
+    if not isinstance(x, Jaxpr):
+        return x
+    numbers: dict[Any, int] = {}
+
+    def of(atom: Any) -> Any:
+        is_literal = isinstance(atom, Literal)
+        number = _literal(atom.val) if is_literal else len(numbers)
+        return number if is_literal else numbers.setdefault(atom, number)
+
+    def aval(atom: Any) -> Any:
+        return of(atom), str(atom.aval)
+
+    begin = tuple(map(aval, (*x.constvars, *x.invars)))
+    eqns = [(_key(y), *map(of, y.invars), *map(aval, y.outvars)) for y in x.eqns]
+    return begin, *eqns, *map(of, x.outvars)
+
+
+def _literal(value: Any) -> Any:
+    array = np.asarray(value)
+    return type(value), array.dtype, array.tobytes()
 
 
 def _computed_alike(program: FlatJaxpr, on_the_way: Sequence[Equation]) -> Any:
@@ -228,9 +248,7 @@ def _computed_alike(program: FlatJaxpr, on_the_way: Sequence[Equation]) -> Any:
     seen: dict[Any, Any] = {}
     alike = {x: x for x in range(program.size)}
     for x, value in program.literals.items():
-        array = np.asarray(value)
-        key = type(value), array.dtype, array.tobytes()
-        alike[x] = seen.setdefault(key, x)
+        alike[x] = seen.setdefault(_literal(value), x)
     for x, value in program.consts.items():
         alike[x] = seen.setdefault(id(value), x)
     for eqn, operands, results in program.equations:
@@ -401,11 +419,11 @@ class WayToIds:
             wanted = {x for x in made if x in used}
             decisions = {*filter(self._is_decision, made)}
             floats = (wanted - decisions) & self._of_params
-            if floats and (decisions or name_and_params(eqn)[0] in _CHOOSES):
-                # Of the same operands the step chooses the same ones.
-                used.update(operands)
             if floats or not with_derivatives.isdisjoint(made):
                 with_derivatives.update(operands)
+                if name_and_params(eqn)[0] in _CHOOSES or (floats and decisions):
+                    # Of the same operands the step chooses the same ones.
+                    used.update(operands)
             # Derivatives go by decisions.
             more = (decisions - wanted) & with_derivatives
             given += sorted(wanted | {*filter(self._can_be_given, more)})

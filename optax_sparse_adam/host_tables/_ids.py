@@ -245,7 +245,8 @@ class RowIds:
             for name, new_lines in lines.items():
                 self._lines.setdefault(name, set()).update(new_lines)
             numbers[:] = walk.computed
-            return [*looked_up, *jax.tree.leaves(result), *walk.computed.values()]
+            leaves = (x for x in jax.tree.leaves(result) if isinstance(x, jax.Array))
+            return [*looked_up, *leaves, *walk.computed.values()]
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -376,7 +377,7 @@ def _without_refs(closed: ClosedJaxpr, args: Sequence[Any]) -> ClosedJaxpr:
 def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.Exported:
     # What has callbacks cannot be exported.
     names = "pure_callback", "io_callback", "debug_callback"
-    program = ClosedJaxpr(without_callbacks(closed.jaxpr, names), closed.consts)
     with jit_enabled():
+        program = ClosedJaxpr(without_callbacks(closed.jaxpr, names), closed.consts)
         fun = jax.jit(jaxpr_as_fun(program))
         return jax.export.export(fun, platforms=["cpu"])(*args)

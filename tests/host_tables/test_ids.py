@@ -351,3 +351,24 @@ def test_ids_of_mutable_arrays():
     params = {"table": host.HostTable((9, 2)), "w": jax.new_ref(jnp.ones(2))}
     with pytest.raises(TypeError, match=r"\['w'\] is a mutable array, `Ref{float32"):
         host.HostTrainer(fun, TX, params)
+
+
+@pytest.mark.parametrize("is_eager", slow_but([False, True], False))
+def test_a_large_table_that_the_loss_holds(is_eager):
+    """As frozen embeddings that came from elsewhere; and ids of a callback beside."""
+    held = jnp.asarray(np.random.default_rng(1).normal(size=(40_000, 8)), jnp.float32)
+
+    def loss(params, ids, y):
+        more = jax.pure_callback(lambda x: np.asarray(x) % 7, ids, ids)
+        rows = params["table"][ids] + held[ids * 9] + params["table"][more]
+        return jnp.mean((jnp.tanh(rows @ params["w"]).sum(1) - y) ** 2)
+
+    made, (rows, w) = [*batches(0, 2)], begin()
+    known = train_in_memory(loss, TX, {"table": rows, "w": w}, made)
+    with (
+        jax.disable_jit(is_eager),
+        host.HostTrainer(loss, TX, host_params(rows, w)) as trainer,
+    ):
+        values = [trainer.step(*batch) for batch in made]
+        np.testing.assert_allclose(np.array(values), known[2], rtol=1e-6)
+        np.testing.assert_allclose(trainer.params["w"], known[0]["w"], atol=1e-6)

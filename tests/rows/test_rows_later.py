@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import optax_sparse_adam as osa
 
-from ..helpers.support import slow_but
+from ..helpers.support import need_devices, slow_but
 
 IDS = {"table": np.array([3, 4]), "w": None}
 STEPS, TAKEN, BACK = 14, 3, 8
@@ -556,6 +557,62 @@ def test_within_one_accumulation(later):
     jax.tree.map(np.testing.assert_array_equal, *of_w)
     assert np.any(of_w[0].inner_state.acc_grads["w"])
     np.testing.assert_array_equal(params["w"], kept[0]["w"])
+
+
+@pytest.mark.slow
+def test_another_table_where_a_named_count_stands_still():
+    """MultiSteps has skipped batches: the counts of `per_row` of that table tell."""
+    skip = functools.partial(optax.skip_large_updates, max_squared_norm=4.0)
+    of_w = optax.MultiSteps(optax.adam(0.1), 2, should_skip_update_fn=skip)
+    of_tables = osa.lazy(osa.per_row(optax.adam(0.1)))
+    parts = {"t": of_tables, "w": of_w.gradient_transformation()}
+    tx = optax.partition(parts, {"a": "t", "b": "t", "w": "w"})
+
+    def loss(params, ids, size):
+        return jnp.sum(params["a"][ids] * params["b"][ids]) + size * params["w"].sum()
+
+    step = osa.make_train_step(loss, tx)
+    params = {"a": jnp.ones((6, 2)), "b": jnp.ones((6, 2)), "w": jnp.ones(2)}
+    ids = {"a": np.array([3]), "b": None, "w": None}
+    *whole, _ = step(params, tx.init(params), np.array([3, 4]), np.float32(0.1))
+    rows = osa.take_rows(tx, *whole, ids)
+    *whole, _ = step(*whole, np.array([1, 5]), np.float32(30))
+    before = jax.tree.map(np.array, whole)
+    params, state = osa.put_rows(tx, *whole, ids, *rows)
+    jax.tree.map(np.testing.assert_array_equal, (params, state), tuple(before))
+
+
+@pytest.mark.slow
+def test_a_whole_table_inside_of_shard_map():
+    """Whose counts differ from one device to the next: the clock decides."""
+    need_devices(4)
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,))
+    tx = osa.exact_adamw(0.05, weight_decay=0.2)
+    params = {"a": jnp.ones((16, 2)), "b": jnp.ones((16, 2)), "w": jnp.ones(2)}
+
+    def loss(params, ids):
+        return jnp.sum(jnp.sin((params["a"][ids] * params["b"][ids]) @ params["w"]))
+
+    step = osa.make_train_step(loss, tx)
+    params, state, _ = step(params, tx.init(params), np.array([1, 5, 9]))
+
+    def cloned(params, state, ids, places):
+        parts = ({"a": x, "b": None, "w": None} for x in (ids, places))
+        rows = osa.take_rows(tx, params, state, next(parts))
+        return osa.put_rows(tx, params, state, next(parts), *rows)
+
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    of_tree = jax.tree.map(
+        lambda x: split if x.shape[:1] == (16,) else whole, (params, state)
+    )
+    on_each = jax.shard_map(
+        cloned, mesh=mesh, in_specs=(*of_tree, split, split), out_specs=of_tree
+    )
+    # Row 1 of each device's four, to the place of its row 2.
+    made = jax.jit(on_each)(params, state, np.full(4, 1), np.full(4, 2))
+    places = 4 * np.arange(4)
+    expected = cloned(params, state, places + 1, places + 2)
+    jax.tree.map(np.testing.assert_array_equal, made, expected)
 
 
 @pytest.mark.slow
