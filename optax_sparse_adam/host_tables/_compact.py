@@ -16,7 +16,7 @@ do for gradients. What is left of the loss when nothing else is asked for is a s
 program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
 the ids: where a loss computes others in each, as of `np.random`, the step is refused.
 What is computed of floats on the way to ids the step takes from the small program: see
-`_given.py`.
+`_way_to_ids.py`.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.

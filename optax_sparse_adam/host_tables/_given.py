@@ -1,28 +1,12 @@
-"""What a loss computes of floats on the way to ids, in the small program and the step.
+"""A walk over a loss that takes values which another program has computed.
 
-Two programs may round floats differently: the small one that computes ids, and the
-step. So each value on the way is computed once, by the small one. A step takes over
-those that anything else is computed of, and so computes what is behind them of the
-values that the ids belong to:
-
-    y = log1p(x) * 9                        given, as `part` is computed of it
-    ids = floor(y).astype(int32)            given
-    unique, inverse = jnp.unique(ids, ...)  computed of `ids` in both: no floats
-    part = y - ids                          computed by the step
-
-This is partial evaluation (Jones, Gomard and Sestoft, 1993), of what reads floats.
+Which values, says `_way_to_ids.py`. Both programs are traced of the same loss. A value
+is known by its place among all that is computed, and by digests of the equations before
+it and of the numbers that these hold: what is of another program is refused.
 """
 
 import zlib
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,20 +17,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from .._gradients.backward_slice import as_closed
 from .._gradients.walk import Program, Walk
 from .._jax_extras.inject import with_derivative_of
-from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
+from .._jax_extras.jaxprs import name_and_params
 from ._callbacks import CALLBACKS, callback_of
 
-# What chooses by its operands, and whose derivative goes by the choice.
-_CHOOSES = (
-    *("sort", "top_k", "approx_top_k", "reduce_max", "reduce_min", "max", "min"),
-    *("clamp", "cummax", "cummin", "reduce_window_max", "reduce_window_min"),
-    *("scatter-max", "scatter-min", "abs", "rem"),
-)
-# What moves numbers and rounds none; and so does a cast of parameters alone.
-_MOVES = (
-    *("broadcast_in_dim", "concatenate", "copy", "reshape", "rev", "slice", "squeeze"),
-    "transpose",
-)
 _LARGE = 1 << 20  # bytes of an array that is not looked at again for each trace
 # A value's number among those of a program, and digests of the equations before it, and
 # of the numbers that they hold.
@@ -163,7 +136,7 @@ def _numbers_in(eqns: Sequence[JaxprEqn]) -> Iterator[Any]:
         if is_once or not eqn.outvars:
             continue
         yield from _literals(eqn)
-        for closed in _jaxprs_in(eqn):
+        for closed in jaxprs_in(eqn):
             yield from map(_bits, closed.consts)
             yield from _numbers_in(closed.jaxpr.eqns)
 
@@ -174,7 +147,9 @@ def _is_array(aval: Any) -> bool:
     return is_array and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def _jaxprs_in(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
+def jaxprs_in(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
+    """Those that are parameters of an equation."""
+
     def inside(x: Any) -> Iterator[ClosedJaxpr]:
         if type(x) in (tuple, list):
             for y in x:
@@ -184,248 +159,3 @@ def _jaxprs_in(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
 
     for x in name_and_params(eqn)[1].values():
         yield from inside(x)
-
-
-def _reads_floats(eqn: JaxprEqn) -> bool:
-    """Whether an operand is floating, or something that it computes inside."""
-    avals = (x.aval for x in eqn.invars)
-    kinds = (getattr(x, "dtype", np.int32) for x in avals)
-    return any(jnp.issubdtype(x, jnp.inexact) for x in kinds) or any(
-        any(map(_reads_floats, x.jaxpr.eqns)) for x in _jaxprs_in(eqn)
-    )
-
-
-def _key(eqn: JaxprEqn) -> Any:
-    """What an equation does, to tell whether another one computes the same.
-
-    A function that is made anew in each call, as one with a closure, has another jaxpr:
-    its equations are compared, and what they hold by identity. Of a function that has a
-    rule for derivatives the value alone counts.
-    """
-    name, params = name_and_params(eqn)
-    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
-        params = {key: x for key, x in params.items() if key == "call_jaxpr"}
-    return eqn.primitive, *((key, _held(x)) for key, x in params.items())
-
-
-def _held(x: Any) -> Any:
-    if type(x) in (tuple, list):
-        return tuple(map(_held, x))
-    if isinstance(x, ClosedJaxpr):
-        return _held(x.jaxpr), *map(id, x.consts)
-    if not isinstance(x, Jaxpr):
-        return x
-    numbers: dict[Any, int] = {}
-
-    def of(atom: Any) -> Any:
-        is_literal = isinstance(atom, Literal)
-        number = _literal(atom.val) if is_literal else len(numbers)
-        return number if is_literal else numbers.setdefault(atom, number)
-
-    def aval(atom: Any) -> Any:
-        return of(atom), str(atom.aval)
-
-    begin = tuple(map(aval, (*x.constvars, *x.invars)))
-    eqns = [(_key(y), *map(of, y.invars), *map(aval, y.outvars)) for y in x.eqns]
-    return begin, *eqns, *map(of, x.outvars)
-
-
-def _literal(value: Any) -> Any:
-    array = np.asarray(value)
-    return type(value), array.dtype, array.tobytes()
-
-
-def _computed_alike(program: FlatJaxpr, on_the_way: Sequence[Equation]) -> Any:
-    """For each value the first one that is computed in the same way.
-
-    A loss may call a function of its own twice, for ids and for a mask.
-    """
-
-    def kind(eqn: JaxprEqn) -> Any:
-        return name_and_params(eqn)[0], *(str(x.aval) for x in eqn.outvars)
-
-    kinds = {kind(x.eqn) for x in on_the_way}
-    seen: dict[Any, Any] = {}
-    alike = {x: x for x in range(program.size)}
-    for x, value in program.literals.items():
-        alike[x] = seen.setdefault(_literal(value), x)
-    for x, value in program.consts.items():
-        alike[x] = seen.setdefault(id(value), x)
-    for eqn, operands, results in program.equations:
-        if eqn.effects or kind(eqn) not in kinds:
-            continue
-        try:
-            key = _key(eqn), *(alike[x] for x in operands)
-            first = seen.setdefault(key, results)
-        except TypeError:  # a parameter that cannot be hashed
-            continue
-        alike.update(zip(results, first, strict=True))
-    return alike
-
-
-class WayToIds:
-    """The equations of a loss that lie on the way to its ids.
-
-    Args:
-      closed: It returns ids, what the function returns, and values that it computes.
-      count: How many are ids.
-      num_results: How many the function returns.
-      reads: The arguments that ids depend on.
-      dense: Those with derivatives, the parameters.
-      batch: Those that may be read for a value that is given.
-      depends_on: What the result of a place depends on, as a loop may compute something
-        else, too; `None` where that happens once.
-    """
-
-    def __init__(
-        self,
-        closed: ClosedJaxpr,
-        count: int,
-        num_results: int,
-        reads: Collection[int],
-        dense: Container[int],
-        batch: Container[int],
-        depends_on: Callable[[int], Collection[int] | None],
-    ):
-        program = self._program = FlatJaxpr(closed)
-        self._avals, first = closed.out_avals, count + num_results
-        self._places: dict[int, int] = {}
-        for place, x in enumerate(program.outputs[first:], first):
-            self._places.setdefault(x, place)
-        to_ids, _ = program.slice(program.outputs[:count])
-        self._alike = _computed_alike(program, to_ids)
-        self._names = {self._alike[x] for equation in to_ids for x in equation.results}
-        self._on_the_way = [
-            equation
-            for equation in program.equations
-            if self._names & {self._alike[x] for x in equation.results}
-        ]
-        self._results = {*program.outputs[:first]}
-        self._read = self._results.union(*(x.operands for x in program.equations))
-        self._of_params = {i for i in program.inputs if i in dense}
-        for _, operands, made in program.equations:
-            if not self._of_params.isdisjoint(operands):
-                self._of_params.update(made)
-        self._casts = self._casts_of({i for i in program.inputs if i in dense})
-        self._allowed = {i for i in program.inputs if i in reads or i in batch}
-        self._sources = self._sources_of(self._allowed & {*reads}, depends_on)
-
-    def given(self) -> tuple[dict[int, int], set[int]]:
-        """Which values a step takes over: their places among the results.
-
-        With each that of the first one that is computed alike; and the arguments that
-        they depend on. Behind those that read floats all integers may be the small
-        program's as well: of a sum of comparisons it has fewer to give, of `jnp.unique`
-        more.
-        """
-        cuts = [self._cut(self._of_small(x)) for x in (False, True)]
-        places = min(cuts, key=lambda x: sum(map(self._size, {*x.values()})))
-        values = [x for x, place in self._places.items() if place in places]
-        return places, {i for x in values for i in self._sources[x] or ()}
-
-    def _sources_of(
-        self, reads: set[int], depends_on: Callable[[int], Collection[int] | None]
-    ) -> dict[int, frozenset[int] | None]:
-        """The arguments that each value depends on; `None` for what happens once."""
-        program = self._program
-        sources: dict[int, frozenset[int] | None]
-        sources = {i: frozenset([i]) for i in program.inputs}
-        for x, value in program.consts.items():
-            sources[x] = None if isinstance(value, jax.Ref) else frozenset()
-        sources |= dict.fromkeys(program.literals, frozenset())
-        for eqn, operands, made in program.equations:
-            of_operands = {sources[x] for x in operands}
-            # What is written to a mutable array happens once.
-            if eqn.effects or None in of_operands:
-                sources |= dict.fromkeys(made, None)
-                continue
-            union = frozenset(i for x in of_operands for i in x or ())
-            sources |= dict.fromkeys(made, union)
-            # A barrier may stand in the place of an io_callback.
-            is_barrier = name_and_params(eqn)[0] == "optimization_barrier"
-            may_be_less = not union <= reads and next(_jaxprs_in(eqn), None)
-            if not is_barrier and not may_be_less:
-                continue
-            for x in made:
-                if x in self._places and self._alike[x] in self._names:
-                    exact = depends_on(self._places[x])
-                    sources[x] = None if exact is None else frozenset(exact)
-        return sources
-
-    def _size(self, place: int) -> int:
-        return self._avals[place].size * self._avals[place].dtype.itemsize
-
-    def _casts_of(self, values: set[int]) -> set[int]:
-        """What is moved or cast of arguments alone: each program has it."""
-        known, literals = {*values}, self._program.literals
-        for eqn, operands, made in self._program.equations:
-            is_cast = name_and_params(eqn)[0] in (*_MOVES, "convert_element_type")
-            if is_cast and all(x in known or x in literals for x in operands):
-                known.update(made)
-        return known
-
-    def _can_be_given(self, x: int) -> bool:
-        sources = self._sources[x]
-        return x in self._places and sources is not None and sources <= self._allowed
-
-    def _is_decision(self, x: int) -> bool:
-        place = self._places.get(x)
-        return place is not None and not jnp.issubdtype(
-            self._avals[place].dtype, jnp.inexact
-        )
-
-    def _of_small(self, with_integers: bool) -> list[Equation]:
-        """Those whose values the small program alone computes.
-
-        They read floats; and with integers those that compute of their results. Not
-        what comes of others, as of a loop whose results cannot all be given.
-        """
-        of_small, known, of_step = list[Equation](), set[int](), set[int]()
-        for equation in self._on_the_way:
-            eqn, operands, made = equation
-            is_moved = name_and_params(eqn)[0] in _MOVES
-            is_moved |= self._casts.issuperset(made)
-            may_round = _reads_floats(eqn) and not is_moved
-            is_of_floats = may_round or (
-                with_integers and not known.isdisjoint(operands)
-            )
-            if not of_step.isdisjoint(operands):
-                of_step.update(made)
-            elif is_of_floats and self._is_alone(equation):
-                of_small.append(equation)
-                known.update(made)
-            elif may_round:
-                of_step.update(made)
-        return of_small
-
-    def _is_alone(self, equation: Equation) -> bool:
-        """Whether a step may take over all results of an equation."""
-        eqn, operands, made = equation
-        needed = {x for x in made if x in self._read}
-        # A derivative would go by decisions of the step's that are made inside.
-        is_mixed = len({*map(self._is_decision, needed)}) == 2
-        is_mixed &= next(_jaxprs_in(eqn), None) is not None
-        is_mixed &= not self._of_params.isdisjoint(operands)
-        return not is_mixed and all(map(self._can_be_given, needed))
-
-    def _cut(self, of_small: list[Equation]) -> dict[int, int]:
-        """What others read of these equations' values."""
-        computed = {x.results[0] for x in of_small}
-        others = (x for x in self._program.equations if computed.isdisjoint(x.results))
-        used = self._results.union(*(x.operands for x in others))
-        given, with_derivatives = list[int](), set[int]()
-        # Who uses a value comes behind it.
-        for eqn, operands, made in reversed(of_small):
-            wanted = {x for x in made if x in used}
-            decisions = {*filter(self._is_decision, made)}
-            floats = (wanted - decisions) & self._of_params
-            if floats or not with_derivatives.isdisjoint(made):
-                with_derivatives.update(operands)
-                if name_and_params(eqn)[0] in _CHOOSES or (floats and decisions):
-                    # Of the same operands the step chooses the same ones.
-                    used.update(operands)
-            # Derivatives go by decisions.
-            more = (decisions - wanted) & with_derivatives
-            given += sorted(wanted | {*filter(self._can_be_given, more)})
-        places = self._places
-        return {places[x]: places.get(self._alike[x], places[x]) for x in given}

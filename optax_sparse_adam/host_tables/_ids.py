@@ -33,9 +33,10 @@ from ._arguments import (
 )
 from ._callbacks import without_callbacks, zeros_in_place_of
 from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
-from ._given import Number, WayToIds
+from ._given import Number
 from ._reset import Reset
 from ._store import Ascending, ascending
+from ._way_to_ids import WayToIds
 
 
 @dataclasses.dataclass

@@ -1,0 +1,77 @@
+"""Which values of a program are computed in the same way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
+
+
+def _key(eqn: JaxprEqn) -> Any:
+    """What an equation does, to tell whether another one computes the same.
+
+    A function that is made anew in each call, as one with a closure, has another jaxpr:
+    its equations are compared, and what they hold by identity. Of a function that has a
+    rule for derivatives the value alone counts.
+    """
+    name, params = name_and_params(eqn)
+    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        params = {key: x for key, x in params.items() if key == "call_jaxpr"}
+    return eqn.primitive, *((key, _held(x)) for key, x in params.items())
+
+
+def _held(x: Any) -> Any:
+    if type(x) in (tuple, list):
+        return tuple(map(_held, x))
+    if isinstance(x, ClosedJaxpr):
+        return _held(x.jaxpr), *map(id, x.consts)
+    if not isinstance(x, Jaxpr):
+        return x
+    numbers: dict[Any, int] = {}
+
+    def of(atom: Any) -> Any:
+        is_literal = isinstance(atom, Literal)
+        number = _literal(atom.val) if is_literal else len(numbers)
+        return number if is_literal else numbers.setdefault(atom, number)
+
+    def aval(atom: Any) -> Any:
+        return of(atom), str(atom.aval)
+
+    begin = tuple(map(aval, (*x.constvars, *x.invars)))
+    eqns = [(_key(y), *map(of, y.invars), *map(aval, y.outvars)) for y in x.eqns]
+    return begin, *eqns, *map(of, x.outvars)
+
+
+def _literal(value: Any) -> Any:
+    array = np.asarray(value)
+    return type(value), array.dtype, array.tobytes()
+
+
+def computed_alike(program: FlatJaxpr, on_the_way: Sequence[Equation]) -> Any:
+    """For each value the first one that is computed in the same way.
+
+    A loss may call a function of its own twice, for ids and for a mask.
+    """
+
+    def kind(eqn: JaxprEqn) -> Any:
+        return name_and_params(eqn)[0], *(str(x.aval) for x in eqn.outvars)
+
+    kinds = {kind(x.eqn) for x in on_the_way}
+    seen: dict[Any, Any] = {}
+    alike = {x: x for x in range(program.size)}
+    for x, value in program.literals.items():
+        alike[x] = seen.setdefault(_literal(value), x)
+    for x, value in program.consts.items():
+        alike[x] = seen.setdefault(id(value), x)
+    for eqn, operands, results in program.equations:
+        if eqn.effects or kind(eqn) not in kinds:
+            continue
+        try:
+            key = _key(eqn), *(alike[x] for x in operands)
+            first = seen.setdefault(key, results)
+        except TypeError:  # a parameter that cannot be hashed
+            continue
+        alike.update(zip(results, first, strict=True))
+    return alike
