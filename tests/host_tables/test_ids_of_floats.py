@@ -232,6 +232,7 @@ def test_two_tables(function):
             np.testing.assert_allclose(table, known[0][name], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_exact_adam_and_evaluate():
     """A loss reads rows up to date, and so does `evaluate`."""
     made, (rows, w) = [*batches(6)], begin()

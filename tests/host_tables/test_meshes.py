@@ -241,7 +241,8 @@ def test_a_batch_on_other_devices():
                 list(trainer.run([batch]))
 
 
-@pytest.mark.parametrize("where", slow_but(["device", "mesh"], "device"))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["device", "mesh"])
 def test_tables_alone_are_where_their_batches_are(where, tmp_path):
     """Without other parameters the state alone says where the first batch was."""
     need_devices(8)

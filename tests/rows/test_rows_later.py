@@ -744,7 +744,8 @@ def test_a_transformation_without_a_hash():
         osa.reset_rows(tx, params, state, IDS, taken[0] | {"w": None})
 
 
-@pytest.mark.parametrize("first", slow_but([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
 def test_each_mode_has_states_of_its_own(first):
     """Those of `exact_adam` have as many numbers as the mode has bits for."""
     tx = osa.exact_adam(0.1)
