@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from .._gradients.backward_slice import as_closed
 from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
 
 
@@ -25,10 +26,10 @@ def _key(eqn: JaxprEqn) -> Any:
 def _held(x: Any) -> Any:
     if type(x) in (tuple, list):
         return tuple(map(_held, x))
-    if isinstance(x, ClosedJaxpr):
-        return _held(x.jaxpr), *map(id, x.consts)
-    if not isinstance(x, Jaxpr):
+    if not isinstance(x, ClosedJaxpr | Jaxpr):  # from JAX 0.11 on the same type
         return x
+    closed = as_closed(x)
+    jaxpr: Jaxpr = closed.jaxpr
     numbers: dict[Any, int] = {}
 
     def of(atom: Any) -> Any:
@@ -39,9 +40,9 @@ def _held(x: Any) -> Any:
     def aval(atom: Any) -> Any:
         return of(atom), str(atom.aval)
 
-    begin = tuple(map(aval, (*x.constvars, *x.invars)))
-    eqns = [(_key(y), *map(of, y.invars), *map(aval, y.outvars)) for y in x.eqns]
-    return begin, *eqns, *map(of, x.outvars)
+    begin = *map(id, closed.consts), *map(aval, (*jaxpr.constvars, *jaxpr.invars))
+    eqns = [(_key(y), *map(of, y.invars), *map(aval, y.outvars)) for y in jaxpr.eqns]
+    return begin, *eqns, *map(of, jaxpr.outvars)
 
 
 def _literal(value: Any) -> Any:
