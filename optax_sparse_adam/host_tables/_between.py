@@ -68,7 +68,7 @@ def evaluated(
             rows = host.fetch(ids(host.rest, batch, static, "The batch of evaluate"))
             named = tuple(sorted(static.items()))
             result, looked_up = program(
-                named, host.rest, rows.arrays, (rows.padded, rows.given), batch
+                named, host.rest, rows.arrays, (rows.padded, rows.residuals), batch
             )
             if int(looked_up) != int(rows.fingerprint):
                 raise RuntimeError(NOT_FETCHED.format(what="The function"))

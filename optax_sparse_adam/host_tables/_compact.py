@@ -56,8 +56,8 @@ from .._rows.bag_sums import add_up
 from .._rows.lookups import look_up_bags, look_up_rows, sum_bags
 from .._rows.source import Bounds, Mode, Source
 from ._callbacks import without_callbacks
-from ._given import GivenWalk, Number
 from ._partition import Partition
+from ._residuals import Number, ResidualWalk
 
 LARGEST_ID = 2**31 - 1
 
@@ -299,8 +299,8 @@ def evaluate_compact(
     params: Any,
     uniques: Sequence[Any] | None,
     args: Any,
-    given: Mapping[Number, Any],
-) -> tuple[Any, list[jax.Array], GivenWalk, dict[str, set[str]]]:
+    residuals: Mapping[Number, Any],
+) -> tuple[Any, list[jax.Array], ResidualWalk, dict[str, set[str]]]:
     """`fun(params, *args)` where some leaves of the parameters are K rows.
 
     Args:
@@ -310,7 +310,7 @@ def evaluate_compact(
       uniques: For each table the positions of its K rows; or `None` to ask for ids
         alone: then callbacks, such as `jax.debug.print`, are not called.
       args: Further arguments.
-      given: Values of the small program, by their numbers.
+      residuals: Values of the small program, by their numbers.
 
     Returns:
       The result; for each table the ids of its lookups, as `_entries` says; the walk,
@@ -347,7 +347,7 @@ def evaluate_compact(
     passed = jax.tree.leaves((args, getattr(fun, "keywords", {})))
     arrays = (x for x in passed if isinstance(x, jax.Array))
     is_known = any(not isinstance(x, jax.core.Tracer) for x in arrays)
-    walk = GivenWalk(program, iter(deltas), given, is_known=is_known)
+    walk = ResidualWalk(program, iter(deltas), residuals, is_known=is_known)
     results = walk.evaluate(closed, values)
     for x in results:
         if isinstance(x, Expression):

@@ -23,7 +23,6 @@ from jax.sharding import SingleDeviceSharding
 from ._access import Access
 from ._arguments import is_committed, target_of
 from ._budget import give_back, keep
-from ._given import Number
 from ._ids import Batch
 from ._ledger import Ledger
 from ._plan import Plan
@@ -31,6 +30,7 @@ from ._prepare import Preparation
 from ._program import Program
 from ._records import WORD
 from ._reset import program_of
+from ._residuals import Number
 from ._spread import local
 from ._stateful import Described, Stateful, described
 from ._store import Ascending, Store
@@ -57,7 +57,7 @@ class BatchRows(NamedTuple):
         field: fetched, or new.
       step: The number of steps before.
       fingerprint: Of the ids that these are the rows of.
-      given: Values of the program of these ids that a step takes, on the device.
+      residuals: Values of the program of these ids that a step takes, on the device.
       looked_up: That of the ids of the step that has made them.
       back: New `arrays` of each table, field and block on their way to the host: see
         `Spread.sent_back`.
@@ -70,7 +70,7 @@ class BatchRows(NamedTuple):
     arrays: list[list[jax.Array]]
     step: int
     fingerprint: Any = 0
-    given: Mapping[Number, jax.Array] = {}
+    residuals: Mapping[Number, jax.Array] = {}
     looked_up: Any = 0
     back: Sequence[Sequence[Sequence[jax.Array]]] = ()
     reset: Any = None
@@ -238,10 +238,11 @@ class HostRows:
             pairs = enumerate(zip(parts, padded, strict=True))
             places = [batch.reset.places(k, *pair) for k, pair in pairs]
             reset = self.plan.spread.sent((places, batch.reset.values), batch.target)
-        given = self.plan.spread.sent_values(batch.given, batch.target)
+        residuals = self.plan.spread.sent_residuals(batch.residuals, batch.target)
         padded, arrays = self.plan.spread.place(padded, arrays, batch.target)
         return BatchRows(
-            *(unique, padded, arrays, self.steps, batch.fingerprint, given), reset=reset
+            *(unique, padded, arrays, self.steps, batch.fingerprint, residuals),
+            reset=reset,
         )
 
     def _size(self, k: int, count: int, most: int, blocks: int) -> int:

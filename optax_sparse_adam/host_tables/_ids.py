@@ -33,8 +33,8 @@ from ._arguments import (
 )
 from ._callbacks import without_callbacks, zeros_in_place_of
 from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
-from ._given import Number
 from ._reset import Reset
+from ._residuals import Number
 from ._store import Ascending, ascending
 from ._way_to_ids import WayToIds
 
@@ -51,8 +51,8 @@ class Batch:
       fingerprint: Of all of them.
       needs_params: Whether ids depend on parameters; then those of a later step do not
         exist.
-      given: What is computed of floats on the way, which a step takes over, as it may
-        round otherwise; by the numbers of `_given.py`.
+      residuals: What is computed of floats on the way, which a step takes over, as it
+        may round otherwise; by the numbers of `_residuals.py`.
       tables: What is looked up.
       lines: Where, for each of them.
       target: Where rows go: a device, or all of the batch's mesh.
@@ -66,7 +66,7 @@ class Batch:
     ids: list[jax.Array]
     fingerprint: jax.Array
     needs_params: bool
-    given: Mapping[Number, jax.Array]
+    residuals: Mapping[Number, jax.Array]
     tables: Sequence[Whole]
     lines: Mapping[str, set[str]]
     target: Any
@@ -193,12 +193,12 @@ class RowIds:
         # What lies on a mesh stays there, and runs there.
         if jax.default_backend() != "cpu" and mesh_around(values) is None:
             operands = jax.device_put(operands, cpu_device())
-        ids, given, number = program(*operands)
+        ids, residuals, number = program(*operands)
         self._programs[key] = traced  # see `Program`
         return Batch(
             *(args, static, name, ids, number),
             needs_params=any(i < len(dense) for i in kept),
-            given=given,
+            residuals=residuals,
             tables=list(self._tables.values()),
             lines=self._lines,
             target=target,
@@ -287,10 +287,10 @@ class RowIds:
         params = range(count, count + num_dense)
         batch = range(count + num_dense, len(args))
         asked = closed, count, first - count, reads, params, batch, depends_on
-        places, more = WayToIds(*asked).given()
+        places, more = WayToIds(*asked).residuals()
         kept = [i - count for i in sorted({*reads, *more})]
         sources = [*dict.fromkeys(places.values())]
-        given = {numbers[i - first]: sources.index(j) for i, j in places.items()}
+        residuals = {numbers[i - first]: sources.index(j) for i, j in places.items()}
         closed = _without_refs(_results(closed, [*range(count), *sources]), args)
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if is_key(x) and i not in kept]
@@ -310,7 +310,7 @@ class RowIds:
             zeros = [jnp.zeros(x.shape, x.dtype) for x in rows]
             results = jaxpr_as_fun(closed)(*zeros, *values)
             ids, values = results[:count], results[count:]
-            return ids, {x: values[i] for x, i in given.items()}, fingerprint(ids)
+            return ids, {x: values[i] for x, i in residuals.items()}, fingerprint(ids)
 
         return program, kept
 

@@ -398,7 +398,7 @@ class Pipeline:
         # As `Program` does, around which `advance` could not be one call.
         program = self._program or self._compiled(self._rows.rest)
         self._program = None
-        positions = rows.padded, rows.given
+        positions = rows.padded, rows.residuals
         args = static, self._rows.rest, arrays, positions, batch.args
         rows = rows._replace(step=self._rows.steps, reset=None)
         value = self._rows.advance(program, args, rows)

@@ -45,18 +45,18 @@ def compact(fun: Callable[..., Any], tables: Mapping[int, Whole]) -> Callable[..
 
     Returns:
       A function of parameters with `[K, ...]` in the place of each table, and of a
-      pair: their positions, int32 `[K]` for each table, ascending, padded; and integers
-      of the program of ids, as `evaluate_compact` says. It returns the result, and a
-      fingerprint of the ids that were looked up: with another one than that of the rows
-      that were fetched, the result is wrong.
+      pair: their positions, int32 `[K]` for each table, ascending, padded; and the
+      residuals of `evaluate_compact`. It returns the result, and a fingerprint of the
+      ids that were looked up: with another one than that of the rows that were fetched,
+      the result is wrong.
     """
 
     @functools.wraps(fun)
     def compact_fun(
         params: Any, rows: Any, /, *args: Any, **keywords: Any
     ) -> tuple[Any, jax.Array]:
-        bound, (positions, given) = functools.partial(fun, **keywords), rows
-        asked = bound, tables, params, positions, args, given
+        bound, (positions, residuals) = functools.partial(fun, **keywords), rows
+        asked = bound, tables, params, positions, args, residuals
         result, ids, walk, _ = evaluate_compact(*asked)
         return result, fingerprint(ids) + jnp.uint32(walk.is_other)
 

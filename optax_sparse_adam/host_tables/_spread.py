@@ -109,7 +109,7 @@ class Spread:
             return jax.device_put(tree, target)
         return jax.tree.map(self._put, tree)
 
-    def sent_values(self, tree: Any, target: Any) -> Any:
+    def sent_residuals(self, tree: Any, target: Any) -> Any:
         """Arrays of the program of ids: over a mesh they stay as they are split."""
 
         def sent(x: jax.Array) -> Any:

@@ -2,11 +2,11 @@
 
 Two programs may round floats differently: the small one that computes ids, and the
 step. So each value on the way is computed once, by the small one. A step takes over
-those that anything else is computed of, and so computes what is behind them of the
-values that the ids belong to:
+those that anything else is computed of, the residuals, and so computes what is behind
+them of the values that the ids belong to:
 
-    y = log1p(x) * 9                        given, as `part` is computed of it
-    ids = floor(y).astype(int32)            given
+    y = log1p(x) * 9                        a residual, as `part` is computed of it
+    ids = floor(y).astype(int32)            a residual
     unique, inverse = jnp.unique(ids, ...)  computed of `ids` in both: no floats
     part = y - ids                          computed by the step
 
@@ -21,8 +21,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
-from ._alike import computed_alike
-from ._given import jaxprs_in
+from ._residuals import jaxprs_in
+from ._value_numbers import value_numbers
 
 # What chooses by its operands, and whose derivative goes by the choice.
 _CHOOSES = (
@@ -55,7 +55,7 @@ class WayToIds:
       num_results: How many the function returns.
       reads: The arguments that ids depend on.
       dense: Those with derivatives, the parameters.
-      batch: Those that may be read for a value that is given.
+      batch: Those that may be read for a residual.
       depends_on: What the result of a place depends on, as a loop may compute something
         else, too; `None` where that happens once.
     """
@@ -76,30 +76,31 @@ class WayToIds:
         for place, x in enumerate(program.outputs[first:], first):
             self._places.setdefault(x, place)
         to_ids, _ = program.slice(program.outputs[:count])
-        self._alike = computed_alike(program, to_ids)
-        self._names = {self._alike[x] for equation in to_ids for x in equation.results}
+        self._numbers = value_numbers(program, to_ids)
+        self._names = {
+            self._numbers[x] for equation in to_ids for x in equation.results
+        }
         self._on_the_way = [
             equation
             for equation in program.equations
-            if self._names & {self._alike[x] for x in equation.results}
+            if self._names & {self._numbers[x] for x in equation.results}
         ]
         self._results = {*program.outputs[:first]}
         self._read = self._results.union(*(x.operands for x in program.equations))
-        self._of_params = {i for i in program.inputs if i in dense}
+        params = {i for i in program.inputs if i in dense}
+        self._casts, self._of_params = self._casts_of(params), params
         for _, operands, made in program.equations:
             if not self._of_params.isdisjoint(operands):
                 self._of_params.update(made)
-        self._casts = self._casts_of({i for i in program.inputs if i in dense})
         self._allowed = {i for i in program.inputs if i in reads or i in batch}
-        self._sources = self._sources_of(self._allowed & {*reads}, depends_on)
+        self._sources = self._sources_of({*reads}, depends_on)
 
-    def given(self) -> tuple[dict[int, int], set[int]]:
-        """Which values a step takes over: their places among the results.
+    def residuals(self) -> tuple[dict[int, int], set[int]]:
+        """The residuals: their places among the results, and what they depend on.
 
-        With each that of the first one that is computed alike; and the arguments that
-        they depend on. Behind those that read floats all integers may be the small
-        program's as well: of a sum of comparisons it has fewer to give, of `jnp.unique`
-        more.
+        With each place that of the first value that is computed in the same way. Behind
+        equations that read floats, those of integers may be the small program's, too:
+        of a sum of comparisons it has fewer bytes to hand over, of `jnp.unique` more.
         """
         cuts = [self._cut(self._of_small(x)) for x in (False, True)]
         places = min(cuts, key=lambda x: sum(map(self._size, {*x.values()})))
@@ -130,7 +131,7 @@ class WayToIds:
             if not is_barrier and not may_be_less:
                 continue
             for x in made:
-                if x in self._places and self._alike[x] in self._names:
+                if x in self._places and self._numbers[x] in self._names:
                     exact = depends_on(self._places[x])
                     sources[x] = None if exact is None else frozenset(exact)
         return sources
@@ -147,7 +148,7 @@ class WayToIds:
                 known.update(made)
         return known
 
-    def _can_be_given(self, x: int) -> bool:
+    def _can_be_residual(self, x: int) -> bool:
         sources = self._sources[x]
         return x in self._places and sources is not None and sources <= self._allowed
 
@@ -161,7 +162,7 @@ class WayToIds:
         """Those whose values the small program alone computes.
 
         They read floats; and with integers those that compute of their results. Not
-        what comes of others, as of a loop whose results cannot all be given.
+        what comes of others, as of a loop whose results cannot all be residuals.
         """
         of_small, known, of_step = list[Equation](), set[int](), set[int]()
         for equation in self._on_the_way:
@@ -189,14 +190,14 @@ class WayToIds:
         is_mixed = len({*map(self._is_decision, needed)}) == 2
         is_mixed &= next(jaxprs_in(eqn), None) is not None
         is_mixed &= not self._of_params.isdisjoint(operands)
-        return not is_mixed and all(map(self._can_be_given, needed))
+        return not is_mixed and all(map(self._can_be_residual, needed))
 
     def _cut(self, of_small: list[Equation]) -> dict[int, int]:
         """What others read of these equations' values."""
         computed = {x.results[0] for x in of_small}
         others = (x for x in self._program.equations if computed.isdisjoint(x.results))
         used = self._results.union(*(x.operands for x in others))
-        given, with_derivatives = list[int](), set[int]()
+        residuals, with_derivatives = list[int](), set[int]()
         # Who uses a value comes behind it.
         for eqn, operands, made in reversed(of_small):
             wanted = {x for x in made if x in used}
@@ -209,6 +210,6 @@ class WayToIds:
                     used.update(operands)
             # Derivatives go by decisions.
             more = (decisions - wanted) & with_derivatives
-            given += sorted(wanted | {*filter(self._can_be_given, more)})
+            residuals += sorted(wanted | {*filter(self._can_be_residual, more)})
         places = self._places
-        return {places[x]: places.get(self._alike[x], places[x]) for x in given}
+        return {places[x]: places.get(self._numbers[x], places[x]) for x in residuals}

@@ -814,7 +814,7 @@ def test_only_what_ids_come_from_is_given(monkeypatch):
 
     def noted(host, batch):
         result = fetch(host, batch)
-        given.append([(x.dtype, x.size) for x in result.given.values()])
+        given.append([(x.dtype, x.size) for x in result.residuals.values()])
         return result
 
     monkeypatch.setattr(HostRows, "fetch", noted)

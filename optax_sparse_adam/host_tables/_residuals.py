@@ -1,4 +1,4 @@
-"""A walk over a loss that takes values which another program has computed.
+"""A walk over a loss that takes residuals: values that another program has computed.
 
 Which values, says `_way_to_ids.py`. Both programs are traced of the same loss. A value
 is known by its place among all that is computed, and by digests of the equations before
@@ -26,34 +26,34 @@ _LARGE = 1 << 20  # bytes of an array that is not looked at again for each trace
 Number = tuple[int, int, int]
 
 
-class GivenWalk(Walk):
-    """A walk that takes, or notes, what a loss computes.
+class ResidualWalk(Walk):
+    """A walk that takes residuals, or notes what a loss computes.
 
     A `jit` is walked through: what is computed inside is a value like others. In the
     bodies of loops, branches and the like that look rows up, which are other walks,
-    nothing is given.
+    there are none.
 
     Args:
-      given: By their numbers.
+      residuals: By their numbers.
       is_known: Whether arguments are numbers that the program holds, as without `jit`:
         then numbers are not compared.
 
     Attributes:
-      computed: The arrays that were not given, by their numbers.
+      computed: The arrays that are none, by their numbers.
     """
 
     def __init__(
         self,
         program: Program,
         deltas: Any,
-        given: Mapping[Number, Any],
+        residuals: Mapping[Number, Any],
         *,
         is_known: bool,
     ):
         super().__init__(program, deltas)
         self.computed: dict[Number, jax.Array] = {}
         self._is_known = is_known
-        self._given = {self._key(x): value for x, value in given.items()}
+        self._left = {self._key(x): value for x, value in residuals.items()}
         self._number: Number = 0, 0, 0
 
     def _key(self, number: Number) -> tuple[int, ...]:
@@ -61,12 +61,12 @@ class GivenWalk(Walk):
 
     @property
     def is_other(self) -> bool:
-        """Whether what was given is of another program: one of its steps or numbers.
+        """Whether residuals are of another program: of other equations or numbers.
 
         So it is where a loss has numbers of `np.random`, which are others each time
         when it is traced, and may compute more of them than ids.
         """
-        return bool(self._given)
+        return bool(self._left)
 
     def evaluate(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         self._note(numbers=map(_bits, closed.consts))
@@ -76,9 +76,9 @@ class GivenWalk(Walk):
         if eqn.outvars:
             return super()._evaluate_eqn(eqn, args)
         # What shows values alone is no part of the small program.
-        noted, self._given, given = self._number, {}, self._given
+        number, left, self._left = self._number, self._left, {}
         results = super()._evaluate_eqn(eqn, args)
-        self._number, self._given = noted, given
+        self._number, self._left = number, left
         return results
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -93,8 +93,8 @@ class GivenWalk(Walk):
             shape, dtype = (getattr(var.aval, x, None) for x in ("shape", "dtype"))
             self._note(callback or name, shape, str(dtype))
             key = self._key(self._number)
-            if key in self._given:
-                results[i] = _with_value(results[i], self._given.pop(key))
+            if key in self._left:
+                results[i] = _with_value(results[i], self._left.pop(key))
             elif _is_array(var.aval):
                 self.computed[self._number] = results[i]
         return results
@@ -107,18 +107,18 @@ class GivenWalk(Walk):
         self._number = count + bool(parts), made, held
 
 
-def _with_value(own: jax.Array, given: jax.Array) -> jax.Array:
-    """What was given; if it is of parameters, with the step's derivative."""
+def _with_value(own: jax.Array, residual: jax.Array) -> jax.Array:
+    """The residual; if it is of parameters, with the step's derivative."""
     layout = jax.typeof(own).sharding
     if layout.mesh.explicit_axes:
-        given = jax.reshard(given, layout)
+        residual = jax.reshard(residual, layout)
     is_float = jnp.issubdtype(own.dtype, jnp.inexact)
-    return with_derivative_of(given, own) if is_float else given
+    return with_derivative_of(residual, own) if is_float else residual
 
 
 def _bits(x: Any) -> Any:
     """Of a number or an array that a program holds; of a large one the type alone."""
-    kind = np.shape(x), str(getattr(x, "dtype", None))
+    kind = getattr(x, "shape", ()), str(getattr(x, "dtype", None))
     is_known = isinstance(x, np.ndarray | np.generic | int | float | complex)
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         is_known = _is_array(x.aval) and x.is_fully_addressable and x.nbytes < _LARGE

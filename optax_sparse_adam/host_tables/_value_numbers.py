@@ -1,4 +1,4 @@
-"""Which values of a program are computed in the same way."""
+"""Value numbering: which values of a program are computed in the same way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,8 @@ from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
 def _key(eqn: JaxprEqn) -> Any:
     """What an equation does, to tell whether another one computes the same.
 
-    A function that is made anew in each call, as one with a closure, has another jaxpr:
-    its equations are compared, and what they hold by identity. Of a function that has a
-    rule for derivatives the value alone counts.
+    Two closures of one function have two jaxprs: their equations are compared, and what
+    these hold by identity. Of a function with a rule for derivatives the value counts.
     """
     name, params = name_and_params(eqn)
     if name.startswith(("custom_jvp_call", "custom_vjp_call")):
@@ -50,10 +49,11 @@ def _literal(value: Any) -> Any:
     return type(value), array.dtype, array.tobytes()
 
 
-def computed_alike(program: FlatJaxpr, on_the_way: Sequence[Equation]) -> Any:
+def value_numbers(program: FlatJaxpr, on_the_way: Sequence[Equation]) -> dict[int, int]:
     """For each value the first one that is computed in the same way.
 
-    A loss may call a function of its own twice, for ids and for a mask.
+    A loss may call a function twice, for ids and for a mask. Equations of other kinds
+    than those on the way are not looked at.
     """
 
     def kind(eqn: JaxprEqn) -> Any:
@@ -61,18 +61,18 @@ def computed_alike(program: FlatJaxpr, on_the_way: Sequence[Equation]) -> Any:
 
     kinds = {kind(x.eqn) for x in on_the_way}
     seen: dict[Any, Any] = {}
-    alike = {x: x for x in range(program.size)}
+    numbers = {x: x for x in range(program.size)}
     for x, value in program.literals.items():
-        alike[x] = seen.setdefault(_literal(value), x)
+        numbers[x] = seen.setdefault(_literal(value), x)
     for x, value in program.consts.items():
-        alike[x] = seen.setdefault(id(value), x)
+        numbers[x] = seen.setdefault(id(value), x)
     for eqn, operands, results in program.equations:
         if eqn.effects or kind(eqn) not in kinds:
             continue
         try:
-            key = _key(eqn), *(alike[x] for x in operands)
+            key = _key(eqn), *(numbers[x] for x in operands)
             first = seen.setdefault(key, results)
         except TypeError:  # a parameter that cannot be hashed
             continue
-        alike.update(zip(results, first, strict=True))
-    return alike
+        numbers.update(zip(results, first, strict=True))
+    return numbers
