@@ -47,10 +47,11 @@ def is_older(
     have; then numbers in arrays: the counts of `per_row` for another table, some of
     which `reset_rows` has set back. `mini_step` of `optax.MultiSteps` begins again, and
     counts where its `gradient_step` is the same. Not the moments of parameters that
-    have such names: these are floats, and their paths end with the parameter's.
+    have such names: these are floats, and their paths end with the parameter's. A table
+    has such a scalar, too, in `optax.novograd`.
     """
     of_params, _ = jax.tree_util.tree_flatten_with_path(params)
-    names = [path for path, x in of_params if path and np.ndim(x) == 0]
+    names = [path for path, _ in of_params if path]
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     # `count` of reduce_on_plateau and of apply_every begins again, too; that of
     # `exact_adam` may be set.

@@ -161,7 +161,8 @@ class Order:
     def _scores_of(self, last: np.ndarray, hits: np.ndarray) -> np.ndarray:
         if not len(last):  # which not every function takes
             return np.zeros(0)
-        scores = np.asarray(self._score(last, hits))
+        # Who asks reads `last` again, and a score may compute in place.
+        scores = np.asarray(self._score(last.copy(), hits))
         if scores.shape != last.shape or scores.dtype.kind not in "iufb":
             raise ValueError(
                 "Vocabulary needs a score that returns a number for each of its "

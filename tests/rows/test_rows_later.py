@@ -316,6 +316,28 @@ def test_parameters_with_names_of_counts(name):
             np.testing.assert_array_equal(params[x], value)
 
 
+@pytest.mark.parametrize("table", ["table", "t", "steps"])
+def test_a_table_with_the_name_of_a_count(table):
+    """Of `optax.novograd` it has one scalar, which falls."""
+    tx, ids = osa.lazy(optax.novograd(1e-2)), jnp.arange(4)
+
+    def named_loss(params, goal):
+        return jnp.mean((params[table][ids] @ params["w"] - goal) ** 2)
+
+    step = osa.make_train_step(named_loss, tx)
+    params = {table: jnp.linspace(0, 1, 24).reshape(8, 3), "w": jnp.ones(3)}
+    whole = params, tx.init(params)
+    *whole, _ = step(*whole, 40.0)
+    where = {table: jnp.array([6, 7]), "w": None}
+    away = osa.take_rows(tx, *whole, where)
+    for _ in range(3):
+        *whole, _ = step(*whole, 0.1)
+    count, w = int(optax.tree.get(whole[1], "count")), np.asarray(whole[0]["w"])
+    params, state = osa.put_rows(tx, *whole, where, *away)
+    assert int(optax.tree.get(state, "count")) == count == 4
+    np.testing.assert_array_equal(params["w"], w)
+
+
 PARTS = {0: optax.adam(0.1), 2: optax.adam(0.1)}
 OF_SCALARS = {
     "per_row": LAZY["per_row"],

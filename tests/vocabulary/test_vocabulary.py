@@ -718,6 +718,22 @@ def test_a_score_sees_no_free_row():
     assert fresh.evicted.tolist() == [2, 3, 4, 6]
 
 
+def test_a_score_that_computes_in_place():
+    """Two keys of a step shared a row: the score had changed their last step."""
+
+    def score(last, hits):
+        last += hits
+        return last
+
+    random = np.random.default_rng(0)
+    expected = osa.Vocabulary(40, score=lambda last, hits: last + hits)
+    vocab = osa.Vocabulary(40, score=score)
+    for step in range(60):
+        keys = (120 * random.random(24)).astype(np.int64) ** 2 // 120
+        wanted, got = (x.assign(keys, step) for x in (expected, vocab))
+        assert_identical([*wanted], [*got], f"step {step}")
+
+
 def test_features_of_one_step_in_one_call():
     """A key that comes later in a step may have lost its row: keys.md says it."""
     vocab = osa.Vocabulary(4)
