@@ -273,7 +273,9 @@ def write(writes: Writes) -> list[Any]:
 
     def prepared(x: Any, table: Table | None, new: Any) -> Any:
         if table is None and new is None:
-            return x
+            # As a table: a step that donates the new tree leaves the old one.
+            is_traced = isinstance(x, jax.core.Tracer)
+            return copied(x, x) if isinstance(x, jax.Array) and not is_traced else x
         if isinstance(x, np.ndarray):
             place = (..., np.array(new)) if table is None else table.place(x, new)
             pending.append((x, *place))

@@ -182,7 +182,11 @@ def evaluate_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     equations one by one, and JAX has no rule for this one outside of a program. Remedy:
     a mutable array of zeros. Safe, as nothing is said of the values of an empty one.
     Test: `test_empty_ref` in `tests/gradients/test_refs.py`.
+    A user's rule for derivatives may index a constant by a traced number, so it gets an
+    array of JAX.
     """
+    if name_and_params(eqn)[0].startswith("custom_"):
+        args = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
     if eqn.primitive.name == "empty_ref":
         return [jax.new_ref(empty_values(eqn), memory_space=eqn.params["memory_space"])]
     # `mul x x` reads one variable twice, and the new jaxpr has it once. A literal is a

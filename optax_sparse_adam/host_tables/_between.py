@@ -41,7 +41,7 @@ def evaluated(
 ) -> Callable[..., Any]:
     """See `HostTrainer.evaluate`; `is_alone`: for who has waited for others before."""
     plan, few = host.plan, compact(fun, host.plan.tables)
-    ids = RowIds(fun, plan.tables, plan.treedef, plan.spread.whole)
+    ids = RowIds(fun, plan)
 
     def make() -> Any:
         def on_rows(static: Any, rest: Any, arrays: Any, rows: Any, args: Any) -> Any:

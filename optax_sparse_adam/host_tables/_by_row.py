@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ._callbacks import without_callbacks
-from ._ids import kept_arguments
+from ._dead_code import kept_arguments
 
 _ROWS, _FIRST = 5, 2
 # Of sums that are added up in another order, where a row is an array; of its largest.

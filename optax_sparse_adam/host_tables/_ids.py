@@ -13,7 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._gradients.tracing import jit_enabled
+from .._gradients.evaluate import evaluate
 from .._jax_extras.cpu_device import cpu_device
 from .._jax_extras.jaxprs import FlatJaxpr, run_equations
 from ._arguments import (
@@ -31,8 +31,10 @@ from ._arguments import (
     target_of,
     type_of,
 )
-from ._callbacks import without_callbacks, zeros_in_place_of
+from ._callbacks import zeros_in_place_of
 from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
+from ._dead_code import without_dead_code
+from ._plan import Plan
 from ._reset import Reset
 from ._residuals import Number
 from ._store import Ascending, ascending
@@ -127,17 +129,10 @@ class RowIds:
     the step before.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        tables: Mapping[int, Whole],
-        treedef: Any,
-        mesh: NamedSharding | None,
-    ):
+    def __init__(self, fun: Callable[..., Any], plan: Plan):
         self._lines: dict[str, set[str]] = {}  # where tables are looked up
-        self._fun, self._tables, self._treedef = fun, tables, treedef
-        self._mesh, self._num_dense = mesh, treedef.num_leaves - len(tables)
-        self._programs: dict[Any, tuple[Any, list[int]]] = {}
+        self._fun, self._plan, self._tables = fun, plan, plan.tables
+        self._programs: dict[Any, tuple[Any, list[int], bool]] = {}
 
     def __call__(
         self,
@@ -162,13 +157,14 @@ class RowIds:
           TypeError: For a tensor of another library; for a traced array.
           ValueError: For an array on other devices than the parameters.
         """
-        whole_batch, dense = jax.tree.leaves(args), rest[: self._num_dense]
+        whole_batch, held = jax.tree.leaves(args), self._plan.read_by_loss(rest)
         for x in whole_batch:
             refuse_traced(x, name)
         target = target or target_of([*rest, *whole_batch])
         committed = [x.sharding for x in rest if is_committed(x)]
         for x in filter(is_committed, whole_batch):
-            refuse_other_devices(x, [*committed, self._mesh or target][0], name)
+            trained_on = [*committed, self._plan.spread.whole or target][0]
+            refuse_other_devices(x, trained_on, name)
         # What the optimiser alone takes is nothing to the loss.
         taken = args[0], taken_by(self._fun, args[1])
         leaves, structure = jax.tree.flatten(taken)
@@ -178,14 +174,14 @@ class RowIds:
         # With weak types: an int8 times a Python number is an int8. A parameter that is
         # a Python number has such a type until a step updates it.
         avals = tuple((type_of(x), layout(x)) for x in leaves)
-        are_weak = tuple(getattr(x, "weak_type", False) for x in dense)
+        are_weak = tuple(getattr(x, "weak_type", False) for x in held)
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         key = structure, avals, are_weak, tuple(sorted(static_taken.items())), x64
         traced = self._programs.get(key) or self._trace(
-            dense, leaves, structure, static_taken
+            held, leaves, structure, static_taken
         )
-        program, kept = traced
-        values = [*dense, *leaves]
+        program, kept, needs_params = traced
+        values = [*held, *leaves]
         operands = [values[i] for i in kept]
         for x in operands:
             refuse_other_numbers(x, name)
@@ -197,7 +193,7 @@ class RowIds:
         self._programs[key] = traced  # see `Program`
         return Batch(
             *(args, static, name, ids, number),
-            needs_params=any(i < len(dense) for i in kept),
+            needs_params=needs_params,
             residuals=residuals,
             tables=list(self._tables.values()),
             lines=self._lines,
@@ -223,22 +219,16 @@ class RowIds:
 
     def _trace(
         self,
-        dense: Sequence[Any],
+        held: Sequence[Any],
         leaves: list[Any],
         structure: Any,
         static: Mapping[str, Any],
-    ) -> tuple[Any, list[int]]:
-        """The program, and which of dense parameters and batch it reads."""
-        count, num_dense = len(self._tables), len(dense)
+    ) -> tuple[Any, list[int], bool]:
+        """The program, what of `held` and batch it reads, and whether of `held`."""
+        count, num_held = len(self._tables), len(held)
         numbers: list[Number] = []
 
-        def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
-            tables, left = iter(rows), iter(values[:num_dense])
-            params = self._treedef.unflatten(
-                next(tables if i in self._tables else left)
-                for i in range(self._treedef.num_leaves)
-            )
-            args, keywords = jax.tree.unflatten(structure, values[num_dense:])
+        def computed(params: Any, args: Any, keywords: Any) -> list[jax.Array]:
             fun = functools.partial(self._fun, **keywords, **static)
             result, looked_up, walk, lines = evaluate_compact(
                 fun, self._tables, params, None, args, {}
@@ -249,6 +239,13 @@ class RowIds:
             leaves = (x for x in jax.tree.leaves(result) if isinstance(x, jax.Array))
             return [*looked_up, *leaves, *walk.computed.values()]
 
+        def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
+            batch = jax.tree.unflatten(structure, values[num_held:])
+            params, state = self._plan.join_for_ids(values[:num_held], rows)
+            # Rows of tables on the device, too, are those of now.
+            fun = computed if state is None else evaluate(computed, read=state)
+            return fun(params, *batch)
+
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
             for x in self._tables.values()
@@ -257,7 +254,7 @@ class RowIds:
             jax.ShapeDtypeStruct(
                 *type_of(x)[:2], weak_type=type_of(x)[2], sharding=layout(x)
             )
-            for x in [*dense, *leaves]
+            for x in [*held, *leaves]
         ]
         try:
             closed = jax.make_jaxpr(ids)(rows, *shapes)
@@ -273,22 +270,23 @@ class RowIds:
         # Ids alone say what is refused, and what is read.
         args = [*rows, *shapes]
         ids_alone = _without_refs(_results(closed, range(count)), args)
-        exported = _without_dead_code(ids_alone, args)
+        exported = without_dead_code(ids_alone, args)
         reads = list(exported.module_kept_var_idx)
         self._refuse_reads(ids_alone, exported)
 
         def depends_on(place: int) -> list[int] | None:
             alone = _without_refs(_results(closed, [place]), args)
-            exported = _without_dead_code(alone, args)
+            exported = without_dead_code(alone, args)
             is_once = f"@{zeros_in_place_of('io_callback')}" in exported.mlir_module()
             return None if is_once else list(exported.module_kept_var_idx)
 
         first = len(closed.jaxpr.outvars) - len(numbers)
-        params = range(count, count + num_dense)
-        batch = range(count + num_dense, len(args))
+        params = range(count, count + self._plan.num_dense)
+        batch = range(count + num_held, len(args))
         asked = closed, count, first - count, reads, params, batch, depends_on
         places, more = WayToIds(*asked).residuals()
         kept = [i - count for i in sorted({*reads, *more})]
+        needs_params = any(i < num_held for i in kept)
         sources = [*dict.fromkeys(places.values())]
         residuals = {numbers[i - first]: sources.index(j) for i, j in places.items()}
         closed = _without_refs(_results(closed, [*range(count), *sources]), args)
@@ -297,7 +295,7 @@ class RowIds:
 
         whole: Any = None
         if jax.process_count() > 1 and kept:  # each reads all ids
-            mesh = mesh_around([[*dense, *leaves][i] for i in kept])
+            mesh = mesh_around([[*held, *leaves][i] for i in kept])
             whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
         @functools.partial(jax.jit, out_shardings=(whole, None, whole))
@@ -312,7 +310,7 @@ class RowIds:
             ids, values = results[:count], results[count:]
             return ids, {x: values[i] for x, i in residuals.items()}, fingerprint(ids)
 
-        return program, kept
+        return program, kept, needs_params
 
 
 def _why_not(eqns: Sequence[Any]) -> str:
@@ -330,13 +328,6 @@ def _why_not(eqns: Sequence[Any]) -> str:
         "runs, so ids must not depend on rows, but some depend on {table}, which is "
         "looked up at {at}. Compute ids from the batch; or, in two calls, evaluate "
         "first and look up then."
-    )
-
-
-def kept_arguments(fun: Callable[..., Any], args: Sequence[Any]) -> list[int]:
-    """Which arguments a function reads, after its dead code is removed."""
-    return list(
-        _without_dead_code(jax.make_jaxpr(fun)(*args), args).module_kept_var_idx
     )
 
 
@@ -373,12 +364,3 @@ def _without_refs(closed: ClosedJaxpr, args: Sequence[Any]) -> ClosedJaxpr:
         return [values[i] for i in program.outputs]
 
     return jax.make_jaxpr(ids)(*args)
-
-
-def _without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.Exported:
-    # What has callbacks cannot be exported.
-    names = "pure_callback", "io_callback", "debug_callback"
-    with jit_enabled():
-        program = ClosedJaxpr(without_callbacks(closed.jaxpr, names), closed.consts)
-        fun = jax.jit(jaxpr_as_fun(program))
-        return jax.export.export(fun, platforms=["cpu"])(*args)

@@ -187,8 +187,7 @@ class Pipeline:
         self._program: Any = None
         make: Any = rows.plan.step
         self._compiled = functools.partial(make, loss, **options)
-        plan = rows.plan.tables, rows.plan.treedef
-        self._row_ids = RowIds(loss, *plan, spread.whole)
+        self._row_ids = RowIds(loss, rows.plan)
         self._target: Any = None  # where rows go: the first batch says it
         self._source: Source | None = None  # of a run that has not ended
         self._ahead: Source | None = None  # whose batches are prepared

@@ -25,6 +25,7 @@ from .._optimizers.row_owners import TableSize, check_sizes, find_owners
 from .._optimizers.untouched_rows import check_untouched_rows, forms_of
 from .._optimizers.update_fn import RowUpdateFn
 from .._rows.checks import refuse_masked
+from .._rows.stale import contains_stale
 from .._train_step import extra_args_of, make_train_step
 from ._arguments import as_arrays, refuse_untrainable
 from ._by_row import treats_rows_alone
@@ -110,6 +111,7 @@ class Plan:
         self._owners = [places.get(i) for i in (*of_params, *owners)]
         trees = self.treedef.unflatten(shapes), state
         self._structure: Any = jax.tree.structure(trees)
+        self._reads_state = contains_stale(state)
         self._shapes = jax.tree.leaves(trees)
         self.names: list[str] = []
         fields: list[list[Any]] = [[] for _ in hosts]
@@ -154,6 +156,28 @@ class Plan:
         return self._structure.unflatten(
             next(left if k is None else columns[k]) for k in self._owners
         )
+
+    def read_by_loss(self, rest: Sequence[Any]) -> Sequence[Any]:
+        """The parameters that are no tables; with stale rows, the state with them."""
+        return rest if self._reads_state else rest[: self.num_dense]
+
+    def join_for_ids(self, held: Sequence[Any], rows: Sequence[Any]) -> Any:
+        """Parameters and the state that they are read by, or `None`, for one row each.
+
+        Args:
+          held: As `read_by_loss` says.
+          rows: `[1, ...]` of each table.
+        """
+        if not self._reads_state:
+            left, tables = iter(held), iter(rows)
+            owners = self._owners[: self.treedef.num_leaves]
+            leaves = [next(left if k is None else tables) for k in owners]
+            return self.treedef.unflatten(leaves), None
+        fields = [
+            [row, *(jnp.zeros((1, *x.shape), x.dtype) for x in layout.fields[1:])]
+            for row, layout in zip(rows, self.layouts, strict=True)
+        ]
+        return self.join(held, fields)
 
     def split(self, params: Any, state: Any) -> tuple[list[Any], list[list[Any]]]:
         """The inverse of `join`."""

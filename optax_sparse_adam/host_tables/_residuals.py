@@ -147,6 +147,14 @@ def _is_array(aval: Any) -> bool:
     return is_array and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
+def equations_in(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """All of them, those inside of others included."""
+    for eqn in eqns:
+        yield eqn
+        for closed in jaxprs_in(eqn):
+            yield from equations_in(closed.jaxpr.eqns)
+
+
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
     """Those that are parameters of an equation."""
 

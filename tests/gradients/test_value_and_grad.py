@@ -252,3 +252,30 @@ def test_evaluated_once(lift):
     jax.effects_barrier()
     assert sorted(calls) == ["branch", "outside", "scan", "scan"]
     assert_row_sparse(grads, TABLE.shape, TABLE.dtype, 6)
+
+
+@jax.custom_vjp
+def times_sum(x, t):
+    return x * t.sum()
+
+
+def times_sum_back(t, g):
+    total = jax.lax.fori_loop(0, len(t), lambda i, carry: carry + t[i], 0.0)
+    return g * total, jnp.zeros_like(t)
+
+
+times_sum.defvjp(lambda x, t: (times_sum(x, t), t), times_sum_back)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda x: x])
+def test_a_rule_of_the_users_that_indexes_a_constant(wrap):
+    """By a counter, which an array of NumPy cannot be: one of JAX is what it gets."""
+
+    def loss(table, ids):
+        return jnp.sum(times_sum(table[ids], jnp.array([1.0, 2.0])) ** 2)
+
+    table, ids = jnp.arange(12.0).reshape(4, 3), jnp.array([1, 3, 1])
+    value, grad = wrap(osa.value_and_grad(loss))(table, ids)
+    expected = jax.value_and_grad(loss)(table, ids)
+    assert value == expected[0]
+    np.testing.assert_allclose(grad.todense(), expected[1], rtol=1e-6)

@@ -232,6 +232,75 @@ def test_two_tables(function):
             np.testing.assert_allclose(table, known[0][name], rtol=0, atol=2e-5)
 
 
+OF_A_DEVICE = {
+    "rows": lambda table, users: table[users[:, 0]],
+    "bags": lambda table, users: osa.embedding_bag(table, users, mode="mean"),
+}
+STALE = [*itertools.product(OF_A_DEVICE, ("exact_adam", "partition", "sparse_adam"))]
+
+
+def to_device_tables(name):
+    moving = osa.exact_adam(0.05)
+    labels = {"table": "lazy", "w": "moving", "feat": "moving"}
+    return {
+        "exact_adam": moving,
+        "partition": optax.partition({"lazy": TX, "moving": moving}, labels),
+        "sparse_adam": TX,
+    }[name]
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize(("read", "name"), slow_but(STALE, ("rows", "exact_adam")))
+@pytest.mark.parametrize(
+    "backend", slow_but(["plain", "kernel"], "kernel"), indirect=True
+)
+def test_ids_of_rows_of_a_table_on_the_device(read, name, backend):
+    """They are those of now: under exact_adam, rows that rested move, too."""
+
+    def loss(params, users, y):
+        features = OF_A_DEVICE[read](params["feat"], users)
+        expert = jnp.argmax(features @ params["w"], 1)
+        gate = jnp.take_along_axis(jnp.tanh(features), expert[:, None], 1)[:, 0]
+        return jnp.mean((params["table"][expert * 8].sum(1) * gate - y) ** 2)
+
+    rng, (rows, _) = np.random.default_rng(0), begin()
+    more = {"feat": rng.normal(size=(50, 8)), "w": 0.1 * np.eye(8)}
+    more = {key: x.astype(np.float32) for key, x in more.items()}
+    made = [
+        (rng.integers(0, 50, (16, 3)), rng.normal(size=16).astype(np.float32))
+        for _ in range(6)
+    ]
+    tx = to_device_tables(name)
+    known = train(loss, tx, more | {"table": rows}, made)
+    stored = train(loss, TX, more | {"table": rows}, made)
+    assert name == "sparse_adam" or not np.array_equal(known[2][2], stored[2][2])
+    params = {**host_params(rows, more["w"]), "feat": more["feat"]}
+    with host.HostTrainer(loss, tx, params) as trainer:
+        assert_alike(trainer, list(trainer.run(made)), known)
+        now = trainer.evaluate(loss)(*made[0])
+        expected = jax.jit(lambda p, s: osa.evaluate(loss, read=s)(p, *made[0]))
+        np.testing.assert_allclose(now, expected(*known[:2]), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+def test_a_random_key_in_the_state_is_no_parameter_of_ids():
+    """Ids that need none are computed ahead, also where a state has stale rows."""
+    labels = {"table": "a", "w": "b"}
+    noise = optax.add_noise(0.01, 0.55, key=jax.random.key(0))
+    parts = {"a": osa.exact_adam(1e-2), "b": noise}
+    tx = optax.partition(parts, labels)
+    rows, w = begin()
+    with host.HostTrainer(
+        exact(LOOKUPS["gather"]), tx, host_params(rows, w)
+    ) as trainer:
+        drawn = iter(floors([*batches()]))
+        run = trainer.run(drawn)
+        next(run)
+        assert len(trainer.drawn) == 1
+        run.close()
+
+
 @pytest.mark.slow
 def test_exact_adam_and_evaluate():
     """A loss reads rows up to date, and so does `evaluate`."""

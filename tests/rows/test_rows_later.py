@@ -779,3 +779,24 @@ def test_each_mode_has_states_of_its_own(first):
             )
             params, state = osa.put_rows(tx, params, state, IDS, *rows)
             assert int(state.count) == 1
+
+
+@pytest.mark.parametrize("verb", ["reset", "older", "later"])
+@pytest.mark.parametrize("name", slow_but(EXACT | LAZY, "sparse_adam", "exact_adam"))
+def test_a_step_after_a_verb_leaves_what_was_before_it(verb, name):
+    """It donates its arguments, and whole leaves of these are copies, too."""
+    tx = (EXACT | LAZY)[name]()
+    step = osa.make_train_step(loss, tx)
+    *whole, _ = step(*begin(tx), np.array([3, 4]), np.float32(1))
+    rows = osa.take_rows(tx, *whole, IDS)
+    if verb == "older":
+        *whole, _ = step(*whole, np.array([3, 4]), np.float32(1))
+    elif verb == "later":
+        *rows, _ = step(*rows, np.array([0]), np.float32(1))
+    before = jax.tree.map(np.array, whole)
+    if verb == "reset":
+        new = osa.reset_rows(tx, *whole, IDS, rows[0])
+    else:
+        new = osa.put_rows(tx, *whole, IDS, *rows)
+    step(*new, np.array([0, 1]), np.float32(2))
+    jax.tree.map(np.testing.assert_array_equal, whole, before)
