@@ -308,19 +308,22 @@ def reset_rows(
     refuse_repeated(tables)
     owners = _of_state(tx, params, state, tables, verb)
     # In place of what is ignored, a subtree or a leaf, stands that of the parameters.
-    rows = jax.tree.map(
-        lambda x, param, new: param if x is None else new,
-        *(ids, params, rows),
-        is_leaf=lambda x: x is None,
-    )
-    leaves = leaves_like(jax.tree.structure(params), rows, "The rows", "parameters")
+    treedef: Any = jax.tree.structure(params)
+    try:
+        rows = jax.tree.map(
+            lambda x, param, new: param if x is None else new,
+            *(ids, params, rows),
+            is_leaf=lambda x: x is None,
+        )
+    finally:  # a wrong tree is refused in these words
+        leaves = leaves_like(treedef, rows, "The rows", "parameters")
     new_rows = [
         None if x is None else row for x, row in zip(tables, leaves, strict=True)
     ]
     check(verb, params, tables, new_rows)
     after = _order_after(new_rows)
     shapes = tuple(shape_of(verb, x) for x in jax.tree.leaves(params))
-    treedef, has_rows = jax.tree.structure(params), tuple(x is not None for x in owners)
+    has_rows = tuple(x is not None for x in owners)
     init = _init_rows(_Hashable(tx), treedef, shapes, has_rows)
     native = [copied(x, None) if isinstance(x, np.ndarray) else x for x in new_rows]
     fresh = init(native, clocks_of(state))

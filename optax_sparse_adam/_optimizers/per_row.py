@@ -25,7 +25,15 @@ def _merge_states(treedef: Any, states: list[Any]) -> Any:
     )
     # Of the states (count [1000], mu [1000, 4]) and (count [50], mu [50, 2]) of two
     # tables, one state (counts, mus), with a tree like the parameters in each place.
-    places = zip(*map(structure.flatten_up_to, states), strict=True)
+    try:
+        places = zip(*map(structure.flatten_up_to, states), strict=True)
+    except ValueError as error:
+        raise ValueError(
+            "per_row needs a transformation whose state has one tree for all "
+            "parameters, and this one has others, as optax.sm3 has for each number of "
+            "axes. Give each kind a transformation of its own, by optax.partition, or "
+            "use lazy without per_row."
+        ) from error
     return structure.unflatten(map(treedef.unflatten, places))
 
 
@@ -70,6 +78,10 @@ def per_row(
       An `optax.GradientTransformationExtraArgs`, an ordinary one for dense gradients;
       `lazy` lifts it to row-sparse ones, of one sparse axis; outside of `lazy` these
       raise `TypeError`.
+
+    Raises:
+      ValueError: By `init`, if the state of `inner` has other trees for some of the
+        parameters, as that of `optax.sm3` for other numbers of axes.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -118,6 +118,11 @@ def stale_states(state: Any, name: str, params: Any) -> list[StaleState]:
 def _refuse_no_state(state: Any, name: str, params: Any) -> None:
     """Raises where something is seen not to be an optimiser's state."""
     rule = f"{name} needs the state of an optimiser of the parameters"
+    if contains_stale(params):
+        raise ValueError(
+            f"{rule}, and of these by themselves; got a state where the parameters "
+            "should be. Pass the parameters first, then the state."
+        )
     treedef: Any
     structure: Any
     leaves, treedef = jax.tree.flatten(state)

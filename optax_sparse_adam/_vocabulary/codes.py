@@ -63,7 +63,7 @@ def hash_keys(keys: Any) -> np.ndarray:
 
 
 def as_array(function: str, keys: Any) -> np.ndarray:
-    """The keys as an array. Lists of strings stay as they are, zero bytes included."""
+    """The keys as an array. What is in lists stays as it is: zero bytes, all digits."""
     if isinstance(keys, jax.core.Tracer):
         raise TypeError(
             f"{function} is called on the host, with keys that are known, got a traced "
@@ -85,8 +85,14 @@ def as_array(function: str, keys: Any) -> np.ndarray:
             f"{type(keys).__name__} that is none: {error} Fill shorter lists with the "
             "padding key, or leave places out by mask=."
         ) from None
-    if array is None or (array.dtype.kind in "US" and not hasattr(keys, "dtype")):
-        array = np.array(keys, dtype=object)
+    if array is None or (array.dtype.kind in "USf" and not hasattr(keys, "dtype")):
+        made, array = array, np.array(keys, dtype=object)
+        if made is not None and made.dtype.kind == "f":
+            # NumPy rounds integers of which some are above 2**63 - 1 to floats.
+            are_integers = all(isinstance(x, int | np.integer) for x in array.flat)
+            if not (are_integers and array.size):
+                return made
+            return array if array.min() < 0 else array.astype(np.uint64)
     return array
 
 

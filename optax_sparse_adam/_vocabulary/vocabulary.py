@@ -227,6 +227,7 @@ class Vocabulary(OneWriter):
           `keys`, their `rows`, and the keys that have `gone`: `ChangedRows`.
 
         Raises:
+          TypeError: If the step is no integer.
           ValueError: If more keys have gone, or were taken back, since then than are
             kept; or if the step is after the last one of a vocabulary that was
             restored or copied.
@@ -234,6 +235,7 @@ class Vocabulary(OneWriter):
         self._ready()
         with self._lock:
             self._end()
+            step = as_integer("changed_since needs a step", step)
             keys, rows, gone = self._servers.changed_since(self._contents, step)
             return ChangedRows(self._as_keys(keys), rows, self._as_keys(gone))
 
@@ -356,6 +358,7 @@ class Vocabulary(OneWriter):
           The arrays, for `restore`.
 
         Raises:
+          TypeError: If the step is no integer.
           ValueError: If no call had the step before, so that steps are counted
             otherwise here and there; if there are more calls after it; or if it was
             restored or grown after that step. If the first call of all is of this
@@ -364,6 +367,7 @@ class Vocabulary(OneWriter):
         self._ready()
         with self._lock:
             self._end()
+            step = as_integer("arrays_before needs a step", step)
             return self._history.arrays_before(self._contents, step)
 
     @property

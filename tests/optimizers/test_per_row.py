@@ -156,3 +156,11 @@ def test_row_sparse_gradients_need_lazy(tx):
     with pytest.raises(TypeError, match=r"got a BCOO\. Put it inside lazy"):
         tx.update(grads, tx.init(params), params)
     jax.eval_shape(osa.lazy(tx).update, grads, tx.init(params), params)
+
+
+def test_a_state_of_another_tree_for_each_parameter():
+    """That of sm3 has as many arrays as the parameter has axes, less one a row."""
+    tx = osa.lazy(osa.per_row(optax.sm3(0.1)))
+    tx.init({"a": jnp.ones((9, 4)), "b": jnp.ones((5, 2))})
+    with pytest.raises(ValueError, match=r"per_row needs.*one tree for all"):
+        tx.init({"a": jnp.ones((9, 4)), "bias": jnp.ones(9)})

@@ -461,3 +461,14 @@ def test_a_count_that_begins_again_is_no_clock(size):
         by_rows = osa.put_rows(tx, *by_rows, where, *rows)
     for x, y in zip(*map(jax.tree.leaves, (whole, by_rows)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)  # of another shape, fused otherwise
+
+
+def test_arguments_of_other_places():
+    tx, params = osa.exact_adam(0.1), {"table": jnp.ones((9, 4)), "w": jnp.ones(4)}
+    state, ids = tx.init(params), {"table": np.array([3, 7]), "w": None}
+    for swapped in osa.flush, jax.jit(osa.flush):
+        with pytest.raises(ValueError, match=r"flush.*Pass the parameters first"):
+            swapped(state, params)
+    for rows in jnp.ones((2, 4)), {"table": jnp.ones((2, 4))}, (jnp.ones((2, 4)), None):
+        with pytest.raises(ValueError, match="The rows must have the tree structure"):
+            osa.reset_rows(tx, params, state, ids, rows)

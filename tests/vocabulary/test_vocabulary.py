@@ -150,8 +150,16 @@ def test_keys_that_would_be_cut_are_refused(function, keys, error, words):
             "assign needs a step.*1.0 of type",
         ),
         (lambda: osa.Vocabulary(9).grow(10.0), "grow needs rows as an integer"),
+        (
+            lambda: osa.Vocabulary(9).changed_since(None),
+            "changed_since needs a step as an integer, got None",
+        ),
+        (
+            lambda: osa.Vocabulary(9).arrays_before("1"),
+            "arrays_before needs a step.*'1' of type str",
+        ),
     ],
-    ids=["rows", "ttl", "step", "grow"],
+    ids=["rows", "ttl", "step", "grow", "since", "before"],
 )
 def test_no_integers(call, words):
     with pytest.raises(TypeError, match=f"^{words}"):
@@ -716,6 +724,19 @@ def test_a_score_sees_no_free_row():
     vocab.assign([5], 5)
     fresh = vocab.assign([11, 12, 13, 14], 9)  # three expire, one has to go
     assert fresh.evicted.tolist() == [2, 3, 4, 6]
+
+
+def test_lists_of_integers_on_both_sides_of_2_to_the_63():
+    """Of which NumPy makes floats, where two neighbours are one."""
+    keys = [2**63 + 1, 2**63 + 2, 7]
+    vocab, expected = osa.Vocabulary(9), osa.Vocabulary(9)
+    rows = expected.assign(np.array(keys, np.uint64), 0).rows
+    assert vocab.assign(keys, 0).rows.tolist() == rows.tolist()
+    assert vocab.find([keys[:2], keys[1:]]).tolist() == [[1, 2], [2, 3]]
+    with pytest.raises(TypeError, match="of objects with int"):
+        vocab.assign([2**63, -1], 1)
+    with pytest.raises(TypeError, match="array of float64"):
+        vocab.assign([0.5, 1], 1)
 
 
 def test_a_score_that_computes_in_place():
