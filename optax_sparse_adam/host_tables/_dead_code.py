@@ -15,8 +15,8 @@ from ._residuals import equations_in
 
 def without_dead_code(closed: ClosedJaxpr, args: Sequence[Any]) -> jax.export.Exported:
     """The program as JAX compiles it, for whoever looks at its text and arguments."""
-    # What has callbacks cannot be exported.
-    names = "pure_callback", "io_callback", "debug_callback"
+    # What has callbacks, or is partitioned by one, cannot be exported.
+    names = "pure_callback", "io_callback", "debug_callback", "custom_partitioning"
     with jit_enabled():
         program = ClosedJaxpr(without_callbacks(closed.jaxpr, names), closed.consts)
         fun = jax.jit(jaxpr_as_fun(program))

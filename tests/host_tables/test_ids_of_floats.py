@@ -283,6 +283,34 @@ def test_ids_of_rows_of_a_table_on_the_device(read, name, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact_adam", "sparse_adam"])
+@pytest.mark.parametrize("axes", [(), ("x",)])
+def test_ids_of_bags_over_a_mesh(axes, name):
+    """A bag of a table that a mesh has is partitioned by a callback."""
+    need_devices(8)
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+
+    def loss(params, users, y):
+        features = OF_A_DEVICE["bags"](params["feat"], users)
+        rows = params["table"][jnp.argmax(features, 1)]
+        return jnp.mean((rows.sum(1) * features.sum(1) - y) ** 2)
+
+    rng, (rows, w) = np.random.default_rng(0), begin()
+    feat = rng.normal(size=(48, 8)).astype(np.float32)
+    made = [
+        (rng.integers(0, 48, (16, 3)), rng.normal(size=16).astype(np.float32))
+        for _ in range(4)
+    ]
+    tx = to_device_tables(name)
+    known = train(loss, tx, {"table": rows, "w": w, "feat": feat}, made)
+    split = NamedSharding(mesh, PartitionSpec(*axes))
+    params = host_params(rows, w) | {"feat": jax.device_put(feat, split)}
+    with host.HostTrainer(loss, tx, params, mesh=mesh) as trainer:
+        values = [trainer.step(*jax.device_put(batch, split)) for batch in made]
+        assert_alike(trainer, values, known, rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_a_random_key_in_the_state_is_no_parameter_of_ids():
     """Ids that need none are computed ahead, also where a state has stale rows."""
