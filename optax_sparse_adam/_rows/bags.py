@@ -324,7 +324,12 @@ def _max(
         rows = rows.reshape(nse, *rows.shape[2:])
     else:
         first = _first_of_segments(seen, valid, segments, num_bags)
-    columns = np.indices(row_shape, sparse=True)
+    # `indices` takes no sizes that are left free, as an iota does.
+    ones = [1] * len(row_shape)
+    columns = [
+        lax.broadcasted_iota(jnp.int32, (*ones[:k], size, *ones[k + 1 :]), k)
+        for k, size in enumerate(row_shape)
+    ]
     # The bag of none reads any row: checkify reports what is out of bounds.
     inside = first < nse
     first = jnp.where(inside, first, jnp.zeros_like(first))

@@ -33,7 +33,7 @@ from ._arguments import (
 )
 from ._callbacks import zeros_in_place_of
 from ._compact import LARGEST_ID, Whole, evaluate_compact, fingerprint
-from ._dead_code import without_dead_code
+from ._dead_code import kept_arguments, without_dead_code
 from ._plan import Plan
 from ._reset import Reset
 from ._residuals import Number
@@ -226,9 +226,12 @@ class RowIds:
     ) -> tuple[Any, list[int], bool]:
         """The program, what of `held` and batch it reads, and whether of `held`."""
         count, num_held = len(self._tables), len(held)
+        num_dense = self._plan.num_dense
         numbers: list[Number] = []
 
-        def computed(params: Any, args: Any, keywords: Any) -> list[jax.Array]:
+        def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
+            params, _ = self._plan.params_and_state(values[:num_dense], rows)
+            args, keywords = jax.tree.unflatten(structure, values[num_dense:])
             fun = functools.partial(self._fun, **keywords, **static)
             result, looked_up, walk, lines = evaluate_compact(
                 fun, self._tables, params, None, args, {}
@@ -238,13 +241,6 @@ class RowIds:
             numbers[:] = walk.computed
             leaves = (x for x in jax.tree.leaves(result) if isinstance(x, jax.Array))
             return [*looked_up, *leaves, *walk.computed.values()]
-
-        def ids(rows: list[Any], *values: Any) -> list[jax.Array]:
-            batch = jax.tree.unflatten(structure, values[num_held:])
-            params, state = self._plan.join_for_ids(values[:num_held], rows)
-            # Rows of tables on the device, too, are those of now.
-            fun = computed if state is None else evaluate(computed, read=state)
-            return fun(params, *batch)
 
         rows = [
             jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -256,8 +252,9 @@ class RowIds:
             )
             for x in [*held, *leaves]
         ]
+        args = [*rows, *shapes[:num_dense], *shapes[num_held:]]
         try:
-            closed = jax.make_jaxpr(ids)(rows, *shapes)
+            closed = jax.make_jaxpr(ids)(rows, *args[count:])
         except ValueError as error:
             if any(map(is_over_explicit_axes, leaves)):
                 error.add_note(
@@ -268,7 +265,6 @@ class RowIds:
                 )
             raise
         # Ids alone say what is refused, and what is read.
-        args = [*rows, *shapes]
         ids_alone = _without_refs(_results(closed, range(count)), args)
         exported = without_dead_code(ids_alone, args)
         reads = list(exported.module_kept_var_idx)
@@ -281,15 +277,30 @@ class RowIds:
             return None if is_once else list(exported.module_kept_var_idx)
 
         first = len(closed.jaxpr.outvars) - len(numbers)
-        params = range(count, count + self._plan.num_dense)
-        batch = range(count + num_held, len(args))
+        params = range(count, count + num_dense)
+        batch = range(count + num_dense, len(args))
         asked = closed, count, first - count, reads, params, batch, depends_on
         places, more = WayToIds(*asked).residuals()
-        kept = [i - count for i in sorted({*reads, *more})]
-        needs_params = any(i < num_held for i in kept)
         sources = [*dict.fromkeys(places.values())]
         residuals = {numbers[i - first]: sources.index(j) for i, j in places.items()}
         closed = _without_refs(_results(closed, [*range(count), *sources]), args)
+        zeros = [np.zeros(x.shape, x.dtype) for x in rows]
+
+        def now(*values: Any) -> list[Any]:
+            # Rows of tables on the device, too, are those of now.
+            params, state = self._plan.params_and_state(values[:num_held], zeros)
+
+            def of_params(params: Any, *batch: Any) -> list[Any]:
+                dense = self._plan.dense_of(params)
+                return jaxpr_as_fun(closed)(*zeros, *dense, *batch)
+
+            fun = of_params if state is None else evaluate(of_params, read=state)
+            return fun(params, *values[num_held:])
+
+        kept = [i - count for i in sorted({*reads, *more})]
+        if num_held > num_dense:
+            kept = kept_arguments(now, shapes)
+        needs_params = any(i < num_held for i in kept)
         # A random key has no zeros to stand for it.
         kept += [i for i, x in enumerate(shapes) if is_key(x) and i not in kept]
 
@@ -305,8 +316,7 @@ class RowIds:
                 by_place[i] if i in by_place else jnp.zeros(x.shape, x.dtype)
                 for i, x in enumerate(shapes)
             ]
-            zeros = [jnp.zeros(x.shape, x.dtype) for x in rows]
-            results = jaxpr_as_fun(closed)(*zeros, *values)
+            results = now(*values)
             ids, values = results[:count], results[count:]
             return ids, {x: values[i] for x, i in residuals.items()}, fingerprint(ids)
 

@@ -161,14 +161,14 @@ class Plan:
         """The parameters that are no tables; with stale rows, the state with them."""
         return rest if self._reads_state else rest[: self.num_dense]
 
-    def join_for_ids(self, held: Sequence[Any], rows: Sequence[Any]) -> Any:
-        """Parameters and the state that they are read by, or `None`, for one row each.
+    def params_and_state(self, held: Sequence[Any], rows: Sequence[Any]) -> Any:
+        """Parameters, and the state that they are read by, or `None`.
 
         Args:
-          held: As `read_by_loss` says.
+          held: As `read_by_loss` says; or the parameters that are no tables, alone.
           rows: `[1, ...]` of each table.
         """
-        if not self._reads_state:
+        if len(held) == self.num_dense:
             left, tables = iter(held), iter(rows)
             owners = self._owners[: self.treedef.num_leaves]
             leaves = [next(left if k is None else tables) for k in owners]
@@ -178,6 +178,11 @@ class Plan:
             for row, layout in zip(rows, self.layouts, strict=True)
         ]
         return self.join(held, fields)
+
+    def dense_of(self, params: Any) -> list[Any]:
+        """The parameters that are no tables."""
+        pairs = zip(jax.tree.leaves(params), self._owners, strict=False)
+        return [x for x, k in pairs if k is None]
 
     def split(self, params: Any, state: Any) -> tuple[list[Any], list[list[Any]]]:
         """The inverse of `join`."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
+from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, name_and_params
 from ._residuals import jaxprs_in
 from ._value_numbers import value_numbers
 
@@ -30,7 +30,9 @@ _CHOOSES = (
     *("clamp", "cummax", "cummin", "reduce_window_max", "reduce_window_min"),
     *("scatter-max", "scatter-min", "abs", "rem"),
 )
-# What moves numbers and rounds none; and so does a cast of parameters alone.
+# What jumps: of two numbers that are nearly equal it may make two that are not.
+_JUMPS = "ceil", "floor", "nextafter", "reduce_precision", "rem", "round", "sign"
+# What moves numbers and rounds none.
 _MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "reshape", "rev", "slice", "squeeze"),
     "transpose",
@@ -88,7 +90,7 @@ class WayToIds:
         self._results = {*program.outputs[:first]}
         self._read = self._results.union(*(x.operands for x in program.equations))
         params = {i for i in program.inputs if i in dense}
-        self._casts, self._of_params = self._casts_of(params), params
+        self._functions, self._of_params = self._functions_of(params), params
         for _, operands, made in program.equations:
             if not self._of_params.isdisjoint(operands):
                 self._of_params.update(made)
@@ -139,12 +141,17 @@ class WayToIds:
     def _size(self, place: int) -> int:
         return self._avals[place].size * self._avals[place].dtype.itemsize
 
-    def _casts_of(self, values: set[int]) -> set[int]:
-        """What is moved or cast of arguments alone: each program has it."""
-        known, literals = {*values}, self._program.literals
+    def _functions_of(self, params: set[int]) -> set[int]:
+        """What is computed of parameters alone, each element of one: a program has it.
+
+        As `table * 8`, whose rows are looked up: a residual would be all of it, and its
+        gradient dense.
+        """
+        known, literals = {*params}, self._program.literals
+        names = ELEMENTWISE.union(_MOVES).difference(_JUMPS)
         for eqn, operands, made in self._program.equations:
-            is_cast = name_and_params(eqn)[0] in (*_MOVES, "convert_element_type")
-            if is_cast and all(x in known or x in literals for x in operands):
+            is_function = name_and_params(eqn)[0] in names
+            if is_function and all(x in known or x in literals for x in operands):
                 known.update(made)
         return known
 
@@ -168,7 +175,7 @@ class WayToIds:
         for equation in self._on_the_way:
             eqn, operands, made = equation
             is_moved = name_and_params(eqn)[0] in _MOVES
-            is_moved |= self._casts.issuperset(made)
+            is_moved |= self._functions.issuperset(made)
             may_round = _reads_floats(eqn) and not is_moved
             is_of_floats = may_round or (
                 with_integers and not known.isdisjoint(operands)

@@ -249,6 +249,26 @@ def test_called_at_several_sizes(name, native, monkeypatch):
 
 
 @pytest.mark.slow
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("shape", ["50, c", "50, 3, c"])
+def test_free_columns(shape, mode, monkeypatch):
+    monkeypatch.setattr(_library, "available", lambda: False)
+
+    def table(columns):
+        size = 50, *[3] * (shape.count(",") - 1), columns
+        return jnp.asarray(
+            np.random.default_rng(columns).normal(size=size), jnp.float32
+        )
+
+    program = exported(with_mode(mode), (table(4), ids(5, 2)), [shape, ""])
+    for columns in (1, 4, 7):
+        args = table(columns), ids(5, 2)
+        expected = with_mode(mode)(*args)
+        np.testing.assert_allclose(program.call(*args), expected, rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_round_trip():
     pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
     args = jnp.asarray(TABLE), ids(5, 2)

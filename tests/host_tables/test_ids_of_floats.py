@@ -38,9 +38,9 @@ def batches(count=3, size=COUNT, rows=ROWS):
         yield x.astype(np.float32), rng.normal(size=size).astype(np.float32)
 
 
-def number_of(bits, first, others):
-    """The first one of few bits, the other one of many."""
-    near = jnp.full((), 1 + 2**-20, jnp.float32)
+def number_of(bits, first, others, beside=0.0):
+    """The first one of few bits, the other one of many; and computed of another."""
+    near = jnp.float32(1 + 2**-20) + 0 * beside
     is_other = (jax.lax.reduce_precision(near, 8, bits) - 1) * 2**20
     return first + is_other * (others - first)
 
@@ -280,6 +280,72 @@ def test_ids_of_rows_of_a_table_on_the_device(read, name, backend):
         now = trainer.evaluate(loss)(*made[0])
         expected = jax.jit(lambda p, s: osa.evaluate(loss, read=s)(p, *made[0]))
         np.testing.assert_allclose(now, expected(*known[:2]), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("read", slow_but(["rows", "matrix"], "rows"))
+def test_rounding_of_parameters_as_they_are_now(read):
+    """What comes of them on the way is a residual, as of those that are stored."""
+
+    def loss_of(bits):
+        def loss(params, users, x, y):
+            of_params = (
+                params["feat"][users][:, 0] if read == "rows" else params["w"].sum()
+            )
+            z = x * jnp.tanh(of_params) * number_of(bits(), 1.0, 1.00001, of_params)
+            ids = jnp.floor(z).astype(jnp.int32) % ROWS
+            return jnp.mean((params["table"][ids].sum(1) * z - y) ** 2)
+
+        return loss
+
+    rng, (rows, w) = np.random.default_rng(0), begin()
+    params = {"feat": np.full((50, 8), 0.25, np.float32), "w": w}
+    scale = np.tanh(0.25) if read == "rows" else np.tanh(w.sum())
+    made = [
+        (rng.integers(0, 50, COUNT), np.float32(x / scale), y) for x, y in batches(4)
+    ]
+    tx = osa.exact_adam(1e-3)
+    known = train(loss_of(lambda: 10), tx, params | {"table": rows}, made)
+    other = train(loss_of(lambda: 23), tx, params | {"table": rows}, made)
+    assert np.abs(known[0]["table"] - other[0]["table"]).max() > 1e-4
+    host_tree = host_params(rows, w) | {"feat": params["feat"]}
+    with host.HostTrainer(loss_of(by_trace(10, 23)), tx, host_tree) as trainer:
+        # The step's derivative is of its own number.
+        assert_alike(trainer, list(trainer.run(made)), known, rtol=1e-4)
+
+
+FUNCTIONS = {
+    "scaled": lambda table: table * 8.0,
+    "cast": lambda table: jnp.tanh(table.astype(jnp.float32) + 1),
+    "where": lambda table: jnp.where(table > 0, table, 0.1 * table),
+}
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("function", slow_but(FUNCTIONS, "scaled"))
+def test_a_function_of_a_table_keeps_its_gradient_row_sparse(function):
+    """It is looked up for ids and beside: rows of the batch before have no momentum."""
+
+    def loss(params, users, items, y):
+        features = FUNCTIONS[function](params["feat"])
+        expert = jnp.argmax(features[users] @ params["w"], 1)
+        return jnp.mean(((params["table"][expert] * features[items]).sum(1) - y) ** 2)
+
+    rng, (rows, w) = np.random.default_rng(0), begin()
+    feat = rng.normal(size=(300, DIM)).astype(np.float32)
+    made = [
+        (*rng.integers(0, 300, (2, 16)), rng.normal(size=16).astype(np.float32))
+        for _ in range(3)
+    ]
+    tx = osa.lazy(optax.sgd(0.01, momentum=0.9))
+    known = train(loss, tx, {"table": rows, "w": w, "feat": feat}, made)
+    with host.HostTrainer(loss, tx, host_params(rows, w) | {"feat": feat}) as trainer:
+        assert_alike(trainer, list(trainer.run(made)), known)
+        trained, expected = trainer.params["feat"], known[0]["feat"]
+    np.testing.assert_allclose(trained, expected, rtol=0, atol=2e-5)
+    last = np.setdiff1d(np.arange(300), np.concatenate(made[-1][:2]))
+    before = train(loss, tx, {"table": rows, "w": w, "feat": feat}, made[:-1])[0]
+    np.testing.assert_allclose(trained[last], before["feat"][last], rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
