@@ -177,6 +177,12 @@ def _plan(
             shape = jnp.shape(arrays[i])
             shape = sizes.get(i, shape[0]), *shape[1 : program.depths[i]]
             rows = math.prod(shape)
+            if not isinstance(rows, int):
+                raise ValueError(
+                    "A row-sparse gradient needs a table of a known number of rows, "
+                    f"got {rows} of {leaf_name(path)}. Give it a number; or take a "
+                    "dense gradient, by sparse=False."
+                )
             count = sum(_num_entries(x, arrays[i]) for x in leaf_requests)
             try:
                 is_whole = count > rows

@@ -327,12 +327,12 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """The optimiser of a saved model."""
         if "unsaved" in config:
             raise ValueError(
-                f"{config['unsaved']} of this Optimizer are no public functions of "
-                "optax or optax_sparse_adam, and have no name in the file. Call "
-                "load_model(path, compile=False), row_sparse(model), model.compile, "
-                "model.optimizer.build(model.trainable_variables), and then "
-                "model.load_weights(path). Or, before saving, register them by "
-                "keras.saving.register_keras_serializable."
+                f"{config['unsaved']} of this Optimizer are no numbers and no public "
+                "functions of optax or optax_sparse_adam, and have no name in the "
+                "file. Call load_model(path, compile=False), row_sparse(model), "
+                "model.compile, model.optimizer.build(model.trainable_variables), and "
+                "then model.load_weights(path). Or, before saving, register functions "
+                "by keras.saving.register_keras_serializable."
             )
         load = keras.saving.deserialize_keras_object
         return cls(**{name: load(x, custom_objects) for name, x in config.items()})
@@ -364,6 +364,10 @@ def _restored(x: Any, impl: Any) -> Any:
 
 
 def _is_saveable(x: Any) -> bool:
+    if type(x) in (list, tuple):
+        return all(map(_is_saveable, x))
+    if isinstance(x, np.ndarray | jax.Array):
+        return _key_impl(x) is None and x.dtype.kind in "biuf"
     if inspect.isfunction(x):
         name = keras.saving.get_registered_name(x)
         return keras.saving.get_registered_object(name) is x

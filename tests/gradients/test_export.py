@@ -308,6 +308,12 @@ REFUSED = {
         FEW,
         "added up.*got b of them",
     ),
+    "rows of a gradient": (
+        lambda t, i: entries(osa.grad(loss)(t, i)),
+        ["v, 4", ""],
+        ["4 <= v"],
+        r"known number of rows, got v of .*sparse=False",
+    ),
     "rows": (
         lambda t, i: osa.embedding_bag(t, i[:, None]),
         ["v, 4", "b"],
