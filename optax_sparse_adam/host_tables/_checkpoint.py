@@ -62,6 +62,8 @@ def save(rows: HostRows, folder: Path, removes: str = "") -> None:
     ledger, spread, name = rows.ledger, rows.plan.spread, new_name()
     about: dict[str, Any] = {"name": name, "step": rows.steps, "removes": removes}
     about["weak"] = weak_types(rows)
+    # A step of another number of rows is another program, and may round otherwise.
+    about["sizes"] = [[*key, size] for key, size in rows.sizes.items()]
     shared, in_memory = _rest(rows), _in_memory(rows)
     arrays = [data_of(x) for _, x in shared]
     with contextlib.ExitStack() as end:
@@ -148,6 +150,7 @@ class Part(NamedTuple):
       stores: What identifies each store, and whether it said of itself what it is.
       records: Of tables in memory, in their order, `[rows, words]`.
       stateful: What an archive says of what is saved with them, and the arrays.
+      sizes: As those of `HostRows`.
     """
 
     name: str
@@ -156,6 +159,7 @@ class Part(NamedTuple):
     stores: list[tuple[Any, bool]]
     records: list[np.ndarray]
     stateful: tuple[Described, list[np.ndarray]]
+    sizes: dict[tuple[int, int], int]
 
 
 def processes_of(folder: Path) -> int | None:
@@ -228,6 +232,7 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
     return Part(
         *(about["name"], about["step"], held[:count], stores, records),
         stateful=(of_part.get("stateful", {}), more),
+        sizes={(k, most): size for k, most, size in about.get("sizes", [])},
     )
 
 
@@ -254,7 +259,7 @@ def load(rows: HostRows, folder: Path) -> None:
     for store in rows.stores:
         if store.archived() is not None:
             store.restore(next(archived))
-    rows.steps = part.step
+    rows.steps, rows.sizes = part.step, part.sizes
 
 
 def undo_of(

@@ -106,6 +106,7 @@ class HostRows:
       ledger: Knows which checkpoint they go back to.
       budget: Bytes that the process may hold, pages of files included, or `None`.
       steps: How many steps have been done.
+      sizes: How many rows a step gets, by the table and the most that it may get.
       version: Grows whenever rows change by other means than steps.
       torn: Why what there is belongs to no step, or `None`.
       is_open: Whether steps may still be done.
@@ -133,7 +134,7 @@ class HostRows:
         self._results: collections.deque[Any] = collections.deque()
         self._value: Any = None
         self._unstored: collections.deque[BatchRows] = collections.deque()
-        self._sizes: dict[Any, int] = {}
+        self.sizes: dict[tuple[int, int], int] = {}
         fields = itertools.chain.from_iterable(x.fields for x in plan.layouts)
         self._wide_fields = [x for x in fields if x.dtype.itemsize > WORD]
         self.reset_program = Program(functools.partial(program_of, plan))
@@ -254,7 +255,7 @@ class HostRows:
         """
         part = max(1, -(-most // (8 * blocks)))
         size = max(1, min(most, -(-count // part) * part))
-        self._sizes[k, most] = size = max(size, self._sizes.get((k, most), 0))
+        self.sizes[k, most] = size = max(size, self.sizes.get((k, most), 0))
         return size
 
     def take(self, rows: Sequence[Sequence[Ascending]], size: int) -> list[list[Any]]:

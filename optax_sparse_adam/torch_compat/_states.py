@@ -93,16 +93,18 @@ def to_state(tx: optax.GradientTransformation, params: Any, states: Any) -> Any:
     def filled(node: Any) -> tuple[Any, int]:
         """Moments of torch in place of those of `tx.init`, and their step."""
         _refuse_by_row("to_state", node)
-        trees, steps = {field: getattr(node, field) for field in _FIELDS.values()}, {}
+        trees: dict[str, Any] = {}
+        steps: dict[str, int] = {}
         for key, field in _FIELDS.items():
-            leaves: Any = treedef.flatten_up_to(trees[field])
-            for i, x in enumerate(leaves):
+            placed: list[Any] = []
+            for i, x in enumerate(_up_to(treedef, getattr(node, field))):
                 if not _is_masked(x):
                     _refuse_none(names[i], torch_states[i])
                     steps[names[i]] = _step(names[i], torch_states[i])
-                    leaves[i] = _placed(names[i], key, torch_states[i][key], x)
+                    placed.append(_placed(names[i], key, torch_states[i][key], x))
                     used.add(i)
-            trees[field] = treedef.unflatten(leaves)
+            structure: Any = jax.tree.structure(getattr(node, field))
+            trees[field] = structure.unflatten(placed)
         if len({*steps.values()}) > 1:
             raise ValueError(
                 "to_state needs parameters that have made equally many steps, where "
@@ -228,7 +230,15 @@ def _names(params: Any) -> tuple[list[str], Any]:
 
 
 def _up_to(treedef: Any, tree: Any) -> list[Any]:
+    """What a tree has for each parameter: of a subtree that is masked, the mask."""
+
+    def spread(x: Any, part: Any) -> Any:
+        return jax.tree.map(lambda _: x, part) if _is_masked(x) else x
+
+    params = treedef.unflatten(range(treedef.num_leaves))
     try:
+        if any(map(_is_masked, jax.tree.leaves(tree, is_leaf=_is_masked))):
+            tree = jax.tree.map(spread, tree, params, is_leaf=_is_masked)
         parts: list[Any] = treedef.flatten_up_to(tree)
     except ValueError as error:
         raise ValueError(

@@ -41,6 +41,47 @@ def continued(params, state, *batches, tx=TX, fun=loss):
     return params, state, values
 
 
+def grid(params, ids, others, x, y):
+    """A point between two rows, and another row: XLA adds it up by the size of K."""
+    table, part = params["table"], x[:, None]
+    rows = table[ids] * (1 - part) + table[ids + 1] * part + table[others]
+    return jnp.mean((jnp.tanh(rows).sum(1) - y) ** 2)
+
+
+def grid_batches(first, last, spread=32):
+    for number in range(first, last):
+        rng = np.random.default_rng(number)
+        ids = (spread ** rng.random((2, 12))).astype(int) - 1
+        yield *ids, *rng.random((2, 12), np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["step", "run"])
+def test_a_restored_step_has_as_many_rows_as_one_that_was_not_stopped(rule, tmp_path):
+    """The most that a batch had: with fewer the program is another one."""
+    rows = np.random.default_rng(0).normal(size=(33, 4)).astype(np.float32)
+    tx = osa.sparse_adam(0.02)
+
+    def params():
+        return {"table": host.HostTable(rows.shape, init=lambda a, b: rows[a:b])}
+
+    def train(trainer, first, last):
+        made = grid_batches(first, last)
+        if rule == "run":
+            return list(trainer.run(made))
+        return [trainer.step(*batch) for batch in made]
+
+    with host.HostTrainer(grid, tx, params()) as trainer:
+        train(trainer, 0, 11)
+        trainer.checkpoint(tmp_path / "run")
+        expected = train(trainer, 11, 20)
+        trees = jax.tree.map(np.array, (trainer.params, trainer.state))
+    restored = host.HostTrainer.restore(tmp_path / "run", grid, tx, params())
+    with restored as trainer:
+        assert_identical(np.array(train(trainer, 11, 20)), np.array(expected))
+        assert_identical((trainer.params, trainer.state), trees)
+
+
 @pytest.mark.parametrize("where", slow_but(FOUND, "file"))
 def test_trained_in_memory_then_on_the_host_and_back(where, tmp_path):
     rows, w = begin()

@@ -293,3 +293,34 @@ def test_the_state_owns_its_arrays():
     step = osa.make_train_step(lambda params, ids: jnp.sum(params["a"][ids]), tx)
     step(params, state, np.arange(3))
     assert all(bool((x == 1).all()) for x in tensors)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("kind", ["sparse_adam", "exact_adam", "lazy"])
+def test_labels_that_are_a_prefix_of_the_parameters(kind):
+    """optax masks a subtree by one node; the state is that of labels for each leaf."""
+    of_rows = {
+        "sparse_adam": osa.sparse_adam(0.1),
+        "exact_adam": osa.exact_adam(0.1),
+        "lazy": osa.lazy(optax.adam(0.1)),
+    }[kind]
+    tables = [jnp.ones((4, 2)), jnp.ones((5, 2))]
+    params = {"tables": tables, "layer": {"w": jnp.ones(2), "b": jnp.ones(1)}}
+    states = jax.tree.map(
+        lambda x: {"step": 3, "exp_avg": x / 2, "exp_avg_sq": x / 4}, params
+    )
+    rest = optax.adam(0.1)
+    labels = {"tables": "rows", "layer": "rest"}
+    of_leaves = {"tables": ["rows"] * 2, "layer": dict.fromkeys("wb", "rest")}
+    made, expected = (
+        torch_compat.to_state(
+            optax.partition({"rows": of_rows, "rest": rest}, x), params, states
+        )
+        for x in (labels, of_leaves)
+    )
+    chex.assert_trees_all_equal(jax.tree.leaves(made), jax.tree.leaves(expected))
+    tx = optax.partition({"rows": of_rows, "rest": rest}, labels)
+    assert jax.tree.structure(made) == jax.tree.structure(tx.init(params))
+    back = torch_compat.from_state(params, made)
+    chex.assert_trees_all_equal(back, states)
+    tx.update(jax.tree.map(jnp.ones_like, params), made, params)
