@@ -159,7 +159,7 @@ class Part(NamedTuple):
     stores: list[tuple[Any, bool]]
     records: list[np.ndarray]
     stateful: tuple[Described, list[np.ndarray]]
-    sizes: dict[tuple[int, int], int]
+    sizes: dict[tuple[int, ...], int]
 
 
 def processes_of(folder: Path) -> int | None:
@@ -232,7 +232,7 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
     return Part(
         *(about["name"], about["step"], held[:count], stores, records),
         stateful=(of_part.get("stateful", {}), more),
-        sizes={(k, most): size for k, most, size in about.get("sizes", [])},
+        sizes={(*key,): size for *key, size in about.get("sizes", [])},
     )
 
 

@@ -106,7 +106,8 @@ class HostRows:
       ledger: Knows which checkpoint they go back to.
       budget: Bytes that the process may hold, pages of files included, or `None`.
       steps: How many steps have been done.
-      sizes: How many rows a step gets, by the table and the most that it may get.
+      sizes: How many rows a block of a step gets, by the table, the most that it may
+        get, and the number of blocks.
       version: Grows whenever rows change by other means than steps.
       torn: Why what there is belongs to no step, or `None`.
       is_open: Whether steps may still be done.
@@ -134,7 +135,7 @@ class HostRows:
         self._results: collections.deque[Any] = collections.deque()
         self._value: Any = None
         self._unstored: collections.deque[BatchRows] = collections.deque()
-        self.sizes: dict[tuple[int, int], int] = {}
+        self.sizes: dict[tuple[int, ...], int] = {}
         fields = itertools.chain.from_iterable(x.fields for x in plan.layouts)
         self._wide_fields = [x for x in fields if x.dtype.itemsize > WORD]
         self.reset_program = Program(functools.partial(program_of, plan))
@@ -255,7 +256,8 @@ class HostRows:
         """
         part = max(1, -(-most // (8 * blocks)))
         size = max(1, min(most, -(-count // part) * part))
-        self.sizes[k, most] = size = max(size, self.sizes.get((k, most), 0))
+        key = k, most, blocks
+        self.sizes[key] = size = max(size, self.sizes.get(key, 0))
         return size
 
     def take(self, rows: Sequence[Sequence[Ascending]], size: int) -> list[list[Any]]:

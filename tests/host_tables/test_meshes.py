@@ -122,6 +122,35 @@ def test_a_checkpoint_goes_to_another_mesh(where, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_step_of_another_mesh_has_no_more_rows_than_its_own(tmp_path):
+    """One device had all rows of a batch, of which each of eight has a part."""
+    need_devices(8)
+    rows, w = begin((4_000, DIM))
+    ids = np.random.default_rng(0).integers(0, 4_000, (2, 600))
+    made = [(x[:400], x[400:], np.float32(1)) for x in ids]
+
+    def fun(params, ids, others, goal):
+        looked_up = params["table"][jnp.concatenate([ids, others])] @ params["w"]
+        return jnp.mean((looked_up - goal) ** 2)
+
+    def sizes(trainer):
+        list(trainer.run(made))
+        return {key: x for key, x in trainer._rows.sizes.items() if key[-1] == 8}
+
+    with host.HostTrainer(fun, ADAM, host_params(rows, w)) as trainer:
+        list(trainer.run(made))
+        trainer.checkpoint(tmp_path / "one")
+    mesh = mesh_of()
+    with host.HostTrainer(fun, ADAM, host_params(rows, w), mesh=mesh) as trainer:
+        expected = sizes(trainer)
+    assert expected
+    with host.HostTrainer.restore(
+        tmp_path / "one", fun, ADAM, host_params(rows, w), mesh=mesh
+    ) as trainer:
+        assert sizes(trainer) == expected
+
+
 def test_between_steps_all_is_as_on_one_device():
     """What treats rows one by one has the same bits, however they are spread."""
     tx, ids = osa.exact_adam(0.1), {"table": np.array([7, 299, ROWS, 0, -1]), "w": None}
