@@ -14,6 +14,7 @@ This is partial evaluation (Jones, Gomard and Sestoft, 1993), of what reads floa
 """
 
 from collections.abc import Callable, Collection, Container
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ _CHOOSES = (
 )
 # What jumps: of two numbers that are nearly equal it may make two that are not.
 _JUMPS = "ceil", "floor", "nextafter", "reduce_precision", "rem", "round", "sign"
+# What wraps functions.
+_WRAPS = "checkpoint", "optimization_barrier", "remat", "remat2"
 # What moves numbers and rounds none.
 _MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "reshape", "rev", "slice", "squeeze"),
@@ -39,11 +42,18 @@ _MOVES = (
 )
 
 
+def _is_float(atom: Any) -> bool:
+    return jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), jnp.inexact)
+
+
+def _size(atom: Any) -> int | None:
+    """Of an array with rows; no other one is a table."""
+    return atom.aval.size if getattr(atom.aval, "ndim", 0) > 1 else None
+
+
 def _reads_floats(eqn: JaxprEqn) -> bool:
     """Whether an operand is floating, or something that it computes inside."""
-    avals = (x.aval for x in eqn.invars)
-    kinds = (getattr(x, "dtype", np.int32) for x in avals)
-    return any(jnp.issubdtype(x, jnp.inexact) for x in kinds) or any(
+    return any(map(_is_float, eqn.invars)) or any(
         any(map(_reads_floats, x.jaxpr.eqns)) for x in jaxprs_in(eqn)
     )
 
@@ -142,18 +152,37 @@ class WayToIds:
         return self._avals[place].size * self._avals[place].dtype.itemsize
 
     def _functions_of(self, params: set[int]) -> set[int]:
-        """What is computed of parameters alone, each element of one: a program has it.
+        """What each program computes by itself: functions of parameters, by element.
 
-        As `table * 8`, whose rows are looked up: a residual would be all of it, and its
-        gradient dense.
+        Of parameters alone, as `norm * 8`; and of a table and whatever its elements
+        meet, as `table * temperature`: its rows are looked up, and a residual would be
+        all of it, with a dense gradient. Not decisions, where anything else is computed
+        of these: what is looked up of a mask belongs to the ids.
         """
-        known, literals = {*params}, self._program.literals
-        names = ELEMENTWISE.union(_MOVES).difference(_JUMPS)
-        for eqn, operands, made in self._program.equations:
-            is_function = name_and_params(eqn)[0] in names
-            if is_function and all(x in known or x in literals for x in operands):
-                known.update(made)
-        return known
+        alone, tables = {*params}, {*params}
+        literals, names = self._program.literals, ELEMENTWISE.union(_MOVES, _WRAPS)
+        equations = self._program.equations
+        for eqn, operands, made in equations:
+            name = name_and_params(eqn)[0]
+            if name not in names or len(made) != 1:
+                continue
+            if name not in _JUMPS and all(
+                x in alone or x in literals for x in operands
+            ):
+                alone.update(made)
+            size = _size(eqn.outvars[0])
+            pairs = zip(eqn.invars, operands, strict=True)
+            if any(x in tables and _size(var) == size for var, x in pairs):
+                tables.update(made)
+        functions = alone | tables
+        kept = {*self._results}
+        for eqn, operands, made in reversed(equations):
+            is_decision = not any(map(_is_float, eqn.outvars))
+            if is_decision and not kept.isdisjoint(made):
+                functions.difference_update(made)
+            if functions.isdisjoint(made):
+                kept.update(operands)
+        return functions
 
     def _can_be_residual(self, x: int) -> bool:
         sources = self._sources[x]

@@ -314,11 +314,60 @@ def test_rounding_of_parameters_as_they_are_now(read):
         assert_alike(trainer, list(trainer.run(made)), known, rtol=1e-4)
 
 
+def quantised(table, _):
+    """Straight through, as a training that is aware of its later rounding does."""
+    return table + jax.lax.stop_gradient(jnp.round(table * 16) / 16 - table)
+
+
 FUNCTIONS = {
-    "scaled": lambda table: table * 8.0,
-    "cast": lambda table: jnp.tanh(table.astype(jnp.float32) + 1),
-    "where": lambda table: jnp.where(table > 0, table, 0.1 * table),
+    "scaled": lambda table, _: table * 8.0,
+    "temperature": lambda table, tau: jnp.tanh(table) / jnp.maximum(tau, 0.1),
+    "cast": lambda table, _: jnp.tanh(table.astype(jnp.float32) + 1),
+    "where": lambda table, _: jnp.where(table > 0, table, 0.1 * table),
+    "quantised": quantised,
+    "padded": lambda table, _: jnp.where(jnp.arange(300)[:, None] == 0, 0.0, table),
+    "checkpoint": lambda table, _: jax.checkpoint(jnp.tanh)(table),
+    "barrier": lambda table, _: jax.lax.optimization_barrier(table * 2),
+    "rounded scale": lambda table, tau: table * jnp.exp2(jnp.round(jnp.log2(tau))),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("are_ids", [False, True])
+def test_what_is_looked_up_of_a_mask_belongs_to_the_ids(are_ids):
+    """The mask is a function of a parameter alone: its rows are of one program."""
+
+    def loss_of(power):
+        def loss(params, users, x, y):
+            number = jax.lax.integer_pow(jnp.float32(1 + 2**-18), power())
+            mask = (jnp.tanh(params["feat"] * number) > 0.5)[users]
+            if are_ids:
+                ids = mask.astype(jnp.int32) @ (2 ** jnp.arange(4))
+            else:
+                ids = (
+                    jnp.floor(jnp.where(mask[:, 0], x, x + 5)).astype(jnp.int32) % ROWS
+                )
+            weight = jnp.where(mask[:, 0], 2.0, -1.0)
+            return jnp.mean((params["table"][ids].sum(1) * weight - y) ** 2)
+
+        return loss
+
+    rng, (rows, _) = np.random.default_rng(0), begin()
+    feat = rng.normal(size=(300, 4)).astype(np.float32)
+    near = np.float32(np.arctanh(0.5) * (1 - 4e-6))
+    feat = np.where(rng.random(feat.shape) < 0.3, near, feat)
+    made = [(rng.integers(0, 300, COUNT), *batch) for batch in batches()]
+    tx = osa.lazy(optax.sgd(1e-3))
+    known = train(loss_of(lambda: 1), tx, {"feat": feat, "table": rows}, made)
+    other = train(loss_of(lambda: 2), tx, {"feat": feat, "table": rows}, made)
+    assert abs(known[2][0] - other[2][0]) > 1e-3
+    params = {"table": host_params(rows, rows)["table"], "feat": feat}
+    with host.HostTrainer(loss_of(by_trace(1, 2)), tx, params) as trainer:
+        values = list(trainer.run(made))
+        np.testing.assert_allclose(values, known[2], rtol=1e-5)
+        trained = trainer.params["table"]
+    np.testing.assert_allclose(trained, known[0]["table"], rtol=0, atol=2e-5)
 
 
 @pytest.mark.usefixtures("as_optax_expects")
@@ -326,16 +375,16 @@ FUNCTIONS = {
 def test_a_function_of_a_table_keeps_its_gradient_row_sparse(function):
     """It is looked up for ids and beside: rows of the batch before have no momentum."""
 
-    def loss(params, users, items, y):
-        features = FUNCTIONS[function](params["feat"])
+    def loss(params, users, items, tau, y):
+        features = FUNCTIONS[function](params["feat"], tau)
         expert = jnp.argmax(features[users] @ params["w"], 1)
         return jnp.mean(((params["table"][expert] * features[items]).sum(1) - y) ** 2)
 
     rng, (rows, w) = np.random.default_rng(0), begin()
     feat = rng.normal(size=(300, DIM)).astype(np.float32)
     made = [
-        (*rng.integers(0, 300, (2, 16)), rng.normal(size=16).astype(np.float32))
-        for _ in range(3)
+        (*rng.integers(0, 300, (2, 16)), tau, rng.normal(size=16).astype(np.float32))
+        for tau in np.float32([1.5, 1, 0.7])
     ]
     tx = osa.lazy(optax.sgd(0.01, momentum=0.9))
     known = train(loss, tx, {"table": rows, "w": w, "feat": feat}, made)
