@@ -33,6 +33,8 @@ _CHOOSES = (
 )
 # What jumps: of two numbers that are nearly equal it may make two that are not.
 _JUMPS = "ceil", "floor", "nextafter", "reduce_precision", "rem", "round", "sign"
+# What reads rows of its first operand.
+_LOOKUPS = "gather", "dynamic_slice"
 # What wraps functions.
 _WRAPS = "checkpoint", "optimization_barrier", "remat", "remat2"
 # What moves numbers and rounds none.
@@ -156,8 +158,8 @@ class WayToIds:
 
         Of parameters alone, as `norm * 8`; and of a table and whatever its elements
         meet, as `table * temperature`: its rows are looked up, and a residual would be
-        all of it, with a dense gradient. Not decisions, where anything else is computed
-        of these: what is looked up of a mask belongs to the ids.
+        all of it, with a dense gradient. Not decisions, where something else than rows
+        or another function is computed of these, as `floor(points)` of a grid.
         """
         alone, tables = {*params}, {*params}
         literals, names = self._program.literals, ELEMENTWISE.union(_MOVES, _WRAPS)
@@ -170,18 +172,19 @@ class WayToIds:
                 x in alone or x in literals for x in operands
             ):
                 alone.update(made)
-            size = _size(eqn.outvars[0])
-            pairs = zip(eqn.invars, operands, strict=True)
-            if any(x in tables and _size(var) == size for var, x in pairs):
+            size, pairs = _size(eqn.outvars[0]), zip(eqn.invars, operands, strict=True)
+            is_table = any(x in tables and _size(var) == size for var, x in pairs)
+            if is_table and size is not None:
                 tables.update(made)
         functions = alone | tables
         kept = {*self._results}
         for eqn, operands, made in reversed(equations):
-            is_decision = not any(map(_is_float, eqn.outvars))
+            name = name_and_params(eqn)[0]
+            is_decision = name in _JUMPS or not any(map(_is_float, eqn.outvars))
             if is_decision and not kept.isdisjoint(made):
                 functions.difference_update(made)
             if functions.isdisjoint(made):
-                kept.update(operands)
+                kept.update(operands[name in _LOOKUPS :])
         return functions
 
     def _can_be_residual(self, x: int) -> bool:
@@ -201,11 +204,15 @@ class WayToIds:
         what comes of others, as of a loop whose results cannot all be residuals.
         """
         of_small, known, of_step = list[Equation](), set[int](), set[int]()
+        # Of masks that each program has, rows are those of the small one.
+        masks = self._functions.difference(self._program.inputs)
         for equation in self._on_the_way:
             eqn, operands, made = equation
             is_moved = name_and_params(eqn)[0] in _MOVES
             is_moved |= self._functions.issuperset(made)
-            may_round = _reads_floats(eqn) and not is_moved
+            pairs = zip(eqn.invars, operands, strict=True)
+            reads_masks = any(x in masks and not _is_float(var) for var, x in pairs)
+            may_round = (reads_masks or _reads_floats(eqn)) and not is_moved
             is_of_floats = may_round or (
                 with_integers and not known.isdisjoint(operands)
             )

@@ -38,9 +38,9 @@ def batches(count=3, size=COUNT, rows=ROWS):
         yield x.astype(np.float32), rng.normal(size=size).astype(np.float32)
 
 
-def number_of(bits, first, others, beside=0.0):
-    """The first one of few bits, the other one of many; and computed of another."""
-    near = jnp.float32(1 + 2**-20) + 0 * beside
+def number_of(bits, first, others):
+    """The first one of few bits, the other one of many."""
+    near = jnp.full((), 1 + 2**-20, jnp.float32)
     is_other = (jax.lax.reduce_precision(near, 8, bits) - 1) * 2**20
     return first + is_other * (others - first)
 
@@ -283,35 +283,66 @@ def test_ids_of_rows_of_a_table_on_the_device(read, name, backend):
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("read", slow_but(["rows", "matrix"], "rows"))
+@pytest.mark.parametrize("read", slow_but(["rows", "matrix", "scale"], "rows"))
 def test_rounding_of_parameters_as_they_are_now(read):
     """What comes of them on the way is a residual, as of those that are stored."""
 
-    def loss_of(bits):
+    def read_of(params, users):
+        ways = {"rows": params["feat"][users][:, 0], "matrix": params["w"].sum()}
+        return jnp.tanh((ways | {"scale": params["s"]})[read])
+
+    def loss_of(power):
         def loss(params, users, x, y):
-            of_params = (
-                params["feat"][users][:, 0] if read == "rows" else params["w"].sum()
-            )
-            z = x * jnp.tanh(of_params) * number_of(bits(), 1.0, 1.00001, of_params)
-            ids = jnp.floor(z).astype(jnp.int32) % ROWS
-            return jnp.mean((params["table"][ids].sum(1) * z - y) ** 2)
+            number = jax.lax.integer_pow(jnp.float32(1 + 2**-18), power())
+            z = x * read_of(params, users) * number
+            ids, part = jnp.floor(z).astype(jnp.int32) % ROWS, z - jnp.floor(z)
+            return jnp.mean((params["table"][ids].sum(1) * part - y) ** 2)
 
         return loss
 
     rng, (rows, w) = np.random.default_rng(0), begin()
-    params = {"feat": np.full((50, 8), 0.25, np.float32), "w": w}
-    scale = np.tanh(0.25) if read == "rows" else np.tanh(w.sum())
+    params = {"feat": np.full((50, 8), 0.25, np.float32), "w": w, "s": np.float32(0.3)}
+    scale = np.asarray(read_of(params, np.zeros(1, int))).ravel()[0]
     made = [
         (rng.integers(0, 50, COUNT), np.float32(x / scale), y) for x, y in batches(4)
     ]
     tx = osa.exact_adam(1e-3)
-    known = train(loss_of(lambda: 10), tx, params | {"table": rows}, made)
-    other = train(loss_of(lambda: 23), tx, params | {"table": rows}, made)
+    known = train(loss_of(lambda: 1), tx, params | {"table": rows}, made)
+    other = train(loss_of(lambda: 2), tx, params | {"table": rows}, made)
     assert np.abs(known[0]["table"] - other[0]["table"]).max() > 1e-4
-    host_tree = host_params(rows, w) | {"feat": params["feat"]}
-    with host.HostTrainer(loss_of(by_trace(10, 23)), tx, host_tree) as trainer:
+    host_tree = params | host_params(rows, w)
+    with host.HostTrainer(loss_of(by_trace(1, 2)), tx, host_tree) as trainer:
         # The step's derivative is of its own number.
         assert_alike(trainer, list(trainer.run(made)), known, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+def test_points_of_a_grid_that_are_parameters():
+    """Where they are in a cell belongs to the cell, though each program has them."""
+
+    def loss_of(power):
+        def loss(params, y):
+            number = jax.lax.integer_pow(jnp.float32(1 + 2**-18), power())
+            z = params["points"] * number
+            cell = jnp.floor(z)
+            rows = params["table"][cell.astype(jnp.int32)[:, 0] % ROWS]
+            return jnp.mean(((rows * (z - cell)).sum(1) - y) ** 2)
+
+        return loss
+
+    (rows, _), (x, y) = begin(), next(batches(1))
+    params = {"points": x[:, None]}
+    tx = osa.lazy(optax.sgd(1e-3))
+    known = train(loss_of(lambda: 1), tx, params | {"table": rows}, [(y,)])
+    other = train(loss_of(lambda: 2), tx, params | {"table": rows}, [(y,)])
+    assert np.abs(known[0]["table"] - other[0]["table"]).max() > 1e-4
+    host_tree = params | {"table": host_params(rows, rows)["table"]}
+    with host.HostTrainer(loss_of(by_trace(1, 2)), tx, host_tree) as trainer:
+        # A step's own numbers are off by 2**-18 of up to ROWS, 4e-4 of a cell.
+        np.testing.assert_allclose(trainer.step(y), known[2][0], rtol=1e-3)
+        trained = trainer.params["table"]
+    np.testing.assert_allclose(trained, known[0]["table"], rtol=0, atol=2e-5)
 
 
 def quantised(table, _):
