@@ -106,7 +106,7 @@ class _Everything(set[Any]):
         return other
 
 
-class _EveryUse(BackwardSlice):
+class EveryUse(BackwardSlice):
     """A slice in which each use counts, also one without a derivative."""
 
     def __init__(self) -> None:
@@ -334,7 +334,7 @@ def evaluate_compact(
         values[i] = dataclasses.replace(
             table(Source(leaves[i])), shape=shape, leaves=leaf, source=source
         )
-    program = _Program(RULES, _EveryUse(), tables=tables)
+    program = _Program(RULES, EveryUse(), tables=tables)
     requests, _ = Walk(program).plan(closed, values)
     for i, (primitive, line) in program.dense_uses.items():
         raise ValueError(

@@ -14,12 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from .._gradients.backward_slice import as_closed
+from .._gradients.backward_slice import WITHOUT_DERIVATIVE, as_closed
 from .._gradients.walk import Program, Walk
-from .._jax_extras.inject import with_derivative_of
 from .._jax_extras.jaxprs import name_and_params
+from .._rows.gather_scatter import order_after_gather
+from .._rows.source import are_zeros
 from ._callbacks import CALLBACKS, callback_of
 
+# What jumps: of two numbers that are nearly equal it may make two that are not.
+JUMPS = (
+    *("atan2", "ceil", "floor", "nextafter", "reduce_precision", "rem", "round"),
+    "sign",
+)
 _LARGE = 1 << 20  # bytes of an array that is not looked at again for each trace
 # A value's number among those of a program, and digests of the equations before it, and
 # of the numbers that they hold.
@@ -94,7 +100,7 @@ class ResidualWalk(Walk):
             self._note(callback or name, shape, str(dtype))
             key = self._key(self._number)
             if key in self._left:
-                results[i] = _with_value(results[i], self._left.pop(key))
+                results[i] = _with_value(name, results[i], self._left.pop(key))
             elif _is_array(var.aval):
                 self.computed[self._number] = results[i]
         return results
@@ -107,13 +113,34 @@ class ResidualWalk(Walk):
         self._number = count + bool(parts), made, held
 
 
-def _with_value(own: jax.Array, residual: jax.Array) -> jax.Array:
+def _with_value(name: str, own: jax.Array, residual: jax.Array) -> jax.Array:
     """The residual; if it is of parameters, with the step's derivative."""
     layout = jax.typeof(own).sharding
     if layout.mesh.explicit_axes:
         residual = jax.reshard(residual, layout)
-    is_float = jnp.issubdtype(own.dtype, jnp.inexact)
-    return with_derivative_of(residual, own) if is_float else residual
+    if not jnp.issubdtype(own.dtype, jnp.inexact) or name in WITHOUT_DERIVATIVE:
+        return residual
+    if name in JUMPS:
+        # Element by element, so that a gradient of a table has rows alone.
+        jump = jax.lax.stop_gradient(residual - own)
+        return jnp.where(own == residual, own, own + jump)
+    return _with_derivative(residual, own)
+
+
+@jax.custom_jvp
+def _with_derivative(residual: jax.Array, own: jax.Array) -> jax.Array:
+    return residual
+
+
+def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    residual, own = primals
+    if are_zeros(tangents[1]):
+        return residual, jnp.zeros_like(residual)
+    # The derivative may read rows that nothing else reads.
+    return order_after_gather(own, residual), tangents[1]
+
+
+_with_derivative.defjvp(_jvp, symbolic_zeros=True)
 
 
 def _bits(x: Any) -> Any:

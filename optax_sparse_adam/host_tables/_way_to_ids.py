@@ -13,16 +13,22 @@ them of the values that the ids belong to:
 This is partial evaluation (Jones, Gomard and Sestoft, 1993), of what reads floats.
 """
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._jax_extras.jaxprs import ELEMENTWISE, Equation, FlatJaxpr, name_and_params
-from ._residuals import jaxprs_in
+from .._gradients.expressions import Expression, table
+from .._gradients.rules import RULES
+from .._gradients.walk import Program, Walk
+from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
+from .._rows.source import Source
+from ._compact import EveryUse
+from ._residuals import JUMPS, equations_in, jaxprs_in
 from ._value_numbers import value_numbers
 
 # What chooses by its operands, and whose derivative goes by the choice.
@@ -31,15 +37,10 @@ _CHOOSES = (
     *("clamp", "cummax", "cummin", "reduce_window_max", "reduce_window_min"),
     *("scatter-max", "scatter-min", "abs", "rem"),
 )
-# What jumps: of two numbers that are nearly equal it may make two that are not.
-_JUMPS = "ceil", "floor", "nextafter", "reduce_precision", "rem", "round", "sign"
-# What reads rows of its first operand.
-_LOOKUPS = "gather", "dynamic_slice"
-# What wraps functions.
-_WRAPS = "checkpoint", "optimization_barrier", "remat", "remat2"
 # What moves numbers and rounds none.
 _MOVES = (
-    *("broadcast_in_dim", "concatenate", "copy", "reshape", "rev", "slice", "squeeze"),
+    *("broadcast_in_dim", "concatenate", "copy", "optimization_barrier", "pvary"),
+    *("reshape", "reshard", "rev", "sharding_constraint", "slice", "squeeze"),
     "transpose",
 )
 
@@ -48,16 +49,46 @@ def _is_float(atom: Any) -> bool:
     return jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), jnp.inexact)
 
 
-def _size(atom: Any) -> int | None:
-    """Of an array with rows; no other one is a table."""
-    return atom.aval.size if getattr(atom.aval, "ndim", 0) > 1 else None
-
-
 def _reads_floats(eqn: JaxprEqn) -> bool:
     """Whether an operand is floating, or something that it computes inside."""
     return any(map(_is_float, eqn.invars)) or any(
         any(map(_reads_floats, x.jaxpr.eqns)) for x in jaxprs_in(eqn)
     )
+
+
+def _may_jump(eqn: JaxprEqn) -> bool:
+    """Whether of two numbers that are nearly equal it may make two that are not."""
+    return any(
+        name_and_params(x)[0] in JUMPS
+        or (any(map(_is_float, x.invars)) and not any(map(_is_float, x.outvars)))
+        for x in equations_in([eqn])
+    )
+
+
+def _functions_of(tables: Mapping[int, Any], program: FlatJaxpr) -> dict[int, Equation]:
+    """The values of which a gradient has rows alone, as those of `table * 8`.
+
+    What computes them is found as a gradient in memory finds it.
+    """
+    walk, found = Walk(Program(RULES, EveryUse())), dict[int, Equation]()
+    values = {
+        i: table(Source(x))
+        for i, x in tables.items()
+        if x.ndim and jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    for equation in program.equations:
+        eqn, operands, made = equation
+        args = [values.get(x) for x in operands]
+        if any(x is not None for x in args):
+            results = walk._evaluate_eqn(eqn, args)
+            of_tables = {
+                x: y
+                for x, y in zip(made, results, strict=True)
+                if isinstance(y, Expression)
+            }
+            values |= of_tables
+            found |= dict.fromkeys(of_tables, equation)
+    return found
 
 
 class WayToIds:
@@ -102,7 +133,12 @@ class WayToIds:
         self._results = {*program.outputs[:first]}
         self._read = self._results.union(*(x.operands for x in program.equations))
         params = {i for i in program.inputs if i in dense}
-        self._functions, self._of_params = self._functions_of(params), params
+        tables = {i: closed.in_avals[i] for i in params}
+        self._of_tables, self._of_params = _functions_of(tables, program), params
+        # What each program computes by itself: a residual would be all of a table.
+        self._continuous = {
+            x for x, equation in self._of_tables.items() if not _may_jump(equation.eqn)
+        }
         for _, operands, made in program.equations:
             if not self._of_params.isdisjoint(operands):
                 self._of_params.update(made)
@@ -119,6 +155,7 @@ class WayToIds:
         cuts = [self._cut(self._of_small(x)) for x in (False, True)]
         places = min(cuts, key=lambda x: sum(map(self._size, {*x.values()})))
         values = [x for x, place in self._places.items() if place in places]
+        self._refuse_dense(values)
         return places, {i for x in values for i in self._sources[x] or ()}
 
     def _sources_of(
@@ -153,39 +190,22 @@ class WayToIds:
     def _size(self, place: int) -> int:
         return self._avals[place].size * self._avals[place].dtype.itemsize
 
-    def _functions_of(self, params: set[int]) -> set[int]:
-        """What each program computes by itself: functions of parameters, by element.
-
-        Of parameters alone, as `norm * 8`; and of a table and whatever its elements
-        meet, as `table * temperature`: its rows are looked up, and a residual would be
-        all of it, with a dense gradient. Not decisions, where something else than rows
-        or another function is computed of these, as `floor(points)` of a grid.
-        """
-        alone, tables = {*params}, {*params}
-        literals, names = self._program.literals, ELEMENTWISE.union(_MOVES, _WRAPS)
-        equations = self._program.equations
-        for eqn, operands, made in equations:
-            name = name_and_params(eqn)[0]
-            if name not in names or len(made) != 1:
+    def _refuse_dense(self, residuals: Collection[int]) -> None:
+        """Raises for a residual whose gradient would not be that of rows."""
+        for x in residuals:
+            equation = self._of_tables.get(x)
+            if equation is None or self._is_decision(x):
                 continue
-            if name not in _JUMPS and all(
-                x in alone or x in literals for x in operands
-            ):
-                alone.update(made)
-            size, pairs = _size(eqn.outvars[0]), zip(eqn.invars, operands, strict=True)
-            is_table = any(x in tables and _size(var) == size for var, x in pairs)
-            if is_table and size is not None:
-                tables.update(made)
-        functions = alone | tables
-        kept = {*self._results}
-        for eqn, operands, made in reversed(equations):
-            name = name_and_params(eqn)[0]
-            is_decision = name in _JUMPS or not any(map(_is_float, eqn.outvars))
-            if is_decision and not kept.isdisjoint(made):
-                functions.difference_update(made)
-            if functions.isdisjoint(made):
-                kept.update(operands[name in _LOOKUPS :])
-        return functions
+            name, line = name_and_params(equation.eqn)[0], equation.eqn.source_info
+            if name not in JUMPS:
+                raise ValueError(
+                    "Rows of tables in host memory are fetched before the function "
+                    "runs, and ids depend on a function of a table that "
+                    f"jumps inside of a `{name}`, at "
+                    f"{source_info_util.summarize(line)}, and is looked up beside. "
+                    "Look rows up first, `f(table[ids])`; or leave the "
+                    f"`{name}` out."
+                )
 
     def _can_be_residual(self, x: int) -> bool:
         sources = self._sources[x]
@@ -204,20 +224,16 @@ class WayToIds:
         what comes of others, as of a loop whose results cannot all be residuals.
         """
         of_small, known, of_step = list[Equation](), set[int](), set[int]()
-        # Of masks that each program has, rows are those of the small one.
-        masks = self._functions.difference(self._program.inputs)
         for equation in self._on_the_way:
             eqn, operands, made = equation
-            is_moved = name_and_params(eqn)[0] in _MOVES
-            is_moved |= self._functions.issuperset(made)
-            pairs = zip(eqn.invars, operands, strict=True)
-            reads_masks = any(x in masks and not _is_float(var) for var, x in pairs)
-            may_round = (reads_masks or _reads_floats(eqn)) and not is_moved
+            may_round = _reads_floats(eqn) and name_and_params(eqn)[0] not in _MOVES
             is_of_floats = may_round or (
                 with_integers and not known.isdisjoint(operands)
             )
             if not of_step.isdisjoint(operands):
                 of_step.update(made)
+            elif not self._continuous.isdisjoint(made):
+                continue
             elif is_of_floats and self._is_alone(equation):
                 of_small.append(equation)
                 known.update(made)

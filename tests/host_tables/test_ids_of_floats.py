@@ -7,6 +7,7 @@ some ids of each batch are the next row's. Equations and numbers are the same in
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,12 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import io_callback
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
@@ -360,7 +366,145 @@ FUNCTIONS = {
     "checkpoint": lambda table, _: jax.checkpoint(jnp.tanh)(table),
     "barrier": lambda table, _: jax.lax.optimization_barrier(table * 2),
     "rounded scale": lambda table, tau: table * jnp.exp2(jnp.round(jnp.log2(tau))),
+    "two of a barrier": lambda table, tau: jax.lax.optimization_barrier((table, tau))[
+        0
+    ],
+    "two of a checkpoint": lambda table, tau: math.prod(
+        jax.checkpoint(lambda x, y: (2 * x, y * 3))(table, tau)
+    ),
+    "constraint": lambda table, _: jax.lax.with_sharding_constraint(
+        table, SingleDeviceSharding(jax.devices()[0])
+    ),
+    "fraction": lambda table, _: table % 1,
+    "angle": lambda table, tau: jnp.atan2(table, tau),
+    "one axis": lambda biases, tau: biases * tau,
 }
+
+
+def cell(z, users):
+    below = jnp.floor(z)
+    return below[users, 0].astype(jnp.int32), (z - below)[users, 0]
+
+
+def straight_through(z, users):
+    hard = (z > 0.5).astype(jnp.float32)
+    soft = z + jax.lax.stop_gradient(hard - z)
+    return (hard[users] @ 2.0 ** jnp.arange(4)).astype(jnp.int32), soft[users].sum(1)
+
+
+def of_all(z, users):
+    hard = (z > 0.5).astype(jnp.float32)
+    ids = (hard @ 2.0 ** jnp.arange(4)).astype(jnp.int32)
+    return ids[users], hard.sum(1)[users]
+
+
+def chosen(z, users):
+    scale = jnp.where(z[0, 0] > 0.5, 5.0, 1.0)
+    return jnp.floor(scale * users / 9).astype(jnp.int32), scale
+
+
+def in_a_checkpoint(z, users):
+    below = jax.checkpoint(jnp.floor)(z[:COUNT])
+    return below[:, 0].astype(jnp.int32), (z[:COUNT] - below)[:, 0]
+
+
+def fraction(z, users):
+    part = z % 1
+    return jnp.floor(part[users, 0] * 8).astype(jnp.int32), part[users, 0]
+
+
+DECIDED = cell, straight_through, of_all, chosen, in_a_checkpoint, fraction
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("decide", slow_but(DECIDED, straight_through))
+def test_what_jumps_of_a_table_belongs_to_the_ids(decide):
+    """Ids and what is computed beside are of one side of each jump."""
+
+    def loss_of(power):
+        def loss(params, users, y):
+            number = jax.lax.integer_pow(jnp.float32(1 + 2**-18), power())
+            ids, weight = decide(params["feat"] * number, users)
+            return jnp.mean((params["table"][ids].sum(1) * weight - y) ** 2)
+
+        return loss
+
+    rng, (rows, w) = np.random.default_rng(0), begin()
+    unit = 0.5 if decide in (straight_through, of_all, chosen) else 1
+    feat = rng.uniform(0.2, 0.8, (96, 4)) * unit + unit * rng.integers(0, 2, (96, 4))
+    feat[::4] = np.maximum(1, np.round(feat[::4] / unit)) * unit
+    # Just below a border at the first number, and just above at the other one.
+    feat[::4] *= 1 / (1 + 1.5 * 2**-18)
+    params = {"feat": feat.astype(np.float32), "w": w}
+    made = [
+        (rng.integers(0, 96, COUNT), rng.normal(size=COUNT).astype(np.float32))
+        for _ in range(2)
+    ]
+    tx = osa.lazy(optax.sgd(1e-3, momentum=0.9))
+    known = train(loss_of(lambda: 1), tx, params | {"table": rows}, made)
+    other = train(loss_of(lambda: 2), tx, params | {"table": rows}, made)
+    assert abs(known[2][0] - other[2][0]) > 1e-3
+    host_tree = params | host_params(rows, w)
+    with host.HostTrainer(loss_of(by_trace(1, 2)), tx, host_tree) as trainer:
+        # A step's own numbers are off by 2**-18.
+        assert_alike(trainer, list(trainer.run(made)), known, rtol=1e-3)
+        trained, expected = trainer.params["feat"], known[0]["feat"]
+    np.testing.assert_allclose(trained, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_optax_expects")
+def test_a_jump_that_a_checkpoint_makes_of_a_table_is_refused():
+    """Its derivative would be dense."""
+
+    def loss(params, users, y):
+        part = jax.checkpoint(lambda x: x - jnp.floor(x))(params["feat"])
+        ids = jnp.floor(part[users] * 8).astype(jnp.int32)
+        weight = part[(users + 1) % 300]
+        return jnp.mean((params["table"][ids].sum(1) * weight - y) ** 2)
+
+    rows, w = begin()
+    params = host_params(rows, w) | {"feat": np.ones(300, np.float32)}
+    batch = np.arange(COUNT), np.zeros(COUNT, np.float32)
+    refused = pytest.raises(ValueError, match=r"jumps inside of a `\w+`, at .*test_ids")
+    with host.HostTrainer(loss, TX, params) as trainer, refused:
+        trainer.step(*batch)
+
+
+ROUTERS = {
+    "product": lambda params, users: params["feat"][users] @ params["w"],
+    "scaled": lambda params, users: params["feat"][users] * params["s"],
+    "scaled table": lambda params, users: (params["feat"] * params["s"])[users],
+}
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+@pytest.mark.parametrize("name", slow_but(["sparse_adam", "exact_adam"], "sparse_adam"))
+@pytest.mark.parametrize("router", slow_but(ROUTERS, "product"))
+def test_rows_that_a_derivative_alone_reads_copy_no_table(router, name, monkeypatch):
+    """Their values come from the small program: XLA must still read them first."""
+
+    def loss(params, users, y):
+        logits = ROUTERS[router](params, users)
+        rows = params["table"][jnp.argmax(logits, 1)]
+        return jnp.mean((rows.sum(1) * logits.sum(1) - y) ** 2)
+
+    sizes, advance = [], HostRows.advance
+
+    def measured(self, program, args, rows):
+        memory = program.lower(*args).compile().memory_analysis()
+        sizes.append(memory.temp_size_in_bytes)
+        return advance(self, program, args, rows)
+
+    monkeypatch.setattr(HostRows, "advance", measured)
+    rng, (rows, w) = np.random.default_rng(0), begin()
+    feat = rng.normal(size=(50_000, DIM)).astype(np.float32)
+    batch = rng.integers(0, 50_000, COUNT), np.zeros(COUNT, np.float32)
+    params = host_params(rows, w) | {"feat": feat, "s": np.float32(0.7)}
+    tx = {"exact_adam": osa.exact_adam(1e-2), "sparse_adam": TX}[name]
+    with host.HostTrainer(loss, tx, params) as trainer:
+        trainer.step(*batch)
+    assert sizes[0] < feat.nbytes / 8
 
 
 @pytest.mark.slow
@@ -408,11 +552,16 @@ def test_a_function_of_a_table_keeps_its_gradient_row_sparse(function):
 
     def loss(params, users, items, tau, y):
         features = FUNCTIONS[function](params["feat"], tau)
-        expert = jnp.argmax(features[users] @ params["w"], 1)
-        return jnp.mean(((params["table"][expert] * features[items]).sum(1) - y) ** 2)
+        of_users, of_items = (
+            jnp.broadcast_to(features[x].reshape(16, -1), (16, DIM))
+            for x in (users, items)
+        )
+        expert = jnp.argmax(of_users @ params["w"], 1)
+        return jnp.mean(((params["table"][expert] * of_items).sum(1) - y) ** 2)
 
     rng, (rows, w) = np.random.default_rng(0), begin()
-    feat = rng.normal(size=(300, DIM)).astype(np.float32)
+    shape = (300,) if function == "one axis" else (300, DIM)
+    feat = rng.normal(size=shape).astype(np.float32)
     made = [
         (*rng.integers(0, 300, (2, 16)), tau, rng.normal(size=16).astype(np.float32))
         for tau in np.float32([1.5, 1, 0.7])
