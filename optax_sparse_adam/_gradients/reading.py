@@ -49,7 +49,13 @@ def _read_expression(
         take = functools.partial(_read_array, clamped)
         return value.select(take, deltas)
 
-    rows = lookup.read_and_fill(read_clamped)
+    return without_derivative_outside(value, lookup, lookup.read_and_fill(read_clamped))
+
+
+def without_derivative_outside(
+    value: Expression, lookup: Lookup, rows: jax.Array
+) -> jax.Array:
+    """Rows of a function of tables, as the derivative of one is by its operands."""
     # The default of `[]` promises that no id is out of bounds. For one that is, JAX
     # reads the nearest row, and its derivative is zero: also that of `(table * w)[ids]`
     # with respect to `w`.

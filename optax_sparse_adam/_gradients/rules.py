@@ -62,7 +62,7 @@ def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     # `t.astype(float32)[ids]` of a bfloat16 table has its delta in float32, and not
     # before the cast, where entries of one row would be rounded before they add up.
     is_cast = name == "convert_element_type" and expressions[0].is_table
-    if is_cast and _is_wider(dtype, expressions[0].dtype):
+    if is_cast and is_wider(dtype, expressions[0].dtype):
         return [cast_table(expressions[0], dtype)]
     atoms: list[Any] = eqn.invars
     if any(x.aval.shape not in ((), shape) for x in atoms) or any(
@@ -74,7 +74,7 @@ def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     return [elementwise(_out(eqn), function, *args)]
 
 
-def _is_wider(new: Any, old: Any) -> bool:
+def is_wider(new: Any, old: Any) -> bool:
     """Whether a cast keeps every number, and is no cast to the same type."""
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
         return False

@@ -16,7 +16,9 @@ do for gradients. What is left of the loss when nothing else is asked for is a s
 program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
 the ids: where a loss computes others in each, as of `np.random`, the step is refused.
 What is computed of floats on the way to ids the step takes from the small program: see
-`_way_to_ids.py`.
+`_way_to_ids.py`. So that this is no more than rows, functions of tables on the device
+are expressions here, too: `tanh(2 * table)[ids]` is computed of the looked-up rows, as
+it is where it is differentiated.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.
@@ -34,7 +36,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._gradients import rules
-from .._gradients.backward_slice import BackwardSlice
+from .._gradients.backward_slice import BackwardSlice, as_closed
 from .._gradients.expressions import (
     Expression,
     Leaf,
@@ -47,14 +49,22 @@ from .._gradients.lookups import (
     lookup_of_slice,
     reads_rows,
 )
+from .._gradients.reading import without_derivative_outside
 from .._gradients.row_slices import LookupEntries
 from .._gradients.tracing import jit_enabled, trace
-from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_context
-from .._jax_extras.jaxprs import call_of
+from .._gradients.walk import (
+    Program,
+    Request,
+    Results,
+    Rule,
+    Walk,
+    on_mesh_of_context,
+)
+from .._jax_extras.jaxprs import ELEMENTWISE, call_of, name_and_params
 from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bag_sums import add_up
 from .._rows.lookups import look_up_bags, look_up_rows, sum_bags
-from .._rows.source import Bounds, Mode, Source
+from .._rows.source import Mode, Source
 from ._callbacks import without_callbacks
 from ._partition import Partition
 from ._residuals import Number, ResidualWalk
@@ -106,7 +116,7 @@ class _Everything(set[Any]):
         return other
 
 
-class EveryUse(BackwardSlice):
+class _EveryUse(BackwardSlice):
     """A slice in which each use counts, also one without a derivative."""
 
     def __init__(self) -> None:
@@ -224,6 +234,70 @@ def _note_ids(walk: Walk, eqn: JaxprEqn, value: Expression, lookup: Lookup) -> N
         walk.entries += [_entries(lookup) for _ in requests]
 
 
+def _look_up_rows(
+    walk: Any, eqn: JaxprEqn, value: Expression, lookup: Lookup
+) -> jax.Array | None:
+    """Rows of a table, or of a function of one; in a plan `None`."""
+    if value.leaves:
+        _note_ids(walk, eqn, value, lookup)
+        return None if walk.is_plan else _read(value, lookup)
+    return None if walk.is_plan else _read_on_device(walk, value, lookup)
+
+
+def _read_on_device(walk: ResidualWalk, value: Expression, lookup: Lookup) -> jax.Array:
+    """Of a function of tables on the device: that of their rows."""
+
+    def read(clamped: Lookup) -> jax.Array:
+        def take(array: jax.Array) -> jax.Array:
+            rows = lookup.read(array)
+            if not lookup.is_filled:
+                return rows
+            # No lookup of the row that is next to an id out of bounds.
+            return lookup.where_inside(rows, lax.stop_gradient(clamped.read(array)))
+
+        return value.select(take)
+
+    return walk.evaluate_function(
+        lambda: without_derivative_outside(value, lookup, lookup.read_and_fill(read))
+    )
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Expression) and not value.leaves
+
+
+def _on_arrays(rule: Rule) -> Rule:
+    """A rule for tables on the host alone: those on the device are arrays to it."""
+
+    def with_arrays(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+        args = (*(walk.dense(x) if _is_on_device(x) else x for x in args),)
+        if any(isinstance(x, Expression) for x in args):
+            return rule(walk, eqn, *args)
+        return walk.evaluate_by_jax(eqn, args)
+
+    return with_arrays
+
+
+def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    rule = rules.RULES[name_and_params(eqn)[0]]
+    if not all(map(_is_on_device, (x for x in args if isinstance(x, Expression)))):
+        return _on_arrays(rule)(walk, eqn, *args)
+    results = rule(walk, eqn, *args)
+    if walk.is_plan or results is NotImplemented or results[0].source is None:
+        return results
+    # A table in a wider type, in which it is differentiated.
+    return [table(Source(walk.dense(results[0])))]
+
+
+def _remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """A function of tables on the device leaves it as an expression, as in memory."""
+    if all(map(_is_on_device, (x for x in args if isinstance(x, Expression)))):
+        closed = as_closed(name_and_params(eqn)[1]["jaxpr"])
+        if any(isinstance(x, Expression) for x in walk.plan(closed, args)[1]):
+            return walk.evaluate(closed, args)
+    return _on_arrays(rules.RULES["remat2"])(walk, eqn, *args)
+
+
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     if not isinstance(value, Expression) or isinstance(ids, Expression):
         return NotImplemented
@@ -231,39 +305,39 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     aval: Any = eqn.invars[1].aval
     indices = aval if walk.is_plan else ids
     lookup = Lookup(value.shape, out.shape, eqn.params, indices)
-    if not reads_rows(lookup) and 0 not in lookup.dims.operand_batching_dims:
+    is_refused = value.leaves and 0 in lookup.dims.operand_batching_dims
+    if not reads_rows(lookup) and not is_refused:
         return NotImplemented
-    _note_ids(walk, eqn, value, lookup)
-    return [None if walk.is_plan else _read(value, lookup)]
+    if _is_on_device(value) and value.is_table:
+        return NotImplemented
+    return [_look_up_rows(walk, eqn, value, lookup)]
 
 
 def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
-    if not isinstance(value, Expression):
+    if not isinstance(value, Expression) or (not value.leaves and value.is_table):
         return NotImplemented
     lookup = lookup_of_slice(eqn, value.shape, None if walk.is_plan else starts)
-    if lookup is None:
-        return NotImplemented
-    _note_ids(walk, eqn, value, lookup)
-    return [None if walk.is_plan else _read(value, lookup)]
+    return (
+        NotImplemented if lookup is None else [_look_up_rows(walk, eqn, value, lookup)]
+    )
+
+
+_LOOKUPS = look_up_bags, look_up_rows
 
 
 def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    call = call_of(eqn)
-    if call is not None and isinstance(args[0], Expression):
-        if call.function is look_up_bags:
-            return _bag_lookup(walk, eqn, *args)
-        if call.function is look_up_rows:
-            return _row_lookup(walk, eqn, call.params, *args)
-    return rules.RULES["jit"](walk, eqn, *args)
-
-
-def _row_lookup(
-    walk: Walk, eqn: JaxprEqn, bounds: Bounds, value: Expression, ids: Any
-) -> Results:
-    ids = eqn.invars[1].aval if walk.is_plan else jnp.asarray(ids)
-    lookup = lookup_of_rows(value.shape, ids, bounds)
-    _note_ids(walk, eqn, value, lookup)
-    return [None if walk.is_plan else _read(value, lookup)]
+    call, rule = call_of(eqn), rules.RULES["jit"]
+    is_of_table = call is not None and isinstance(args[0], Expression)
+    if call is None or call.function not in _LOOKUPS or not is_of_table:
+        is_ours = eqn.params["name"].startswith("optax_sparse_adam_")
+        return (_on_arrays(rule) if is_ours else rule)(walk, eqn, *args)
+    if _is_on_device(args[0]) and args[0].is_table:
+        return _on_arrays(rule)(walk, eqn, *args)
+    if call.function is look_up_bags:
+        return _bag_lookup(walk, eqn, *args)
+    ids = eqn.invars[1].aval if walk.is_plan else jnp.asarray(args[1])
+    lookup = lookup_of_rows(args[0].shape, ids, call.params)
+    return [_look_up_rows(walk, eqn, args[0], lookup)]
 
 
 def _bag_lookup(
@@ -272,20 +346,38 @@ def _bag_lookup(
     out: Any = eqn.outvars[0].aval
     aval: Any = eqn.invars[1].aval
     lookup = lookup_of_rows(value.shape, aval if walk.is_plan else jnp.asarray(ids))
-    _note_ids(walk, eqn, value, lookup)
+    rows = None if value.is_table else _look_up_rows(walk, eqn, value, lookup)
+    if value.is_table:
+        _note_ids(walk, eqn, value, lookup)
     if walk.is_plan:
         return [None]
     rest, num_bags = list(operands), out.shape[0]
     segments = rest.pop(0) if aval.ndim == 1 else None
     weights = rest[0] if rest else None
-    if not value.is_table:
-        return [add_up(num_bags, _read(value, lookup), segments, weights)]
+    if rows is not None:
+        return [add_up(num_bags, rows, segments, weights)]
     source: Any = value.source
     places = _places(lookup, source).reshape(ids.shape)
     return [sum_bags(num_bags, Source(source.array), places, segments, weights)]
 
 
-RULES = rules.RULES | {
+def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    rule, tables = rules.RULES["custom_jvp_call"], filter(_is_on_device, args)
+    is_of_array = all(x.is_table for x in tables)
+    return (_on_arrays(rule) if is_of_array else rule)(walk, eqn, *args)
+
+
+_AS_IN_MEMORY = (
+    *("CheckpointName", "closed_call", "custom_vmap_call", "eval_jaxpr"),
+    *("optimization_barrier", "pvary", "reduced_vary_cast", "reduced_vary_cast_p"),
+    *("reshard", "sharding_constraint"),
+)
+RULES = {
+    **{name: _on_arrays(rule) for name, rule in rules.RULES.items()},
+    **{name: rules.RULES[name] for name in _AS_IN_MEMORY},
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    "custom_jvp_call": _custom_jvp,
+    "remat2": _remat,
     "gather": _gather,
     "slice": _slice,
     "dynamic_slice": _slice,
@@ -334,7 +426,11 @@ def evaluate_compact(
         values[i] = dataclasses.replace(
             table(Source(leaves[i])), shape=shape, leaves=leaf, source=source
         )
-    program = _Program(RULES, EveryUse(), tables=tables)
+    for i, x in enumerate(leaves):
+        is_array = hasattr(x, "dtype") and jnp.ndim(x)
+        if i not in tables and is_array and jnp.issubdtype(x.dtype, jnp.inexact):
+            values[i] = table(Source(x))
+    program = _Program(RULES, _EveryUse(), tables=tables)
     requests, _ = Walk(program).plan(closed, values)
     for i, (primitive, line) in program.dense_uses.items():
         raise ValueError(
@@ -348,7 +444,9 @@ def evaluate_compact(
     arrays = (x for x in passed if isinstance(x, jax.Array))
     is_known = any(not isinstance(x, jax.core.Tracer) for x in arrays)
     walk = ResidualWalk(program, iter(deltas), residuals, is_known=is_known)
-    results = walk.evaluate(closed, values)
+    results = [
+        walk.dense(x) if _is_on_device(x) else x for x in walk.evaluate(closed, values)
+    ]
     for x in results:
         if isinstance(x, Expression):
             name = tables[x.leaves[0].index].name if x.leaves else "a table"

@@ -6,8 +6,8 @@ it and of the numbers that these hold: what is of another program is refused.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._gradients.backward_slice import WITHOUT_DERIVATIVE, as_closed
+from .._gradients.expressions import Expression
 from .._gradients.walk import Program, Walk
 from .._jax_extras.jaxprs import name_and_params
 from .._rows.gather_scatter import order_after_gather
 from .._rows.source import are_zeros
 from ._callbacks import CALLBACKS, callback_of
 
-# What jumps: of two numbers that are nearly equal it may make two that are not.
-JUMPS = (
-    *("atan2", "ceil", "floor", "nextafter", "reduce_precision", "rem", "round"),
-    "sign",
-)
 _LARGE = 1 << 20  # bytes of an array that is not looked at again for each trace
 # A value's number among those of a program, and digests of the equations before it, and
 # of the numbers that they hold.
@@ -79,12 +75,15 @@ class ResidualWalk(Walk):
         return super().evaluate(closed, args)
 
     def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        if any(isinstance(x, Expression) for x in args):
+            self._note(numbers=_literals(eqn))
         if eqn.outvars:
             return super()._evaluate_eqn(eqn, args)
         # What shows values alone is no part of the small program.
-        number, left, self._left = self._number, self._left, {}
+        before = self._number, self._left, self._memo
+        self._left, self._memo = {}, {}
         results = super()._evaluate_eqn(eqn, args)
-        self._number, self._left = number, left
+        self._number, self._left, self._memo = before
         return results
 
     def evaluate_by_jax(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -105,6 +104,21 @@ class ResidualWalk(Walk):
                 self.computed[self._number] = results[i]
         return results
 
+    def evaluate_function(self, function: Callable[[], jax.Array]) -> jax.Array:
+        """What a function of this walk's arrays computes, each value like others."""
+        (result,) = self.evaluate(jax.make_jaxpr(function)(), ())
+        return cast(jax.Array, result)
+
+    def dense(self, value: Any) -> Any:
+        if not isinstance(value, Expression) or value.leaves or value.is_table:
+            return super().dense(value)
+        if value not in self._memo:
+            memo = {**self._memo}  # which has no values of the trace of the function
+            self._memo[value] = self.evaluate_function(
+                lambda: value.select(lambda x: x, memo=memo)
+            )
+        return self._memo[value]
+
     def _note(self, *parts: Any, numbers: Iterable[Any] = ()) -> None:
         count, *digests = self._number
         texts = repr(parts), repr(list(numbers))
@@ -120,10 +134,6 @@ def _with_value(name: str, own: jax.Array, residual: jax.Array) -> jax.Array:
         residual = jax.reshard(residual, layout)
     if not jnp.issubdtype(own.dtype, jnp.inexact) or name in WITHOUT_DERIVATIVE:
         return residual
-    if name in JUMPS:
-        # Element by element, so that a gradient of a table has rows alone.
-        jump = jax.lax.stop_gradient(residual - own)
-        return jnp.where(own == residual, own, own + jump)
     return _with_derivative(residual, own)
 
 

@@ -307,9 +307,9 @@ class HostTrainer:
         KeyboardInterrupt, whether or not its iterator is closed: of a batch that has
         raised, that one, too. `iterator = itertools.chain(trainer.drawn, iterator)`, of
         the iterator that it was left with, and `run(iterator)` go on as if nothing had
-        happened, also after another such end. They stay those of the run before until the
-        new one has drawn: of a `run` that did not begin, do not chain them twice. An
-        iterator that begins at `trainer.steps` can do without. They are as they were
+        happened, also after another such end. They stay those of the run before until
+        the new one has drawn: for a `run` that did not begin, do not chain them again.
+        An iterator that begins at `trainer.steps` can do without. They are as they were
         before `prepare`.
         """
         return [*self._pipeline.drawn]

@@ -13,22 +13,17 @@ them of the values that the ids belong to:
 This is partial evaluation (Jones, Gomard and Sestoft, 1993), of what reads floats.
 """
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._gradients.expressions import Expression, table
-from .._gradients.rules import RULES
-from .._gradients.walk import Program, Walk
+from .._gradients.rules import is_wider
 from .._jax_extras.jaxprs import Equation, FlatJaxpr, name_and_params
-from .._rows.source import Source
-from ._compact import EveryUse
-from ._residuals import JUMPS, equations_in, jaxprs_in
+from ._residuals import jaxprs_in
 from ._value_numbers import value_numbers
 
 # What chooses by its operands, and whose derivative goes by the choice.
@@ -36,6 +31,11 @@ _CHOOSES = (
     *("sort", "top_k", "approx_top_k", "reduce_max", "reduce_min", "max", "min"),
     *("clamp", "cummax", "cummin", "reduce_window_max", "reduce_window_min"),
     *("scatter-max", "scatter-min", "abs", "rem"),
+)
+# What jumps: of two numbers that are nearly equal it may make two that are not.
+_JUMPS = (
+    *("atan2", "ceil", "floor", "nextafter", "reduce_precision", "rem", "round"),
+    "sign",
 )
 # What moves numbers and rounds none.
 _MOVES = (
@@ -56,39 +56,13 @@ def _reads_floats(eqn: JaxprEqn) -> bool:
     )
 
 
-def _may_jump(eqn: JaxprEqn) -> bool:
-    """Whether of two numbers that are nearly equal it may make two that are not."""
-    return any(
-        name_and_params(x)[0] in JUMPS
-        or (any(map(_is_float, x.invars)) and not any(map(_is_float, x.outvars)))
-        for x in equations_in([eqn])
-    )
-
-
-def _functions_of(tables: Mapping[int, Any], program: FlatJaxpr) -> dict[int, Equation]:
-    """The values of which a gradient has rows alone, as those of `table * 8`.
-
-    What computes them is found as a gradient in memory finds it.
-    """
-    walk, found = Walk(Program(RULES, EveryUse())), dict[int, Equation]()
-    values = {
-        i: table(Source(x))
-        for i, x in tables.items()
-        if x.ndim and jnp.issubdtype(x.dtype, jnp.inexact)
-    }
-    for equation in program.equations:
-        eqn, operands, made = equation
-        args = [values.get(x) for x in operands]
-        if any(x is not None for x in args):
-            results = walk._evaluate_eqn(eqn, args)
-            of_tables = {
-                x: y
-                for x, y in zip(made, results, strict=True)
-                if isinstance(y, Expression)
-            }
-            values |= of_tables
-            found |= dict.fromkeys(of_tables, equation)
-    return found
+def _may_round(eqn: JaxprEqn) -> bool:
+    name, params = name_and_params(eqn)
+    is_exact = name in _MOVES
+    if name == "convert_element_type" and _is_float(eqn.outvars[0]):
+        source: Any = eqn.invars[0].aval
+        is_exact = is_wider(params["new_dtype"], source.dtype)
+    return not is_exact and _reads_floats(eqn)
 
 
 class WayToIds:
@@ -132,13 +106,7 @@ class WayToIds:
         ]
         self._results = {*program.outputs[:first]}
         self._read = self._results.union(*(x.operands for x in program.equations))
-        params = {i for i in program.inputs if i in dense}
-        tables = {i: closed.in_avals[i] for i in params}
-        self._of_tables, self._of_params = _functions_of(tables, program), params
-        # What each program computes by itself: a residual would be all of a table.
-        self._continuous = {
-            x for x, equation in self._of_tables.items() if not _may_jump(equation.eqn)
-        }
+        self._of_params = {i for i in program.inputs if i in dense}
         for _, operands, made in program.equations:
             if not self._of_params.isdisjoint(operands):
                 self._of_params.update(made)
@@ -155,7 +123,6 @@ class WayToIds:
         cuts = [self._cut(self._of_small(x)) for x in (False, True)]
         places = min(cuts, key=lambda x: sum(map(self._size, {*x.values()})))
         values = [x for x, place in self._places.items() if place in places]
-        self._refuse_dense(values)
         return places, {i for x in values for i in self._sources[x] or ()}
 
     def _sources_of(
@@ -190,23 +157,6 @@ class WayToIds:
     def _size(self, place: int) -> int:
         return self._avals[place].size * self._avals[place].dtype.itemsize
 
-    def _refuse_dense(self, residuals: Collection[int]) -> None:
-        """Raises for a residual whose gradient would not be that of rows."""
-        for x in residuals:
-            equation = self._of_tables.get(x)
-            if equation is None or self._is_decision(x):
-                continue
-            name, line = name_and_params(equation.eqn)[0], equation.eqn.source_info
-            if name not in JUMPS:
-                raise ValueError(
-                    "Rows of tables in host memory are fetched before the function "
-                    "runs, and ids depend on a function of a table that "
-                    f"jumps inside of a `{name}`, at "
-                    f"{source_info_util.summarize(line)}, and is looked up beside. "
-                    "Look rows up first, `f(table[ids])`; or leave the "
-                    f"`{name}` out."
-                )
-
     def _can_be_residual(self, x: int) -> bool:
         sources = self._sources[x]
         return x in self._places and sources is not None and sources <= self._allowed
@@ -226,14 +176,12 @@ class WayToIds:
         of_small, known, of_step = list[Equation](), set[int](), set[int]()
         for equation in self._on_the_way:
             eqn, operands, made = equation
-            may_round = _reads_floats(eqn) and name_and_params(eqn)[0] not in _MOVES
+            may_round = _may_round(eqn)
             is_of_floats = may_round or (
                 with_integers and not known.isdisjoint(operands)
             )
             if not of_step.isdisjoint(operands):
                 of_step.update(made)
-            elif not self._continuous.isdisjoint(made):
-                continue
             elif is_of_floats and self._is_alone(equation):
                 of_small.append(equation)
                 known.update(made)
@@ -267,8 +215,9 @@ class WayToIds:
                 if name_and_params(eqn)[0] in _CHOOSES or (floats and decisions):
                     # Of the same operands the step chooses the same ones.
                     used.update(operands)
-            # Derivatives go by decisions.
-            more = (decisions - wanted) & with_derivatives
+            # Derivatives go by decisions, and by what has jumped.
+            jumps = {*made} if name_and_params(eqn)[0] in _JUMPS else decisions
+            more = (jumps - wanted) & with_derivatives
             residuals += sorted(wanted | {*filter(self._can_be_residual, more)})
         places = self._places
         return {places[x]: places.get(self._numbers[x], places[x]) for x in residuals}
