@@ -74,6 +74,14 @@ def as_array(function: str, keys: Any) -> np.ndarray:
             f"{function} needs a plain array, got a masked one. Pass keys.data, with "
             "mask=~keys.mask where keys are meant."
         )
+    first = keys
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, bytearray | memoryview) and memoryview(first).itemsize == 1:
+        raise TypeError(
+            f"{function} needs {_KEYS}; NumPy takes a {type(first).__name__} for an "
+            "array of small integers. Give it bytes, bytes(key), or np.asarray(key)."
+        )
     array = None
     try:
         array = np.asarray(keys)

@@ -72,9 +72,9 @@ def as_integer(rule: str, value: Any) -> int:
 def code_of_padding(padding: Any, kind: int) -> tuple[np.ndarray, int]:
     """The code `[1]` of the padding key, in a vocabulary of this kind, and its kind."""
     array = as_array("Vocabulary(padding=...)", padding)
-    if array.size != 1:
+    if array.ndim:
         raise ValueError(
             "Vocabulary(padding=...) needs one key that means that there is none, got "
-            f"{array.size} of them. Leave others out by mask=, or replace them by one."
+            f"{padding!r}. Leave others out by mask=, or replace them by one."
         )
     return codes_of("Vocabulary(padding=...)", array, kind)

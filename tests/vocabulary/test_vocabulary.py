@@ -123,6 +123,8 @@ REFUSED = [
     (np.ma.array([1, 2], mask=[0, 1]), TypeError, r"mask=~keys\.mask"),
     (np.array([1j]), TypeError, "complex"),
     ([[1], [2, 3]], ValueError, "lists of one length, got a list"),
+    (memoryview(b"ab"), TypeError, r"memoryview for an array .*bytes\(key\)"),
+    ([[bytearray(b"ab")], [bytearray(b"cd")]], TypeError, "bytearray for an array"),
     (["a", "\ud83d"], ValueError, r"'\\ud83d' has none.*surrogatepass"),
 ]
 
@@ -707,7 +709,7 @@ def test_chosen_keys_find_room():
     assert len(vocab._contents.main.index._slots) <= 4 * 256
 
 
-@pytest.mark.parametrize("padding", [[7, 8], [], np.arange(3)])
+@pytest.mark.parametrize("padding", [[7, 8], [], np.arange(3), [1]])
 def test_there_is_one_padding_key(padding):
     with pytest.raises(ValueError, match=r"padding=\.\.\..*needs one key"):
         osa.Vocabulary(9, padding=padding)
