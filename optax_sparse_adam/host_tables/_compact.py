@@ -36,7 +36,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._gradients import rules
-from .._gradients.backward_slice import BackwardSlice, as_closed
+from .._gradients.backward_slice import BackwardSlice, as_closed, computed
 from .._gradients.expressions import (
     Expression,
     Leaf,
@@ -293,7 +293,8 @@ def _remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """A function of tables on the device leaves it as an expression, as in memory."""
     if all(map(_is_on_device, (x for x in args if isinstance(x, Expression)))):
         closed = as_closed(name_and_params(eqn)[1]["jaxpr"])
-        if any(isinstance(x, Expression) for x in walk.plan(closed, args)[1]):
+        _, results = walk.plan(closed, args)
+        if any(isinstance(results[i], Expression) for i in computed(eqn)):
             return walk.evaluate(closed, args)
     return _on_arrays(rules.RULES["remat2"])(walk, eqn, *args)
 
@@ -333,6 +334,7 @@ def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         return (_on_arrays(rule) if is_ours else rule)(walk, eqn, *args)
     if _is_on_device(args[0]) and args[0].is_table:
         return _on_arrays(rule)(walk, eqn, *args)
+    args = args[0], *(walk.as_array(eqn, x) for x in args[1:])
     if call.function is look_up_bags:
         return _bag_lookup(walk, eqn, *args)
     ids = eqn.invars[1].aval if walk.is_plan else jnp.asarray(args[1])

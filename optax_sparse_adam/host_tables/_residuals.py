@@ -146,6 +146,9 @@ def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     residual, own = primals
     if are_zeros(tangents[1]):
         return residual, jnp.zeros_like(residual)
+    context = jax.sharding.get_abstract_mesh()
+    if context.explicit_axes and jax.typeof(own).sharding.mesh != context:
+        return residual, tangents[1]  # of a lookup, which is traced with Auto axes
     # The derivative may read rows that nothing else reads.
     return order_after_gather(own, residual), tangents[1]
 
