@@ -75,9 +75,9 @@ class ResidualWalk(Walk):
         return super().evaluate(closed, args)
 
     def _evaluate_eqn(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        if any(isinstance(x, Expression) for x in args):
-            self._note(numbers=_literals(eqn))
         if eqn.outvars:
+            if any(isinstance(x, Expression) for x in args):
+                self._note(numbers=_literals(eqn))
             return super()._evaluate_eqn(eqn, args)
         # What shows values alone is no part of the small program.
         before = self._number, self._left, self._memo
