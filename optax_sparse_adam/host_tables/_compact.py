@@ -257,9 +257,12 @@ def _read_on_device(walk: ResidualWalk, value: Expression, lookup: Lookup) -> ja
 
         return value.select(take)
 
-    return walk.evaluate_function(
-        lambda: without_derivative_outside(value, lookup, lookup.read_and_fill(read))
-    )
+    def function() -> list[jax.Array]:
+        rows = lookup.read_and_fill(read)
+        return [without_derivative_outside(value, lookup, rows)]
+
+    (result,) = walk.evaluate_function(function)
+    return jnp.asarray(result)
 
 
 def _is_on_device(value: Any) -> bool:

@@ -333,10 +333,12 @@ class File(Memory):
         if self.budget is None:
             yield slice(0, count)
             return
+        # What the batch is copied to, for the device, has room as well.
+        budget = self.budget - count * self._words * WORD
         for first in range(0, count, BLOCK):
-            give_back(self.budget)
+            give_back(budget)
             yield slice(first, first + BLOCK)
-        give_back(self.budget)
+        give_back(budget)
 
     def make_room(self, count: int) -> None:
         if self._lacks_room(count):

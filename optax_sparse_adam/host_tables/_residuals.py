@@ -7,7 +7,7 @@ it and of the numbers that these hold: what is of another program is refused.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._gradients.backward_slice import WITHOUT_DERIVATIVE, as_closed
-from .._gradients.expressions import Expression
+from .._gradients.expressions import Expression, operands_first
+from .._gradients.tracing import jit_enabled
 from .._gradients.walk import Program, Walk
 from .._jax_extras.jaxprs import name_and_params
 from .._rows.gather_scatter import order_after_gather
@@ -104,19 +105,24 @@ class ResidualWalk(Walk):
                 self.computed[self._number] = results[i]
         return results
 
-    def evaluate_function(self, function: Callable[[], jax.Array]) -> jax.Array:
+    def evaluate_function(self, function: Callable[[], list[jax.Array]]) -> Any:
         """What a function of this walk's arrays computes, each value like others."""
-        (result,) = self.evaluate(jax.make_jaxpr(function)(), ())
-        return cast(jax.Array, result)
+        with jit_enabled():
+            closed = jax.make_jaxpr(function)()
+        return self.evaluate(closed, ())
 
     def dense(self, value: Any) -> Any:
         if not isinstance(value, Expression) or value.leaves or value.is_table:
             return super().dense(value)
-        if value not in self._memo:
-            memo = {**self._memo}  # which has no values of the trace of the function
-            self._memo[value] = self.evaluate_function(
-                lambda: value.select(lambda x: x, memo=memo)
-            )
+        new = operands_first([value], self._memo)
+
+        def values() -> list[jax.Array]:
+            memo = {**self._memo}  # to which values of this trace are added
+            value.select(lambda x: x, memo=memo)
+            return [memo[x] for x in new]
+
+        if new:
+            self._memo |= zip(new, self.evaluate_function(values), strict=True)
         return self._memo[value]
 
     def _note(self, *parts: Any, numbers: Iterable[Any] = ()) -> None:

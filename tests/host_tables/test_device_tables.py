@@ -171,3 +171,71 @@ def test_over_explicit_axes(name):
             np.testing.assert_allclose(list(trainer.run(made)), known[2], rtol=1e-5)
             trained = trainer.params["feat"]
     np.testing.assert_allclose(trained, known[0]["feat"], rtol=1e-5, atol=1e-6)
+
+
+def shown(params, x):
+    """As one prints it while one looks for a fault."""
+    jax.debug.callback(lambda _: None, params["w"] * 2)
+    return jnp.floor(jnp.abs(x * params["w"].sum()))
+
+
+def looked_up(params, x):
+    return jnp.floor(jnp.abs((params["w"] * params["s"])[x.astype(jnp.int32) % 8]) * 3)
+
+
+def as_a_whole(params, x):
+    return x + 0 * jnp.tanh(2 * params["w"]).sum()
+
+
+@pytest.mark.parametrize("ids_of", slow_but([shown, looked_up, as_a_whole], shown))
+@pytest.mark.parametrize(
+    "flag", slow_but(["jax_enable_checks", "jax_disable_jit"], "jax_enable_checks")
+)
+def test_while_one_looks_for_a_fault(ids_of, flag):
+    def loss(params, x):
+        ids = ids_of(params, x).astype(jnp.int32)
+        return jnp.mean(params["table"][ids.reshape(COUNT, -1)[:, 0]] ** 2)
+
+    rows, _ = begin()
+    params = host_params(rows, np.ones(DIM, np.float32)) | {"s": np.float32(0.7)}
+    batch = (np.arange(COUNT, dtype=np.float32),)
+    with host.HostTrainer(loss, TX, params) as trainer:
+        expected = [trainer.step(*batch) for _ in range(2)]
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        with jax.checking_leaks(), host.HostTrainer(loss, TX, params) as trainer:
+            values = [trainer.step(*batch) for _ in range(2)]
+    finally:
+        jax.config.update(flag, before)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+def test_a_chain_of_functions_is_computed_once():
+    """Also where later ones are used as a whole before earlier ones."""
+
+    def loss_of(count):
+        def loss(params, ids):
+            chain = [params["w"]]
+            for _ in range(count):
+                chain.append(jnp.tanh(chain[-1]))
+            penalty = sum(jnp.sum(x * x.sum()) for x in reversed(chain))
+            return jnp.mean(params["table"][ids]) + penalty
+
+        return loss
+
+    def length(count):
+        texts, advance = [], HostRows.advance
+
+        def noted(self, program, args, rows):
+            texts.append(program.lower(*args).as_text())
+            return advance(self, program, args, rows)
+
+        rows, w = begin()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostRows, "advance", noted)
+            with host.HostTrainer(loss_of(count), TX, host_params(rows, w)) as trainer:
+                trainer.step(np.arange(COUNT))
+        return texts[0].count("stablehlo.tanh")
+
+    assert length(20) <= 3 * length(10)
