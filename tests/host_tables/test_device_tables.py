@@ -51,7 +51,7 @@ LOOKUPS = {
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("name", slow_but(LOOKUPS, "filled", "bags"))
+@pytest.mark.parametrize("name", slow_but(LOOKUPS, "filled"))
 @pytest.mark.parametrize(
     "function", slow_but(["itself", "tanh", "cast"], "tanh"), ids=str
 )
@@ -211,6 +211,7 @@ def test_while_one_looks_for_a_fault(ids_of, flag):
     np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_chain_of_functions_is_computed_once():
     """Also where later ones are used as a whole before earlier ones."""
 
