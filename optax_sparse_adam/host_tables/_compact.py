@@ -16,9 +16,7 @@ do for gradients. What is left of the loss when nothing else is asked for is a s
 program, and it may not read rows: see `RowIds`. Both programs return a `fingerprint` of
 the ids: where a loss computes others in each, as of `np.random`, the step is refused.
 What is computed of floats on the way to ids the step takes from the small program: see
-`_way_to_ids.py`. So that this is no more than rows, functions of tables on the device
-are expressions here, too: `tanh(2 * table)[ids]` is computed of the looked-up rows, as
-it is where it is differentiated.
+`_way_to_ids.py`, and for tables on the device `_device_tables.py`.
 
 Known limits: ids that depend on looked-up rows, lookups in a `while_loop`, a `vmap`
 over tables and their ids; all of them raise.
@@ -36,7 +34,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._gradients import rules
-from .._gradients.backward_slice import BackwardSlice, as_closed, computed
+from .._gradients.backward_slice import BackwardSlice
 from .._gradients.expressions import (
     Expression,
     Leaf,
@@ -49,23 +47,22 @@ from .._gradients.lookups import (
     lookup_of_slice,
     reads_rows,
 )
-from .._gradients.reading import without_derivative_outside
 from .._gradients.row_slices import LookupEntries
 from .._gradients.tracing import jit_enabled, trace
-from .._gradients.walk import (
-    Program,
-    Request,
-    Results,
-    Rule,
-    Walk,
-    on_mesh_of_context,
-)
-from .._jax_extras.jaxprs import ELEMENTWISE, call_of, name_and_params
+from .._gradients.walk import Program, Request, Results, Walk, on_mesh_of_context
+from .._jax_extras.jaxprs import call_of
 from .._jax_extras.varying_axes import axes_of_type
 from .._rows.bag_sums import add_up
 from .._rows.lookups import look_up_bags, look_up_rows, sum_bags
 from .._rows.source import Mode, Source
 from ._callbacks import without_callbacks
+from ._device_tables import RULES as RULES_ON_DEVICE
+from ._device_tables import (
+    is_on_device,
+    is_table_on_device,
+    on_arrays,
+    read_on_device,
+)
 from ._partition import Partition
 from ._residuals import Number, ResidualWalk
 
@@ -241,65 +238,7 @@ def _look_up_rows(
     if value.leaves:
         _note_ids(walk, eqn, value, lookup)
         return None if walk.is_plan else _read(value, lookup)
-    return None if walk.is_plan else _read_on_device(walk, value, lookup)
-
-
-def _read_on_device(walk: ResidualWalk, value: Expression, lookup: Lookup) -> jax.Array:
-    """Of a function of tables on the device: that of their rows."""
-
-    def read(clamped: Lookup) -> jax.Array:
-        def take(array: jax.Array) -> jax.Array:
-            rows = lookup.read(array)
-            if not lookup.is_filled:
-                return rows
-            # No lookup of the row that is next to an id out of bounds.
-            return lookup.where_inside(rows, lax.stop_gradient(clamped.read(array)))
-
-        return value.select(take)
-
-    def function() -> list[jax.Array]:
-        rows = lookup.read_and_fill(read)
-        return [without_derivative_outside(value, lookup, rows)]
-
-    (result,) = walk.evaluate_function(function)
-    return jnp.asarray(result)
-
-
-def _is_on_device(value: Any) -> bool:
-    return isinstance(value, Expression) and not value.leaves
-
-
-def _on_arrays(rule: Rule) -> Rule:
-    """A rule for tables on the host alone: those on the device are arrays to it."""
-
-    def with_arrays(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-        args = (*(walk.dense(x) if _is_on_device(x) else x for x in args),)
-        if any(isinstance(x, Expression) for x in args):
-            return rule(walk, eqn, *args)
-        return walk.evaluate_by_jax(eqn, args)
-
-    return with_arrays
-
-
-def _elementwise(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    rule = rules.RULES[name_and_params(eqn)[0]]
-    if not all(map(_is_on_device, (x for x in args if isinstance(x, Expression)))):
-        return _on_arrays(rule)(walk, eqn, *args)
-    results = rule(walk, eqn, *args)
-    if walk.is_plan or results is NotImplemented or results[0].source is None:
-        return results
-    # A table in a wider type, in which it is differentiated.
-    return [table(Source(walk.dense(results[0])))]
-
-
-def _remat(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    """A function of tables on the device leaves it as an expression, as in memory."""
-    if all(map(_is_on_device, (x for x in args if isinstance(x, Expression)))):
-        closed = as_closed(name_and_params(eqn)[1]["jaxpr"])
-        _, results = walk.plan(closed, args)
-        if any(isinstance(results[i], Expression) for i in computed(eqn)):
-            return walk.evaluate(closed, args)
-    return _on_arrays(rules.RULES["remat2"])(walk, eqn, *args)
+    return None if walk.is_plan else read_on_device(walk, value, lookup)
 
 
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
@@ -310,20 +249,18 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     indices = aval if walk.is_plan else ids
     lookup = Lookup(value.shape, out.shape, eqn.params, indices)
     is_refused = value.leaves and 0 in lookup.dims.operand_batching_dims
-    if not reads_rows(lookup) and not is_refused:
-        return NotImplemented
-    if _is_on_device(value) and value.is_table:
+    if is_table_on_device(value) or not (reads_rows(lookup) or is_refused):
         return NotImplemented
     return [_look_up_rows(walk, eqn, value, lookup)]
 
 
 def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
-    if not isinstance(value, Expression) or (not value.leaves and value.is_table):
+    if not isinstance(value, Expression) or is_table_on_device(value):
         return NotImplemented
     lookup = lookup_of_slice(eqn, value.shape, None if walk.is_plan else starts)
-    return (
-        NotImplemented if lookup is None else [_look_up_rows(walk, eqn, value, lookup)]
-    )
+    if lookup is None:
+        return NotImplemented
+    return [_look_up_rows(walk, eqn, value, lookup)]
 
 
 _LOOKUPS = look_up_bags, look_up_rows
@@ -334,9 +271,9 @@ def _jit(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     is_of_table = call is not None and isinstance(args[0], Expression)
     if call is None or call.function not in _LOOKUPS or not is_of_table:
         is_ours = eqn.params["name"].startswith("optax_sparse_adam_")
-        return (_on_arrays(rule) if is_ours else rule)(walk, eqn, *args)
-    if _is_on_device(args[0]) and args[0].is_table:
-        return _on_arrays(rule)(walk, eqn, *args)
+        return (on_arrays(rule) if is_ours else rule)(walk, eqn, *args)
+    if is_table_on_device(args[0]):
+        return on_arrays(rule)(walk, eqn, *args)
     args = args[0], *(walk.as_array(eqn, x) for x in args[1:])
     if call.function is look_up_bags:
         return _bag_lookup(walk, eqn, *args)
@@ -366,23 +303,7 @@ def _bag_lookup(
     return [sum_bags(num_bags, Source(source.array), places, segments, weights)]
 
 
-def _custom_jvp(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
-    rule, tables = rules.RULES["custom_jvp_call"], filter(_is_on_device, args)
-    is_of_array = all(x.is_table for x in tables)
-    return (_on_arrays(rule) if is_of_array else rule)(walk, eqn, *args)
-
-
-_AS_IN_MEMORY = (
-    *("CheckpointName", "closed_call", "custom_vmap_call", "eval_jaxpr"),
-    *("optimization_barrier", "pvary", "reduced_vary_cast", "reduced_vary_cast_p"),
-    *("reshard", "sharding_constraint"),
-)
-RULES = {
-    **{name: _on_arrays(rule) for name, rule in rules.RULES.items()},
-    **{name: rules.RULES[name] for name in _AS_IN_MEMORY},
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    "custom_jvp_call": _custom_jvp,
-    "remat2": _remat,
+RULES = RULES_ON_DEVICE | {
     "gather": _gather,
     "slice": _slice,
     "dynamic_slice": _slice,
@@ -450,7 +371,7 @@ def evaluate_compact(
     is_known = any(not isinstance(x, jax.core.Tracer) for x in arrays)
     walk = ResidualWalk(program, iter(deltas), residuals, is_known=is_known)
     results = [
-        walk.dense(x) if _is_on_device(x) else x for x in walk.evaluate(closed, values)
+        walk.dense(x) if is_on_device(x) else x for x in walk.evaluate(closed, values)
     ]
     for x in results:
         if isinstance(x, Expression):

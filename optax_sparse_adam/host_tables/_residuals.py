@@ -112,6 +112,7 @@ class ResidualWalk(Walk):
         return self.evaluate(closed, ())
 
     def dense(self, value: Any) -> Any:
+        """As any walk's; all of a function of tables is evaluated as equations are."""
         if not isinstance(value, Expression) or value.leaves or value.is_table:
             return super().dense(value)
         new = operands_first([value], self._memo)
