@@ -125,6 +125,9 @@ class Lookup:
         """
         sizes = tuple(map(min, self.window, array.shape))
         params = self.params | {"slice_sizes": sizes}
+        lengths = zip(array.shape, self.shape, strict=True)
+        one = [axis for axis, (n, m) in enumerate(lengths) if n != m]
+        params["dimension_numbers"] = _collapsed(self.dims, one)
         if self.sharding is not None:
             # A gather over split axes needs to be told how its result lies; the type of
             # a slice says it. Axes of length 1 that stand for all columns are whole.
@@ -251,6 +254,22 @@ class Lookup:
         """Whether each index starts a window that lies in the table."""
         limits = np.asarray(self._limits, self._starts.dtype)
         return _are_inside(self._starts, limits)
+
+
+def _collapsed(dims: Any, one: Sequence[int]) -> Any:
+    """The dimension numbers for an array that has length 1 along these axes.
+
+    A batching dimension has one length in the array and in the indices: along an axis
+    of length 1, which stands for all columns, it is index 0 of a collapsed one.
+    """
+    names = "operand_batching_dims", "start_indices_batching_dims"
+    pairs = zip(*(getattr(dims, name) for name in names), strict=True)
+    kept = [pair for pair in pairs if pair[0] not in one]
+    moved = {*dims.operand_batching_dims} - {axis for axis, _ in kept}
+    return dims._replace(
+        collapsed_slice_dims=(*sorted({*dims.collapsed_slice_dims} | moved),),
+        **{name: tuple(pair[k] for pair in kept) for k, name in enumerate(names)},
+    )
 
 
 def _are_inside(starts: jax.Array, limits: np.ndarray) -> jax.Array:

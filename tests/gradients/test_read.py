@@ -47,6 +47,7 @@ NAMES = [
     *[*UNDER][::6],
     *[*FUNCTIONS][::8],
     "dense: tied output weights",
+    "dense: an id for each column",
     "dense: decay in a scan",
 ]
 
@@ -97,12 +98,15 @@ def test_every_use(name, backend):
         # The flushed table is another array, as it is to any program.
         flushed = jax.lax.optimization_barrier(osa.flush(params, state)[0])
         ours = osa.value_and_grad(case.loss, read=state)(params, ids)
-        return ours, jax.value_and_grad(case.loss)(flushed, ids)
+        value = osa.evaluate(case.loss, read=state)(params, ids)
+        return ours, jax.value_and_grad(case.loss)(flushed, ids), value
 
-    result, expected = both(params, ids, state)
+    result, expected, value = both(params, ids, state)
     # The formula is compiled into other kernels; products lie in other orders.
 
-    check(case._replace(ulps=4 * ROUNDED + case.ulps), result, expected, name)
+    case = case._replace(ulps=4 * ROUNDED + case.ulps)
+    check(case, result, expected, name)
+    check(case, (value, result[1]), expected, f"{name}, evaluated")
 
 
 @pytest.mark.slow
