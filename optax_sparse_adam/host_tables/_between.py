@@ -21,9 +21,9 @@ from ._arguments import as_arrays, refuse_program, split_keywords, type_of
 from ._by_row import treats_rows_alone
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds
-from ._plan import CHUNK, compact
+from ._plan import compact
 from ._program import Program
-from ._records import WORD
+from ._records import CHUNK, WORD
 from ._reset import reset_of
 from ._store import Ascending, ascending
 

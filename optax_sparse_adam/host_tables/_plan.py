@@ -9,6 +9,7 @@ Which arrays of the state have rows is asked of `tx.init`, as the row verbs do.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ from .._train_step import extra_args_of, make_train_step
 from ._arguments import as_arrays, refuse_untrainable
 from ._by_row import treats_rows_alone
 from ._compact import Whole, evaluate_compact, fingerprint
-from ._records import WORD, Layout
+from ._records import Layout
 from ._spread import Spread
 from ._table import HostTable, rows_of_init, tables_among
 
-CHUNK = 1 << 24  # bytes of rows that are begun or mapped at once
+_NUMBERS = 1 << 20  # of a parameter that are begun at once, whatever the optimiser
 
 
 def compact(fun: Callable[..., Any], tables: Mapping[int, Whole]) -> Callable[..., Any]:
@@ -297,7 +298,7 @@ class Plan:
         """
         host, layout, index = self.hosts[k], self.layouts[k], [*self.tables][k]
         total = host.shape[0]
-        size = max(2, min(total, CHUNK // (layout.words * WORD)))
+        size = max(2, min(total, _NUMBERS // math.prod(host.shape[1:])))
 
         @jax.jit
         def arrays(dense: Sequence[Any], rows: jax.Array, clocks: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+CHUNK = 1 << 24  # bytes of rows that are mapped at once
 WORD = 4  # bytes
 
 

@@ -21,8 +21,7 @@ import numpy as np
 from ._archive import name_in
 from ._checkpoint import Part, begun_in, read_part, removed_by, rest_of, undo_of
 from ._host_rows import HostRows
-from ._plan import CHUNK
-from ._records import WORD
+from ._records import CHUNK, WORD
 from ._store import Ascending, Mark, Memory, Store, rows_between
 from ._table import file_of, files_of
 from ._together import together

@@ -24,8 +24,8 @@ from ._between import evaluated
 from ._budget import register
 from ._checkpoint import data_of, of_bytes, take_types, weak_types
 from ._host_rows import HostRows
-from ._plan import CHUNK, Plan
-from ._records import naming, refuse_other, sync_folder, type_of_file
+from ._plan import Plan
+from ._records import CHUNK, naming, refuse_other, sync_folder, type_of_file
 from ._spread import Spread
 from ._stateful import Stateful, checked, restored
 from ._store import Ascending, Store

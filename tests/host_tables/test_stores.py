@@ -72,7 +72,7 @@ def test_a_storage_may_keep_what_it_gets(monkeypatch, expected):
     """Each piece of a new table is an array of its own, also where all are equal."""
     from optax_sparse_adam.host_tables import _plan
 
-    monkeypatch.setattr(_plan, "CHUNK", 50 * 3 * DIM * 4)
+    monkeypatch.setattr(_plan, "_NUMBERS", 50 * DIM)
     storage = Keeps()
     table = host.HostTable((ROWS, DIM), storage=storage)  # all zeros
     with host.HostTrainer(loss, TX, {"table": table, "w": begin()[1]}):

@@ -376,6 +376,26 @@ def test_map_rows_of_rows_of_two_tables(sizes):
     assert_identical(arrays(trainer.params), ones)
 
 
+def test_pieces_of_init_depend_on_the_shape_alone():
+    """A seed of their first rows gives one table for all optimisers and types."""
+
+    def pieces(tx, dtype):
+        calls = []
+
+        def init(first, last):
+            calls.append((first, last))
+            return np.zeros((last - first, 400), np.float32)
+
+        table = host.HostTable((6_000, 400), dtype, init=init)
+        with host.HostTrainer(lambda p, ids: jnp.sum(p[ids]), tx, table):
+            return calls
+
+    expected = pieces(osa.rowwise_adagrad(0.1), "float32")
+    assert len(expected) == 3
+    assert pieces(osa.exact_adam(0.1), "float32") == expected
+    assert pieces(osa.rowwise_adagrad(0.1), "bfloat16") == expected
+
+
 def test_map_rows_of_counts_that_depend_on_others():
     tx = osa.lazy(osa.per_row(optax.scale_by_adam()))
     trainer = host.HostTrainer(loss, tx, host_params(*begin()))
