@@ -221,5 +221,6 @@ RULES: dict[str, Rule] = {
     "remat2": rules_calls.remat,
     "scan": rules_calls.scan,
     "cond": rules_calls.cond,
+    "while": rules_calls.while_loop,
     "shard_map": rules_shard_map.shard_map,
 }

@@ -141,6 +141,41 @@ def scan(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     return [*merge(args[first:last], carry), *ys]
 
 
+def while_loop(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
+    """A loop through which no derivative passes: its lookups need no deltas.
+
+    JAX has no reverse derivative of such a loop: where one is needed, it refuses.
+    """
+    if any(isinstance(x, Expression) and x.leaves for x in args):
+        return NotImplemented
+    if walk.is_plan:
+        return [None] * len(eqn.outvars)
+    params = eqn.params
+    first, inner = params["cond_nconsts"], params["body_nconsts"]
+    of_test, of_body = args[:first], args[first : first + inner]
+    # A carried table that no step changes is a constant, unless the test reads it.
+    carry = [walk.dense(x) for x in args[first + inner :]]
+
+    def running(carry: Sequence[Any]) -> jax.Array:
+        test = params["cond_jaxpr"]
+        result: jax.Array = walk.evaluate_inside(test, [*of_test, *carry], ())[0][0]
+        return result
+
+    def step(carry: Sequence[Any]) -> Any:
+        new, _ = walk.evaluate_inside(params["body_jaxpr"], [*of_body, *carry], ())
+        if not params["cond_jaxpr"].out_avals[0].shape:
+            return new
+        # Under `vmap` each loop stops by itself.
+        is_running = running(carry)
+        masks = (
+            lax.broadcast_in_dim(is_running, jnp.shape(x), range(is_running.ndim))
+            for x in carry
+        )
+        return [*map(jnp.where, masks, new, carry)]
+
+    return lax.while_loop(lambda carry: jnp.any(running(carry)), step, carry)
+
+
 def _results(eqn: JaxprEqn, places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
     """The results of an equation at these places; the others are its operands."""
     by_place = dict(zip(places, arrays, strict=True))

@@ -110,6 +110,25 @@ def test_compiled(name):
     assert_costs_nothing(osa.value_and_grad(case.loss), case.abstract(TALL))
 
 
+def test_a_loop_of_unknown_length_reads_rows():
+    """Random walks, beam searches: `exact_adam` brings no other rows up to date."""
+    tx = osa.exact_adam(0.1)
+
+    def walk(table, row):
+        def step(carry):
+            place, found = carry
+            return (3 * place + 1) % TALL, found + jnp.sum(table[place])
+
+        return jax.lax.while_loop(lambda c: c[1] < 9, step, (row, 0.0))[1]
+
+    def read(table, state, row):
+        return osa.evaluate(walk, read=state)(table, row)
+
+    table = jax.ShapeDtypeStruct((TALL, 4), jnp.float32)
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    assert_costs_nothing(read, (table, jax.eval_shape(tx.init, table), row))
+
+
 def test_dense_gradient_is_seen():
     """The measures of this file find the dense gradient of JAX."""
     case = LOOKUPS["matrix of ids"]

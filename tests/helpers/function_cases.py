@@ -87,10 +87,21 @@ def with_arrays(t):
 
 
 def in_while_loop(p, ids):
-    """A loop that has no derivative."""
-    fixed = lax.stop_gradient(p["t"])
-    more = lax.while_loop(lambda c: c < 9.0, lambda c: c + fixed[0, 0] ** 2, 0.0)
-    return more * loss(p, ids)
+    """Loops that have no derivative; under `vmap` each ends by itself."""
+    fixed = lax.stop_gradient(jnp.tanh(p["t"]))
+    more = lax.while_loop(lambda c: c < 9.0, lambda c: c + fixed[0, 0] ** 2 + 1, 0.0)
+
+    def walk(row):
+        def step(carry):
+            steps, row, found = carry
+            return steps + 1, (3 * row + 1) % len(fixed), found + fixed[row, 0]
+
+        def goes_on(carry):
+            return (carry[0] < 8) & (fixed[carry[1], 1] < 0.5)
+
+        return lax.while_loop(goes_on, step, (0, row, jnp.zeros_like(fixed[0, 0])))[2]
+
+    return (more + jnp.sum(jax.vmap(walk)(ids.ravel() % len(fixed)))) * loss(p, ids)
 
 
 def on_other_platforms(p, ids):
