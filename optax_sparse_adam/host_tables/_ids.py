@@ -287,15 +287,14 @@ class RowIds:
         zeros = [np.zeros(x.shape, x.dtype) for x in rows]
 
         def now(*values: Any) -> list[Any]:
-            # Rows of tables on the device, too, are those of now.
+            # Of tables on the device rows are read, too, and are those of now.
             params, state = self._plan.params_and_state(values[:num_held], zeros)
 
             def of_params(params: Any, *batch: Any) -> list[Any]:
                 dense = self._plan.dense_of(params)
                 return jaxpr_as_fun(closed)(*zeros, *dense, *batch)
 
-            fun = of_params if state is None else evaluate(of_params, read=state)
-            return fun(params, *values[num_held:])
+            return evaluate(of_params, read=state)(params, *values[num_held:])
 
         kept = [i - count for i in sorted({*reads, *more})]
         if num_held > num_dense:
