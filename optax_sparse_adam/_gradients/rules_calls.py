@@ -166,14 +166,18 @@ def while_loop(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
         if not params["cond_jaxpr"].out_avals[0].shape:
             return new
         # Under `vmap` each loop stops by itself.
-        is_running = running(carry)
-        masks = (
-            lax.broadcast_in_dim(is_running, jnp.shape(x), range(is_running.ndim))
-            for x in carry
-        )
-        return [*map(jnp.where, masks, new, carry)]
+        return [*map(functools.partial(_chosen, running(carry)), new, carry)]
 
     return lax.while_loop(lambda carry: jnp.any(running(carry)), step, carry)
+
+
+def _chosen(flags: jax.Array, new: Any, old: Any) -> jax.Array:
+    """By a flag for each element of the leading axes."""
+    shape, layout = jnp.shape(new), jax.typeof(new).sharding
+    mask = lax.broadcast_in_dim(flags, shape, range(flags.ndim))
+    if layout.mesh.explicit_axes:
+        mask = jax.reshard(mask, layout)
+    return jnp.where(mask, new, old)
 
 
 def _results(eqn: JaxprEqn, places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:

@@ -153,6 +153,30 @@ def test_ensemble_over_an_explicit_axis():
     assert_close(tables, train(jnp.asarray), 1e-6)
 
 
+@pytest.mark.slow
+def test_loops_that_end_each_by_itself():
+    """Over Explicit axes what they carry lies as the table does, and their test not."""
+
+    def loss(table, ids):
+        def walk(row):
+            def step(carry):
+                place, found = carry
+                return place + 1, found + table[place]
+
+            zeros = jnp.zeros_like(table[row])
+            return lax.while_loop(lambda c: c[0] < row, step, (0, zeros))[1]
+
+        return jnp.sum(jax.vmap(walk)(ids) ** 2)
+
+    mesh, read = make_mesh(EXPLICIT), jax.jit(osa.evaluate(loss))
+    ids = np.asarray([3, 7, 2])
+    (table, _), (same, _) = start(mesh, P(None, "y"))
+    with jax.numpy_dtype_promotion("standard"):
+        expected = loss(jnp.asarray(same), ids)
+        with jax.set_mesh(mesh):
+            assert_close(read(table, ids), expected, 1e-6)
+
+
 LAYOUTS = [((), P("x")), ((), P(("x", "y"))), ((WIDTH,), P("x", "y")), ((WIDTH,), P())]
 
 
