@@ -51,7 +51,7 @@ class Vocabulary(OneWriter):
         number for each. It must depend on nothing else, and each number on its own
         entries alone: it is called with some of the rows, and its results are kept.
       ttl: Time to live: a key goes that was not there for more than so many steps, an
-        eighth of them later at most.
+        eighth of them later at most; not if it is in the batch before which it would.
       padding: A key that means that there is none, such as -1 or `"<pad>"`.
       waiting: For how many keys with less than `min_hits` hits are counted; as many as
         there are rows, if it is not given. Of these the one goes first that was not

@@ -204,7 +204,16 @@ class File(Memory):
                     f"The file of {self._name} was replaced while it was opened",
                     str(self.path),
                 )
-            self._mmap = mmap.mmap(file.fileno(), 0, access=access)
+            try:
+                self._mmap = mmap.mmap(file.fileno(), 0, access=access)
+            except OSError as error:
+                raise type(error)(
+                    error.errno,
+                    f"HostTrainer maps the file of {self._name}, which takes "
+                    f"{self._size:,} bytes of address space (ulimit -v), but: "
+                    f"{error.strerror}",
+                    str(self.path),
+                ) from None
         register(self._mmap)
         # Single rows are read: no page before or after them.
         self._mmap.madvise(mmap.MADV_RANDOM)

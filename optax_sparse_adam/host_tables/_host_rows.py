@@ -10,7 +10,6 @@ every call begins by writing what is there, and to write twice does no harm.
 
 import collections
 import contextlib
-import errno
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from ._ledger import Ledger
 from ._plan import Plan
 from ._prepare import Preparation
 from ._program import Program
-from ._records import WORD
+from ._records import NO_ROOM, WORD
 from ._reset import program_of
 from ._residuals import Number
 from ._spread import local
@@ -87,7 +86,7 @@ def _no_room(words: str) -> Iterator[None]:
         yield
     except OSError as error:
         is_said = words == _KEPT and "are kept" in str(error.strerror)
-        if error.errno != errno.ENOSPC or is_said:
+        if error.errno not in NO_ROOM or is_said:
             raise
         reason = str(error.strerror).partition(";")[0]
         raise OSError(error.errno, f"{reason}; {words}", error.filename) from error

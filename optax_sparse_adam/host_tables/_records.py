@@ -8,6 +8,7 @@ word. Records are for stores; a step gets an array of rows for each field.
 """
 
 import contextlib
+import errno
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ import numpy as np
 
 CHUNK = 1 << 24  # bytes of rows that are mapped at once
 WORD = 4  # bytes
+# On a full disk, beyond a quota, beyond a limit of the process (ulimit -f).
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Field(NamedTuple):
@@ -131,8 +134,8 @@ def naming(path: Path) -> Iterator[None]:
         raise type(error)(
             error.errno,
             f"{error.strerror}: rows of steps are kept, and written by the next call "
-            "for which there is room; a table, checkpoint or snapshot that was begun "
-            "is given up",
+            "for which there is room, while the trainer is open; a table, checkpoint "
+            "or snapshot that was begun is given up",
             str(path),
         ) from error
 

@@ -1,6 +1,5 @@
 """`HostTrainer`: `make_train_step` for parameters with tables on the host."""
 
-import errno
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from ._host_rows import HostRows
 from ._opening import begin_run, go_on
 from ._pipeline import Pipeline
 from ._plan import Plan
+from ._records import NO_ROOM
 from ._reset import BatchWithReset
 from ._snapshot import write_snapshot
 from ._spread import Spread
@@ -414,9 +414,9 @@ class HostTrainer:
         After a KeyboardInterrupt in it a second call gives back the rest.
 
         Raises:
-          OSError: If the disk has no room for what is pending. The trainer stays open:
-            make room, and call it again. After what else it raises, such as an error of
-            a `Storage`, it is closed: go on from the last checkpoint.
+          OSError: If the disk, or a quota, has no room for what is pending. The trainer
+            stays open: make room, and call it again. After what else it raises, such as
+            an error of a `Storage`, it is closed: go on from the last checkpoint.
         """
         rows = self._rows
         with rows.access.alone():
@@ -428,7 +428,7 @@ class HostTrainer:
                 rows.settle()
                 self._pipeline.close()
             except BaseException as error:
-                rows.is_open = getattr(error, "errno", None) == errno.ENOSPC
+                rows.is_open = getattr(error, "errno", None) in NO_ROOM
                 raise
             finally:
                 if not rows.is_open:

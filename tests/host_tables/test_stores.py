@@ -20,6 +20,7 @@ from optax_sparse_adam.host_tables import (
     _budget,
     _file,
     _host_rows,
+    _journal,
     _records,
 )
 from optax_sparse_adam.host_tables._records import Layout
@@ -268,6 +269,38 @@ def test_a_map_rows_for_which_there_is_no_room_tears_nothing(tmp_path, monkeypat
             trainer.map_rows(lambda p, s: (jax.tree.map(jnp.negative, p), s))
         monkeypatch.undo()
         assert_identical(np.array(trainer.params["table"]), rows)
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EFBIG])
+def test_what_is_beyond_a_quota_is_kept(tmp_path, monkeypatch, number):
+    """As on a full disk: `close` does not give it up."""
+    rows, _ = begin()
+    trainer = new_trainer(file=tmp_path / "x")
+    trainer.checkpoint(tmp_path / "run")
+
+    def write_at(*_):
+        raise OSError(number, "beyond the quota")
+
+    monkeypatch.setattr(_journal, "write_at", write_at)
+    with pytest.raises(OSError, match="beyond the quota"):
+        trainer.step(*next(batches(0, 1)))
+    with pytest.raises(OSError, match="beyond the quota"):
+        trainer.close()
+    monkeypatch.undo()
+    assert not np.array_equal(trainer.params["table"], rows)
+    trainer.close()
+
+
+def test_a_file_that_cannot_be_mapped(tmp_path, monkeypatch):
+    """As under `ulimit -v`: it says which table and how much, and leaves no file."""
+
+    def no_memory(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(_file.mmap, "mmap", no_memory)
+    with pytest.raises(OSError, match=r"table.*[\d,]+ bytes of address space.*Cannot"):
+        new_trainer(file=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
 
 
 def test_what_is_pending_on_a_full_disk_is_written_when_there_is_room(
