@@ -163,7 +163,17 @@ def coalesced_bcoo(
 
 
 def accumulator_dtype(*dtypes: DTypeLike) -> Any:
-    """The type to compute in: at least float32."""
+    """The type to compute in: at least float32.
+
+    Raises:
+      ValueError: For what are no numbers, such as random keys.
+    """
+    for dtype in dtypes:
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"Optimisers train numbers, got a parameter of {dtype}. Leave it out "
+                "with optax.masked or optax.partition."
+            )
 
     def wide(dtype: DTypeLike) -> Any:  # JAX promotes the float8 types to no other
         is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

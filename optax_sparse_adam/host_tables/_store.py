@@ -7,6 +7,7 @@ take them apart; rows come there `Ascending`.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NewType, Protocol
 
@@ -280,6 +281,7 @@ class View:
     def __init__(self, store: Store, layout: Layout, number: int, rows: int):
         field = layout.fields[number]
         self.shape, self.dtype = (rows, *field.shape), field.dtype
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self._store, self._layout, self._number = store, layout, number
 
     def __len__(self) -> int:

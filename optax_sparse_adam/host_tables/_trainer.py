@@ -397,7 +397,8 @@ class HostTrainer:
         """The parameters, with an array of NumPy for each leaf.
 
         Tables are read-only views of memory, or of the file; in one of several
-        processes, of the rows that belong to it. Others are copies.
+        processes, of the rows that belong to it. Others are copies. Of a `storage` it
+        is an object with rows, `view[ids]`, of which `np.asarray(view)` takes all.
         """
         return read_all(self._rows)[0]
 

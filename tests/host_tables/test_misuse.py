@@ -328,6 +328,7 @@ def test_views_of_a_storage_take_what_is_asked_for():
     rows, _ = begin()
     with new_trainer(storage=Dictionary()) as trainer:
         view = trainer.params["table"]
+        assert (view.shape, view.ndim, view.size) == (rows.shape, 2, rows.size)
         mask = np.arange(ROWS) % 7 == 0
         lists = (3, -1, np.int64(4), np.uint8(200), [3, 3, 1], [], [-1, 0], mask)
         for ids in (*lists, slice(5, 9), slice(None, None, -7), [[1, 2], [3, -300]]):

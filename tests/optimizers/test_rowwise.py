@@ -131,6 +131,13 @@ def test_elements_that_are_looked_up():
         tx.update(grad, tx.init(jnp.zeros(shape)))
 
 
+@pytest.mark.parametrize("make", [osa.rowwise_adagrad, osa.sparse_adafactor])
+def test_random_keys_are_no_parameters(make):
+    params = {"table": jnp.ones((4, 3)), "key": jax.random.key(0)}
+    with pytest.raises(ValueError, match=r"train numbers, .*key<fry>.*optax.masked"):
+        make(0.1).init(params)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mu_dtype", [None, "float32", "float16"])
 def test_types(mu_dtype):
