@@ -279,8 +279,8 @@ def rows_by_parameter(
         raise ValueError(
             f"{rule}, in a tree of {treedef.num_leaves} leaves; got one whose moments "
             "lie in another tree. Make the state by init of the same parameters, as "
-            "tx.init((a, b)) of several, or pass those that it was made of, of a Flax "
-            "module by argnums=nnx.DiffState(0, optimizer.wrt)."
+            "tx.init((a, b)) of several arguments, or pass those that it was made of "
+            "(in Flax argnums=nnx.DiffState(0, optimizer.wrt))."
         ) from None
 
     def check(arrays: dict[str, Any], shape: tuple[int, ...], what: str) -> None:

@@ -94,7 +94,7 @@ def check_transformation(inner: Any, name: str) -> None:
         raise TypeError(
             f"{name} takes an optax transformation, with `init` and `update`, got "
             f"{type(inner).__name__} {name_of_inner}. Call the function that makes "
-            f"one, as in {name}(optax.adam(1e-3))."
+            "one, as sparse_adam(1e-3) in place of sparse_adam."
         )
 
 

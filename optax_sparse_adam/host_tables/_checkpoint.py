@@ -237,7 +237,8 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
 
 
 def _refuse(path: Path, about: Any, expected: Any) -> None:
-    words = "of other parameters, of another optimiser, or of another jax_enable_x64"
+    words = "of other parameters, another optimiser, another place of tables (memory, "
+    words += "`file=`, `storage=`), or another jax_enable_x64"
     refuse_other(f"{path} is {words}", about, expected)
 
 

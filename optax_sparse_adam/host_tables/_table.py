@@ -41,7 +41,8 @@ class HostTable:
       storage: An object with the methods of `Storage`.
 
     Raises:
-      TypeError: For a type that is not floating, or that JAX would narrow.
+      TypeError: For a type that is not floating, or that JAX would narrow; for an
+        `init` that is no function, or a `storage` without its methods.
       ValueError: For no rows, or 2,147,483,647 and more of them; for both `file`
         and `storage`.
 
@@ -91,6 +92,18 @@ class HostTable:
             raise ValueError("HostTable takes `file` or `storage`, got both.")
         if self.file is not None and not Path(self.file).name:
             raise ValueError(f"HostTable needs the path of a file, got {self.file!r}.")
+        if self.init is not None and not callable(self.init):
+            raise TypeError(
+                "HostTable needs a function `init(first, last)`, got "
+                f"{type(self.init).__name__}. Of an array of all rows give "
+                "lambda first, last: rows[first:last]."
+            )
+        methods = (getattr(self.storage, x, None) for x in ("take", "put"))
+        if self.storage is not None and not all(map(callable, methods)):
+            raise TypeError(
+                "HostTable needs a `storage` with take(rows) and put(rows, records), "
+                f"got {type(self.storage).__name__}. See Storage."
+            )
         object.__setattr__(self, "shape", tuple(map(int, shape)))
         object.__setattr__(self, "dtype", dtype)
 
@@ -104,9 +117,11 @@ class HostTable:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            "A HostTable is no array: give it to HostTrainer among the parameters; "
-            "its rows are then in trainer.params."
+            "A HostTable is no array: give it to HostTrainer among the parameters, of "
+            "which the loss looks rows up; they are then in trainer.params."
         )
+
+    __getitem__ = __array__
 
 
 def rows_of_init(table: HostTable, name: str, first: int, count: int) -> np.ndarray:
@@ -117,7 +132,14 @@ def rows_of_init(table: HostTable, name: str, first: int, count: int) -> np.ndar
       ValueError: For rows of another shape.
     """
     assert table.init is not None
-    made = table.init(first, first + count)
+    try:
+        made = table.init(first, first + count)
+    except Exception as error:
+        error.add_note(
+            f"By `init({first}, {first + count})` of {name}, a function that returns "
+            "the rows from the one to before the other."
+        )
+        raise
     refuse_masked(made, f"`init` of {name}")
     values, dtype = np.asarray(made), table.dtype
     if values.dtype.kind == "V" and values.itemsize == dtype.itemsize:

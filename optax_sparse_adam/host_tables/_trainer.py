@@ -159,6 +159,11 @@ class HostTrainer:
         sparse: Sparse,
         mesh: Mesh | None,
     ) -> None:
+        if not callable(loss):
+            raise TypeError(
+                "HostTrainer needs a loss, a function (params, *batch), got "
+                f"{type(loss).__name__}."
+            )
         self._loss, self._params = loss, params
         self._rows = rows = HostRows(Plan(tx, params, Spread(mesh)))
         sparse = rows.plan.of_whole_tables(sparse)

@@ -251,6 +251,22 @@ def test_a_vmap_over_tables_and_ids_is_refused():
         (lambda: host.HostTable((5, 3), np.float64), TypeError, "jax_enable_x64"),
         (lambda: host.HostTable((5,), file="x", storage=1), ValueError, "both"),
         (lambda: np.asarray(host.HostTable((5, 3))), TypeError, "is no array"),
+        (lambda: host.HostTable((5, 3))[0], TypeError, "is no array"),
+        (
+            lambda: host.HostTable((5, 3), init=np.ones((5, 3))),
+            TypeError,
+            r"got ndarray\. .* lambda first, last: rows\[first:last\]",
+        ),
+        (
+            lambda: host.HostTable((5, 3), storage={}),
+            TypeError,
+            "take.rows. .* got dict",
+        ),
+        (
+            lambda: host.HostTrainer(None, TX, {"t": host.HostTable((5, 3))}),
+            TypeError,
+            "needs a loss, .* got NoneType",
+        ),
         (
             lambda: host.HostTrainer(loss, TX, {"w": jnp.ones(3)}),
             ValueError,
@@ -374,6 +390,13 @@ def test_map_rows_of_rows_of_two_tables(sizes):
         with pytest.raises(TypeError, match="incompatible shapes"):
             trainer.map_rows(both)
     assert_identical(arrays(trainer.params), ones)
+
+
+def test_a_note_says_how_init_was_called():
+    init = jax.nn.initializers.normal()
+    with pytest.raises(TypeError) as raised:
+        host.HostTrainer(loss, TX, {"t": host.HostTable((5, 3), init=init)})
+    assert "`init(0, 5)` of ['t'], a function" in raised.value.__notes__[0]
 
 
 def test_pieces_of_init_depend_on_the_shape_alone():

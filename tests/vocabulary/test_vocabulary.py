@@ -100,6 +100,8 @@ def test_strings_are_hashed_by_fnv_1a():
     ]
     assert osa.hash_keys("foobar") == known["foobar"]
     assert osa.hash_keys([]).shape == (0,)
+    with pytest.raises(TypeError, match=r"or bytes; .* NoneType .* need no hash"):
+        osa.hash_keys([None])
     assert osa.hash_keys(np.array(["", ""])).tolist() == [known[""]] * 2
     ascii_only = ["".join(map(chr, rng.integers(32, 127, n))) for n in range(20)]
     assert osa.hash_keys(np.array(ascii_only)).tolist() == [
