@@ -28,8 +28,9 @@ _DENSE_ONLY = (
     "their indices, too. For dense Adam's numbers take exact_adam or "
     "exact_adamw. Labels and masks that are functions see gradients; pass their "
     "trees: optax.partition(parts, labels(params)). In place of optax.MultiSteps, let "
-    "one gradient span the micro-batches, by a lax.scan in the loss. For dense "
-    "gradients, at the tables' price, pass sparse=False."
+    "one gradient span the micro-batches, by a lax.scan in the loss. A dense parameter "
+    "that the loss does not use has a row-sparse gradient, too: name the tables by "
+    "sparse=. For dense gradients, at the tables' price, pass sparse=False."
 )
 _SUMMED_ONLY = (
     "{name} gives row-sparse gradients to the optimiser as they are, and this one, or "
