@@ -35,9 +35,9 @@ class HostTable:
       file: A path, for a table in a file, which `HostTrainer` makes and
         `HostTrainer.restore` opens. Without `file` and `storage` it is in memory.
       init: `init(first, last)` returns the rows from `first` to before `last` of a new
-        table, for pieces of about 2**20 numbers that depend on the shape alone: drawn
-        with a seed of `first`, it is one table for all optimisers. Without, rows are
-        zeros, and a file takes no room on the disk until its rows are written.
+        table, for pieces of about a million numbers that depend on the shape alone:
+        drawn with a seed of `first`, it is one table for all optimisers. Without, rows
+        are zeros, and a file takes no room on the disk until its rows are written.
       storage: An object with the methods of `Storage`.
 
     Raises:
