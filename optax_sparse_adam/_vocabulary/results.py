@@ -1,12 +1,19 @@
 """What a `Vocabulary` returns: rows that can be padded, and what has changed."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 
 class FreshRows(np.ndarray):
-    """Rows of a table, `[n]` int32: an array of NumPy that can be padded."""
+    """Rows of a table, `[n]` int32: an array of NumPy that can be padded.
+
+    Attributes:
+      vocabulary: A weak reference to the one that they are of; `None` in copies.
+    """
+
+    vocabulary: Callable[[], object] | None = None
 
     def padded(self, least: int) -> np.ndarray:
         """The rows, and -1 after them, which is padding for `reset_rows`.

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -180,6 +181,7 @@ class Vocabulary(OneWriter):
                 evicted, keys = map(self._as_keys, (evicted, main.keys[fresh]))
                 rows = spread(rows, at, shape)
                 of_caller = fresh.copy().view(FreshRows)  # `undo` reads the other one
+                of_caller.vocabulary = weakref.ref(self)
                 result = Assignment(rows, of_caller, evicted, keys)
                 self._history.note(changes)
             except BaseException:  # before `find` may look again

@@ -14,8 +14,10 @@ when that is undone.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from .._vocabulary.results import FreshRows
 from .._vocabulary.vocabulary import Vocabulary
 from ._reset import BatchWithReset
 from ._stateful import Stateful
@@ -83,7 +85,8 @@ class Preparation:
           is_by_hand: Whether the caller may have assigned its keys.
 
         Raises:
-          ValueError: If a vocabulary has seen other keys than of the steps before.
+          ValueError: If a vocabulary has seen other keys than of the steps before; if
+            rows are of one that is not saved, beside others that are.
         """
         later = {k: x for k, x in self._marks.items() if k > done}
         self._marks = {done: self._mark(done), **later}
@@ -122,9 +125,29 @@ class Preparation:
                         "batches before, by undo or restore, or has made it grow. Go "
                         "on from a checkpoint."
                     )
+        self._refuse_others(item, is_seen=self._now() != mark)
         self._marks[step + 1] = self._now()
         self._changes = False
         return item
+
+    def _refuse_others(self, item: Any, *, is_seen: bool) -> None:
+        """Raises for rows of a vocabulary in the place of that which is saved.
+
+        As where a notebook makes it again, and `prepare` takes the new one. Of what is
+        `stateful` and no `Vocabulary`, it may be a part.
+        """
+        ids = item.ids if isinstance(item, BatchWithReset) else None
+        fresh = (x for x in jax.tree.leaves(ids) if isinstance(x, FreshRows))
+        others = [x.vocabulary for x in fresh if x.vocabulary is not None]
+        known = {id(x) for x in self._vocabs.values()}
+        may_be_part = is_seen and len(known) < len(self._stateful)
+        if known and not may_be_part and any(id(x()) not in known for x in others):
+            raise ValueError(
+                "Rows that begin again are of a Vocabulary that is not in `stateful`, "
+                f"which has {sorted(self._vocabs)}: a checkpoint would have the keys "
+                "of another one. Was it made again? Give HostTrainer the one that "
+                "assigns, or go on from a checkpoint."
+            )
 
     def settle(self, step: int) -> None:
         """Vocabularies are what they were before this step, if `prepare` changes them.

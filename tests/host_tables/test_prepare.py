@@ -345,6 +345,42 @@ def test_batches_that_are_not_tuples_and_what_prepare_returns():
         host.HostTrainer(fun, TX, params, prepare=3)
 
 
+@pytest.mark.parametrize("name", ["keys", "stream"])
+def test_a_vocabulary_that_is_not_the_one_that_is_saved(name):
+    """As where a cell of a notebook makes it again, and `prepare` reads a global."""
+
+    def prepare(step, keys):
+        rows, fresh, _ = vocab.assign(keys, step)
+        values = np.zeros((len(fresh), 2), np.float32)
+        return host.BatchWithReset(rows, {"table": fresh}, {"table": values})
+
+    class Stream:
+        def arrays_before(self, step):
+            return {"step": np.asarray(step)}
+
+        def restore(self, arrays):
+            raise NotImplementedError
+
+    def fun(params, ids):
+        return jnp.sum(params["table"][ids])
+
+    vocab, params = osa.Vocabulary(9), {"table": host.HostTable((9, 2))}
+    stateful = {"keys": vocab} | ({"stream": Stream()} if name == "stream" else {})
+    with host.HostTrainer(
+        fun, TX, params, prepare=prepare, stateful=stateful
+    ) as trainer:
+        trainer.step(np.array([5, 7]))
+        saved, vocab = vocab, osa.Vocabulary(9)
+        with pytest.raises(ValueError, match=r"not in `stateful`.*made again"):
+            trainer.step(np.array([5, 8]))
+        vocab = saved
+        trainer.step(np.array([5, 8]))
+        assert trainer.steps == 2
+    with host.HostTrainer(fun, TX, params, prepare=prepare) as trainer:
+        vocab = osa.Vocabulary(9)  # which somebody else saves
+        trainer.step(np.array([5, 7]))
+
+
 def test_keywords_of_a_step_go_to_the_loss():
     def fun(params, ids, scale):
         return scale * jnp.sum(params["table"][ids])
