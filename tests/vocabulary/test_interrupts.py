@@ -164,4 +164,6 @@ def test_failures_need_no_more_memory():
     for n in range(20):
         with pytest.raises(ValueError, match="NaN"):
             vocab.assign(np.arange(1000 * n, 1000 * n + 60) + 10**6, 6)
-    assert len(vocab._contents.main.index._slots) == slots
+    # By its random hash one index in 300 is twice as large, one in 1e7 more than four
+    # times; one that grew by each failure would be a million times.
+    assert len(vocab._contents.main.index._slots) <= 4 * slots
