@@ -198,15 +198,10 @@ def _bytes(function: str, array: np.ndarray) -> tuple[np.ndarray, ...]:
         ) from None
     for part in parts:
         if not isinstance(part, bytes):
-            is_hash = function == "hash_keys"
             raise TypeError(
-                f"{function} needs {'strings or bytes' if is_hash else _KEYS}; got an "
-                f"array of objects with {type(part).__name__} {part!r} in it. "
-                + (
-                    "Integers of 64 bits need no hash."
-                    if is_hash
-                    else "Of integers make an array of int64 or uint64."
-                )
+                f"{function} takes strings or bytes in an array of objects, got one "
+                f"with {type(part).__name__} {part!r} in it. Integers need an array of "
+                "int64 or uint64, and no hash."
             )
     lengths = np.array([len(part) for part in parts], np.int64)
     flat = np.frombuffer(b"".join(parts), np.uint8)

@@ -134,6 +134,38 @@ def test_whole_table_in_a_loop_and_after_it(stop):
 
 
 @pytest.mark.slow
+def test_what_a_loop_of_unknown_length_meets():
+    """Random keys, a mutable array, and effects, each once and in order."""
+    table, state = trained_table()
+    shown = []
+
+    def walk(table, key):
+        total = jax.new_ref(jnp.zeros(()))
+
+        def step(carry):
+            key, row, steps = carry
+            key, own = jax.random.split(key)
+            total[...] += jnp.sum(table[row])
+            jax.debug.callback(lambda x: shown.append(int(x)), row, ordered=True)
+            return key, jax.random.randint(own, (), 0, len(table)), steps + 1
+
+        jax.lax.while_loop(lambda c: c[2] < 5, step, (key, jnp.asarray(0), 0))
+        return total[...]
+
+    key = jax.random.key(0)
+    expected = jax.block_until_ready(walk(osa.flush(table, state)[0], key))
+    jax.effects_barrier()
+    rows = [*shown]
+    assert len(rows) == 5
+    for way in (lambda f: f, jax.jit):
+        shown.clear()
+        read = way(lambda t, s, key: osa.evaluate(walk, read=s)(t, key))
+        assert_close(read(table, state, key), expected, 1e-6)
+        jax.effects_barrier()
+        assert shown == rows
+
+
+@pytest.mark.slow
 def test_every_shape_is_evaluated():
     def loss(p, ids):
         return sum(jnp.sum(x[ids] ** 2) for x in p.values())

@@ -376,6 +376,10 @@ def test_a_vocabulary_that_is_not_the_one_that_is_saved(name):
         vocab = saved
         trainer.step(np.array([5, 8]))
         assert trainer.steps == 2
+    with host.HostTrainer(fun, TX, params, stateful=stateful) as trainer:
+        vocab = osa.Vocabulary(9)  # by hand
+        with pytest.raises(ValueError, match=r"not in `stateful`.*made again"):
+            trainer.step(prepare(0, np.array([5, 8])))
     with host.HostTrainer(fun, TX, params, prepare=prepare) as trainer:
         vocab = osa.Vocabulary(9)  # which somebody else saves
         trainer.step(np.array([5, 7]))
