@@ -319,5 +319,5 @@ def test_other_state_that_becomes_float64(tmp_path):
         assert expected.inner_states["w"].inner_state[0].mu["w"].dtype == np.float64
         with host.HostTrainer.restore(tmp_path / "run", squares, tx, params) as trainer:
             assert_identical(jax.tree.map(np.array, trainer.state), expected)
-    with pytest.raises(ValueError, match="or of another jax_enable_x64"):
+    with pytest.raises(ValueError, match="or another jax_enable_x64"):
         host.HostTrainer.restore(tmp_path / "run", squares, tx, params)
