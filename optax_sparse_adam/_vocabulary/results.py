@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .options import as_integer
+
 
 class FreshRows(np.ndarray):
     """Rows of a table, `[n]` int32: an array of NumPy that can be padded.
@@ -21,10 +23,14 @@ class FreshRows(np.ndarray):
         Args:
           least: The shortest length. A longer one is this times 2, 4, 8, ..., so that a
             compiled function meets few shapes.
+
+        Raises:
+          TypeError: If `least` is no integer.
+          ValueError: If it is below 1.
         """
-        if least < 1:
-            raise ValueError(f"padded needs a length of at least 1, got {least}.")
-        size = least
+        size = as_integer("padded needs a length", least)
+        if size < 1:
+            raise ValueError(f"padded needs a length of at least 1, got {size}.")
         while size < len(self):
             size *= 2
         result = np.full(size, -1, self.dtype)

@@ -59,6 +59,11 @@ def described(
     names: Described = {}
     arrays: list[np.ndarray] = []
     for name, state in states.items():
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"A checkpoint has arrays by name of stateful[{name!r}], a dictionary "
+                f"from its arrays_before; got {state!r} of {type(state).__name__}."
+            )
         names[name] = []
         for key, value in state.items():
             if type(key) is not str:

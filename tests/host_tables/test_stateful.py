@@ -205,15 +205,22 @@ def test_what_has_no_state_is_refused(tmp_path):
                 trainer.run([], ahead=ahead)
 
 
-@pytest.mark.parametrize("dtype", [object, [("a", "<i4")]])
-def test_a_checkpoint_holds_numbers_only(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"rows": np.zeros(2, object)}, r"rows of stateful\['others'\]"),
+        ({"rows": np.zeros(2, [("a", "<i4")])}, r"rows of stateful\['others'\]"),
+        (None, r"by name of stateful\['others'\], .* got None of NoneType"),
+    ],
+    ids=["objects", "fields", "none"],
+)
+def test_a_checkpoint_holds_numbers_only(state, words, tmp_path):
     """Not what could be saved and not be read again."""
 
     class Others(Losses):
         def arrays_before(self, step):
-            return {"rows": np.zeros(2, dtype)}
+            return state
 
-    words = r"rows of stateful\['others'\]"
     with (
         trainer_of(tmp_path, {"others": Others()}) as trainer,
         pytest.raises(TypeError, match=words),

@@ -387,6 +387,10 @@ def test_padded_rows_have_few_lengths():
     assert fresh[:65].padded(64).shape == (128,)
     with pytest.raises(ValueError, match="at least 1"):
         fresh.padded(0)
+    with pytest.raises(
+        TypeError, match=r"padded needs a length as an integer, got 64\.0"
+    ):
+        fresh.padded(64.0)
 
 
 # --- steps ---
