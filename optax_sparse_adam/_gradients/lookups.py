@@ -8,6 +8,8 @@ index. For a table `[1000, 8]`:
     t[ids]                           [3, 1], axis 0        [1, 8]    ids
     t[ids, cols]                     [3, 2], axes 0, 1     [1, 1]    ids, cols
     dynamic_slice(t, (i, 0), (2, 8)) [[i, 0], [i + 1, 0]]  [1, 8]    i, i + 1
+
+A `vmap` over the `i` of a slice is a gather of windows [2, 8]: these become rows, too.
 """
 
 import dataclasses
@@ -325,6 +327,32 @@ def lookup_of_rows(
     return Lookup(shape, out, params, indices, sharding=sharding, is_padded=padded)
 
 
+def lookup_of_gather(eqn: JaxprEqn, shape: tuple[int, ...], indices: Any) -> Lookup:
+    """What a gather reads; windows of several rows that are clamped, row by row."""
+    out: Any = eqn.outvars[0].aval
+    lookup = Lookup(shape, out.shape, eqn.params, indices)
+    dims, window, mode = lookup.dims, lookup.window, lookup.params["mode"]
+    # Windows of rows, but not of all: axis 0 is the first of the offsets in the result,
+    # and becomes the last of the indices there.
+    is_clamped = mode in (Mode.CLIP, Mode.PROMISE_IN_BOUNDS)
+    if not is_clamped or 0 not in dims.start_index_map or window[0] in (0, 1, shape[0]):
+        return lookup
+    place, *rest = dims.offset_dims
+    if place != indices.ndim - 1:
+        return lookup
+    collapsed = (0, *dims.collapsed_slice_dims)
+    dims = dims._replace(offset_dims=(*rest,), collapsed_slice_dims=collapsed)
+    params, axes = _params(dims, (1, *window[1:]), Bounds()), dims.start_index_map
+    if isinstance(indices, jax.Array | np.ndarray):
+        limits = [shape[axis] - window[axis] for axis in axes]
+        starts = _start_ids(jnp.asarray(indices), limits, clamps=True)
+        indices = _row_by_row(starts, window[0], axes.index(0))
+    else:  # in a plan only its type
+        *batch, width = indices.shape
+        indices = jax.ShapeDtypeStruct((*batch, window[0], width), jnp.int32)
+    return Lookup(shape, out.shape, params, indices, sharding=_sharding(eqn))
+
+
 def lookup_of_slice(
     eqn: JaxprEqn, shape: tuple[int, ...], starts: Sequence[Any] | None
 ) -> Lookup | None:
@@ -351,10 +379,15 @@ def lookup_of_slice(
     if starts is not None:
         starts = starts or [*map(jnp.uint32, eqn.params["start_indices"])]
         indices = _indices_of_slice(shape, window, starts)
+    return Lookup(shape, window, params, indices, constant, _sharding(eqn))
+
+
+def _sharding(eqn: JaxprEqn) -> NamedSharding | None:
+    """Of the result, if Explicit axes split the table."""
     table: Any = eqn.invars[0].aval
+    out: Any = eqn.outvars[0].aval
     is_split = any(partitions_of(table.sharding.spec))
-    sharding = out.sharding if is_split and out.sharding.mesh.explicit_axes else None
-    return Lookup(shape, window, params, indices, constant, sharding)
+    return out.sharding if is_split and out.sharding.mesh.explicit_axes else None
 
 
 def _params(numbers: Any, sizes: Any, bounds: Bounds) -> dict[str, Any]:
@@ -368,20 +401,24 @@ def _indices_of_slice(
 ) -> jax.Array:
     """Where a slice reads, row by row; as `dynamic_slice` does, it is clamped."""
     limits = [size - part for size, part in zip(shape, window, strict=True)]
-    first = _start_ids(
-        jnp.stack([*map(jnp.asarray, starts)])[None], limits, clamps=True
-    )
-    rows = first[:, :1] + jnp.arange(window[0], dtype=first.dtype)[:, None]
-    columns = jnp.broadcast_to(first[:, 1:], (window[0], len(shape) - 1))
-    return jnp.concatenate([rows, columns], axis=1)
+    first = _start_ids(jnp.stack([*map(jnp.asarray, starts)]), limits, clamps=True)
+    return _row_by_row(first, window[0], 0)
+
+
+def _row_by_row(starts: jax.Array, count: int, column: int) -> jax.Array:
+    """Indices `[..., count, k]` of windows' rows; `column` of the starts is axis 0."""
+    step = np.zeros((count, starts.shape[-1]), starts.dtype)
+    step[:, column] = np.arange(count)
+    return starts[..., None, :] + np.expand_dims(step, tuple(range(starts.ndim - 1)))
 
 
 def _start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
-    """Indices `[n, k]` in the type that all ids have from here on; clamped, or not."""
+    """Indices `[..., k]` in the type that all ids have from here on, clamped or not."""
     indices = narrow_ids(indices, max(limits) + 1)
     if not clamps:
         return indices
-    last = np.minimum([limits], jnp.iinfo(indices.dtype).max)
+    last = np.minimum(limits, jnp.iinfo(indices.dtype).max)
+    last = np.expand_dims(last, tuple(range(indices.ndim - 1)))
     return jnp.clip(
         indices, np.zeros_like(last, indices.dtype), last.astype(indices.dtype)
     )

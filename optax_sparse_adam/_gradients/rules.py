@@ -7,6 +7,7 @@ name in `_jax_extras.jaxprs` only.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,7 +40,13 @@ from .expressions import (
     merge,
     operands_first,
 )
-from .lookups import Lookup, lookup_of_rows, lookup_of_slice, reads_rows
+from .lookups import (
+    Lookup,
+    lookup_of_gather,
+    lookup_of_rows,
+    lookup_of_slice,
+    reads_rows,
+)
 from .reading import look_up
 from .rules_bags import look_up_bags
 from .walk import Results, Rule, Walk
@@ -138,11 +145,13 @@ def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
         return NotImplemented
     aval: Any = eqn.invars[1].aval
     indices = aval if walk.is_plan else ids
-    lookup = Lookup(value.shape, _out(eqn).shape, eqn.params, indices)
+    lookup = lookup_of_gather(eqn, value.shape, indices)
     # `sort` and `take_along_axis`, which gather single elements, are lookups only where
     # nothing is differentiated.
     if value.leaves and not reads_rows(lookup):
         return NotImplemented
+    if lookup.indices is not indices:
+        _show_bounds(walk, eqn, value, [ids])
     return _look_up(walk, eqn, value, lookup)
 
 
@@ -150,11 +159,19 @@ def _slice(walk: Walk, eqn: JaxprEqn, value: Any, *starts: Any) -> Results:
     lookup = lookup_of_slice(eqn, value.shape, None if walk.is_plan else starts)
     if lookup is None:
         return NotImplemented
-    sources = [x.source for x in operands_first([value]) if x.source is not None]
-    if starts and sources and not walk.is_plan:
-        bound = functools.partial(bind, eqn.primitive)
-        show_bounds(bound, sources[0].array, starts, eqn.params)
+    if starts:
+        _show_bounds(walk, eqn, value, starts)
     return _look_up(walk, eqn, value, lookup)
+
+
+def _show_bounds(
+    walk: Walk, eqn: JaxprEqn, value: Expression, indices: Sequence[Any]
+) -> None:
+    """Of an equation whose lookup has its indices clamped."""
+    sources = [x.source for x in operands_first([value]) if x.source is not None]
+    if sources and not walk.is_plan:
+        bound = functools.partial(bind, eqn.primitive)
+        show_bounds(bound, sources[0].array, indices, eqn.params)
 
 
 def _look_up_rows(

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from .sharding import partitions_of
+
 
 def unchecked(
     function: Callable[..., Any],
@@ -62,8 +64,10 @@ def show_bounds(
     collapsed: Sequence[int] = ()
     if "dimension_numbers" in params:
         collapsed = params["dimension_numbers"].collapsed_slice_dims
+    # JAX gathers an axis that Explicit axes split as a whole only.
+    split = partitions_of(jax.typeof(table).sharding.spec)
     sizes = tuple(
-        size if axis == 0 or axis in collapsed else 0
+        size if axis == 0 or axis in collapsed or split[axis] else 0
         for axis, size in enumerate(params["slice_sizes"])
     )
     gather(table, *indices, **params | {"slice_sizes": sizes})

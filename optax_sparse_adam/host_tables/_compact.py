@@ -43,6 +43,7 @@ from .._gradients.expressions import (
 )
 from .._gradients.lookups import (
     Lookup,
+    lookup_of_gather,
     lookup_of_rows,
     lookup_of_slice,
     reads_rows,
@@ -244,10 +245,8 @@ def _look_up_rows(
 def _gather(walk: Walk, eqn: JaxprEqn, value: Any, ids: Any) -> Results:
     if not isinstance(value, Expression) or isinstance(ids, Expression):
         return NotImplemented
-    out: Any = eqn.outvars[0].aval
     aval: Any = eqn.invars[1].aval
-    indices = aval if walk.is_plan else ids
-    lookup = Lookup(value.shape, out.shape, eqn.params, indices)
+    lookup = lookup_of_gather(eqn, value.shape, aval if walk.is_plan else ids)
     is_refused = value.leaves and 0 in lookup.dims.operand_batching_dims
     if is_table_on_device(value) or not (reads_rows(lookup) or is_refused):
         return NotImplemented

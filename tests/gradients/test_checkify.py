@@ -28,6 +28,11 @@ LOOKUPS = {
     "scalar": (lambda t, i: t[i], 49, 50),
     "scaled": (lambda t, i: (2 * t)[i], [3, 49], [3, 50]),
     "dynamic slice": (lambda t, i: lax.dynamic_slice_in_dim(t, i, 3), 47, 48),
+    "windows": (
+        lambda t, i: jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 3))(i),
+        [0, 47],
+        [0, 48],
+    ),
     "dynamic index": (lambda t, i: lax.dynamic_index_in_dim(t, i), 49, 50),
     "stack of tables": (stack_of_tables, [[3, 3], [3, 49]], [[3, 3], [3, 50]]),
     "scan": (

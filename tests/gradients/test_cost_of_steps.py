@@ -54,6 +54,10 @@ LOOKUPS = {
     "take of a scalar": (lambda t, i: jnp.take(t, i, axis=0), ()),
     "dynamic index": (lambda t, i: lax.dynamic_index_in_dim(t, i), ()),
     "dynamic slice": (lambda t, i: lax.dynamic_slice_in_dim(t, i, 3), ()),
+    "windows": (
+        lambda t, i: jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 3)[1])(i),
+        (7,),
+    ),
     "scaled, scalar": (lambda t, i: (2 * t)[i], ()),
     "one": (lambda t, i: t[i], (1,)),
     "many": (lambda t, i: t[i], (7,)),

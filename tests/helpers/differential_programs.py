@@ -98,11 +98,7 @@ NOT_BY_JAX = {
     "scanned over": {"under vmap"},
     "rows scanned over": {"under vmap"},
 }
-# A branch for each id, and a slice for each batch.
-DENSE_AROUND = {
-    ("made in a branch", "under vmap"),
-    ("slice of the table", "under vmap"),
-}
+DENSE_AROUND = {("made in a branch", "under vmap")}  # a branch for each id
 
 
 # Extended types: Flax's scales for float8 add up by the maximum.

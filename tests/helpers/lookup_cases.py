@@ -30,6 +30,11 @@ def integers(p, ids):
     return square(jnp.where(numbers > 8, 2 * rows, rows), p["w"])
 
 
+def windows(t, ids):
+    """Two rows from each id on; JAX clamps where they begin."""
+    return jax.vmap(jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 2)))(ids)
+
+
 VECTOR = {"t": (R,), "w": (3,)}
 DEEP = {"t": (R, 2, 4), "w": (4,)}
 MANY = np.arange(20) % 7  # more ids than a table of ROWS has rows
@@ -160,6 +165,16 @@ LOOKUPS = {
     "dynamic_slice of a scaled table": lookup(
         lambda t, i: lax.dynamic_slice_in_dim(2 * t, i, 3), 3, ids=4
     ),
+    "windows": lookup(windows, 12),
+    "windows of columns": lookup(
+        lambda t, i: jax.vmap(
+            lambda k: lax.dynamic_slice(2 * t, (k, jnp.int32(1)), (2, 2)), out_axes=1
+        )(i),
+        12,
+        params={"t": (R, 4), "w": (2,)},
+        ids=[1, 2, 1, 0, -1, 0],
+    ),
+    "windows of a vector": lookup(windows, 12, params={"t": (R,), "w": (2,)}),
     "axis -2": lookup(lambda t, i: jnp.take(t, i, axis=-2)),
     # one row at a constant index
     "static index": lookup(lambda t, i: t[-1], 1),
@@ -237,6 +252,17 @@ DENSE = {
     "static index and a slice": lambda p, i: square(p["t"][:3] * p["t"][3:4], p["w"]),
     "each row by a static index": lambda p, i: sum(
         square(p["t"][row], p["w"]) for row in range(-3, 13)
+    ),
+    "windows that may be filled": lambda p, i: square(
+        lax.gather(
+            p["t"],
+            i[..., None],
+            lax.GatherDimensionNumbers((2, 3), (), (0,)),
+            (3, 4),
+            mode="fill",
+            fill_value=2,
+        ),
+        p["w"],
     ),
     "matmul, then lookup": lambda p, i: square((p["t"] @ jnp.diag(p["w"]))[i], p["w"]),
     "transpose": lambda p, i: square(p["t"].T[i % 4, :4], p["w"]),

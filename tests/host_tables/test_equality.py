@@ -178,6 +178,9 @@ MODELS = {
     "negative ids": lambda t, ids, y: (t[ids - ROWS] ** 2).sum(),
     "filled": _padded,
     "dynamic slice": lambda t, ids, y: lax.dynamic_slice(t, (ids[0], 2), (1, 3)).sum(),
+    "windows": lambda t, ids, y: (
+        jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 3))(ids) ** 2
+    ).sum(),
     "single row": lambda t, ids, y: (t[ids[0]] ** 2).sum(),
     "columns": lambda t, ids, y: (t[ids, ids % DIM] ** 2).sum(),
     "scaled": lambda t, ids, y: (jnp.tanh(2 * t)[ids] ** 2).sum(),
