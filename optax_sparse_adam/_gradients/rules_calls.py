@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._jax_extras.jaxprs import name_and_params, scan_sizes
-from .._jax_extras.varying_axes import vary
+from .._jax_extras.varying_axes import axes_of_type, vary
 from .._rows.padding import row_bounds
 from .backward_slice import CALLS, as_closed, computed
 from .expressions import Expression, arrays_among, merge
@@ -148,22 +148,29 @@ def while_loop(walk: Walk, eqn: JaxprEqn, *args: Any) -> Results:
     """
     if any(isinstance(x, Expression) and x.leaves for x in args):
         return NotImplemented
-    if walk.is_plan:
-        return [None] * len(eqn.outvars)
     params = eqn.params
     first, inner = params["cond_nconsts"], params["body_nconsts"]
+    test = params["cond_jaxpr"].out_avals[0]
+    # In `shard_map` what the flags of a `vmap` choose varies as they do. JAX makes such
+    # a loop of a carry that varies less, and refuses to trace it.
+    is_batched, varying = bool(test.shape), {*axes_of_type(test)}
+    carried = (x.aval for x in eqn.invars[first + inner :])
+    if is_batched and any(varying - {*axes_of_type(x)} for x in carried):
+        return NotImplemented
+    if walk.is_plan:
+        return [None] * len(eqn.outvars)
     of_test, of_body = args[:first], args[first : first + inner]
     # A carried table that no step changes is a constant, unless the test reads it.
     carry = [walk.dense(x) for x in args[first + inner :]]
 
     def running(carry: Sequence[Any]) -> jax.Array:
-        test = params["cond_jaxpr"]
-        result: jax.Array = walk.evaluate_inside(test, [*of_test, *carry], ())[0][0]
+        found, _ = walk.evaluate_inside(params["cond_jaxpr"], [*of_test, *carry], ())
+        result: jax.Array = found[0]
         return result
 
     def step(carry: Sequence[Any]) -> Any:
         new, _ = walk.evaluate_inside(params["body_jaxpr"], [*of_body, *carry], ())
-        if not params["cond_jaxpr"].out_avals[0].shape:
+        if not is_batched:
             return new
         # Under `vmap` each loop stops by itself.
         return [*map(functools.partial(_chosen, running(carry)), new, carry)]

@@ -177,6 +177,50 @@ def test_loops_that_end_each_by_itself():
             assert_close(read(table, ids), expected, 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT])
+def test_loops_that_end_each_by_itself_on_each_device(axis_type):
+    """What they carry varies over less axes than their test, where nobody varies it."""
+
+    def walk(table, row):
+        def goes_on(carry):
+            return (carry[0] < 6) & (table[carry[1], 0] < 1)
+
+        def step(carry):
+            return carry[0] + 1, (carry[1] * 3 + 1) % ROWS
+
+        return lax.while_loop(goes_on, step, (0, row))[1]
+
+    def walks(read, table, ids):
+        return read(jax.vmap(partial(walk, table)))(ids)
+
+    def on_each(read, table, ids):
+        fun, specs = partial(walks, read), (P(), P("x"))
+        return jax.shard_map(fun, in_specs=specs, out_specs=P("x"))(table, ids)
+
+    def as_it_is(fun):
+        return fun
+
+    def loss(table, ids):
+        found = on_each(as_it_is, table, ids)
+        out = P("x") if axis_type == EXPLICIT else None
+        return jnp.sum(table.at[found].get(out_sharding=out) ** 3)
+
+    _, (same, ids) = start(make_mesh(axis_type), P())
+    expected = walks(as_it_is, jnp.asarray(same), ids[:, 0])
+    with jax.set_mesh(make_mesh(axis_type)):
+        table = jax.device_put(same, P())
+        begin = jax.device_put(ids[:, 0], P("x"))
+        for fun in (
+            osa.evaluate(partial(on_each, as_it_is)),
+            partial(on_each, osa.evaluate),
+        ):
+            np.testing.assert_array_equal(jax.jit(fun)(table, begin), expected)
+        grad = sparse_grad(loss)(table, begin)
+    dense = jax.grad(lambda t: jnp.sum(t[expected] ** 3))(jnp.asarray(same))
+    assert_close(to_dense(grad), dense, 1e-6)
+
+
 LAYOUTS = [((), P("x")), ((), P(("x", "y"))), ((WIDTH,), P("x", "y")), ((WIDTH,), P())]
 
 
