@@ -65,7 +65,8 @@ def evaluated(
             host.settle()
             traced, static = split_keywords(fun, keywords)
             batch = args, traced
-            rows = host.fetch(ids(host.rest, batch, static, "The batch of evaluate"))
+            asked = ids(host.rest, batch, static, "The batch of evaluate")
+            rows = host.fetch(asked, is_of_step=False)
             named = tuple(sorted(static.items()))
             result, looked_up = program(
                 named, host.rest, rows.arrays, (rows.padded, rows.residuals), batch

@@ -92,6 +92,16 @@ def _no_room(words: str) -> Iterator[None]:
         raise OSError(error.errno, f"{reason}; {words}", error.filename) from error
 
 
+def _size(count: int, most: int, blocks: int) -> int:
+    """How many rows a block gets for so many, of at most `most`.
+
+    Programs are compiled for each number: it is rounded up to eighths of what each of
+    so many blocks has of as many rows.
+    """
+    part = max(1, -(-most // (8 * blocks)))
+    return max(1, min(most, -(-count // part) * part))
+
+
 class HostRows:
     """Rows in their stores, and those that have not reached them yet.
 
@@ -106,7 +116,8 @@ class HostRows:
       budget: Bytes that the process may hold, pages of files included, or `None`.
       steps: How many steps have been done.
       sizes: How many rows a block of a step gets, by the table, the most that it may
-        get, and the number of blocks.
+        get, and the number of blocks. Padding may count in a mean: what is read between
+        steps has sizes of its own.
       version: Grows whenever rows change by other means than steps.
       torn: Why what there is belongs to no step, or `None`.
       is_open: Whether steps may still be done.
@@ -135,6 +146,7 @@ class HostRows:
         self._value: Any = None
         self._unstored: collections.deque[BatchRows] = collections.deque()
         self.sizes: dict[tuple[int, ...], int] = {}
+        self._sizes_of_reads: dict[tuple[int, ...], int] = {}
         fields = itertools.chain.from_iterable(x.fields for x in plan.layouts)
         self._wide_fields = [x for x in fields if x.dtype.itemsize > WORD]
         self.reset_program = Program(functools.partial(program_of, plan))
@@ -217,9 +229,10 @@ class HostRows:
 
     # From the stores.
 
-    def fetch(self, batch: Batch) -> BatchRows:
+    def fetch(self, batch: Batch, *, is_of_step: bool = True) -> BatchRows:
         """The rows of a batch, from the host."""
         self._check_memory()
+        sizes = self.sizes if is_of_step else self._sizes_of_reads
         unique, padded, arrays = [], [], []
         for k, (table, rows) in enumerate(zip(batch.tables, batch.rows(), strict=True)):
             cut = table.partition.cut(rows)
@@ -229,7 +242,9 @@ class HostRows:
             # At least two, if there are: a transformation may see that a table has one
             # row, as optax.adaptive_grad_clip, which takes it for a vector.
             most = min(max(2, count), table.partition.block_rows)
-            size = self._size(k, max(2, *map(len, cut)), most, len(cut))
+            key = k, most, len(cut)
+            size = max(_size(max(2, *map(len, cut)), most, len(cut)), sizes.get(key, 0))
+            sizes[key] = size  # it never becomes less for batches with as many ids
             unique.append(table.partition.own(cut))
             padded.append(table.partition.padded(cut, size))
             arrays.append(self._read(k, unique[-1], size))
@@ -245,19 +260,6 @@ class HostRows:
             *(unique, padded, arrays, self.steps, batch.fingerprint, residuals),
             reset=reset,
         )
-
-    def _size(self, k: int, count: int, most: int, blocks: int) -> int:
-        """How many rows a block of a step gets for so many, of at most `most`.
-
-        Programs are compiled for each number: it is rounded up to eighths of what each
-        of so many blocks has of as many rows, and never becomes less for batches with
-        as many ids.
-        """
-        part = max(1, -(-most // (8 * blocks)))
-        size = max(1, min(most, -(-count // part) * part))
-        key = k, most, blocks
-        self.sizes[key] = size = max(size, self.sizes.get(key, 0))
-        return size
 
     def take(self, rows: Sequence[Sequence[Ascending]], size: int) -> list[list[Any]]:
         """Arrays of rows in blocks, each with zeros after them up to `size`."""

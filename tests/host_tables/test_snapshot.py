@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_sparse_adam as osa
@@ -67,6 +68,35 @@ def test_it_answers_as_evaluate_and_changes_nothing(name, where, tmp_path, monke
     assert isinstance(table, np.memmap)
     assert not table.flags.writeable
     np.testing.assert_allclose(table[ids] @ w, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("as_optax_expects")
+def test_what_is_read_between_steps_pads_none_of_them(tmp_path):
+    """A mean over rows counts padding, where a batch has more ids than rows."""
+    parts = optax.scale_by_adam(), optax.clip_by_block_rms(0.5), optax.scale(-0.01)
+    tx, (rows, w) = osa.lazy(optax.chain(*parts)), begin((40, DIM))
+    made = list(batches(0, 6, rows=12, ids=64))
+
+    def begun():
+        return host_params(rows, w)
+
+    with host.HostTrainer(loss, tx, begun()) as trainer:
+        values = [*map(np.asarray, trainer.run(made))]
+        expected = np.array(trainer.params["table"])
+    with host.HostTrainer(loss, tx, begun()) as trainer:
+        seen = []
+        for value in trainer.run(made):
+            seen.append(np.asarray(value))
+            if len(seen) == 2:
+                trainer.evaluate(predict)(np.arange(64) % 40)
+                trainer.snapshot(tmp_path / "new")
+                trainer.checkpoint(tmp_path / "run")
+        assert_identical((seen, np.array(trainer.params["table"])), (values, expected))
+    with host.HostTrainer.restore(tmp_path / "run", loss, tx, begun()) as trainer:
+        seen = [*map(np.asarray, trainer.run(made[2:]))]
+        assert_identical(
+            (seen, np.array(trainer.params["table"])), (values[2:], expected)
+        )
 
 
 def begin_with(rows, dtype):
