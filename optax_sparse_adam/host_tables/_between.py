@@ -66,7 +66,8 @@ def evaluated(
             traced, static = split_keywords(fun, keywords)
             batch = args, traced
             asked = ids(host.rest, batch, static, "The batch of evaluate")
-            rows = host.fetch(asked, is_of_step=False)
+            rows = host.fetch(asked, host.sizes_of_reads)
+            host.sizes_of_reads.update(rows.sizes)
             named = tuple(sorted(static.items()))
             result, looked_up = program(
                 named, host.rest, rows.arrays, (rows.padded, rows.residuals), batch

@@ -62,6 +62,7 @@ class BatchRows(NamedTuple):
         `Spread.sent_back`.
       reset: Of rows that begin again before the step: where they are among `padded`,
         and their values, on the device.
+      sizes: What `HostRows.sizes` has of this batch when it has been trained.
     """
 
     unique: list[list[Ascending]]
@@ -73,6 +74,7 @@ class BatchRows(NamedTuple):
     looked_up: Any = 0
     back: Sequence[Sequence[Sequence[jax.Array]]] = ()
     reset: Any = None
+    sizes: Mapping[tuple[int, ...], int] = {}
 
 
 _KEPT = "these are kept, and written by the next call for which there is room"
@@ -116,8 +118,9 @@ class HostRows:
       budget: Bytes that the process may hold, pages of files included, or `None`.
       steps: How many steps have been done.
       sizes: How many rows a block of a step gets, by the table, the most that it may
-        get, and the number of blocks. Padding may count in a mean: what is read between
-        steps has sizes of its own.
+        get, and the number of blocks. Padding may count in a mean: they are those of
+        steps that have been done, and no other batch has changed them.
+      sizes_of_reads: Likewise, of what is read between steps.
       version: Grows whenever rows change by other means than steps.
       torn: Why what there is belongs to no step, or `None`.
       is_open: Whether steps may still be done.
@@ -146,7 +149,7 @@ class HostRows:
         self._value: Any = None
         self._unstored: collections.deque[BatchRows] = collections.deque()
         self.sizes: dict[tuple[int, ...], int] = {}
-        self._sizes_of_reads: dict[tuple[int, ...], int] = {}
+        self.sizes_of_reads: dict[tuple[int, ...], int] = {}
         fields = itertools.chain.from_iterable(x.fields for x in plan.layouts)
         self._wide_fields = [x for x in fields if x.dtype.itemsize > WORD]
         self.reset_program = Program(functools.partial(program_of, plan))
@@ -229,10 +232,10 @@ class HostRows:
 
     # From the stores.
 
-    def fetch(self, batch: Batch, *, is_of_step: bool = True) -> BatchRows:
-        """The rows of a batch, from the host."""
+    def fetch(self, batch: Batch, known: Mapping[tuple[int, ...], int]) -> BatchRows:
+        """The rows of a batch, from the host; `known` are the sizes before it."""
         self._check_memory()
-        sizes = self.sizes if is_of_step else self._sizes_of_reads
+        sizes: dict[tuple[int, ...], int] = {}
         unique, padded, arrays = [], [], []
         for k, (table, rows) in enumerate(zip(batch.tables, batch.rows(), strict=True)):
             cut = table.partition.cut(rows)
@@ -243,7 +246,7 @@ class HostRows:
             # row, as optax.adaptive_grad_clip, which takes it for a vector.
             most = min(max(2, count), table.partition.block_rows)
             key = k, most, len(cut)
-            size = max(_size(max(2, *map(len, cut)), most, len(cut)), sizes.get(key, 0))
+            size = max(_size(max(2, *map(len, cut)), most, len(cut)), known.get(key, 0))
             sizes[key] = size  # it never becomes less for batches with as many ids
             unique.append(table.partition.own(cut))
             padded.append(table.partition.padded(cut, size))
@@ -259,6 +262,7 @@ class HostRows:
         return BatchRows(
             *(unique, padded, arrays, self.steps, batch.fingerprint, residuals),
             reset=reset,
+            sizes=sizes,
         )
 
     def take(self, rows: Sequence[Sequence[Ascending]], size: int) -> list[list[Any]]:
@@ -323,6 +327,7 @@ class HostRows:
         while self._results:
             rows, (self.rest, arrays, self._value, looked_up) = self._results[0]
             self.steps = rows.step + 1
+            self.sizes.update(rows.sizes)
             back = self.plan.spread.sent_back(arrays)
             self._keep(rows._replace(arrays=arrays, back=back, looked_up=looked_up))
             self._results.popleft()

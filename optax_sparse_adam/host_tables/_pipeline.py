@@ -256,7 +256,7 @@ class Pipeline:
             number = rows.steps
             item = rows.preparation.batch(number, item, done=number, is_by_hand=True)
             batch = self._drawn(item, f"Batch {number}", keywords)
-            value = self._advance(batch, rows.fetch(batch))
+            value = self._advance(batch, rows.fetch(batch, rows.sizes))
             rows.settle()
         finally:
             rows.preparation.settle(rows.steps_done)
@@ -315,13 +315,15 @@ class Pipeline:
                         batch = source.take()
                         if fetched is None or rows.state != state:
                             rows.settle()  # the first one, or the caller has changed it
-                            fetched, before = rows.fetch(batch), None
+                            fetched, before = rows.fetch(batch, rows.sizes), None
                         # Asked before the step, which a CPU may run in this thread.
                         following = source.peek(0)
                         x64: bool = config.jax_enable_x64
+                        sizes = {**rows.sizes, **fetched.sizes}
                         rows.work = worker
                         work = worker.submit(
-                            self._beside, x64, rows.unstored, following, drawn - 1
+                            *(self._beside, x64, rows.unstored),
+                            *(following, drawn - 1, sizes),
                         )
                         value = self._advance(batch, fetched, before)
                         state, kept = rows.state, rows.unstored
@@ -355,20 +357,18 @@ class Pipeline:
                     self._left = source.left
                     self._source = None
 
-    def _beside(
-        self,
-        x64: bool,
-        results: Sequence[BatchRows],
-        following: Sequence[Batch],
-        num_advised: int,
-    ) -> BatchRows | None:
+    def _beside(self, x64: bool, *work: Any) -> BatchRows | None:
         """What the thread does during a step."""
         # The caller's setting may be that of its thread: rows would become float32.
         with jax.enable_x64(x64):
-            return self._write_and_fetch(results, following, num_advised)
+            return self._write_and_fetch(*work)
 
     def _write_and_fetch(
-        self, results: Sequence[BatchRows], following: Sequence[Batch], num_advised: int
+        self,
+        results: Sequence[BatchRows],
+        following: Sequence[Batch],
+        num_advised: int,
+        sizes: Mapping[tuple[int, ...], int],
     ) -> BatchRows | None:
         rows = self._rows
         rows.write(results)
@@ -381,7 +381,7 @@ class Pipeline:
                     store.advise(block)
         if not following or following[0].needs_params:
             return None
-        return rows.fetch(following[0])
+        return rows.fetch(following[0], sizes)
 
     def _advance(
         self, batch: Batch, rows: BatchRows, before: BatchRows | None = None

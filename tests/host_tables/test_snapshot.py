@@ -71,32 +71,40 @@ def test_it_answers_as_evaluate_and_changes_nothing(name, where, tmp_path, monke
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-def test_what_is_read_between_steps_pads_none_of_them(tmp_path):
-    """A mean over rows counts padding, where a batch has more ids than rows."""
+def test_steps_are_padded_as_if_they_were_alone(tmp_path):
+    """A mean over rows counts padding, where a batch has more ids than rows.
+
+    What is read between steps, drawn and not trained, or refused, has changed nothing.
+    """
     parts = optax.scale_by_adam(), optax.clip_by_block_rms(0.5), optax.scale(-0.01)
     tx, (rows, w) = osa.lazy(optax.chain(*parts)), begin((40, DIM))
     made = list(batches(0, 6, rows=12, ids=64))
+    wide = np.arange(64) % 40, made[0][1]
 
     def begun():
         return host_params(rows, w)
 
-    with host.HostTrainer(loss, tx, begun()) as trainer:
+    def trained(trainer, made):
         values = [*map(np.asarray, trainer.run(made))]
-        expected = np.array(trainer.params["table"])
+        return values, np.array(trainer.params["table"])
+
+    with host.HostTrainer(loss, tx, begun()) as trainer:
+        values, expected = trained(trainer, made)
     with host.HostTrainer(loss, tx, begun()) as trainer:
         seen = []
-        for value in trainer.run(made):
+        for value in trainer.run([*made[:2], wide]):
             seen.append(np.asarray(value))
             if len(seen) == 2:
-                trainer.evaluate(predict)(np.arange(64) % 40)
-                trainer.snapshot(tmp_path / "new")
-                trainer.checkpoint(tmp_path / "run")
-        assert_identical((seen, np.array(trainer.params["table"])), (values, expected))
+                break
+        trainer.evaluate(predict)(wide[0])
+        trainer.snapshot(tmp_path / "new")
+        with pytest.raises(TypeError):
+            trainer.step(wide[0], wide[1][1:])
+        trainer.checkpoint(tmp_path / "run")
+        rest = trained(trainer, made[2:])
+        assert_identical((seen, rest), (values[:2], (values[2:], expected)))
     with host.HostTrainer.restore(tmp_path / "run", loss, tx, begun()) as trainer:
-        seen = [*map(np.asarray, trainer.run(made[2:]))]
-        assert_identical(
-            (seen, np.array(trainer.params["table"])), (values[2:], expected)
-        )
+        assert_identical(trained(trainer, made[2:]), rest)
 
 
 def begin_with(rows, dtype):
