@@ -135,7 +135,9 @@ class Lookup:
             # a slice says it. Axes of length 1 that stand for all columns are whole.
             spec = partitions_of(self.sharding.spec)
             batch = len(self.out) - len(self.dims.offset_dims)
-            pairs = zip(spec, self.out[:batch] + sizes[1:], self.out, strict=True)
+            single = self.dims.collapsed_slice_dims + self.dims.operand_batching_dims
+            inner = [size for axis, size in enumerate(sizes) if axis not in single]
+            pairs = zip(spec, (*self.out[:batch], *inner), self.out, strict=True)
             whole = PartitionSpec(*(x if n == m else None for x, n, m in pairs))
             gather: Any = jax.sharding.auto_axes(
                 functools.partial(lax.gather, **params),

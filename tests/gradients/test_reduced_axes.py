@@ -310,3 +310,39 @@ def test_slices_of_stale_rows(name, spec):
     expected = SLICES[name](jnp.asarray(np.asarray(now)), 2)
     assert_close(np.asarray(got), np.asarray(expected), TOLERANCE["float32"].numpy)
     assert np.any(np.asarray(params)[2:4] != np.asarray(now)[2:4])  # they are stale
+
+
+def of_columns(t, i):
+    starts = jnp.stack([i, i % 8], axis=1)
+    numbers = lax.GatherDimensionNumbers((1, 2), (1,), (0, 1))
+    return lax.gather(t, starts, numbers, (4, 1, 8), mode="clip")
+
+
+def by_batches(t, i):
+    starts = jnp.stack([i] * 8, axis=1)[..., None]
+    numbers = lax.GatherDimensionNumbers((2, 3), (), (0,), (1,), (1,))
+    return lax.gather(t, starts, numbers, (4, 1, 8), mode="clip")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [of_columns, by_batches])
+def test_windows_of_deep_rows(windows):
+    """Some axes have one element in each, and have none in the result."""
+    tx, ids = osa.exact_adam(0.1), np.arange(6) * 7 - 2
+    rows = np.random.default_rng(0).normal(size=(40, 8, 8)).astype(np.float32)
+
+    def loss(t, i):
+        return jnp.sum(jnp.sin(windows(t, i)))
+
+    def trained(table, ids):
+        state, step = tx.init(table), osa.make_train_step(loss, tx)
+        for shift in range(3):
+            table, state, _ = step(table, state, ids + 3 * shift)
+        grad = osa.grad(loss, read=state)(table, ids)
+        assert hasattr(grad, "indices")
+        return total(grad), osa.evaluate(windows, read=state)(table, ids)
+
+    expected = trained(jnp.asarray(rows), jnp.asarray(ids))
+    got = trained(jax.device_put(rows, P(None, None, "x")), jnp.asarray(ids))
+    for x, y in zip(got, expected, strict=True):
+        assert_close(np.asarray(x), np.asarray(y), TOLERANCE["float32"].numpy)
