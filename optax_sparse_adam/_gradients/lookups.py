@@ -123,13 +123,19 @@ class Lookup:
         """The gather, of at least two rows: see `_rows.gather_scatter.take_rows`.
 
         The array has the table's shape, but for axes of length 1 that stand for all
-        columns, as those of `exact_adam`'s steps `[rows, 1]`; XLA clamps indices there.
+        columns, as those of `exact_adam`'s steps `[rows, 1]`.
         """
         sizes = tuple(map(min, self.window, array.shape))
         params = self.params | {"slice_sizes": sizes}
         lengths = zip(array.shape, self.shape, strict=True)
         one = [axis for axis, (n, m) in enumerate(lengths) if n != m]
         params["dimension_numbers"] = _collapsed(self.dims, one)
+        # Along these axes there is index 0 alone, and checkify reports others.
+        is_one = [axis in one for axis in self.dims.start_index_map]
+        indices = self.indices
+        if any(is_one):
+            flags = np.expand_dims(is_one, tuple(range(indices.ndim - 1)))
+            indices = jnp.where(flags, 0, indices)
         if self.sharding is not None:
             # A gather over split axes needs to be told how its result lies; the type of
             # a slice says it. Axes of length 1 that stand for all columns are whole.
@@ -144,8 +150,8 @@ class Lookup:
                 axes=self.sharding.mesh.explicit_axes,
                 out_sharding=NamedSharding(self.sharding.mesh, whole),
             )
-            return jnp.asarray(gather(array, self.indices))
-        return gather_windows(array, self.indices, **params)
+            return jnp.asarray(gather(array, indices))
+        return gather_windows(array, indices, **params)
 
     def read_whole(self, delta: jax.Array) -> jax.Array:
         """`read` of the delta of a whole leaf."""
@@ -181,9 +187,7 @@ class Lookup:
         indices = self.indices
         if self.is_padded:  # clamped here: checkify asks for no mode
             indices = narrow_ids(indices, self.shape[0])
-            last = min(self.shape[0] - 1, jnp.iinfo(indices.dtype).max)
-            limits = np.asarray([0, last], indices.dtype)
-            indices = jnp.clip(indices, *limits)
+            indices = jnp.clip(indices, *_as_ids([0, self.shape[0] - 1], indices.dtype))
         rows = read(dataclasses.replace(self, params=params, indices=indices))
         fill = jnp.asarray(self.params["fill_value"], rows.dtype)
         return self.where_inside(rows, fill)
@@ -256,7 +260,7 @@ class Lookup:
 
     def _is_inside(self) -> jax.Array:
         """Whether each index starts a window that lies in the table."""
-        limits = np.asarray(self._limits, self._starts.dtype)
+        limits = _as_ids(self._limits, self._starts.dtype)
         return _are_inside(self._starts, limits)
 
 
@@ -276,7 +280,7 @@ def _collapsed(dims: Any, one: Sequence[int]) -> Any:
     )
 
 
-def _are_inside(starts: jax.Array, limits: np.ndarray) -> jax.Array:
+def _are_inside(starts: jax.Array, limits: Any) -> jax.Array:
     return jnp.all((starts >= 0) & (starts <= limits[None]), axis=-1)
 
 
@@ -419,8 +423,14 @@ def _start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Ar
     indices = narrow_ids(indices, max(limits) + 1)
     if not clamps:
         return indices
-    last = np.minimum(limits, jnp.iinfo(indices.dtype).max)
-    last = np.expand_dims(last, tuple(range(indices.ndim - 1)))
-    return jnp.clip(
-        indices, np.zeros_like(last, indices.dtype), last.astype(indices.dtype)
-    )
+    last = _as_ids(limits, indices.dtype)
+    last = last.reshape((1,) * (indices.ndim - 1) + last.shape)
+    return jnp.clip(indices, jnp.zeros_like(last), last)
+
+
+def _as_ids(sizes: Sequence[Any], dtype: Any) -> Any:
+    """Sizes in a type of ids, which has a largest number: `[len(sizes)]`."""
+    if all(isinstance(x, int) for x in sizes):
+        return np.minimum(sizes, jnp.iinfo(dtype).max).astype(dtype)
+    # A symbolic size, of `jax.export`, is a number of the program.
+    return jnp.stack([jnp.asarray(x, dtype) for x in sizes])

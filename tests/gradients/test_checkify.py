@@ -35,6 +35,12 @@ LOOKUPS = {
     ),
     "dynamic index": (lambda t, i: lax.dynamic_index_in_dim(t, i), 49, 50),
     "stack of tables": (stack_of_tables, [[3, 3], [3, 49]], [[3, 3], [3, 50]]),
+    "columns": (lambda t, i: t[i, 1:3], [3, 49], [3, 50]),
+    "slice of columns": (
+        lambda t, i: lax.dynamic_slice(t, (i, jnp.int32(2)), (3, 2)),
+        47,
+        48,
+    ),
     "scan": (
         lambda t, i: lax.scan(lambda c, j: (c + t[j], None), jnp.zeros(WIDTH), i)[0],
         [3, 49, 3],
@@ -125,9 +131,11 @@ LOOKUPS_TWICE = [
     slow_but(LOOKUPS_TWICE, ("scan", "plain"), ("many", "kernel")),
     indirect=["backend"],
 )
-def test_lookups(name, backend):
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_lookups(name, backend, is_stale):
     read, inside, outside = LOOKUPS[name]
-    step = checked(read, FINAL["sparse_adam"].make(0.1))
+    optimizer = OPTIMIZERS["exact_adam" if is_stale else "sparse_adam"].make(0.1)
+    step = checked(read, optimizer, is_stale=is_stale)
     assert step(inside) is None
     assert "out-of-bounds indexing" in (step(outside) or "no error")
 

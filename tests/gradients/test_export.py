@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
+from jax import export, lax
 
 import optax_sparse_adam as osa
 from optax_sparse_adam.native import _library
@@ -266,6 +266,51 @@ def test_free_columns(shape, mode, monkeypatch):
         args = table(columns), ids(5, 2)
         expected = with_mode(mode)(*args)
         np.testing.assert_allclose(program.call(*args), expected, rtol=1e-6)
+
+
+READS = {
+    "rows": lambda t, i: t[i],
+    "columns": lambda t, i: t[i, 1:3],
+    "take": lambda t, i: jnp.nan_to_num(jnp.take(t, i + 30, axis=0), nan=3.0),
+    "fill": lambda t, i: t.at[i + 30].get(mode="fill", fill_value=2),
+    "slice": lambda t, i: lax.dynamic_slice_in_dim(t, i[0], 4),
+    "windows": lambda t, i: jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 4))(i),
+}
+
+
+@pytest.mark.slow
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize("name", READS)
+def test_free_rows(name):
+    """Of a server whose table grows, with stale rows and without."""
+    tx = osa.exact_adam(0.1)
+
+    def trained(rows):
+        values = np.random.default_rng(rows).normal(size=(rows, COLUMNS))
+        table = jnp.asarray(values, jnp.float32)
+        step, state = osa.make_train_step(loss, tx), tx.init(table)
+        for number in (4, 5):
+            table, state, _ = step(table, state, ids(number) % rows)
+        return table, state
+
+    def free(tree):
+        """Its rows, in all arrays that have some."""
+        shapes = [x.shape for x in jax.tree.leaves(tree)]
+        names = [", ".join(["v", *map(str, x[1:])]) for x in shapes]
+        return [x if y[:1] == (40,) else "" for x, y in zip(names, shapes, strict=True)]
+
+    def reads(tree, ids):
+        table, state = tree
+        with_state = osa.evaluate(READS[name], read=state)(table, ids)
+        return with_state, osa.evaluate(READS[name])(table, ids)
+
+    known = trained(40)
+    program = exported(reads, (known, ids(3)), [*free(known), ""], ["v >= 8"])
+    for rows in (40, 50, 33):
+        args = trained(rows), ids(3)
+        got, wanted = program.call(*args), jax.jit(reads)(*args)
+        for one, other in zip(got, wanted, strict=True):
+            assert_close(one, other, TOLERANCE["float32"].numpy)
 
 
 @pytest.mark.slow
