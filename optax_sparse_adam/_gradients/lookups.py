@@ -337,10 +337,13 @@ def lookup_of_gather(eqn: JaxprEqn, shape: tuple[int, ...], indices: Any) -> Loo
     """What a gather reads; windows of several rows that are clamped, row by row."""
     out: Any = eqn.outvars[0].aval
     lookup = Lookup(shape, out.shape, eqn.params, indices)
-    dims, window, mode = lookup.dims, lookup.window, lookup.params["mode"]
+    dims, window, is_clamped = (
+        lookup.dims,
+        lookup.window,
+        eqn.params["mode"] == Mode.CLIP,
+    )
     # Windows of rows, but not of all: axis 0 is the first of the offsets in the result,
     # and becomes the last of the indices there.
-    is_clamped = mode in (Mode.CLIP, Mode.PROMISE_IN_BOUNDS)
     if not is_clamped or 0 not in dims.start_index_map or window[0] in (0, 1, shape[0]):
         return lookup
     place, *rest = dims.offset_dims

@@ -35,6 +35,11 @@ def windows(t, ids):
     return jax.vmap(jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 2)))(ids)
 
 
+def raw_windows(t, ids, **mode):
+    numbers = lax.GatherDimensionNumbers((2, 3), (), (0,))
+    return lax.gather(t, ids[..., None], numbers, (3, 4), **mode)
+
+
 VECTOR = {"t": (R,), "w": (3,)}
 DEEP = {"t": (R, 2, 4), "w": (4,)}
 MANY = np.arange(20) % 7  # more ids than a table of ROWS has rows
@@ -254,15 +259,11 @@ DENSE = {
         square(p["t"][row], p["w"]) for row in range(-3, 13)
     ),
     "windows that may be filled": lambda p, i: square(
-        lax.gather(
-            p["t"],
-            i[..., None],
-            lax.GatherDimensionNumbers((2, 3), (), (0,)),
-            (3, 4),
-            mode="fill",
-            fill_value=2,
-        ),
-        p["w"],
+        raw_windows(p["t"], i + 13, mode="fill", fill_value=2), p["w"]
+    ),
+    # JAX reads clamped ones, and gives them no gradient.
+    "windows that break a promise": lambda p, i: square(
+        raw_windows(p["t"], i + 13), p["w"]
     ),
     "matmul, then lookup": lambda p, i: square((p["t"] @ jnp.diag(p["w"]))[i], p["w"]),
     "transpose": lambda p, i: square(p["t"].T[i % 4, :4], p["w"]),
