@@ -38,7 +38,7 @@ from ._row_tables import (
     tables_of,
     write,
 )
-from ._rows.checks import leaves_like
+from ._rows.checks import leaves_like, new_rows_like
 
 Params = TypeVar("Params")
 State = TypeVar("State")
@@ -307,19 +307,9 @@ def reset_rows(
     tables = tables_of(verb, params, ids)
     refuse_repeated(tables)
     owners = _of_state(tx, params, state, tables, verb)
-    # In place of what is ignored, a subtree or a leaf, stands that of the parameters.
     treedef: Any = jax.tree.structure(params)
-    try:
-        rows = jax.tree.map(
-            lambda x, param, new: param if x is None else new,
-            *(ids, params, rows),
-            is_leaf=lambda x: x is None,
-        )
-    finally:  # a wrong tree is refused in these words
-        leaves = leaves_like(treedef, rows, "The rows", "parameters")
-    new_rows = [
-        None if x is None else row for x, row in zip(tables, leaves, strict=True)
-    ]
+    pairs = zip(tables, new_rows_like(params, ids, rows), strict=True)
+    new_rows = [None if x is None else row for x, row in pairs]
     check(verb, params, tables, new_rows)
     after = _order_after(new_rows)
     shapes = tuple(shape_of(verb, x) for x in jax.tree.leaves(params))

@@ -68,6 +68,20 @@ def leaves_like(treedef: Any, tree: Any, what: str, other: str) -> list[Any]:
     )
 
 
+def new_rows_like(params: Any, ids: Any, rows: Any) -> list[Any]:
+    """The leaves of rows at those of parameters, which stand where there are no ids."""
+    try:
+        rows = jax.tree.map(
+            lambda x, param, new: param if x is None else new,
+            *(ids, params, rows),
+            is_leaf=lambda x: x is None,
+        )
+    finally:  # a wrong tree is refused in these words
+        treedef = jax.tree.structure(params)
+        leaves = leaves_like(treedef, rows, "The rows", "parameters")
+    return leaves
+
+
 def check_dense(grads: Any, name: str, call: str) -> None:
     """Raises `TypeError` if a leaf of the gradients is a BCOO."""
     if any(map(is_bcoo, jax.tree.leaves(grads, is_leaf=is_bcoo))):

@@ -39,7 +39,7 @@ def checked_options(
       TypeError: If a number is no integer, or the padding no key.
       ValueError: If one is out of range, or the score unknown.
     """
-    if not callable(score) and score not in SCORES:
+    if not callable(score) and not (isinstance(score, str) and score in SCORES):
         raise ValueError(
             'Vocabulary needs a score "last", "hits" or a function of both, got '
             f"{score!r}."

@@ -99,6 +99,12 @@ def refuse_others(x: Any, batch: str) -> None:
         )
 
 
+def check_function(x: Any, needs: str) -> None:
+    """Raises, with what is needed in front, if it can not be called."""
+    if not callable(x):
+        raise TypeError(f"{needs}, got {type(x).__name__}.")
+
+
 def is_committed(x: Any) -> bool:
     """Whether an array was put on a device, from which JAX does not move it."""
     return isinstance(x, jax.Array) and x.committed

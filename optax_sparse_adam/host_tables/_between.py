@@ -17,7 +17,13 @@ import numpy as np
 from .._gradients.evaluate import evaluate
 from .._jax_extras.jaxprs import FlatJaxpr
 from .._rows.stale import contains_stale
-from ._arguments import as_arrays, refuse_program, split_keywords, type_of
+from ._arguments import (
+    as_arrays,
+    check_function,
+    refuse_program,
+    split_keywords,
+    type_of,
+)
 from ._by_row import treats_rows_alone
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds
@@ -40,6 +46,7 @@ def evaluated(
     host: HostRows, fun: Callable[..., Any], *, is_alone: bool = False
 ) -> Callable[..., Any]:
     """See `HostTrainer.evaluate`; `is_alone`: for who has waited for others before."""
+    check_function(fun, "evaluate needs a function (params, *args)")
     plan, few = host.plan, compact(fun, host.plan.tables)
     ids = RowIds(fun, plan)
 
@@ -85,6 +92,7 @@ def evaluated(
 
 def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     """See `HostTrainer.map_rows`."""
+    check_function(function, "map_rows needs a function (params, state)")
     host.check(changes=True)
     host.settle_before("map_rows")
     plan = host.plan

@@ -14,7 +14,7 @@ import numpy as np
 
 from .._row_tables import native_dtype, refuse_repeated, tables_of
 from .._row_verbs import reset_rows
-from .._rows.checks import leaves_like
+from .._rows.checks import new_rows_like
 
 _FEWEST = 64  # a program is compiled for this, and twice, four times, ... as many rows
 
@@ -96,12 +96,7 @@ def reset_of(plan: Any, params: Any, ids: Any, rows: Any) -> Reset:
                 "HostTrainer.reset_rows resets rows of HostTables, got ids for "
                 f"{table.path} of the parameters, which is none. Put None there."
             )
-    tree = jax.tree.map(
-        lambda x, param, new: param if x is None else new,
-        *(ids, params, rows),
-        is_leaf=lambda x: x is None,
-    )
-    new = leaves_like(jax.tree.structure(params), tree, "The rows", "parameters")
+    new = new_rows_like(params, ids, rows)
     reset = Reset([], [])
     for host, i in zip(plan.hosts, plan.tables, strict=True):
         table = tables[i]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from .._gradients.value_and_grad import Sparse
 from ._access import transfers
-from ._arguments import begun, split_keywords
+from ._arguments import begun, check_function, split_keywords
 from ._between import evaluated, map_rows, read_all, reset
 from ._checkpoint import save
 from ._host_rows import HostRows
@@ -159,11 +159,7 @@ class HostTrainer:
         sparse: Sparse,
         mesh: Mesh | None,
     ) -> None:
-        if not callable(loss):
-            raise TypeError(
-                "HostTrainer needs a loss, a function (params, *batch), got "
-                f"{type(loss).__name__}."
-            )
+        check_function(loss, "HostTrainer needs a loss, a function (params, *batch)")
         self._loss, self._params = loss, params
         self._rows = rows = HostRows(Plan(tx, params, Spread(mesh)))
         sparse = rows.plan.of_whole_tables(sparse)

@@ -106,11 +106,16 @@ def test_what_cannot_be_begun_changes_nothing():
         ({"table": None, "w": np.array([1])}, new, "rows of HostTables, got ids for"),
         ([np.array([1, 2])], new, "a prefix of the parameters'"),
         ({"table": np.array([1, 2, 3]), "w": None}, new, "a row for each of the 3 ids"),
+        ({"table": np.array([1, 2]), "w": None}, new["table"], "The rows .* structure"),
     ]
     with host.HostTrainer(loss, osa.sparse_adam(0.1), host_params(rows, w)) as trainer:
         for ids, values, words in wrong:
             with pytest.raises(ValueError, match=words):
                 trainer.reset_rows(ids, values)
+        with pytest.raises(TypeError, match=r"map_rows needs a function .* NoneType"):
+            trainer.map_rows(None)
+        with pytest.raises(TypeError, match=r"evaluate needs a function .* int"):
+            trainer.evaluate(3)
         trainer.reset_rows({"table": np.array([-1, ROWS]), "w": None}, new)
         np.testing.assert_array_equal(trainer.params["table"], rows)
 

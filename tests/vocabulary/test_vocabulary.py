@@ -368,6 +368,7 @@ def test_a_score_that_cannot_be_ordered_changes_nothing():
         ({"waiting": 0}, "waiting from 1"),
         ({"tombstones": -1}, "tombstones from 0"),
         ({"score": "lru"}, "'lru'"),
+        ({"score": ["last"]}, "function of both, got .'last'."),
     ],
     ids=str,
 )
