@@ -337,28 +337,32 @@ def lookup_of_gather(eqn: JaxprEqn, shape: tuple[int, ...], indices: Any) -> Loo
     """What a gather reads; windows of several rows that are clamped, row by row."""
     out: Any = eqn.outvars[0].aval
     lookup = Lookup(shape, out.shape, eqn.params, indices)
-    dims, window, is_clamped = (
-        lookup.dims,
-        lookup.window,
-        eqn.params["mode"] == Mode.CLIP,
+    dims, window = lookup.dims, lookup.window
+    # Windows of rows, but not of all: the axis of rows is the first of the offsets in
+    # the result, and becomes the last of the indices there.
+    batches = dims.operand_batching_dims
+    row = next((axis for axis in range(len(shape)) if axis not in batches), 0)
+    if (
+        eqn.params["mode"] != Mode.CLIP
+        or row not in dims.start_index_map
+        or window[row] in (0, 1, shape[row])
+        or dims.offset_dims[0] != indices.ndim - 1
+    ):
+        return lookup
+    dims = dims._replace(
+        offset_dims=dims.offset_dims[1:],
+        collapsed_slice_dims=(row, *dims.collapsed_slice_dims),
     )
-    # Windows of rows, but not of all: axis 0 is the first of the offsets in the result,
-    # and becomes the last of the indices there.
-    if not is_clamped or 0 not in dims.start_index_map or window[0] in (0, 1, shape[0]):
-        return lookup
-    place, *rest = dims.offset_dims
-    if place != indices.ndim - 1:
-        return lookup
-    collapsed = (0, *dims.collapsed_slice_dims)
-    dims = dims._replace(offset_dims=(*rest,), collapsed_slice_dims=collapsed)
-    params, axes = _params(dims, (1, *window[1:]), Bounds()), dims.start_index_map
+    count, axes = window[row], dims.start_index_map
+    sizes = tuple(1 if axis == row else size for axis, size in enumerate(window))
+    params = _params(dims, sizes, Bounds())
     if isinstance(indices, jax.Array | np.ndarray):
         limits = [shape[axis] - window[axis] for axis in axes]
         starts = _start_ids(jnp.asarray(indices), limits, clamps=True)
-        indices = _row_by_row(starts, window[0], axes.index(0))
+        indices = _row_by_row(starts, count, axes.index(row))
     else:  # in a plan only its type
         *batch, width = indices.shape
-        indices = jax.ShapeDtypeStruct((*batch, window[0], width), jnp.int32)
+        indices = jax.ShapeDtypeStruct((*batch, count, width), jnp.int32)
     return Lookup(shape, out.shape, params, indices, sharding=_sharding(eqn))
 
 

@@ -243,7 +243,11 @@ class Snapshot:
         restored(folder, parts, about["stateful"], held[len(dense) :], some=True)
 
     def evaluate(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun(params, *args)`, as `HostTrainer.evaluate`, and to the same bits.
+        """`fun(params, *args)`, as `HostTrainer.evaluate`, on rows of the same bits.
+
+        What is computed of rows of `exact_adam` may differ by their rounding: a trainer
+        brings them up to date in the program of `fun`, where XLA may keep more bits of
+        a row in bfloat16 than the files have.
 
         Args:
           fun: Any function that JAX can trace; what it returns may not hold a table.

@@ -207,6 +207,12 @@ LOOKUPS = {
         params={"t": (2, R, 4), "w": (4,)},
         n_sparse=2,
     ),
+    "stack of tables, windows": lookup(
+        jax.vmap(lambda t, i: jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 2))(i)),
+        12,
+        params={"t": (2, R, 4), "w": (4,)},
+        n_sparse=2,
+    ),
     "stack of scaled tables": lookup(
         lambda t, i: jax.vmap(lambda t, j: (2 * t)[j])(t, i),
         params={"t": (2, R, 4), "w": (4,)},
