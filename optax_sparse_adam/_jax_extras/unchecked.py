@@ -55,19 +55,19 @@ def show_bounds(
     indices: Sequence[Any],
     params: dict[str, Any],
 ) -> None:
-    """Reads nothing at these indices, for `checkify.index_checks` to check them.
+    """Reads at these indices what nobody uses, for `checkify.index_checks` to check.
 
     checkify has a rule for a gather and for a dynamic_slice, and sees neither what a
-    kernel reads nor that an index has been clamped. A slice without columns has the
-    same bounds, and XLA drops it. (tests/gradients/test_checkify.py)
+    kernel reads nor that an index has been clamped. A gather without the columns that
+    no index names has the same bounds, and XLA drops what is left.
+    (tests/gradients/test_checkify.py)
     """
-    collapsed: Sequence[int] = ()
-    if "dimension_numbers" in params:
-        collapsed = params["dimension_numbers"].collapsed_slice_dims
-    # JAX gathers an axis that Explicit axes split as a whole only.
-    split = partitions_of(jax.typeof(table).sharding.spec)
-    sizes = tuple(
-        size if axis == 0 or axis in collapsed or split[axis] else 0
-        for axis, size in enumerate(params["slice_sizes"])
-    )
-    gather(table, *indices, **params | {"slice_sizes": sizes})
+    if (dims := params.get("dimension_numbers")) is not None:
+        kept = {*dims.start_index_map, *dims.collapsed_slice_dims}
+        kept |= {*dims.operand_batching_dims}
+        # JAX gathers an axis that Explicit axes split as a whole only.
+        split = partitions_of(jax.typeof(table).sharding.spec)
+        sizes = enumerate(params["slice_sizes"])
+        columns = [size if axis in kept or split[axis] else 0 for axis, size in sizes]
+        params = params | {"slice_sizes": (*columns,)}
+    gather(table, *indices, **params)

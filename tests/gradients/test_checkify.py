@@ -19,6 +19,12 @@ TABLE = jnp.ones((ROWS, WIDTH))
 
 stack_of_tables = jax.vmap(lambda t, i: t[i])
 
+
+@jax.vmap
+def stack_of_windows(t, i):
+    return jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 3))(i)
+
+
 # What is read, ids in bounds, and ids out of bounds.
 LOOKUPS = {
     "many": (lambda t, i: t[i], [3, 49, 3], [3, 50, 3]),
@@ -34,7 +40,13 @@ LOOKUPS = {
         [0, 48],
     ),
     "dynamic index": (lambda t, i: lax.dynamic_index_in_dim(t, i), 49, 50),
+    "columns out of bounds": (
+        lambda t, i: lax.dynamic_slice(t, (jnp.int32(2), i), (3, 2)),
+        WIDTH - 2,
+        WIDTH - 1,
+    ),
     "stack of tables": (stack_of_tables, [[3, 3], [3, 49]], [[3, 3], [3, 50]]),
+    "stack of windows": (stack_of_windows, [[3, 3], [3, 47]], [[3, 3], [3, 48]]),
     "columns": (lambda t, i: t[i, 1:3], [3, 49], [3, 50]),
     "slice of columns": (
         lambda t, i: lax.dynamic_slice(t, (i, jnp.int32(2)), (3, 2)),
@@ -102,7 +114,8 @@ PADDED = {
 
 
 def checked(read, optimizer, *, is_stale=False):
-    table = jnp.stack([TABLE, TABLE]) if read is stack_of_tables else TABLE
+    is_stack = read in (stack_of_tables, stack_of_windows)
+    table = jnp.stack([TABLE, TABLE]) if is_stack else TABLE
 
     def step(table, state, ids):
         def loss(table):
