@@ -456,11 +456,11 @@ def test_a_run_that_is_collected_elsewhere(where, monkeypatch):
     next(values)
     fetch = trainer._rows.fetch
 
-    def collected(batch):
+    def collected(*args):
         is_worker = threading.current_thread() is not threading.main_thread()
         if not closed and is_worker == (where != "in a step"):
             closed.append(values.close())
-        return fetch(batch)
+        return fetch(*args)
 
     monkeypatch.setattr(trainer._rows, "fetch", collected)
     if where == "in a step":

@@ -1230,8 +1230,8 @@ def test_only_what_ids_come_from_is_given(monkeypatch):
 
     fetch, given = HostRows.fetch, []
 
-    def noted(host, batch):
-        result = fetch(host, batch)
+    def noted(host, *args):
+        result = fetch(host, *args)
         given.append([(x.dtype, x.size) for x in result.residuals.values()])
         return result
 

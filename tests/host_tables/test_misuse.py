@@ -227,8 +227,8 @@ def test_rows_that_travel_are_the_real_ones_in_eighths(monkeypatch):
     """As programs are compiled for each number of rows; it never becomes less."""
     sent, fetch = [], _host_rows.HostRows.fetch
 
-    def fetched(self, batch):
-        rows = fetch(self, batch)
+    def fetched(self, batch, known):
+        rows = fetch(self, batch, known)
         for k, (own, x) in enumerate(zip(rows.unique, rows.arrays, strict=True)):
             most = min(max(2, len(batch.ids[k])), batch.tables[k].shape[0])
             sent.append((sum(map(len, own)), len(x[0]), most, -(-most // 8)))
