@@ -240,9 +240,8 @@ class Lookup:
         # For tables [5, 100, 8] and ids [5, 3], `axes` is (0, 1), and the starts are
         # `[[0, ids[0, 0]], [0, ids[0, 1]], ..., [4, ids[4, 2]]]`: 15 rows of two
         # indices.
-        shape = (*self.indices.shape[:-1], 1)
-        dims, dtype = self.dims.start_indices_batching_dims, self.indices.dtype
-        columns = [lax.broadcasted_iota(dtype, shape, dim) for dim in dims]
+        dims = self.dims.start_indices_batching_dims
+        columns = [_counted(self.indices[..., :1], dim) for dim in dims]
         starts = jnp.concatenate([*columns, self.indices], axis=-1)
         starts = starts.reshape(self.count, len(self.axes))
         clamps = self.params["mode"] == Mode.CLIP
@@ -262,6 +261,12 @@ class Lookup:
         """Whether each index starts a window that lies in the table."""
         limits = _as_ids(self._limits, self._starts.dtype)
         return _are_inside(self._starts, limits)
+
+
+def _counted(indices: jax.Array, dim: int) -> jax.Array:
+    """Numbers along an axis, which lie over Explicit axes as indices do."""
+    numbers = lax.broadcasted_iota(indices.dtype, indices.shape, dim)
+    return numbers + jnp.zeros_like(indices)
 
 
 def _collapsed(dims: Any, one: Sequence[int]) -> Any:
@@ -427,7 +432,8 @@ def _row_by_row(starts: jax.Array, count: int, column: int) -> jax.Array:
 
 def _start_ids(indices: jax.Array, limits: list[int], *, clamps: bool) -> jax.Array:
     """Indices `[..., k]` in the type that all ids have from here on, clamped or not."""
-    indices = narrow_ids(indices, max(limits) + 1)
+    known = [x for x in limits if isinstance(x, int)]  # not those of `jax.export`
+    indices = narrow_ids(indices, max(known, default=0) + 1)
     if not clamps:
         return indices
     last = _as_ids(limits, indices.dtype)

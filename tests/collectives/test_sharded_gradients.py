@@ -221,6 +221,43 @@ def test_loops_that_end_each_by_itself_on_each_device(axis_type):
     assert_close(to_dense(grad), dense, 1e-6)
 
 
+ENSEMBLE = {
+    "rows": lambda t, i: t[i],
+    "fill": lambda t, i: jnp.take(t, i, axis=0, fill_value=2),
+    "windows": lambda t, i: jax.vmap(lambda k: lax.dynamic_slice_in_dim(t, k, 3))(i),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENSEMBLE)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, EXPLICIT])
+def test_an_ensemble_that_is_split_by_its_members(name, axis_type):
+    """A table and a batch for each; a step of `exact_adam`, and what it leaves."""
+    read, tx = jax.vmap(ENSEMBLE[name]), osa.exact_adam(0.1)
+
+    def loss(tables, ids):
+        return jnp.sum(jnp.sin(read(tables, ids)))
+
+    def trained(tables, ids):
+        step, state = osa.make_train_step(loss, tx), tx.init(tables)
+        for shift in range(3):
+            tables, state, _ = step(tables, state, ids + 3 * shift)
+        return tables, jax.jit(osa.evaluate(read, read=state))(tables, ids)
+
+    rng = np.random.default_rng(0)
+    args = (
+        rng.normal(size=(8, ROWS, WIDTH)).astype(np.float32),
+        rng.integers(0, ROWS + 1, (8, 5), np.int32),
+    )
+    expected = trained(*map(jnp.asarray, args))
+    with jax.set_mesh(make_mesh(axis_type)):
+        got = trained(*(jax.device_put(x, P("x")) for x in args))
+        grad = jax.jit(osa.grad(loss))(*(jax.device_put(x, P("x")) for x in args))
+        assert isinstance(grad, BCOO)
+    for x, y in zip(got, expected, strict=True):
+        assert_close(np.asarray(x), np.asarray(y), 1e-5)
+
+
 LAYOUTS = [((), P("x")), ((), P(("x", "y"))), ((WIDTH,), P("x", "y")), ((WIDTH,), P())]
 
 

@@ -314,6 +314,18 @@ def test_free_rows(name):
 
 
 @pytest.mark.slow
+@jax.numpy_dtype_promotion("standard")
+def test_free_rows_that_may_be_fewer_than_columns():
+    table = jnp.arange(5.0 * 64).reshape(5, 64)
+
+    def read(table, i):
+        return osa.evaluate(lambda t: lax.dynamic_slice(t, (i, i), (1, 3)))(table)
+
+    program = exported(read, (table, jnp.int32(3)), ["v, 64", ""])
+    np.testing.assert_array_equal(program.call(table, jnp.int32(3)), table[3:4, 3:6])
+
+
+@pytest.mark.slow
 def test_round_trip():
     pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
     args = jnp.asarray(TABLE), ids(5, 2)
