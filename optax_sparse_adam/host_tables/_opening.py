@@ -1,10 +1,11 @@
 """How a run begins: with new tables, or with those of a checkpoint."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .._exact_adam.state import clocks_of
+from ._arguments import check_function
 from ._budget import check_budget, keep
 from ._checkpoint import load, processes_of, save
 from ._host_rows import HostRows
@@ -15,6 +16,33 @@ from ._table import new_store
 from ._together import together
 
 
+def _through(
+    progress: Callable[[Iterable[Any]], Iterable[Any]], pieces: Iterable[Any]
+) -> Iterator[Any]:
+    """The pieces as `progress` passes them on: a row that it drops would be zeros."""
+    rule = (
+        "HostTrainer needs a `progress` such as tqdm.tqdm, which gets an iterator over "
+        "the pieces of a table and returns one over all of them; "
+    )
+    given = taken = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal given
+        for piece in pieces:
+            given += 1
+            yield piece
+
+    source = counted()
+    wrapped: Any = progress(source)
+    if not isinstance(wrapped, Iterable):
+        raise TypeError(f"{rule}it returned {type(wrapped).__name__}.")
+    for piece in wrapped:
+        taken += 1
+        yield piece
+    if taken != given or next(source, None) is not None:
+        raise ValueError(f"{rule}it returned {taken} pieces, and there are more.")
+
+
 def begin_run(
     rows: HostRows,
     state: Any,
@@ -23,6 +51,8 @@ def begin_run(
     progress: Callable[[Iterable[Any]], Iterable[Any]] | None,
 ) -> None:
     """Begins a run of new tables, with a state if there is one."""
+    if progress is not None:
+        check_function(progress, "HostTrainer needs a `progress` such as tqdm.tqdm")
     plan, rest, clocks = rows.plan, None, None
     of_rows: list[list[Any]] = [[] for _ in plan.hosts]
     if state is not None:
@@ -35,7 +65,7 @@ def begin_run(
             *(k, rows.dense, of_rows[k], clocks),
             skips_zeros=store.begins_with_zeros,
         )
-        pieces = pieces if progress is None else progress(pieces)
+        pieces = pieces if progress is None else _through(progress, pieces)
         store.begin(partitions[k].pieces(pieces))
 
     function = "HostTrainer"

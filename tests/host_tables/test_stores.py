@@ -3,6 +3,7 @@ files that others change, and what was damaged.
 """
 
 import errno
+import itertools
 import json
 import os
 
@@ -21,6 +22,7 @@ from optax_sparse_adam.host_tables import (
     _file,
     _host_rows,
     _journal,
+    _plan,
     _records,
 )
 from optax_sparse_adam.host_tables._records import Layout
@@ -289,6 +291,33 @@ def test_what_is_beyond_a_quota_is_kept(tmp_path, monkeypatch, number):
     monkeypatch.undo()
     assert not np.array_equal(trainer.params["table"], rows)
     trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("progress", "error", "words"),
+    [
+        (True, TypeError, "such as tqdm.tqdm, got bool"),
+        (lambda pieces: None, TypeError, "it returned NoneType"),
+        (lambda pieces: list(pieces)[:2], ValueError, "returned 2 pieces, and there"),
+        (lambda pieces: itertools.islice(pieces, 2), ValueError, "returned 2 pieces"),
+    ],
+)
+def test_a_progress_that_drops_pieces(progress, error, words, tmp_path, monkeypatch):
+    """Their rows would be zeros."""
+    monkeypatch.setattr(_plan, "_NUMBERS", 1 << 10)
+    rows, w = begin()
+
+    def made(progress):
+        params = host_params(rows, w, file=tmp_path / "x")
+        return host.HostTrainer(loss, TX, params, progress=progress)
+
+    with pytest.raises(error, match=words):
+        made(progress)
+    assert [*tmp_path.iterdir()] == []
+    seen = []
+    with made(lambda pieces: (seen.append(x) or x for x in pieces)) as trainer:
+        np.testing.assert_array_equal(trainer.params["table"], rows)
+    assert len(seen) == 3
 
 
 def test_a_file_that_cannot_be_mapped(tmp_path, monkeypatch):
