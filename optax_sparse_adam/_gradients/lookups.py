@@ -424,7 +424,7 @@ def _indices_of_slice(
 
 
 def _row_by_row(starts: jax.Array, count: int, column: int) -> jax.Array:
-    """Indices `[..., count, k]` of windows' rows; `column` of the starts is axis 0."""
+    """Indices `[..., count, k]` of windows' rows, which `column` of the starts says."""
     step = np.zeros((count, starts.shape[-1]), starts.dtype)
     step[:, column] = np.arange(count)
     return starts[..., None, :] + np.expand_dims(step, tuple(range(starts.ndim - 1)))

@@ -255,5 +255,8 @@ class Snapshot:
         Returns:
           A function of the further arguments, of what `fun` returns. Keep it: it is
           compiled once, and what is no array of JAX is that of its first call.
+
+        Raises:
+          TypeError: If `fun` is no function.
         """
         return evaluated(self._rows, fun)

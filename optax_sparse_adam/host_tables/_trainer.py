@@ -76,10 +76,11 @@ class HostTrainer:
 
     Raises:
       TypeError: If `tx` is no transformation; if what is `stateful` is no dictionary of
-        such things, `prepare` no function or `mesh` no mesh; by steps, as those of
-        `make_train_step`; by what computes on rows of 64 bits, where `jax_enable_x64`
-        is not set.
+        such things, the loss, `prepare` or `progress` no function or `mesh` no mesh; by
+        steps, as those of `make_train_step`; by what computes on rows of 64 bits, where
+        `jax_enable_x64` is not set.
       ValueError: If `steps` or `budget` is no such number; if there is no `HostTable`;
+        if `progress` drops a piece, whose rows would be zeros;
         if two have one file or one storage; if the state of `tx` has rows along another
         axis, or begins with what is computed of all rows, such as a norm; if `tx` is
         another one for fewer rows, as by a mask that goes by size, or reads or changes
@@ -326,6 +327,9 @@ class HostTrainer:
         Returns:
           A function of the further arguments, of what `fun` returns. Keep it: it is
           compiled once, and what is no array of JAX is that of its first call.
+
+        Raises:
+          TypeError: If `fun` is no function.
         """
         return evaluated(self._rows, fun)
 
@@ -363,6 +367,7 @@ class HostTrainer:
             the type of what it replaces. Jitted.
 
         Raises:
+          TypeError: If it is no function.
           ValueError: Before anything is changed, if what has no rows depends on rows in
             the result, or has another shape or type. What is raised later, such as a
             KeyboardInterrupt, leaves some rows as they were: go on from a checkpoint.
