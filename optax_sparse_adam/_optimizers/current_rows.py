@@ -13,7 +13,6 @@ hold the projected final value of each row: 1.0, 0.399, 0.153 where the row is a
   optimiser, the jaxpr of the update tells (`refuse_stored_reads`).
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from .._jax_extras.jaxprs import FlatJaxpr
 from .._rows.checks import is_leaf
 from .._rows.clocks import is_read_up_to_date
-from .._rows.gather_scatter import take_rows
+from .._rows.entries import Rows
+from .._rows.gather_scatter import order_after_read, take_rows
 from .._rows.padding import mask_padding
 from .._rows.stale import STORED
 from .attempt import attempt
@@ -73,28 +73,38 @@ def read_stale_params(
 
 
 def with_current_rows(
-    table: OfTable[Any], indices: jax.Array, olds: OfTable[Any]
-) -> OfTable[Any]:
+    table: OfTable[Any], rows: Rows, olds: OfTable[Any]
+) -> tuple[Rows, OfTable[Any]]:
     """The touched rows of a table, with those of the parameter as they are now.
+
+    Whatever is written at their indices is written after this.
 
     Raises:
       ValueError: If it is not known any more what they hold.
     """
     grad, param = table.grad, jnp.asarray(table.param)
-    for source in grad.read_of:
-        if jnp.shape(source.array) == param.shape:
-            take = functools.partial(take_rows, indices=indices)
-            rows = source._replace(array=param).values(take)
-            return olds._replace(param=mask_padding(rows, indices, param.shape))
-    raise ValueError(
-        "lazy got rows of exact_adam, which parameters hold by their projected values, "
-        "and what is inside of it reads them; the gradient (of shape "
-        f"{grad.shape}) does not know any more how to bring them up to date. Call "
-        "value_and_grad(loss, read=state) and update in one program, as in "
-        "make_train_step, or flax_nnx.update, with no jit, vmap, cond, scan or "
-        "function of trees between them (`+` adds gradients up), and put lazy in front "
-        "of exact_adam."
-    )
+    shape = jnp.shape(param)
+    source = next((x for x in grad.read_of if jnp.shape(x.array) == shape), None)
+    if source is None:
+        raise ValueError(
+            "lazy got rows of exact_adam, which parameters hold by their projected "
+            "values, and what is inside of it reads them; the gradient (of shape "
+            f"{grad.shape}) does not know any more how to bring them up to date. Call "
+            "value_and_grad(loss, read=state) and update in one program, as in "
+            "make_train_step, or flax_nnx.update, with no jit, vmap, cond, scan or "
+            "function of trees between them (`+` adds gradients up), and put lazy in "
+            "front of exact_adam."
+        )
+    taken: list[jax.Array] = []
+
+    def take(x: jax.Array) -> jax.Array:
+        taken.append(take_rows(x, rows.indices))
+        return taken[-1]
+
+    values = source._replace(array=param).values(take)
+    values = mask_padding(values, rows.indices, shape)
+    indices = order_after_read(taken, rows.indices)
+    return rows._replace(indices=indices), olds._replace(param=values)
 
 
 def refuse_stored_reads(

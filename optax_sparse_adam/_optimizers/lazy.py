@@ -102,8 +102,8 @@ def _update_tables(
         if shape is None:
             rows[i], looked_up[i] = look_up(table)
             if i in are_stale:
-                stale = looked_up[i]
-                looked_up[i] = with_current_rows(table, rows[i].indices, stale)
+                olds = rows[i], looked_up[i]
+                rows[i], looked_up[i] = with_current_rows(table, *olds)
             compact.put(i, owners, looked_up[i])
         else:
             shapes.put(i, owners, shape)

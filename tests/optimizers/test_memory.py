@@ -52,6 +52,7 @@ STATES |= {
 }
 
 
+EXACT = "exact_adam", "exact_adamw"
 # One for each way in which state is laid out and written.
 CORE = "sparse_adam, float16 mu", "lazy", "exact_adam"
 
@@ -149,3 +150,22 @@ def test_memory_of_reading_and_flushing():
         # and a byte that are computed first; and a number of all rows is a constant.
         options = {"row_bytes": 21, "copied": 4}
     assert_in_place(flushing, (table, state), blocks * 1024 * WIDTH * 4, **options)
+
+
+IN_FRONT = {
+    "decay": optax.add_decayed_weights(0.1),
+    "clipping": osa.per_row(optax.adaptive_grad_clip(0.1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("front", "name"),
+    slow_but([(x, y) for x in IN_FRONT for y in EXACT], ("decay", "exact_adamw")),
+)
+def test_memory_of_what_reads_in_front(without_kernel, front, name):
+    """Rows of now are read before those that keep their state are written."""
+    tx = optax.chain(osa.lazy(IN_FRONT[front]), OPTIMIZERS[name].make(0.1))
+    table, state, _ = abstract(tx, TALL)
+    ids = jax.ShapeDtypeStruct((1024,), "int32")
+    reading = jax.jit(reading_step(tx), donate_argnums=(0, 1))
+    assert_in_place(reading, (table, state, ids), 10 * 1024 * WIDTH * 4)
