@@ -4,10 +4,13 @@
     lambda rows: rows / max(1, norm(rows))  only where they are large
     lambda rows: rows + random(rows.shape)  begins again in each piece
 
-Five rows are given at once, and in two pieces: the results must be the same. So it is
-tried with numbers of several sizes, and with one row that is NaN or large.
+Rows are given at once, and in two pieces: the results must be the same. So it is tried
+with numbers of several sizes, and with one row that is NaN or large. They are many, as
+among five no row is more than five times their mean, and among `n` numbers none is more
+than `sqrt(n)` of their standard deviations from it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +22,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from ._callbacks import without_callbacks
 from ._dead_code import kept_arguments
 
-_ROWS, _FIRST = 5, 2
+_ROWS, _FIRST = 256, 2
+_FEWEST, _MOST_NUMBERS = 5, 1 << 20  # of rows that are large
 # Of sums that are added up in another order, where a row is an array; of its largest.
 _CLOSE = 1e-4
 
@@ -34,7 +38,9 @@ def treats_rows_alone(
       like: Of the shapes and types of the arrays, with any number of rows.
       rest: What has no rows, as it is.
     """
-    rows = [_some_rows(x.shape[1:], x.dtype) for x in like]
+    widest = max((math.prod(x.shape[1:]) for x in like), default=1)
+    count = max(_FEWEST, min(_ROWS, _MOST_NUMBERS // max(1, widest)))
+    rows = [_some_rows(count, x.shape[1:], x.dtype) for x in like]
     leaves = jax.tree.leaves(rest)
     treedef: Any = jax.tree.structure(rest)
 
@@ -67,8 +73,8 @@ def _in_silence(function: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _some_rows(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    numbers = np.arange(_ROWS * np.prod(shape, dtype=int)).reshape(_ROWS, *shape)
+def _some_rows(count: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    numbers = np.arange(count * math.prod(shape)).reshape(count, *shape)
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.cos(1.7 * numbers).astype(dtype)
     return (numbers % (2 if np.dtype(dtype).kind == "b" else 97)).astype(dtype)

@@ -349,6 +349,8 @@ ROWS_OF_OTHERS = {
     "how many": lambda x: x / len(x),
     "large ones": lambda x: x / jnp.maximum(1, jnp.max(jnp.abs(x))),
     "where it is large": lambda x: jnp.where(jnp.linalg.norm(x) > 50, 2 * x, x),
+    "beyond five means": lambda x: jnp.where(abs(x) > 5 * abs(x).mean(), x / 2, x),
+    "beyond ten deviations": lambda x: jnp.where(abs(x) > 10 * x.std(), 0, x),
     "a mask": lambda x: x * np.ones((ROWS, 1), np.float32),
     "chosen ones": lambda x: jnp.where(np.ones((ROWS, 1), bool), x, 0),
 }
