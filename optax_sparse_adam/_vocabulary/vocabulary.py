@@ -219,8 +219,8 @@ class Vocabulary(OneWriter):
         that `undo` or `restore` has taken back since, it gets what is there now.
 
         A vocabulary that was restored in another process, or copied, knows nothing of
-        batches that were made after its arrays were saved. A server that may have seen
-        some begins again, from `arrays`.
+        batches that were made after its arrays were saved, or taken back before. A
+        server that may have seen some begins again, from `arrays`.
 
         Args:
           step: A step of `assign`.
