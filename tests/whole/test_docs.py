@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -41,7 +42,19 @@ def defaults(strict):
         yield
 
 
+@pytest.fixture
+def loads_no_program(page):
+    """Where the page says that none may come from JAX's cache, none is written."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    seconds = getattr(jax.config, name)
+    if "leave `JAX_COMPILATION_CACHE_DIR`" in _TEXTS[page]:
+        jax.config.update(name, math.inf)
+    yield
+    jax.config.update(name, seconds)
+
+
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("loads_no_program")
 def test_code_of_a_page_runs_from_top_to_bottom(page, defaults, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where pages save
     text, names = _TEXTS[page], {"__name__": "__main__"}
