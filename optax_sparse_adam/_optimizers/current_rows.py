@@ -13,6 +13,7 @@ hold the projected final value of each row: 1.0, 0.399, 0.153 where the row is a
   optimiser, the jaxpr of the update tells (`refuse_stored_reads`).
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -95,15 +96,10 @@ def with_current_rows(
             "function of trees between them (`+` adds gradients up), and put lazy in "
             "front of exact_adam."
         )
-    taken: list[jax.Array] = []
-
-    def take(x: jax.Array) -> jax.Array:
-        taken.append(take_rows(x, rows.indices))
-        return taken[-1]
-
+    take = functools.partial(take_rows, indices=rows.indices)
     values = source._replace(array=param).values(take)
     values = mask_padding(values, rows.indices, shape)
-    indices = order_after_read(taken, rows.indices)
+    indices = order_after_read(values, rows.indices)
     return rows._replace(indices=indices), olds._replace(param=values)
 
 

@@ -8,7 +8,7 @@ the partitioner (`call_with_auto_axes`), and `checkify` does not look into them
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -174,20 +174,18 @@ def order_after_gather(old: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.where(old > jnp.inf, old, rows.astype(old.dtype))
 
 
-def order_after_read(olds: Sequence[jax.Array], indices: jax.Array) -> jax.Array:
-    """Orders what is scattered at these indices after a read of the numbers of rows.
+def order_after_read(values: jax.Array, indices: jax.Array) -> jax.Array:
+    """Orders what is scattered at these indices after the read of stale rows.
 
-    Problem: XLA for CPUs copies what `exact_adam` keeps of each row, such as `last`.
-    Cause: a transformation in front reads it, and `exact_adam` writes numbers that do
-    not depend on what was read. Remedy: that of `order_after_gather`, for the indices.
-    Safe for the same reason. Test: `test_memory_of_what_reads_in_front` in
+    Problem: XLA for CPUs copies the arrays that `exact_adam` keeps of a table, or this.
+    Cause: a transformation in front has read them, and what `exact_adam` writes need
+    not depend on that; its `last` never does. Remedy: that of `order_after_gather`, for
+    the indices, of the values that were computed of all of them. Safe for the same
+    reason. Test: `test_memory_of_what_reads_in_front` in
     `tests/optimizers/test_memory.py`.
     """
-    for x in olds:
-        if x.size == len(indices):  # what has more is written from the gradient
-            is_above = x.reshape(indices.shape).astype(jnp.float32) > jnp.inf
-            indices = jnp.where(is_above, -1, indices)
-    return indices
+    is_above = (values > jnp.inf).any(axis=tuple(range(1, values.ndim)))
+    return jnp.where(is_above[:, None], -1, indices)
 
 
 def cast_rows(rows: jax.Array, table: jax.Array) -> jax.Array:

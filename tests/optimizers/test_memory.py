@@ -152,20 +152,39 @@ def test_memory_of_reading_and_flushing():
     assert_in_place(flushing, (table, state), blocks * 1024 * WIDTH * 4, **options)
 
 
+def average():
+    """Keeps one of the values of rows; its updates do not depend on them."""
+
+    def update(updates, state, params):
+        return updates, jax.tree.map(lambda a, x: 0.9 * a + 0.1 * x, state, params)
+
+    return optax.GradientTransformation(optax.tree.zeros_like, update)
+
+
 IN_FRONT = {
     "decay": optax.add_decayed_weights(0.1),
     "clipping": osa.per_row(optax.adaptive_grad_clip(0.1)),
+    "average": average(),
 }
+ROWS_IN_FRONT = (WIDTH,), (4, WIDTH // 4)
+FRONTS = [
+    (*x, y) for x in zip(IN_FRONT, EXACT * 2, strict=False) for y in ROWS_IN_FRONT
+]
 
 
 @pytest.mark.parametrize(
-    ("front", "name"),
-    slow_but([(x, y) for x in IN_FRONT for y in EXACT], ("decay", "exact_adamw")),
+    ("front", "name", "row"),
+    slow_but(
+        FRONTS,
+        ("clipping", "exact_adamw", (WIDTH,)),
+        ("average", "exact_adam", (4, WIDTH // 4)),
+    ),
 )
-def test_memory_of_what_reads_in_front(without_kernel, front, name):
+def test_memory_of_what_reads_in_front(without_kernel, front, name, row):
     """Rows of now are read before those that keep their state are written."""
     tx = optax.chain(osa.lazy(IN_FRONT[front]), OPTIMIZERS[name].make(0.1))
-    table, state, _ = abstract(tx, TALL)
+    table = jax.ShapeDtypeStruct((TALL, *row), "float32")
+    state = jax.eval_shape(tx.init, table)
     ids = jax.ShapeDtypeStruct((1024,), "int32")
     reading = jax.jit(reading_step(tx), donate_argnums=(0, 1))
     assert_in_place(reading, (table, state, ids), 10 * 1024 * WIDTH * 4)
