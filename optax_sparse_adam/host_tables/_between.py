@@ -24,7 +24,7 @@ from ._arguments import (
     split_keywords,
     type_of,
 )
-from ._by_row import treats_rows_alone
+from ._by_row import names_rows, treats_rows_alone
 from ._host_rows import NOT_FETCHED, HostRows
 from ._ids import RowIds
 from ._plan import compact
@@ -128,8 +128,9 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     refuse_program(as_in_memory.consts, "map_rows")
     reason = None
     try:
-        closed = jax.make_jaxpr(of_list)(flat, host.rest)
-        is_alone = treats_rows_alone(of_list, flat, host.rest)
+        traced = FlatJaxpr(jax.make_jaxpr(of_list)(flat, host.rest))
+        is_alone = not names_rows(traced, traced.outputs[-len(flat) :], length)
+        is_alone &= treats_rows_alone(of_list, flat, host.rest, length)
     except jax.errors.JAXTypeError:  # in a function that JAX traces
         raise
     except (TypeError, ValueError) as error:  # all rows it takes, and some it does not
@@ -141,7 +142,6 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             "there are, or on an array of all rows (for some of them there is "
             "reset_rows), or arrays without rows depend on rows."
         ) from reason
-    traced = FlatJaxpr(closed)
     stays = traced.outputs[-len(flat) :] == traced.inputs[: len(flat)]
     if stays:  # only what has no rows changes, as numbers of the optimiser do
         size = most = min(size, 2)

@@ -5,9 +5,9 @@
     lambda rows: rows + random(rows.shape)  begins again in each piece
 
 Rows are given at once, and in two pieces: the results must be the same. So it is tried
-with numbers of several sizes, and with one row that is NaN or large. They are many, as
-among five no row is more than five times their mean, and among `n` numbers none is more
-than `sqrt(n)` of their standard deviations from it.
+with numbers of several sizes, and with one row that is NaN, large or zero. As many as
+it gets later see more: among five no row is more than five times their mean, and none
+has the number 5000.
 """
 
 import math
@@ -17,19 +17,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from .._jax_extras.jaxprs import FlatJaxpr, name_and_params
 from ._callbacks import without_callbacks
 from ._dead_code import kept_arguments
 
-_ROWS, _FIRST = 256, 2
-_FEWEST, _MOST_NUMBERS = 5, 1 << 20  # of rows that are large
+_ROWS, _FIRST = 5, 2
 # Of sums that are added up in another order, where a row is an array; of its largest.
 _CLOSE = 1e-4
 
 
 def treats_rows_alone(
-    function: Callable[[list[Any], Any], tuple[Any, Any]], like: list[Any], rest: Any
+    function: Callable[[list[Any], Any], tuple[Any, Any]],
+    like: list[Any],
+    rest: Any,
+    count: int = _ROWS,
 ) -> bool:
     """Whether it does.
 
@@ -37,9 +41,9 @@ def treats_rows_alone(
       function: `function(arrays, rest)` returns what has no rows, and arrays with rows.
       like: Of the shapes and types of the arrays, with any number of rows.
       rest: What has no rows, as it is.
+      count: With how many rows it is tried, five at least.
     """
-    widest = max((math.prod(x.shape[1:]) for x in like), default=1)
-    count = max(_FEWEST, min(_ROWS, _MOST_NUMBERS // max(1, widest)))
+    count = max(_ROWS, count)
     rows = [_some_rows(count, x.shape[1:], x.dtype) for x in like]
     leaves = jax.tree.leaves(rest)
     treedef: Any = jax.tree.structure(rest)
@@ -59,10 +63,35 @@ def treats_rows_alone(
         )
         joined = jax.tree.map(lambda *x: jnp.concatenate(x), *(x[1] for x in parts))
         pairs = [(whole, x[0]) for x in parts] + [(all_rows, joined)]
+        # XLA would compute what is constant, as the zeros of a state, in its compiler.
+        pairs = lax.optimization_barrier(pairs)
         return jax.tree.leaves([jax.tree.map(_is_same, *pair) for pair in pairs])
 
     tried = zip(*(_tried(x) for x in rows), strict=True)
     return all(all(are_same([*each], rest)) for each in tried)
+
+
+def names_rows(program: FlatJaxpr, rows: list[int], count: int) -> bool:
+    """Whether it writes to rows by numbers of its own; absent ones JAX drops.
+
+    Not so is what writes to an element of each row, which counts them by an `iota`.
+
+    Args:
+      program: The function.
+      rows: Those of its results that have rows.
+      count: How many rows they have.
+    """
+    for eqn, operands, _ in program.slice(rows)[0]:
+        name, params = name_and_params(eqn)
+        result: Any = eqn.outvars[0].aval
+        if not name.startswith("scatter") or result.shape[:1] != (count,):
+            continue
+        if 0 in params["dimension_numbers"].scatter_dims_to_operand_dims:
+            before, starts = program.slice(operands[1:2])
+            is_counted = any(x.primitive.name == "iota" for x, *_ in before)
+            if not is_counted and not {*starts} & {*program.inputs}:
+                return True
+    return False
 
 
 def _in_silence(function: Callable[..., Any], *args: Any) -> Any:
@@ -85,7 +114,7 @@ def _tried(rows: np.ndarray) -> Iterator[np.ndarray]:
     is_inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
     for scale in 1, 1e-4, 100:
         yield (rows * scale).astype(rows.dtype)
-    for number in np.nan, 1e4:
+    for number in np.nan, 1e4, 0:
         other = rows.copy()
         if is_inexact:
             other[0] = number

@@ -14,6 +14,7 @@ from jax import lax
 
 import optax_sparse_adam as osa
 from optax_sparse_adam import host_tables as host
+from optax_sparse_adam.host_tables import _between
 
 from ..helpers.host_tables import (
     DIM,
@@ -351,6 +352,7 @@ ROWS_OF_OTHERS = {
     "where it is large": lambda x: jnp.where(jnp.linalg.norm(x) > 50, 2 * x, x),
     "beyond five means": lambda x: jnp.where(abs(x) > 5 * abs(x).mean(), x / 2, x),
     "beyond ten deviations": lambda x: jnp.where(abs(x) > 10 * x.std(), 0, x),
+    "a row of zeros": lambda x: jnp.where((x == 0).all(1).any(), 2 * x, x),
     "a mask": lambda x: x * np.ones((ROWS, 1), np.float32),
     "chosen ones": lambda x: jnp.where(np.ones((ROWS, 1), bool), x, 0),
 }
@@ -364,6 +366,46 @@ def test_map_rows_of_what_does_not_treat_rows_alone(name):
     with pytest.raises(ValueError, match="treats each row alone"):
         trainer.map_rows(lambda p, s: (p | {"table": change(p["table"])}, s))
     assert_identical(arrays((trainer.params, trainer.state)), before)
+
+
+ROWS_BY_NUMBER = {
+    "the number of a row": lambda x: x.at[700].set(0),
+    "those of rows, of which one is in no chunk": lambda x: x.at[700:1700].set(0),
+    "a number that is in no chunk": lambda x: x.at[1700].add(1),
+    "numbers that are in no chunk": lambda x: x.at[np.array([1700, 1900])].set(0),
+    "rows from a number on": lambda x: jnp.where(jnp.arange(len(x)) > 700, 0, x.T).T,
+    "the largest": lambda x: jnp.where(x < jax.lax.top_k(x[:, 0], 700)[0][-1], 0, x),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but(ROWS_BY_NUMBER, "the number of a row", "a number that is in no chunk"),
+)
+def test_map_rows_of_what_names_rows_by_number(name, monkeypatch):
+    """Each chunk would have such a row, or none."""
+    trainer = host.HostTrainer(loss, TX, host_params(*begin((2000, DIM))))
+    monkeypatch.setattr(_between, "CHUNK", 1000 * 3 * DIM * 4)
+    change = ROWS_BY_NUMBER[name]
+    before = arrays((trainer.params, trainer.state))
+    with pytest.raises(ValueError, match="treats each row alone"):
+        trainer.map_rows(lambda p, s: (p | {"table": change(p["table"])}, s))
+    assert_identical(arrays((trainer.params, trainer.state)), before)
+
+
+def test_map_rows_that_names_elements():
+    """Of each row, and of what has no rows."""
+    trainer = host.HostTrainer(loss, TX, host_params(*begin()))
+    before = jax.tree.map(jnp.array, trainer.params)
+
+    def change(params):
+        x = params["table"].at[:, 1].set(0)
+        x = x.at[jnp.arange(len(x)), jnp.argmax(x, axis=1)].multiply(2)
+        x = x * jnp.ones((1, DIM)).at[0, 2].set(3)
+        return {"table": x, "w": params["w"].at[0].set(0)}
+
+    trainer.map_rows(lambda params, state: (change(params), state))
+    assert_identical(trainer.params, change(before))
 
 
 @pytest.mark.parametrize("sizes", [(20, 20), (20, 9), (9, 20), (20, 1), (2, 1)])
@@ -493,7 +535,6 @@ def test_a_state_with_a_key_for_each_row_is_refused():
 
 @pytest.mark.slow
 def test_map_rows_by_chunks_and_what_it_refuses(monkeypatch):
-    from optax_sparse_adam.host_tables import _between
 
     monkeypatch.setattr(_between, "CHUNK", 7 * 3 * DIM * 4)  # 7 rows at once
     rows, w = begin()
