@@ -4,10 +4,13 @@
     lambda rows: rows / max(1, norm(rows))  only where they are large
     lambda rows: rows + random(rows.shape)  begins again in each piece
 
-Rows are given at once, and in two pieces: the results must be the same. So it is tried
-with numbers of several sizes, and with one row that is NaN, large or zero. As many as
-it gets later see more: among five no row is more than five times their mean, and none
-has the number 5000.
+Rows are given at once, and in pieces: the results must be the same. So it is tried with
+numbers of several sizes, and with one row that is NaN, infinite, large or zero. As many
+as it gets later see more: among five no row is more than five times their mean, and
+none has the number 5000.
+
+It is a trial, and no proof: what is so in none of these rows, such as a number of a row
+above all that a chunk has, is not seen.
 """
 
 import math
@@ -24,7 +27,9 @@ from .._jax_extras.jaxprs import FlatJaxpr, name_and_params
 from ._callbacks import without_callbacks
 from ._dead_code import kept_arguments
 
-_ROWS, _FIRST = 5, 2
+# Where pieces begin: of any period one of them begins at no multiple. None has one row,
+# which a function may take for a vector.
+_ROWS, _STARTS = 5, (0, 2, 5)
 # Of sums that are added up in another order, where a row is an array; of its largest.
 _CLOSE = 1e-4
 
@@ -44,6 +49,7 @@ def treats_rows_alone(
       count: With how many rows it is tried, five at least.
     """
     count = max(_ROWS, count)
+    starts = [x for x in _STARTS if x + 1 < count]
     rows = [_some_rows(count, x.shape[1:], x.dtype) for x in like]
     leaves = jax.tree.leaves(rest)
     treedef: Any = jax.tree.structure(rest)
@@ -57,9 +63,10 @@ def treats_rows_alone(
 
     @jax.jit
     def are_same(rows: list[Any], rest: Any) -> list[jax.Array]:
-        first, second = [x[:_FIRST] for x in rows], [x[_FIRST:] for x in rows]
+        ends = [*starts[1:], count]
+        pieces = [[x[a:b] for x in rows] for a, b in zip(starts, ends, strict=True)]
         (whole, all_rows), *parts = (
-            _in_silence(function, arrays, rest) for arrays in (rows, first, second)
+            _in_silence(function, arrays, rest) for arrays in (rows, *pieces)
         )
         joined = jax.tree.map(lambda *x: jnp.concatenate(x), *(x[1] for x in parts))
         pairs = [(whole, x[0]) for x in parts] + [(all_rows, joined)]
@@ -74,7 +81,7 @@ def treats_rows_alone(
 def names_rows(program: FlatJaxpr, rows: list[int], count: int) -> bool:
     """Whether it writes to rows by numbers of its own; absent ones JAX drops.
 
-    Not so is what writes to an element of each row, which counts them by an `iota`.
+    Not so is what writes to an element of each row, whose numbers are as many.
 
     Args:
       program: The function.
@@ -86,10 +93,12 @@ def names_rows(program: FlatJaxpr, rows: list[int], count: int) -> bool:
         result: Any = eqn.outvars[0].aval
         if not name.startswith("scatter") or result.shape[:1] != (count,):
             continue
-        if 0 in params["dimension_numbers"].scatter_dims_to_operand_dims:
-            before, starts = program.slice(operands[1:2])
-            is_counted = any(x.primitive.name == "iota" for x, *_ in before)
-            if not is_counted and not {*starts} & {*program.inputs}:
+        numbers: Any = eqn.invars[1].aval
+        is_of_each = numbers.shape[:1] == (count,)
+        is_by_row = 0 in params["dimension_numbers"].scatter_dims_to_operand_dims
+        if is_by_row and not is_of_each:
+            _, starts = program.slice(operands[1:2])
+            if not {*starts} & {*program.inputs}:
                 return True
     return False
 
@@ -114,10 +123,9 @@ def _tried(rows: np.ndarray) -> Iterator[np.ndarray]:
     is_inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
     for scale in 1, 1e-4, 100:
         yield (rows * scale).astype(rows.dtype)
-    for number in np.nan, 1e4, 0:
+    for number in np.nan, np.inf, 1e4, 0:
         other = rows.copy()
-        if is_inexact:
-            other[0] = number
+        other[0] = number if is_inexact else np.array(-1).astype(rows.dtype)
         yield other
 
 

@@ -3,6 +3,7 @@
 import _thread
 import signal
 import threading
+from functools import partial
 
 import flax.nnx as nnx
 import jax
@@ -352,6 +353,7 @@ ROWS_OF_OTHERS = {
     "where it is large": lambda x: jnp.where(jnp.linalg.norm(x) > 50, 2 * x, x),
     "beyond five means": lambda x: jnp.where(abs(x) > 5 * abs(x).mean(), x / 2, x),
     "beyond ten deviations": lambda x: jnp.where(abs(x) > 10 * x.std(), 0, x),
+    "infinite ones": lambda x: jnp.where(jnp.isinf(x).any(), 0, x),
     "a row of zeros": lambda x: jnp.where((x == 0).all(1).any(), 2 * x, x),
     "a mask": lambda x: x * np.ones((ROWS, 1), np.float32),
     "chosen ones": lambda x: jnp.where(np.ones((ROWS, 1), bool), x, 0),
@@ -373,6 +375,8 @@ ROWS_BY_NUMBER = {
     "those of rows, of which one is in no chunk": lambda x: x.at[700:1700].set(0),
     "a number that is in no chunk": lambda x: x.at[1700].add(1),
     "numbers that are in no chunk": lambda x: x.at[np.array([1700, 1900])].set(0),
+    "every second row": lambda x: x.at[::2].set(0),
+    "every seventh row": lambda x: x.at[::7].set(0),
     "rows from a number on": lambda x: jnp.where(jnp.arange(len(x)) > 700, 0, x.T).T,
     "the largest": lambda x: jnp.where(x < jax.lax.top_k(x[:, 0], 700)[0][-1], 0, x),
 }
@@ -401,6 +405,7 @@ def test_map_rows_that_names_elements():
     def change(params):
         x = params["table"].at[:, 1].set(0)
         x = x.at[jnp.arange(len(x)), jnp.argmax(x, axis=1)].multiply(2)
+        x = x.at[np.arange(len(x)), 0].set(1)
         x = x * jnp.ones((1, DIM)).at[0, 2].set(3)
         return {"table": x, "w": params["w"].at[0].set(0)}
 
@@ -467,14 +472,15 @@ def test_map_rows_of_counts_that_depend_on_others():
     tx = osa.lazy(osa.per_row(optax.scale_by_adam()))
     trainer = host.HostTrainer(loss, tx, host_params(*begin()))
 
-    def later(params, state):
+    def later(params, state, choose):
         count = state.count["table"]
         return params, state._replace(
-            count=state.count | {"table": count.max() - count}
+            count=state.count | {"table": choose(count) - count}
         )
 
-    with pytest.raises(ValueError, match="treats each row alone"):
-        trainer.map_rows(later)
+    for choose in jnp.max, jnp.min:
+        with pytest.raises(ValueError, match="treats each row alone"):
+            trainer.map_rows(partial(later, choose=choose))
 
 
 @pytest.mark.slow
