@@ -98,7 +98,7 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     plan = host.plan
     parts = [x.partition for x in plan.tables.values()]
     most = max(x.block_rows for x in parts)
-    words = max(layout.words for layout in plan.layouts)
+    words = sum(layout.words for layout in plan.layouts)
     size = min(most, max(1, CHUNK // (words * WORD)))
     length = size * plan.spread.blocks.size
     shapes = [
