@@ -360,7 +360,10 @@ ROWS_OF_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS_OF_OTHERS)
+OTHERS_IN_CORE = "a mean", "noise", "how many", "where it is large", "a mask"
+
+
+@pytest.mark.parametrize("name", slow_but(ROWS_OF_OTHERS, *OTHERS_IN_CORE))
 def test_map_rows_of_what_does_not_treat_rows_alone(name):
     trainer = host.HostTrainer(loss, TX, host_params(*begin()))
     change = ROWS_OF_OTHERS[name]

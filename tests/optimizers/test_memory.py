@@ -174,11 +174,7 @@ FRONTS = [
 
 @pytest.mark.parametrize(
     ("front", "name", "row"),
-    slow_but(
-        FRONTS,
-        ("clipping", "exact_adamw", (WIDTH,)),
-        ("average", "exact_adam", (4, WIDTH // 4)),
-    ),
+    slow_but(FRONTS, ("average", "exact_adam", (4, WIDTH // 4))),
 )
 def test_memory_of_what_reads_in_front(without_kernel, front, name, row):
     """Rows of now are read before those that keep their state are written."""
