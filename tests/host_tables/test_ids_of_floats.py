@@ -257,10 +257,9 @@ def to_device_tables(name):
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize(("read", "name"), slow_but(STALE, ("rows", "exact_adam")))
-@pytest.mark.parametrize(
-    "backend", slow_but(["plain", "kernel"], "kernel"), indirect=True
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("read", "name"), STALE)
+@pytest.mark.parametrize("backend", ["plain", "kernel"], indirect=True)
 def test_ids_of_rows_of_a_table_on_the_device(read, name, backend):
     """They are those of now: under exact_adam, rows that rested move, too."""
 
@@ -290,7 +289,8 @@ def test_ids_of_rows_of_a_table_on_the_device(read, name, backend):
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("read", slow_but(["rows", "matrix", "scale"], "rows"))
+@pytest.mark.slow
+@pytest.mark.parametrize("read", ["rows", "matrix", "scale"])
 def test_rounding_of_parameters_as_they_are_now(read):
     """What comes of them on the way is a residual, as of those that are stored."""
 

@@ -40,6 +40,7 @@ def trained(request):
     return tx, table, state
 
 
+@pytest.mark.slow
 def test_few_programs(compilations, trained):
     """Operation by operation they were 81, 38, 137 and 12: 5 s of compiling."""
     tx, table, state = trained
