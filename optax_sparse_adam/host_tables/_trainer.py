@@ -368,9 +368,11 @@ class HostTrainer:
 
         Raises:
           TypeError: If it is no function.
-          ValueError: Before anything is changed, if what has no rows depends on rows in
-            the result, or has another shape or type. What is raised later, such as a
-            KeyboardInterrupt, leaves some rows as they were: go on from a checkpoint.
+          ValueError: Before anything is changed, if rows are seen to depend on other
+            rows, or on their numbers, in a trial with as many as a chunk has; if what
+            has no rows depends on rows, or has another shape or type. What is raised
+            later, such as a KeyboardInterrupt, leaves some rows as they were: go on
+            from a checkpoint.
         """
         with self._rows.access.alone():
             map_rows(self._rows, function)

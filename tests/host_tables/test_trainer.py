@@ -360,10 +360,10 @@ ROWS_OF_OTHERS = {
 }
 
 
-OTHERS_IN_CORE = "a mean", "noise", "how many", "where it is large", "a mask"
+IN_CORE = "a mean", "noise", "how many", "where it is large", "a mask"
 
 
-@pytest.mark.parametrize("name", slow_but(ROWS_OF_OTHERS, *OTHERS_IN_CORE))
+@pytest.mark.parametrize("name", slow_but(ROWS_OF_OTHERS, *IN_CORE))
 def test_map_rows_of_what_does_not_treat_rows_alone(name):
     trainer = host.HostTrainer(loss, TX, host_params(*begin()))
     change = ROWS_OF_OTHERS[name]
@@ -385,10 +385,7 @@ ROWS_BY_NUMBER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(ROWS_BY_NUMBER, "the number of a row", "a number that is in no chunk"),
-)
+@pytest.mark.parametrize("name", slow_but(ROWS_BY_NUMBER, "the number of a row"))
 def test_map_rows_of_what_names_rows_by_number(name, monkeypatch):
     """Each chunk would have such a row, or none."""
     trainer = host.HostTrainer(loss, TX, host_params(*begin((2000, DIM))))
@@ -544,7 +541,6 @@ def test_a_state_with_a_key_for_each_row_is_refused():
 
 @pytest.mark.slow
 def test_map_rows_by_chunks_and_what_it_refuses(monkeypatch):
-
     monkeypatch.setattr(_between, "CHUNK", 7 * 3 * DIM * 4)  # 7 rows at once
     rows, w = begin()
     small = host.HostTable((5, 3), init=lambda a, b: np.ones((b - a, 3)))
