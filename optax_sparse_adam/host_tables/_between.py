@@ -126,10 +126,16 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     ]
     as_in_memory = jax.make_jaxpr(of_list)(jax.tree.leaves(whole), host.rest)
     refuse_program(as_in_memory.consts, "map_rows")
+    # Larger than what a row has, and odd, so that no other axis has this size.
+    row_sizes = {1000, *(size for x in flat for size in x.shape[1:])}
+    some = max(length, *row_sizes) + 1 | 1
     reason = None
     try:
-        traced = FlatJaxpr(jax.make_jaxpr(of_list)(flat, host.rest))
-        is_alone = not names_rows(traced, traced.outputs[-len(flat) :], length)
+        some_rows = [x.update(shape=(some, *x.shape[1:])) for x in flat]
+        traced = FlatJaxpr(jax.make_jaxpr(of_list)(some_rows, host.rest))
+        is_alone = not names_rows(traced, len(flat), {some})
+        beyond = {x for x in counts if x > length} - row_sizes
+        is_alone &= not names_rows(FlatJaxpr(as_in_memory), len(flat), beyond)
         is_alone &= treats_rows_alone(of_list, flat, host.rest, length)
     except jax.errors.JAXTypeError:  # in a function that JAX traces
         raise

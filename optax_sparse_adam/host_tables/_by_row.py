@@ -6,22 +6,22 @@
 
 Rows are given at once, and in pieces: the results must be the same. So it is tried with
 numbers of several sizes, and with one row that is NaN, infinite, large or zero. As many
-as it gets later see more: among five no row is more than five times their mean, and
-none has the number 5000.
+as it gets later see more: among five no row is more than five times their mean. Numbers
+of rows, which no trial has all of, are looked for in the program.
 
-It is a trial, and no proof: what is so in none of these rows, such as a number of a row
-above all that a chunk has, is not seen.
+It is no proof: a condition that none of these rows meets, such as a number above
+100,000, is not seen, nor is the number of a row inside of a loop or a branch.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from .._jax_extras.jaxprs import FlatJaxpr, name_and_params
 from ._callbacks import without_callbacks
@@ -78,29 +78,64 @@ def treats_rows_alone(
     return all(all(are_same([*each], rest)) for each in tried)
 
 
-def names_rows(program: FlatJaxpr, rows: list[int], count: int) -> bool:
-    """Whether it writes to rows by numbers of its own; absent ones JAX drops.
+def names_rows(program: FlatJaxpr, rows: int, counts: Collection[int]) -> bool:
+    """Whether its rows depend on numbers of rows, which are others in each piece.
 
-    Not so is what writes to an element of each row, whose numbers are as many.
+        where(arange(len(rows)) > 600_000, 0, rows)    compares them
+        rows.at[700].set(0), rows.at[600_000:].set(0)  a piece has another one, or none
+        rows * mask[: len(rows)]                       reads an array of all rows
+
+    `rows.at[arange(len(rows)), columns]` does not: it names an element of each row.
+    What is done inside of a loop or a branch is not looked at.
 
     Args:
       program: The function.
-      rows: Those of its results that have rows.
-      count: How many rows they have.
+      rows: How many arguments have rows, the first ones, and results, the last ones.
+      counts: How many rows there are. No other axis has such a size, or a multiple.
     """
-    for eqn, operands, _ in program.slice(rows)[0]:
+    inputs = {*program.inputs[:rows]}
+
+    def has_rows(shape: tuple[int, ...]) -> bool:
+        return any(size > 0 and size % n == 0 for size in shape for n in counts)
+
+    def is_constant(value: int) -> bool:
+        return not inputs & {*program.slice([value])[1]}
+
+    indices = {x.operands[1] for x in program.equations if _indexed(x.eqn)} - inputs
+    reached, starts = program.slice(program.outputs[-rows:], indices.__contains__)
+    for eqn, operands, _ in reached:
         name, params = name_and_params(eqn)
-        result: Any = eqn.outvars[0].aval
-        if not name.startswith("scatter") or result.shape[:1] != (count,):
-            continue
-        numbers: Any = eqn.invars[1].aval
-        is_of_each = numbers.shape[:1] == (count,)
-        is_by_row = 0 in params["dimension_numbers"].scatter_dims_to_operand_dims
-        if is_by_row and not is_of_each:
-            _, starts = program.slice(operands[1:2])
-            if not {*starts} & {*program.inputs}:
-                return True
-    return False
+        shape = _shape(eqn.outvars[0])
+        if name == "iota":
+            is_by_number = has_rows(shape[params["dimension"] :][:1])
+        elif name == "slice":
+            is_by_number = has_rows(shape[:1]) and is_constant(operands[0])
+        elif has_rows(_indexed(eqn)):
+            is_of_each = has_rows(_shape(eqn.invars[1])[:1])
+            is_by_number = not is_of_each and is_constant(operands[1])
+        else:
+            is_by_number = False
+        if is_by_number or shape[:1] == (0,):  # `rows[600_000:]` of a piece
+            return True
+    consts = [program.consts[x] for x in starts if x in program.consts]
+    return any(bool((x != x[:1]).any()) for x in consts if has_rows(np.shape(x)[:1]))
+
+
+def _indexed(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The sizes of the axes in which a gather or a scatter has indices."""
+    name, params = name_and_params(eqn)
+    if not name.startswith(("gather", "scatter")):
+        return ()
+    numbers = params["dimension_numbers"]
+    if name == "gather":
+        axes = numbers.start_index_map
+    else:
+        axes = numbers.scatter_dims_to_operand_dims
+    return tuple(_shape(eqn.invars[0])[axis] for axis in axes)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
 
 
 def _in_silence(function: Callable[..., Any], *args: Any) -> Any:

@@ -369,7 +369,7 @@ class HostTrainer:
         Raises:
           TypeError: If it is no function.
           ValueError: Before anything is changed, if rows are seen to depend on other
-            rows, or on their numbers, in a trial with as many as a chunk has; if what
+            rows, in a trial with as many as a chunk has, or on their numbers; if what
             has no rows depends on rows, or has another shape or type. What is raised
             later, such as a KeyboardInterrupt, leaves some rows as they were: go on
             from a checkpoint.

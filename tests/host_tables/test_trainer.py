@@ -381,6 +381,20 @@ ROWS_BY_NUMBER = {
     "every second row": lambda x: x.at[::2].set(0),
     "every seventh row": lambda x: x.at[::7].set(0),
     "rows from a number on": lambda x: jnp.where(jnp.arange(len(x)) > 700, 0, x.T).T,
+    "rows from a number on that no chunk has": lambda x: x.at[1700:].set(0),
+    "the last rows, joined": lambda x: jnp.concatenate([x[:1700], 0 * x[1700:]]),
+    "numbers among many": lambda x: jnp.where(
+        jnp.isin(jnp.arange(len(x)), np.array([1700, 1900]))[:, None], 0, x
+    ),
+    "numbers that NumPy compares": lambda x: jnp.where(
+        (np.arange(len(x)) > 1700)[:, None], 0, x
+    ),
+    "an array of all rows": lambda x: x * jnp.ones((2000, 1))[: len(x)],
+    "a number of what is transposed": lambda x: x.T.at[:, 1700].set(0).T,
+    "that of an element": lambda x: x.ravel().at[20_000].set(0).reshape(x.shape),
+    "an absent one, read": lambda x: (
+        x + x.at[jnp.array([1700])].get(mode="fill", fill_value=0)
+    ),
     "the largest": lambda x: jnp.where(x < jax.lax.top_k(x[:, 0], 700)[0][-1], 0, x),
 }
 
@@ -407,6 +421,8 @@ def test_map_rows_that_names_elements():
         x = x.at[jnp.arange(len(x)), jnp.argmax(x, axis=1)].multiply(2)
         x = x.at[np.arange(len(x)), 0].set(1)
         x = x * jnp.ones((1, DIM)).at[0, 2].set(3)
+        x = x + jax.nn.one_hot(jnp.argmin(x, axis=1), DIM)
+        x = x + jnp.linspace(-1, 1, 64)[jnp.argmax(x, axis=1)][:, None]
         return {"table": x, "w": params["w"].at[0].set(0)}
 
     trainer.map_rows(lambda params, state: (change(params), state))
