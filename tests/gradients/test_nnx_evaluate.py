@@ -133,7 +133,8 @@ def test_what_the_function_does_to_a_module():
     assert_close(rest, loss(model, ids), 1e-12)
 
 
-@pytest.mark.parametrize("graph", slow_but([True, False], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [True, False])
 def test_in_every_mode(graph):
     model, optimizer, step = trainer(
         osa.exact_adam(0.1), lambda o: flax_nnx.value_and_grad(loss, read=o)

@@ -424,7 +424,8 @@ DECIDED = cell, straight_through, of_all, chosen, in_a_checkpoint, period, gate
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("decide", slow_but(DECIDED, straight_through))
+@pytest.mark.slow
+@pytest.mark.parametrize("decide", DECIDED)
 def test_what_jumps_of_a_table_belongs_to_the_ids(decide):
     """Ids and what is computed beside are of one side of each jump."""
 
@@ -1216,6 +1217,7 @@ def test_what_is_given_over_a_mesh_stays_split():
     assert all(x.is_equivalent_to(split, 1) for x in seen)
 
 
+@pytest.mark.slow
 def test_only_what_ids_come_from_is_given(monkeypatch):
     """No floats that nothing else reads; nothing where ids are integers.
 

@@ -151,7 +151,8 @@ def test_a_step_of_another_mesh_has_no_more_rows_than_its_own(tmp_path):
         assert sizes(trainer) == expected
 
 
-@pytest.mark.parametrize("is_of_two_axes", slow_but([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_of_two_axes", [False, True])
 def test_between_steps_all_is_as_on_one_device(is_of_two_axes):
     """What treats rows one by one has the same bits, however they are spread."""
     tx, ids = osa.exact_adam(0.1), {"table": np.array([7, 299, ROWS, 0, -1]), "w": None}

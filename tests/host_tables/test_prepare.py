@@ -135,6 +135,7 @@ def test_a_pipeline_left_and_gone_on_with(where, name, tmp_path):
     run.trainer.close()
 
 
+@pytest.mark.slow
 def test_steps_between_the_values_of_a_run():
     """What was drawn gets the rows of a later step."""
     run, made = Run(), [*stream_of(0, LAST)]

@@ -116,7 +116,7 @@ TURNS = [x for x in TURNS if WEEKLY or x[0] in ("sparse_adafactor", "exact_adamw
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    slow_but([*TURNS, ("lazy", "plain")], ("lazy", "plain")),
+    slow_but([*TURNS, ("lazy", "plain")]),
     indirect=["backend"],
 )
 def test_no_tracer_outlives_its_trace(name, backend):

@@ -105,7 +105,7 @@ STORED += [("inject", "memmap"), ("exact_adamw", "memmap")]
 STORED = list(dict.fromkeys(STORED))
 
 
-@pytest.mark.parametrize(("name", "kind"), slow_but(STORED, ("exact_adamw", "memmap")))
+@pytest.mark.parametrize(("name", "kind"), slow_but(STORED))
 def test_steps_on_taken_rows_are_those_on_tables(name, kind, tmp_path):
     """Twelve steps on the rows of their batches: parameters, state, shared leaves."""
     tx = TRANSFORMATIONS[name](0.1)
