@@ -101,54 +101,16 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
     words = sum(layout.words for layout in plan.layouts)
     size = min(most, max(1, CHUNK // (words * WORD)))
     length = size * plan.spread.blocks.size
-    shapes = [
-        [jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in layout.fields]
-        for layout in plan.layouts
-    ]
+    structure: Any = jax.tree.structure([[0 for _ in x.fields] for x in plan.layouts])
 
     def mapped(arrays: Any, rest: Any) -> Any:
         trees = plan.join(rest, arrays)
         return plan.split(*_in_the_types_of(trees, function(*trees)))
 
-    flat = jax.tree.leaves(shapes)
-    structure: Any = jax.tree.structure(shapes)
-
     def of_list(arrays: list[Any], rest: Any) -> Any:
         return mapped(structure.unflatten(arrays), rest)
 
-    # Some rows of each table are as many; all of them may not be, as a function of rows
-    # of two tables would see in memory. (One row would do for all of another table.)
-    counts = [table.shape[0] for table in plan.tables.values()]
-    other = next(n for n in itertools.count(2) if n not in counts)
-    whole = [
-        [x.update(shape=(count if count > 1 else other, *x.shape[1:])) for x in fields]
-        for count, fields in zip(counts, shapes, strict=True)
-    ]
-    as_in_memory = jax.make_jaxpr(of_list)(jax.tree.leaves(whole), host.rest)
-    refuse_program(as_in_memory.consts, "map_rows")
-    # Larger than what a row has, and odd, so that no other axis has this size.
-    row_sizes = {1000, *(size for x in flat for size in x.shape[1:])}
-    some = max(length, *row_sizes) + 1 | 1
-    reason = None
-    try:
-        some_rows = [x.update(shape=(some, *x.shape[1:])) for x in flat]
-        traced = FlatJaxpr(jax.make_jaxpr(of_list)(some_rows, host.rest))
-        is_alone = not names_rows(traced, len(flat), {some})
-        beyond = {x for x in counts if x > length} - row_sizes
-        is_alone &= not names_rows(FlatJaxpr(as_in_memory), len(flat), beyond)
-        is_alone &= treats_rows_alone(of_list, flat, host.rest, length)
-    except jax.errors.JAXTypeError:  # in a function that JAX traces
-        raise
-    except (TypeError, ValueError) as error:  # all rows it takes, and some it does not
-        is_alone, reason = False, error
-    if not is_alone:
-        raise ValueError(
-            "map_rows needs a function that treats each row alone: it sees some at a "
-            "time. In the result of this one rows depend on other rows, on how many "
-            "there are, or on an array of all rows (for some of them there is "
-            "reset_rows), or arrays without rows depend on rows."
-        ) from reason
-    stays = traced.outputs[-len(flat) :] == traced.inputs[: len(flat)]
+    stays = _leaves_rows(host, of_list, length)
     if stays:  # only what has no rows changes, as numbers of the optimiser do
         size = most = min(size, 2)
     program, rest = jax.jit(mapped, **plan.spread.stays(host.rest)), host.rest
@@ -160,6 +122,54 @@ def map_rows(host: HostRows, function: Callable[[Any, Any], Any]) -> None:
             if not stays:
                 store(rows, arrays)
         host.rest = rest
+
+
+def _leaves_rows(
+    host: HostRows, function: Callable[[list[Any], Any], Any], length: int
+) -> bool:
+    """Whether `function(arrays, rest)` returns the arrays of tables as they are.
+
+    Refuses one that does not treat each row alone, of chunks of `length` rows.
+    """
+    plan, rest = host.plan, host.rest
+    fields = [x for layout in plan.layouts for x in layout.fields]
+    number = len(fields)
+
+    def arrays(counts: list[int]) -> list[jax.ShapeDtypeStruct]:
+        pairs = zip(counts, fields, strict=True)
+        return [jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for n, x in pairs]
+
+    # Some rows of each table are as many; all of them may not be, as a function of rows
+    # of two tables would see in memory. (One row would do for all of another table.)
+    counts = [table.shape[0] for table in plan.tables.values()]
+    two = next(n for n in itertools.count(2) if n not in counts)
+    pairs = zip(counts, plan.layouts, strict=True)
+    sizes = [n if n > 1 else two for n, layout in pairs for _ in layout.fields]
+    as_in_memory = jax.make_jaxpr(function)(arrays(sizes), rest)
+    refuse_program(as_in_memory.consts, "map_rows")
+    # Larger than what a row has, and odd, so that no other axis has this size.
+    row_sizes = {1000, *(size for x in fields for size in x.shape)}
+    some = max(length, *row_sizes) + 1 | 1
+    beyond = {n for n in counts if n > length} - row_sizes
+    reason = None
+    try:
+        of_some = jax.make_jaxpr(function)(arrays([some] * number), rest)
+        program, whole = FlatJaxpr(of_some), FlatJaxpr(as_in_memory)
+        is_alone = not names_rows(program, number, {some})
+        is_alone &= not names_rows(whole, number, beyond)
+        is_alone &= treats_rows_alone(function, arrays([length] * number), rest, length)
+    except jax.errors.JAXTypeError:  # in a function that JAX traces
+        raise
+    except (TypeError, ValueError) as error:  # all rows it takes, and some it does not
+        is_alone, reason = False, error
+    if not is_alone:
+        raise ValueError(
+            "map_rows needs a function that treats each row alone: it sees some at a "
+            "time. In the result of this one rows depend on other rows, on numbers of "
+            "rows, on how many there are, or on an array of all rows (for some of them "
+            "there is reset_rows), or arrays without rows depend on rows."
+        ) from reason
+    return program.outputs[-number:] == program.inputs[:number]
 
 
 def _in_the_types_of(trees: Any, new_trees: Any) -> Any:
