@@ -149,12 +149,15 @@ def look_up_bags(
 
             return jax.vmap(one, axes)(*leaves), True
         # Bags of one table: so many more of them.
-        each = [
-            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-            for x, is_batched in zip(leaves, batched, strict=True)
-        ]
-        source, *_ = tree.unflatten(leaves)
-        _, ids, segments, weights = tree.unflatten(each)
+        source, *entries = tree.unflatten(leaves)
+        _, *are_batched = tree.unflatten(batched)
+        ids, segments, weights = jax.tree.map(
+            lambda x, is_batched: (
+                x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            ),
+            entries,
+            are_batched,
+        )
         if segments is not None:
             # Three batches of 4 bags are 12 bags: bag 1 of batch 2 is 2 * 4 + 1 = 9. A
             # segment out of bounds becomes 12, as 4 would be a bag of the next batch.

@@ -6,7 +6,6 @@ memory does it: `evaluate`, any function of parameters and state, `reset_rows`.
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -132,32 +131,31 @@ def _leaves_rows(
     Refuses one that does not treat each row alone, of chunks of `length` rows.
     """
     plan, rest = host.plan, host.rest
-    fields = [x for layout in plan.layouts for x in layout.fields]
+    counts = [table.shape[0] for table in plan.tables.values()]
+    pairs = [*zip(counts, plan.layouts, strict=True)]
+    fields = [(count, x) for count, layout in pairs for x in layout.fields]
     number = len(fields)
 
-    def arrays(counts: list[int]) -> list[jax.ShapeDtypeStruct]:
-        pairs = zip(counts, fields, strict=True)
-        return [jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for n, x in pairs]
+    def arrays(size: Callable[[int], int]) -> list[jax.ShapeDtypeStruct]:
+        shapes = [((size(count), *x.shape), x.dtype) for count, x in fields]
+        return [jax.ShapeDtypeStruct(*each) for each in shapes]
 
-    # Some rows of each table are as many; all of them may not be, as a function of rows
-    # of two tables would see in memory. (One row would do for all of another table.)
-    counts = [table.shape[0] for table in plan.tables.values()]
-    two = next(n for n in itertools.count(2) if n not in counts)
-    pairs = zip(counts, plan.layouts, strict=True)
-    sizes = [n if n > 1 else two for n, layout in pairs for _ in layout.fields]
-    as_in_memory = jax.make_jaxpr(function)(arrays(sizes), rest)
-    refuse_program(as_in_memory.consts, "map_rows")
-    # Larger than what a row has, and odd, so that no other axis has this size.
-    row_sizes = {1000, *(size for x in fields for size in x.shape)}
-    some = max(length, *row_sizes) + 1 | 1
-    beyond = {n for n in counts if n > length} - row_sizes
+    def program(size: Callable[[int], int]) -> FlatJaxpr:
+        return FlatJaxpr(jax.make_jaxpr(function)(arrays(size), rest))
+
+    in_memory = program(lambda count: count)
+    refuse_program([*in_memory.consts.values()], "map_rows")
+    # For each table a size of no other axis: larger than what a row has, and odd. Some
+    # rows of each table are as many; all of them may not be, as a function of rows of
+    # two tables would see in memory.
+    base = max(1000, length, *(size for _, x in fields for size in x.shape))
     reason = None
     try:
-        of_some = jax.make_jaxpr(function)(arrays([some] * number), rest)
-        program, whole = FlatJaxpr(of_some), FlatJaxpr(as_in_memory)
-        is_alone = not names_rows(program, number, {some})
-        is_alone &= not names_rows(whole, number, beyond)
-        is_alone &= treats_rows_alone(function, arrays([length] * number), rest, length)
+        of_some = program(lambda _: length)
+        of_all = program(lambda count: 2 * (base + count) + 1)
+        is_alone = not names_rows(of_all, number, [2 * (base + n) + 1 for n in counts])
+        is_alone &= not names_rows(of_some, number)
+        is_alone &= treats_rows_alone(function, arrays(lambda _: length), rest, length)
     except jax.errors.JAXTypeError:  # in a function that JAX traces
         raise
     except (TypeError, ValueError) as error:  # all rows it takes, and some it does not
@@ -169,7 +167,7 @@ def _leaves_rows(
             "rows, on how many there are, or on an array of all rows (for some of them "
             "there is reset_rows), or arrays without rows depend on rows."
         ) from reason
-    return program.outputs[-number:] == program.inputs[:number]
+    return of_some.outputs[-number:] == of_some.inputs[:number]
 
 
 def _in_the_types_of(trees: Any, new_trees: Any) -> Any:

@@ -13,6 +13,8 @@ It is no proof: a condition that none of these rows meets, such as a number abov
 100,000, is not seen, nor is the number of a row inside of a loop or a branch.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -61,24 +63,25 @@ def treats_rows_alone(
     if any(i < len(rows) for i in kept_arguments(without_rows, [*rows, *leaves])):
         return False
 
-    @jax.jit
-    def are_same(rows: list[Any], rest: Any) -> list[jax.Array]:
-        ends = [*starts[1:], count]
-        pieces = [[x[a:b] for x in rows] for a, b in zip(starts, ends, strict=True)]
-        (whole, all_rows), *parts = (
-            _in_silence(function, arrays, rest) for arrays in (rows, *pieces)
-        )
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *(x[1] for x in parts))
-        pairs = [(whole, x[0]) for x in parts] + [(all_rows, joined)]
-        # XLA would compute what is constant, as the zeros of a state, in its compiler.
-        pairs = lax.optimization_barrier(pairs)
-        return jax.tree.leaves([jax.tree.map(_is_same, *pair) for pair in pairs])
+    # Problem: factorisations of many matrices, one a row, wait for ever. Cause: XLA for
+    # CPUs runs what is independent in a program at once, and each of them waits for a
+    # thread to do its parts. Remedy: each piece is a program, and the next one waits
+    # for it. Safe, as they do not depend on each other. Test:
+    # `test_map_rows_of_factorisations`.
+    run = jax.jit(functools.partial(_in_silence, function))
 
-    tried = zip(*(_tried(x) for x in rows), strict=True)
-    return all(all(are_same([*each], rest)) for each in tried)
+    def is_same(rows: list[np.ndarray]) -> bool:
+        found = jax.block_until_ready(run(rows, rest))
+        for a, b in itertools.pairwise([*starts, count]):
+            part = jax.block_until_ready(run([x[a:b] for x in rows], rest))
+            if not _are_same(found, part, a):
+                return False
+        return True
+
+    return all(is_same([*x]) for x in zip(*map(_tried, rows), strict=True))
 
 
-def names_rows(program: FlatJaxpr, rows: int, counts: Collection[int]) -> bool:
+def names_rows(program: FlatJaxpr, rows: int, counts: Collection[int] = ()) -> bool:
     """Whether its rows depend on numbers of rows, which are others in each piece.
 
         where(arange(len(rows)) > 600_000, 0, rows)    compares them
@@ -92,6 +95,7 @@ def names_rows(program: FlatJaxpr, rows: int, counts: Collection[int]) -> bool:
       program: The function.
       rows: How many arguments have rows, the first ones, and results, the last ones.
       counts: How many rows there are. No other axis has such a size, or a multiple.
+        Without them only `rows[600_000:]` is seen, where there are no such rows.
     """
     inputs = {*program.inputs[:rows]}
 
@@ -162,6 +166,17 @@ def _tried(rows: np.ndarray) -> Iterator[np.ndarray]:
         other = rows.copy()
         other[0] = number if is_inexact else np.array(-1).astype(rows.dtype)
         yield other
+
+
+@jax.jit
+def _are_same(found: Any, part: Any, start: int) -> jax.Array:
+    """Whether a part is what was found of rows from `start` on."""
+    (whole, all_rows), (_, rows) = found, part
+    there = jax.tree.map(
+        lambda x, y: lax.dynamic_slice_in_dim(x, start, len(y)), all_rows, rows
+    )
+    pairs = jax.tree.map(_is_same, (whole, there), part)
+    return jnp.all(jnp.array(jax.tree.leaves(pairs)))
 
 
 def _is_same(x: Any, y: Any) -> jax.Array:

@@ -159,6 +159,19 @@ def _weighted_bag(t, ids, y):
     return jnp.sum(osa.embedding_bag(t, ids, offsets=offsets, weights=y) ** 2)
 
 
+def _bags_of_each(t, ids, y):
+    """Those of many examples, each with its weights; a `HostTable` is not broadcast."""
+
+    def one(ids, y):
+        summed = osa.embedding_bag(t, ids[None], weights=y[None])
+        by_segment = osa.embedding_bag(
+            t, ids, segment_ids=jnp.array([0, 1, 1, 3]), num_segments=3
+        )
+        return jnp.sum(summed) ** 2 + jnp.sum(by_segment**2)
+
+    return jnp.sum(jax.vmap(one)(ids.reshape(-1, 4), y.reshape(-1, 4)))
+
+
 def _hashed(t, ids, y):
     mixed = (ids.astype(jnp.uint32) * jnp.uint32(2654435761)) % jnp.uint32(ROWS)
     return jnp.sum(t[mixed.astype(jnp.int32)] ** 2)
@@ -199,6 +212,7 @@ MODELS = {
     "bag, mean": functools.partial(_bag, "mean"),
     "bag, max": functools.partial(_bag, "max"),
     "weighted bag": _weighted_bag,
+    "bags of each": _bags_of_each,
     "stopped": lambda t, ids, y: (t[ids] * lax.stop_gradient(t[ids[::-1]])).sum(),
     "2-d ids": lambda t, ids, y: (t[ids.reshape(4, -1)] ** 2).sum(),
     "sorted, unique": lambda t, ids, y: (
@@ -223,7 +237,7 @@ def _of_model(model, params, ids, y):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of_floats", [False, True])
-@pytest.mark.parametrize("name", slow_but(MODELS, "cond"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "cond", "bags of each"))
 def test_models(name, of_floats):
     rows, w = begin()
     tx = osa.exact_adam(1e-2) if name in ("scan", "bag") else osa.sparse_adam(1e-2)

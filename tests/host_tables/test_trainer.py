@@ -2,6 +2,8 @@
 
 import _thread
 import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -452,9 +454,47 @@ def test_map_rows_of_rows_of_two_tables(sizes):
         trainer.map_rows(both)
         ones["a"] = ones["a"] + ones["b"]
     else:
-        with pytest.raises(TypeError, match="incompatible shapes"):
+        words = ("incompatible shapes", "treats each row alone")[1 in sizes]
+        with pytest.raises((TypeError, ValueError), match=words):
             trainer.map_rows(both)
     assert_identical(arrays(trainer.params), ones)
+
+
+def test_map_rows_of_few_large_rows(monkeypatch):
+    """Chunks have fewer rows than there are of other axes, whose numbers are none."""
+    table = host.HostTable((8, 64))
+    trainer = host.HostTrainer(loss, TX, {"table": table, "w": jnp.zeros(64)})
+    monkeypatch.setattr(_between, "CHUNK", 2 * 3 * 64 * 4)
+
+    def hot(params, state):
+        x = params["table"]
+        x = x + jax.nn.one_hot(jnp.argmax(x, axis=1), 64)
+        x = jax.lax.map(lambda row: row + 1, x, batch_size=5000)
+        return params | {"table": x}, state
+
+    trainer.map_rows(hot)
+    expected = np.ones((8, 64), np.float32)
+    expected[:, 0] = 2
+    assert_identical(trainer.params["table"], expected)
+
+
+@pytest.mark.slow
+def test_map_rows_of_factorisations():
+    """In a process of its own, as one that waits for ever ends with its time."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, optax_sparse_adam as osa
+from optax_sparse_adam import host_tables as host
+
+rows = np.random.default_rng(0).normal(size=(500, 4, 4)).astype(np.float32)
+params = {"x": host.HostTable((70_000, 8)), "t": host.HostTable(rows.shape, init=(
+    lambda first, last: rows[first:last]))}
+loss = lambda params, ids: params["x"][ids].sum() + params["t"][ids].sum()
+trainer = host.HostTrainer(loss, osa.sparse_adam(0.1), params)
+orthogonal = lambda rows: jnp.linalg.qr(jnp.nan_to_num(rows))[0]
+trainer.map_rows(lambda params, state: (params | {"t": orthogonal(params["t"])}, state))
+np.testing.assert_array_equal(trainer.params["t"], jax.jit(orthogonal)(rows))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_a_note_says_how_init_was_called():
