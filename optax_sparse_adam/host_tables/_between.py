@@ -148,12 +148,13 @@ def _leaves_rows(
     # For each table a size of no other axis: larger than what a row has, and odd. Some
     # rows of each table are as many; all of them may not be, as a function of rows of
     # two tables would see in memory.
-    base = max(1000, length, *(size for _, x in fields for size in x.shape))
+    least = max(1000, *counts, *(size for _, x in fields for size in x.shape)) | 1
+    sizes = {n: least + 2 * k for k, n in enumerate(dict.fromkeys(counts), 1)}
     reason = None
     try:
         of_some = program(lambda _: length)
-        of_all = program(lambda count: 2 * (base + count) + 1)
-        is_alone = not names_rows(of_all, number, [2 * (base + n) + 1 for n in counts])
+        of_all = program(sizes.__getitem__)
+        is_alone = not names_rows(of_all, number, sizes.values())
         is_alone &= not names_rows(of_some, number)
         is_alone &= treats_rows_alone(function, arrays(lambda _: length), rest, length)
     except jax.errors.JAXTypeError:  # in a function that JAX traces
