@@ -18,9 +18,7 @@ import weakref
 from typing import Any
 
 _FOLIOS = 1 << 17  # bytes that the touch of a row maps, mostly half as many
-# Rows between two looks at the process's memory, and what they may map: 64 MB.
-BLOCK = 512
-_MAPPED_BY_BLOCK = BLOCK * _FOLIOS
+_MAPPED = 1 << 26  # bytes that may be mapped between two looks at what is held
 
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -40,6 +38,11 @@ def check_budget(function: str, budget: Any) -> None:
         )
 
 
+def rows_between_looks(record_bytes: int) -> int:
+    """How many rows are touched between two looks at what the process holds."""
+    return max(1, _MAPPED // max(_FOLIOS, record_bytes))
+
+
 def give_back(budget: float) -> int:
     """Gives pages of files back if the process holds nearly its budget.
 
@@ -47,7 +50,7 @@ def give_back(budget: float) -> int:
       What the process holds then.
     """
     held = resident_bytes()
-    if held < budget - _MAPPED_BY_BLOCK:
+    if held < budget - _MAPPED:
         return held
     with _lock:
         for mapping in _mappings:
@@ -66,7 +69,7 @@ def keep(budget: float) -> None:
         raise MemoryError(
             f"The process holds {held:,} bytes without pages of files, more than the "
             f"budget of its HostTrainer, {budget:,.0f}. Give budget= at least "
-            f"{held + 2 * _MAPPED_BY_BLOCK:,}: what it holds, and room for pages "
+            f"{held + 2 * _MAPPED:,}: what it holds, and room for pages "
             "between two looks; or let it hold less, by smaller batches, tables in "
             "files in place of memory, or fewer other arrays."
         )

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from ._budget import BLOCK, give_back, register
+from ._budget import give_back, register, rows_between_looks
 from ._records import WORD, Layout, naming, refuse_other, sync_folder, write_at
 from ._store import Ascending, Mark, Memory
 
@@ -343,10 +343,11 @@ class File(Memory):
             yield slice(0, count)
             return
         # What the batch is copied to, for the device, has room as well.
-        budget = self.budget - count * self._words * WORD
-        for first in range(0, count, BLOCK):
+        record = self._words * WORD
+        budget, step = self.budget - count * record, rows_between_looks(record)
+        for first in range(0, count, step):
             give_back(budget)
-            yield slice(first, first + BLOCK)
+            yield slice(first, first + step)
         give_back(budget)
 
     def make_room(self, count: int) -> None:

@@ -398,6 +398,23 @@ def test_pages_are_given_back_before_a_vocabulary_is_copied(tmp_path, monkeypatc
     assert calls == [0, "copied"] * 2
 
 
+def test_few_large_rows_are_touched_between_two_looks(tmp_path, monkeypatch):
+    """No more bytes of them than of 512 small ones."""
+    looks = []
+    monkeypatch.setattr(_budget, "_MAPPED", 4 << 20)
+    monkeypatch.setattr(_file, "give_back", looks.append)
+    params = {"x": host.HostTable((20, 1 << 18), file=tmp_path / "x")}
+    tx = osa.lazy(optax.sgd(1.0))
+    with host.HostTrainer(
+        lambda params, ids: params["x"][ids].sum(), tx, params, budget=1e12
+    ) as trainer:
+        trainer.step(np.arange(12))
+        del looks[:]
+        trainer.evaluate(lambda params, ids: params["x"][ids].sum())(np.arange(12))
+        assert len(looks) == 4  # before each four megabytes, and after the last
+        assert (trainer.params["x"][:12] == -1).all()
+
+
 def test_over_its_budget_what_was_made_is_written(tmp_path, monkeypatch):
     """The next step is refused. Then it goes on, or is closed: nothing is lost."""
     held, (rows, w) = [0], begin()
