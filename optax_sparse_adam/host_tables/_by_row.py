@@ -5,9 +5,10 @@
     lambda rows: rows + random(rows.shape)  begins again in each piece
 
 Rows are given at once, and in pieces: the results must be the same. So it is tried with
-numbers of several sizes, and with one row that is NaN, infinite, large or zero. As many
-as it gets later see more: among five no row is more than five times their mean. Numbers
-of rows, which no trial has all of, are looked for in the program.
+numbers of several sizes, and with one row that is NaN, infinite, large or zero; with a
+`while_loop`, which may not end for these, with one that is large or small. As many as
+it gets later see more: among five no row is more than five times their mean. Numbers of
+rows, which no trial has all of, are looked for in the program.
 
 It is no proof: a condition that none of these rows meets, such as a number above
 100,000, is not seen, nor is the number of a row inside of a loop or a branch.
@@ -16,7 +17,7 @@ It is no proof: a condition that none of these rows meets, such as a number abov
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +29,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from .._jax_extras.jaxprs import FlatJaxpr, name_and_params
 from ._callbacks import without_callbacks
 from ._dead_code import kept_arguments
+from ._residuals import equations_in
 
 # Where pieces begin: of any period one of them begins at no multiple. None has one row,
 # which a function may take for a vector.
 _ROWS, _STARTS = 5, (0, 2, 5)
+# What all of a row is, without a loop and with one.
+_NUMBERS, _IN_LOOPS = (np.nan, np.inf, 1e4, 0), (1e4, 1e-4)
 # Of sums that are added up in another order, where a row is an array; of its largest.
 _CLOSE = 1e-4
 
@@ -78,7 +82,12 @@ def treats_rows_alone(
                 return False
         return True
 
-    return all(is_same([*x]) for x in zip(*map(_tried, rows), strict=True))
+    program = jax.make_jaxpr(function)(rows, rest).jaxpr.eqns
+    # A loop "until it is small" does not end for an infinite row, or for zeros.
+    loops = any(name_and_params(x)[0] == "while" for x in equations_in(program))
+    numbers = _IN_LOOPS if loops else _NUMBERS
+    tried = zip(*(_tried(x, numbers) for x in rows), strict=True)
+    return all(is_same([*x]) for x in tried)
 
 
 def names_rows(program: FlatJaxpr, rows: int, counts: Collection[int] = ()) -> bool:
@@ -157,12 +166,12 @@ def _some_rows(count: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return (numbers % (2 if np.dtype(dtype).kind == "b" else 97)).astype(dtype)
 
 
-def _tried(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Rows of several sizes, and some of which the first one is another."""
+def _tried(rows: np.ndarray, numbers: Sequence[float]) -> Iterator[np.ndarray]:
+    """Rows of several sizes, and some of which the first one has one of the numbers."""
     is_inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
     for scale in 1, 1e-4, 100:
         yield (rows * scale).astype(rows.dtype)
-    for number in np.nan, np.inf, 1e4, 0:
+    for number in numbers:
         other = rows.copy()
         other[0] = number if is_inexact else np.array(-1).astype(rows.dtype)
         yield other

@@ -460,6 +460,26 @@ def test_map_rows_of_rows_of_two_tables(sizes):
     assert_identical(arrays(trainer.params), ones)
 
 
+def test_map_rows_of_a_loop_that_ends_for_finite_rows():
+    """An infinite one is not tried; rows that depend on others are seen."""
+    rows, w = begin()
+    trainer = host.HostTrainer(loss, TX, host_params(rows, w))
+
+    def halve(row):
+        return lax.while_loop(lambda x: abs(x).max() > 0.5, lambda x: x / 2, row)
+
+    def change(params, state):
+        return params | {"table": jax.vmap(halve)(params["table"])}, state
+
+    def change_all(params, state):
+        return params | {"table": halve(params["table"])}, state
+
+    with pytest.raises(ValueError, match="treats each row alone"):
+        trainer.map_rows(change_all)
+    trainer.map_rows(change)
+    assert_identical(trainer.params["table"], np.array(jax.vmap(halve)(rows)))
+
+
 def test_map_rows_of_few_large_rows(monkeypatch):
     """Chunks have fewer rows than there are of other axes, whose numbers are none."""
     table = host.HostTable((8, 64))
