@@ -18,6 +18,7 @@ import optax
 from .._jax_extras.huge_pages import use_huge_pages
 from .._jax_extras.sharding import jit_on_mesh
 from .._rows.checks import check_dense, is_bcoo, is_leaf, leaves_like, refuse_complex
+from .._rows.clocks import keep_read_of
 from .._rows.entries import accumulator_dtype
 from .._rows.jit_with_bags import jit_with_bags
 from .._rows.map_rows import Tables
@@ -187,6 +188,7 @@ def _update_leaves(
         dtype = accumulator_dtype(grad.dtype, *(x.dtype for x in read))
         args = tuple(arrays.values()), scalars_of(dtype, read[-1].dtype), adds_to
         made[i], new_arrays = update_leaf(grad, param, *args)
+        keep_read_of(made[i].change, grad)
         for key, new in zip(arrays, new_arrays, strict=True):
             columns[key][i] = new
     return made

@@ -9,6 +9,7 @@ from jax.experimental.sparse import BCOO
 
 from .._jax_extras.sharding import mesh_of, shard_columns_like
 from .._rows.checks import is_bcoo
+from .._rows.clocks import keep_read_of
 from .._rows.coalesce import touched_rows
 from .._rows.entries import (
     Entries,
@@ -162,6 +163,7 @@ def step_rows(
         shared,
         update_dtype=results.grad.dtype,
     )
+    keep_read_of(update.change, table.grad)
     return OfTable(update, [*state])
 
 

@@ -37,6 +37,12 @@ def _are_at(canary: jax.Array, clock: jax.Array) -> jax.Array:
     return jnp.all((clocks == clock) | (clocks == ANY_CLOCK))
 
 
+def keep_read_of(made: Any, grad: Any) -> None:
+    """Gives what is made of a gradient its `read_of`, which a `jit` has dropped."""
+    if isinstance(made, CanaryBCOO) and isinstance(grad, CanaryBCOO):
+        made.read_of = grad.read_of
+
+
 def without_clock(grad: BCOO) -> BCOO:
     """The gradient without the second column, which `is_read_at` has seen.
 

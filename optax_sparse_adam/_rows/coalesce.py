@@ -3,8 +3,9 @@
 from jax.experimental.sparse import BCOO
 from jax.typing import DTypeLike
 
-from .canary import CanaryBCOO, entries
+from .canary import entries
 from .checks import check_bcoo, is_bcoo
+from .clocks import keep_read_of
 from .entries import (
     Entries,
     Rows,
@@ -88,6 +89,5 @@ def coalesce(grad: BCOO) -> BCOO:
         )
     with knows_stored_rows():
         sums: BCOO = _coalesce(check_bcoo(grad))
-    if isinstance(sums, CanaryBCOO) and isinstance(grad, CanaryBCOO):
-        sums.read_of = grad.read_of  # which `jit` has dropped
+    keep_read_of(sums, grad)
     return sums

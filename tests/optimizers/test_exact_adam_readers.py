@@ -268,6 +268,23 @@ def test_in_every_place(way, tree, decay):
     assert_dense(tx, reference, way, all_rows())
 
 
+FIRST = {  # what makes its updates in a program of its own, by rows and by leaves
+    "trace": (osa.lazy(optax.trace(0.8)), optax.trace(0.8)),
+    "sparse_adam": (osa.sparse_adam(0.1, eps=1e-20), optax.adam(0.1, eps=1e-20)),
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("way", slow_but(WAYS, "step"))
+def test_behind_what_is_lazy_itself(first, way):
+    """What has been made of a gradient still says how its rows are read."""
+    own, theirs = FIRST[first]
+    decay, clip = optax.add_decayed_weights(0.3), optax.adaptive_grad_clip(0.02)
+    tx = optax.chain(own, osa.lazy(decay), osa.lazy(clip), osa.exact_adamw(RATE))
+    reference = optax.chain(theirs, decay, clip, optax.adamw(RATE))
+    assert_dense(tx, reference, way, all_rows())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", slow_but(["step", "host", "eager"], "step"))
 def test_rows_that_rest(way):
