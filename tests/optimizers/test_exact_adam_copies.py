@@ -47,6 +47,8 @@ def unit(grad):
     return SIZE * grad / jnp.linalg.norm(grad)
 
 
+MOMENTUM = osa.lazy(optax.trace(0.8))
+
 # Each takes the gradient `grad(table)`, a table, and one of some steps ago.
 COPIES = {
     "fgm": lambda grad, t, old: grad(t + unit(to_array(grad(t)))),
@@ -68,6 +70,9 @@ COPIES = {
     "a row-sparse shift": lambda grad, t, old: grad(osa.apply_updates(t, grad(t))),
     "clipped": lambda grad, t, old: osa.lazy(optax.clip_by_global_norm(1.0)).update(
         grad(t + 0.1), (optax.EmptyState(),), t
+    )[0],
+    "with momentum": lambda grad, t, old: MOMENTUM.update(
+        grad(t + 0.1), MOMENTUM.init(t), t
     )[0],
 }
 
