@@ -187,7 +187,7 @@ def read_part(rows: HostRows, folder: Path, process: int, processes: int) -> Par
     """What one of so many processes has written of a checkpoint.
 
     Raises:
-      ValueError: If it is one of other parameters or of another optimiser, or damaged.
+      ValueError: If it is one of other parameters or of another state, or damaged.
       FileNotFoundError: If it is not there.
     """
     path = folder / ARCHIVE

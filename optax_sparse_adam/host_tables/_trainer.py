@@ -229,12 +229,13 @@ class HostTrainer:
         Raises:
           FileNotFoundError: If there is no checkpoint, or a file of it is missing.
           PermissionError: If a file cannot be written.
-          ValueError: If it is one of other parameters or of another optimiser, or
-            damaged, or if rows that are not in memory have changed otherwise than its
-            journal says: of an older checkpoint, or a folder that was copied without
-            them; if what is `stateful` has other names, or refuses what was saved. No
-            row is changed then; of several that are `stateful`, those before it are
-            restored.
+          ValueError: If it is one of other parameters, or of an optimiser whose state
+            has other paths, shapes or types (of `lazy(adam)` and `lazy(adamw)` they are
+            the same), or damaged, or if rows that are not in memory have changed
+            otherwise than its journal says: of an older checkpoint, or a folder that
+            was copied without them; if what is `stateful` has other names, or refuses
+            what was saved. No row is changed then; of several that are `stateful`,
+            those before it are restored.
           TypeError: If what is `stateful` is no dictionary of such things.
           BlockingIOError: If another trainer has a file, or makes a checkpoint there.
           NotImplementedError: With another number of processes, where a table is in a
