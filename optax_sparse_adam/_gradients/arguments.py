@@ -110,6 +110,26 @@ def refuse_new_state(fun: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def as_jax_arrays(tree: Any) -> Any:
+    """NumPy's arrays as JAX's, where these hold all their integers.
+
+    NNX modules stay the objects that they are, because a loss may change them.
+    """
+
+    def is_module(x: Any) -> bool:
+        return _is(x, "flax.nnx", "Pytree")
+
+    def converted(x: Any) -> Any:
+        is_plain = isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+        if not is_plain or not valid_jaxtype(x):
+            return x
+        held = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        is_held = x.dtype.kind not in "iu" or np.array_equal(held, x)
+        return jnp.asarray(held) if is_held else x
+
+    return jax.tree.map(converted, tree, is_leaf=is_module)
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path) or "the differentiated argument"
 

@@ -2,15 +2,20 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from .arguments import as_jax_arrays
 from .backward_slice import forwarded_by_jaxpr
 
 _ARRAY = object()
+_NO_INDEX = (
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class AsStored(NamedTuple):
@@ -31,6 +36,7 @@ def trace(
     fun: Callable[..., Any],
     args: Sequence[Any],
     places: Sequence[int],
+    kwargs: Mapping[str, Any] | None = None,
     *,
     has_loss: bool = False,
 ) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any], list[bool]]:
@@ -39,18 +45,20 @@ def trace(
     The results of `fun` may be anything: the arrays among them leave through the jaxpr,
     and a loss, the first of them, even if it is a Python number. The second function
     makes the result of `fun` of those of the jaxpr; of each the list says whether it
-    is in an `AsStored`.
+    is in an `AsStored`. Arguments of NumPy at other places are what `fun` sees, since
+    it may decide by their values; those of JAX where it needs that.
     """
+    others = args, kwargs or {}
     structure: Any = None
     outputs: list[Any] = []
     are_stored: list[bool] = []
 
     def traced(*chosen: Any) -> list[Any]:
-        values = list(args)
+        values = list(others[0])
         for place, value in zip(places, chosen, strict=True):
             values[place] = value
         nonlocal structure
-        result = fun(*values)
+        result = fun(*values, **others[1])
         leaves, structure = jax.tree.flatten(result)
         is_array = [isinstance(x, jax.Array) for x in leaves]
         if has_loss:
@@ -68,7 +76,20 @@ def trace(
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         return jax.tree.unflatten(structure, results)
 
-    closed = jax.make_jaxpr(traced)(*(args[place] for place in places))
+    chosen = [args[place] for place in places]
+    try:
+        closed = jax.make_jaxpr(traced)(*chosen)
+    except _NO_INDEX as error:
+        # Problem: `features[jnp.clip(ids, 0, 7)]`, of an argument of NumPy, raises, and
+        # under `jax.grad` it does not. Cause: NumPy takes no index that is traced, and
+        # there nothing is. Remedy: `fun` is traced again, with arrays of JAX, as under
+        # `jax.jit`. Safe: nothing of the first trace is used, and what raises again
+        # raises. Test: `tests/gradients/test_numpy_arguments.py`.
+        others = as_jax_arrays(others)
+        try:
+            closed = jax.make_jaxpr(traced)(*chosen)
+        except _NO_INDEX:
+            raise error from None
     return closed, to_result, are_stored
 
 

@@ -95,7 +95,8 @@ def value_and_grad(
 
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
     that are computed in it. Call it inside of `jax.jit`; outside, each call traces
-    `fun` again.
+    `fun` again. There it may decide by arguments of NumPy; where it indexes one by what
+    is traced, it is traced once more, with arrays of JAX.
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
@@ -198,7 +199,7 @@ def differentiated(
             return reference(*args, **kwargs)
         wanted = marks_of(sparse, tree)
 
-        def loss(*args: Any) -> Any:
+        def loss(*args: Any, **kwargs: Any) -> Any:
             with reading([args[i] for i in places], tree, read):
                 result = fun(*args, **kwargs)
             if not _is_loss(result, has_aux):
@@ -207,7 +208,7 @@ def differentiated(
 
         try:
             with jit_enabled():
-                traced = trace(loss, args, places, has_loss=True)
+                traced = trace(loss, args, places, kwargs, has_loss=True)
         except _NoLoss:
             return reference(*args, **kwargs)
         closed, to_result, are_stored = traced
