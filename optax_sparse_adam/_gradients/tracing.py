@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .arguments import as_jax_arrays
+from .arguments import indexed_by_traced
 from .backward_slice import forwarded_by_jaxpr
 
 _ARRAY = object()
@@ -46,7 +46,7 @@ def trace(
     and a loss, the first of them, even if it is a Python number. The second function
     makes the result of `fun` of those of the jaxpr; of each the list says whether it
     is in an `AsStored`. Arguments of NumPy at other places are what `fun` sees, since
-    it may decide by their values; those of JAX where it needs that.
+    it may decide by their values.
     """
     others = args, kwargs or {}
     structure: Any = None
@@ -82,10 +82,11 @@ def trace(
     except _NO_INDEX as error:
         # Problem: `features[jnp.clip(ids, 0, 7)]`, of an argument of NumPy, raises, and
         # under `jax.grad` it does not. Cause: NumPy takes no index that is traced, and
-        # there nothing is. Remedy: `fun` is traced again, with arrays of JAX, as under
-        # `jax.jit`. Safe: nothing of the first trace is used, and what raises again
-        # raises. Test: `tests/gradients/test_numpy_arguments.py`.
-        others = as_jax_arrays(others)
+        # there nothing is. Remedy: `fun` is traced again, with arrays of NumPy that
+        # give those of JAX there. Safe: all else of them is NumPy's, nothing of the
+        # first trace is used, and what raises again raises. Test:
+        # `tests/gradients/test_numpy_arguments.py`.
+        others = indexed_by_traced(others)
         try:
             closed = jax.make_jaxpr(traced)(*chosen)
         except _NO_INDEX:

@@ -75,24 +75,54 @@ def test_a_loss_still_decides_by_numpy():
         traces.append(type(ids))
         return jnp.sum(t[ids] * (2.0 if ids.max() > 5 else 1.0))
 
-    grads = osa.grad(loss)(TABLE, IDS)
-    np.testing.assert_array_equal(grads.todense(), jax.grad(loss)(TABLE, IDS))
-    assert traces[0] is np.ndarray
-    assert len(traces) == 2  # `jax.grad`'s is the other
+    def indexes(t, ids):
+        return loss(t, ids) * ids.astype(np.float32)[jnp.clip(ids[0], 0, 3)]
+
+    for fun in loss, indexes:
+        grads = osa.grad(fun)(TABLE, IDS)
+        expected = jax.grad(fun)(TABLE, IDS)
+        np.testing.assert_allclose(grads.todense(), expected, rtol=1e-6)
+        assert traces[0] is np.ndarray
+    assert len(traces) == 5  # two of `jax.grad`, and two of `indexes`
+
+
+def test_what_numpy_computes_stays_numpys():
+    """In 64 bits, which JAX does not have; with masks, whose size is known."""
+    ids = np.array([1, 2_000_000, 7, 7])
+    seconds = np.array([1_732_880_000.0, 1_732_883_601.0, 0.0, 3600.0])
+
+    def rows_of(ids, seconds):
+        yield ids * 1_000_003 % 8
+        yield (seconds // 3600 % 8).astype(int)
+        yield ids[ids > 5] % 8
+        yield seconds.astype(np.int64)[::-1] % 8
+
+    def loss(t, features, ids, seconds):
+        rows = np.concatenate([*rows_of(ids, seconds)])
+        scale = features[jnp.clip(ids[:2], 0, 7)].sum()
+        return jnp.sum(t[rows] ** 2) * scale
+
+    args = TABLE, FEATURES, ids, seconds
+    grads = osa.grad(loss)(*args)
+    expected = jax.grad(loss)(*args)
+    np.testing.assert_allclose(grads.todense(), expected, rtol=1e-6)
 
 
 def test_integers_that_jax_does_not_hold_stay_numpys():
     """Of 2**32 + 3 JAX would make row 3; a bag makes none of it."""
+    ids = np.array([[2**32 + 3, 1], [2, 2]])
 
     def loss(t, features, ids):
         return jnp.sum(osa.embedding_bag(t, ids) * features[jnp.clip(IDS[:2], 0, 7)])
 
-    ids = np.array([[2**32 + 3, 1], [2, 2]])
     grads = osa.grad(loss)(TABLE, FEATURES, ids)
     expected = np.zeros((8, 3), np.float32)
     expected[1] = FEATURES[1]
     expected[2] = 2 * FEATURES[6]
     np.testing.assert_allclose(grads.todense(), expected, rtol=1e-6)
+
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        osa.grad(lambda t, ids: jnp.sum(t[ids[jnp.clip(IDS, 0, 1), 0]]))(TABLE, ids)
 
 
 def test_what_raises_again_raises():
@@ -104,11 +134,14 @@ def test_what_raises_again_raises():
     with pytest.raises(jax.errors.TracerArrayConversionError):
         osa.grad(outside)(TABLE, FEATURES, IDS)
 
-    def decides(t, features, ids):
-        return jnp.sum(t[ids] * features[jnp.clip(ids, 0, 7)]) if ids[0] else t[0, 0]
 
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        osa.grad(decides)(TABLE, FEATURES, IDS)
+def test_a_loss_that_changes_an_argument_is_not_traced_again():
+    def loss(t, features, ids):
+        ids -= 1
+        return jnp.sum(t[ids] * features[jnp.clip(ids, 0, 7)])
+
+    with pytest.raises(ValueError, match="read-only"):
+        osa.grad(loss)(TABLE, FEATURES, IDS.copy())
 
 
 def test_masked_arrays_stay_what_they_are():
@@ -124,24 +157,46 @@ def test_masked_arrays_stay_what_they_are():
     )
 
 
-def test_a_module_of_flax_that_the_loss_changes():
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_module_of_flax_that_holds_numpy_and_changes(graph):
     nnx = pytest.importorskip("flax.nnx")
     from optax_sparse_adam import flax_nnx
 
     class Model(nnx.Module):
-        def __init__(self):
-            self.embed = nnx.Embed(8, 3, rngs=nnx.Rngs(0))
-            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        def __init__(self, array):
+            self.embedding = nnx.Param(TABLE)
+            self.scales = nnx.Variable(array(FEATURES[::-1]))
+            self.mean = nnx.BatchStat(jnp.zeros(3))
 
     def loss(model, features, ids):
-        model.calls[...] += 1
-        return jnp.sum(model.embed(ids) * features[jnp.clip(ids, 0, 7)])
+        model.mean[...] += 1
+        rows = model.embedding[...][ids] * model.scales[...][jnp.clip(ids, 0, 7)]
+        return jnp.sum(rows * features[jnp.clip(ids, 0, 7)])
 
-    model, reference = Model(), Model()
-    ids = IDS % 8
-    value, grads = flax_nnx.value_and_grad(loss)(model, FEATURES, ids)
-    expected = nnx.value_and_grad(loss)(reference, jnp.asarray(FEATURES), ids)
+    def loss_and_grad(transform, array):
+        model = Model(array)
+        out = transform(loss, graph=graph)(model, array(FEATURES), IDS % 8)
+        return *out, model
+
+    value, grads, model = loss_and_grad(flax_nnx.value_and_grad, np.asarray)
+    expected = loss_and_grad(nnx.value_and_grad, jnp.asarray)
     np.testing.assert_allclose(value, expected[0], rtol=1e-6)
-    sparse = grads.embed.embedding[...]
-    np.testing.assert_array_equal(sparse.todense(), expected[1].embed.embedding[...])
-    assert model.calls[...] == reference.calls[...] == 1
+    np.testing.assert_allclose(
+        grads.embedding[...].todense(), expected[1].embedding[...], rtol=1e-6
+    )
+    np.testing.assert_array_equal(model.mean[...], expected[2].mean[...])
+    assert type(model.scales.get_raw_value()) is np.ndarray
+    assert model.mean[...].tolist() == [1, 1, 1]
+
+
+def test_keywords_of_a_function_of_a_module_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    from optax_sparse_adam import flax_nnx
+
+    def predict(embed, *, ids, features):
+        return embed(ids) * features[jnp.clip(ids, 0, 7)]
+
+    embed = nnx.Embed(8, 3, rngs=nnx.Rngs(0))
+    arguments = {"ids": IDS % 8, "features": FEATURES}
+    rows = flax_nnx.evaluate(predict)(embed, **arguments)
+    np.testing.assert_array_equal(rows, predict(embed, **arguments))
