@@ -95,8 +95,8 @@ def value_and_grad(
 
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
     that are computed in it. Call it inside of `jax.jit`; outside, each call traces
-    `fun` again. There it may decide by arguments of NumPy; where it indexes one by what
-    is traced, it is traced once more, with arrays of JAX.
+    `fun` again. There it may decide by arguments of NumPy, and index them by what is
+    traced, which gives arrays of JAX, and traces `fun` once more.
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.

@@ -99,7 +99,8 @@ BY_PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(BY_PARAMETERS, "weights"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_PARAMETERS)
 def test_bags_by_parameters(name):
     """Weights, ids or segments that are functions of parameters."""
 
@@ -187,10 +188,9 @@ def as_a_whole(params, x):
     return x + 0 * jnp.tanh(2 * params["w"]).sum()
 
 
-@pytest.mark.parametrize("ids_of", slow_but([shown, looked_up, as_a_whole], shown))
-@pytest.mark.parametrize(
-    "flag", slow_but(["jax_enable_checks", "jax_disable_jit"], "jax_enable_checks")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ids_of", [shown, looked_up, as_a_whole])
+@pytest.mark.parametrize("flag", ["jax_enable_checks", "jax_disable_jit"])
 def test_while_one_looks_for_a_fault(ids_of, flag):
     def loss(params, x):
         ids = ids_of(params, x).astype(jnp.int32)

@@ -208,7 +208,8 @@ def test_over_a_mesh(name):
         assert_alike(trainer, list(trainer.run(split)), known)
 
 
-@pytest.mark.parametrize("function", slow_but([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [False, True])
 def test_two_tables(function):
     """Each gets its own ids, in the order of its lookups."""
 
@@ -1001,8 +1002,9 @@ def routed(x, w, bits):
     return jax.lax.top_k(scores, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("is_inside", slow_but([False, True], False))
+@pytest.mark.parametrize("is_inside", [False, True])
 def test_a_router(is_inside):
     """The derivative goes to what was chosen; inside of a checkpoint it is refused."""
 

@@ -310,6 +310,7 @@ def _times(x, tree):
     return jax.tree.map(lambda y: x * y, tree)
 
 
+@pytest.mark.slow
 def test_calls_in_a_program_that_is_traced_change_nothing():
     """With a mesh nothing else is known to be traced: what is kept would be no rows."""
     batch, ids = next(batches(0, 1)), {"table": np.array([3]), "w": None}

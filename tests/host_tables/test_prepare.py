@@ -201,7 +201,7 @@ def breaks(vocab, step, keys, y, *, at, early):
     "end",
     slow_but(
         ["iterator", "interrupt", "before", "after", "ids", "close", "collected"],
-        *("interrupt", "after", "ids"),
+        *("after", "ids"),
     ),
 )
 def test_ends_of_a_run(end, at):

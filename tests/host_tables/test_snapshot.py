@@ -70,6 +70,7 @@ def test_it_answers_as_evaluate_and_changes_nothing(name, where, tmp_path, monke
     np.testing.assert_allclose(table[ids] @ w, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
 def test_steps_are_padded_as_if_they_were_alone(tmp_path):
     """A mean over rows counts padding, where a batch has more ids than rows.
@@ -179,9 +180,10 @@ def test_parameters_are_of_the_types_of_jax(kind, tmp_path):
         assert_identical(answer, trainer.evaluate(fun)(np.array([1])))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("steps", slow_but([0, 2], 0))
-@pytest.mark.parametrize("given", slow_but(["weak", "strong", "declared"], "strong"))
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("given", ["weak", "strong", "declared"])
 def test_a_number_of_a_weak_type(given, steps, tmp_path):
     """bfloat16 rows times it are bfloat16, times another one float32."""
     rows, _ = begin((9, 2), jnp.bfloat16)
