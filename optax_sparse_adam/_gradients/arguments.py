@@ -144,6 +144,14 @@ def indexed_by_traced(tree: Any) -> Any:
     return jax.tree.map(converted, tree, is_leaf=is_module)
 
 
+def as_numpy(x: Any) -> Any:
+    """What NumPy would have made in the place of an array that traced indices take."""
+    if not isinstance(x, _IndexedByTraced):
+        return x
+    plain = x.view(np.ndarray) if x.flags.writeable else np.array(x)
+    return plain if plain.ndim else plain[()]
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path) or "the differentiated argument"
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .arguments import indexed_by_traced
+from .arguments import as_numpy, indexed_by_traced
 from .backward_slice import forwarded_by_jaxpr
 
 _ARRAY = object()
@@ -66,7 +66,7 @@ def trace(
         pairs = list(zip(leaves, is_array, strict=True))
         # For `(loss, {"n": 3, "x": x})`: `[_ARRAY, 3, _ARRAY]`, and the jaxpr returns
         # two arrays. What is no array, such as a string, cannot leave through a jaxpr.
-        outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
+        outputs[:] = [_ARRAY if flag else as_numpy(x) for x, flag in pairs]
         flags = zip(_are_stored(result), is_array, strict=True)
         are_stored[:] = [is_stored for is_stored, flag in flags if flag]
         return [x for x, flag in pairs if flag]

@@ -144,6 +144,19 @@ def test_a_loss_that_changes_an_argument_is_not_traced_again():
         osa.grad(loss)(TABLE, FEATURES, IDS.copy())
 
 
+def test_what_leaves_the_loss_is_numpys():
+    def loss(t, features, ids):
+        rows = t[ids] * features[jnp.clip(ids, 0, 7)]
+        return jnp.sum(rows), [features, ids + 1, ids.max(), features[0], ids]
+
+    _, aux = osa.grad(loss, has_aux=True)(TABLE, FEATURES, IDS)
+    _, expected = jax.grad(loss, has_aux=True)(TABLE, FEATURES, IDS)
+    assert [*map(type, aux)] == [*map(type, expected)]
+    for x, y in zip(aux, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.ndim == 0 or x.flags.writeable
+
+
 def test_masked_arrays_stay_what_they_are():
     masked = np.ma.masked_array(FEATURES[3:5], mask=FEATURES[3:5] < 0)
 
@@ -167,9 +180,11 @@ def test_a_module_of_flax_that_holds_numpy_and_changes(graph):
             self.embedding = nnx.Param(TABLE)
             self.scales = nnx.Variable(array(FEATURES[::-1]))
             self.mean = nnx.BatchStat(jnp.zeros(3))
+            self.seen = nnx.Variable(array(FEATURES))
 
     def loss(model, features, ids):
         model.mean[...] += 1
+        model.seen.set_value(model.seen[...] + 1)
         rows = model.embedding[...][ids] * model.scales[...][jnp.clip(ids, 0, 7)]
         return jnp.sum(rows * features[jnp.clip(ids, 0, 7)])
 
@@ -185,7 +200,10 @@ def test_a_module_of_flax_that_holds_numpy_and_changes(graph):
         grads.embedding[...].todense(), expected[1].embedding[...], rtol=1e-6
     )
     np.testing.assert_array_equal(model.mean[...], expected[2].mean[...])
+    np.testing.assert_array_equal(model.seen[...], expected[2].seen[...])
     assert type(model.scales.get_raw_value()) is np.ndarray
+    if graph:  # without, all variables are differentiated, and JAX's
+        assert type(model.seen.get_raw_value()) is np.ndarray
     assert model.mean[...].tolist() == [1, 1, 1]
 
 
