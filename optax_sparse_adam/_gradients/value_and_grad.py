@@ -321,7 +321,7 @@ def marks_of(sparse: Sparse, tree: Any) -> list[bool | None]:
         arrays = [leaf if is_array(leaf) else None for _, leaf in pairs]
         return [(x is not None and _is_real(x)) or None for x in arrays]
     what = "The leaves of `sparse` must be"
-    if callable(sparse):
+    if callable(sparse) and type(sparse) is not type(tree):  # as a tree of Equinox is
         marks = [sparse(*pair) for pair in pairs]
         what = "The predicate `sparse` must return"
     else:

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental.sparse import BCOO
 
 import optax_sparse_adam as osa
 
@@ -21,7 +22,7 @@ from ..helpers.gradients import (
     dense,
     is_bcoo,
 )
-from ..helpers.support import slow_but
+from ..helpers.support import assert_close, slow_but, to_dense
 
 # The libraries promote types and ranks as JAX does by default.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -273,3 +274,22 @@ def test_equinox_training_step():
     moved = np.any(before != np.asarray(after.embed.weight), axis=1)
     assert np.flatnonzero(moved).tolist() == [0, 3, 7, 15]
     assert pointer_of(after) == pointer
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_a_tree_that_can_be_called_is_a_tree(is_sparse):
+    """`sparse=` of a model of Equinox, which has `__call__`."""
+    loss, params = equinox(16)
+    marks = jax.tree.map(lambda _: False, params)
+    marks = eqx.tree_at(lambda m: m.embed.weight, marks, is_sparse)
+    grads = osa.grad(loss, sparse=marks)(params, IDS)
+    table = grads.embed.weight
+    assert isinstance(table, BCOO) == is_sparse
+    expected = jax.grad(loss)(params, IDS).embed.weight
+    assert_close(to_dense(table) if is_sparse else table, expected, 1e-6)
+
+    def predicate(path, leaf):
+        return is_sparse and leaf.shape[0] == 16
+
+    by_predicate = osa.grad(loss, sparse=predicate)(params, IDS)
+    assert jax.tree.structure(by_predicate) == jax.tree.structure(grads)
