@@ -135,7 +135,7 @@ def _by_rows(
         assigned: list[tuple[int | None, int | None]] = []
         structure: Any = None
 
-        def pure(*first: Any, inputs: Any) -> tuple[Any, Any]:
+        def pure(*first: Any) -> tuple[Any, Any]:
             tree = _map_states(_with_first, inputs[0], first), inputs[1]
             # Tracers that come out as they went in are known by their identity.
             positions = {id(x): i for i, x in enumerate(jax.tree.leaves(tree))}
@@ -179,9 +179,7 @@ def _by_rows(
 
         places = tuple(wrt) if isinstance(argnums, Sequence) else min(wrt)
         first = _map_states(_first, inputs[0])
-        (value, (changed, results)), grads = by_rows(pure, places)(
-            *first, inputs=inputs
-        )
+        (value, (changed, results)), grads = by_rows(pure, places)(*first)
         before, rest = jax.tree.leaves(inputs), iter(changed.tree)
         stored = [next(rest) if i is None else before[i] for i in origins]
         pairs = [

@@ -110,48 +110,6 @@ def refuse_new_state(fun: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class _IndexedByTraced(np.ndarray):
-    """An array of NumPy, and one of JAX where what is traced indexes it."""
-
-    def __getitem__(self, index: Any) -> Any:
-        plain = self.view(np.ndarray)
-        parts = index if isinstance(index, tuple) else (index,)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in parts)
-        if is_traced and valid_jaxtype(plain):
-            held = np.asarray(plain, jax.dtypes.canonicalize_dtype(plain.dtype))
-            if plain.dtype.kind not in "iu" or np.array_equal(held, plain):
-                return jnp.asarray(held)[index]
-        return super().__getitem__(index)  # raises for what is traced
-
-
-def indexed_by_traced(tree: Any) -> Any:
-    """NumPy's arrays as such that what is traced may index, and that are read only.
-
-    A loss that changes an argument would do that in each trace. NNX modules stay the
-    objects that they are, because a loss may change them.
-    """
-
-    def is_module(x: Any) -> bool:
-        return _is(x, "flax.nnx", "Pytree")
-
-    def converted(x: Any) -> Any:
-        if type(x) not in (np.ndarray, np.memmap):
-            return x
-        view = x.view(_IndexedByTraced)
-        view.setflags(write=False)
-        return view
-
-    return jax.tree.map(converted, tree, is_leaf=is_module)
-
-
-def as_numpy(x: Any) -> Any:
-    """What NumPy would have made in the place of an array that traced indices take."""
-    if not isinstance(x, _IndexedByTraced):
-        return x
-    plain = x.view(np.ndarray) if x.flags.writeable else np.array(x)
-    return plain if plain.ndim else plain[()]
-
-
 def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path) or "the differentiated argument"
 

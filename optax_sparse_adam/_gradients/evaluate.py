@@ -73,13 +73,13 @@ def evaluate(
             )
         chosen = [args[place] for place in places]
 
-        def bound(*args: Any, **kwargs: Any) -> Any:
+        def bound(*args: Any) -> Any:
             with reading([args[i] for i in places], chosen, read):
                 return fun(*args, **kwargs)
 
         tree = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
         with jit_enabled():
-            closed, to_result, are_stored = trace(bound, args, places, kwargs)
+            closed, to_result, are_stored = trace(bound, args, places)
             values = [_looked_up(x) for x in current_tables(tree, read)]
             walk = Walk(Program(RULES), iter(()))  # no deltas: nothing has a derivative
             results = walk.evaluate(closed, values)

@@ -2,19 +2,20 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .arguments import as_numpy, indexed_by_traced
 from .backward_slice import forwarded_by_jaxpr
 
 _ARRAY = object()
-_NO_INDEX = (
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
+_NUMPY = (
+    "optax_sparse_adam traces the function. Outside of jax.jit its arguments of NumPy "
+    "stay NumPy's, so that it may decide by their values, and NumPy takes no index that"
+    " is traced. Give what it indexes as an array of JAX, jnp.asarray(x); or call it in"
+    " a function under jax.jit."
 )
 
 
@@ -36,7 +37,6 @@ def trace(
     fun: Callable[..., Any],
     args: Sequence[Any],
     places: Sequence[int],
-    kwargs: Mapping[str, Any] | None = None,
     *,
     has_loss: bool = False,
 ) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any], list[bool]]:
@@ -45,20 +45,18 @@ def trace(
     The results of `fun` may be anything: the arrays among them leave through the jaxpr,
     and a loss, the first of them, even if it is a Python number. The second function
     makes the result of `fun` of those of the jaxpr; of each the list says whether it
-    is in an `AsStored`. Arguments of NumPy at other places are what `fun` sees, since
-    it may decide by their values.
+    is in an `AsStored`.
     """
-    others = args, kwargs or {}
     structure: Any = None
     outputs: list[Any] = []
     are_stored: list[bool] = []
 
     def traced(*chosen: Any) -> list[Any]:
-        values = list(others[0])
+        values = list(args)
         for place, value in zip(places, chosen, strict=True):
             values[place] = value
         nonlocal structure
-        result = fun(*values, **others[1])
+        result = fun(*values)
         leaves, structure = jax.tree.flatten(result)
         is_array = [isinstance(x, jax.Array) for x in leaves]
         if has_loss:
@@ -66,7 +64,7 @@ def trace(
         pairs = list(zip(leaves, is_array, strict=True))
         # For `(loss, {"n": 3, "x": x})`: `[_ARRAY, 3, _ARRAY]`, and the jaxpr returns
         # two arrays. What is no array, such as a string, cannot leave through a jaxpr.
-        outputs[:] = [_ARRAY if flag else as_numpy(x) for x, flag in pairs]
+        outputs[:] = [_ARRAY if flag else x for x, flag in pairs]
         flags = zip(_are_stored(result), is_array, strict=True)
         are_stored[:] = [is_stored for is_stored, flag in flags if flag]
         return [x for x, flag in pairs if flag]
@@ -76,21 +74,11 @@ def trace(
         results = [next(rest) if x is _ARRAY else x for x in outputs]
         return jax.tree.unflatten(structure, results)
 
-    chosen = [args[place] for place in places]
     try:
-        closed = jax.make_jaxpr(traced)(*chosen)
-    except _NO_INDEX as error:
-        # Problem: `features[jnp.clip(ids, 0, 7)]`, of an argument of NumPy, raises, and
-        # under `jax.grad` it does not. Cause: NumPy takes no index that is traced, and
-        # there nothing is. Remedy: `fun` is traced again, with arrays of NumPy that
-        # give those of JAX there. Safe: all else of them is NumPy's, nothing of the
-        # first trace is used, and what raises again raises. Test:
-        # `tests/gradients/test_numpy_arguments.py`.
-        others = indexed_by_traced(others)
-        try:
-            closed = jax.make_jaxpr(traced)(*chosen)
-        except _NO_INDEX:
-            raise error from None
+        closed = jax.make_jaxpr(traced)(*(args[place] for place in places))
+    except jax.errors.TracerArrayConversionError as error:
+        error.add_note(_NUMPY)
+        raise
     return closed, to_result, are_stored
 
 

@@ -95,8 +95,8 @@ def value_and_grad(
 
     `fun` is traced, like under `jax.jit`: Python control flow cannot depend on values
     that are computed in it. Call it inside of `jax.jit`; outside, each call traces
-    `fun` again. There it may decide by arguments of NumPy, and index them by what is
-    traced, which gives arrays of JAX, and traces `fun` once more.
+    `fun` again, and arguments of NumPy stay NumPy's: `fun` may decide by them, but what
+    it indexes by computed ids is given as `jnp.asarray(x)`.
 
     Args:
       fun: Function that returns a scalar, or a pair `(scalar, aux)` if `has_aux`.
@@ -199,7 +199,7 @@ def differentiated(
             return reference(*args, **kwargs)
         wanted = marks_of(sparse, tree)
 
-        def loss(*args: Any, **kwargs: Any) -> Any:
+        def loss(*args: Any) -> Any:
             with reading([args[i] for i in places], tree, read):
                 result = fun(*args, **kwargs)
             if not _is_loss(result, has_aux):
@@ -208,7 +208,7 @@ def differentiated(
 
         try:
             with jit_enabled():
-                traced = trace(loss, args, places, kwargs, has_loss=True)
+                traced = trace(loss, args, places, has_loss=True)
         except _NoLoss:
             return reference(*args, **kwargs)
         closed, to_result, are_stored = traced
