@@ -112,10 +112,11 @@ def _by_rows(
     def by_rows(pure: Any, places: Any, **more: Any) -> Callable[..., Any]:
         """`read` is an object, whose state is that of the call."""
         options["read"] = state_of(read)
-        return transformed(pure, places, True, **options, **more)
+        return transformed(pure, places, True, **options | more)
 
     if not (graph and graph_updates):
-        return _by_tree(fun, argnums, has_aux, graph, by_rows, read)
+        sparse = options["sparse"]
+        return _by_tree(fun, argnums, has_aux, graph, by_rows, read, sparse)
 
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         bound = inspect.signature(fun).bind(*args, **kwargs)  # model=... is positional
@@ -247,6 +248,7 @@ def _by_tree(
     graph: bool,
     by_rows: Callable[..., Any],
     read: Any,
+    sparse: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """The mode of `nnx` in which modules are trees, by its own functions for that."""
     tree: Any = nnx.extract
@@ -271,7 +273,8 @@ def _by_tree(
             prefix = tuple(i in chosen for i in range(len(args)))
             args, kwargs = tree.to_tree2((args, kwargs), prefix=(prefix, False))
         variables = tree.check_no_aliases("grad", args=args, kwargs=kwargs)
-        both = by_rows(pure, argnums, check=lambda tree: None)
+        marks = _marks_of_tree(sparse, args, argnums) if graph else sparse
+        both = by_rows(pure, argnums, check=lambda tree: None, sparse=marks)
         (value, (changed, aux)), grads = both(*args, **kwargs)
         updates = changed.tree
         if graph:
@@ -291,6 +294,21 @@ def _by_tree(
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_fun
+
+
+def _marks_of_tree(sparse: Any, args: tuple[Any, ...], argnums: Any) -> Any:
+    """`sparse`, of modules and their paths, for the trees that Flax makes of them."""
+    tree: Any = nnx.extract
+    if not _sparse.is_predicate(sparse):
+        return tree.to_tree2(sparse)
+    is_one = not isinstance(argnums, Sequence)
+    chosen = args[argnums] if is_one else tuple(args[i] for i in argnums)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(chosen)
+    modules = tree.from_tree2(treedef.unflatten(range(len(leaves))))
+    pairs = jax.tree_util.tree_leaves_with_path(modules)
+    paths = {number: path for path, number in reversed(pairs)}  # the first, if shared
+    return treedef.unflatten([sparse(paths[i], x) for i, x in enumerate(leaves)])
 
 
 def _pair(out: Any) -> tuple[Any, Any]:

@@ -321,7 +321,7 @@ def marks_of(sparse: Sparse, tree: Any) -> list[bool | None]:
         arrays = [leaf if is_array(leaf) else None for _, leaf in pairs]
         return [(x is not None and _is_real(x)) or None for x in arrays]
     what = "The leaves of `sparse` must be"
-    if callable(sparse) and type(sparse) is not type(tree):  # as a tree of Equinox is
+    if is_predicate(sparse):
         marks = [sparse(*pair) for pair in pairs]
         what = "The predicate `sparse` must return"
     else:
@@ -345,8 +345,15 @@ def _is_real(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
+def is_predicate(sparse: Sparse) -> bool:
+    """Whether it is called; a tree of booleans may have `__call__`, as models have."""
+    leaves = jax.tree.leaves(sparse)
+    are_marks = bool(leaves) and all(isinstance(x, bool | np.bool_) for x in leaves)
+    return callable(sparse) and not are_marks
+
+
 def _requires_sparse(sparse: Sparse) -> bool:
-    return callable(sparse) or any(map(bool, jax.tree.leaves(sparse)))
+    return is_predicate(sparse) or any(map(bool, jax.tree.leaves(sparse)))
 
 
 def _is_loss(result: Any, has_aux: bool) -> bool:

@@ -59,6 +59,41 @@ MODES = [
     {"graph": False},
     {"graph": False, "graph_updates": False},
 ]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_sparse_is_of_the_paths_and_trees_of_the_gradient(mode):
+    def path_of(path):
+        return jax.tree_util.keystr(path).removesuffix(".value")
+
+    def gradient(sparse, **options):
+        return flax_nnx.grad(of_two, sparse=sparse, **options, **mode)(*models, IDS)
+
+    def of_two(one, other, ids):
+        return mean_square(one, ids) + mean_square(other, ids)
+
+    models = model(), model()
+    paths = []
+
+    def second(path, leaf):
+        paths.append(path_of(path))
+        return "embedding" in paths[-1] and paths[-1].startswith("[1]")
+
+    one, other = gradient(second, argnums=(0, 1))
+    assert not is_bcoo(one.embed.embedding[...])
+    assert is_bcoo(other.embed.embedding[...])
+    leaves = jax.tree_util.tree_leaves_with_path((one, other), is_leaf=is_bcoo)
+    assert paths == [path_of(path) for path, _ in leaves]
+
+    for is_sparse in (True, False):
+        marks = jax.tree.map(lambda _: False, one)
+        marks.embed.embedding.set_value(is_sparse)
+        assert is_bcoo(gradient(marks).embed.embedding[...]) == is_sparse
+        one, other = gradient((marks, False), argnums=(0, 1))
+        assert is_bcoo(one.embed.embedding[...]) == is_sparse
+        assert not is_bcoo(other.embed.embedding[...])
+
+
 CALLS = {
     "value_and_grad": (mean_square, {}, lambda: (model(),)),
     "aux": (with_aux, {"has_aux": True}, lambda: (model(),)),
