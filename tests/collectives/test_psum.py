@@ -215,6 +215,7 @@ def loss(params, ids):
     return jnp.mean((params["t"][ids].sum(1) @ params["w"]) ** 2)
 
 
+@pytest.mark.slow
 def test_pmap():
     """Data-parallel training, the parameters on every device."""
     need_devices(8)

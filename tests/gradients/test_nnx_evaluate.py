@@ -168,7 +168,8 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(list(RESULTS), "array"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESULTS)
 def test_a_table_that_is_a_result(name):
     """It is brought up to date, as by any use of all its rows; what is stored stays."""
     model, optimizer, step = trainer(

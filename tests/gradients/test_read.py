@@ -180,6 +180,7 @@ def test_every_shape_is_evaluated():
         assert np.all(value[:4] != params[name][:4])
 
 
+@pytest.mark.slow
 def test_nothing_is_read():
     """Of a table with a dense gradient, whose rows hold their values."""
     (table, state), ids = trained_table(), jnp.arange(3)

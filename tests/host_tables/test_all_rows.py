@@ -483,6 +483,7 @@ def test_a_part_beside_a_table_in_memory(part):
                 trainer.step(made)
 
 
+@pytest.mark.slow
 def test_a_keyword_that_decides():
     """Asked again in each compiled step, with all that it gives."""
 

@@ -353,7 +353,8 @@ def test_ids_of_mutable_arrays():
         host.HostTrainer(fun, TX, params)
 
 
-@pytest.mark.parametrize("is_eager", slow_but([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_eager", [False, True])
 def test_a_large_table_that_the_loss_holds(is_eager):
     """As frozen embeddings that came from elsewhere; and ids of a callback beside."""
     held = jnp.asarray(np.random.default_rng(1).normal(size=(40_000, 8)), jnp.float32)

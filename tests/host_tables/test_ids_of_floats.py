@@ -167,7 +167,7 @@ def floors(made):
     return [(np.floor(x).astype(np.int32), y) for x, y in made]
 
 
-@pytest.mark.parametrize("name", slow_but(LOOKUPS, "gather", "scan", "bags"))
+@pytest.mark.parametrize("name", slow_but(LOOKUPS, "scan"))
 def test_those_that_were_fetched_are_looked_up(name):
     made, (rows, w) = [*batches()], begin()
     other = [np.floor(x * np.float32(1.00001)) for x, _ in made]
@@ -567,8 +567,9 @@ def test_what_is_looked_up_of_a_mask_belongs_to_the_ids(are_ids):
     np.testing.assert_allclose(trained, known[0]["table"], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("function", slow_but(FUNCTIONS, "scaled"))
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_function_of_a_table_keeps_its_gradient_row_sparse(function):
     """It is looked up for ids and beside: rows of the batch before have no momentum."""
 
@@ -920,7 +921,7 @@ BESIDE = (
 
 
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("beside", slow_but(BESIDE, between, in_a_jit))
+@pytest.mark.parametrize("beside", slow_but(BESIDE, in_a_jit))
 def test_what_is_computed_beside_ids_fits(beside):
     """To the value and the rows of the small program's rounding."""
 
@@ -945,8 +946,9 @@ def test_what_is_computed_beside_ids_fits(beside):
         assert_alike(trainer, list(trainer.run(made)), known)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_optax_expects")
-@pytest.mark.parametrize("name", slow_but(["sign", "round"], "sign"))
+@pytest.mark.parametrize("name", ["sign", "round"])
 def test_floats_of_parameters_keep_their_derivatives(name):
     """As of hash codes, whose estimator passes the gradient straight through.
 

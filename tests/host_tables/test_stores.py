@@ -398,6 +398,7 @@ def test_pages_are_given_back_before_a_vocabulary_is_copied(tmp_path, monkeypatc
     assert calls == [0, "copied"] * 2
 
 
+@pytest.mark.slow
 def test_few_large_rows_are_touched_between_two_looks(tmp_path, monkeypatch):
     """No more bytes of them than of 512 small ones."""
     looks = []

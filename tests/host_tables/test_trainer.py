@@ -413,6 +413,7 @@ def test_map_rows_of_what_names_rows_by_number(name, monkeypatch):
     assert_identical(arrays((trainer.params, trainer.state)), before)
 
 
+@pytest.mark.slow
 def test_map_rows_that_names_elements():
     """Of each row, and of what has no rows."""
     trainer = host.HostTrainer(loss, TX, host_params(*begin()))
@@ -524,6 +525,7 @@ def test_a_note_says_how_init_was_called():
     assert "`init(0, 5)` of ['t'], a function" in raised.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_pieces_of_init_depend_on_the_shape_alone():
     """A seed of their first rows gives one table for all optimisers and types."""
 

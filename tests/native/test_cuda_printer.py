@@ -128,6 +128,7 @@ def check(name, operands, actual, right):
         raise AssertionError(f"{name}: operands, actual, expected {values}")
 
 
+@pytest.mark.slow
 def test_of_one_float():
     compare(UNARY, jnp.asarray(FLOATS)[None])
 

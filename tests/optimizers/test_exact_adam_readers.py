@@ -274,7 +274,7 @@ FIRST = {  # what makes its updates in a program of its own, by rows and by leav
 }
 
 
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("first", slow_but(FIRST, "trace"))
 @pytest.mark.parametrize("way", slow_but(WAYS, "step"))
 def test_behind_what_is_lazy_itself(first, way):
     """What has been made of a gradient still says how its rows are read."""

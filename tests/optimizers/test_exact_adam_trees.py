@@ -49,6 +49,7 @@ def test_parameters_without_an_array(make):
     np.testing.assert_array_equal(updates["table"].data, expected.data)
 
 
+@pytest.mark.slow
 def test_a_state_of_other_containers():
     """It is that of the same names; without names it would be that of other tables."""
     tx = osa.exact_adam(RATE)
