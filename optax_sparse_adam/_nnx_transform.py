@@ -18,7 +18,8 @@ from flax import nnx
 
 from ._gradients import value_and_grad as _sparse
 from ._gradients.evaluate import evaluate
-from ._gradients.tracing import AsStored
+from ._gradients.marks import is_predicate
+from ._gradients.tracing import AsStored, as_places
 from ._nnx_variables import (
     as_result,
     is_mutable,
@@ -299,10 +300,13 @@ def _by_tree(
 def _marks_of_tree(sparse: Any, args: tuple[Any, ...], argnums: Any) -> Any:
     """`sparse`, of modules and their paths, for the trees that Flax makes of them."""
     tree: Any = nnx.extract
-    if not _sparse.is_predicate(sparse):
+    if not is_predicate(sparse):
         return tree.to_tree2(sparse)
-    is_one = not isinstance(argnums, Sequence)
-    chosen = args[argnums] if is_one else tuple(args[i] for i in argnums)
+    places = as_places(argnums)
+    if not all(-len(args) <= place < len(args) for place in places):
+        return sparse  # it will not be called: JAX refuses `argnums`
+    chosen = tuple(args[place] for place in places)
+    chosen = chosen if isinstance(argnums, Sequence) else chosen[0]
     treedef: Any
     leaves, treedef = jax.tree.flatten(chosen)
     modules = tree.from_tree2(treedef.unflatten(range(len(leaves))))

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import optax
 
-from ._gradients.value_and_grad import Sparse, value_and_grad
+from ._gradients.marks import Sparse
+from ._gradients.value_and_grad import value_and_grad
 from ._optimizers.attempt import attempt
 from ._optimizers.current_rows import refuse_stored_reads, without_stored_reads
 from ._optimizers.forms import (

@@ -36,7 +36,7 @@ import jax
 from flax import nnx
 
 from ._exact_adam import flush as _flush
-from ._gradients.value_and_grad import Sparse
+from ._gradients.marks import Sparse
 from ._nnx_transform import state_of, transform
 from ._rows.checks import is_bcoo
 from ._train_step import params_at_once

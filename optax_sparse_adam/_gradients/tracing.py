@@ -12,10 +12,10 @@ from .backward_slice import forwarded_by_jaxpr
 
 _ARRAY = object()
 _NUMPY = (
-    "optax_sparse_adam traces the function. Outside of jax.jit its arguments of NumPy "
-    "stay NumPy's, so that it may decide by their values, and NumPy takes no index that"
-    " is traced. Give what it indexes as an array of JAX, jnp.asarray(x); or call it in"
-    " a function under jax.jit."
+    "optax_sparse_adam traces the function, and outside of jax.jit its arguments of "
+    "NumPy stay NumPy's, so that it may decide by their values. Where it indexes one "
+    "of them by what it computes, give that as an array of JAX, jnp.asarray(x), or call"
+    " it in a function under jax.jit."
 )
 
 

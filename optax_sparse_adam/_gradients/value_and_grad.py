@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import valid_jaxtype
 
 from .._rows.canary import CanaryBCOO
@@ -21,11 +20,11 @@ from .arguments import (
 )
 from .differentiate import evaluate_with_gradients
 from .expressions import is_array
+from .marks import Sparse, is_real, marks_of, requires_sparse
 from .nested_reads import is_read_around, reading
 from .tracing import as_passed, as_places, floating_point_errors, jit_enabled, trace
 
 KeyPath = tuple[Any, ...]
-Sparse = Any  # None | bool | tree of bool | Callable[[KeyPath, Any], bool]
 
 
 class PartsOfTables(NamedTuple):
@@ -176,7 +175,7 @@ def differentiated(
     if isinstance(sparse, PartsOfTables):
         sparse, sizes = sparse
     reference = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
-    if holomorphic and (read is not None or _requires_sparse(sparse)):
+    if holomorphic and (read is not None or requires_sparse(sparse)):
         raise ValueError(
             "A holomorphic derivative is one of complex arguments, and dense: there is "
             "no `read`, and `sparse` may require nothing. Leave out `holomorphic=True` "
@@ -213,7 +212,7 @@ def differentiated(
             return reference(*args, **kwargs)
         closed, to_result, are_stored = traced
         if _is_in_jet((*jax.tree.leaves(tree), *closed.consts)):
-            _refuse_in_jet(is_needed=_requires_sparse(sparse) or read is not None)
+            _refuse_in_jet(is_needed=requires_sparse(sparse) or read is not None)
             return reference(*args, **kwargs)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         tables = current_tables(tree, read)
@@ -312,50 +311,6 @@ def _refuse_in_jet(*, is_needed: bool) -> None:
         )
 
 
-def marks_of(sparse: Sparse, tree: Any) -> list[bool | None]:
-    """For each leaf: row-sparse (`True`), dense (`False`), or as it comes (`None`)."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    if sparse is None:
-        return [None] * len(pairs)
-    if sparse is True:
-        arrays = [leaf if is_array(leaf) else None for _, leaf in pairs]
-        return [(x is not None and _is_real(x)) or None for x in arrays]
-    what = "The leaves of `sparse` must be"
-    if is_predicate(sparse):
-        marks = [sparse(*pair) for pair in pairs]
-        what = "The predicate `sparse` must return"
-    else:
-        try:
-            marks = jax.tree.leaves(jax.tree.broadcast(sparse, tree))
-        except ValueError as error:
-            raise ValueError(
-                "`sparse` must be a tree of booleans like the differentiated argument, "
-                f"or a prefix of it: {error}"
-            ) from None
-    for (path, _), mark in zip(pairs, marks, strict=True):
-        if not isinstance(mark, bool | np.bool_):
-            raise ValueError(
-                f"{what} booleans, got {mark!r} of type {type(mark).__name__} at "
-                f"{leaf_name(path)}."
-            )
-    return list(map(bool, marks))
-
-
-def _is_real(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
-
-
-def is_predicate(sparse: Sparse) -> bool:
-    """Whether it is called; a tree of booleans may have `__call__`, as models have."""
-    leaves = jax.tree.leaves(sparse)
-    are_marks = bool(leaves) and all(isinstance(x, bool | np.bool_) for x in leaves)
-    return callable(sparse) and not are_marks
-
-
-def _requires_sparse(sparse: Sparse) -> bool:
-    return is_predicate(sparse) or any(map(bool, jax.tree.leaves(sparse)))
-
-
 def _is_loss(result: Any, has_aux: bool) -> bool:
     """Whether JAX would differentiate a function that returns this."""
     if has_aux:
@@ -364,7 +319,7 @@ def _is_loss(result: Any, has_aux: bool) -> bool:
         result = result[0]
     if not valid_jaxtype(result):
         return False
-    return is_array(result) and jnp.shape(result) == () and _is_real(result)
+    return is_array(result) and jnp.shape(result) == () and is_real(result)
 
 
 def current_tables(tree: Any, read: Any) -> list[Source]:

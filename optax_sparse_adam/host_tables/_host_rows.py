@@ -252,8 +252,8 @@ class HostRows:
             # row, as optax.adaptive_grad_clip, which takes it for a vector.
             most = min(max(2, count), table.partition.block_rows)
             key = k, most, len(cut)
-            count = max(2, *map(len, cut))
-            sizes[key] = size = _size(count, known.get(key, 0), most, len(cut))
+            needed = max(2, *map(len, cut))
+            sizes[key] = size = _size(needed, known.get(key, 0), most, len(cut))
             unique.append(table.partition.own(cut))
             padded.append(table.partition.padded(cut, size))
             arrays.append(self._read(k, unique[-1], size))

@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 from .._exact_adam.state import begin_now
-from .._gradients.value_and_grad import PartsOfTables, Sparse, marks_of
+from .._gradients.marks import Sparse, marks_of
+from .._gradients.value_and_grad import PartsOfTables
 from .._optimizers.hyperparameters import check_transformation
 from .._optimizers.row_owners import TableSize, check_sizes, find_owners
 from .._optimizers.untouched_rows import check_untouched_rows, forms_of

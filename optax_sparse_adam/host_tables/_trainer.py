@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from .._gradients.value_and_grad import Sparse
+from .._gradients.marks import Sparse
 from ._access import transfers
 from ._arguments import begun, check_function, split_keywords
 from ._between import evaluated, map_rows, read_all, reset

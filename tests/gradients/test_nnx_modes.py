@@ -85,6 +85,9 @@ def test_sparse_is_of_the_paths_and_trees_of_the_gradient(mode):
     leaves = jax.tree_util.tree_leaves_with_path((one, other), is_leaf=is_bcoo)
     assert paths == [path_of(path) for path, _ in leaves]
 
+    with pytest.raises(TypeError, match="argnums"):
+        gradient(second, argnums=7)
+
     for is_sparse in (True, False):
         marks = jax.tree.map(lambda _: False, one)
         marks.embed.embedding.set_value(is_sparse)
